@@ -16,8 +16,6 @@ from hf_flexseq.values import MAX_COUNT, MAX_RANKS, MAX_TOKENS_PER_RANK, quoted
 PLANNERS = ("auto", "static", "flexsp", "zeppelin")
 USER_STRATEGIES = ("auto", *STRATEGIES)
 SYNCS = ("auto", "lockstep", "free")
-REMAPS = ("auto", "off")
-ROUTINGS = ("auto", "off")
 PIPELINE_SCHEDULES = ("auto", "1f1b", "seq1f1b", "infinipipe")
 ON_NONFINITE = ("raise", "warn")
 
@@ -31,6 +29,8 @@ REMOVED = {
         "call torch.use_deterministic_algorithms(True) for the same bits in every run of one plan"
     ),
     "strategy='allgather'": "write strategy='zigzag', which moves fewer bytes, or 'auto'",
+    "remap": "leave it out; planner='zeppelin' remaps where the cost model says that it pays",
+    "routing": "leave it out; planner='zeppelin' routes where the cost model says that it pays",
 }
 
 # The label of a token without a target, as in transformers and torch.
@@ -127,26 +127,6 @@ class FlexSeqArguments:
             )
         },
     )
-    remap: str = field(
-        default="auto",
-        metadata={
-            "help": (
-                "`auto`: in lockstep, spread tokens evenly over the ranks outside of attention "
-                "where the cost model says that this is faster than moving them twice a layer; "
-                "`off`: never."
-            )
-        },
-    )
-    routing: str = field(
-        default="auto",
-        metadata={
-            "help": (
-                "`auto`: split transfers of rings and of remapping between nodes over the NICs "
-                "that other ranks leave idle, where the cost model says that this is faster than "
-                "sending them straight; `off`: never."
-            )
-        },
-    )
     pipeline_parallel_size: int = field(
         default=1,
         metadata={
@@ -203,8 +183,6 @@ class FlexSeqArguments:
             require_solver()
         _one_of("strategy", self.strategy, USER_STRATEGIES)
         _one_of("sync", self.sync, SYNCS)
-        _one_of("remap", self.remap, REMAPS)
-        _one_of("routing", self.routing, ROUTINGS)
         _one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         if not isinstance(self.cost_model, str | PathLike) or not str(self.cost_model):
             raise ValueError(

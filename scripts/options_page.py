@@ -29,7 +29,7 @@ GROUPS = {
         "lookahead",
         "plan_trace",
     ),
-    "Running": ("sync", "remap", "routing", "attention_remat", "on_nonfinite"),
+    "Running": ("sync", "attention_remat", "on_nonfinite"),
     "Pipelines": (
         "pipeline_parallel_size",
         "pipeline_schedule",
@@ -42,8 +42,6 @@ VALUES = {
     "planner": config.PLANNERS,
     "strategy": config.USER_STRATEGIES,
     "sync": config.SYNCS,
-    "remap": config.REMAPS,
-    "routing": config.ROUTINGS,
     "on_nonfinite": config.ON_NONFINITE,
     "pipeline_schedule": config.PIPELINE_SCHEDULES,
 }
@@ -73,7 +71,6 @@ MORE = {
         "`free` is refused under FSDP and ZeRO-2/3, and on NCCL under any DeepSpeed and with a "
         "communication hook of DDP ([why](architecture.md#why-no-plan-can-deadlock))."
     ),
-    "routing": "Needs several nodes, with several ranks each.",
     "on_nonfinite": "The plain Trainer [goes on, and saves](differences.md).",
     "pipeline_parallel_size": "[Pipelines](pipelines.md) says what a pipeline refuses.",
 }

@@ -18,7 +18,7 @@ def random_plan(
     shared: float | None = None,
 ) -> Plan:
     """Any sequences on any laminar family of groups inside a node or of whole ones, in any number
-    of micro-batches, some of them remapped.
+    of micro-batches.
 
     shared: share of the sequences that go to groups of several ranks; None leaves it to chance.
     """
@@ -30,9 +30,7 @@ def random_plan(
     plan = Plan(
         lengths=tuple(lengths),
         micro_batches=tuple(
-            _random_micro_batch(members, lengths, topology, rng, shared)
-            for members in bins
-            if members
+            _random_micro_batch(members, topology, rng, shared) for members in bins if members
         ),
         objective_s=0.0,
         lower_bound_s=0.0,
@@ -45,7 +43,6 @@ def random_plan(
 
 def _random_micro_batch(
     members: list[int],
-    lengths: Sequence[int],
     topology: Topology,
     rng: random.Random,
     shared: float | None,
@@ -66,8 +63,7 @@ def _random_micro_batch(
         )
         for (start, stop), sequences in held.items()
     ]
-    remap = rng.random() < 0.3 and sum(lengths[i] for i in members) >= topology.world_size
-    return MicroBatch(groups=widest_first(groups), remap=remap)
+    return MicroBatch(groups=widest_first(groups))
 
 
 def _random_laminar(

@@ -40,19 +40,18 @@ from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.pipeline.reduction import sum_gradients
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.pipeline import PipelinePlan
-from hf_flexseq.plan.shard import Shard, make_shard, remapped
+from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import heads as head_pieces
 from hf_flexseq.program import turns
-from hf_flexseq.program.exchange import Exchange
+from hf_flexseq.published.zeppelin.routes import routed_posts
 from hf_flexseq.schedule import attention as schedule
-from hf_flexseq.schedule.routing import NicFigures
-from hf_flexseq.schedule.transfers import ring_fetches
 from hf_flexseq.topology import Topology
 from tests.attention.dense import dense_attention
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import columns_of, make_executor
 from tests.plans import random_plan
+from tests.published.zeppelin.always import Always
 from tests.ranks import join, run_threads
 from tests.recurrent import stepwise
 
@@ -96,25 +95,13 @@ class AttentionRun:
     """By layer."""
 
     use_blocks: bool
-    routes: bool
+    passes: Always | None
+    """Zeppelin's passes over the plan."""
+
     checkpoints: bool
     keeps_attention: bool
     large: int
     """Tokens from which on chunks travel one by one; see `schedule.attention.LARGE`."""
-
-    @property
-    def links(self) -> NicFigures | None:
-        """Over these every transfer that leaves a NIC idle is routed."""
-        if not self.routes:
-            return None
-        per_node = self.topology.ranks_per_node
-        return NicFigures(
-            ranks_per_node=per_node,
-            nics_per_node=per_node,
-            inside_s=1e-15,
-            across_s=1e-9,
-            transfer_s=0.0,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,19 +157,29 @@ def draw(number: int) -> Run:
         lengths, world_size, rng, nodes=nodes, micro_batches=micro_batches, shared=0.8
     )
     layers = rng.choice((2, 2, 2, 3))
+    topology = Topology(nodes=nodes, ranks_per_node=world_size // nodes)
+    kinds = tuple(_draw_kind(rng) for _ in range(layers))
     return AttentionRun(
         number=number,
         launches=launches,
-        topology=Topology(nodes=nodes, ranks_per_node=world_size // nodes),
+        topology=topology,
         plan=plan,
         heads=rng.choice(HEADS),
-        kinds=tuple(_draw_kind(rng) for _ in range(layers)),
+        kinds=kinds,
         use_blocks=rng.random() < 0.5,
-        routes=1 < nodes < world_size and rng.random() < 0.8,
+        passes=_draw_passes(topology, kinds, rng),
         checkpoints=rng.random() < 0.4,
         keeps_attention=rng.random() < 0.6,
         large=rng.choice((1, schedule.LARGE["cpu"])),
     )
+
+
+def _draw_passes(topology: Topology, kinds: tuple[Kind, ...], rng: random.Random) -> Always | None:
+    """Zeppelin's passes over some plans; no tokens move where a layer is recurrent."""
+    if rng.random() < 0.5:
+        return None
+    has_recurrent = any(kind.recurrent for kind in kinds)
+    return Always(topology, remap=not has_recurrent and rng.random() < 0.6)
 
 
 def _draw_pipeline(number: int, launches: Launches, rng: random.Random) -> PipelineRun:
@@ -222,7 +219,7 @@ def run_attention(run: AttentionRun) -> float:
     large = mock.patch.dict(schedule.LARGE, {"cpu": run.large, "cuda": run.large})
     short_chunks = mock.patch.object(grid, "CHUNK", 4)  # of recurrent layers
     with large, pieces_of_any_size, joined_turns, short_chunks:
-        ring_fetches.cache_clear()  # what is kept there depends on it
+        routed_posts.cache_clear()  # what is kept there depends on it
         by_rank = run_threads(
             attention_rank,
             run.topology.world_size,
@@ -255,11 +252,9 @@ def attention_rank(rank, world_size, run):
     found = []
     for index, micro_batch in enumerate(run.plan.micro_batches):
         shards = [make_shard(micro_batch, run.plan.lengths, r) for r in range(world_size)]
-        if micro_batch.remap:
-            shards = [
-                remapped(shard, micro_batch, run.plan.lengths, run.topology) for shard in shards
-            ]
-        if shards[rank].zones or shards[rank].linear_tokens:
+        if run.passes is not None:
+            shards = run.passes.shards(micro_batch, run.plan.lengths) or shards
+        if shards[rank].zones or shards[rank].tokens:
             found += _run_shard(shards, weight, run, communicator)
         if reduces_after(index, len(run.plan.micro_batches)):
             communicator.all_reduce(weight.grad)
@@ -280,7 +275,7 @@ def _run_shard(shards, weight, run, communicator):
         choose_kernel(CPU, torch.float64, HEAD_DIM),
         CPU,
         attention_remat=run.keeps_attention,
-        links=run.links,
+        passes=run.passes,
     )
     tokens = _tokens(run)
     rows = _linear_rows(shards, rank)
@@ -377,26 +372,13 @@ def _widened(out):
     return functional.pad(out.tanh(), (0, HEAD_DIM - out.shape[2]))
 
 
-def _linear_rows(shards: list[Shard], rank: int) -> list[tuple[int, int]]:
-    """(sequence, position) of every row of a rank outside of attention."""
-    rows = _kept_and_given(shards[rank])
-    own = rows.pop(None)
-    for move in shards[rank].moves:
-        if move.target == rank:
-            own = own + _kept_and_given(shards[move.source])[rank]
-    return own
-
-
-def _kept_and_given(shard: Shard) -> dict[int | None, list[tuple[int, int]]]:
-    """The rows that a rank keeps outside of attention, by None, and gives, by the peer."""
-    rows = [(s.sequence, n) for s in shard.slices for n in range(s.start, s.stop)]
-    kept = len(rows) - sum(tokens for _, tokens in shard.given)
-    parts = {None: rows[:kept]}
-    start = kept
-    for peer, count in shard.given:
-        parts[peer] = rows[start : start + count]
-        start += count
-    return parts
+def _linear_rows(shards, rank):
+    """(sequence, position) of every row that a rank has outside of attention."""
+    return [
+        (part.sequence, position)
+        for part in shards[rank].slices
+        for position in range(part.start, part.stop)
+    ]
 
 
 def _tokens(run: AttentionRun) -> list[torch.Tensor]:
@@ -503,30 +485,22 @@ def error_of(drawn: Run) -> float:
 
 
 class Used:
-    """Counts exchanges of programs that are routed, and those that took a collective."""
+    """Counts exchanges that took a collective."""
 
     def __init__(self) -> None:
-        self.routed = 0
         self.collectives = 0
 
     def __enter__(self) -> "Used":
-        self._post = Exchange.post_routed
         self._all_to_all = ThreadGroup.all_to_all
-
-        def post(exchange):
-            self.routed += 1
-            self._post(exchange)
 
         def all_to_all(*args, **options):
             self.collectives += 1
             return self._all_to_all(*args, **options)
 
-        Exchange.post_routed = post
         ThreadGroup.all_to_all = all_to_all
         return self
 
     def __exit__(self, *error: object) -> None:
-        Exchange.post_routed = self._post
         ThreadGroup.all_to_all = self._all_to_all
 
 
@@ -553,8 +527,7 @@ def had(drawn: Run, used: Used) -> set[str]:
     ):
         found.add("several zones on a rank")
     named = {
-        "remapped": any(micro_batch.remap for micro_batch in drawn.plan.micro_batches),
-        "routed": used.routed > 0,
+        "passes": drawn.passes is not None,
         "collectives of blocks": used.collectives > 0,
         "checkpointing": drawn.checkpoints,
         "checkpointing, attention kept": drawn.checkpoints and drawn.keeps_attention,

@@ -29,15 +29,15 @@ from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.pipeline import Chunk
-from hf_flexseq.plan.shard import Slice, make_shard, remapped
+from hf_flexseq.plan.shard import Slice, make_shard
 from hf_flexseq.program import heads, ulysses
-from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.steps.inputs import model_inputs
 from hf_flexseq.topology import Topology
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.no_sync import META, HostSync, NoHostSync, alone
 from tests.pipeline import test_executor as pipeline
 from tests.pipeline.test_exactness import columns_of
+from tests.published.zeppelin.always import Always
 
 HEAD_DIM = 8
 LAYERS = 2
@@ -50,10 +50,6 @@ UNEVEN = (7, 7)  # 1 or 2 each
 REPEATED = (30, 6)  # 7 or 8 query heads each; a piece of rank 3 reads two KV heads unequally
 TWO_NODES = Topology(nodes=2, ranks_per_node=2)
 SIZES = {"hidden_size": 80, "num_attention_heads": 10, "num_key_value_heads": 5}  # of a model
-# Over these every transfer that leaves a NIC idle is routed.
-LINKS = NicFigures(
-    ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0
-)
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +69,7 @@ def one_group(strategy):
     return MicroBatch(groups=(group(FOUR, range(len(LENGTHS)), strategy),))
 
 
-def nested(remap=False):
+def nested():
     """Groups of 4, 2 and 1 ranks; rank 3 works in the first one alone."""
     return MicroBatch(
         groups=(
@@ -81,8 +77,7 @@ def nested(remap=False):
             group((0, 1), [4], "ulysses"),
             group((2,), [1, 2], "local"),
             group((0,), [3], "local"),
-        ),
-        remap=remap,
+        )
     )
 
 
@@ -90,16 +85,15 @@ STRATEGIES = ("ulysses", "zigzag", "balanced", "hybrid")
 MICRO_BATCHES = {strategy: (one_group(strategy), {}) for strategy in STRATEGIES}
 MICRO_BATCHES |= {
     "nested": (nested(), {}),
-    "remapped": (nested(remap=True), {}),
-    "routed": (nested(remap=True), {"links": LINKS}),
+    "with passes": (nested(), {"passes": Always(TWO_NODES)}),
 }
 
 
 def context(monkeypatch, rank, name, kernel=None, **more):
     micro_batch, options = MICRO_BATCHES[name]
     shard = make_shard(micro_batch, LENGTHS, rank)
-    if micro_batch.remap:
-        shard = remapped(shard, micro_batch, LENGTHS, TWO_NODES)
+    if "passes" in options:
+        shard = options["passes"].shard(micro_batch, LENGTHS, rank)
     communicator = alone(rank, TWO_NODES)
     return SequenceContext(shard, communicator, kernel or TorchVarlen(), META, **options, **more)
 
@@ -115,7 +109,7 @@ def run_layers(seq_ctx, number_of_heads, *, checkpointed=False, dtype=torch.bflo
     """Forward and backward of some layers on tensors without data."""
     query_heads, kv_heads = number_of_heads
     x = torch.empty(
-        seq_ctx.linear_tokens, query_heads, HEAD_DIM, dtype=dtype, device=META, requires_grad=True
+        seq_ctx.tokens, query_heads, HEAD_DIM, dtype=dtype, device=META, requires_grad=True
     )
     y = x
     for _ in range(LAYERS):
@@ -185,7 +179,7 @@ def recur(kind, x, weight, seq_ctx):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("kind", ["gated delta", "kimi delta", "mamba2"])
-@pytest.mark.parametrize("name", ["ulysses", "zigzag", "remapped"])
+@pytest.mark.parametrize("name", ["ulysses", "zigzag", "nested"])
 def test_recurrent_layers_never_wait(monkeypatch, name, kind, checkpointed):
     monkeypatch.setattr(grid, "CHUNK", 4)
     for rank in RANKS:
@@ -195,7 +189,7 @@ def test_recurrent_layers_never_wait(monkeypatch, name, kind, checkpointed):
             weight = torch.empty(12, 4, **options)
             copies = None
             for _ in range(2):  # steps, which share a micro-batch here
-                x = torch.empty(seq_ctx.linear_tokens, 12, **options)
+                x = torch.empty(seq_ctx.tokens, 12, **options)
                 y = x
                 for _ in range(LAYERS):
                     if checkpointed:
@@ -296,17 +290,17 @@ def run_model(monkeypatch, rank, *, checkpointed):
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    micro_batch, _ = MICRO_BATCHES["remapped"]
-    shard = remapped(make_shard(micro_batch, LENGTHS, rank), micro_batch, LENGTHS, TWO_NODES)
+    micro_batch, options = MICRO_BATCHES["with passes"]
+    shard = options["passes"].shard(micro_batch, LENGTHS, rank)
     names = ("input_ids", "labels", "position_ids")
-    columns = {name: torch.zeros(shard.linear_tokens, dtype=torch.int64) for name in names}
+    columns = {name: torch.zeros(shard.tokens, dtype=torch.int64) for name in names}
     with NoHostSync() as mode:
         ((_, inputs),) = model_inputs(
             [shard],
             [columns],
             lockstep=True,
             device=META,
-            make_context=lambda shard: context(monkeypatch, rank, "remapped"),
+            make_context=lambda shard: context(monkeypatch, rank, "with passes"),
         )
         assert mode.uploads >= len(names)
         items = torch.full((), sum(LENGTHS), device=META)

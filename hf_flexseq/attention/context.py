@@ -10,7 +10,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.program.compile import Machine, MicroBatchLayout
-from hf_flexseq.schedule.routing import NicFigures
+from hf_flexseq.program.passes import PlanPasses
 
 
 class SequenceContext:
@@ -32,13 +32,12 @@ class SequenceContext:
         device: torch.device,
         *,
         attention_remat: bool = True,
-        links: NicFigures | None = None,
+        passes: PlanPasses | None = None,
     ) -> None:
         """Lay out the zones of this rank; no communication.
 
         attention_remat: whether checkpointed layers keep the result of attention, instead of
-        attending again. links: over which transfers between nodes may be routed, the same on all
-        ranks; with None all of them go straight.
+        attending again. passes: what the planner adds to programs, the same on all ranks.
         """
         self.shard = shard
         self.kept = KeptAttention() if attention_remat else None
@@ -47,17 +46,18 @@ class SequenceContext:
             topology=communicator.topology,
             device=device.type,
             wide_gradients=kernel.wide_gradients,
-            links=links,
         )
         layout = MicroBatchLayout(shard, machine)
-        self.programs = MicroBatchPrograms(layout.parts, communicator, kernel, device)
+        rewrite = None if passes is None else passes.of_programs(shard, machine)
+        self.programs = MicroBatchPrograms(
+            layout.parts, communicator, kernel, device, rewrite=rewrite
+        )
 
     def carrying(self, *, keeps_grad: bool) -> None:
         """Return None: no sequence of a micro-batch is cut into chunks."""
         return
 
     @property
-    def linear_tokens(self) -> int:
-        """Tokens this rank holds in norms, MLP and head; differs from attention where the
-        micro-batch is remapped."""
-        return self.shard.linear_tokens
+    def tokens(self) -> int:
+        """Tokens this rank holds in norms, MLP and head."""
+        return self.shard.tokens

@@ -17,18 +17,13 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from hf_flexseq.attention.programs import (
-    BACKWARD,
-    BACKWARD_OF_ROWS,
-    FORWARD,
-    MicroBatchPrograms,
-    layer_shape,
-)
+from hf_flexseq.attention.programs import MicroBatchPrograms, layer_shape
 from hf_flexseq.attention.remat import Kept, KeptAttention, Region, in_shapes, kept_region
 from hf_flexseq.attention.replay import CutAttention, Tensors
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.cuda_flash import rows_contiguous
 from hf_flexseq.layers import FULL, Reach, Scores
+from hf_flexseq.program.compile import BACKWARD, BACKWARD_OF_ROWS, FORWARD
 from hf_flexseq.program.instructions import LayerShape
 
 
@@ -52,7 +47,7 @@ class AttentionContext(Protocol):
         """Results that wait for the replay of their layers; None where none are kept."""
 
     @property
-    def linear_tokens(self) -> int:
+    def tokens(self) -> int:
         """Tokens this rank holds in norms, MLP and head."""
 
 
@@ -79,9 +74,9 @@ def sequence_parallel_attention(
     Collective over the groups of the shard. Raises ValueError when the tensors do not have the
     shard's number of tokens, or one dtype. Its gradients have none themselves.
     """
-    if q.shape[0] != seq_ctx.linear_tokens:
+    if q.shape[0] != seq_ctx.tokens:
         raise ValueError(
-            f"the shard has {seq_ctx.linear_tokens} tokens, but the queries are {tuple(q.shape)}"
+            f"the shard has {seq_ctx.tokens} tokens, but the queries are {tuple(q.shape)}"
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(

@@ -11,23 +11,14 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.scans.grid import ChunkGrid
 from hf_flexseq.layers import FULL, Reach
-from hf_flexseq.program.compile import (
-    BETWEEN_LAYOUTS,
-    Parts,
-    backward,
-    backward_of_rows,
-    forward,
-    of_rows,
-)
+from hf_flexseq.program.compile import FORWARD, Parts, compile_program
 from hf_flexseq.program.instructions import LayerShape, Program, RowShape
+from hf_flexseq.program.passes import ProgramPass
 
 Made = TypeVar("Made")
 
-FORWARD = "forward"
-BACKWARD = "backward"
-BACKWARD_OF_ROWS = "backward of rows"  # of a layer that is replayed (`remat.py`)
-
-# (one of these three, the layer), or (what a recurrent layer exchanges, its rows)
+# (FORWARD, BACKWARD or BACKWARD_OF_ROWS, the layer), or (what a recurrent layer exchanges, its
+# rows); see `program.compile`
 ProgramKey = tuple[str, LayerShape | RowShape]
 
 
@@ -52,7 +43,16 @@ def layer_shape(
 class MicroBatchPrograms:
     """Compiles a program when a layer first asks for it, or ahead."""
 
-    __slots__ = ("_bound", "_communicator", "_compiled", "_kernel", "_made", "_uploads", "parts")
+    __slots__ = (
+        "_bound",
+        "_communicator",
+        "_compiled",
+        "_kernel",
+        "_made",
+        "_rewrite",
+        "_uploads",
+        "parts",
+    )
 
     def __init__(
         self,
@@ -60,11 +60,14 @@ class MicroBatchPrograms:
         communicator: Communicator | None,
         kernel: Kernel,
         device: torch.device,
+        *,
+        rewrite: ProgramPass | None = None,
     ) -> None:
-        """parts: what programs are compiled from."""
+        """parts: what programs are compiled from. rewrite: what is done to each of them then."""
         self.parts = parts
         self._communicator = communicator
         self._kernel = kernel
+        self._rewrite = rewrite
         self._uploads = Uploads(parts.tables, device)
         self._made: dict[Hashable, Any] = {}
         self._compiled: dict[ProgramKey, Program] = {}
@@ -81,7 +84,7 @@ class MicroBatchPrograms:
     def prepare(self, keys: Iterable[ProgramKey]) -> None:
         """Make the programs that layers will ask for, of those with these keys; they may be those
         of another micro-batch. Their integers go to the device in one copy."""
-        new = [key for key in keys if key not in self._bound and self._has_use_of(key[0])]
+        new = [key for key in keys if key not in self._bound]
         for direction, shape in new:
             self._compile(direction, shape)
         self._uploads.bring()
@@ -93,10 +96,6 @@ class MicroBatchPrograms:
                 self._kernel,
                 getattr(torch, shape.dtype),
             )
-
-    def _has_use_of(self, direction: str) -> bool:
-        """Tell whether layers can ask for this: rows move in remapped micro-batches alone."""
-        return self.parts.remap is not None or direction not in BETWEEN_LAYOUTS
 
     @property
     def keys(self) -> tuple[ProgramKey, ...]:
@@ -126,12 +125,11 @@ class MicroBatchPrograms:
         """Return a program, which is compiled once."""
         key = (direction, shape)
         if key not in self._compiled:
-            if isinstance(shape, RowShape):
-                self._compiled[key] = of_rows(self.parts, direction, shape)
-            elif direction == FORWARD:
-                self._compiled[key] = forward(self.parts, shape)
-            else:
-                saved = self._compile(FORWARD, shape).saved
-                compile_backward = backward if direction == BACKWARD else backward_of_rows
-                self._compiled[key] = compile_backward(self.parts, shape, saved)
+            forward = None
+            if isinstance(shape, LayerShape) and direction != FORWARD:
+                forward = self._compile(FORWARD, shape)
+            program = compile_program(self.parts, direction, shape, forward)
+            if self._rewrite is not None:
+                program = self._rewrite(program, direction, shape)
+            self._compiled[key] = program
         return self._compiled[key]

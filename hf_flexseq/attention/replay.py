@@ -23,7 +23,6 @@ from hf_flexseq.kernels.fused import Rows
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.layers import Reach, Scores
 from hf_flexseq.program.instructions import (
-    BYTES,
     INPUT,
     WIDE,
     AllToAllSpec,
@@ -170,7 +169,7 @@ class _Binder:
     def __init__(self, bound: BoundProgram, uploads: Uploads, dtype: torch.dtype) -> None:
         self._bound = bound
         self._uploads = uploads
-        self._dtypes = {INPUT: dtype, WIDE: lse_dtype(dtype), BYTES: torch.uint8}
+        self._dtypes = {INPUT: dtype, WIDE: lse_dtype(dtype)}
 
     def step(self, instruction: Instruction, frees: tuple[int, ...]) -> Step:
         """Return the step of an instruction, after which values are freed."""
@@ -223,10 +222,11 @@ class _Binder:
         recvs: dict[Lane, list[tuple[int, int, int]]] = {}
         for by_lane, messages in ((sends, spec.sends), (recvs, spec.recvs)):
             for value, peer, tag in messages:
-                lane = communicator.remapping if spec.remaps else communicator.lane(peer)
-                by_lane.setdefault(lane, []).append((position[value], peer, tag))
+                by_lane.setdefault(communicator.lane(peer), []).append(
+                    (position[value], peer, tag)
+                )
         lanes = []
-        for lane in (*communicator.lanes, communicator.remapping):
+        for lane in communicator.lanes:
             if lane in sends or lane in recvs:
                 lanes.append(
                     LaneMessages(lane, tuple(sends.pop(lane, ())), tuple(recvs.pop(lane, ())))
@@ -455,17 +455,3 @@ class Replay:
     def wait(self, number: int) -> None:
         for pending in self.pending.pop(number):
             pending.wait()
-
-    # -- bytes
-
-    def fill_parcel(self, parcel: torch.Tensor, *tensors_and_offsets: Any) -> None:
-        *tensors, offsets = tensors_and_offsets
-        for tensor, offset in zip(tensors, offsets, strict=True):
-            self.in_parcel(parcel, offset, tensor.shape, tensor.dtype).copy_(tensor)
-
-    def in_parcel(
-        self, parcel: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        # uint8 [nbytes] -> [elements] of the dtype -> shape
-        return parcel[offset : offset + nbytes].view(dtype).view(shape)

@@ -7,7 +7,7 @@ from argparse import ArgumentTypeError, Namespace
 from hf_flexseq.cli.files import asked_step, read_steps, tell_broken_lines
 from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan import Plan, check
-from hf_flexseq.plan.shard import Shard, make_shard, remapped
+from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.program.compile import (
     HALO,
     HALO_RETURN,
@@ -123,8 +123,8 @@ def program(options: Namespace) -> None:
         raise ValueError(
             f"the plan is for {topology.world_size} ranks, so there is no --rank {options.rank}"
         )
-    shard = _shard(plan, topology, options)
-    if shard.zones or shard.given or shard.got:
+    shard = _shard(plan, options)
+    if shard.zones:
         _print_programs(shard, topology, options)
     else:
         print(f"rank {options.rank} works in no group of micro-batch {options.micro_batch}")
@@ -156,7 +156,7 @@ def _print_programs(shard: Shard, topology: Topology, options: Namespace) -> Non
         print(made)
 
 
-def _shard(plan: Plan, topology: Topology, options: Namespace) -> Shard:
+def _shard(plan: Plan, options: Namespace) -> Shard:
     """Return what the rank holds of the micro-batch that was asked for."""
     micro_batch = plan.micro_batches[options.micro_batch]
     events = 0
@@ -164,10 +164,7 @@ def _shard(plan: Plan, topology: Topology, options: Namespace) -> Shard:
         events += group.degree * (EVENTS_PER_RANK + len(group.sequences) // SEQUENCES_PER_EVENT)
     what = f"micro-batch {options.micro_batch} may be {events:,} events of rank {options.rank}"
     options.limits.refuse_above("work", events, what)
-    shard = make_shard(micro_batch, plan.lengths, options.rank)
-    if micro_batch.remap:
-        shard = remapped(shard, micro_batch, plan.lengths, topology)
-    return shard
+    return make_shard(micro_batch, plan.lengths, options.rank)
 
 
 def _one_node(plan: Plan, options: Namespace) -> Topology:

@@ -18,7 +18,6 @@ stages.
 from hf_flexseq.cost.constants import PIECE_ROWS
 from hf_flexseq.cost.evaluate import (
     GroupKind,
-    RemappedNs,
     free_ns,
     group_ns,
     groups_ns,
@@ -26,7 +25,6 @@ from hf_flexseq.cost.evaluate import (
     linear_ns,
     lockstep_ns,
     rank_ns,
-    remapped_ns,
     slowest_ns,
     step_ns,
 )
@@ -52,7 +50,6 @@ __all__ = [
     "FloatArray",
     "GroupKind",
     "Int64Array",
-    "RemappedNs",
     "Waits",
     "free_ns",
     "group_ns",
@@ -62,7 +59,6 @@ __all__ = [
     "lockstep_ns",
     "nodes_spanned",
     "rank_ns",
-    "remapped_ns",
     "slowest_ns",
     "step_ns",
 ]

@@ -4,7 +4,6 @@
     rank        the sum over its groups
     lockstep    a micro-batch takes as long as its slowest rank, and the constant
     free        ranks meet only inside groups, so each has a clock of its own
-    remapped    the slowest rank's attention, evenly spread linear layers, and the moves between
 
 The cost of one sequence is `CostModel.sequences_ns`. `simulate/run.py` plays a step event by
 event; without overlap it finds the same nanoseconds (tests/simulate/test_run.py).
@@ -18,7 +17,6 @@ import numpy as np
 
 from hf_flexseq.cost.model import CostModel, Int64Array
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.plan.remap import moved_tokens, transport_arrays
 from hf_flexseq.topology import Topology
 
 # In this file `lengths` always are the tokens of every sequence of the plan, by sequence id.
@@ -114,50 +112,7 @@ def slowest_ns(
     cost: CostModel, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
 ) -> int:
     """Return the nanoseconds of a micro-batch's slowest rank, without the constant."""
-    if micro_batch.remap:
-        return sum(remapped_ns(cost, micro_batch, lengths, topology))
     return max(rank_ns(cost, micro_batch.groups, lengths, topology))
-
-
-class RemappedNs(NamedTuple):
-    """Nanoseconds of a remapped micro-batch, part by part; they follow each other."""
-
-    attention: int
-    """The slowest rank's attention and its transfers."""
-    linear: int
-    """Linear layers on evenly spread tokens."""
-    moves: int
-    """Bringing tokens to their groups and back."""
-
-
-def remapped_ns(
-    cost: CostModel, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
-) -> RemappedNs:
-    """Return the nanoseconds of `micro_batch` if it is remapped, without the constant.
-
-    Moving a token there and back is as many bytes as an all-to-all moves of it, and with recurrent
-    layers those of their rows.
-    """
-    tokens = micro_batch.tokens_per_rank(lengths, topology.world_size)
-    # 1. attention stays as it is
-    work_ns = groups_ns(cost, micro_batch.groups, lengths, topology).tolist()
-    attention_ns = []
-    for group, nanoseconds in zip(micro_batch.groups, work_ns, strict=True):
-        attention_ns.append(nanoseconds - linear_ns(cost, group, lengths))
-    attention = _busy_ns(micro_batch.groups, attention_ns, topology)
-    # 2. linear layers run on even shares
-    share = -(-sum(tokens) // topology.world_size)
-    row_bytes = sum(kind.row_bytes for kind in cost.recurrent)
-    # 3. the rank that moves most sets the pace, first inside nodes, then between them
-    inside, between = moved_tokens(transport_arrays(tokens, topology), topology)
-    one_byte_s = inside / cost.bandwidth(topology.ranks_per_node, False)  # of every token moved
-    if between:
-        one_byte_s += between / cost.bandwidth(topology.world_size, True)
-    return RemappedNs(
-        attention=max(0, int(attention.max())),
-        linear=round(cost.linear_s * share * 1e9),
-        moves=round((cost.all_to_all_bytes + row_bytes) * one_byte_s * 1e9),
-    )
 
 
 # ---- steps
@@ -174,19 +129,16 @@ def lockstep_ns(
     A micro-batch takes as long as its slowest rank, and the constant.
     """
     micro_batches = tuple(micro_batches)
-    # 1. the groups of all micro-batches that are not remapped, priced together
-    groups = [group for one in micro_batches if not one.remap for group in one.groups]
+    # 1. the groups of all micro-batches, priced together
+    groups = [group for one in micro_batches for group in one.groups]
     work_ns = groups_ns(cost, groups, lengths, topology).tolist()
     # 2. the slowest rank of each micro-batch
     nanoseconds = []
     first = 0  # of the micro-batch's groups in `work_ns`
     for micro_batch in micro_batches:
-        if micro_batch.remap:
-            slowest = slowest_ns(cost, micro_batch, lengths, topology)
-        else:
-            stop = first + len(micro_batch.groups)
-            slowest = int(_busy_ns(micro_batch.groups, work_ns[first:stop], topology).max())
-            first = stop
+        stop = first + len(micro_batch.groups)
+        slowest = int(_busy_ns(micro_batch.groups, work_ns[first:stop], topology).max())
+        first = stop
         nanoseconds.append(slowest + cost.micro_batch_ns)
     return tuple(nanoseconds)
 
@@ -201,14 +153,9 @@ def free_ns(
 
     Micro-batch by micro-batch and widest first, a group starts when the last of its ranks is free.
     A rank pays the constant once for every micro-batch it works in, before its first group there.
-    In a remapped micro-batch all ranks meet.
     """
     clock = np.zeros(topology.world_size, dtype=np.int64)
     for micro_batch in micro_batches:
-        if micro_batch.remap:
-            slowest = slowest_ns(cost, micro_batch, lengths, topology)
-            clock[:] = clock.max() + cost.micro_batch_ns + slowest
-            continue
         works = np.zeros(topology.world_size, dtype=bool)
         for group in micro_batch.groups:
             works[group.start : group.stop] = True

@@ -7,11 +7,10 @@ plans ask of it:
     Transfers       some sends and receives, posted at once and waited for once
 
 Groups of any shape move their bytes by messages, so a plan never needs a new communicator: making
-one in a step can hang a job. Messages take one of three lanes, opened at the start:
+one in a step can hang a job. Messages take one of two lanes, opened at the start:
 
     inside nodes     between ranks of a node
     between nodes    between ranks of different nodes, which would hold up those inside
-    remapping        between all ranks, when tokens change their layout around attention
 
 Where a collective is faster than many messages, the aligned blocks of the topology have a group of
 their own (`open_blocks`), made at the start, too, for the degrees that plans may use.
@@ -43,7 +42,7 @@ from hf_flexseq.topology import Topology
 class Communicator:
     """This rank of the job, and its ways to the others."""
 
-    __slots__ = ("blocks", "lanes", "rank", "remapping", "topology", "transport")
+    __slots__ = ("blocks", "lanes", "rank", "topology", "transport")
 
     def __init__(
         self,
@@ -78,7 +77,6 @@ class Communicator:
         else:
             # Posts are independent: messages to near and far peers go in one post.
             self.lanes = [self._open_lane("between ranks", everyone, mates + counterparts)]
-        self.remapping = self._open_lane("remapping", everyone, ())
         self.blocks: dict[tuple[int, int], RankGroup] = {}  # by [start, stop) of ranks
         if use_blocks:
             self.open_blocks(range(2, world_size + 1))

@@ -10,17 +10,17 @@ from hf_flexseq.hf.model.facts import compute_dtype, layer_calls
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.plan.shard import Shard
-from hf_flexseq.schedule.routing import NicFigures
+from hf_flexseq.program.passes import PlanPasses
 
 
 class ModelContexts:
     """Makes the contexts of one model, micro-batch after micro-batch."""
 
-    def __init__(self, setup: EngineSetup, kernel: Kernel, links: NicFigures | None) -> None:
-        """links: the NICs over which transfers may be routed; None for no routing."""
+    def __init__(self, setup: EngineSetup, kernel: Kernel, passes: PlanPasses | None) -> None:
+        """passes: of the planner; None for a planner without."""
         self._setup = setup
         self._kernel = kernel
-        self._links = links
+        self._passes = passes
         self._former_programs: MicroBatchPrograms | None = None  # of the last context
 
     def __call__(self, shard: Shard) -> SequenceContext:
@@ -33,7 +33,7 @@ class ModelContexts:
             self._kernel,
             self._setup.accelerator.device,
             attention_remat=args.attention_remat,
-            links=self._links,
+            passes=self._passes,
         )
         if self._former_programs is not None:
             context.programs.prepare(self._former_programs.keys)

@@ -38,8 +38,7 @@ from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.plan import Group, MicroBatch, Plan
-from hf_flexseq.plan.rows import shards_of
-from hf_flexseq.plan.shard import Slice
+from hf_flexseq.plan.shard import Slice, make_shard
 from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 from hf_flexseq.topology import Topology
@@ -236,7 +235,7 @@ def _run_ranks(
     def run_rank(transport: ThreadTransport) -> None:
         communicator = Communicator(TOPOLOGY, transport=transport)
         own = ranks.models[communicator.rank]
-        (shard,) = shards_of(plan, communicator.rank, TOPOLOGY)
+        shard = make_shard(plan.micro_batches[0], plan.lengths, communicator.rank)
         slices = [part for zone in shard.zones for part in zone.slices]
         context = SequenceContext(shard, communicator, ranks.kernel, CPU)
         with torch.set_grad_enabled(gradients):

@@ -42,12 +42,13 @@ from hf_flexseq.hf.sync import resolve_sync
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
-from hf_flexseq.plan.rows import shards_of
+from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.planner.blocks import exchange_degrees
+from hf_flexseq.planner.passes import passes_of
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import GroupsJob
-from hf_flexseq.schedule.routing import NicFigures, links_of
+from hf_flexseq.program.passes import PlanPasses
 from hf_flexseq.steps.exchange import Columns, RowExchange, SourceRow
 from hf_flexseq.steps.inputs import (
     Inputs,
@@ -82,7 +83,7 @@ class WholeModelExecutor:
         self.kernel: Kernel | None = None  # chosen with the first step
         self.fsdp: SteppedFsdp | None = None  # made with the cost model
         self._exchange = RowExchange(setup.communicator)
-        self._links: NicFigures | None = None  # None: transfers go straight
+        self._passes: PlanPasses | None = None  # None: the planner has none
         self._model: AttachedModel | None = None
         self._contexts: ModelContexts | None = None  # of the attached model, from its first step
 
@@ -128,7 +129,7 @@ class WholeModelExecutor:
         self.cost = cost
         cost.strategies(args.strategy)  # raises for one that it has no figures for
         self._open_blocks(cost)
-        self._links = self._links_of(cost)
+        self._passes = passes_of(args.planner, cost, communicator.topology, lockstep=self.lockstep)
         if args.max_tokens_per_rank is None:
             cost.max_tokens_per_rank(communicator.world_size)  # raises where nothing is left
         self.fsdp = SteppedFsdp(
@@ -159,13 +160,6 @@ class WholeModelExecutor:
             cost, communicator.topology, strategy=args.strategy, sp_degree=args.sp_degree
         )
         communicator.open_fast_blocks(degrees)
-
-    def _links_of(self, cost: CostModel) -> NicFigures | None:
-        """Return the NICs over which transfers may be routed; None for no routing."""
-        topology = self.setup.communicator.topology
-        if self.setup.args.routing == "off" or topology.nodes == 1:
-            return None
-        return links_of(cost, topology)
 
     # ---- planning
 
@@ -200,7 +194,6 @@ class WholeModelExecutor:
             "sp_degree": args.sp_degree,
             "max_tokens_per_rank": args.max_tokens_per_rank,
             "sync": "lockstep" if self.lockstep else "free",
-            "remap": args.remap,
         }
 
     def check(self, plan: Plan) -> None:
@@ -221,8 +214,9 @@ class WholeModelExecutor:
         device = self.setup.accelerator.device
 
         # 1. what this rank holds in each micro-batch, and its tokens outside of attention
-        shards, row, contexts = self._held(drawn, plan)
-        columns = self._exchange(row, plan, drawn.sources, shards)
+        layout, row, contexts = self._held(drawn, plan)
+        shards = layout.shards
+        columns = self._exchange(row, layout, drawn.sources)
 
         # 2. what the model is called with; beyond the first micro-batch it is made while they run
         indices = indices_to_run(shards, lockstep=self.lockstep)
@@ -239,8 +233,9 @@ class WholeModelExecutor:
         """Bring the drawn tokens to the ranks that the plan names, for a step that runs several
         times. Collective over the world."""
         device = self.setup.accelerator.device
-        shards, row, contexts = self._held(drawn, plan)
-        routes = self._exchange.routes(row, plan, drawn.sources, shards)
+        layout, row, contexts = self._held(drawn, plan)
+        shards = layout.shards
+        routes = self._exchange.routes(row, layout, drawn.sources)
         columns = self._exchange.deal(row.columns, routes)
 
         def inputs(index: int) -> Inputs:
@@ -250,7 +245,7 @@ class WholeModelExecutor:
             drawn,
             plan,
             indices=indices_to_run(shards, lockstep=self.lockstep),
-            counts=[shard.linear_tokens for shard in shards],
+            counts=[shard.tokens for shard in shards],
             inputs_of=inputs,
             exchange=self._exchange,
             routes=routes,
@@ -258,9 +253,9 @@ class WholeModelExecutor:
             device=device,
         )
 
-    def _held(self, drawn: DrawnStep, plan: Plan) -> tuple[list[Shard], SourceRow, ModelContexts]:
-        """Return what this rank holds in each micro-batch of a plan; what it has drawn, with all
-        columns that the model needs; and what makes contexts, with the kernel that the first step
+    def _held(self, drawn: DrawnStep, plan: Plan) -> tuple[PlanLayout, SourceRow, ModelContexts]:
+        """Return the layout of a plan; what this rank has drawn, with all columns that the model
+        needs; and what makes contexts, with the kernel that the first step
         chooses. Collective over the world."""
         communicator = self.setup.communicator
         model = self._attached_model
@@ -268,9 +263,10 @@ class WholeModelExecutor:
         if self.kernel is None:
             self.kernel = kernel_of_run(self.setup, model.base)
         if self._contexts is None:
-            self._contexts = ModelContexts(self.setup, self.kernel, self._links)
-        shards = shards_of(plan, communicator.rank, communicator.topology)
-        return shards, with_token_columns(drawn.row, model.token_columns), self._contexts
+            self._contexts = ModelContexts(self.setup, self.kernel, self._passes)
+        all_shards = None if self._passes is None else self._passes.shards
+        layout = PlanLayout(plan, communicator.rank, all_shards)
+        return layout, with_token_columns(drawn.row, model.token_columns), self._contexts
 
     def inputs_alone(self, row: SourceRow) -> Inputs:
         """Return the inputs of a micro-batch that has the sequences of `row`, all of them on this
@@ -371,4 +367,4 @@ class WholeModelExecutor:
         host = self.setup.communicator.host
         choosing.raise_together(host.gather_values, f"choosing the attention kernel of {name}")
         self._attached_model.need_columns(needed_columns(model))
-        return ModelContexts(self.setup, kernel, self._links)
+        return ModelContexts(self.setup, kernel, self._passes)

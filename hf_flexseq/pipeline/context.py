@@ -189,10 +189,8 @@ def _programs_of(
         rank=0 if sharing is None else sharing.ranks[sharing.index],
         wide=kernel.wide_gradients,
         tables=tables,
-        linear_tokens=tokens,
-        attention_tokens=tokens,
+        tokens=tokens,
         zones=functools.cache(partial(_rank_zones, layout, tables, sharing)),
-        remap=None,
         segments=functools.cache(partial(_rank_segments, layout, tables, sharing)),
     )
     communicator = None if sharing is None else sharing.communicator
@@ -266,12 +264,11 @@ class ChunkInLayer:
     """A chunk as one layer sees it: recurrent layers carry states, and are told apart by the order
     of their calls in one run, be it the forward or a replay."""
 
-    __slots__ = ("_calls", "_layer", "_replay", "chunk", "kept", "linear_tokens", "programs")
+    __slots__ = ("_calls", "_layer", "_replay", "chunk", "kept", "programs")
 
     def __init__(self, chunk: ChunkContext, layer: int) -> None:
         self.chunk = chunk
         self.programs = chunk.programs
-        self.linear_tokens = chunk.tokens
         self.kept = None  # what a replay needs is in the carry
         self._layer = layer
         self._calls = 0
@@ -296,17 +293,16 @@ class ChunkInLayer:
 class LayerContext:
     """The context that `sequence_parallel_attention` asks for.
 
-    Nothing is kept for a replay, which finds keys and values in the carry, and no token stands
-    elsewhere outside of attention.
+    Nothing is kept for a replay, which finds keys and values in the carry.
     """
 
-    __slots__ = ("cut", "kept", "linear_tokens", "programs")
+    __slots__ = ("cut", "kept", "programs", "tokens")
 
     def __init__(
-        self, linear_tokens: int, programs: MicroBatchPrograms, cut: CutAttention | None
+        self, tokens: int, programs: MicroBatchPrograms, cut: CutAttention | None
     ) -> None:
         self.kept = None
-        self.linear_tokens = linear_tokens
+        self.tokens = tokens
         self.programs = programs
         self.cut = cut
 

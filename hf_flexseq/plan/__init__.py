@@ -8,10 +8,6 @@ shards.
     records.py     Record, AnyPlan: JSON, digest and notes of every plan
     check.py       check: whether a topology can run a plan of groups
     shard.py       which tokens each rank holds of a micro-batch
-    remap.py       which tokens move where a micro-batch is remapped
-    wire.py        the integers of a plan: how it travels, and how a rank finds its own groups
-    rows.py        where every token of a plan stands, for all ranks at once
-    dealing.py     which tokens go from the ranks that drew them to which rows
 
 Nothing in this package decides anything: planners make plans, the executing half obeys them.
 """

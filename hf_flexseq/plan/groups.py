@@ -4,21 +4,14 @@
     Group = contiguous ranks + sequences + strategy
 
 `sequences.py` has the plan, and says what groups that stand together must be.
-
-A micro-batch that another rank has sent keeps the integers it came as. Groups become objects when
-they are asked for: a rank's own ones by `MicroBatch.groups_of`, all of them by
-`MicroBatch.groups`. Nobody else can tell the difference.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-
-from hf_flexseq.plan.wire import PlanArrays
 from hf_flexseq.registry import STRATEGIES
-from hf_flexseq.values import fields_of, flag, items, quoted
+from hf_flexseq.values import fields_of, items, quoted
 
 # The keys of a group's record.
 GROUP_KEYS = ("ranks", "sequences", "strategy")
@@ -89,49 +82,16 @@ class MicroBatch:
 
     groups: tuple[Group, ...]
     """The groups, widest first."""
-    remap: bool = False
-    """Whether tokens stand evenly on all ranks outside of attention. They then come to their
-    groups, and go back, in every layer."""
-    _sent: tuple[PlanArrays, int] | None = field(
-        default=None, init=False, repr=False, compare=False
-    )
-    """Where a micro-batch that was sent has its groups: the plan's integers, and its own index."""
-
-    @classmethod
-    def received(cls, arrays: PlanArrays, index: int) -> "MicroBatch":
-        """Return micro-batch `index` of a plan that was sent; its groups are still integers."""
-        micro_batch = object.__new__(cls)
-        object.__setattr__(micro_batch, "remap", bool(arrays.remap[index]))
-        object.__setattr__(micro_batch, "_sent", (arrays, index))
-        return micro_batch
-
-    if not TYPE_CHECKING:  # a type checker would believe that there is any attribute
-
-        def __getattr__(self, name: str) -> tuple[Group, ...]:
-            """Make the groups of a micro-batch that was sent, the first time they are read."""
-            if name != "groups":
-                raise AttributeError(f"a MicroBatch has no attribute {name!r}")
-            arrays, index = self._sent
-            groups = _received_groups(arrays, np.flatnonzero(arrays.batch_of == index))
-            object.__setattr__(self, "groups", groups)
-            return groups
 
     def groups_of(self, rank: int) -> tuple[Group, ...]:
         """Return the groups `rank` works in, widest first."""
-        if self._sent is None:
-            return tuple(group for group in self.groups if group.start <= rank < group.stop)
-        arrays, index = self._sent
-        groups = arrays.groups_of(rank)
-        return _received_groups(arrays, groups[arrays.batch_of[groups] == index])
+        return tuple(group for group in self.groups if group.start <= rank < group.stop)
 
     def tokens_per_rank(self, lengths: Sequence[int], world_size: int) -> tuple[int, ...]:
         """Return an upper bound on the tokens of each rank, [world_size].
 
         The bound is the sum of ceil(tokens / degree) over the groups of the rank.
         """
-        if self._sent is not None:
-            arrays, index = self._sent
-            return tuple(arrays.tokens_per_rank(world_size)[index].tolist())
         tokens = [0] * world_size
         for group in self.groups:
             share = group.tokens_per_rank(lengths)
@@ -143,22 +103,6 @@ class MicroBatch:
 def widest_first(groups: Sequence[Group]) -> tuple[Group, ...]:
     """Return the groups in a micro-batch's order: by falling degree, equal ones as given."""
     return tuple(sorted(groups, key=lambda group: -group.degree))
-
-
-def _received_groups(arrays: PlanArrays, indices: Any) -> tuple[Group, ...]:
-    """Return groups of a plan that was sent. indices: of the groups, [any]."""
-    groups = []
-    for index in indices.tolist():
-        start = int(arrays.starts[index])
-        first, stop = arrays.first_member[index : index + 2].tolist()
-        groups.append(
-            Group(
-                ranks=tuple(range(start, start + int(arrays.degrees[index]))),
-                sequences=tuple(arrays.sequences[first:stop].tolist()),
-                strategy=STRATEGIES[arrays.strategies[index]],
-            )
-        )
-    return tuple(groups)
 
 
 # ---- records
@@ -175,16 +119,14 @@ def micro_batch_record(micro_batch: MicroBatch) -> dict[str, Any]:
                 "strategy": group.strategy,
             }
         )
-    record: dict[str, Any] = {"groups": groups}
-    if micro_batch.remap:  # no key otherwise: digests of plans without remapping are older than it
-        record["remap"] = True
-    return record
+    return {"groups": groups}
 
 
 def micro_batch_of(record: Any, index: int) -> MicroBatch:
     """Return micro-batch `index` of a plan's record; the numbers in it are checked later, all at
     once."""
     where = f"micro-batch {index}"
+    # `remap` in records of older versions asked for a layout that this one never needs.
     record = fields_of(record, where, needed=("groups",), optional=("remap",))
     groups = []
     for group in items(f"{where}, groups", record["groups"]):
@@ -200,7 +142,7 @@ def micro_batch_of(record: Any, index: int) -> MicroBatch:
         if len(group) != len(GROUP_KEYS):
             raise ValueError(f"{where}: {_no_group(group)}")
         groups.append(made)
-    return MicroBatch(groups=tuple(groups), remap=flag("remap", record.get("remap", False)))
+    return MicroBatch(groups=tuple(groups))
 
 
 def _no_group(record: Any) -> str:

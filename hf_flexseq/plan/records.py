@@ -1,7 +1,7 @@
 """The base of everything that is decided as data: records, JSON, digests, and a check of the form.
 
     record    plain JSON values: what a file, a trace and a pipe between processes hold
-    bytes     the same as ranks send it to each other: JSON unless a plan knows something faster
+    bytes     the same as ranks send it to each other
     decision  the record without what two runs of one decision may differ in: the seconds that
               planning took, and the notes for people
     digest    a hash of the decision: equal on every rank and in every run

@@ -11,27 +11,21 @@ shows from there that no plan can deadlock.
 
 Nothing here decides anything: planners make plans, `check.py` refuses the illegal ones, `shard.py`
 says what each rank holds, the executing half obeys.
-
-A plan that another rank has sent (`Plan.from_bytes`) keeps the integers it came as; `groups.py`
-makes objects of them.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import numpy as np
-
 from hf_flexseq.plan.groups import (
+    Group,
     MicroBatch,
     check_laminar,
     micro_batch_of,
     micro_batch_record,
 )
 from hf_flexseq.plan.records import Record
-from hf_flexseq.plan.wire import PlanArrays, pack, unpack
-from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.values import (
     MAX_RANKS,
     MAX_TOKENS,
@@ -75,52 +69,16 @@ class Plan(Record):
     """Seconds that planning took; not in the digest."""
     notes: tuple[str, ...] = ()
     """Reasons of the decision, one line for people each; not in the digest."""
-    _arrays: PlanArrays | None = field(default=None, init=False, repr=False, compare=False)
-    """The plan's groups as integers, once they are known; see `arrays`."""
 
     @property
-    def arrays(self) -> PlanArrays:
-        """The plan's groups as integers."""
-        if self._arrays is None:
-            object.__setattr__(self, "_arrays", _arrays_of(self))
-        assert self._arrays is not None, "they were just made"
-        return self._arrays
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of all micro-batches."""
+        return tuple(chain.from_iterable(batch.groups for batch in self.micro_batches))
 
     def degrees(self) -> dict[int, int]:
         """Return how many groups of each degree the plan has, ascending by degree."""
-        degrees, counts = np.unique(self.arrays.degrees, return_counts=True)
-        return dict(zip(degrees.tolist(), counts.tolist(), strict=True))
-
-    def to_bytes(self) -> bytes:
-        """Return the plan as rank 0 sends it to the others."""
-        rest = {
-            "objective_s": self.objective_s,
-            "lower_bound_s": self.lower_bound_s,
-            "planner": self.planner,
-            "planning_s": self.planning_s,
-            "notes": self.notes,
-        }
-        return pack(self.arrays, rest)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "Plan":
-        """Return the plan `to_bytes` was called on. Raises ValueError for bytes of another size.
-
-        Rank 0 has checked what it sends: nothing is checked again, group by group.
-        """
-        arrays, rest = unpack(data)
-        indices = range(arrays.groups_in.size)
-        plan = cls(
-            lengths=tuple(arrays.lengths.tolist()),
-            micro_batches=tuple(MicroBatch.received(arrays, index) for index in indices),
-            objective_s=rest["objective_s"],
-            lower_bound_s=rest["lower_bound_s"],
-            planner=rest["planner"],
-            planning_s=rest["planning_s"],
-            notes=tuple(rest["notes"]),
-        )
-        object.__setattr__(plan, "_arrays", arrays)
-        return plan
+        counts = Counter(group.degree for group in self.groups)
+        return dict(sorted(counts.items()))
 
     def to_record(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
@@ -163,28 +121,6 @@ class Plan(Record):
             check_laminar(micro_batch, f"micro-batch {index}")
 
 
-# ---- integers
-
-
-def _arrays_of(plan: Plan) -> PlanArrays:
-    """Return the groups of a plan as integers."""
-    groups = list(chain.from_iterable(batch.groups for batch in plan.micro_batches))
-    return PlanArrays(
-        lengths=np.array(plan.lengths, dtype=np.int64),
-        groups_in=np.array([len(batch.groups) for batch in plan.micro_batches], dtype=np.int64),
-        remap=np.array([batch.remap for batch in plan.micro_batches], dtype=np.int64),
-        starts=np.array([group.start for group in groups], dtype=np.int64),
-        degrees=np.array([group.degree for group in groups], dtype=np.int64),
-        strategies=np.array(
-            [STRATEGIES.index(group.strategy) for group in groups], dtype=np.int64
-        ),
-        members=np.array([len(group.sequences) for group in groups], dtype=np.int64),
-        sequences=np.array(
-            list(chain.from_iterable(group.sequences for group in groups)), dtype=np.int64
-        ),
-    )
-
-
 # ---- records
 
 
@@ -193,7 +129,7 @@ def _check_numbers(plan: Plan) -> None:
 
     A plan may have a thousand groups: one look at all their numbers takes a tenth of one at each.
     """
-    groups = list(chain.from_iterable(batch.groups for batch in plan.micro_batches))
+    groups = plan.groups
     ranks = tuple(chain.from_iterable(group.ranks for group in groups))
     sequences = tuple(chain.from_iterable(group.sequences for group in groups))
     # The constructor of a group has compared its ranks, but 1.0 and True are equal to 1.
@@ -211,13 +147,7 @@ def _check_numbers(plan: Plan) -> None:
 
 def _check_coverage(plan: Plan) -> None:
     """Raise ValueError unless every sequence has a token and is in exactly one group."""
-    arrays = plan.arrays
-    if arrays.is_covering() and arrays.lengths.min(initial=1) >= 1:
-        return
-    placed: Counter[int] = Counter()
-    for micro_batch in plan.micro_batches:
-        for group in micro_batch.groups:
-            placed.update(group.sequences)
+    placed = Counter(chain.from_iterable(group.sequences for group in plan.groups))
     # Messages name the ids, since a planner's mistake is found by its sequences.
     wanted = set(range(len(plan.lengths)))
     missing = sorted(wanted - set(placed))

@@ -2,8 +2,7 @@
 processes.
 
     make_shard(micro_batch, lengths, rank)    the tokens of one rank
-    remapped(shard, ...)                      the same, with the tokens that stand on other ranks
-                                              outside of attention
+    placed(micro_batch, lengths, sequences)   the ranks that hold some sequences
     cuts(strategy, lengths, degree)           where each sequence of a group is cut into chunks
 
 A rank's row is the concatenation of its *zones*, one per group it works in, in the micro-batch's
@@ -34,20 +33,13 @@ degree) for a group. tests/plan/test_shard.py counts every token of random plans
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import NamedTuple, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 from hf_flexseq.plan.groups import Group, MicroBatch
-from hf_flexseq.plan.remap import Move, transport
 from hf_flexseq.plan.rings import chunks_per_rank
-from hf_flexseq.topology import Topology
-
-Index = TypeVar("Index", int, NDArray[np.int64])  # of one rank in its group, or of several
 
 # Sequences lie the other way round only if both sides then have at least this share of a group's
 # tokens, as 1 / MIRRORED_SHARE: less would even out little, and every step of a ring exchanges
@@ -101,47 +93,16 @@ class Shard:
     """The rank that holds the tokens."""
     zones: tuple[Zone, ...]
     """The rank's zones, one after the other in its row; () for a rank with nothing to do."""
-    moves: tuple[Move, ...] = ()
-    """The moves of all ranks where the micro-batch is remapped; () otherwise."""
 
     @property
-    def given(self) -> tuple[tuple[int, int], ...]:
-        """(peer, tokens) of every peer on which rows of this rank stand outside of attention.
-
-        They are the last rows of the zones, in this order.
-        """
-        return tuple((move.target, move.tokens) for move in self.moves if move.source == self.rank)
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return self.zones[-1].stop if self.zones else 0
 
     @property
-    def got(self) -> tuple[tuple[int, int], ...]:
-        """(peer, tokens) of every peer whose rows stand on this rank outside of attention.
-
-        They stand behind the zones' own rows, in this order.
-        """
-        return tuple((move.source, move.tokens) for move in self.moves if move.target == self.rank)
-
-    @property
-    def attention_tokens(self) -> int:
-        """Tokens this rank holds in attention."""
-        if not self.zones:
-            return 0
-        return self.zones[-1].stop
-
-    @property
-    def linear_tokens(self) -> int:
-        """Tokens this rank holds in norms, MLP and head.
-
-        The number differs from `attention_tokens` where the micro-batch is remapped.
-        """
-        got = sum(tokens for _, tokens in self.got)
-        given = sum(tokens for _, tokens in self.given)
-        return self.attention_tokens + got - given
-
-    @property
-    def slices(self) -> Iterator[Slice]:
+    def slices(self) -> tuple[Slice, ...]:
         """All slices in the order of the row."""
-        for zone in self.zones:
-            yield from zone.slices
+        return tuple(chain.from_iterable(zone.slices for zone in self.zones))
 
 
 def make_shard(micro_batch: MicroBatch, lengths: Sequence[int], rank: int) -> Shard:
@@ -168,47 +129,21 @@ def make_shard(micro_batch: MicroBatch, lengths: Sequence[int], rank: int) -> Sh
     return Shard(rank=rank, zones=tuple(zones))
 
 
-def remapped(
-    shard: Shard, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
-) -> Shard:
-    """Return `shard` with the moves that spread the micro-batch's tokens evenly outside of
-    attention."""
-    return replace(shard, moves=remap_moves(micro_batch, lengths, topology))
+def placed(
+    micro_batch: MicroBatch, lengths: Sequence[int], sequences: Collection[int]
+) -> Iterator[tuple[int, Slice]]:
+    """Yield (rank, slice) of everything that ranks hold of some sequences; the slices of one rank
+    in the order of its row.
 
-
-def remap_moves(
-    micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology, *, rank: int | None = None
-) -> tuple[Move, ...]:
-    """Return the moves of a remapped micro-batch, by source, then by target.
-
-    rank: only the moves from and to this rank; None for all.
+    lengths: tokens of every sequence of the plan. sequences: ids, best as a set.
     """
-    tokens = attention_tokens(micro_batch, lengths, topology.world_size)
-    return transport(tokens, topology, rank=rank)
-
-
-def attention_tokens(
-    micro_batch: MicroBatch, lengths: Sequence[int], world_size: int
-) -> list[int]:
-    """Return the tokens that each rank holds in attention, [world_size].
-
-    They are the `attention_tokens` of all shards, found without any slice.
-    """
-    held = np.zeros(world_size, dtype=np.int64)
     for group in micro_batch.groups:
-        tokens = group.tokens(lengths)
-        if group.degree == 1:  # most groups
-            held[group.start] += tokens
+        if not any(sequence in sequences for sequence in group.sequences):
             continue
-        index = np.arange(group.degree)
-        if chunks_per_rank(group.strategy):
-            shares = _dealt_to(tokens, index, group.degree)
-        else:
-            start, stop = contiguous_part(tokens, index, group.degree)
-            shares = stop - start
-        held[group.start : group.stop] += shares
-    of_ranks: list[int] = held.tolist()
-    return of_ranks
+        for index, rank in enumerate(group.ranks):
+            for part in group_slices(group, lengths, index):
+                if part.sequence in sequences:
+                    yield rank, part
 
 
 def group_slices(group: Group, lengths: Sequence[int], index: int) -> tuple[Slice, ...]:
@@ -263,10 +198,10 @@ def _contiguous_parts(lengths: tuple[int, ...], index: int, degree: int) -> Iter
         offset += length
 
 
-def contiguous_part(tokens: int, index: Index, degree: int) -> tuple[Index, Index]:
+def contiguous_part(tokens: int, index: int, degree: int) -> tuple[int, int]:
     """Return [start, stop) of part `index` when `tokens` are cut into `degree` parts.
 
-    The parts differ by at most one token. index: one, or an array of any.
+    The parts differ by at most one token.
     """
     return index * tokens // degree, (index + 1) * tokens // degree
 
@@ -355,7 +290,7 @@ def _dealt_shares(dealt: int, length: int, degree: int) -> list[int]:
     return shares
 
 
-def _dealt_to(tokens: int, index: Index, degree: int) -> Index:
+def _dealt_to(tokens: int, index: int, degree: int) -> int:
     """Return how many of `tokens`, dealt round robin to `degree` ranks, the rank of `index` has
-    got. index: one, or an array of any."""
+    got."""
     return (tokens + degree - 1 - index) // degree

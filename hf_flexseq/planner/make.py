@@ -9,10 +9,9 @@
 
     1. check       arguments that have no meaning, and sequences that fit nowhere, are refused
     2. decide      the planner makes micro-batches (`search/`, `published/`, `static.py`)
-    3. remap       tokens are spread evenly outside of attention where that pays (`remap.py`)
-    4. order       micro-batches that communicate most come first (`order.py`)
-    5. bound       what no plan can beat (`bound.py`)
-    6. note        why the widest groups are as wide as they are (`notes.py`)
+    3. order       micro-batches that communicate most come first (`order.py`)
+    4. bound       what no plan can beat (`bound.py`)
+    5. notes       why all this, in lines for people (`notes.py`)
 
 The same arguments give the same plan, but for `planning_s`, on any machine: planners decide by
 integers and are bounded by counted work. `process/worker.py` and `process/client.py` run this
@@ -30,14 +29,18 @@ import numpy as np
 from hf_flexseq.config import require_solver
 from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import MicroBatch, Plan, PlanInfeasible, check
-from hf_flexseq.planner.bound import bound_ns
-from hf_flexseq.planner.notes import degree_note
+from hf_flexseq.planner.bound import bounds_ns
+from hf_flexseq.planner.notes import (
+    bound_notes,
+    contact_notes,
+    degree_note,
+    kinds_notes,
+)
 from hf_flexseq.planner.order import best_order
 from hf_flexseq.planner.published.batch_ada import batch_ada_micro_batches
 from hf_flexseq.planner.published.batch_rebalance import batch_rebalance_micro_batches
 from hf_flexseq.planner.published.megatron import megatron_micro_batches
 from hf_flexseq.planner.published.zeppelin import zeppelin_micro_batches
-from hf_flexseq.planner.remap import REMAPPING, with_remap
 from hf_flexseq.planner.search.auto import auto_micro_batches
 from hf_flexseq.planner.static import check_degree, static_micro_batches
 from hf_flexseq.registry import STRATEGIES
@@ -72,7 +75,6 @@ CHOICES = {
     "planner": ("auto", "static", "flexsp", "batch-ada", *LOCKSTEP_PLANNERS),
     "strategy": ("auto", *STRATEGIES),
     "sync": ("lockstep", "free"),
-    "remap": ("auto", "off"),
 }
 
 
@@ -86,7 +88,6 @@ def make_plan(
     sp_degree: int | None = None,
     max_tokens_per_rank: int | None = None,
     sync: str = "lockstep",
-    remap: str = "auto",
 ) -> Plan:
     """Return the plan of one optimizer step.
 
@@ -100,15 +101,13 @@ def make_plan(
         max_tokens_per_rank: Most tokens of a rank in a micro-batch; None takes the cost model's.
         sync: "lockstep" when all ranks run every micro-batch together, "free" when they meet only
             in groups.
-        remap: "auto" lets the planners `auto` and `zeppelin` spread tokens evenly outside of
-            attention where that is faster, in lockstep; "off" never does.
 
     Raises ValueError for arguments without meaning, and PlanInfeasible when a sequence fits
     nowhere.
     """
     began = time.perf_counter()
     # 1. check
-    _check_choices(planner=planner, strategy=strategy, sync=sync, remap=remap)
+    _check_choices(planner=planner, strategy=strategy, sync=sync)
     if planner == "flexsp":
         require_solver()
     tokens = _checked_lengths(lengths)
@@ -122,36 +121,38 @@ def make_plan(
     if tokens:
         make = _maker(planner, sp_degree=sp_degree, sync=sync)
         micro_batches = make(tokens, topology, cost, strategy=strategy, cap=cap)
-    # 3. remap
-    if tokens and remap == "auto" and planner in REMAPPING and sync == "lockstep":
-        micro_batches = with_remap(micro_batches, tokens, topology, cost)
-    # 4. order
+    # 3. order
     objective_ns, micro_batches = best_order(micro_batches, tokens, topology, cost, sync=sync)
-    # 5. bound
-    lower_bound_ns = bound_ns(
+    # 4. bound
+    bounds = bounds_ns(
         np.array(tokens, dtype=np.int64), topology, cost, strategy=strategy, cap=cap, sync=sync
     )
-    # 6. note
-    notes: tuple[str, ...] = ()
+    # 5. notes
+    notes = []
     if tokens:
-        note = degree_note(
-            micro_batches,
-            tokens,
-            topology,
-            cost,
-            strategy=strategy,
-            sp_degree=sp_degree,
-            cap=cap,
-        )
-        notes = (note,)
+        notes = [
+            degree_note(
+                micro_batches,
+                tokens,
+                topology,
+                cost,
+                planner=planner,
+                strategy=strategy,
+                sp_degree=sp_degree,
+                cap=cap,
+            ),
+            *kinds_notes(tokens, cost),
+            *bound_notes(bounds, objective_ns),
+            *contact_notes(micro_batches, topology, cost),
+        ]
     plan = Plan(
         lengths=tokens,
         micro_batches=micro_batches,
         objective_s=objective_ns / 1e9,
-        lower_bound_s=lower_bound_ns / 1e9,
+        lower_bound_s=bounds.plain / 1e9,
         planner=planner,
         planning_s=time.perf_counter() - began,
-        notes=notes,
+        notes=tuple(notes),
     )
     check(plan, topology, cap)
     return plan

@@ -38,15 +38,12 @@ def best_order(
     return nanoseconds, ordered
 
 
-def _communication(
-    micro_batch: MicroBatch, lengths: Sequence[int]
-) -> tuple[bool, int, float, int]:
+def _communication(micro_batch: MicroBatch, lengths: Sequence[int]) -> tuple[int, float, int]:
     """Return a key that sorts micro-batches by falling communication.
 
-    1. A remapped micro-batch moves tokens over all ranks.
-    2. Wide groups communicate more than narrow ones.
-    3. A larger share of the tokens in the widest groups means more communication.
-    4. Of equal ones the micro-batch with most tokens comes last: it has most to hide a reduction
+    1. Wide groups communicate more than narrow ones.
+    2. A larger share of the tokens in the widest groups means more communication.
+    3. Of equal ones the micro-batch with most tokens comes last: it has most to hide a reduction
        of gradients under.
     """
     widest = micro_batch.groups[0].degree
@@ -56,4 +53,4 @@ def _communication(
         tokens += group.tokens(lengths)
         if group.degree == widest:
             widest_tokens += group.tokens(lengths)
-    return not micro_batch.remap, -widest, -widest_tokens / tokens, tokens
+    return -widest, -widest_tokens / tokens, tokens

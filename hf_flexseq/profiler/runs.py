@@ -61,7 +61,7 @@ class LayerRun:
         """lengths: tokens of each sequence, by sequence id."""
         shard = make_shard(micro_batch, tuple(lengths), communicator.rank)
         self.context = SequenceContext(shard, communicator, kernel, device)
-        tokens = shard.attention_tokens
+        tokens = shard.tokens
         options = {"dtype": dtype, "device": device, "requires_grad": True}
         # [tokens, query_heads, head_dim], [tokens, kv_heads, head_dim]
         self.q = torch.ones(tokens, call.query_heads, call.head_dim, **options)

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_flexseq.program.instructions import (
-    BYTES,
     INPUT,
     WIDE,
     AllToAllSpec,
@@ -161,16 +160,6 @@ class Builder:
             frees=last_uses(instructions, kept),
             all_values=tuple(self._values),
         )
-
-    def row_bytes(self, values: Values) -> tuple[int, ...]:
-        """Return the bytes of one row of each value."""
-        sizes = []
-        for value in values:
-            elements = 1
-            for size in value.shape[1:]:
-                elements *= size
-            sizes.append(elements * self.shape.item_bytes(value.dtype))
-        return tuple(sizes)
 
     def _value(self, shape: Sequence[int], dtype: str) -> Value:
         value = Value(len(self._values), tuple(shape), dtype)
@@ -460,16 +449,30 @@ class Builder:
             self._waited.add(number)
             self._emit("wait", (), (), number)
 
-    # ---- bytes
 
-    def parcel(self, nbytes: int) -> Value:
-        """Return uint8 [nbytes] without contents."""
-        return self.empty((nbytes,), BYTES)
+class Rewriter(Builder):
+    """Copies a finished program, with other instructions before, between or after its own."""
 
-    def fill_parcel(self, parcel: Value, tensors: Values, offsets: Sequence[int]) -> None:
-        """Write the bytes of tensors into a parcel, each from its offset on."""
-        self._emit("fill_parcel", (parcel, *tensors), (), tuple(offsets))
+    def __init__(self, program: Program, shape: LayerShape, *, rank: int) -> None:
+        """The values and posts of `program` keep their numbers. shape: of the layer. rank: the one
+        whose program it is."""
+        super().__init__(Tables(), shape, rank=rank, wide=False)
+        self._values = list(program.all_values)
+        self._inputs = list(program.inputs)
+        self._posts = sum(one.operation in ("post", "all_to_all") for one in program.instructions)
 
-    def in_parcel(self, parcel: Value, offset: int, shape: Sequence[int], dtype: str) -> Value:
-        """Return a tensor that lies in a parcel from `offset` on, a view."""
-        return self._made("in_parcel", (parcel,), shape, dtype, offset, tuple(shape), dtype)
+    def replace_input(self, index: int, rows: int) -> Value:
+        """Return a new input instead of input `index`, of `rows` rows. Something else has to make
+        the value of the old one."""
+        old = self._inputs[index]
+        new = self._value((rows, *old.shape[1:]), old.dtype)
+        self._inputs[index] = new
+        return new
+
+    def copy(self, instruction: Instruction) -> None:
+        """Add an instruction as it is."""
+        self._instructions.append(instruction)
+
+    def make(self, value: Value, operation: str, ins: Sequence[Value], *constants: Any) -> None:
+        """Add an operation that makes a value of the finished program."""
+        self._emit(operation, ins, (value,), *constants)

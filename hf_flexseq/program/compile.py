@@ -1,16 +1,15 @@
 """The attention of one rank in one micro-batch, as programs.
 
-    rows outside of attention  --remap-->  rows of the groups  --zones, woven-->  results of the
-    groups  --remap-->  results outside of attention
+    rows of all groups  --zones, woven-->  their results
 
     MicroBatchLayout    finds rows, turns and lengths of all zones: what does not depend on a layer
-    forward, backward, backward_of_rows
-                        compile them for layers of one shape
-    of_rows             compiles what recurrent layers exchange (`segments.py`)
+    compile_program     compiles them for layers of one shape: FORWARD, BACKWARD, BACKWARD_OF_ROWS,
+                        and what recurrent layers exchange (`segments.py`)
 
 All layers of one shape share a program, so it is compiled once for a micro-batch. A backward saves
 what every zone asks for; `backward_of_rows` is for layers under activation checkpointing, which
-keep this rank's own rows alone (`attention/remat.py`).
+keep this rank's own rows alone (`attention/remat.py`). A planner's passes may rewrite a finished
+program (`passes.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -33,16 +32,13 @@ from hf_flexseq.program.instructions import (
     Value,
 )
 from hf_flexseq.program.local import LocalZone
-from hf_flexseq.program.remap import TokenRemap
 from hf_flexseq.program.ring import RingZone
-from hf_flexseq.program.routes import Routes
 from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.turns import WORTHY_PAIRS, ZoneLayout, make_turns
 from hf_flexseq.program.ulysses import ulysses_zone
 from hf_flexseq.program.weave import run_zones
 from hf_flexseq.program.zones import NoZone, Sinks, ZoneAttention
 from hf_flexseq.registry import RINGS
-from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.topology import Topology
 
 
@@ -58,9 +54,6 @@ class Machine:
     wide_gradients: bool
     """Whether the kernel leaves gradients of 16-bit tensors in float32."""
 
-    links: NicFigures | None = None
-    """Over which transfers between nodes may be routed; with None all of them go straight."""
-
     @property
     def worthy_pairs(self) -> int:
         """(query, key) pairs that make a turn of a ring worth its launches."""
@@ -73,13 +66,12 @@ class Parts(NamedTuple):
     rank: int
     wide: bool
     tables: Tables
-    linear_tokens: int
-    attention_tokens: int
+
+    tokens: int
+    """Rows of all zones."""
 
     zones: Callable[[Reach], tuple[ZoneAttention, ...]]
     """The attention of every group, by which keys a query reads; the same objects every time."""
-
-    remap: TokenRemap | None
 
     segments: Callable[[], RankSegments]
     """The segments that recurrent layers go through; the same object every time."""
@@ -91,24 +83,18 @@ class MicroBatchLayout:
     __slots__ = ("_machine", "_segments", "_shard", "_zones", "parts", "tables")
 
     def __init__(self, shard: Shard, machine: Machine) -> None:
-        """Find the way to and from the rows of attention; zones are laid out when the first layer
-        asks for them."""
+        """Zones are laid out when the first layer asks for them."""
         self.tables = Tables()
         self._shard = shard
         self._machine = machine
         self._zones: dict[Reach, tuple[ZoneAttention, ...]] = {}
         self._segments: RankSegments | None = None
-        remap = None
-        if _takes_part_in_remap(shard, machine.links):
-            remap = TokenRemap(shard, machine.links)
         self.parts = Parts(
             rank=shard.rank,
             wide=machine.wide_gradients,
             tables=self.tables,
-            linear_tokens=shard.linear_tokens,
-            attention_tokens=shard.attention_tokens,
+            tokens=shard.zones[-1].stop if shard.zones else 0,
             zones=self.zones,
-            remap=remap,
             segments=self.segments,
         )
 
@@ -137,76 +123,90 @@ class MicroBatchLayout:
         for number, zone in enumerate(shard.zones):
             channel = Channel(zone.group, number)
             attention = _zone_attention(
-                zone,
-                channel,
-                self.tables,
-                machine,
-                reach=reach,
-                rank=shard.rank,
-                waits=waits,
+                zone, channel, self.tables, machine, reach=reach, waits=waits
             )
             zones.append(attention)
         return tuple(zones) or (NoZone(),)
 
 
+# What a program of attention does.
+FORWARD = "forward"
+BACKWARD = "backward"
+BACKWARD_OF_ROWS = "backward of rows"  # of a layer that is replayed (`attention/remat.py`)
+
+# How many inputs, and how many outputs, are [tokens, heads, head_dim]: the first ones.
+ROW_INPUTS = {FORWARD: 3, BACKWARD: 1, BACKWARD_OF_ROWS: 5}
+ROW_OUTPUTS = {FORWARD: 1, BACKWARD: 3, BACKWARD_OF_ROWS: 3}
+
+
+def compile_program(
+    parts: Parts, what: str, shape: LayerShape | RowShape, forward_program: Program | None = None
+) -> Program:
+    """Compile a program of a layer.
+
+    what: FORWARD, BACKWARD or BACKWARD_OF_ROWS for attention; for recurrent layers see `of_rows`.
+    forward_program: of the same layer, for the backward.
+    """
+    if isinstance(shape, RowShape):
+        return of_rows(parts, what, shape)
+    if what == FORWARD:
+        return forward(parts, shape)
+    assert forward_program is not None, "a backward reads what the forward has saved"
+    if what == BACKWARD:
+        return backward(parts, shape, forward_program.saved)
+    return backward_of_rows(parts, shape, forward_program.saved)
+
+
 def forward(parts: Parts, shape: LayerShape) -> Program:
-    """Compile the forward: q, k, v -> out, [linear tokens, heads, head_dim] each.
+    """Compile the forward: q, k, v -> out, [tokens, heads, head_dim] each.
 
     The sinks [heads] of a layer that has any are the fourth input.
     """
     b = _builder(parts, shape)
-    q, k, v = _inputs(b, parts.linear_tokens, "qkv")
+    q, k, v = _inputs(b, parts.tokens, "qkv")
     sinks = _sinks(b)
-    # 1. to the rows of the groups: each [linear tokens, ...] -> [attention tokens, ...]
-    q, k, v = _to_attention(b, parts, (q, k, v))
-
-    # 2. all zones together, each on rows of its own
+    # All zones together, each on rows of its own.
     steps = []
     for zone in parts.zones(shape.reach):
         zone_q, zone_k, zone_v = (b.part(x, zone.rows.start, zone.rows.stop) for x in (q, k, v))
         steps.append(zone.forward(b, zone_q, zone_k, zone_v, sinks))
     results = run_zones(steps)
     outs = [out for out, _ in results]
-
-    # 3. and back: [attention tokens, heads, head_dim] -> [linear tokens, heads, head_dim]
-    (out,) = _to_linear(b, parts, (b.join(outs),))
-    return b.program((out,), [saved for _, saved in results])
+    return b.program((b.join(outs),), [saved for _, saved in results])
 
 
 def backward(parts: Parts, shape: LayerShape, saved: Sequence[Values]) -> Program:
-    """Compile the backward: dout, and by zone what the forward saved -> dq, dk, dv, [linear
-    tokens, heads, head_dim] each.
+    """Compile the backward: dout, and by zone what the forward saved -> dq, dk, dv, [tokens,
+    heads, head_dim] each.
 
     saved: of the program of the forward. The sinks [heads] of a layer that has any come behind
     dout, and their gradient comes last.
     """
     b = _builder(parts, shape)
-    (dout,) = _inputs(b, parts.linear_tokens, "q")
+    (dout,) = _inputs(b, parts.tokens, "q")
     sinks = _sinks(b, with_grads=True)
     inputs = []
     for of_zone in saved:
         inputs.append(tuple(b.input(value.shape, value.dtype) for value in of_zone))
-    (dout,) = _to_attention(b, parts, (dout,))
     steps = []
     for zone, of_zone in zip(parts.zones(shape.reach), inputs, strict=True):
         zone_dout = b.part(dout, zone.rows.start, zone.rows.stop)
         steps.append(zone.backward(b, zone_dout, of_zone, sinks))
-    grads = _to_linear(b, parts, _joined(b, run_zones(steps)))
+    grads = _joined(b, run_zones(steps))
     return b.program((*grads, *_grads_of(sinks)))
 
 
 def backward_of_rows(parts: Parts, shape: LayerShape, saved: Sequence[Values]) -> Program:
     """Compile the backward of a replayed layer: q, k, v, out, dout, and by zone the log-sum-exp
-    -> dq, dk, dv, [linear tokens, heads, head_dim] each.
+    -> dq, dk, dv, [tokens, heads, head_dim] each.
 
     saved: of the program of the forward; its log-sum-exps alone are kept. The sinks [heads] of a
     layer that has any come before these, and their gradient comes last.
     """
     b = _builder(parts, shape)
-    inputs = _inputs(b, parts.linear_tokens, "qkvqq")
+    q, k, v, out, dout = _inputs(b, parts.tokens, "qkvqq")
     sinks = _sinks(b, with_grads=True)
     lses = [b.input(of_zone[-1].shape, of_zone[-1].dtype) for of_zone in saved]
-    q, k, v, out, dout = _to_attention(b, parts, inputs)
     steps = []
     for zone, lse in zip(parts.zones(shape.reach), lses, strict=True):
         start, stop = zone.rows.start, zone.rows.stop
@@ -221,14 +221,11 @@ def backward_of_rows(parts: Parts, shape: LayerShape, saved: Sequence[Values]) -
             sinks=sinks,
         )
         steps.append(zone_steps)
-    grads = _to_linear(b, parts, _joined(b, run_zones(steps)))
+    grads = _joined(b, run_zones(steps))
     return b.program((*grads, *_grads_of(sinks)))
 
 
 # What the rows of recurrent layers go through; see `of_rows`.
-LINEAR_TO_ATTENTION = "linear to attention"
-ATTENTION_TO_LINEAR = "attention to linear"
-BETWEEN_LAYOUTS = (LINEAR_TO_ATTENTION, ATTENTION_TO_LINEAR)  # of remapped micro-batches
 HALO = "halo"
 HALO_RETURN = "halo return"
 SUMMARIES_BEFORE = "summaries before"
@@ -238,15 +235,9 @@ SUMMARIES_BEHIND = "summaries behind"
 def of_rows(parts: Parts, what: str, shape: RowShape) -> Program:
     """Compile what a recurrent layer exchanges: rows [n, columns] -> [m, columns].
 
-    what: LINEAR_TO_ATTENTION or ATTENTION_TO_LINEAR, of a remapped micro-batch; HALO or
-    HALO_RETURN, of a convolution; SUMMARIES_BEFORE or SUMMARIES_BEHIND, of a scan.
+    what: HALO or HALO_RETURN, of a convolution; SUMMARIES_BEFORE or SUMMARIES_BEHIND, of a scan.
     """
     b = _builder(parts, shape.as_layer)
-    if what in BETWEEN_LAYOUTS:
-        assert parts.remap is not None, "no rows stand elsewhere"
-        if what == LINEAR_TO_ATTENTION:
-            return segments.linear_to_attention(b, shape, parts.remap, parts.linear_tokens)
-        return segments.attention_to_linear(b, shape, parts.remap, parts.attention_tokens)
     if what == HALO:
         return segments.halo(b, shape, parts.segments())
     if what == HALO_RETURN:
@@ -284,18 +275,6 @@ def _grads_of(sinks: Sinks | None) -> Values:
     return (sinks.grads,)
 
 
-def _to_attention(b: Builder, parts: Parts, values: Values) -> Values:
-    if parts.remap is None:
-        return values
-    return parts.remap.linear_to_attention(b, values)
-
-
-def _to_linear(b: Builder, parts: Parts, values: Values) -> Values:
-    if parts.remap is None:
-        return values
-    return parts.remap.attention_to_linear(b, values)
-
-
 def _joined(b: Builder, grads: Sequence[Values]) -> Values:
     """Join dq, dk and dv of all zones, each [tokens of the zone, ...] -> [tokens, ...].
 
@@ -307,13 +286,6 @@ def _joined(b: Builder, grads: Sequence[Values]) -> Values:
     return tuple(complete)
 
 
-def _takes_part_in_remap(shard: Shard, links: NicFigures | None) -> bool:
-    """Return True where this rank moves tokens in remapping, its own or routed ones of others."""
-    if links is not None:
-        return bool(shard.moves)
-    return bool(shard.given or shard.got)
-
-
 def _zone_attention(
     zone: Zone,
     channel: Channel,
@@ -321,13 +293,12 @@ def _zone_attention(
     machine: Machine,
     *,
     reach: Reach,
-    rank: int,
     waits: int,
 ) -> ZoneAttention:
     """Make the attention of a zone by its group's strategy.
 
-    reach: which keys a query reads. rank: the global rank that works in it. waits: how often about
-    the widest zone of this rank waits for transfers; a local zone cuts its work into as many runs.
+    reach: which keys a query reads. waits: how often about the widest zone of this rank waits for
+    transfers; a local zone cuts its work into as many runs.
     """
     rows = slice(zone.start, zone.stop)
     ranks = zone.group.ranks
@@ -343,21 +314,16 @@ def _zone_attention(
             return halo_zone(rows, layout, reach, channel)
         case strategy if strategy in RINGS:
             group_cuts = cuts(strategy, zone.lengths, len(ranks))
-            # Between nodes transfers may be routed, time by time of the schedule, and turns are
-            # not joined: routed or straight, sums have the same order.
-            across = machine.topology.spans_nodes(zone.group.start, zone.group.stop)
-            worthy_pairs = 1 if across else machine.worthy_pairs
             turns = make_turns(
                 strategy,
                 group_cuts,
                 zone.index,
                 ranks,
                 tables,
-                worthy_pairs=worthy_pairs,
+                worthy_pairs=machine.worthy_pairs,
                 device=machine.device,
             )
-            routes = _routes(zone, machine, rank) if across else None
-            return RingZone(rows, turns, channel, tables, routes)
+            return RingZone(rows, turns, channel, tables)
         case "hybrid":
             return hybrid_zone(
                 zone,
@@ -370,14 +336,3 @@ def _zone_attention(
             )
         case other:
             raise AssertionError(f"no attention for strategy {other!r}")
-
-
-def _routes(zone: Zone, machine: Machine, rank: int) -> Routes | None:
-    """Return the routes of a ring across nodes; None where every transfer goes straight.
-
-    A group across nodes consists of whole nodes, so any rank that passes something on is in it.
-    """
-    group = zone.group
-    if machine.links is None:
-        return None
-    return Routes(group, zone.lengths, machine.links, rank=rank, device=machine.device)

@@ -23,7 +23,6 @@ Saved = TypeVar("Saved")
 
 INPUT = "input"  # the dtype of queries, keys and values
 WIDE = "wide"  # float32, or float64 for float64: log-sum-exps and sums
-BYTES = "bytes"  # uint8: several tensors on their way between nodes
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -32,7 +31,7 @@ class ItemSizes(Protocol):
     """Knows the dtype of the tensors that a program is run on."""
 
     def item_bytes(self, dtype: str) -> int:
-        """Return the bytes of a number of a value: `dtype` is INPUT, WIDE or BYTES."""
+        """Return the bytes of a number of a value: `dtype` is INPUT or WIDE."""
 
 
 class LayerShape(NamedTuple):
@@ -51,9 +50,7 @@ class LayerShape(NamedTuple):
     """Whether every head has a sink: a score that takes part in the softmax, without a value."""
 
     def item_bytes(self, dtype: str) -> int:
-        """Return the bytes of a number of a value: `dtype` is INPUT, WIDE or BYTES."""
-        if dtype == BYTES:
-            return 1
+        """Return the bytes of a number of a value: `dtype` is INPUT or WIDE."""
         if dtype == INPUT:
             return ITEM_BYTES[self.dtype]
         return 8 if self.dtype == "float64" else 4
@@ -77,14 +74,14 @@ class RowShape(NamedTuple):
         return LayerShape(1, 1, self.columns, self.dtype)
 
     def item_bytes(self, dtype: str) -> int:
-        """Return the bytes of a number of a value: `dtype` is INPUT, WIDE or BYTES."""
+        """Return the bytes of a number of a value: `dtype` is INPUT or WIDE."""
         return self.as_layer.item_bytes(dtype)
 
 
 # Operations that make the host do something, and the device nothing: views, memory, messages.
 NO_LAUNCH = frozenset(
     (
-        *("part", "heads", "columns", "unpair", "turned", "arrived_heads", "in_parcel"),
+        *("part", "heads", "columns", "unpair", "turned", "arrived_heads"),
         "empty",
         *("post", "all_to_all", "wait"),
     )
@@ -103,7 +100,7 @@ class Value(NamedTuple):
     shape: tuple[int, ...]
 
     dtype: str
-    """INPUT, WIDE or BYTES."""
+    """INPUT or WIDE."""
 
     @property
     def rows(self) -> int:
@@ -183,9 +180,6 @@ class PostSpec(NamedTuple):
 
     sends: tuple[MessageSpec, ...]
     recvs: tuple[MessageSpec, ...]
-    remaps: bool
-    """Whether they take the lane of remapping."""
-
     labels: tuple[Any, ...]
     """Callables (peer, whether this rank sends) -> what the message is, or None for another one's;
     asked for when a transfer fails."""

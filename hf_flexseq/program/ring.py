@@ -31,8 +31,7 @@ turns on all ranks, which is why nothing can hang (`weave.py`).
 
 Ring Attention (arXiv 2310.01889) for the blockwise merge; DistFlashAttn (arXiv 2310.03294, section
 3) for helpers and for fetching ahead. Everything travels in the dtype of the inputs (a log-sum-exp
-in its own), and is merged and summed in float32 (float64 for float64) by one owner. Between nodes
-the same bytes may travel over the NICs of other ranks, too (`schedule/routing.py`).
+in its own), and is merged and summed in float32 (float64 for float64) by one owner.
 
 Rejected: handing sums on from rank to rank, which would need float32 on the wire; a 16-bit
 accumulator costs several times the error of a single kernel. Rejected: keeping the fetched keys
@@ -48,11 +47,10 @@ from functools import partial
 from typing import NamedTuple
 
 from hf_flexseq.program.builder import Builder, Tables, Values
-from hf_flexseq.program.exchange import STRAIGHT, Channel, Exchange, Label, post
+from hf_flexseq.program.exchange import Channel, Exchange, Label, post
 from hf_flexseq.program.instructions import INPUT, WIDE, Rows, Value
-from hf_flexseq.program.routes import Routes
 from hf_flexseq.program.sums import RunningResult, Total
-from hf_flexseq.program.tags import EXCHANGES_IN_FLIGHT, ring_fetch, ring_return
+from hf_flexseq.program.tags import ring_fetch, ring_return
 from hf_flexseq.program.turns import (
     DIAGONAL_TIME,
     Operand,
@@ -66,10 +64,6 @@ from hf_flexseq.program.zones import Sinks
 from hf_flexseq.schedule.attention import ChunkKey
 
 AHEAD = 2  # turns whose inputs are on their way when a turn begins
-
-# Every turn has two exchanges, its fetch and its return. When the return of turn t and the fetch
-# of turn t + AHEAD + 1 are posted, the oldest one under way is the return of turn t - AHEAD.
-assert 2 * (2 * AHEAD + 1) <= EXCHANGES_IN_FLIGHT, "tags of routed packets repeat too early"
 
 
 # ---- what is under way
@@ -106,25 +100,18 @@ class PendingReturn(NamedTuple):
 class RingZone:
     """This rank's part in a group of the ring family."""
 
-    __slots__ = ("backward_turns", "channel", "routes", "rows", "turns")
+    __slots__ = ("backward_turns", "channel", "rows", "turns")
 
     def __init__(
-        self,
-        rows: slice,
-        turns: Sequence[Turn],
-        channel: Channel,
-        tables: Tables,
-        routes: Routes | None = None,
+        self, rows: slice, turns: Sequence[Turn], channel: Channel, tables: Tables
     ) -> None:
         """rows: the rows [start, stop) of this zone among all rows of the rank.
         turns: what this rank does, in order. tables: of the turns.
-        routes: how exchanges travel between nodes; None where everything goes straight.
         """
         self.rows = rows
         self.turns = turns
         self.backward_turns = backward_order(turns, tables)
         self.channel = channel
-        self.routes = routes
 
     def forward(
         self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
@@ -235,7 +222,7 @@ class RingZone:
 
         Rows [t, ...] on the rank that holds them -> [n, ...] on the rank that reads them.
         """
-        exchange = self._new_exchange(b, turn, of_queries, (kv,), returns=False)
+        exchange = self._new_exchange(b, turn, returns=False)
         for share in turn.sent_queries:
             exchange.send(b.take_all(of_queries, share.rows), share.peer)
         for share in turn.sent_keys:
@@ -265,7 +252,7 @@ class RingZone:
             the number of rows; results travel in their dtypes.
         Rows [n, ...] on the rank that computes -> [n, ...] on the rank that holds their tokens.
         """
-        exchange = self._new_exchange(b, turn, like_queries, like_keys, returns=True)
+        exchange = self._new_exchange(b, turn, returns=True)
         # The order of these four decides the tags: queries before keys.
         for read, results in zip(turn.reads, of_queries, strict=True):
             _send_results(b, exchange, read.queries, results, like_queries)
@@ -275,23 +262,11 @@ class RingZone:
         coming_keys = _receive_results(exchange, turn.sent_keys, like_keys)
         return PendingReturn(exchange, coming_queries, coming_keys)
 
-    def _new_exchange(
-        self, b: Builder, turn: Turn, of_queries: Values, of_keys: Values, *, returns: bool
-    ) -> Exchange:
-        """Return an empty exchange for rows of values [any rows, ...] like these."""
+    def _new_exchange(self, b: Builder, turn: Turn, *, returns: bool) -> Exchange:
+        """Return the empty exchange of a turn's inputs, or of its results."""
         message = ring_return(turn.number) if returns else ring_fetch(turn.number)
-        routing = STRAIGHT
-        if self.routes is not None:
-            routing = self.routes.find(
-                turn.number, b.row_bytes(of_queries), b.row_bytes(of_keys), returns=returns
-            )
-        return Exchange(
-            b,
-            self.channel.tag(message),
-            Label(self.channel, partial(self._describe, turn, returns)),
-            routing=routing,
-            within=f", turn {turn.number}, of {self.channel.name}",
-        )
+        label = Label(self.channel, partial(self._describe, turn, returns))
+        return Exchange(b, self.channel.tag(message), label)
 
     def _describe(self, turn: Turn, returns: bool, peer: int, sent: bool) -> str:
         """Return the name of a message of a turn, for errors."""

@@ -9,9 +9,6 @@ segments before them have summed up to.
 
 Either way whole rows travel, straight from rank to rank, in one post. What a rank sends and
 receives follows from the chains of `plan/segments.py`, which every rank finds alike.
-
-In a remapped micro-batch (`remap.py`) rows travel to the layout of the groups and back, as those
-of attention do.
 """
 
 from collections import defaultdict
@@ -25,7 +22,6 @@ from hf_flexseq.plan.shard import Zone
 from hf_flexseq.program.builder import Builder, Tables, Values
 from hf_flexseq.program.exchange import Channel, Exchange, Label, post
 from hf_flexseq.program.instructions import INPUT, WIDE, Program, Rows, RowShape, Value
-from hf_flexseq.program.remap import TokenRemap
 from hf_flexseq.program.tags import RECURRENT_BACKWARD, RECURRENT_FORWARD
 
 SegmentKey = tuple[int, int]  # (index of the sequence in the group, place in its chain)
@@ -393,18 +389,6 @@ def _in_halo(chain: Sequence[Segment], place: int, before: int) -> Iterator[tupl
 
 
 # ---- programs
-
-
-def linear_to_attention(b: Builder, shape: RowShape, remap: TokenRemap, tokens: int) -> Program:
-    """Compile: rows [linear tokens, columns] -> [attention tokens, columns]."""
-    x = b.input((tokens, 1, shape.columns))
-    return b.program(remap.linear_to_attention(b, (x,)))
-
-
-def attention_to_linear(b: Builder, shape: RowShape, remap: TokenRemap, tokens: int) -> Program:
-    """Compile: rows [attention tokens, columns] -> [linear tokens, columns]."""
-    x = b.input((tokens, 1, shape.columns))
-    return b.program(remap.attention_to_linear(b, (x,)))
 
 
 def halo(b: Builder, shape: RowShape, segments: RankSegments) -> Program:

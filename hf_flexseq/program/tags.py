@@ -2,7 +2,7 @@
 
 A *tag* is a number that both ends give to a point-to-point transfer, so that a transport can tell
 several messages between the same two ranks apart. Every tag is a function of the plan (zone, turn,
-leg, head piece, packet), never of what has happened on one rank, so both ends compute the same
+leg, head piece), never of what has happened on one rank, so both ends compute the same
 one. All tags are below 2^31, because transports take a signed 32-bit number.
 
     messages of                        tags                              function
@@ -11,11 +11,9 @@ one. All tags are below 2^31, because transports take a signed 32-bit number.
       ulysses, hybrid inside a node    message in [0, 8)                 seq_to_head, head_to_seq
       halos of any strategy            message in [0, 2)                 HALO_KEYS, HALO_GRADIENTS
       recurrent layers                 message in [0, 2)                 RECURRENT_FORWARD, ...
-      rings,                           message in [0, 2^17), or          ring_fetch, ring_return
-        hybrid across nodes              in [0, 2^16) where it is routed
-      packets of a routed ring         message in 2^16 + [0, 24576)      packet_tag
-    remapping                          2^30 + [0, 8)                     REMAP
-      packets of a routed remapping    2^30 + 2^16 + [0, 24576)          packet_tag
+      rings, hybrid across nodes       message in [0, 2^16)              ring_fetch, ring_return
+      passes over the zone's posts     message in 2^16 + [0, 2^16)       PASS_MESSAGES
+    passes over a whole program        2^30 + [0, 8)                     PASS_TAGS
     links between stages               3 * 2^29 + [0, 2^29)              link_tag
     measurements of the profiler       0 and up                          UNTAGGED
     roll call, on the host's group     0                                 ROLL_CALL
@@ -24,13 +22,13 @@ one. All tags are below 2^31, because transports take a signed 32-bit number.
 
 Why no two messages between the same two ranks are mistaken for each other:
 
-* Zones have ranges of their own, and their numbers are below 2^13, where the range of remapping
+* Zones have ranges of their own, and their numbers are below 2^13, where the range of passes
   begins. Any two ranks of a group give its zone the same number (`exchange.Channel`).
 * A zone has one strategy, so the rows of its part of the table exclude each other. Only a hybrid
   zone has two: its Ulysses runs between ranks of a node, its ring between nodes, so no pair of
   ranks takes part in both.
-* Inside a strategy the functions below give messages of one call different tags. The exceptions
-  are the packets of a ring, which repeat after `EXCHANGES_IN_FLIGHT` exchanges; see there.
+* Inside a strategy the functions below give messages of one call different tags. A pass that
+  gives a zone's messages other tags has a half of the zone's range to itself, and answers for it.
 * Recurrent layers exchange when attention does not; an exchange of theirs has one message from
   each rank to each other one.
 * Layers, and forward and backward, repeat all tags. A rank waits for all of its transfers before
@@ -48,7 +46,6 @@ Why no two messages between the same two ranks are mistaken for each other:
 """
 
 from hf_flexseq.cost import HEAD_PIECES
-from hf_flexseq.schedule.routing import MOST_PACKETS
 
 TAG_LIMIT = 1 << 31  # no tag reaches this
 
@@ -58,8 +55,8 @@ UNTAGGED = 0  # tag of transfers that run when no others do
 # ---- zones: attention over the groups of a rank
 
 ZONE_TAGS = 1 << 17  # tags of one zone
-PACKET_TAGS_START = ZONE_TAGS // 2  # message from which on the tags of a zone belong to packets
-MOST_ZONES = 1 << 13  # zones of one rank in a micro-batch, as many as fit below REMAP
+PASS_MESSAGES = ZONE_TAGS // 2  # message from which on the tags of a zone belong to passes
+MOST_ZONES = 1 << 13  # zones of one rank in a micro-batch, as many as fit below PASS_TAGS
 
 # One exchange may bring several tensors from one peer, and each takes the next tag. The most are
 # the five of a ring's backward: q, dout, out, lse and the stacked keys and values.
@@ -117,41 +114,9 @@ def ring_return(turn: int) -> int:
     return (2 * turn + 1) * EXCHANGE_TAGS
 
 
-# ---- remapping: one exchange at a time
+# ---- passes that add an exchange of their own to a program: one at a time
 
-REMAP = MOST_ZONES * ZONE_TAGS  # 2^30
-
-
-# ---- packets of routed exchanges
-
-LEGS = 3  # scatter, cross, gather
-LEG_TAGS = 64  # tags of one leg of one packet: the paths that share both ranks of that leg
-ROUTED_TAGS = LEGS * MOST_PACKETS * LEG_TAGS  # tags of all packets of one exchange
-
-# The packets of exchange e of a zone (e = 2 * turn, or 2 * turn + 1 for the returns) have the same
-# tags as those of exchange e + 16. A rank has at most 2 * (2 * AHEAD + 1) = 10 consecutive
-# exchanges of a ring under way (asserted in ring.py, where the 10 is counted), so equal tags are
-# never under way together.
-EXCHANGES_IN_FLIGHT = 16
-
-assert PACKET_TAGS_START + EXCHANGES_IN_FLIGHT * ROUTED_TAGS <= ZONE_TAGS, (
-    "the packets of the exchanges in flight do not fit into the tags of a zone"
-)
-
-
-def packet_tag(exchange_tag: int, leg: int, packet: int) -> int:
-    """Return the first of the `LEG_TAGS` tags of one leg of one packet of a routed exchange.
-
-    exchange_tag: tag of the exchange, of a zone or of remapping.
-    leg: 0 scatter, 1 cross, 2 gather.
-    """
-    zone, message = divmod(exchange_tag, ZONE_TAGS)
-    assert message < PACKET_TAGS_START, f"message {message} lies where the tags of packets do"
-    assert 0 <= leg < LEGS, f"a routed exchange has no leg {leg}"
-    assert 0 <= packet < MOST_PACKETS, f"a routed exchange has no packet {packet}"
-    exchange = message // EXCHANGE_TAGS % EXCHANGES_IN_FLIGHT
-    first = zone * ZONE_TAGS + PACKET_TAGS_START + exchange * ROUTED_TAGS
-    return first + (leg * MOST_PACKETS + packet) * LEG_TAGS
+PASS_TAGS = MOST_ZONES * ZONE_TAGS  # 2^30
 
 
 # ---- links of a pipeline
@@ -159,7 +124,7 @@ def packet_tag(exchange_tag: int, leg: int, packet: int) -> int:
 LINKS = 3 << 29  # 2^30 + 2^29
 LINK_KINDS = 2  # hidden states, gradients
 
-assert REMAP + ZONE_TAGS <= LINKS, "the tags of remapping reach those of links"
+assert PASS_TAGS + ZONE_TAGS <= LINKS, "the tags of passes reach those of links"
 
 
 def link_tag(kind: int, messages_before: int) -> int:

@@ -127,7 +127,7 @@ class SavesRows(ZoneAttention, Protocol):
 
 
 class NoZone:
-    """The attention of a rank that works in no group and holds rows of others (`remap.py`)."""
+    """The attention of a rank that works in no group."""
 
     __slots__ = ("rows",)
 

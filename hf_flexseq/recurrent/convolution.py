@@ -14,14 +14,7 @@ import torch
 
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.convolution import causal_convolution_of_rows
-from hf_flexseq.recurrent.rows import (
-    RecurrentContext,
-    carried_halo,
-    check_rows,
-    halo,
-    to_attention,
-    to_linear,
-)
+from hf_flexseq.recurrent.rows import RecurrentContext, carried_halo, check_rows, halo
 
 
 def causal_convolution(
@@ -39,11 +32,10 @@ def causal_convolution(
     number of tokens.
     """
     check_rows(x, seq_ctx)
-    (x,) = to_attention((x,), seq_ctx)
     out = causal_convolution_of_rows(x, weight, bias)
     if weight.shape[1] > 1 and x.shape[0]:
         out = _with_firsts(out, x, weight, bias, seq_ctx)
-    return to_linear(out, seq_ctx)
+    return out
 
 
 def _with_firsts(

@@ -19,7 +19,7 @@ from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.scans import Tensors, fla, gated_delta, kimi, mamba2
 from hf_flexseq.kernels.scans.choose import FLA, GATED_DELTA, KIMI_DELTA, choose_scan
 from hf_flexseq.kernels.scans.chunked import ChunkedScan
-from hf_flexseq.recurrent.rows import RecurrentContext, check_rows, to_attention, to_linear
+from hf_flexseq.recurrent.rows import RecurrentContext, check_rows
 from hf_flexseq.recurrent.scan import run_scan
 
 
@@ -48,14 +48,13 @@ def gated_delta_rule(
     number of tokens.
     """
     check_rows(q, seq_ctx)
-    q, k, v, g, beta = to_attention((q, k, v, g, beta), seq_ctx)
     if choose_scan(GATED_DELTA, q.device, q.dtype, q.shape[-1]) == FLA:
         out = _fla(fla.gated_delta_rule, (q, k, v, g, beta), seq_ctx, l2norm=l2norm)
     else:
         grid = seq_ctx.programs.grid
         inputs = gated_delta.chunk_inputs(q, k, v, g, beta, grid, l2norm=l2norm)
         out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx, dtype=v.dtype))
-    return to_linear(out, seq_ctx)
+    return out
 
 
 def kimi_delta_rule(
@@ -75,14 +74,13 @@ def kimi_delta_rule(
     Returns [tokens, heads, V].
     """
     check_rows(q, seq_ctx)
-    q, k, v, g, beta = to_attention((q, k, v, g, beta), seq_ctx)
     if choose_scan(KIMI_DELTA, q.device, q.dtype, q.shape[-1]) == FLA:
         out = _fla(fla.kimi_delta_rule, (q, k, v, g, beta), seq_ctx, l2norm=l2norm)
     else:
         grid = seq_ctx.programs.grid
         inputs = kimi.chunk_inputs(q, k, v, g, beta, grid, l2norm=l2norm)
         out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx, dtype=v.dtype))
-    return to_linear(out, seq_ctx)
+    return out
 
 
 def mamba2_scan(
@@ -113,10 +111,9 @@ def mamba2_scan(
     number of tokens.
     """
     check_rows(x, seq_ctx)
-    moved_x, dt, B, C = to_attention((x, dt, B, C), seq_ctx)
     grid = seq_ctx.programs.grid
     inputs = mamba2.chunk_inputs(
-        moved_x,
+        x,
         dt,
         A,
         B,
@@ -129,7 +126,6 @@ def mamba2_scan(
     # With D to come, the output is rounded after that.
     dtype = x.dtype if D is None else lse_dtype(x.dtype)
     out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx, dtype=dtype))
-    out = to_linear(out, seq_ctx)
     if D is not None:
         out = out + x * D.to(out.dtype).unsqueeze(-1)
     return out.to(x.dtype)

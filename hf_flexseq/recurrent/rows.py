@@ -1,12 +1,10 @@
 """Rows of a recurrent layer on their way between ranks, as autograd nodes around programs of
 `program/segments.py`.
 
-    to_attention, to_linear    all rows, where the micro-batch is remapped
-    halo                       the rows before this rank's segments
-    exchange                   one program, without autograd
+    halo        the rows before this rank's segments
+    exchange    one program, without autograd
 """
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,12 +13,7 @@ from torch.autograd.function import once_differentiable
 from hf_flexseq.attention.programs import MicroBatchPrograms
 from hf_flexseq.attention.remat import Kept, KeptAttention, Region, kept_region
 from hf_flexseq.layers import Scores
-from hf_flexseq.program.compile import (
-    ATTENTION_TO_LINEAR,
-    HALO,
-    HALO_RETURN,
-    LINEAR_TO_ATTENTION,
-)
+from hf_flexseq.program.compile import HALO, HALO_RETURN
 from hf_flexseq.program.instructions import RowShape
 from hf_flexseq.recurrent.carry import Carrying
 
@@ -38,10 +31,6 @@ class RecurrentContext(Protocol):
     def kept(self) -> KeptAttention | None:
         """Results that wait for the replay of their layers; None where none are kept."""
 
-    @property
-    def linear_tokens(self) -> int:
-        """Tokens this rank holds outside of attention and recurrent layers."""
-
     def carrying(self, *, keeps_grad: bool) -> Carrying | None:
         """Return what this call carries from chunk to chunk of a pipeline; None where no sequence
         is cut into chunks. keeps_grad: whether a backward will follow."""
@@ -49,10 +38,10 @@ class RecurrentContext(Protocol):
 
 def check_rows(x: torch.Tensor, seq_ctx: RecurrentContext) -> None:
     """Raise ValueError unless x [tokens, ...] has as many rows as the shard has tokens."""
-    if x.shape[0] != seq_ctx.linear_tokens:
+    tokens = seq_ctx.programs.parts.tokens
+    if x.shape[0] != tokens:
         raise ValueError(
-            f"the shard has {seq_ctx.linear_tokens} tokens, but a recurrent layer was given "
-            f"{tuple(x.shape)}"
+            f"the shard has {tokens} tokens, but a recurrent layer was given {tuple(x.shape)}"
         )
 
 
@@ -67,67 +56,6 @@ def exchange(
     program = seq_ctx.programs.find(what, shape)
     (out,), _ = program.run((rows,), NO_SCORES)
     return out
-
-
-# ---- remapped micro-batches
-
-
-def to_attention(
-    tensors: Sequence[torch.Tensor], seq_ctx: RecurrentContext
-) -> tuple[torch.Tensor, ...]:
-    """Move each [linear tokens, ...] -> [attention tokens, ...]; the same where no rows stand
-    elsewhere."""
-    return _moved(tensors, seq_ctx, LINEAR_TO_ATTENTION, seq_ctx.programs.parts.attention_tokens)
-
-
-def to_linear(x: torch.Tensor, seq_ctx: RecurrentContext) -> torch.Tensor:
-    """Move x [attention tokens, ...] -> [linear tokens, ...]."""
-    (moved,) = _moved((x,), seq_ctx, ATTENTION_TO_LINEAR, seq_ctx.programs.parts.linear_tokens)
-    return moved
-
-
-def _moved(
-    tensors: Sequence[torch.Tensor], seq_ctx: RecurrentContext, what: str, tokens: int
-) -> tuple[torch.Tensor, ...]:
-    """Move each [tokens before, ...] -> [tokens, ...]; those of one dtype travel together."""
-    if seq_ctx.programs.parts.remap is None:
-        return tuple(tensors)
-    moved: list[torch.Tensor] = list(tensors)
-    for dtype in dict.fromkeys(x.dtype for x in tensors):
-        members = [i for i, x in enumerate(tensors) if x.dtype == dtype]
-        # [tokens before, ...] each -> [tokens before, columns of all]
-        flat = [
-            tensors[i].flatten(1) if tensors[i].dim() > 1 else tensors[i].unsqueeze(1)
-            for i in members
-        ]
-        rows = _MovedRows.apply(torch.cat(flat, dim=1), seq_ctx, what)
-        parts = rows.split([x.shape[1] for x in flat], dim=1)
-        for i, part in zip(members, parts, strict=True):
-            moved[i] = part.reshape(tokens, *tensors[i].shape[1:])
-    return tuple(moved)
-
-
-_BACK = {LINEAR_TO_ATTENTION: ATTENTION_TO_LINEAR, ATTENTION_TO_LINEAR: LINEAR_TO_ATTENTION}
-
-
-class _MovedRows(torch.autograd.Function):
-    """Rows that travel one way in the forward, and the other way in the backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, seq_ctx: RecurrentContext, what: str
-    ) -> torch.Tensor:
-        """Return [tokens after, columns] from rows [tokens before, columns]."""
-        ctx.seq_ctx = seq_ctx
-        ctx.what = what
-        return exchange(what, rows.unsqueeze(1), seq_ctx).squeeze(1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of the rows, where they came from."""
-        back = exchange(_BACK[ctx.what], grads.contiguous().unsqueeze(1), ctx.seq_ctx)
-        return back.squeeze(1), None, None
 
 
 # ---- halos

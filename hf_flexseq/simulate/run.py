@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_flexseq.cost import CostModel, Int64Array, remapped_ns
+from hf_flexseq.cost import CostModel, Int64Array
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.registry import RINGS
 from hf_flexseq.simulate.ring import (
@@ -41,7 +41,7 @@ from hf_flexseq.simulate.ring import (
     ring_times,
     ring_traffic_ns,
 )
-from hf_flexseq.simulate.work import LINEAR, GroupWork, make_work, spread, weights
+from hf_flexseq.simulate.work import GroupWork, make_work
 from hf_flexseq.timeline import Recorder, Timeline
 from hf_flexseq.topology import Topology
 
@@ -98,8 +98,8 @@ def most_events(plan: Plan, topology: Topology, detail: Detail) -> int:
     passes = max(1, 2 * detail.layers)
     count = 0
     for micro_batch in plan.micro_batches:
-        # Of every rank: the constant, waits and, in each pass, remapping and memory.
-        count += topology.world_size * (3 + 4 * passes)
+        # Of every rank: the constant, waits and, in each pass, memory.
+        count += topology.world_size * (3 + passes)
         for group in micro_batch.groups:
             # Of its ranks in each pass: linear layers, latency, waits, transfers, attention of
             # full layers and of the others, scans and what they exchange.
@@ -109,18 +109,6 @@ def most_events(plan: Plan, topology: Topology, detail: Detail) -> int:
                 of_a_pass += 4  # halos and waits for them
             count += group.degree * of_a_pass * passes
     return count
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RemapWork:
-    """Nanoseconds of every rank in a remapped micro-batch, by pass."""
-
-    linear_ns: tuple[int, ...]
-    """By pass: linear layers, on evenly spread tokens."""
-    before_ns: tuple[int, ...]
-    """By pass: moving tokens to their groups."""
-    after_ns: tuple[int, ...]
-    """By pass: moving tokens back."""
 
 
 class _Simulation:
@@ -146,29 +134,11 @@ class _Simulation:
             make_work(index, group, lengths, self.topology, self.cost, layers=layers)
             for index, group in enumerate(micro_batch.groups)
         ]
-        shares = _activation_shares(layers)
-        remap = None
-        if micro_batch.remap:
-            remap = self._remap_work(micro_batch, lengths, len(shares))
-
-        self._begin_micro_batch((tokens > 0) | micro_batch.remap)
-        for number, share in enumerate(shares):
-            self._run_pass(works, number, remap)
+        self._begin_micro_batch(tokens > 0)
+        for number, share in enumerate(_activation_shares(layers)):
+            self._run_pass(works, number)
             self._record_memory(tokens * share)
         self._record_memory(0 * tokens)
-
-    def _remap_work(
-        self, micro_batch: MicroBatch, lengths: Sequence[int], passes: int
-    ) -> RemapWork:
-        """Return what remapping adds to each pass: half of its transfers before the attention,
-        half after."""
-        _, linear, moved = remapped_ns(self.cost, micro_batch, lengths, self.topology)
-        halves = spread(moved, [1] * 2 * passes)
-        return RemapWork(
-            linear_ns=spread(linear, weights(LINEAR, passes // 2)),
-            before_ns=halves[::2],
-            after_ns=halves[1::2],
-        )
 
     def _begin_micro_batch(self, works: NDArray[np.bool_]) -> None:
         """Add the constant of a micro-batch on every rank that takes part.
@@ -184,25 +154,18 @@ class _Simulation:
         self._record(0, self.clock, stops, kind="constant", label="per micro-batch")
         self.clock = stops
 
-    def _run_pass(self, works: Sequence[GroupWork], number: int, remap: RemapWork | None) -> None:
+    def _run_pass(self, works: Sequence[GroupWork], number: int) -> None:
         """Advance through one layer, forward or backward.
 
         Linear layers of all groups come first, then the attention of one group after the other; in
         a single pass (`layers=0`) each group has its linear layers and its attention together.
-        remap: for a remapped micro-batch, in which all ranks meet before and after the attention.
         """
-        if remap is not None:
-            self._busy_all_ranks(remap.linear_ns[number], "compute", "linear")
-            self._busy_all_ranks(remap.before_ns[number], "transfer", "remap")
         rounds = [[work] for work in works] if self.detail.layers == 0 else [works]
         for groups in rounds:
-            if remap is None:
-                for work in groups:
-                    self._busy(work, work.linear_ns[number], "linear")
+            for work in groups:
+                self._busy(work, work.linear_ns[number], "linear")
             for work in groups:
                 self._attend(work, number)
-        if remap is not None:
-            self._busy_all_ranks(remap.after_ns[number], "transfer", "remap")
 
     def _attend(self, work: GroupWork, number: int) -> None:
         """Advance a group's ranks through its attention and transfers in pass `number`."""
@@ -221,12 +184,6 @@ class _Simulation:
         if self.cost.recurrent:
             self._exchange(work, work.summaries_ns[number], "summaries")
             self._busy(work, work.scan_ns[number], "scan")
-
-    def _busy_all_ranks(self, duration: int, kind: str, label: str) -> None:
-        """Occupy all ranks for `duration`, from when the last one is free."""
-        self.clock[:] = self.clock.max()
-        self._record(0, self.clock, self.clock + duration, kind=kind, label=label)
-        self.clock += duration
 
     def _busy(self, work: GroupWork, duration: int, label: str, kind: str = "compute") -> None:
         """Occupy each rank of a group for `duration`, from when that rank is free."""

@@ -22,19 +22,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import HostGroup
-from hf_flexseq.plan import Plan
-from hf_flexseq.plan.dealing import Dealing
+from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.replicas import StepPlan
-from hf_flexseq.plan.rows import ranges
-from hf_flexseq.plan.shard import Shard, Slice
-from hf_flexseq.plan.wire import Ints
+from hf_flexseq.plan.shard import Slice
 from hf_flexseq.steps.collator import LENGTHS, OTHER_ROWS, PADDING_TARGETS
 
 Columns = dict[str, torch.Tensor]
+Ints = NDArray[np.int64]
 
 NO_COLUMNS = 0  # the signature of a row without any
 
@@ -296,6 +295,13 @@ def _as_words(column: torch.Tensor, word: torch.dtype) -> torch.Tensor:
     return column.contiguous().view(-1).view(word).view(column.shape[0], words)
 
 
+def _ranges(starts: Ints, sizes: Ints) -> Ints:
+    """Return start, start + 1, ... of each range, one range after the other: [sum(sizes)]."""
+    ends = np.cumsum(sizes)
+    total = int(ends[-1]) if ends.size else 0
+    return np.repeat(starts - ends + sizes, sizes) + np.arange(total)
+
+
 def _sums(keys: Ints, sizes: Ints, count: int) -> Ints:
     """Return the sum of the sizes of each key in [0, count)."""
     sums = np.zeros(count, dtype=np.int64)
@@ -312,7 +318,7 @@ def _order_of(wanted: Wanted) -> Ints:
     starts = np.empty_like(wanted.sizes)  # [stretches] among the received tokens
     ends = np.cumsum(wanted.sizes[by_source])
     starts[by_source] = ends - wanted.sizes[by_source]
-    return ranges(starts, wanted.sizes)
+    return _ranges(starts, wanted.sizes)
 
 
 def _own_offsets(row: SourceRow, own: Ints, sequences: int) -> Ints:
@@ -335,19 +341,18 @@ class RowExchange:
         self._exchange = TokenExchange(communicator)
 
     def __call__(
-        self, row: SourceRow, plan: Plan, sources: Sequence[int], shards: Sequence[Shard]
+        self, row: SourceRow, layout: PlanLayout, sources: Sequence[int]
     ) -> list[Columns]:
-        """Return this rank's columns, each [linear_tokens], for every micro-batch. Collective over
-        the world.
+        """Return this rank's columns, each [tokens], for every micro-batch. Collective over the
+        world.
 
         row: what this rank drew, with the columns that the rows of all ranks have.
         sources: the rank that drew each sequence.
-        shards: this rank's, one for each micro-batch.
         """
-        return self.deal(row.columns, self.routes(row, plan, sources, shards))
+        return self.deal(row.columns, self.routes(row, layout, sources))
 
     def deal(self, columns: Columns, routes: Routes) -> list[Columns]:
-        """Return this rank's columns, each [linear_tokens, ...], for every micro-batch. Collective
+        """Return this rank's columns, each [tokens, ...], for every micro-batch. Collective
         over the world.
 
         columns: of this rank's source row, each [tokens, ...], alike on all ranks.
@@ -358,41 +363,28 @@ class RowExchange:
         """Return columns of this rank's source row, each [tokens, ...], from those that ranks have
         made of tokens. Collective over the world.
 
-        columns: of every micro-batch, each [linear_tokens, ...], alike on all ranks.
+        columns: of every micro-batch, each [tokens, ...], alike on all ranks.
         """
         return self._exchange.home(columns, routes.sent, routes.wanted)
 
-    def routes(
-        self, row: SourceRow, plan: Plan, sources: Sequence[int], shards: Sequence[Shard]
-    ) -> Routes:
+    def routes(self, row: SourceRow, layout: PlanLayout, sources: Sequence[int]) -> Routes:
         """Return where tokens go, and from where they come; see `__call__`."""
-        rank, world_size = self.communicator.rank, self.communicator.world_size
-        dealing = Dealing(plan, [shard.moves for shard in shards], world_size)
         source_of = np.array(sources, dtype=np.int64)
-        own = np.flatnonzero(source_of == rank)
+        own = np.flatnonzero(source_of == self.communicator.rank)
+        offsets = _own_offsets(row, own, source_of.size)
 
         # 1. what this rank sends of what it drew
-        gone = dealing.sent_from(own)
-        offsets = _own_offsets(row, own, source_of.size)
+        by_rank: list[list[Slice]] = [[] for _ in range(self.communicator.world_size)]
+        for rank, part in layout.placed(set(own.tolist())):
+            by_rank[rank].append(part)
+        counts = [sum(part.tokens for part in slices) for slices in by_rank]
         sent = Sent(
-            tokens=ranges(offsets[gone.sequence] + gone.start, gone.size),
-            counts=_sums(gone.rank, gone.size, world_size),
+            tokens=_tokens_of([part for slices in by_rank for part in slices], offsets),
+            counts=np.array(counts, dtype=np.int64),
         )
 
-        # 2. what it gets: of its shards, unless tokens stand elsewhere outside of attention
-        if any(shard.moves for shard in shards):
-            held = dealing.held_on(rank)
-            sequences, sizes = held.sequence, held.size
-        else:
-            slices = [part for shard in shards for part in shard.slices]
-            sequences = np.array([part.sequence for part in slices], dtype=np.int64)
-            sizes = np.array([part.tokens for part in slices], dtype=np.int64)
-        wanted = Wanted(
-            sources=source_of[sequences],
-            sizes=sizes,
-            rows=[shard.linear_tokens for shard in shards],
-        )
-        return Routes(sent, wanted)
+        # 2. what it gets
+        return Routes(sent, _wanted([shard.slices for shard in layout.shards], source_of))
 
 
 class ChunkExchange:
@@ -420,12 +412,7 @@ class ChunkExchange:
         replica: the one that this rank works for.
         """
         chunks = [chunk.slices for chunk in plan.chunks(replica)]
-        slices = [part for own in chunks for part in own]
-        wanted = Wanted(
-            sources=np.array([sources[part.sequence] for part in slices], dtype=np.int64),
-            sizes=np.array([part.tokens for part in slices], dtype=np.int64),
-            rows=[sum(part.tokens for part in own) for own in chunks],
-        )
+        wanted = _wanted(chunks, np.array(sources, dtype=np.int64))
         return self._exchange(row.columns, self._sent(row, plan, sources), wanted)
 
     def _sent(self, row: SourceRow, plan: StepPlan, sources: Sequence[int]) -> Sent:
@@ -447,6 +434,20 @@ class ChunkExchange:
         )
 
 
+def _wanted(rows: Sequence[Sequence[Slice]], source_of: Ints) -> Wanted:
+    """Return what a rank gets.
+
+    rows: the slices of each micro-batch or chunk. source_of: the rank that drew each sequence.
+    """
+    slices = [part for row in rows for part in row]
+    sequences = np.array([part.sequence for part in slices], dtype=np.int64)
+    return Wanted(
+        sources=source_of[sequences],
+        sizes=np.array([part.tokens for part in slices], dtype=np.int64),
+        rows=[sum(part.tokens for part in row) for row in rows],
+    )
+
+
 def _tokens_of(slices: Sequence[Slice], offsets: Ints) -> Ints:
     """Return the indices into a rank's row of those slices that it drew.
 
@@ -455,4 +456,4 @@ def _tokens_of(slices: Sequence[Slice], offsets: Ints) -> Ints:
     own = [part for part in slices if offsets[part.sequence] >= 0]
     starts = [offsets[part.sequence] + part.start for part in own]
     sizes = [part.tokens for part in own]
-    return ranges(np.array(starts, dtype=np.int64), np.array(sizes, dtype=np.int64))
+    return _ranges(np.array(starts, dtype=np.int64), np.array(sizes, dtype=np.int64))

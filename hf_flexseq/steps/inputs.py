@@ -35,9 +35,9 @@ def model_inputs(
     when they are asked for.
 
     shards: this rank's, one for each micro-batch.
-    columns: of each micro-batch, each [linear_tokens] on the CPU.
+    columns: of each micro-batch, each [tokens] on the CPU.
     lockstep: whether all ranks run every micro-batch together.
-    device: where the model's tensors [1, linear_tokens] go.
+    device: where the model's tensors [1, tokens] go.
     make_context: says how attention runs on a shard.
     """
     for index in indices_to_run(shards, lockstep=lockstep):
@@ -49,7 +49,7 @@ def indices_to_run(shards: Sequence[Shard], *, lockstep: bool) -> list[int]:
     if lockstep:
         return list(range(len(shards)))
     # A rank may compute for a group (zones) and hold none of its tokens, or the other way round.
-    busy = [index for index, shard in enumerate(shards) if shard.zones or shard.linear_tokens]
+    busy = [index for index, shard in enumerate(shards) if shard.zones or shard.tokens]
     return busy or [len(shards) - 1]
 
 
@@ -62,9 +62,9 @@ def inputs_of(
     """Return the keyword arguments of one call of the model: columns [1, tokens] and `seq_ctx`;
     one token without a target where the shard has none.
 
-    columns: of the shard, each [linear_tokens] on the CPU.
+    columns: of the shard, each [tokens] on the CPU.
     """
-    if not shard.linear_tokens:
+    if not shard.tokens:
         shard = _with_dummy(shard)
         columns = _dummy_columns(columns)
     inputs: Inputs = {}

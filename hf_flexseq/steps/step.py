@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 
 from hf_flexseq.kernels.upload import to_device
@@ -179,12 +178,12 @@ def targets_of(step: RankStep[Plan], indices: Sequence[int]) -> list[int]:
 
     indices: of the micro-batches, in the plan.
     """
-    arrays = step.plan.arrays
-    counts = np.zeros(arrays.groups_in.size, dtype=np.int64)
-    of_placed = np.asarray(step.targets_of_sequences, dtype=np.int64)[arrays.sequences]
-    np.add.at(counts, arrays.batch_of[arrays.group_of], of_placed)
-    found: list[int] = counts[list(indices)].tolist()
-    return found
+    counts = []
+    for index in indices:
+        groups = step.plan.micro_batches[index].groups
+        sequences = [sequence for group in groups for sequence in group.sequences]
+        counts.append(sum(step.targets_of_sequences[sequence] for sequence in sequences))
+    return counts
 
 
 class StepItem(dict[str, Any]):

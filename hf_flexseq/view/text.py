@@ -12,7 +12,7 @@ import numpy as np
 from hf_flexseq.timeline import ACTION_KINDS, Event, Timeline
 from hf_flexseq.view.shares import boundaries, degrees, duration, shares
 
-TRANSFER, CONSTANT, IDLE, BOUNDARY, REMAPPED = "~", "-", ".", "|", "="
+TRANSFER, CONSTANT, IDLE, BOUNDARY = "~", "-", ".", "|"
 ACTIONS = dict(zip(ACTION_KINDS, "FBIW", strict=True))
 MOST_LINES = 64
 
@@ -53,7 +53,7 @@ def _symbols(timeline: Timeline) -> dict[int, str]:
 
 def _cells(events: list[Event], stop: int, columns: int, symbols: dict[int, str]) -> str:
     """Return what a rank does most of the time in each of `columns` equal parts of the step."""
-    kinds = (*ACTIONS.values(), REMAPPED, TRANSFER, CONSTANT, IDLE)
+    kinds = (*ACTIONS.values(), TRANSFER, CONSTANT, IDLE)
     names = [*dict.fromkeys(symbols.values()), *kinds]
     spent = np.zeros((len(names), columns))  # time in each cell
     edges = np.arange(columns + 1) * (stop / columns)  # [columns + 1] where cells begin and end
@@ -72,8 +72,7 @@ def _cells(events: list[Event], stop: int, columns: int, symbols: dict[int, str]
 def _symbol(event: Event, symbols: dict[int, str]) -> str:
     """Return the character of an event."""
     if event.kind == "compute":
-        # Remapped linear layers are work of no group.
-        return REMAPPED if event.group is None else symbols[event.degree]
+        return symbols[event.degree]
     return {"transfer": TRANSFER, "constant": CONSTANT, "wait": IDLE, **ACTIONS}[event.kind]
 
 
@@ -129,8 +128,6 @@ def _legend(timeline: Timeline, symbols: dict[int, str], width: int) -> list[str
         ("constant", CONSTANT, "constant"),
         ("wait", IDLE, "idle"),
     )
-    if any(event.kind == "compute" and event.group is None for event in timeline.events):
-        parts.append(f"{REMAPPED} remapped")
     parts += [f"{symbol} {name}" for kind, symbol, name in named if kind in kinds]
     parts += [f"{BOUNDARY} next micro-batch"] if boundaries(timeline) else []
     lines = [""]

@@ -73,7 +73,7 @@ PARTS = {  # where our own time goes: what is timed in the flexseq lane
     "gather of lengths": [(LoneHost, "gather_ints")],
     "batches to one row": [(lookahead, "source_row")],
     "exchange of tokens": [(rows.RowExchange, "__call__")],
-    "shards and contexts": [(whole_model, "shards_of"), (inputs, "inputs_of")],
+    "shards and contexts": [(whole_model, "PlanLayout"), (inputs, "inputs_of")],
     "trace and figures": [(trace.PlanTrace, "record")],
 }
 

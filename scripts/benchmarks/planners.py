@@ -7,7 +7,7 @@
 
 Lengths are drawn from the quantile tables in data/ and from a log-normal fitted to CommonCrawl
 (see lengths.py); longer ones than the context are drawn again. Costs are those of the preset
-flexsp-gpt-7b-a100, without remapping, which only one of the compared systems knows. All seconds of
+flexsp-gpt-7b-a100. All seconds of
 the plans are modelled, and only the planning time is measured, as CPU time of the one thread that
 it takes. The default planner against the optimum is in optimum.py.
 """
@@ -147,9 +147,7 @@ class Column:
         # planning has one thread, and other processes should not count
         began = time.process_time()
         try:
-            plan = make_plan(
-                lengths, chosen.topology, COST, max_tokens_per_rank=cap, remap="off", **options
-            )
+            plan = make_plan(lengths, chosen.topology, COST, max_tokens_per_rank=cap, **options)
         except PlanInfeasible:
             self.seconds.append(None)
             self.bounds.append(None)

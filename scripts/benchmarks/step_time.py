@@ -15,8 +15,7 @@ are those of the rank's own work, the wire apart:
 
 The ranks are the first, one in the middle, and the last of the widest group. Milliseconds are CPU
 time of the thread, of the steps and ranks; each step is run once, for a run never meets one twice.
-Costs are those of the preset flexsp-gpt-7b-a100, with which remapping is allowed and seldom worth
-its while. So every size is measured again with all micro-batches of its plans remapped.
+Costs are those of the preset flexsp-gpt-7b-a100.
 """
 
 import cProfile
@@ -64,16 +63,7 @@ CPU = torch.device("cpu")
 HEAD_DIM = 16
 DTYPES = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64}
 PARTS = ("plan", "deal", "contexts", "figures")
-COLUMNS = ("ranks x sequences", "steps", "remapped", *PARTS, "all but contexts", "worst", "rank 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """Steps of one size."""
-
-    chosen: LengthSet
-    remapped: bool
-    """Whether all micro-batches are remapped, whatever was planned."""
+COLUMNS = ("ranks x sequences", "steps", *PARTS, "all but contexts", "worst", "rank 0")
 
 
 def large(sequences: int) -> LengthSet:
@@ -92,9 +82,6 @@ def small() -> LengthSet:
 
 
 SIZES = {"64 x 512": small(), "1024 x 4096": large(4096), "1024 x 8192": large(8192)}
-WORKS = {name: Work(chosen=chosen, remapped=False) for name, chosen in SIZES.items()} | {
-    f"{name}, all remapped": Work(chosen=chosen, remapped=True) for name, chosen in SIZES.items()
-}
 
 
 # ---- the recording
@@ -125,13 +112,9 @@ class Recorded:
         return [0, self.chosen.topology.world_size // 2 + 1, widest.ranks[-1]]
 
 
-def recorded(work: Work, seed: int) -> Recorded:
+def recorded(chosen: LengthSet, seed: int) -> Recorded:
     """Plan one step."""
-    chosen = work.chosen
     plan = make_plan(chosen.draw(seed), chosen.topology, COST, max_tokens_per_rank=CAP)
-    if work.remapped:
-        micro_batches = tuple(replace(batch, remap=True) for batch in plan.micro_batches)
-        plan = replace(plan, micro_batches=micro_batches)
     return Recorded(chosen=chosen, record=plan.to_json(), plan=plan)
 
 
@@ -183,7 +166,6 @@ class OneRank:
         self.executor.cost = COST
         self.executor.lockstep = True
         self.executor.kernel = choose_kernel(CPU, torch.float32, HEAD_DIM)
-        self.executor._links = self.executor._links_of(COST)
         self.executor._model = SimpleNamespace(  # of text alone, with nothing of its own to deal
             base=SimpleNamespace(config=LlamaConfig()), token_columns=(), router=None
         )
@@ -197,7 +179,7 @@ class OneRank:
         lookahead = Lookahead(
             self.communicator, None, 0, check=self.executor.check, read=self.executor.read
         )
-        contexts = ModelContexts(self.executor.setup, self.executor.kernel, self.executor._links)
+        contexts = ModelContexts(self.executor.setup, self.executor.kernel, None)
 
         def timed_context(shard: Any) -> Any:
             with clock.timing("contexts"):
@@ -243,31 +225,30 @@ def of_rank_0(step: Recorded) -> float:
     return 1e3 * (time.thread_time() - began)
 
 
-def measured(work: Work, steps: int) -> dict[str, Any]:
+def measured(chosen: LengthSet, steps: int) -> dict[str, Any]:
     """Return milliseconds by part of every step on every rank, and those of rank 0 beside."""
-    warm_up = recorded(work, steps)
-    found: dict[str, Any] = {"steps": [], "rank 0": [], "micro_batches": [], "remapped": []}
-    plans = [recorded(work, seed) for seed in range(steps)]
+    warm_up = recorded(chosen, steps)
+    found: dict[str, Any] = {"steps": [], "rank 0": [], "micro_batches": []}
+    plans = [recorded(chosen, seed) for seed in range(steps)]
     gc.collect()
     gc.freeze()  # a run has no other plans than its own for Python to look through
     for which in range(3):
         for step in plans:
-            rank = OneRank(work.chosen, step.ranks()[which])
+            rank = OneRank(chosen, step.ranks()[which])
             rank.run(warm_up)
             found["steps"].append(rank.run(step) | {"rank": rank.rank})
     of_rank_0(warm_up)
     for step in plans:
         found["rank 0"].append(of_rank_0(step))
         found["micro_batches"].append(len(step.plan.micro_batches))
-        found["remapped"].append(sum(batch.remap for batch in step.plan.micro_batches))
     return found
 
 
-def profile(work: Work) -> None:
+def profile(chosen: LengthSet) -> None:
     """Print where the time of one step goes."""
-    step = recorded(work, 0)
-    rank = OneRank(work.chosen, step.ranks()[2])
-    rank.run(recorded(work, 1))
+    step = recorded(chosen, 0)
+    rank = OneRank(chosen, step.ranks()[2])
+    rank.run(recorded(chosen, 1))
     with cProfile.Profile() as profiler:
         rank.run(step)
     pstats.Stats(profiler).sort_stats("cumulative").print_stats(45)
@@ -276,22 +257,21 @@ def profile(work: Work) -> None:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--steps", type=int, default=6, help="of each size")
-    parser.add_argument("--only", nargs="+", choices=WORKS, default=list(WORKS))
-    parser.add_argument("--profile", choices=WORKS, help="show where the time of one step goes")
+    parser.add_argument("--only", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--profile", choices=SIZES, help="show where the time of one step goes")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.profile:
-        profile(WORKS[asked.profile])
+        profile(SIZES[asked.profile])
         return
     print(f"step_time.py {' '.join(sys.argv[1:])}\non {machine('torch')}, load {load_average()}\n")
     print(table_head(COLUMNS))
     figures = {}
     for name in asked.only:
-        found = measured(WORKS[name], asked.steps)
+        found = measured(SIZES[name], asked.steps)
         figures[name] = found
         exposed = [sum(of[part] for part in PARTS if part != "contexts") for of in found["steps"]]
         cells = [name, str(asked.steps)]
-        cells.append(f"{sum(found['remapped'])} of {sum(found['micro_batches'])}")
         for part in PARTS:
             cells.append(f"{median(of[part] for of in found['steps']):.2f}")
         cells += [f"{median(exposed):.2f}", f"{max(exposed):.2f}"]

@@ -286,7 +286,7 @@ def _timed(work: Work, setting: Setting, *, use_blocks: bool) -> LayerTimes:
     kernel = choose_kernel(device, torch.bfloat16, head_dim)
     shard = make_shard(MicroBatch(groups=work.groups), work.lengths, 0)
     context = SequenceContext(shard, communicator, kernel, device)
-    rows = shard.attention_tokens
+    rows = shard.tokens
     like = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}
     q = torch.randn(rows, heads, head_dim, **like)  # [tokens, heads, head_dim]
     k = torch.randn(rows, kv_heads, head_dim, **like)  # [tokens, kv_heads, head_dim]

@@ -1,4 +1,4 @@
-"""All strategies, zones, remapping, routing and pipelines on one device, with ranks that are
+"""All strategies, zones, Zeppelin's passes and pipelines on one device, with ranks that are
 threads of one process.
 
 Eight ranks share the device, and their messages are copies on it; so this says nothing about speed
@@ -6,7 +6,7 @@ and nothing about NCCL. It shows that plans are exact with the device's own kern
 and that they end when each lane carries out one post after the other, or all lanes together do.
 
 Every plan goes another way: in turns the two kinds of launches, the two precisions, one node and
-two (then with routes), layers checkpointed and not. Ranks run every micro-batch together
+two (then with passes), layers checkpointed and not. Ranks run every micro-batch together
 (lockstep) or only their own (free), with groups for aligned blocks and without.
 """
 
@@ -39,10 +39,9 @@ from hf_flexseq.pipeline.reduction import sum_gradients
 from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import Group, MicroBatch, Plan
+from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.pipeline import PipelinePlan
-from hf_flexseq.plan.rows import shards_of
 from hf_flexseq.planner.pipeline import make_pipeline_plan
-from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.steps.exchange import RowExchange, common_dtypes, source_row
 from hf_flexseq.steps.inputs import model_inputs
 from hf_flexseq.topology import Topology
@@ -62,7 +61,7 @@ class Way:
     precision: Precision
     lockstep: bool
     checkpointing: bool
-    routed: bool
+    passes: bool
 
 
 # ---- plans of groups
@@ -138,7 +137,7 @@ def _case_of(number: int, setting: Setting, *, lockstep: bool, blocks: bool) -> 
         precision=subject.precisions(setting.device)[number // 2 % 2],
         lockstep=lockstep,
         checkpointing=number // 8 % 2 == 1,
-        routed=nodes > 1,
+        passes=nodes > 1,
     )
     return Case(
         plan=subject.random_plan(lengths, topology, rng),
@@ -194,7 +193,7 @@ def _error_of_one_rank(
         launches=Launches.BY_LANE,
         blocks=False,
         seed=0,
-        way=Way(precision=precision, lockstep=True, checkpointing=False, routed=False),
+        way=Way(precision=precision, lockstep=True, checkpointing=False, passes=False),
     )
     return _error_of(case, model, examples, true)
 
@@ -213,25 +212,27 @@ def _step(
     for rank in range(world_size):
         sources += [rank] * len(examples[rank::world_size])
     row = source_row(subject.drawn_by(communicator.rank, world_size, examples))
-    shards = shards_of(plan, communicator.rank, communicator.topology)
+    passes = subject.EagerPasses(communicator.topology) if way.passes else None
+    layout = PlanLayout(plan, communicator.rank, passes and passes.shards)
     row = row.with_columns(common_dtypes(row, communicator.host))
-    columns = RowExchange(communicator)(row, plan, sources, shards)
+    columns = RowExchange(communicator)(row, layout, sources)
 
     # 2. forward and backward of every micro-batch
-    links: NicFigures | None = None
-    if way.routed:
-        links = subject.eager_routes(communicator.topology)
     make_context = partial(
         SequenceContext,
         communicator=communicator,
         kernel=way.precision.kernel,
         device=model.device,
-        links=links,
+        passes=passes,
     )
     if way.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for _, inputs in model_inputs(
-        shards, columns, lockstep=way.lockstep, device=model.device, make_context=make_context
+        layout.shards,
+        columns,
+        lockstep=way.lockstep,
+        device=model.device,
+        make_context=make_context,
     ):
         with way.precision.forward(model.device):
             outputs = model(

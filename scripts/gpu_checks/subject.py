@@ -16,7 +16,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,14 +25,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gpu_checks.report import Setting
 from hf_flexseq import DataCollatorForFlexSeq
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.plan import Group, MicroBatch, Plan, check, widest_first
+from hf_flexseq.plan.shard import Shard
+from hf_flexseq.published.zeppelin.passes import ZeppelinPasses
+from hf_flexseq.published.zeppelin.remap import remapped_shards
 from hf_flexseq.registry import STRATEGIES
-from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.topology import Topology
 
 VOCAB = 509
@@ -41,7 +44,6 @@ SHORT_LENGTHS = (1, 2, 17, 5, 31, 3, 1, 40, 11, 2)  # in a rehearsal
 FLOAT32_BOUND = 1e-4
 BFLOAT16_FACTOR = 2.0
 FLOOR = 1e-3  # of the largest gradient's norm: what smaller gradients are compared with
-REMAPPED = 0.3  # share of the micro-batches that are remapped
 
 Gradients = dict[str, torch.Tensor]  # by name of the parameter
 
@@ -178,27 +180,34 @@ def bound_of(precision: Precision, error_of_one_rank: float) -> float:
 # ---- random plans
 
 
-def eager_routes(topology: Topology) -> NicFigures:
-    """Return figures by which every transfer that leaves a NIC idle is routed."""
-    return NicFigures(
-        ranks_per_node=topology.ranks_per_node,
-        nics_per_node=topology.ranks_per_node,
-        inside_s=1e-15,
-        across_s=1e-9,
-        transfer_s=0.0,
-    )
+class EagerPasses(ZeppelinPasses):
+    """Zeppelin's passes where they always pay: what leaves a NIC idle is routed, and tokens are
+    spread evenly."""
+
+    def __init__(self, topology: Topology) -> None:
+        bandwidths = ((topology.ranks_per_node, 1e12), (topology.world_size, 1e3))
+        network = replace(PRESETS["llama-3.1-8b-a800"], bandwidths=bandwidths, transfer_s=0.0)
+        super().__init__(network, topology, lockstep=True)
+        self._world = topology
+
+    def shards(self, micro_batch: MicroBatch, lengths: Sequence[int]) -> list[Shard] | None:
+        """Return what every rank holds of a micro-batch that has a token for each of them."""
+        tokens = sum(group.tokens(lengths) for group in micro_batch.groups)
+        if tokens < self._world.world_size:
+            return None
+        return remapped_shards(micro_batch, lengths, self._world)
 
 
 def random_plan(lengths: Sequence[int], topology: Topology, rng: random.Random) -> Plan:
     """Return a legal plan of one to three micro-batches: any sequences, on any groups of a random
-    laminar family, in any strategy, some micro-batches remapped."""
+    laminar family, in any strategy."""
     members: list[list[int]] = [[] for _ in range(rng.randint(1, 3))]
     for sequence in range(len(lengths)):
         rng.choice(members).append(sequence)
     micro_batches = []
     for sequences in members:
         if sequences:
-            micro_batches.append(_random_micro_batch(sequences, lengths, topology, rng))
+            micro_batches.append(_random_micro_batch(sequences, topology, rng))
     plan = Plan(
         lengths=tuple(lengths),
         micro_batches=tuple(micro_batches),
@@ -212,7 +221,7 @@ def random_plan(lengths: Sequence[int], topology: Topology, rng: random.Random) 
 
 
 def _random_micro_batch(
-    sequences: Sequence[int], lengths: Sequence[int], topology: Topology, rng: random.Random
+    sequences: Sequence[int], topology: Topology, rng: random.Random
 ) -> MicroBatch:
     family = _laminar_family(topology, rng)
     widths = [stop - start for start, stop in family]
@@ -228,9 +237,7 @@ def _random_micro_batch(
             ranks=tuple(range(start, stop)), sequences=tuple(of_group), strategy=strategy
         )
         groups.append(group)
-    tokens = sum(lengths[sequence] for sequence in sequences)
-    remap = tokens >= topology.world_size and rng.random() < REMAPPED
-    return MicroBatch(groups=widest_first(groups), remap=remap)
+    return MicroBatch(groups=widest_first(groups))
 
 
 def _laminar_family(topology: Topology, rng: random.Random) -> list[tuple[int, int]]:
@@ -254,7 +261,6 @@ def features(plan: Plan, topology: Topology) -> Counter[str]:
     counts: Counter[str] = Counter()
     for micro_batch in plan.micro_batches:
         counts.update(group.strategy for group in micro_batch.groups)
-        counts["remapped"] += micro_batch.remap
         zones = [len(micro_batch.groups_of(rank)) for rank in range(topology.world_size)]
         counts["several zones"] += max(zones) > 1
         counts["across nodes"] += any(

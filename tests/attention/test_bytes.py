@@ -59,9 +59,7 @@ def run_cases(rank, world_size, strategies, topology=None):
             kernel = choose_kernel(CPU, torch.bfloat16, HEAD_DIM)
             seq_ctx = SequenceContext(shard, world, kernel, CPU)
             q, k, v = (
-                torch.ones(
-                    shard.attention_tokens, h, HEAD_DIM, dtype=torch.bfloat16, requires_grad=True
-                )
+                torch.ones(shard.tokens, h, HEAD_DIM, dtype=torch.bfloat16, requires_grad=True)
                 for h in (heads, kv_heads, kv_heads)
             )
             unit = 2 * CHUNK * heads * HEAD_DIM

@@ -11,9 +11,10 @@ from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.attention.replay import Replay
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.plan.shard import make_shard, remapped
+from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.topology import Topology
+from tests.published.zeppelin.always import Always
 from tests.ranks import join, run_threads
 
 CPU = torch.device("cpu")
@@ -62,7 +63,7 @@ def gradients_of(context, q, k, v, dout):
 
 def run_orders(rank, world_size, strategy):
     context = context_of(rank, strategy)
-    tensors = tensors_of(rank, context.linear_tokens)
+    tensors = tensors_of(rank, context.tokens)
     expected = gradients_of(context, *tensors)
     differing = []
     for order in ((1, 0, 2), (2, 0, 1), (2, 1, 0)):
@@ -79,7 +80,7 @@ def test_tensors_may_lie_in_memory_in_any_order(strategy):
 
 def run_twice(rank, world_size, strategy):
     context = context_of(rank, strategy)
-    *leaves, dout = tensors_of(rank, context.linear_tokens)
+    *leaves, dout = tensors_of(rank, context.tokens)
     leaves = [x.requires_grad_() for x in leaves]
     out = sequence_parallel_attention(*leaves, context)
     first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
@@ -97,12 +98,11 @@ def run_moves(rank, world_size, checkpointed, dtype):
     topology = Topology(nodes=2, ranks_per_node=RANKS // 2)
     communicator = join(topology)
     group = Group(ranks=(0,), sequences=(0, 1, 2, 3), strategy="local")
-    micro_batch = MicroBatch(groups=(group,), remap=True)
-    shard = make_shard(micro_batch, LENGTHS, rank)
-    shard = remapped(shard, micro_batch, LENGTHS, topology)
+    passes = Always(topology)
+    shard = passes.shard(MicroBatch(groups=(group,)), LENGTHS, rank)
     kernel = choose_kernel(CPU, dtype, HEAD_DIM)
-    context = SequenceContext(shard, communicator, kernel, CPU)
-    *leaves, dout = tensors_of(rank, shard.linear_tokens, dtype)
+    context = SequenceContext(shard, communicator, kernel, CPU, passes=passes)
+    *leaves, dout = tensors_of(rank, shard.tokens, dtype)
     leaves = [x.requires_grad_() for x in leaves]
     if checkpointed:
         out = checkpoint(sequence_parallel_attention, *leaves, context, use_reentrant=False)

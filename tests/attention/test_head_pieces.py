@@ -96,9 +96,7 @@ def gradients(rank, world_size, heads, kv_heads):
     group = Group(ranks=tuple(range(world_size)), sequences=(0, 1), strategy="ulysses")
     shard, cpu = make_shard(MicroBatch(groups=(group,)), (23, 40), rank), torch.device("cpu")
     options = {"dtype": torch.float64, "generator": torch.Generator().manual_seed(rank)}
-    tensors = [
-        torch.randn(shard.attention_tokens, h, 8, **options) for h in (heads, kv_heads, kv_heads)
-    ]
+    tensors = [torch.randn(shard.tokens, h, 8, **options) for h in (heads, kv_heads, kv_heads)]
     seq_ctx = SequenceContext(shard, join(), choose_kernel(cpu, torch.float64, 8), cpu)
     found = []
     for run in (lambda attend, *qkv: attend(*qkv), partial(checkpoint, use_reentrant=False)):

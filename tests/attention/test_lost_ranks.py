@@ -14,8 +14,8 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.topology import Topology
+from tests.published.zeppelin.always import Always
 from tests.ranks import be_silent, give_up, run_ranks
 
 pytestmark = pytest.mark.processes
@@ -30,10 +30,7 @@ MESSAGE = (
 CHUNKS = r"chunks \[\d.*\] of sequence \d"
 
 
-# Over these every transfer that leaves a NIC idle is routed.
-LINKS = NicFigures(
-    ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0
-)
+TWO_NODES = Topology(nodes=2, ranks_per_node=2)
 ROUTED = (
     r"could not (send to|receive from) rank 2 (pieces of what rank \d sends to rank \d.*|.* "
     r"sequence \d.*), "
@@ -41,9 +38,9 @@ ROUTED = (
 )
 
 
-def run_until_one_is_lost(rank, world_size, strategy, dies, links=None):
+def run_until_one_is_lost(rank, world_size, strategy, dies, passes=None):
     """How long this rank was left waiting, and with which words it gave up."""
-    communicator = Communicator(Topology(nodes=2, ranks_per_node=2))
+    communicator = Communicator(TWO_NODES)
     group = Group(
         ranks=tuple(range(world_size)), sequences=tuple(range(len(LENGTHS))), strategy=strategy
     )
@@ -53,9 +50,9 @@ def run_until_one_is_lost(rank, world_size, strategy, dies, links=None):
         communicator,
         choose_kernel(torch.device("cpu"), torch.float32, 4),
         torch.device("cpu"),
-        links=links,
+        passes=passes,
     )
-    x = torch.randn(shard.attention_tokens, 4, 4, requires_grad=True)
+    x = torch.randn(shard.tokens, 4, 4, requires_grad=True)
     out = sequence_parallel_attention(x, x, x, seq_ctx)
     if rank == LOST:
         if dies:
@@ -94,7 +91,9 @@ def test_the_others_raise_and_name_it(strategy, dies):
 @pytest.mark.parametrize("dies", [True, False], ids=["dead", "silent"])
 def test_who_waits_for_pieces_of_other_ranks_names_it_too(dies):
     options = {"group_seconds": 30 if dies else GROUP_SECONDS, "may_die": (LOST,) if dies else ()}
-    found = run_ranks(run_until_one_is_lost, 4, "zigzag", dies, LINKS, **options)
+    found = run_ranks(
+        run_until_one_is_lost, 4, "zigzag", dies, Always(TWO_NODES, remap=False), **options
+    )
     assert found.pop(LOST) is None
     assert all(seconds < (15 if dies else 5 * GROUP_SECONDS) for seconds, _ in found), found
     assert any(re.search(ROUTED, message) for _, message in found), found

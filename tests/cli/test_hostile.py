@@ -77,16 +77,6 @@ def test_a_plan_on_many_lines_and_a_trace_of_before_versions_are_read(
     assert "reads version 1" in failed(["view", str(tmp_path / "new.json")], capsys)
 
 
-def test_a_remapped_plan_is_drawn_with_its_cost_model(
-    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record = plan.to_record()
-    record["micro_batches"][0]["remap"] = True
-    (tmp_path / "plan.json").write_text(json.dumps(record))
-    assert main(["view", str(tmp_path / "plan.json"), *MACHINE]) == 0
-    assert "= remapped" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

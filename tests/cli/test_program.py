@@ -162,18 +162,6 @@ def test_a_rank_without_a_group_is_told_so(file: str, capsys: pytest.CaptureFixt
     assert out == "rank 3 works in no group of micro-batch 1\n"
 
 
-def test_a_rank_without_a_group_that_holds_rows_of_others_moves_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = MICRO_BATCHES
-    path = tmp_path / "plan.json"
-    path.write_text(plan_of((first, MicroBatch(groups=second.groups, remap=True))).to_json())
-    out = shown(["program", str(path), "--micro-batch", "1", "--rank", "3"], capsys)
-    assert "from rank " in out
-    assert "to rank " in out
-    assert " 0 attention calls, " in out
-
-
 def test_a_trace_is_read_by_step_and_its_broken_lines_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_flexseq.cost import CostModel, remapped_ns, step_ns
+from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost.launches import segments_work
 from hf_flexseq.cost.presets import PRESETS, SHAPES
@@ -158,18 +158,6 @@ def test_what_is_exchanged_does_not_grow_with_the_sequence() -> None:
             cost.group_ns(np.array([n]), 4, strategy, False) for n in (1 << 10, 1 << 20)
         )
         assert 0 < long - short < 1e6  # linear layers are a nanosecond per token
-
-
-def test_a_remapped_micro_batch_moves_the_rows_of_recurrent_layers() -> None:
-    groups = (
-        Group(ranks=(0,), sequences=(0,), strategy="local"),
-        Group(ranks=(1,), sequences=(1,), strategy="local"),
-    )
-    micro_batch = MicroBatch(groups=groups, remap=True)
-    topology = Topology(nodes=1, ranks_per_node=2)
-    found = remapped_ns(SIMPLE, micro_batch, (40, 20), topology)
-    assert found.attention == 2 * 40 * 1e9
-    assert found.moves == 48 * 10 * 1e9  # ten tokens of 48 bytes at a byte a second
 
 
 def test_the_host_posts_for_layers_of_either_kind() -> None:
@@ -341,6 +329,14 @@ def test_memory_alone_decides_the_degrees_of_recurrent_layers() -> None:
             for sequence in group.sequences:
                 degrees[sequence] = group.degree
     assert degrees == {0: 2} | dict.fromkeys(range(1, 7), 1)
+
+
+def test_the_notes_of_a_plan_say_what_recurrent_layers_take() -> None:
+    cost = PRESETS["qwen3.5-35b-a3b-h100"]
+    topology = Topology(nodes=1, ranks_per_node=4)
+    plan = make_plan([1000] * 4, topology, cost, max_tokens_per_rank=4000)
+    (note,) = [note for note in plan.notes if "recurrent layers take" in note]
+    assert note.startswith("layers 75 % gated delta, 25 % full; recurrent layers take ")
 
 
 def test_the_stages_of_a_pipeline_have_recurrent_layers_among_their_linear_ones() -> None:

@@ -43,10 +43,10 @@ def lanes_of(stub):
 
 def test_a_lane_is_a_communicator_of_its_ranks_made_by_them_alone(monkeypatch):
     stub, _ = rank_of(monkeypatch, Topology(nodes=3, ranks_per_node=4), 5)
-    inside, across, remapping = lanes_of(stub)
+    inside, across = lanes_of(stub)
     assert inside.ranks == (4, 5, 6, 7)
     assert inside.local
-    assert across.ranks == remapping.ranks == tuple(range(12))
+    assert across.ranks == tuple(range(12))
 
 
 def test_all_ranks_use_a_communicator_before_some_of_them_do(monkeypatch):
@@ -58,10 +58,9 @@ def test_all_ranks_use_a_communicator_before_some_of_them_do(monkeypatch):
 
 def test_pairs_are_connected_inside_the_node_and_along_rails(monkeypatch):
     stub, _ = rank_of(monkeypatch, Topology(nodes=3, ranks_per_node=4), 5)
-    inside, across, remapping = lanes_of(stub)
+    inside, across = lanes_of(stub)
     assert inside.ran[1:] == [[("recv", peer) for peer in (4, 6, 7)] + both_ways(4, 6, 7)]
     assert across.ran[1:] == [[("recv", peer) for peer in (1, 9)] + both_ways(1, 9)]
-    assert not remapping.ran[1:]
 
 
 def both_ways(*peers):

@@ -19,13 +19,13 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import Capabilities, Lane, own_part
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.plan.shard import make_shard, remapped
+from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import tags
+from hf_flexseq.published.zeppelin.routes import routed_posts
 from hf_flexseq.schedule import attention as schedule
-from hf_flexseq.schedule.routing import MOST_PACKETS, NicFigures
-from hf_flexseq.schedule.transfers import ring_fetches
 from hf_flexseq.topology import Topology
 from tests.plans import random_plan
+from tests.published.zeppelin.always import Always
 
 CPU = torch.device("cpu")
 
@@ -50,51 +50,20 @@ def test_the_two_exchanges_of_every_turn_have_eight_tags_each():
     assert messages == list(range(0, 1600, 8))
 
 
-def test_zones_have_ranges_of_their_own_below_that_of_remapping():
+def test_zones_have_ranges_of_their_own_below_that_of_passes():
     assert tags.zone_tag(0, 0) == 0
     assert tags.zone_tag(0, (1 << 17) - 1) == (1 << 17) - 1
     assert tags.zone_tag(1, 0) == 1 << 17
-    assert tags.zone_tag(tags.MOST_ZONES - 1, (1 << 17) - 1) < tags.REMAP == 1 << 30
+    assert (
+        tags.zone_tag(tags.MOST_ZONES - 1, (1 << 17) - 1)
+        < tags.PASS_TAGS
+        == 1 << 30
+        < tags.LINKS
+        == 3 << 29
+    )
     for zone, message in ((-1, 0), (tags.MOST_ZONES, 0), (0, -1), (0, 1 << 17)):
         with pytest.raises(AssertionError, match="has no"):
             tags.zone_tag(zone, message)
-
-
-def packet_tags(exchange_tag):
-    """All tags that the packets of an exchange may take."""
-    every = []
-    for leg in range(3):
-        for packet in range(MOST_PACKETS):
-            first = tags.packet_tag(exchange_tag, leg, packet)
-            every += range(first, first + tags.LEG_TAGS)
-    return every
-
-
-@pytest.mark.parametrize("zone", [0, 1, tags.MOST_ZONES - 1])
-def test_packets_have_tags_of_their_own_in_the_upper_half_of_their_zone(zone):
-    every = []
-    for exchange in range(tags.EXCHANGES_IN_FLIGHT):
-        every += packet_tags(tags.zone_tag(zone, 8 * exchange))
-    assert len(set(every)) == len(every) == 16 * 3 * 8 * 64
-    assert min(every) >= tags.zone_tag(zone, 1 << 16)
-    assert max(every) <= tags.zone_tag(zone, (1 << 17) - 1)
-
-
-def test_packets_repeat_after_the_exchanges_in_flight():
-    assert packet_tags(0) == packet_tags(16 * 8)
-    with pytest.raises(AssertionError, match="lies where the tags of packets do"):
-        tags.packet_tag(1 << 16, 0, 0)
-    with pytest.raises(AssertionError, match="no leg 3"):
-        tags.packet_tag(0, 3, 0)
-    with pytest.raises(AssertionError, match=f"no packet {MOST_PACKETS}"):
-        tags.packet_tag(0, 0, MOST_PACKETS)
-
-
-def test_remapping_lies_between_all_zones_and_the_links():
-    every = packet_tags(tags.REMAP)
-    assert len(set(every)) == len(every)
-    assert min(every) >= tags.REMAP + tags.EXCHANGE_TAGS
-    assert max(every) < tags.LINKS == 3 << 29
 
 
 class RecordingTransport:
@@ -181,22 +150,22 @@ def large(request, monkeypatch):
     monkeypatch.setitem(schedule.LARGE, "cpu", request.param)
     if request.param == 1:
         monkeypatch.setitem(PIECE_ROWS, "cpu", 1)
-    ring_fetches.cache_clear()
+    routed_posts.cache_clear()
     yield
-    ring_fetches.cache_clear()
+    routed_posts.cache_clear()
 
 
-def run_rank(wire, micro_batch, lengths, rank, topology, *, links):
+def run_rank(wire, micro_batch, lengths, rank, topology, *, passes):
     """One rank's forward and backward of one layer; the strategies of its zones."""
     shard = make_shard(micro_batch, lengths, rank)
-    if micro_batch.remap:
-        shard = remapped(shard, micro_batch, lengths, topology)
-    if shard.zones or shard.moves:
+    if passes is not None:
+        shard = passes.shard(micro_batch, lengths, rank)
+    if shard.zones or shard.tokens:
         transport = WireTransport(wire, rank, topology.world_size)
         communicator = Communicator(topology, transport=transport)
         kernel = choose_kernel(CPU, torch.float32, 4)
-        seq_ctx = SequenceContext(shard, communicator, kernel, CPU, links=links)
-        q = torch.zeros(shard.linear_tokens, 12, 4, requires_grad=True)
+        seq_ctx = SequenceContext(shard, communicator, kernel, CPU, passes=passes)
+        q = torch.zeros(shard.tokens, 12, 4, requires_grad=True)
         kv = q[:, :4]
         sequence_parallel_attention(q, kv, kv, seq_ctx).sum().backward()
     return [zone.group.strategy for zone in shard.zones]
@@ -208,19 +177,18 @@ USED = {  # by strategy, the messages of its zones
     "balanced": range(1 << 16),
     "hybrid": range(1 << 16),
 }
-PACKETS = range(1 << 16, (1 << 16) + 24576)
+OF_PASSES = range(1 << 16, 1 << 17)
 
 
-def assert_in_range(tag, strategies, *, routed):
-    """A tag belongs to remapping or to a zone whose strategy uses it."""
-    if tag >= tags.REMAP:
-        message = tag - tags.REMAP
-        assert message < 8 or (routed and message in PACKETS)
+def assert_in_range(tag, strategies, *, with_passes):
+    """A tag belongs to a pass or to a zone whose strategy uses it."""
+    if tag >= tags.PASS_TAGS:
+        assert with_passes
+        assert tag - tags.PASS_TAGS < 8
         return
     zone, message = divmod(tag, 1 << 17)
-    used = USED[strategies[zone]]
-    may_be_routed = routed and strategies[zone] in ("zigzag", "balanced")
-    assert message in used or (may_be_routed and message in PACKETS)
+    may_be_routed = with_passes and strategies[zone] == "zigzag"
+    assert message in USED[strategies[zone]] or (may_be_routed and message in OF_PASSES)
 
 
 def drawn(rng, topology):
@@ -238,16 +206,13 @@ def drawn(rng, topology):
         yield plan.micro_batches[0], plan.lengths
 
 
-@pytest.mark.parametrize("routed", [False, True], ids=["straight", "routed"])
-def test_messages_under_way_together_differ_and_stay_in_range(routed, large):
+@pytest.mark.parametrize("with_passes", [False, True], ids=["straight", "with passes"])
+def test_messages_under_way_together_differ_and_stay_in_range(with_passes, large):
     wire = Wire()
     topology = Topology(nodes=2, ranks_per_node=3)
-    # Over these every transfer that leaves a NIC idle is routed.
-    figures = NicFigures(
-        ranks_per_node=3, nics_per_node=3, inside_s=1e-15, across_s=1e-9, transfer_s=0.0
-    )
+    passes = Always(topology) if with_passes else None
     seen, users = set(), Counter()
-    for micro_batch, lengths in drawn(random.Random(routed), topology):
+    for micro_batch, lengths in drawn(random.Random(with_passes), topology):
         wire.sent.clear()
         wire.received.clear()
         strategies = {}  # by rank
@@ -258,15 +223,16 @@ def test_messages_under_way_together_differ_and_stay_in_range(routed, large):
                 lengths,
                 rank,
                 topology,
-                links=figures if routed else None,
+                passes=passes,
             )
             users.update(strategies[rank])
             assert not +wire.open, "a rank does not wait for all of its transfers"
         assert wire.sent == wire.received, "the two sides do not post equal tags in one order"
         for source, _, tag in wire.sent:
-            assert_in_range(tag, strategies[source], routed=routed)
+            assert_in_range(tag, strategies[source], with_passes=with_passes)
             seen.add(tag)
     assert set(users) == {"local", *USED}, "a strategy was not drawn"
     assert wire.most_open > 10
-    assert any(tag >= tags.REMAP for tag in seen), "no micro-batch was remapped"
-    assert any(tag < tags.REMAP and tag % (1 << 17) in PACKETS for tag in seen) == routed
+    assert any(tag >= tags.PASS_TAGS for tag in seen) == with_passes
+    of_passes = [tag for tag in seen if tag < tags.PASS_TAGS and tag % (1 << 17) in OF_PASSES]
+    assert bool(of_passes) == with_passes

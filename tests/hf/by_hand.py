@@ -12,11 +12,9 @@ from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.layers import FULL
-from hf_flexseq.plan.dealing import Dealing
-from hf_flexseq.plan.rows import shards_of
+from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.program.hybrid import Reordered
 from hf_flexseq.program.ulysses import UlyssesZone
-from hf_flexseq.schedule.routing import NicFigures
 from hf_flexseq.steps.exchange import RowExchange, common_dtypes, source_row
 from hf_flexseq.steps.inputs import model_inputs
 from hf_flexseq.steps.token_columns import with_token_columns
@@ -25,10 +23,6 @@ from tests.hf.tiny import taken_gradients
 
 CPU = torch.device("cpu")
 TWO_NODES = Topology(nodes=2, ranks_per_node=2)
-# Tensors are small here: only a slow and prompt network makes routing them pay.
-SLOW_LINKS = NicFigures(
-    ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0
-)
 
 
 def attach(model):
@@ -41,7 +35,7 @@ def attach(model):
     return attach_recurrent(model)
 
 
-def run_plan(model, plan, examples, communicator, *, links=None):
+def run_plan(model, plan, examples, communicator, *, passes=None):
     """Loss, gradients by parameter name, both of the whole step, and the contexts of this rank's
     micro-batches. Collective over the world.
 
@@ -51,9 +45,9 @@ def run_plan(model, plan, examples, communicator, *, links=None):
     rank, world_size = communicator.rank, communicator.world_size
     sources = [index * world_size // len(examples) for index in range(len(examples))]
     row = drawn_row(examples, sources, communicator)
-    shards = shards_of(plan, rank, communicator.topology)
+    layout = PlanLayout(plan, rank, passes.shards if passes else None)
     row = with_token_columns(row, needed_columns(model))
-    columns = RowExchange(communicator)(row, plan, sources, shards)
+    columns = RowExchange(communicator)(row, layout, sources)
 
     # 2. forward and backward of every micro-batch
     shape = attention_shape(model.config.get_text_config())
@@ -62,11 +56,13 @@ def run_plan(model, plan, examples, communicator, *, links=None):
     loss = torch.zeros((), dtype=torch.float64)
     contexts = []
     inputs_by_micro_batch = model_inputs(
-        shards,
+        layout.shards,
         columns,
         lockstep=False,
         device=CPU,
-        make_context=lambda shard: SequenceContext(shard, communicator, kernel, CPU, links=links),
+        make_context=lambda shard: SequenceContext(
+            shard, communicator, kernel, CPU, passes=passes
+        ),
     )
     for _, inputs in inputs_by_micro_batch:
         own = model(**inputs, use_cache=False, num_items_in_batch=targets).loss
@@ -99,21 +95,9 @@ def summed_gradients(model, communicator):
     return gradients
 
 
-def rows_of(plan, shards, communicator):
-    """By micro-batch, (sequence, start, stop) of what stands on this rank outside of attention, in
-    the order of its rows."""
-    moves = [shard.moves for shard in shards]
-    held = Dealing(plan, moves, communicator.world_size).held_on(communicator.rank)
-    rows = [[] for _ in shards]
-    for batch, sequence, start, size in zip(
-        held.batch.tolist(),
-        held.sequence.tolist(),
-        held.start.tolist(),
-        held.size.tolist(),
-        strict=True,
-    ):
-        rows[batch].append((sequence, start, start + size))
-    return rows
+def rows_of(shards):
+    """By micro-batch, (sequence, start, stop) of what a rank holds, in the order of its rows."""
+    return [[(part.sequence, part.start, part.stop) for part in shard.slices] for shard in shards]
 
 
 def ways_between_nodes(contexts):

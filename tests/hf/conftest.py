@@ -1,12 +1,8 @@
-"""Import once, in the parent, what every forked rank would import again; and count what is routed
-between ranks that are threads."""
+"""Import once, in the parent, what every forked rank would import again."""
 
 import importlib.util
 
-import pytest
-
 import hf_flexseq.hf.trainer  # noqa: F401
-from tests.routed import routed_exchanges
 
 if importlib.util.find_spec("torch.nn.modules.linear_cross_entropy"):
     import torch.nn.modules.linear_cross_entropy  # noqa: F401
@@ -18,10 +14,3 @@ if importlib.util.find_spec("deepspeed"):
     # A shared-memory collective that DeepSpeed would compile on the spot, for minutes; gloo does
     # without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-@pytest.fixture
-def routed_posts():
-    """The ranks whose programs have a routed exchange, once for each that they have."""
-    with routed_exchanges() as ranks:
-        yield ranks

@@ -1,8 +1,6 @@
 """Documents that share a row, a rank or a group do not see each other: not one bit of another
 document changes. Ranks are threads."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -13,11 +11,11 @@ from hf_flexseq.pipeline.context import ChunkContext
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.pipeline import Chunk
-from hf_flexseq.plan.rows import shards_of
-from hf_flexseq.plan.shard import Slice
+from hf_flexseq.plan.shard import Slice, make_shard
 from hf_flexseq.topology import Topology
-from tests.hf.by_hand import CPU, SLOW_LINKS, rows_of, ways_between_nodes
+from tests.hf.by_hand import CPU, rows_of, ways_between_nodes
 from tests.hf.tiny import VOCAB, tiny_llama
+from tests.published.zeppelin.always import Always
 from tests.ranks import join, run_threads
 
 LENGTHS = [9, 14, 5, 1, 11]
@@ -65,18 +63,18 @@ def check_isolated(before, after, changed):
 # ---- micro-batches of groups
 
 
-def micro_batch_of(strategy, world_size, *, remap):
-    """All documents in one group; remapped, beside one that rank 0 has alone."""
+def micro_batch_of(strategy, world_size, *, nested):
+    """All documents in one group; nested, besides one that rank 0 has alone."""
     everyone = tuple(range(world_size))
-    if not remap:
+    if not nested:
         sequences = tuple(range(len(LENGTHS)))
         return MicroBatch(groups=(Group(ranks=everyone, sequences=sequences, strategy=strategy),))
     shared = Group(ranks=everyone, sequences=(0, 1, 2, 3), strategy=strategy)
     own = Group(ranks=(0,), sequences=(4,), strategy="local")
-    return MicroBatch(groups=(shared, own), remap=True)
+    return MicroBatch(groups=(shared, own))
 
 
-def logits_and_gradient(rank, world_size, topology, micro_batch, links, tokens):
+def logits_and_gradient(rank, world_size, topology, micro_batch, passes, tokens):
     """This rank's rows [rows, 2], logits [rows, V], the gradient [rows, C] of the other documents'
     loss with respect to the embeddings, and its ways between nodes."""
     communicator = join(topology)
@@ -90,13 +88,15 @@ def logits_and_gradient(rank, world_size, topology, micro_batch, links, tokens):
         planner="by hand",
         planning_s=0.0,
     )
-    (shard,) = shards_of(plan, rank, topology)
-    (parts,) = rows_of(plan, [shard], communicator)
+    shard = make_shard(micro_batch, plan.lengths, rank)
+    if passes is not None:
+        shard = passes.shard(micro_batch, plan.lengths, rank)
+    (parts,) = rows_of([shard])
     rows = torch.tensor(
         [[sequence, t] for sequence, start, stop in parts for t in range(start, stop)]
     )
     kernel = choose_kernel(CPU, torch.float64, 8)
-    seq_ctx = SequenceContext(shard, communicator, kernel, CPU, links=links)
+    seq_ctx = SequenceContext(shard, communicator, kernel, CPU, passes=passes)
     embeddings = embedded(model, rows, tokens)
     logits = model(
         inputs_embeds=embeddings, position_ids=rows[:, 1][None], seq_ctx=seq_ctx, use_cache=False
@@ -105,7 +105,7 @@ def logits_and_gradient(rank, world_size, topology, micro_batch, links, tokens):
     return (rows, logits[0].detach(), embeddings.grad[0]), ways_between_nodes([seq_ctx])
 
 
-# nodes, ranks of each, strategy, whether the micro-batch is remapped and transfers are routed
+# nodes, ranks of each, strategy, whether the groups are nested, and whether Zeppelin's passes run
 LAYOUTS = [
     (1, 1, "local", False, False),
     (1, 2, "ulysses", False, False),
@@ -117,30 +117,27 @@ LAYOUTS = [
     (2, 2, "zigzag", True, True),
     (1, 2, "balanced", False, False),
     (1, 3, "balanced", True, False),
-    (2, 2, "balanced", False, True),
+    (2, 2, "balanced", False, False),
     (1, 2, "hybrid", False, False),
     (2, 2, "hybrid", False, False),
     (3, 1, "hybrid", True, False),
 ]
 
 
-@pytest.mark.parametrize(("nodes", "per_node", "strategy", "remap", "routed"), LAYOUTS)
-def test_a_changed_document_changes_no_other(
-    nodes, per_node, strategy, remap, routed, routed_posts
-):
+@pytest.mark.parametrize(("nodes", "per_node", "strategy", "nested", "with_passes"), LAYOUTS)
+def test_a_changed_document_changes_no_other(nodes, per_node, strategy, nested, with_passes):
     topology = Topology(nodes=nodes, ranks_per_node=per_node)
-    micro_batch = micro_batch_of(strategy, topology.world_size, remap=remap)
-    links = replace(SLOW_LINKS, ranks_per_node=per_node) if routed else None
+    micro_batch = micro_batch_of(strategy, topology.world_size, nested=nested)
+    passes = Always(topology) if with_passes else None
     parts = []
     for tokens in changed_tokens(CHANGED):
         by_rank = run_threads(
-            logits_and_gradient, topology.world_size, topology, micro_batch, links, tokens
+            logits_and_gradient, topology.world_size, topology, micro_batch, passes, tokens
         )
         parts.append([part for part, _ in by_rank])
         has_ring = all("ring of a hybrid" in ways for _, ways in by_rank)
         assert has_ring == (strategy == "hybrid" and nodes > 1)
     check_isolated(*parts, CHANGED)
-    assert bool(routed_posts) == routed
 
 
 # ---- chunks of a pipeline, whose keys and values are carried

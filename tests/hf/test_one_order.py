@@ -24,8 +24,7 @@ from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch, Plan
-from hf_flexseq.plan.rows import shards_of
-from hf_flexseq.schedule.routing import NicFigures
+from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.steps.inputs import model_inputs
 from hf_flexseq.steps.reduction import average_gradients, reduced_once
 from hf_flexseq.steps.sharding import FsdpUnits
@@ -34,6 +33,7 @@ from tests.hf.by_hand import rows_of
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.plans import random_plan
 from tests.process_group import needs_new_names, run_threads_with_groups
+from tests.published.zeppelin.always import Always
 from tests.ranks import join
 
 pytestmark = needs_new_names
@@ -41,10 +41,6 @@ pytestmark = needs_new_names
 PLANS = int(os.environ.get("ORDER_PLANS", "4"))
 ONE_QUEUE, BY_LANE = Launches.ONE_QUEUE, Launches.BY_LANE
 CPU = torch.device("cpu")
-# Over these every transfer that leaves a NIC idle is routed.
-LINKS = NicFigures(
-    ranks_per_node=2, nics_per_node=2, inside_s=1e-15, across_s=1e-9, transfer_s=0.0
-)
 LENGTHS = (23, 1, 8, 40, 5, 13)
 SMALL_BUCKETS = {"bucket_cap_mb": 0.005, "find_unused_parameters": True}  # from the first step on
 
@@ -64,7 +60,6 @@ def test_the_plans_are_of_all_kinds():
         for seed in SEEDS:
             for plan in drawn_plans(world_size, nodes, seed):
                 counts["several micro-batches"] += len(plan.micro_batches) > 1
-                counts["remapped"] += any(m.remap for m in plan.micro_batches)
                 counts["ends apart"] += ends_apart(plan, world_size)
                 counts["several strategies"] += len(strategies(plan)) > 2
     assert min(counts.values()) >= 3, counts
@@ -108,16 +103,18 @@ def columns_of(parts, examples):
 
 def micro_batches(communicator, plan, examples, *, lockstep):
     """(index, inputs of the model) of every micro-batch that this rank runs."""
-    links = LINKS if communicator.topology.nodes > 1 else None
-    shards = shards_of(plan, communicator.rank, communicator.topology)
-    columns = [columns_of(parts, examples) for parts in rows_of(plan, shards, communicator)]
+    passes = Always(communicator.topology)
+    shards = PlanLayout(plan, communicator.rank, passes.shards).shards
+    columns = [columns_of(parts, examples) for parts in rows_of(shards)]
     kernel = choose_kernel(CPU, torch.float64, 8)
     return model_inputs(
         shards,
         columns,
         lockstep=lockstep,
         device=CPU,
-        make_context=lambda shard: SequenceContext(shard, communicator, kernel, CPU, links=links),
+        make_context=lambda shard: SequenceContext(
+            shard, communicator, kernel, CPU, passes=passes
+        ),
     )
 
 

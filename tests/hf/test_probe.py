@@ -181,7 +181,7 @@ def segments_of(context):
 
 def row_of(context):
     """Tokens of the row: a state, or a halo, goes on into the next document."""
-    return [context.linear_tokens]
+    return [context.tokens]
 
 
 @pytest.mark.parametrize("name", RECURRENT)

@@ -1,8 +1,7 @@
-"""A model on ranks of several nodes equals one process: with the ring of a hybrid group, routed
-rings and routed remapping, each seen to have happened. Ranks are threads."""
+"""A model on ranks of several nodes equals one process: with the ring of a hybrid group, and with
+Zeppelin's passes. Ranks are threads."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -10,7 +9,6 @@ from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.topology import Topology
 from tests.hf.by_hand import (
-    SLOW_LINKS,
     TWO_NODES,
     attach,
     run_plan,
@@ -18,6 +16,7 @@ from tests.hf.by_hand import (
 )
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.plans import random_plan
+from tests.published.zeppelin.always import Always
 from tests.ranks import join, run_threads
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 1, 40, 11, 2, 13, 23]
@@ -29,7 +28,7 @@ def group(strategy, ranks, *sequences):
     return Group(ranks=tuple(ranks), sequences=sequences, strategy=strategy)
 
 
-def plan_of(strategy, *, remap):
+def plan_of(strategy):
     """A group across nodes beside one inside a node and a rank's own sequences; then a micro-batch
     that leaves the second node idle, unless it is remapped."""
     first = (
@@ -38,10 +37,7 @@ def plan_of(strategy, *, remap):
         group("local", [0], 8),
     )
     second = (group(strategy, range(2), 4, 1), group("local", [0], 11, 5, 6))
-    micro_batches = (
-        MicroBatch(groups=first, remap=remap),
-        MicroBatch(groups=second, remap=remap),
-    )
+    micro_batches = (MicroBatch(groups=first), MicroBatch(groups=second))
     return Plan(
         lengths=tuple(LENGTHS),
         micro_batches=micro_batches,
@@ -64,24 +60,22 @@ def worst_error(loss, gradients, wanted):
     return max(abs(loss / wanted_loss - 1), *errors.values())
 
 
-def run_cases(rank, world_size, topology, cases, wanted, posts, use_blocks=False):
-    """(the worst error of loss and gradients, the ways between nodes, how many exchanges this rank
-    posted that were routed) of each case: a plan, links, whether layers are checkpointed."""
+def run_cases(rank, world_size, topology, cases, wanted, use_blocks=False):
+    """(the worst error of loss and gradients, the ways between nodes) of each case: a plan, passes
+    over it, whether layers are checkpointed."""
     communicator = join(topology, use_blocks=use_blocks)
     model = tiny_llama().train()
     attach(model)
     found = []
-    for plan, links, checkpointing in cases:
+    for plan, passes, checkpointing in cases:
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             model.gradient_checkpointing_disable()
-        posts_before = posts.count(rank)
         loss, gradients, contexts = run_plan(
-            model, plan, documents(LENGTHS), communicator, links=links
+            model, plan, documents(LENGTHS), communicator, passes=passes
         )
-        worst = worst_error(loss, gradients, wanted)
-        found.append((worst, ways_between_nodes(contexts), posts.count(rank) - posts_before))
+        found.append((worst_error(loss, gradients, wanted), ways_between_nodes(contexts)))
     return found
 
 
@@ -90,38 +84,32 @@ CASES = [(False, False, False), (False, True, True), (True, False, True), (True,
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
-def test_a_group_across_nodes_equals_one_process(strategy, wanted, routed_posts):
+def test_a_group_across_nodes_equals_one_process(strategy, wanted):
     cases = []
-    for remap, routed, checkpointing in CASES:
-        links = SLOW_LINKS if routed else None
-        cases.append((plan_of(strategy, remap=remap), links, checkpointing))
-    by_rank = run_threads(run_cases, 4, TWO_NODES, cases, wanted, routed_posts, seed=7)
-    is_ring = strategy in ("zigzag", "balanced")
-    for (remap, routed, _), found in zip(CASES, zip(*by_rank, strict=True), strict=True):
-        for worst, ways, posts in found:
+    for remap, route, checkpointing in CASES:
+        passes = Always(TWO_NODES, remap=remap, route=route)
+        cases.append((plan_of(strategy), passes, checkpointing))
+    for of_rank in run_threads(run_cases, 4, TWO_NODES, cases, wanted, seed=7):
+        for worst, ways in of_rank:
             assert worst < 1e-10
             assert ways == OWN_WAYS.get(strategy, set())
-            assert bool(posts) == (routed and (remap or is_ring))
 
 
 @pytest.mark.parametrize(
     ("nodes", "per_node", "use_blocks"), [(2, 1, True), (2, 2, True), (3, 2, False)]
 )
-def test_random_plans_on_nodes_equal_one_process(
-    nodes, per_node, use_blocks, wanted, routed_posts
-):
+def test_random_plans_on_nodes_equal_one_process(nodes, per_node, use_blocks, wanted):
     topology = Topology(nodes=nodes, ranks_per_node=per_node)
-    links = replace(SLOW_LINKS, ranks_per_node=per_node, nics_per_node=per_node)
     rng = random.Random(f"{nodes} x {per_node}")
     cases = []
     while len(cases) < 4:
         plan = random_plan(LENGTHS, topology.world_size, rng, nodes=nodes)
         if has_group_across(plan, topology):
-            cases.append((plan, links, len(cases) % 2 == 1))
+            cases.append((plan, Always(topology, remap=rng.random() < 0.5), len(cases) % 2 == 1))
     for of_rank in run_threads(
-        run_cases, topology.world_size, topology, cases, wanted, routed_posts, use_blocks, seed=7
+        run_cases, topology.world_size, topology, cases, wanted, use_blocks, seed=7
     ):
-        assert max(worst for worst, _, _ in of_rank) < 1e-10
+        assert max(worst for worst, _ in of_rank) < 1e-10
 
 
 def has_group_across(plan, topology):

@@ -34,7 +34,7 @@ def test_every_planner_takes_windows_and_stays_above_the_bound(
     planner: str, sync: str, seed: int
 ) -> None:
     lengths = lengths_of(seed)
-    options = {"planner": planner, "sync": sync, "max_tokens_per_rank": CAP, "remap": "off"}
+    options = {"planner": planner, "sync": sync, "max_tokens_per_rank": CAP}
     plan = make_plan(lengths, TOPOLOGY, GEMMA, **options)
     assert plan.lower_bound_s <= plan.objective_s
     priced = step_ns(GEMMA, plan.micro_batches, lengths, TOPOLOGY, sync=sync)

@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
@@ -38,12 +37,6 @@ LOCAL, SMALL = micro_batch((), (3,), (4,)), micro_batch((), (), (5,))
 def test_what_communicates_most_comes_first(sync: str) -> None:
     given = (LOCAL, MIXED, SMALL, WHOLE)
     assert best_order(given, LENGTHS, PAIR, COST, sync=sync)[1] == (WHOLE, MIXED, SMALL, LOCAL)
-
-
-def test_remapping_moves_tokens_over_all_ranks() -> None:
-    remapped = replace(LOCAL, remap=True)
-    _, made = best_order((LOCAL, WHOLE, remapped), LENGTHS, PAIR, COST, sync="lockstep")
-    assert made == (remapped, WHOLE, LOCAL)
 
 
 def test_free_ranks_wait_less_when_what_they_do_alone_comes_last() -> None:

@@ -32,7 +32,6 @@ WRITES = {
     "merge": 2,
     "sink": 2,
     "sink_gradient": 1,
-    "fill_parcel": 1,
 }
 TRANSFERS = ("post", "all_to_all")
 
@@ -106,7 +105,7 @@ class _Player:
         self._next = 0  # instruction
         self._over: set[int] = set()  # posts that are over, and not yet waited for
         self._values = program.all_values
-        self._places = places_of(program, shape)
+        self._places = places_of(program)
         self._made = {value.number for value in program.inputs}
         self._arriving: dict[int, list[Place]] = {}  # by post: what is received
         self._leaving: dict[int, list[Place]] = {}  # and what is sent

@@ -10,7 +10,7 @@ from hf_flexseq.program.instructions import Instruction, ItemSizes, Program, Val
 
 # Operations whose results lie in the memory of the value that they read,
 SAME_ROWS = frozenset(("part", "heads", "columns", "unpair"))  # with rows that are rows there,
-OTHER_ROWS = frozenset(("turned", "arrived_heads", "in_parcel"))  # or with other rows.
+OTHER_ROWS = frozenset(("turned", "arrived_heads"))  # or with other rows.
 VIEWS = SAME_ROWS | OTHER_ROWS
 
 
@@ -35,28 +35,21 @@ class Place(NamedTuple):
         return self.start < other.stop and other.start < self.stop
 
 
-def places_of(program: Program, shape: ItemSizes) -> list[Place]:
-    """Return where each value of a program lies, by its number.
-
-    shape: of the layer that the program is compiled for.
-    """
+def places_of(program: Program) -> list[Place]:
+    """Return where each value of a program lies, by its number."""
     places = [Place(value.number, 0, value.rows, True) for value in program.all_values]
     for one in program.instructions:
         if one.operation in VIEWS:
             for number in one.outs:
-                view = program.all_values[number]
-                places[number] = _place_of_view(one, view, places[one.ins[0]], shape)
+                places[number] = _place_of_view(one, places[one.ins[0]])
     return places
 
 
-def _place_of_view(one: Instruction, view: Value, viewed: Place, shape: ItemSizes) -> Place:
+def _place_of_view(one: Instruction, viewed: Place) -> Place:
     """Return the place of a view that an instruction makes of what lies at `viewed`."""
     if one.operation == "part" and viewed.has_rows:
         start, stop = one.constants
         return viewed._replace(start=viewed.start + start, stop=viewed.start + stop)
-    if one.operation == "in_parcel" and viewed.has_rows:
-        start = viewed.start + one.constants[0]  # the rows of a parcel are bytes
-        return Place(viewed.memory, start, start + nbytes(view, shape), False)
     return viewed._replace(has_rows=viewed.has_rows and one.operation in SAME_ROWS)
 
 

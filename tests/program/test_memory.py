@@ -26,7 +26,7 @@ UNIT = TOKENS * 32 * 64 * 2  # bytes of q
 def peak_bytes(program):
     """The most bytes that are alive at once, without inputs. A transfer keeps its tensors until it
     is waited for."""
-    places = places_of(program, SHAPE)
+    places = places_of(program)
     roots = {value.number for value in program.inputs}
     alive = {}  # by memory: its values that are not freed, and the posts that keep it
     peak = 0

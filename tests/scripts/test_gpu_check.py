@@ -179,7 +179,7 @@ def test_a_ring_that_loses_a_hundredth_is_found(monkeypatch):
         launches=Launches.BY_LANE,
         blocks=False,
         seed=0,
-        way=one_device.Way(precision=precision, lockstep=True, checkpointing=False, routed=False),
+        way=one_device.Way(precision=precision, lockstep=True, checkpointing=False, passes=False),
     )
     model = subject.small_llama(CPU, layers=1)
     true = subject.true_gradients(model, examples)

@@ -1,4 +1,4 @@
-"""Every token, with all of its columns, comes to the row that its shard and the moves give it."""
+"""Every token, with all of its columns, comes to the row that its shard gives it."""
 
 import random
 
@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from hf_flexseq.plan import Plan
-from hf_flexseq.plan.rows import shards_of
+from hf_flexseq.plan.layout import PlanLayout
+from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.steps.exchange import RowExchange, SourceRow
-from tests.plan.test_rows import drawn, shards_one_by_one
+from hf_flexseq.topology import Topology
+from tests.plans import random_plan
+from tests.published.zeppelin.always import Always
 from tests.ranks import join, run_threads
 
 DTYPES = {
@@ -31,29 +34,28 @@ def columns_of(rows):
     return columns
 
 
-def rows_one_by_one(plan, rank, topology):
-    """By micro-batch, (sequence, position) of every row of a rank outside of attention: what it
-    keeps of its own rows, then the last rows of those that give it some."""
+def drawn(seed):
+    """A random plan, many of its groups of several sequences, its topology, and passes over it."""
+    rng = random.Random(seed)
+    nodes = rng.choice((1, 1, 2, 3))
+    topology = Topology(nodes=nodes, ranks_per_node=rng.randint(1, 9 // nodes))
+    lengths = [rng.choice((1, 2, 3, rng.randint(1, 60))) for _ in range(rng.randint(1, 25))]
+    shared = 0.8 if topology.world_size > 1 else None
+    plan = random_plan(lengths, topology.world_size, rng, nodes=nodes, shared=shared)
+    return plan, topology, Always(topology) if seed % 3 == 0 else None
+
+
+def rows_one_by_one(plan, rank, passes):
+    """By micro-batch, (sequence, position) of every row of a rank outside of attention."""
     batches = []
-    shards = [shards_one_by_one(plan, r, topology) for r in range(topology.world_size)]
-    for batch in range(len(plan.micro_batches)):
-        held = []  # by rank, in attention
-        for shards_of_rank in shards:
-            shard = shards_of_rank[batch]
-            held.append([(s.sequence, t) for s in shard.slices for t in range(s.start, s.stop)])
-        left = {
-            r: len(held[r]) - sum(n for _, n in shards[r][batch].given) for r in range(len(held))
-        }
-        own = held[rank][: left[rank]]
-        for move in shards[rank][batch].moves:
-            if move.target == rank:
-                own += held[move.source][left[move.source] :][: move.tokens]
-            left[move.source] += move.tokens
-        batches.append(own)
+    for micro_batch in plan.micro_batches:
+        shards = passes and passes.shards(micro_batch, plan.lengths)
+        shard = shards[rank] if shards else make_shard(micro_batch, plan.lengths, rank)
+        batches.append([(s.sequence, t) for s in shard.slices for t in range(s.start, s.stop)])
     return batches
 
 
-def exchanged(rank, world_size, plan, topology, sources):
+def exchanged(rank, world_size, plan, topology, sources, passes):
     own = [sequence for sequence, source in enumerate(sources) if source == rank]
     rows = [(sequence, position) for sequence in own for position in range(plan.lengths[sequence])]
     names = list(DTYPES)
@@ -65,24 +67,24 @@ def exchanged(rank, world_size, plan, topology, sources):
     )
     plan = Plan.from_bytes(plan.to_bytes())
     communicator = join(topology)
-    shards = shards_of(plan, rank, topology)
+    layout = PlanLayout(plan, rank, passes and passes.shards)
     meetings = communicator.transport.hub.meetings
     before = meetings._next[rank]
-    found = RowExchange(communicator)(row, plan, sources, shards)
+    found = RowExchange(communicator)(row, layout, sources)
     assert meetings._next[rank] - before == 1, "token exchange is one collective"
-    assert [len(of["labels"]) for of in found] == [shard.linear_tokens for shard in shards]
+    assert [len(of["labels"]) for of in found] == [shard.tokens for shard in layout.shards]
     return found
 
 
 @pytest.mark.parametrize("seed", range(25))
 def test_tokens_come_to_their_rows(seed):
-    plan, topology = drawn(seed)
+    plan, topology, passes = drawn(seed)
     world_size = topology.world_size
     rng = random.Random(seed)
     sources = sorted(rng.randrange(world_size) for _ in plan.lengths)  # some draw nothing
-    by_rank = run_threads(exchanged, world_size, plan, topology, sources)
+    by_rank = run_threads(exchanged, world_size, plan, topology, sources, passes)
     for rank, found in enumerate(by_rank):
-        wanted = rows_one_by_one(plan, rank, topology)
+        wanted = rows_one_by_one(plan, rank, passes)
         for columns, rows in zip(found, wanted, strict=True):
             assert set(columns) == set(DTYPES)
             for name, value in columns_of(rows).items():
@@ -90,9 +92,8 @@ def test_tokens_come_to_their_rows(seed):
                 assert torch.equal(columns[name], value), (rank, name)
 
 
-def test_the_drawn_plans_remap_and_share():
+def test_the_drawn_plans_have_every_strategy():
     plans = [drawn(seed)[0] for seed in range(25)]
     batches = [batch for plan in plans for batch in plan.micro_batches]
-    assert sum(batch.remap for batch in batches) >= 5
     strategies = {group.strategy for batch in batches for group in batch.groups}
     assert strategies >= {"local", "ulysses", "zigzag", "balanced", "hybrid"}

@@ -18,7 +18,7 @@ from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch, Plan
-from hf_flexseq.plan.rows import shards_of
+from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
 from hf_flexseq.steps.lookahead import DrawnStep
@@ -167,9 +167,10 @@ def pass_step(plan, examples, sources, communicator, *, lockstep=False):
     """A step as the executor deals it. Every rank draws its part of `examples`."""
     rank = communicator.rank
     row = drawn_row(examples, sources, communicator)
-    shards = shards_of(plan, rank, communicator.topology)
+    layout = PlanLayout(plan, rank)
+    shards = layout.shards
     exchange = RowExchange(communicator)
-    routes = exchange.routes(row, plan, sources, shards)
+    routes = exchange.routes(row, layout, sources)
     columns = exchange.deal(row.columns, routes)
     kernel = choose_kernel(CPU, torch.float64, 8)
 
@@ -192,7 +193,7 @@ def pass_step(plan, examples, sources, communicator, *, lockstep=False):
         ),
         plan,
         indices=indices_to_run(shards, lockstep=lockstep),
-        counts=[shard.linear_tokens for shard in shards],
+        counts=[shard.tokens for shard in shards],
         inputs_of=inputs,
         exchange=exchange,
         routes=routes,
@@ -268,7 +269,7 @@ def test_gradients_of_any_loss_equal_one_process(world_size):
 
 def test_the_plans_are_of_every_kind():
     seen = set()
-    for world_size, topology in TOPOLOGIES.items():
+    for world_size in TOPOLOGIES:
         for plan, sources, _, lockstep, checkpointing, _ in cases_of(world_size, 16):
             if lockstep and checkpointing:
                 seen.add("checkpointed layers in lockstep")
@@ -277,8 +278,8 @@ def test_the_plans_are_of_every_kind():
             if len(plan.micro_batches) > 2:
                 seen.add("three micro-batches")
             for rank in range(world_size):
-                shards = shards_of(plan, rank, topology)
-                counts = [shard.linear_tokens for shard in shards]
+                shards = PlanLayout(plan, rank).shards
+                counts = [shard.tokens for shard in shards]
                 if not any(counts):
                     seen.add("a rank that holds nothing")
                 elif not all(counts):

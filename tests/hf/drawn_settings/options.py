@@ -270,8 +270,6 @@ OURS: tuple[Option, ...] = (
         strategy=("ulysses", "zigzag", "balanced"),
         sync=("lockstep", "free"),
         max_tokens_per_rank=(64, 150),
-        remap=("off",),
-        routing=("off",),
         attention_remat=(False,),
         on_nonfinite=("warn",),
     ),

@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_flexseq.plan.remap import Move, even_layout, moved_tokens, transport, transport_arrays
+from hf_flexseq.published.zeppelin.moves import (
+    Move,
+    even_layout,
+    moved_tokens,
+    transport,
+    transport_arrays,
+)
 from hf_flexseq.topology import Topology
 from tests.budget import examples
 

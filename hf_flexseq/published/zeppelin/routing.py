@@ -25,13 +25,13 @@ twice as long between nodes as inside one. That stays a condition here, but less
 overlap.
 
 The result is a function of byte counts that all ranks know, so all ranks find the same routing.
-`program/exchange.py` compiles it.
+`routes.py` rewrites their programs.
 """
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_flexseq.cost import CostModel
@@ -41,9 +41,6 @@ MOST_PACKETS = 8  # packets of a path
 LEAST_GAIN = 0.1  # part of the straight seconds; a smaller gain is not worth the messages
 LEAST_SHARE = 16  # a path carries at least 1/16 of the level, so that a transfer does not crumble
 
-BUSY = "all NICs are busy"
-NOTHING_CROSSES = "nothing crosses nodes"
-LEGS_COST = "the legs inside the nodes cost what it gains"
 Nic = tuple[int, int]  # (node, index of the NIC in the node)
 NicEnd = tuple[bool, Nic]  # (True: what the NIC sends, False: what it receives; the NIC)
 
@@ -82,17 +79,10 @@ class NicFigures:
         stop = -(-(index + 1) * self.ranks_per_node // self.nics_per_node)
         return range(start + first, start + stop)
 
-    def objection(self) -> str | None:
-        """Return why nothing is ever routed over these links; None when something may be."""
-        if self.nics_per_node == 1:
-            return "the ranks of a node share one NIC"
-        if self.across_s <= 2 * self.inside_s:
-            across = f"{self.across_s * 1e9:.3g} ns"
-            inside = f"{self.inside_s * 1e9:.3g} ns"
-            return (
-                f"a byte takes {across} between nodes, not more than twice the {inside} inside one"
-            )
-        return None
+    @property
+    def may_route(self) -> bool:
+        """True if other NICs can ever carry a byte faster."""
+        return self.nics_per_node > 1 and self.across_s > 2 * self.inside_s
 
 
 def links_of(cost: CostModel, topology: Topology) -> NicFigures | None:
@@ -156,93 +146,59 @@ class Routing:
     packets: int = 1
     """Packets into which each path is cut."""
 
-    direct_s: float = 0.0
-    """Modelled seconds of the transfers between nodes if all of them go straight."""
 
-    routed_s: float = 0.0
-    """Modelled seconds of the transfers between nodes on their paths."""
-
-    why_not: str | None = None
-    """Why nothing is routed; None where something is."""
+STRAIGHT = Routing()
 
 
 @functools.lru_cache(maxsize=128)
-def make_routing(transfers: tuple[Transfer, ...], links: NicFigures) -> Routing:
+def make_routing(
+    transfers: tuple[Transfer, ...], links: NicFigures, relays: frozenset[int] | None = None
+) -> Routing:
     """Return how `transfers`, which run at the same time, travel over `links`.
 
-    For the turns of a ring `ring_routing.py` finds the same much faster.
+    relays: the ranks that may pass on what others send; None for all.
     """
     # 1. what crosses nodes, and how long that takes straight
     crossing = []
     for t in transfers:
         if t.nbytes and links.node(t.source) != links.node(t.target):
             crossing.append(t)
-    if not crossing:
-        return Routing(why_not=NOTHING_CROSSES)
+    if not crossing or not links.may_route:
+        return STRAIGHT
     straight = [(t, (Path(t.source, t.target, 0, t.nbytes),)) for t in crossing]
-    busiest = max(_nic_loads(straight, links).values())
     level = _level(crossing, links)
-    kept = straight_routing(busiest, level, links)
-    if kept.why_not is not None:
-        return kept
-    # 2. the paths, and whether they are worth it
-    paths = Router(crossing, level, links).paths
-    decided = decided_routing(leg_bytes(paths, links), kept.direct_s, links)
-    if decided.why_not is not None:
-        return decided
-    return replace(decided, paths=without_straight(paths))
-
-
-def straight_routing(busiest: int, level: int, links: NicFigures) -> Routing:
-    """Return the routing of transfers that all go straight.
-
-    It says why, or nothing where other NICs could take some of the bytes. busiest: bytes of the
-    busiest NIC. level: bytes, see the module's step 1.
-    """
-    direct_s = _pipelined(_leg_seconds((0, busiest, 0), links), 1, links)
-    why_not = links.objection()
-    if why_not is None and busiest <= level:
-        why_not = BUSY
-    return Routing(direct_s=direct_s, routed_s=direct_s, why_not=why_not)
-
-
-def worth_it(routed_s: float, direct_s: float) -> bool:
-    """Return whether paths are worth their messages: seconds on them, and straight."""
-    return routed_s <= (1 - LEAST_GAIN) * direct_s
-
-
-def decided_routing(
-    bytes_of_legs: tuple[int, int, int], direct_s: float, links: NicFigures
-) -> Routing:
-    """Return the routing of some paths, still without them: the fastest count of packets.
-
-    It says why not, where the paths are not worth it. direct_s: seconds of the same bytes
-    straight.
-    """
-    legs = _leg_seconds(bytes_of_legs, links)
+    if max(_nic_loads(straight, links).values()) <= level:
+        return STRAIGHT  # all NICs are busy
+    direct_s = _pipelined(_leg_seconds(straight, links), 1, links)
+    # 2. the paths, in as many packets as are fastest
+    paths = Router(crossing, level, links, relays).paths
+    legs = _leg_seconds(paths, links)
     packets = min(range(1, MOST_PACKETS + 1), key=lambda count: _pipelined(legs, count, links))
-    routed_s = _pipelined(legs, packets, links)
-    if not worth_it(routed_s, direct_s):
-        return Routing(direct_s=direct_s, routed_s=routed_s, why_not=LEGS_COST)
-    return Routing(packets=packets, direct_s=direct_s, routed_s=routed_s)
-
-
-def without_straight(paths: Paths) -> tuple[tuple[Transfer, tuple[Path, ...]], ...]:
-    """Return the transfers that do not go straight, with their paths."""
+    # 3. only if they are worth their messages
+    if _pipelined(legs, packets, links) > (1 - LEAST_GAIN) * direct_s:
+        return STRAIGHT
     routed = []
     for t, found in paths:
         goes_straight = len(found) == 1 and found[0][:2] == t[:2]
         if not goes_straight:
             routed.append((t, found))
-    return tuple(routed)
+    return Routing(paths=tuple(routed), packets=packets)
 
 
 class Router:
     """Finds the paths of all transfers of an exchange: steps 2 and 3 of the module's list."""
 
-    def __init__(self, crossing: Sequence[Transfer], level: int, links: NicFigures) -> None:
-        """crossing: the transfers between nodes. level: bytes, see the module's step 1."""
+    def __init__(
+        self,
+        crossing: Sequence[Transfer],
+        level: int,
+        links: NicFigures,
+        relays: Collection[int] | None,
+    ) -> None:
+        """crossing: the transfers between nodes. level: bytes, see the module's step 1.
+        relays: see `make_routing`."""
         self._links = links
+        self._relays = relays
         self._level = level
         # bytes that each NIC of a node may still send, or receive, under the level:
         # (sends?, node) -> [nics_per_node]
@@ -295,14 +251,21 @@ class Router:
         if rooms[own_nic] > self._level // LEAST_SHARE:
             return end, rooms[own_nic]
         # the NIC with the most room, the first of several
-        room = max(rooms)
-        nic = rooms.index(room)
+        nics = [index for index in range(len(rooms)) if self._ranks_of((node, index), end)]
+        nic = max(nics, key=lambda index: rooms[index])
         # of its ranks `end` itself, else the first of those with the least to pass on
-        ranks = self._links.ranks_of((node, nic))
+        ranks = self._ranks_of((node, nic), end)
         if end in ranks:
-            return end, room
+            return end, rooms[nic]
         rank = min(ranks, key=lambda rank: self._passed[sends, rank])
-        return rank, room
+        return rank, rooms[nic]
+
+    def _ranks_of(self, nic: Nic, end: int) -> list[int]:
+        """Return the ranks that share `nic` and may take a part in a transfer of rank `end`."""
+        ranks = self._links.ranks_of(nic)
+        if self._relays is None:
+            return list(ranks)
+        return [rank for rank in ranks if rank == end or rank in self._relays]
 
     def _pass(self, rank: int, end: int, nbytes: int, *, sends: bool) -> None:
         """Book `nbytes` from (to) rank `end` on the NIC of `rank`."""
@@ -331,10 +294,11 @@ def _nic_loads(paths: Paths, links: NicFigures) -> dict[NicEnd, int]:
     return loads
 
 
-def leg_bytes(paths: Paths, links: NicFigures) -> tuple[int, int, int]:
-    """Return the bytes that scatter, cross and gather wait for.
+def _leg_seconds(paths: Paths, links: NicFigures) -> tuple[float, float, float]:
+    """Return the seconds that scatter, cross and gather take, each if it ran alone.
 
-    Inside a node that is what the busiest rank sends or receives, between nodes the busiest NIC.
+    Inside a node a leg waits for the rank that sends or receives most, between nodes for the
+    busiest NIC.
     """
     scatter: dict[tuple[bool, int], int] = defaultdict(int)  # (sends?, rank) -> bytes
     gather: dict[tuple[bool, int], int] = defaultdict(int)
@@ -349,18 +313,10 @@ def leg_bytes(paths: Paths, links: NicFigures) -> tuple[int, int, int]:
                     loads[True, source] += path.nbytes
                     loads[False, target] += path.nbytes
     return (
-        max(scatter.values(), default=0),
-        max(_nic_loads(paths, links).values()),
-        max(gather.values(), default=0),
+        max(scatter.values(), default=0) * links.inside_s,
+        max(_nic_loads(paths, links).values()) * links.across_s,
+        max(gather.values(), default=0) * links.inside_s,
     )
-
-
-def _leg_seconds(
-    bytes_of_legs: tuple[int, int, int], links: NicFigures
-) -> tuple[float, float, float]:
-    """Return the seconds that scatter, cross and gather take, each if it ran alone."""
-    scatter, cross, gather = bytes_of_legs
-    return scatter * links.inside_s, cross * links.across_s, gather * links.inside_s
 
 
 def _pipelined(legs: tuple[float, float, float], packets: int, links: NicFigures) -> float:

@@ -1,0 +1,38 @@
+"""What a planner may add to its plans: passes over the programs of a micro-batch.
+
+A finished program is data. What the plans of one planner alone need is done to it afterwards, so
+that neither the compiler nor the replay knows of it. A planner names what makes its passes in the
+registry of planners; the executor applies them.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from hf_flexseq.plan import MicroBatch
+from hf_flexseq.plan.shard import Shard
+from hf_flexseq.program.compile import Machine
+from hf_flexseq.program.instructions import LayerShape, Program, RowShape
+
+
+class ProgramPass(Protocol):
+    """Rewrites the programs of one rank in one micro-batch."""
+
+    def __call__(self, program: Program, what: str, shape: LayerShape | RowShape) -> Program:
+        """Return a program with the same result.
+
+        what, shape: see `compile.compile_program`.
+        """
+
+
+class PlanPasses(Protocol):
+    """The passes of a planner, on all ranks alike."""
+
+    def shards(self, micro_batch: MicroBatch, lengths: Sequence[int]) -> list[Shard] | None:
+        """Return what every rank holds of a micro-batch, [world_size], if some rank holds other
+        tokens outside of attention than in it; None if none does.
+
+        lengths: tokens of every sequence of the plan, by sequence id.
+        """
+
+    def of_programs(self, shard: Shard, machine: Machine) -> ProgramPass:
+        """Return the pass over the programs of a shard."""
