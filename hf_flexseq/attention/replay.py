@@ -17,7 +17,7 @@ from hf_flexseq.attention.uploads import Uploads
 from hf_flexseq.distributed.all_to_all import all_to_all
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import Label, Lane, Message, Pending
-from hf_flexseq.kernels import Kernel, lse_dtype
+from hf_flexseq.kernels import Kernel, KernelCall, lse_dtype
 from hf_flexseq.kernels.choose import choose_fused
 from hf_flexseq.kernels.fused import Rows
 from hf_flexseq.kernels.segments import Segments
@@ -360,8 +360,7 @@ class Replay:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments
     ) -> Tensors:
-        scale, softcap = self.scores
-        return self._program.kernel.forward(q, k, v, segments, scale=scale, softcap=softcap)
+        return self._program.kernel.forward(KernelCall(q, k, v, segments, *self.scores))
 
     def gradients(
         self,
@@ -373,9 +372,8 @@ class Replay:
         lse: torch.Tensor,
         segments: Segments,
     ) -> Tensors:
-        kernel = self._program.kernel
-        scale, softcap = self.scores
-        return kernel.backward(dout, q, k, v, out, lse, segments, scale=scale, softcap=softcap)
+        call = KernelCall(q, k, v, segments, *self.scores)
+        return self._program.kernel.backward(call, dout, out, lse)
 
     def sink(self, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
         with_sinks = torch.logaddexp(lse, sinks.unsqueeze(1))  # [H, t]

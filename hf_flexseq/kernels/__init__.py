@@ -1,9 +1,8 @@
 """Attention kernels: one signature for packed sequences of different lengths, several
 implementations.
 
-    reference      plain softmax, sequence by sequence; the obvious twin that the others are tested
-                   against
-    cpu_flash      torch's CPU flash kernel, sequence by sequence; windows and softcaps by blocks
+    reference      plain softmax, sequence by sequence; the others are tested against it
+    cpu_flash      torch's CPU flash kernel, sequence by sequence; windows and softcaps in pieces
     torch_varlen   the FlashAttention that is active in torch: -2, which it ships for CUDA, or -3
     flash_attn     FlashAttention-2 from its package, where it is installed
     flash_attn3    FlashAttention-3 from its package, where it is installed, on Hopper
@@ -26,55 +25,55 @@ with these every block's gradient is independent of the other blocks and is only
 (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from hf_flexseq.kernels.segments import Segments
 
 
-class Kernel(Protocol):
-    """Softmax attention within each sequence of a packed batch.
+class KernelCall(NamedTuple):
+    """Attention within each sequence of a packed batch.
 
     H query heads share Hkv key and value heads, H % Hkv == 0. Query head h reads key head
-    h * Hkv // H, so callers repeat no heads. A query whose sequence has no keys gets out = 0,
-    lse = -inf and dq = 0.
+    h * Hkv // H, so callers repeat no heads.
     """
+
+    q: torch.Tensor
+    """Queries [Tq, H, D]."""
+    k: torch.Tensor
+    """Keys [Tk, Hkv, D]."""
+    v: torch.Tensor
+    """Values [Tk, Hkv, D]."""
+    segments: Segments
+    """Lengths of the sequences, and which keys a query reads."""
+    scale: float
+    """Factor of the scores."""
+    softcap: float | None = None
+    """Cap c of the scores: a scaled score s becomes c tanh(s / c); None caps nothing."""
+
+    def check(self) -> None:
+        """Assert that the tensors fit the lengths and each other."""
+        self.segments.check(self.q, self.k, self.v)
+
+
+class Kernel(Protocol):
+    """Softmax attention. A query whose sequence has no keys gets out = 0, lse = -inf and
+    dq = 0."""
 
     name: str
     wide_gradients: bool
-    """Whether gradients of 16-bit inputs stay in float32, in which they are computed."""
+    """True if gradients of 16-bit inputs stay in float32, in which they are computed."""
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D] in q's dtype, lse [H, Tq]
-        in `lse_dtype` of it.
+    def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend: -> out [Tq, H, D] in q's dtype, lse [H, Tq] in `lse_dtype` of it.
 
-        scale multiplies the scores; with a softcap c a scaled score s becomes c tanh(s / c). lse
-        is the natural logarithm of the sum over keys of exp(score).
+        lse is the natural logarithm of the sum over keys of exp(score).
         """
         ...
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float | None = None,
+        self, call: KernelCall, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute gradients: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
         [Tk, Hkv, D].

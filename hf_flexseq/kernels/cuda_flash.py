@@ -23,9 +23,11 @@ torch's registry, not run on a GPU yet:
   number of keys is deterministic by itself; its deterministic mode has no head sizes above 192.
 """
 
+import abc
+
 import torch
 
-from hf_flexseq.kernels import lse_dtype
+from hf_flexseq.kernels import KernelCall, lse_dtype
 from hf_flexseq.kernels.guarantees import Guarantees
 from hf_flexseq.kernels.segments import Segments
 
@@ -57,11 +59,58 @@ FLASH4_PROBLEM = (
 )
 
 
-def nothing_to_read(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out [Tq, H, D] and lse [H, Tq] for q [Tq, H, D] when no query has a key."""
-    tokens, heads, _ = q.shape
-    lse = q.new_full((heads, tokens), -torch.inf, dtype=lse_dtype(q.dtype))
-    return torch.zeros_like(q), lse
+class CudaFlash(abc.ABC):
+    """A build of FlashAttention. Which one, its two launches say."""
+
+    name: str
+    wide_gradients = False
+
+    @property
+    @abc.abstractmethod
+    def guarantees(self) -> Guarantees:
+        """What holds for every call that it serves."""
+
+    @abc.abstractmethod
+    def launch_forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch a call in which some query has a key, with rows that are contiguous -> out
+        [Tq, H, D], lse [H, Tq]."""
+
+    @abc.abstractmethod
+    def launch_backward(
+        self, call: KernelCall, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Launch the backward of such a call -> dq [Tq, H, D], dk and dv [Tk, Hkv, D]."""
+
+    def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernel.forward`: -> out [Tq, H, D], lse [H, Tq]."""
+        call.check()
+        guarantees = self.guarantees
+        if not call.segments.has_work():
+            return _nothing_to_read(call.q)
+        out, lse = self.launch_forward(_rows_contiguous(call))
+        return out, _checked_lse(lse, call, guarantees)
+
+    def backward(
+        self, call: KernelCall, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
+        [Tk, Hkv, D].
+
+        Deterministic under `torch.use_deterministic_algorithms(True)`.
+        """
+        call.check()
+        if not call.segments.has_work():
+            return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v)
+        return self.launch_backward(
+            _rows_contiguous(call), rows_contiguous(dout), rows_contiguous(out), lse.contiguous()
+        )
+
+
+def empty_gradients(call: KernelCall) -> dict[str, torch.Tensor]:
+    """Return tensors for the gradients, by the names that both packages give them: dq
+    [Tq, H, D], dk and dv [Tk, Hkv, D], contiguous."""
+    inputs = {"dq": call.q, "dk": call.k, "dv": call.v}
+    return {name: x.new_empty(x.shape) for name, x in inputs.items()}
 
 
 def window_sizes(segments: Segments) -> tuple[int, int]:
@@ -86,17 +135,25 @@ def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous()
 
 
-def checked_lse(
-    lse: torch.Tensor, q: torch.Tensor, segments: Segments, guarantees: Guarantees
-) -> torch.Tensor:
-    """Return the kernel's lse [H, Tq], changed in place to -inf for queries without keys.
+def _rows_contiguous(call: KernelCall) -> KernelCall:
+    """Return a call with `rows_contiguous` tensors."""
+    q, k, v = (rows_contiguous(x) for x in (call.q, call.k, call.v))
+    return call._replace(q=q, k=k, v=v)
 
-    q: [Tq, H, D].
-    """
+
+def _nothing_to_read(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out [Tq, H, D] and lse [H, Tq] for q [Tq, H, D] when no query has a key."""
     tokens, heads, _ = q.shape
+    lse = q.new_full((heads, tokens), -torch.inf, dtype=lse_dtype(q.dtype))
+    return torch.zeros_like(q), lse
+
+
+def _checked_lse(lse: torch.Tensor, call: KernelCall, guarantees: Guarantees) -> torch.Tensor:
+    """Return the kernel's lse [H, Tq], changed in place to -inf for queries without keys."""
+    tokens, heads, _ = call.q.shape
     assert lse.shape == (heads, tokens), (
         f"the kernel's lse is {tuple(lse.shape)}, not [heads, tokens]"
     )
-    if guarantees.keyless_lse != -torch.inf and segments.has_keyless():
+    if guarantees.keyless_lse != -torch.inf and call.segments.has_keyless():
         lse.masked_fill_(lse == guarantees.keyless_lse, -torch.inf)
     return lse

@@ -5,8 +5,8 @@ merged output and log-sum-exp in the backward. Their Python signature and the [h
 layout of the log-sum-exp date from 2.7; older releases are refused by name instead of being told
 apart by guesses. FlashAttention-3 and -4 are other packages.
 
-What the builds of these kernels have in common is in cuda_flash.py. The slow obvious twin is
-reference.py; tests/kernels/test_cuda_kernels.py and scripts/gpu_check.py compare the two.
+What the builds of these kernels have in common is in cuda_flash.py. The reference implementation
+is reference.py; tests/kernels/test_cuda_kernels.py and scripts/gpu_check.py compare the two.
 """
 
 import functools
@@ -14,99 +14,60 @@ from types import ModuleType
 
 import torch
 
+from hf_flexseq.kernels import KernelCall
 from hf_flexseq.kernels.cuda_flash import (
     FLASH2,
-    checked_lse,
-    nothing_to_read,
+    CudaFlash,
+    empty_gradients,
     query_bound,
-    rows_contiguous,
     window_sizes,
 )
 from hf_flexseq.kernels.guarantees import Calls
-from hf_flexseq.kernels.segments import Segments
 
 _OLDEST = (2, 7)  # release of the package
 
 
-class FlashAttn:
+class FlashAttn(CudaFlash):
     """FlashAttention-2 from the flash-attn package."""
 
     name = "flash_attn"
     guarantees = FLASH2
-    wide_gradients = FLASH2.wide_gradients
 
     def why_not(self, calls: Calls) -> str | None:
         """Say why this kernel cannot serve such calls, or return None when it can."""
         problem = package_problem()
         return problem or FLASH2.objection(calls)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel.forward`: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D], lse
-        [H, Tq]."""
-        segments.check(q, k, v)
-        if not segments.has_work():
-            return nothing_to_read(q)
+    def launch_forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `CudaFlash.launch_forward`."""
         # [Tq, H, D], [H, Tq], and what autograd would keep
         out, lse, *_ = _interface()._flash_attn_varlen_forward(
-            rows_contiguous(q),
-            rows_contiguous(k),
-            rows_contiguous(v),
-            **_launch(segments, scale, softcap),
-            return_softmax=False,
+            call.q, call.k, call.v, **_launch(call), return_softmax=False
         )
-        return out, checked_lse(lse, q, segments, FLASH2)
+        return out, lse
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float | None = None,
+    def launch_backward(
+        self, call: KernelCall, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
-        [Tk, Hkv, D].
-
-        Deterministic under `torch.use_deterministic_algorithms(True)`.
-        """
-        segments.check(q, k, v)
-        if not segments.has_work():
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-        dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        """See `CudaFlash.launch_backward`."""
+        gradients = empty_gradients(call)
         _interface()._flash_attn_varlen_backward(
             dout.contiguous(),
-            rows_contiguous(q),
-            rows_contiguous(k),
-            rows_contiguous(v),
-            rows_contiguous(out),
-            lse.contiguous(),
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            **_launch(segments, scale, softcap),
+            call.q,
+            call.k,
+            call.v,
+            out,
+            lse,
+            **gradients,
+            **_launch(call),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return dq, dk, dv
+        return gradients["dq"], gradients["dk"], gradients["dv"]
 
 
-def _launch(segments: Segments, scale: float, softcap: float | None) -> dict[str, object]:
+def _launch(call: KernelCall) -> dict[str, object]:
     """Collect the arguments that forward and backward share, by the package's names."""
+    segments = call.segments
     before, after = window_sizes(segments)
     return {
         "cu_seqlens_q": segments.cu_seqlens_q,
@@ -114,11 +75,11 @@ def _launch(segments: Segments, scale: float, softcap: float | None) -> dict[str
         "max_seqlen_q": query_bound(segments),
         "max_seqlen_k": segments.max_k,
         "dropout_p": 0.0,
-        "softmax_scale": scale,
+        "softmax_scale": call.scale,
         "causal": segments.causal,
         "window_size_left": before,
         "window_size_right": after,
-        "softcap": softcap or 0.0,
+        "softcap": call.softcap or 0.0,
         "alibi_slopes": None,
     }
 

@@ -9,7 +9,7 @@ sequences, are refused by name.
 The backward takes any output and log-sum-exp, and so the merged ones.
 
 Written from the operators' schemas and sources; it has never run on a GPU. What the builds of
-FlashAttention have in common is in cuda_flash.py. The slow obvious twin is reference.py;
+FlashAttention have in common is in cuda_flash.py. The reference implementation is reference.py;
 tests/kernels/test_cuda_kernels.py holds the arguments against it on a stand-in, and
 scripts/gpu_check.py the numbers on a GPU.
 
@@ -24,15 +24,14 @@ from collections.abc import Mapping
 
 import torch
 
+from hf_flexseq.kernels import KernelCall
 from hf_flexseq.kernels.cuda_flash import (
     FLASH3,
-    checked_lse,
-    nothing_to_read,
-    rows_contiguous,
+    CudaFlash,
+    empty_gradients,
     window_sizes,
 )
 from hf_flexseq.kernels.guarantees import Calls
-from hf_flexseq.kernels.segments import Segments
 
 _INTERFACE = "flash_attn_interface"
 _LAUNCH = (
@@ -59,96 +58,58 @@ _MISSING_WINDOWS: Mapping[str, str] = {"FLASHATTENTION_DISABLE_LOCAL": "sliding 
 _MISSING_SOFTCAP: Mapping[str, str] = {"FLASHATTENTION_DISABLE_SOFTCAP": "softcap"}
 
 
-class FlashAttn3:
+class FlashAttn3(CudaFlash):
     """FlashAttention-3 from its package."""
 
     name = "flash_attn3"
     guarantees = FLASH3
-    wide_gradients = FLASH3.wide_gradients
 
     def why_not(self, calls: Calls) -> str | None:
         """Say why this kernel cannot serve such calls, or return None when it can."""
         problem = package_problem()
         return problem or FLASH3.objection(calls) or _lacking(calls)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel.forward`: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D], lse
-        [H, Tq]."""
-        segments.check(q, k, v)
-        if not segments.has_work():
-            return nothing_to_read(q)
+    def launch_forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `CudaFlash.launch_forward`."""
         # [Tq, H, D], [H, Tq], and the parts of keys that were split, of which there are none
         out, lse, *_ = torch.ops.flash_attn_3.fwd(
-            rows_contiguous(q),
-            rows_contiguous(k),
-            rows_contiguous(v),
-            **_launch(segments, scale, softcap),
-            num_splits=1,
+            call.q, call.k, call.v, **_launch(call), num_splits=1
         )
-        return out, checked_lse(lse, q, segments, FLASH3)
+        return out, lse
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float | None = None,
+    def launch_backward(
+        self, call: KernelCall, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
-        [Tk, Hkv, D].
-
-        Deterministic under `torch.use_deterministic_algorithms(True)`.
-        """
-        segments.check(q, k, v)
-        if not segments.has_work():
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-        dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        """See `CudaFlash.launch_backward`."""
+        gradients = empty_gradients(call)
         torch.ops.flash_attn_3.bwd(
-            rows_contiguous(dout),
-            rows_contiguous(q),
-            rows_contiguous(k),
-            rows_contiguous(v),
-            rows_contiguous(out),
-            lse.contiguous(),
-            **_launch(segments, scale, softcap),
-            dq=dq,
-            dk=dk,
-            dv=dv,
+            dout,
+            call.q,
+            call.k,
+            call.v,
+            out,
+            lse,
+            **_launch(call),
+            **gradients,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return dq, dk, dv
+        return gradients["dq"], gradients["dk"], gradients["dv"]
 
 
-def _launch(segments: Segments, scale: float, softcap: float | None) -> dict[str, object]:
+def _launch(call: KernelCall) -> dict[str, object]:
     """Collect the arguments that forward and backward share, by the operators' names."""
+    segments = call.segments
     before, after = window_sizes(segments)
     return {
         "cu_seqlens_q": segments.cu_seqlens_q,
         "cu_seqlens_k": segments.cu_seqlens_k,
         "max_seqlen_q": segments.max_q,
         "max_seqlen_k": segments.max_k,
-        "softmax_scale": scale,
+        "softmax_scale": call.scale,
         "is_causal": segments.causal,
         "window_size_left": before,
         "window_size_right": after,
-        "softcap": softcap or 0.0,
+        "softcap": call.softcap or 0.0,
     }
 
 

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels import Kernel, KernelCall
 from hf_flexseq.kernels.choose import kernel_for
 from hf_flexseq.kernels.guarantees import Calls
-from hf_flexseq.kernels.segments import Segments
 
 
 class LayerCalls(NamedTuple):
@@ -74,42 +73,20 @@ class KernelOfKinds:
         self.name = " and ".join(names)
         self.wide_gradients = next(iter(kernels.values())).wide_gradients
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel.forward`: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D], lse
-        [H, Tq]."""
-        kernel = self._kernel(q, segments, softcap)
-        return kernel.forward(q, k, v, segments, scale=scale, softcap=softcap)
+    def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernel.forward`: -> out [Tq, H, D], lse [H, Tq]."""
+        return self._kernel(call).forward(call)
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float | None = None,
+        self, call: KernelCall, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
         [Tk, Hkv, D]."""
-        kernel = self._kernel(q, segments, softcap)
-        return kernel.backward(dout, q, k, v, out, lse, segments, scale=scale, softcap=softcap)
+        return self._kernel(call).backward(call, dout, out, lse)
 
-    def _kernel(self, q: torch.Tensor, segments: Segments, softcap: float | None) -> Kernel:
-        """Return the kernel of a call with q [Tq, H, D]."""
-        key = _Key(q.shape[2], segments.window is not None, softcap is not None)
+    def _kernel(self, call: KernelCall) -> Kernel:
+        """Return the kernel of a call."""
+        key = _Key(call.q.shape[2], call.segments.window is not None, call.softcap is not None)
         assert key in self._kernels, f"no kernel was chosen for calls of {key}"
         return self._kernels[key]
 

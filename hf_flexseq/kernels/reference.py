@@ -1,5 +1,5 @@
 """Attend with a plain softmax, sequence by sequence, in float32 (float64 for float64 inputs): the
-obviously right twin of the other kernels.
+reference implementation of the other kernels.
 
 It writes the whole score matrix of each sequence, so its memory grows with the square of the
 longest one. Tests and `scripts/gpu_check.py` compare the fast kernels with it; `choose_kernel`
@@ -20,7 +20,7 @@ With a softcap c the scores s are c tanh(raw / c), and ds is taken times 1 - (s 
 
 import torch
 
-from hf_flexseq.kernels import lse_dtype
+from hf_flexseq.kernels import KernelCall, lse_dtype
 from hf_flexseq.kernels.segments import Segments
 
 
@@ -33,19 +33,10 @@ class Reference:
     name = "reference"
     wide_gradients = False
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel.forward`: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D], lse
-        [H, Tq]."""
-        segments.check(q, k, v)
+    def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernel.forward`: -> out [Tq, H, D], lse [H, Tq]."""
+        call.check()
+        q, k, v, segments, scale, softcap = call
         out = q.new_zeros(q.shape)
         lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype(q.dtype))  # [H, Tq]
         for rows, keys in segments.blocks():
@@ -60,21 +51,12 @@ class Reference:
         return out, lse
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float | None = None,
+        self, call: KernelCall, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
         [Tk, Hkv, D]."""
-        segments.check(q, k, v)
+        call.check()
+        q, k, v, segments, scale, softcap = call
         dq = q.new_zeros(q.shape)
         dk = k.new_zeros(k.shape)
         dv = v.new_zeros(v.shape)

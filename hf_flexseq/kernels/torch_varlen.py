@@ -11,7 +11,7 @@ choice and every forward: what holds for FlashAttention-2 is not taken for grant
 FlashAttention-3 has guarantees of its own, any other implementation is refused by name. A version
 of torch without the registry has FlashAttention-2 alone.
 
-What the builds have in common is in cuda_flash.py. The slow obvious twin is reference.py;
+What the builds have in common is in cuda_flash.py. The reference implementation is reference.py;
 tests/kernels/test_cuda_kernels.py and scripts/gpu_check.py compare the two.
 """
 
@@ -21,18 +21,16 @@ from collections.abc import Mapping
 import torch
 from torch.nn import attention
 
+from hf_flexseq.kernels import KernelCall
 from hf_flexseq.kernels.cuda_flash import (
     FLASH2,
     FLASH3,
     FLASH4_PROBLEM,
-    checked_lse,
-    nothing_to_read,
+    CudaFlash,
     query_bound,
-    rows_contiguous,
     window_sizes,
 )
 from hf_flexseq.kernels.guarantees import Calls, Guarantees
-from hf_flexseq.kernels.segments import Segments
 
 _NO_DROPOUT = 0.0
 # by the name under which torch's registry has an implementation; None is torch's own
@@ -44,11 +42,10 @@ _UNDO = "undo it with torch.nn.attention.restore_flash_attention_impl()"
 _REASONS: Mapping[str, str] = {"FA4": FLASH4_PROBLEM}
 
 
-class TorchVarlen:
+class TorchVarlen(CudaFlash):
     """The implementation of FlashAttention that is active in torch."""
 
     name = "torch_varlen"
-    wide_gradients = False
 
     @property
     def guarantees(self) -> Guarantees:
@@ -73,85 +70,65 @@ class TorchVarlen:
             return f"{active} is active in torch: {objection}; or {_UNDO}"
         return objection
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel.forward`: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D], lse
-        [H, Tq]."""
-        segments.check(q, k, v)
-        _check_softcap(softcap)
-        guarantees = self.guarantees
-        if not segments.has_work():
-            return nothing_to_read(q)
-        before, after = window_sizes(segments)
+    def launch_forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `CudaFlash.launch_forward`."""
         # [Tq, H, D], [H, Tq], and what autograd would keep
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            rows_contiguous(q),
-            rows_contiguous(k),
-            rows_contiguous(v),
-            segments.cu_seqlens_q,
-            segments.cu_seqlens_k,
-            query_bound(segments),
-            segments.max_k,
-            _NO_DROPOUT,
-            segments.causal,
+            call.q,
+            call.k,
+            call.v,
+            *_lengths(call),
             False,  # return no debug mask
-            scale=scale,
-            window_size_left=before,
-            window_size_right=after,
+            **_options(call),
         )
-        return out, checked_lse(lse, q, segments, guarantees)
+        return out, lse
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float | None = None,
+    def launch_backward(
+        self, call: KernelCall, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
-        [Tk, Hkv, D]."""
-        segments.check(q, k, v)
-        _check_softcap(softcap)
-        if not segments.has_work():
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        before, after = window_sizes(segments)
+        """See `CudaFlash.launch_backward`."""
         # The state of dropout's random numbers, which nothing reads without dropout.
-        random_state = torch.empty(2, dtype=torch.uint64, device=q.device)
-        unused = torch.empty(0, device=q.device)
+        random_state = torch.empty(2, dtype=torch.uint64, device=dout.device)
+        unused = torch.empty(0, device=dout.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            rows_contiguous(dout),
-            rows_contiguous(q),
-            rows_contiguous(k),
-            rows_contiguous(v),
-            rows_contiguous(out),
-            lse.contiguous(),
-            segments.cu_seqlens_q,
-            segments.cu_seqlens_k,
-            query_bound(segments),
-            segments.max_k,
-            _NO_DROPOUT,
-            segments.causal,
+            dout,
+            call.q,
+            call.k,
+            call.v,
+            out,
+            lse,
+            *_lengths(call),
             random_state,
             unused,
-            scale=scale,
-            window_size_left=before,
-            window_size_right=after,
+            **_options(call),
         )
         return dq, dk, dv
+
+
+def _lengths(call: KernelCall) -> tuple[object, ...]:
+    """Return the arguments that forward and backward share by position: lengths, dropout and
+    whether the call is causal."""
+    segments = call.segments
+    return (
+        segments.cu_seqlens_q,
+        segments.cu_seqlens_k,
+        query_bound(segments),
+        segments.max_k,
+        _NO_DROPOUT,
+        segments.causal,
+    )
+
+
+def _options(call: KernelCall) -> dict[str, object]:
+    """Return the arguments that forward and backward share by name.
+
+    Asserts that the call has no softcap, which torch's operators do not take.
+    """
+    assert call.softcap is None, (
+        f"torch_varlen was called with a softcap of {call.softcap}, which it does not have"
+    )
+    before, after = window_sizes(call.segments)
+    return {"scale": call.scale, "window_size_left": before, "window_size_right": after}
 
 
 def active_implementation() -> str | None:
@@ -162,13 +139,6 @@ def active_implementation() -> str | None:
         return None
     active: str | None = ask()
     return active
-
-
-def _check_softcap(softcap: float | None) -> None:
-    """Assert that a call has no softcap, which torch's operators do not take."""
-    assert softcap is None, (
-        f"torch_varlen was called with a softcap of {softcap}, which it does not have"
-    )
 
 
 def _unknown(active: str | None) -> str:

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.kernels import Kernel, lse_dtype
+from hf_flexseq.kernels import Kernel, KernelCall, lse_dtype
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.layers import Reach, Scores
 from hf_flexseq.plan.shard import Slice
@@ -207,13 +207,11 @@ class Carried:
 
         Raises WrongOrder when the part is not the next one to go forward.
         """
-        kernel = self._carry.kernel
-        scale, softcap = scores
         part = cut.part
         self._store(part, k, v)
         read = cut.read(reach)
         k, v = self._keys(read.first, part.stop)
-        out, lse = kernel.forward(q, k, v, read.segments, scale=scale, softcap=softcap)
+        out, lse = self._carry.kernel.forward(KernelCall(q, k, v, read.segments, *scores))
         if self.is_over and not self.runs_again:
             self._carry.drop(self._key)
         return out, lse
@@ -240,14 +238,11 @@ class Carried:
             raise WrongOrder(
                 f"{self}: the backward of [{part.start}, {part.stop}) is not the next one"
             )
-        kernel = self._carry.kernel
-        scale, softcap = scores
         # 1. dq [tokens, heads, head_dim]; dk, dv [keys, kv_heads, head_dim]
         read = cut.read(reach)
         k, v = self._keys(read.first, part.stop)
-        dq, dk, dv = kernel.backward(
-            dout, q, k, v, out, lse, read.segments, scale=scale, softcap=softcap
-        )
+        call = KernelCall(q, k, v, read.segments, *scores)
+        dq, dk, dv = self._carry.kernel.backward(call, dout, out, lse)
         # 2. of the chunk's own keys, with what later chunks have left for them
         before = part.start - read.first  # keys of the prefix
         # A copy: what waits for its W must not hold the prefix's, too.

@@ -12,7 +12,7 @@ no part in a run calls it, too, and does nothing.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +21,7 @@ from hf_flexseq.cost.launches import EXCHANGES
 from hf_flexseq.cost.rings import RING_PASSES
 from hf_flexseq.distributed.all_to_all import all_to_all
 from hf_flexseq.distributed.communicator import Communicator, Transfers
-from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels import Kernel, KernelCall
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.layers import Reach
 from hf_flexseq.plan import MicroBatch
@@ -105,20 +105,18 @@ class KernelRun:
         reach: which keys the queries read."""
         self.kernel = kernel
         self.forwards = forwards
-        self.options: dict[str, Any] = {"scale": call.head_dim**-0.5, "softcap": call.softcap}
         lengths = [span.queries for span in reach.spans(0, tokens)]
-        self.segments = Segments(lengths, lengths, causal=True, device=device, window=reach.window)
-        self.q = torch.ones(tokens, call.query_heads, call.head_dim, dtype=dtype, device=device)
+        segments = Segments(lengths, lengths, causal=True, device=device, window=reach.window)
+        q = torch.ones(tokens, call.query_heads, call.head_dim, dtype=dtype, device=device)
         # The values are the keys, and the gradient of the output is the queries.
-        self.k = torch.ones(tokens, call.kv_heads, call.head_dim, dtype=dtype, device=device)
+        k = torch.ones(tokens, call.kv_heads, call.head_dim, dtype=dtype, device=device)
+        self.call = KernelCall(q, k, k, segments, call.head_dim**-0.5, call.softcap)
 
     def __call__(self) -> None:
         for _ in range(self.forwards):
             # [tokens, query_heads, head_dim] -> the same and lse [query_heads, tokens]
-            out, lse = self.kernel.forward(self.q, self.k, self.k, self.segments, **self.options)
-        self.kernel.backward(
-            self.q, self.q, self.k, self.k, out, lse, self.segments, **self.options
-        )
+            out, lse = self.kernel.forward(self.call)
+        self.kernel.backward(self.call, self.call.q, out, lse)
 
 
 class AllToAllRun:
@@ -247,37 +245,15 @@ class CountingKernel:
         self.backwards = 0
         self._kernel = kernel
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count the call and pass it on: q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D],
-        lse [H, Tq]."""
+    def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """Count the call and pass it on: -> out [Tq, H, D], lse [H, Tq]."""
         self.forwards += 1
-        return self._kernel.forward(q, k, v, segments, scale=scale, softcap=softcap)
+        return self._kernel.forward(call)
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float | None = None,
+        self, call: KernelCall, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Count the call and pass it on: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D],
         dk and dv [Tk, Hkv, D]."""
         self.backwards += 1
-        return self._kernel.backward(
-            dout, q, k, v, out, lse, segments, scale=scale, softcap=softcap
-        )
+        return self._kernel.backward(call, dout, out, lse)

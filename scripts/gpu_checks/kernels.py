@@ -20,7 +20,7 @@ import torch
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 from gpu_checks.report import Section, Setting, table, verdict
-from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels import Kernel, KernelCall
 from hf_flexseq.kernels.choose import CANDIDATES
 from hf_flexseq.kernels.guarantees import Calls
 from hf_flexseq.kernels.reference import Reference
@@ -193,8 +193,9 @@ def _run(
     softcap: float | None,
 ) -> tuple[torch.Tensor, ...]:
     """Return out, lse, dq, dk, dv of a kernel, in its shapes."""
-    out, lse = kernel.forward(q, k, v, segments, scale=SCALE, softcap=softcap)
-    gradients = kernel.backward(dout, q, k, v, out, lse, segments, scale=SCALE, softcap=softcap)
+    call = KernelCall(q, k, v, segments, SCALE, softcap)
+    out, lse = kernel.forward(call)
+    gradients = kernel.backward(call, dout, out, lse)
     return out, lse, *gradients
 
 
@@ -264,13 +265,12 @@ def _teraflops(kernel: Kernel, device: torch.device, pack: Pack) -> tuple[float,
     v = _normal((rows, TIMED_KV_HEADS, HEAD_DIM), make)
     lengths = [pack.tokens] * pack.sequences
     segments = Segments(lengths, lengths, causal=True, device=device)
-    out, lse = kernel.forward(q, k, v, segments, scale=SCALE)
+    call = KernelCall(q, k, v, segments, SCALE)
+    out, lse = kernel.forward(call)
     pairs = pack.sequences * pack.tokens * (pack.tokens + 1) / 2
     numbers = pairs * TIMED_HEADS * HEAD_DIM / 1e12
-    forward_s = median_s(lambda: kernel.forward(q, k, v, segments, scale=SCALE), device)
-    backward_s = median_s(
-        lambda: kernel.backward(dout, q, k, v, out, lse, segments, scale=SCALE), device
-    )
+    forward_s = median_s(lambda: kernel.forward(call), device)
+    backward_s = median_s(lambda: kernel.backward(call, dout, out, lse), device)
     return FORWARD_FLOPS * numbers / forward_s, BACKWARD_FLOPS * numbers / backward_s
 
 

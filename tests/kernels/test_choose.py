@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import attention
 
-from hf_flexseq.kernels import choose, flash_attn, flash_attn3, kinds
+from hf_flexseq.kernels import KernelCall, choose, flash_attn, flash_attn3, kinds
 from hf_flexseq.kernels.choose import choose_fused, choose_kernel, explain, guarantees
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.kinds import LayerCalls, choose_kernels
@@ -255,7 +255,7 @@ def test_an_implementation_activated_after_the_choice_is_not_called(hopper, acti
     segments = Segments([3], [3], causal=True, device=CPU)
     q = torch.zeros(3, 2, 8, dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match="FA4 is active in torch"):
-        kernel.forward(q, q, q, segments, scale=1.0)
+        kernel.forward(KernelCall(q, q, q, segments, 1.0))
 
 
 # ---- windows, softcaps and several kinds of layers
@@ -327,15 +327,13 @@ class Recorder:
         self.wide_gradients = wide_gradients
         self.seen = []
 
-    def forward(self, q, k, v, segments, *, scale, softcap=None):
-        self.seen.append(("forward", q.shape[2], segments.window, softcap))
-        return Reference().forward(q, k, v, segments, scale=scale, softcap=softcap)
+    def forward(self, call):
+        self.seen.append(("forward", call.q.shape[2], call.segments.window, call.softcap))
+        return Reference().forward(call)
 
-    def backward(self, dout, q, k, v, out, lse, segments, *, scale, softcap=None):
-        self.seen.append(("backward", q.shape[2], segments.window, softcap))
-        return Reference().backward(
-            dout, q, k, v, out, lse, segments, scale=scale, softcap=softcap
-        )
+    def backward(self, call, dout, out, lse):
+        self.seen.append(("backward", call.q.shape[2], call.segments.window, call.softcap))
+        return Reference().backward(call, dout, out, lse)
 
 
 def test_every_call_goes_to_the_kernel_of_its_kind(monkeypatch):
@@ -360,7 +358,7 @@ def test_every_call_goes_to_the_kernel_of_its_kind(monkeypatch):
     segments = Segments([1], [1], causal=True, device=CPU)
     q, k, v, _ = random_inputs(segments, (1, 1), head_dim=8)
     with pytest.raises(AssertionError, match="no kernel was chosen for calls of"):
-        kernel.forward(q, k, v, segments, scale=1.0)
+        kernel.forward(KernelCall(q, k, v, segments, 1.0))
 
 
 def test_kernels_whose_gradients_differ_in_dtype_do_not_go_together(monkeypatch):

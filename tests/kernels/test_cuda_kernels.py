@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn import attention
 
-from hf_flexseq.kernels import flash_attn
+from hf_flexseq.kernels import KernelCall, flash_attn
 from hf_flexseq.kernels.flash_attn import FlashAttn
 from hf_flexseq.kernels.flash_attn3 import FlashAttn3
 from hf_flexseq.kernels.reference import Reference
@@ -49,7 +49,7 @@ def flash2_forward(
         assert q.shape[0] == len(segments.q_lens), (
             "the path for decoding needs exactly one query per sequence"
         )
-    out, lse = Reference().forward(q, k, v, segments, scale=scale, softcap=softcap or None)
+    out, lse = Reference().forward(KernelCall(q, k, v, segments, scale, softcap or None))
     return out, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
@@ -57,7 +57,7 @@ def flash3_forward(
     q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, before=-1, after=-1, softcap=0.0
 ):
     segments = launched(q, k, cu_q, cu_k, max_q, max_k, causal, before, after)
-    return Reference().forward(q, k, v, segments, scale=scale, softcap=softcap or None)
+    return Reference().forward(KernelCall(q, k, v, segments, scale, softcap or None))
 
 
 def flash_backward(
@@ -68,8 +68,8 @@ def flash_backward(
     assert lse.dtype == torch.float32
     assert lse.is_contiguous()
     segments = launched(q, k, cu_q, cu_k, max_q, max_k, causal, before, after)
-    settings = {"scale": scale, "softcap": softcap or None}
-    return Reference().backward(dout, q, k, v, out, lse, segments, **settings)
+    call = KernelCall(q, k, v, segments, scale, softcap or None)
+    return Reference().backward(call, dout, out, lse)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from hf_flexseq.kernels import cpu_full
+from hf_flexseq.kernels import KernelCall, cpu_pieces
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
@@ -77,9 +77,9 @@ def dense_gradients(q, k, v, dout, segments, scale=SCALE):
 
 def run(kernel, q, k, v, dout, segments, softcap=None):
     """out, lse, dq, dk, dv"""
-    settings = {"scale": SCALE, "softcap": softcap}
-    out, lse = kernel.forward(q, k, v, segments, **settings)
-    return out, lse, *kernel.backward(dout, q, k, v, out, lse, segments, **settings)
+    call = KernelCall(q, k, v, segments, SCALE, softcap)
+    out, lse = kernel.forward(call)
+    return out, lse, *kernel.backward(call, dout, out, lse)
 
 
 def assert_close(got, want, tolerance=1e-12):
@@ -140,14 +140,14 @@ def test_a_sequence_alone_has_the_results_it_has_among_others(dtype, earlier):
 
 def test_the_results_of_a_sequence_alone_are_not_copied(monkeypatch):
     left = []
-    kernel = cpu_full.BACKWARD
+    kernel = cpu_pieces.BACKWARD
 
     def remembered(*inputs, **options):
         gradients = kernel(*inputs, **options)
         left.extend(gradient.data_ptr() for gradient in gradients)
         return gradients
 
-    monkeypatch.setattr(cpu_full, "BACKWARD", remembered)
+    monkeypatch.setattr(cpu_pieces, "BACKWARD", remembered)
     segments = Segments([40], [40], causal=True, device=CPU)
     gradients = run(CpuFlash(), *random_inputs(segments, (4, 2)), segments)[2:]
     assert [gradient.data_ptr() for gradient in gradients] == left
@@ -198,17 +198,13 @@ def test_blocks_with_merged_out_and_lse_sum_to_the_dense_gradient(kernel, heads,
         (slice(0, early), Segments([late], [early], causal=False, device=CPU)),
         (mine, Segments([late], [late], causal=True, device=CPU)),
     ]
-    out, lse = merge(
-        [kernel.forward(q[mine], k[keys], v[keys], s, scale=SCALE) for keys, s in blocks]
-    )
+    calls = [KernelCall(q[mine], k[keys], v[keys], s, SCALE) for keys, s in blocks]
+    out, lse = merge([kernel.forward(call) for call in calls])
     want_out, want_lse = dense(q, k, v, whole)
     assert_close(out, want_out[mine])
     assert_close(lse, want_lse[:, mine])
 
-    grads = [
-        kernel.backward(dout[mine], q[mine], k[x], v[x], out, lse, s, scale=SCALE)
-        for x, s in blocks
-    ]
+    grads = [kernel.backward(call, dout[mine], out, lse) for call in calls]
     dq, dk, dv = dense_gradients(q, k, v, dout, whole)
     assert_close(grads[0][0] + grads[1][0], dq[mine])
     assert_close(torch.cat([grads[0][1], grads[1][1]]), dk)

@@ -5,6 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import sequence_parallel_attention
+from hf_flexseq.kernels import KernelCall
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
@@ -59,8 +60,9 @@ def run_chunk(carry, slices, tensors, *, replayed=False, layer=0, **kind):
 def whole_attention(tensors, dout):
     q, k, v = (x.detach() for x in tensors)
     segments = Segments(LENGTHS, LENGTHS, causal=True, device=CPU)
-    out, lse = Reference().forward(q, k, v, segments, scale=8**-0.5)
-    return out, Reference().backward(dout, q, k, v, out, lse, segments, scale=8**-0.5)
+    call = KernelCall(q, k, v, segments, 8**-0.5)
+    out, lse = Reference().forward(call)
+    return out, Reference().backward(call, dout, out, lse)
 
 
 @pytest.mark.parametrize("kernel", [CpuFlash(), Reference()], ids=lambda k: k.name)

@@ -213,8 +213,8 @@ def test_a_timed_kernel_reads_what_the_layer_reads(reach: Reach, softcap: float 
     )
     run()
     pairs = 0
-    for length in run.segments.k_lens:
-        pairs += Reach(window=run.segments.window).pairs(length)
+    for length in run.call.segments.k_lens:
+        pairs += Reach(window=run.call.segments.window).pairs(length)
     assert pairs == reach.pairs(10)
 
 

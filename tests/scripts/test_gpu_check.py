@@ -100,8 +100,8 @@ def test_a_right_kernel_holds():
 
 def test_a_wrong_kernel_does_not(monkeypatch):
     class Wrong(CpuFlash):
-        def forward(self, *args, scale, softcap):
-            return super().forward(*args, scale=scale * 1.1, softcap=softcap)
+        def forward(self, call):
+            return super().forward(call._replace(scale=call.scale * 1.1))
 
     monkeypatch.setitem(CANDIDATES, "cpu", (Wrong(),))
     section = part("kernels").errors_of(CPU, part("kernels").SHORT_CASES)
