@@ -167,10 +167,10 @@ class Recording(Reference):
         self.windows: list[int | None] = []
         self.softcaps: list[float | None] = []
 
-    def forward(self, q, k, v, segments, **options):
-        self.windows.append(segments.window)
-        self.softcaps.append(options["softcap"])
-        return super().forward(q, k, v, segments, **options)
+    def forward(self, call):
+        self.windows.append(call.segments.window)
+        self.softcaps.append(call.softcap)
+        return super().forward(call)
 
 
 def test_a_copy_runs_windows_and_full_layers() -> None:
