@@ -5,7 +5,7 @@ Good enough to rank plans on a machine nobody has measured; a measured model is 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hf_flexseq.cost import PIECE_ROWS, CostModel
@@ -83,7 +83,7 @@ class HeadShape(NamedTuple):
 
 
 class Mixers(NamedTuple):
-    """What layers have beside attention, or instead of it."""
+    """Counts of recurrent and attention-free layers."""
 
     recurrent: tuple[tuple[int, str], ...] = ()
     """(layers, kind) of those that are recurrent."""
@@ -222,62 +222,46 @@ class DeviceSpec:
 # Achieved rates: about 45 % of the dense bf16 peak, 70 % of NVLink one way and of the memory's
 # (3.35 TB/s of an H100, 4.8 of an H200, 2.0 and 1.6 of the A100s), one 400 (A100: 200) Gb/s NIC
 # per rank.
+_H100 = DeviceSpec(
+    name="H100",
+    flops=4.4e14,
+    memory_bytes=79 * 2**30,
+    intra_bytes=3e11,
+    inter_bytes=4e10,
+    layer_s=5e-4,
+)
+_A100 = DeviceSpec(
+    name="A100-80GB",
+    flops=1.4e14,
+    memory_bytes=79 * 2**30,
+    memory_rate=1.4e12,
+    intra_bytes=2e11,
+    inter_bytes=2e10,
+    layer_s=5e-4,
+)
+_CPU = DeviceSpec(
+    name="CPU",
+    flops=3e10,
+    memory_bytes=4 * 2**30,
+    memory_rate=5e9,
+    scan_efficiency=1.0,
+    intra_bytes=1e9,
+    inter_bytes=1e8,
+    layer_s=1e-3,
+    transfer_s=3e-4,
+    launch_s=1e-5,
+    post_s=3e-4,
+    contact_s=0.0,  # gloo connects all ranks at the start
+    overlap=0.0,
+    own_nic=False,
+    piece_rows=PIECE_ROWS["cpu"],
+)
 DEVICES = {
-    device.name: device
-    for device in (
-        DeviceSpec(
-            name="H200",
-            flops=4.4e14,
-            memory_bytes=139 * 2**30,
-            memory_rate=3.4e12,
-            intra_bytes=3e11,
-            inter_bytes=4e10,
-            layer_s=5e-4,
-        ),
-        DeviceSpec(
-            name="H100",
-            flops=4.4e14,
-            memory_bytes=79 * 2**30,
-            intra_bytes=3e11,
-            inter_bytes=4e10,
-            layer_s=5e-4,
-        ),
-        DeviceSpec(
-            name="A100-80GB",
-            flops=1.4e14,
-            memory_bytes=79 * 2**30,
-            memory_rate=1.4e12,
-            intra_bytes=2e11,
-            inter_bytes=2e10,
-            layer_s=5e-4,
-        ),
-        DeviceSpec(
-            name="A100-40GB",
-            flops=1.4e14,
-            memory_bytes=39 * 2**30,
-            memory_rate=1.1e12,
-            intra_bytes=2e11,
-            inter_bytes=2e10,
-            layer_s=5e-4,
-        ),
-        DeviceSpec(
-            name="CPU",
-            flops=3e10,
-            memory_bytes=4 * 2**30,
-            memory_rate=5e9,
-            scan_efficiency=1.0,
-            intra_bytes=1e9,
-            inter_bytes=1e8,
-            layer_s=1e-3,
-            transfer_s=3e-4,
-            launch_s=1e-5,
-            post_s=3e-4,
-            contact_s=0.0,  # gloo connects all ranks at the start
-            overlap=0.0,
-            own_nic=False,
-            piece_rows=PIECE_ROWS["cpu"],
-        ),
-    )
+    "H200": replace(_H100, name="H200", memory_bytes=139 * 2**30, memory_rate=3.4e12),
+    "H100": _H100,
+    "A100-80GB": _A100,
+    "A100-40GB": replace(_A100, name="A100-40GB", memory_bytes=39 * 2**30, memory_rate=1.1e12),
+    "CPU": _CPU,
 }
 
 
@@ -303,35 +287,16 @@ def analytic_cost_model(
     """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage={zero_stage}: must be 0, 1, 2 or 3")
-    # 1. arithmetic
-    # 2 FLOPs a weight in the forward, 4 in the backward, 2 in the second forward
-    flops_per_weight = 8 if checkpointing else 6
-    active = shape.params if shape.active_params is None else shape.active_params
-    computed = active - shape.vocab * shape.hidden  # looking up embeddings is no arithmetic
-    # 2. transfers
     moved = shape.dtype_bytes  # bytes of one number
     # of q, k, v and the output: forward, again for the backward, gradients
     exchanges = 3.0 if checkpointing else 2.0
-    parameters_gathered = 0
-    if zero_stage == 3 and topology.world_size > replicas:
-        parameters_gathered = TRIPS * shape.params * shape.dtype_bytes
-    # 3. memory
-    state_bytes, sharded_bytes = _state_bytes(shape.params, zero_stage)
-    if topology.world_size > 1:
-        state_bytes += _halo_bytes(shape, checkpointing)
-        state_bytes += _summary_bytes(shape, topology.world_size)
-    token_bytes = _token_bytes(shape, checkpointing)
-    if chunked_loss:
-        state_bytes += float(FLOAT32_BYTES * shape.vocab * shape.hidden)
-    else:
-        # logits in the model's dtype, in float32, and their gradient
-        token_bytes += shape.vocab * (shape.dtype_bytes + 2 * FLOAT32_BYTES)
+    memory = _memory(shape, topology, checkpointing, chunked_loss, zero_stage)
+    parameters_s = _parameters_s(shape, device, topology, zero_stage, replicas)
     return CostModel(
         name=f"analytic-{device.name}",
         attention_s=shape.full_layers * _pair_flops(shape.heads_of(FULL)) / device.flops,
-        linear_s=computed * flops_per_weight / device.flops,
-        micro_batch_s=shape.layers * device.layer_s
-        + parameters_gathered / _bandwidth(device, topology, replicas),
+        linear_s=_linear_s(shape, device, checkpointing),
+        micro_batch_s=shape.layers * device.layer_s + parameters_s,
         group_s=_exchanging_layers(shape) * EXCHANGES * _beyond_post(device),
         all_to_all_bytes=moved * exchanges * (2 * shape.query_numbers + shape.kv_numbers),
         # keys and values in both directions, and their gradients
@@ -340,9 +305,9 @@ def analytic_cost_model(
         ring_overlap=device.overlap,
         bandwidths=_bandwidths(device, topology),
         heads=shape.heads,
-        token_bytes=token_bytes,
-        state_bytes=state_bytes,
-        sharded_state_bytes=sharded_bytes * replicas,
+        token_bytes=memory.token,
+        state_bytes=memory.state,
+        sharded_state_bytes=memory.sharded_state * replicas,
         budget_bytes=memory_fraction * device.memory_bytes,
         nics_per_node=topology.ranks_per_node if device.own_nic else 1,
         transfer_s=device.transfer_s,
@@ -356,6 +321,58 @@ def analytic_cost_model(
         recurrent=_recurrent(shape, device, checkpointing),
         attention_share=shape.attention_count / shape.layers,
     )
+
+
+class _MemoryBytes(NamedTuple):
+    """Bytes of memory by what they grow with."""
+
+    token: float
+    """Bytes per token."""
+    state: float
+    """Bytes on every rank."""
+    sharded_state: float
+    """Bytes of all ranks together."""
+
+
+def _memory(
+    shape: ModelShape,
+    topology: Topology,
+    checkpointing: bool,
+    chunked_loss: bool,
+    zero_stage: int,
+) -> _MemoryBytes:
+    """Return the bytes that activations and model state take. See `analytic_cost_model`."""
+    state, sharded = _state_bytes(shape.params, zero_stage)
+    token = _token_bytes(shape, checkpointing)
+    if topology.world_size > 1:
+        state += _halo_bytes(shape, checkpointing)
+        state += _summary_bytes(shape, topology.world_size)
+    if chunked_loss:
+        state += float(FLOAT32_BYTES * shape.vocab * shape.hidden)
+    else:
+        # logits in the model's dtype, in float32, and their gradient
+        token += shape.vocab * (shape.dtype_bytes + 2 * FLOAT32_BYTES)
+    return _MemoryBytes(token=token, state=state, sharded_state=sharded)
+
+
+def _linear_s(shape: ModelShape, device: DeviceSpec, checkpointing: bool) -> float:
+    """Return the seconds per token of linear layers, forward and backward."""
+    # 2 FLOPs a weight in the forward, 4 in the backward, 2 in the second forward
+    flops_per_weight = 8 if checkpointing else 6
+    active = shape.params if shape.active_params is None else shape.active_params
+    computed = active - shape.vocab * shape.hidden  # looking up embeddings is no arithmetic
+    return computed * flops_per_weight / device.flops
+
+
+def _parameters_s(
+    shape: ModelShape, device: DeviceSpec, topology: Topology, zero_stage: int, replicas: int
+) -> float:
+    """Return the seconds per micro-batch of gathering parameters and scattering gradients."""
+    if zero_stage < 3 or topology.world_size <= replicas:
+        return 0.0
+    spans_nodes = shards_span_nodes(topology, replicas)
+    speed = device.inter_bytes if spans_nodes else device.intra_bytes
+    return TRIPS * shape.params * shape.dtype_bytes / speed
 
 
 def _pair_flops(heads: HeadShape) -> float:
@@ -539,11 +556,6 @@ def _halo_bytes(shape: ModelShape, checkpointing: bool) -> float:
     if checkpointing:  # the backward fetches them again
         of_layers = sorted(of_layers)[-WHOLE_LAYERS:]
     return float(sum(of_layers))
-
-
-def _bandwidth(device: DeviceSpec, topology: Topology, replicas: int) -> float:
-    """Return the bytes/s of a collective over the ranks that share a replica."""
-    return device.inter_bytes if shards_span_nodes(topology, replicas) else device.intra_bytes
 
 
 def _bandwidths(device: DeviceSpec, topology: Topology) -> tuple[tuple[int, float], ...]:

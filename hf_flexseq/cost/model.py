@@ -96,20 +96,19 @@ LATER_CONSTANTS = (*HOST_CONSTANTS, "kinds", "recurrent", "attention_share")
 
 
 class Waits(NamedTuple):
-    """Nanoseconds of a group beside what its sequences take on the device."""
+    """Nanoseconds of a group besides those of its sequences on the device."""
 
     always: int
-    """Those that nothing hides."""
-    uncovered: int
-    """Those that hide under the attention and the transfers of the group, as far as these
-    last."""
+    """Nanoseconds that nothing hides."""
+    overlappable: int
+    """Nanoseconds that can overlap with attention and transfers of the group."""
 
     def beyond(self, cover: Int64Array) -> Int64Array:
         """Return the nanoseconds that groups take longer, [groups].
 
         cover: [groups] nanoseconds of their attention and transfers.
         """
-        return self.always + np.maximum(0, self.uncovered - cover)
+        return self.always + np.maximum(0, self.overlappable - cover)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,9 +26,9 @@ their gradients from its first B or I to its last. Checkpointed layers hold thei
 I.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -236,17 +236,10 @@ def chunk_costs(
     """
     if len(checkpointed) not in (0, len(cost.stages)):
         raise ValueError(
-            f"a plan of {len(checkpointed)} stages goes with no cost of {len(cost.stages)}"
+            f"the plan has {len(checkpointed)} stages, the cost {len(cost.stages)}: give the cost "
+            "of the plan's pipeline"
         )
-    # 1. the chunks as arrays, [chunks] each
-    tokens = np.array([shape.tokens for shape in shapes], dtype=np.float64)
-    pairs = np.array([shape.pairs for shape in shapes], dtype=np.float64)
-    cut = np.array([shape.cut for shape in shapes], dtype=np.float64)
-    length = np.array([shape.length for shape in shapes], dtype=np.float64)
-    reaches = {reach for stage in cost.stages for reach, _ in stage.near_ns}
-    near_pairs: dict[Reach, FloatArray] = {}  # [chunks] each
-    for reach in reaches:
-        near_pairs[reach] = np.array([shape.pairs_of(reach) for shape in shapes], dtype=np.float64)
+    chunks = _chunk_arrays(cost, shapes)
     costs = ChunkCosts(
         forward=[],
         input_grad=[],
@@ -254,37 +247,92 @@ def chunk_costs(
         held=[],
         owed=[],
         carried=[],
-        send=_whole(cost.send_ns * tokens),
+        send=_whole(cost.send_ns * chunks.tokens),
     )
     for index, stage in enumerate(cost.stages):
         share = np.zeros(len(shapes))  # of the layers that compute again
         if checkpointed:
-            share = np.array(checkpointed[index]) / stage.layers
-            if share.max(initial=0) > 1:
-                raise ValueError(
-                    f"stage {index} has {stage.layers} layers, of which "
-                    f"{max(checkpointed[index])} are checkpointed"
-                )
-        # 2. nanoseconds, [chunks] each
-        linear = stage.linear_ns * tokens
-        attention = stage.attention_ns * pairs
-        for reach, nanoseconds in stage.near_ns:
-            attention = attention + nanoseconds * near_pairs[reach]
-        body = linear + attention + stage.chunk_ns
-        again = share * (linear + attention)
-        backward = linear + ATTENTION_BACKWARD * attention + stage.chunk_ns
-        # The head's passes are all in F.
-        costs.forward.append(_whole(body + LINEAR_PASSES * stage.head_ns * tokens))
-        costs.input_grad.append(_whole(backward + again))
-        costs.weight_grad.append(_whole(linear + WEIGHT_CHUNK * stage.chunk_ns))
-        # 3. bytes, [chunks] each; keys and values of a cut sequence are carried, not held
-        whole = stage.token_bytes * tokens + stage.kv_bytes * (tokens - cut)
-        held = (1 - share) * whole + share * stage.input_bytes * tokens
-        owed = held if stage.owed_bytes is None else stage.owed_bytes * tokens
-        costs.held.append(_whole(held))
-        costs.owed.append(_whole(owed))
-        costs.carried.append(_whole(stage.kv_bytes * length))
+            share = _recomputed_share(stage, checkpointed[index], index)
+        _add_nanoseconds(costs, stage, chunks, share)
+        _add_bytes(costs, stage, chunks, share)
     return costs
+
+
+class _ChunkArrays(NamedTuple):
+    """The figures of `StageShape` as arrays, [chunks] each."""
+
+    tokens: FloatArray
+    pairs: FloatArray
+    cut: FloatArray
+    length: FloatArray
+    near_pairs: dict[Reach, FloatArray]
+    """(query, key) pairs of the layers of each reach."""
+
+
+def _chunk_arrays(cost: PipelineCost, shapes: Sequence[StageShape]) -> _ChunkArrays:
+    """Return the figures of all chunks."""
+    reaches = {reach for stage in cost.stages for reach, _ in stage.near_ns}
+    near_pairs = {}
+    for reach in reaches:
+        near_pairs[reach] = _floats(shape.pairs_of(reach) for shape in shapes)
+    return _ChunkArrays(
+        tokens=_floats(shape.tokens for shape in shapes),
+        pairs=_floats(shape.pairs for shape in shapes),
+        cut=_floats(shape.cut for shape in shapes),
+        length=_floats(shape.length for shape in shapes),
+        near_pairs=near_pairs,
+    )
+
+
+def _floats(values: Iterable[int]) -> FloatArray:
+    """Return one value for each chunk as an array, [chunks]."""
+    return np.fromiter(values, dtype=np.float64)
+
+
+def _recomputed_share(stage: StageCost, checkpointed: Sequence[int], index: int) -> FloatArray:
+    """Return the share of the stage's layers that compute again, [chunks].
+
+    checkpointed: [chunks] layers. Raises ValueError for more layers than stage `index` has.
+    """
+    if max(checkpointed, default=0) > stage.layers:
+        raise ValueError(
+            f"stage {index} has {stage.layers} layers, of which {max(checkpointed)} are "
+            "checkpointed"
+        )
+    return np.array(checkpointed) / stage.layers
+
+
+def _add_nanoseconds(
+    costs: ChunkCosts, stage: StageCost, chunks: _ChunkArrays, share: FloatArray
+) -> None:
+    """Add the nanoseconds of a stage. share: [chunks] of its layers that compute again."""
+    linear = stage.linear_ns * chunks.tokens
+    attention = stage.attention_ns * chunks.pairs
+    for reach, pair_ns in stage.near_ns:
+        attention = attention + pair_ns * chunks.near_pairs[reach]
+    forward = linear + attention + stage.chunk_ns
+    again = share * (linear + attention)
+    backward = linear + ATTENTION_BACKWARD * attention + stage.chunk_ns
+    # The head's passes are all in F.
+    costs.forward.append(_whole(forward + LINEAR_PASSES * stage.head_ns * chunks.tokens))
+    costs.input_grad.append(_whole(backward + again))
+    costs.weight_grad.append(_whole(linear + WEIGHT_CHUNK * stage.chunk_ns))
+
+
+def _add_bytes(
+    costs: ChunkCosts, stage: StageCost, chunks: _ChunkArrays, share: FloatArray
+) -> None:
+    """Add the bytes of a stage; keys and values of a cut sequence are carried, not held.
+
+    share: [chunks] of its layers that compute again.
+    """
+    tokens = chunks.tokens
+    whole = stage.token_bytes * tokens + stage.kv_bytes * (tokens - chunks.cut)
+    held = (1 - share) * whole + share * stage.input_bytes * tokens
+    owed = held if stage.owed_bytes is None else stage.owed_bytes * tokens
+    costs.held.append(_whole(held))
+    costs.owed.append(_whole(owed))
+    costs.carried.append(_whole(stage.kv_bytes * chunks.length))
 
 
 def _whole(values: FloatArray) -> list[int]:
