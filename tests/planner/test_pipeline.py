@@ -12,7 +12,7 @@ from hf_flexseq.cost.stages import ChunkCosts, PipelineCost, chunk_costs, shape_
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.pipeline import SCHEDULES, make_pipeline_plan
 from hf_flexseq.planner.pipeline.cuts import CUTS, TILE, UNEVEN, CutWork, cut, on_tiles
-from hf_flexseq.planner.pipeline.greedy import Manner, actions_of, play
+from hf_flexseq.planner.pipeline.greedy import Policy, actions_of, play
 from hf_flexseq.planner.pipeline.pack import chunked_units, first_fit, level_units, whole_units
 from hf_flexseq.planner.pipeline.replicas import make_step_plan
 from hf_flexseq.schedule.pipeline.check import check, check_memory
@@ -21,8 +21,8 @@ from pipelines import relaxed, stage_cost
 from planner.pipeline_exact import shortest
 from tests.budget import examples
 
-MANNERS = [
-    Manner(first=a, prompt=b, patience=c)
+POLICIES = [
+    Policy(first=a, w_first=b, w_delay=c)
     for a in ("turns", "I", "F")
     for b in (False, True)
     for c in (0, 1, 2)
@@ -205,13 +205,13 @@ def small_step(rng):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_manner_beats_the_exact_order(seed):
+def test_no_policy_beats_the_exact_order(seed):
     rng = random.Random(seed)
     for _ in range(10):
         sizes, costs, room = small_step(rng)
         best = shortest(sizes, costs, room)
-        for manner in MANNERS:
-            assert play(sizes, costs, room, manner).makespan >= best
+        for policy in POLICIES:
+            assert play(sizes, costs, room, policy).makespan >= best
 
 
 def test_auto_is_within_two_percent_of_the_exact_order():

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from hf_flexseq.cost.stages import WEIGHT_CHUNK, ChunkCosts, PipelineCost, StageShape, chunk_costs
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.pipeline.cuts import CutWork
-from hf_flexseq.planner.pipeline.greedy import Manner, Played, actions_of, play
+from hf_flexseq.planner.pipeline.greedy import Played, Policy, actions_of, play
 from hf_flexseq.planner.pipeline.pack import level_units
 from hf_flexseq.planner.pipeline.problem import (
     Answer,
@@ -43,13 +43,13 @@ from hf_flexseq.planner.pipeline.problem import (
 WINDOW = 1.5  # mean chunks per stage that may be in flight beside the largest unit
 MOST_CHUNKS = 1_000  # chunks of equal work that a step is cut into, at most
 MOST_ACTIONS = 20_000  # actions played in all trials of a step together
-OPTIONS = (1, 2)  # what is tried in place of an action: see `deviations` of `greedy.play`
+OPTIONS = (1, 2)  # what is tried instead of an action: see `deviations` of `greedy.play`
 
-TURNS = Manner()
-PROMPT = Manner(prompt=True)
-GRADIENTS = Manner(first="I")
-PATIENT = Manner(patience=1)
-FORWARDS = Manner(first="F", patience=2)
+TURNS = Policy()
+W_FIRST = Policy(w_first=True)
+I_FIRST = Policy(first="I")
+W_DELAYED = Policy(w_delay=1)
+F_FIRST = Policy(first="F", w_delay=2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,36 +66,36 @@ class _Way:
     """Mean chunks per stage for which room is kept beside a unit; of effect within a limit
     only."""
 
-    manner: Manner = TURNS
-    """The rule of the play. A prompt one is of effect within a limit only."""
+    policy: Policy = TURNS
+    """The rule of the play. `w_first` has an effect within a limit only."""
 
 
 WAYS = (  # the most useful first, since the count of actions may end the trials early
     _Way(),
-    _Way(factor=1.2, manner=GRADIENTS),
-    _Way(manner=PROMPT),
+    _Way(factor=1.2, policy=I_FIRST),
+    _Way(policy=W_FIRST),
     _Way(factor=1.4),
     _Way(spare=1),
     _Way(factor=0.75),
     _Way(factor=2.0),
-    _Way(factor=1.4, manner=PROMPT),
-    _Way(manner=GRADIENTS),
-    _Way(manner=PATIENT),
-    _Way(manner=FORWARDS),
-    _Way(factor=2.0, manner=PROMPT),
+    _Way(factor=1.4, policy=W_FIRST),
+    _Way(policy=I_FIRST),
+    _Way(policy=W_DELAYED),
+    _Way(policy=F_FIRST),
+    _Way(factor=2.0, policy=W_FIRST),
     _Way(front=0.4),
     _Way(factor=2.8),
-    _Way(factor=2.8, manner=PROMPT),
+    _Way(factor=2.8, policy=W_FIRST),
     _Way(factor=2.25),
-    _Way(factor=2.25, manner=PROMPT),
+    _Way(factor=2.25, policy=W_FIRST),
     _Way(factor=1.2),
-    _Way(factor=1.2, manner=PROMPT),
+    _Way(factor=1.2, policy=W_FIRST),
     _Way(factor=1.7),
-    _Way(factor=1.7, manner=PROMPT),
+    _Way(factor=1.7, policy=W_FIRST),
     _Way(factor=3.4),
-    _Way(factor=3.4, manner=PROMPT),
+    _Way(factor=3.4, policy=W_FIRST),
     _Way(factor=4.0),
-    _Way(factor=4.0, manner=PROMPT),
+    _Way(factor=4.0, policy=W_FIRST),
 )
 
 
@@ -158,7 +158,7 @@ def _candidates(task: Task) -> Iterator[tuple[_Way, list[Unit]]]:
     for way in WAYS:
         if task.chunks is not None and way.factor != 1.0:
             continue  # the number of chunks is given
-        if task.room is None and (way.spare or way.manner.prompt):
+        if task.room is None and (way.spare or way.policy.w_first):
             continue  # of no effect without a limit
         target = _target(task, work, way.factor)
         if target not in units_by_target:
@@ -214,13 +214,13 @@ def _trial(way: _Way, units: list[Unit], task: Task) -> _Trial:
     shapes = shapes_of(units, task.lengths)
     costs = chunk_costs(task.cost, shapes)
     room = _window(sizes, costs) if task.room is None else task.room
-    # bytes of each stage to be left free beside a unit
+    # per-stage memory headroom in bytes
     beside = [way.spare * task.stages * sum(held) // len(held) for held in costs.held]
     checkpointed: Layers = ()
     if _exceeds(sizes, costs, room, beside):
         checkpointed = _checkpointed(units, shapes, costs, task.cost, room, beside)
         costs = chunk_costs(task.cost, shapes, checkpointed)
-    played = play(sizes, costs, room, way.manner)
+    played = play(sizes, costs, room, way.policy)
     assert played is not None, "units that fit alone can be played"
     return _Trial(
         way=way,
@@ -306,7 +306,7 @@ def _polished(trials: Sequence[_Trial], actions_left: int) -> _Trial:
                     if actions_left < 0:
                         return best
                     tried = {**kept, number: option}
-                    played = play(trial.sizes, trial.costs, trial.room, trial.way.manner, tried)
+                    played = play(trial.sizes, trial.costs, trial.room, trial.way.policy, tried)
                     if played is not None and played.makespan < faster.makespan:
                         faster = played
                         deviations = tried

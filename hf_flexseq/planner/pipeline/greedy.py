@@ -18,7 +18,7 @@ One pass over the step, without a flush:
 5. In steps of very many chunks all backwards but the last ones are whole: bubbles are short there,
    and a plan must not take long.
 
-There are other `Manner`s, each the best at times, and single actions can be put off
+There are other `Policy`s, each the best at times, and single actions can be put off
 (`deviations`): the best order of few chunks is seldom what any rule gives.
 
 The slow, obvious twin, a search over all orders, is `tests/planner/pipeline_exact.py`.
@@ -28,7 +28,7 @@ Rejected as the only rule:
 * I before F: a unit's gradients come in a burst and its room is free too late, up to a quarter
   slower with equal sequences and Seq1F1B's memory.
 * F before I: 1 % slower.
-* A window of P - r - 1 + k chunks per sequence in place of bytes: half a percent slower at the
+* A window of P - r - 1 + k chunks per sequence instead of bytes: half a percent slower at the
   same peak.
 * Splitting only the last backwards: 1 % slower with 4 stages and ample room, 9 % with 8 and
   little. Earlier W's are what fills the gaps of a full memory.
@@ -58,18 +58,18 @@ F, B, I, W, NOTHING, WAIT = range(6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manner:
+class Policy:
     """A rule for choosing between actions that are ready."""
 
     first: str = "turns"
     """Which of I and F comes first when both are ready: "I", "F", or the one that did not come
     last ("turns")."""
 
-    prompt: bool = False
-    """Every W follows its I at once."""
+    w_first: bool = False
+    """True if every W follows its I at once."""
 
-    patience: int = 0
-    """No W begins when an I or F will be ready before this share of the W is done, in halves."""
+    w_delay: int = 0
+    """Half parts of a W: no W begins when an I or F will be ready before they are done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,164 +89,250 @@ class Played:
     """[stage][chunk] nanoseconds at which the W was done; 0 for backwards that were not split."""
 
 
+class _Stage:
+    """One stage during a play: the costs of its chunks, what it has done, and what it waits for.
+
+    Lists have one value for each chunk unless their comment says otherwise.
+    """
+
+    __slots__ = (
+        "activation_bytes",
+        "backwards_done",
+        "begun",
+        "ended",
+        "f_bytes",
+        "f_input_at",
+        "f_is_next",
+        "f_ns",
+        "forwards_done",
+        "free_at",
+        "gradient_at",
+        "held_bytes",
+        "i_frees",
+        "i_ns",
+        "may_split",
+        "memory_limit",
+        "number",
+        "order",
+        "split",
+        "w_ns",
+        "weight_grad_bytes",
+        "weights_done",
+    )
+
+    def __init__(self, number: int, sizes: Sequence[int], costs: ChunkCosts, limit: int) -> None:
+        count = sum(sizes)
+        self.number = number
+        # what is known of every chunk
+        self.f_ns = costs.forward[number]
+        self.i_ns = costs.input_grad[number]
+        self.w_ns = costs.weight_grad[number]
+        self.activation_bytes = costs.held[number]
+        self.weight_grad_bytes = costs.owed[number]
+        carried = costs.carried[number]
+        self.f_bytes, self.i_frees = _bytes_of_actions(sizes, self.activation_bytes, carried)
+        self.may_split = _may_split(sizes, self.weight_grad_bytes, self.activation_bytes)
+        self.memory_limit = limit - max(carried, default=0)
+        # what happens: when the inputs of F and I arrive, when backwards began and W's ended
+        self.f_input_at = [NEVER if number else 0] * count
+        self.gradient_at = [NEVER] * count
+        self.begun = [0] * count
+        self.ended = [0] * count
+        self.order: Order = []  # actions done
+        self.split: list[int] = []  # chunks in the order of their I's
+        self.forwards_done = 0
+        self.backwards_done = 0  # I's and B's
+        self.weights_done = 0
+        self.free_at = 0
+        self.held_bytes = 0
+        self.f_is_next = False  # True if an F comes before an I when both are ready
+
+    @property
+    def owes_w(self) -> bool:
+        """True if an I of the stage lacks its W."""
+        return self.weights_done < len(self.split)
+
+
+class _Play:
+    """A play of one step: stages, and events at which a stage may have work."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        costs: ChunkCosts,
+        memory_limit: Sequence[int],
+        policy: Policy,
+        deviations: Mapping[int, int],
+    ) -> None:
+        self.count = sum(sizes)
+        self.send_ns = costs.send
+        self.policy = policy
+        self.backward_order = _backward_order(sizes)  # the n-th backward -> its chunk
+        self.first_split = self.count - SPLIT_LAST if self.count > SPLIT_ALL else 0
+        self.f_after_i = policy.first != "I"
+        self.f_after_f = policy.first == "F"
+        self.stages = []
+        for number, limit in enumerate(memory_limit):
+            stage = _Stage(number, sizes, costs, limit)
+            stage.f_is_next = self.f_after_f
+            self.stages.append(stage)
+        self.deviations = dict(deviations)
+        self.actions = 0  # done so far, of all stages
+        self.events = [(0, stage.number) for stage in self.stages]  # (time, stage)
+
+    def run(self) -> Played | None:
+        """Run every action. See `play`."""
+        run_action = {F: self._forward, I: self._backward, W: self._weight_grad}
+        while self.events:
+            now, number = heappop(self.events)
+            stage = self.stages[number]
+            if now < stage.free_at:
+                continue  # at work: an event of its own follows when it is free
+            i_at, f_at = self._ready_times(stage)
+            kind = self._choice(stage, now, i_at, f_at)
+            if kind == NOTHING:
+                continue  # what a neighbour sends comes with an event
+            if kind == WAIT:
+                later = [at for at in (i_at, f_at) if now < at < NEVER]
+                if later:
+                    heappush(self.events, (min(later), number))
+                continue
+            self.actions += 1
+            stage.free_at = run_action[kind](stage, now)
+            heappush(self.events, (stage.free_at, number))
+        return self._played()
+
+    def _played(self) -> Played | None:
+        """Return the step; None if a stage has a backward or a weight gradient left to do."""
+        for stage in self.stages:
+            if stage.backwards_done < self.count or stage.owes_w:
+                return None
+        return Played(
+            makespan=max((stage.free_at for stage in self.stages), default=0),
+            orders=[stage.order for stage in self.stages],
+            begun=[stage.begun for stage in self.stages],
+            ended=[stage.ended for stage in self.stages],
+        )
+
+    # ---- choose
+
+    def _ready_times(self, stage: _Stage) -> tuple[int, int]:
+        """Return the nanoseconds from which on the next I and the next F of a stage are ready."""
+        i_at = NEVER
+        f_at = NEVER
+        if stage.backwards_done < self.count:
+            i_at = stage.gradient_at[self.backward_order[stage.backwards_done]]
+        next_f = stage.forwards_done
+        if next_f < self.count:
+            held_bytes = stage.held_bytes + stage.f_bytes[next_f]
+            if held_bytes <= stage.memory_limit:
+                f_at = stage.f_input_at[next_f]
+        return i_at, f_at
+
+    def _choice(self, stage: _Stage, now: int, i_at: int, f_at: int) -> int:
+        """Return the action that a stage does now, by the policy and its deviations."""
+        kind = self._most_urgent(stage, now, i_at, f_at)
+        if kind < NOTHING and self.actions in self.deviations:
+            option = self.deviations.pop(self.actions)
+            return _other(kind, option, i_at <= now, f_at <= now, stage.owes_w)
+        return kind
+
+    def _most_urgent(self, stage: _Stage, now: int, i_at: int, f_at: int) -> int:
+        """Return the action that the policy chooses, NOTHING or WAIT."""
+        owes_w = stage.weights_done < len(stage.split)
+        if owes_w and self.policy.w_first:
+            return W
+        if i_at <= now:
+            return F if f_at <= now and stage.f_is_next else I
+        if f_at <= now:
+            return F
+        if not owes_w:
+            return NOTHING
+        if self.policy.w_delay:
+            w_ns = stage.w_ns[stage.split[stage.weights_done]]
+            if min(i_at, f_at) < now + self.policy.w_delay * w_ns // 2:
+                return WAIT
+        return W
+
+    # ---- run
+
+    def _backward(self, stage: _Stage, now: int) -> int:
+        """Run I, or B where the backward stays whole. Return when it ends."""
+        number = stage.backwards_done
+        chunk = self.backward_order[number]
+        stop = now + stage.i_ns[chunk]
+        stage.backwards_done = number + 1
+        stage.f_is_next = self.f_after_i
+        stage.begun[chunk] = now
+        stage.held_bytes -= stage.i_frees[chunk] + stage.activation_bytes[chunk]
+        kind = I
+        if number >= self.first_split and stage.may_split[chunk]:
+            stage.held_bytes += stage.weight_grad_bytes[chunk]
+            stage.split.append(chunk)
+        else:
+            kind = B
+            stop += stage.w_ns[chunk]
+        stage.order.append(4 * chunk + kind)
+        if stage.number:
+            before = self.stages[stage.number - 1]
+            self._send(before, before.gradient_at, chunk, stop)
+        return stop
+
+    def _forward(self, stage: _Stage, now: int) -> int:
+        """Run F. Return when it ends; on the last stage its gradient is there then."""
+        chunk = stage.forwards_done
+        stop = now + stage.f_ns[chunk]
+        stage.forwards_done = chunk + 1
+        stage.f_is_next = self.f_after_f
+        stage.held_bytes += stage.f_bytes[chunk]
+        stage.order.append(4 * chunk + F)
+        if stage.number + 1 == len(self.stages):
+            stage.gradient_at[chunk] = stop
+        else:
+            after = self.stages[stage.number + 1]
+            self._send(after, after.f_input_at, chunk, stop)
+        return stop
+
+    def _weight_grad(self, stage: _Stage, now: int) -> int:
+        """Run W. Return when it ends."""
+        chunk = stage.split[stage.weights_done]
+        stop = now + stage.w_ns[chunk]
+        stage.weights_done += 1
+        stage.ended[chunk] = stop
+        stage.held_bytes -= stage.weight_grad_bytes[chunk]
+        stage.order.append(4 * chunk + W)
+        return stop
+
+    def _send(self, to: _Stage, inputs_at: list[int], chunk: int, stop: int) -> None:
+        """Note when a chunk that is done at `stop` arrives at a neighbour."""
+        arrival = stop + self.send_ns[chunk]
+        inputs_at[chunk] = arrival
+        if to.free_at <= arrival:
+            heappush(self.events, (arrival, to.number))
+
+
 def play(
     sizes: Sequence[int],
     costs: ChunkCosts,
-    room: Sequence[int],
-    manner: Manner = Manner(),
+    memory_limit: Sequence[int],
+    policy: Policy = Policy(),
     deviations: Mapping[int, int] | None = None,
 ) -> Played | None:
     """Play one step and return every stage's order and times.
 
     sizes: how many chunks each unit has
     costs: nanoseconds and bytes of every chunk on every stage
-    room: bytes of each stage
-    deviations: number of an action, counted over all stages -> what is done in its place: the
-        second most urgent action (1), the third (2), or nothing when there is none
+    memory_limit: bytes of each stage
+    deviations: number of an action, counted over all stages -> what is done instead: the second
+        most urgent action (1), the third (2), or nothing when there is none
 
     Returns None where a unit alone does not fit, or where a stage was made to wait for ever.
     """
-    # One loop over local lists: the planner runs it up to tens of thousands of times a step.
-    stages = len(costs.forward)
-    last_stage = stages - 1
-    count = sum(sizes)
-    prompt = manner.prompt
-    patience = manner.patience
-    f_after_i, f_after_f = {"turns": (True, False), "I": (False, False), "F": (True, True)}[
-        manner.first
-    ]
-
-    # ---- what is known of every chunk: [stage][chunk]
-    f_ns = costs.forward
-    i_ns = costs.input_grad
-    w_ns = costs.weight_grad
-    send_ns = costs.send
-    activations = costs.held
-    owed = costs.owed
-    f_takes, i_frees = _carried_bytes(sizes, costs)
-    may_split = _may_split(sizes, costs)
-    first_split = count - SPLIT_LAST if count > SPLIT_ALL else 0
-    backward_order = _backward_order(sizes)  # the n-th backward -> its chunk
-    limits = [
-        limit - max(carried, default=0) for limit, carried in zip(room, costs.carried, strict=True)
-    ]
-
-    # ---- what happens: [stage] or [stage][chunk]
-    f_input_at = [[NEVER if stage else 0] * count for stage in range(stages)]
-    gradient_at = [[NEVER] * count for _ in range(stages)]
-    forwards_done = [0] * stages
-    backwards_done = [0] * stages  # I's and B's
-    weights_done = [0] * stages
-    free_at = [0] * stages
-    held_bytes = [0] * stages
-    f_is_next = [f_after_f] * stages  # an F comes before an I when both are ready
-    split: list[list[int]] = [[] for _ in range(stages)]  # chunks in the order of their I's
-    begun = [[0] * count for _ in range(stages)]
-    ended = [[0] * count for _ in range(stages)]
-    orders: list[Order] = [[] for _ in range(stages)]
-    left_deviations = dict(deviations or {})
-    number = 0  # actions so far, of all stages
-    events = [(0, stage) for stage in range(stages)]  # (time, a stage that may have work then)
-
-    while events:
-        now, stage = heappop(events)
-        if now < free_at[stage]:
-            continue  # at work: an event of its own follows when it is free
-
-        # 1. what is due: from when on the next I and the next F are ready, and is a W owed?
-        next_i = backwards_done[stage]
-        next_f = forwards_done[stage]
-        i_at = NEVER
-        f_at = NEVER
-        if next_i < count:
-            i_at = gradient_at[stage][backward_order[next_i]]
-        if next_f < count and held_bytes[stage] + f_takes[stage][next_f] <= limits[stage]:
-            f_at = f_input_at[stage][next_f]
-        owes_w = weights_done[stage] < len(split[stage])
-
-        # 2. choose
-        if owes_w and prompt:
-            kind = W
-        elif i_at <= now:
-            kind = F if f_at <= now and f_is_next[stage] else I
-        elif f_at <= now:
-            kind = F
-        elif not owes_w:
-            kind = NOTHING
-        elif not patience:
-            kind = W
-        else:
-            next_w = split[stage][weights_done[stage]]
-            too_soon = now + patience * w_ns[stage][next_w] // 2
-            kind = W if min(i_at, f_at) >= too_soon else WAIT
-        if left_deviations and number in left_deviations and kind < NOTHING:
-            option = left_deviations.pop(number)
-            kind = _other(kind, option, i_at <= now, f_at <= now, owes_w)
-        if kind == NOTHING:
-            continue  # what a neighbour sends comes with an event
-        if kind == WAIT:
-            later = [at for at in (i_at, f_at) if now < at < NEVER]
-            if later:
-                heappush(events, (min(later), stage))
-            continue
-        number += 1
-
-        # 3. run I, or B where the backward stays whole
-        if kind == I:
-            chunk = backward_order[next_i]
-            stop = now + i_ns[stage][chunk]
-            backwards_done[stage] = next_i + 1
-            f_is_next[stage] = f_after_i
-            begun[stage][chunk] = now
-            held_bytes[stage] -= i_frees[stage][chunk] + activations[stage][chunk]
-            if next_i < first_split or not may_split[stage][chunk]:
-                kind = B
-                stop += w_ns[stage][chunk]
-            else:
-                held_bytes[stage] += owed[stage][chunk]
-                split[stage].append(chunk)
-            if stage > 0:
-                arrival = stop + send_ns[chunk]
-                gradient_at[stage - 1][chunk] = arrival
-                if free_at[stage - 1] <= arrival:
-                    heappush(events, (arrival, stage - 1))
-
-        # 4. run F; on the last stage its gradient is there when it is done
-        elif kind == F:
-            chunk = next_f
-            stop = now + f_ns[stage][chunk]
-            forwards_done[stage] = next_f + 1
-            f_is_next[stage] = f_after_f
-            held_bytes[stage] += f_takes[stage][chunk]
-            if stage == last_stage:
-                gradient_at[stage][chunk] = stop
-            else:
-                arrival = stop + send_ns[chunk]
-                f_input_at[stage + 1][chunk] = arrival
-                if free_at[stage + 1] <= arrival:
-                    heappush(events, (arrival, stage + 1))
-
-        # 5. run W
-        else:
-            chunk = split[stage][weights_done[stage]]
-            stop = now + w_ns[stage][chunk]
-            weights_done[stage] += 1
-            ended[stage][chunk] = stop
-            held_bytes[stage] -= owed[stage][chunk]
-
-        orders[stage].append(4 * chunk + kind)
-        free_at[stage] = stop
-        heappush(events, (stop, stage))
-
-    # Is a stage stuck, with a backward or a weight gradient left to do?
-    for stage in range(stages):
-        if backwards_done[stage] < count or weights_done[stage] < len(split[stage]):
-            return None
-    return Played(makespan=max(free_at, default=0), orders=orders, begun=begun, ended=ended)
+    return _Play(sizes, costs, memory_limit, policy, deviations or {}).run()
 
 
 def _other(kind: int, option: int, i_ready: bool, f_ready: bool, w_ready: bool) -> int:
-    """Return what a stage does in place of `kind`: the option-th other action that is ready, or
+    """Return what a stage does instead of `kind`: the option-th other action that is ready, or
     WAIT."""
     others = []
     if i_ready and kind != I:
@@ -270,35 +356,31 @@ def _backward_order(sizes: Sequence[int]) -> list[int]:
     return order
 
 
-def _may_split(sizes: Sequence[int], costs: ChunkCosts) -> list[list[bool]]:
-    """Return [stage][chunk] whether the chunks of its unit hold no more from I to W than before
-    the I."""
-    table = []
-    for owed, held in zip(costs.owed, costs.held, strict=True):
-        row: list[bool] = []
-        for size in sizes:
-            first = len(row)
-            row += [owed[first] <= held[first]] * size
-        table.append(row)
-    return table
+def _may_split(
+    sizes: Sequence[int], weight_grad_bytes: Sequence[int], activation_bytes: Sequence[int]
+) -> list[bool]:
+    """Return [chunk] True if the chunks of its unit hold no more from I to W than before the
+    I."""
+    row: list[bool] = []
+    for size in sizes:
+        first = len(row)
+        row += [weight_grad_bytes[first] <= activation_bytes[first]] * size
+    return row
 
 
-def _carried_bytes(
-    sizes: Sequence[int], costs: ChunkCosts
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Return [stage][chunk] the bytes that an F takes, and those that an I gives back beside the
-    activations.
+def _bytes_of_actions(
+    sizes: Sequence[int], activation_bytes: Sequence[int], carried: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return [chunk] the bytes that an F takes, and those that an I frees besides the activations.
 
     Keys and values of a cut sequence come with its first chunk's F and go with that chunk's I.
     """
-    f_takes = [list(held) for held in costs.held]
-    i_frees = [[0] * len(held) for held in costs.held]
-    first_chunks = list(accumulate(sizes, initial=0))[:-1]
-    for stage, carried in enumerate(costs.carried):
-        for chunk in first_chunks:
-            f_takes[stage][chunk] += carried[chunk]
-            i_frees[stage][chunk] = carried[chunk]
-    return f_takes, i_frees
+    f_bytes = list(activation_bytes)
+    i_frees = [0] * len(activation_bytes)
+    for chunk in list(accumulate(sizes, initial=0))[:-1]:
+        f_bytes[chunk] += carried[chunk]
+        i_frees[chunk] = carried[chunk]
+    return f_bytes, i_frees
 
 
 def actions_of(
