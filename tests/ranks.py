@@ -2,6 +2,7 @@
 
     run_threads    ranks are threads of this process, on the transport that holds them to all rules
     run_ranks      ranks are forked processes, one thread each, over gloo
+    run_cases      the same for several cases, as most of a short job is its start
 
 The function gets its rank and the number of ranks, and connects to the others by `join`. Forking
 costs a fifth of a second where spawning costs ten. The parent must not have touched CUDA.
@@ -100,6 +101,28 @@ def run_ranks(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def run_cases(function: Any, world_size: int, cases: Any, **options: Any) -> list[list[Any]]:
+    """`function(rank, world_size, *case)` for each of `cases` on the same forked ranks; the
+    results by case, then by rank. options: those of `run_ranks`."""
+    by_rank = run_ranks(_each_case, world_size, function, list(cases), **options)
+    return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def _each_case(rank: int, world_size: int, function: Any, cases: list[tuple[Any, ...]]) -> Any:
+    environment = dict(os.environ)
+    results = []
+    for case in cases:
+        torch.manual_seed(0)
+        results.append(function(rank, world_size, *case))
+        # the next case finds the process as the first one did
+        os.environ.clear()
+        os.environ.update(environment)
+        state = sys.modules.get("accelerate.state")
+        if state is not None:
+            state.AcceleratorState._reset_state(True)
+    return results
 
 
 def be_silent() -> None:

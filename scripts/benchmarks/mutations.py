@@ -2,8 +2,8 @@
 
     python scripts/benchmarks/mutations.py --count 20000
 
-Files that hf_flexseq reads (plans, traces, plans of pipelines, cost models, lengths in every
-format) and arguments are mutated: bits flip, keys go, types change, numbers become huge, negative
+Files that hf_flexseq reads (plans, traces, plans of pipelines, cost models, lengths) and arguments
+are mutated: bits flip, keys go, types change, numbers become huge, negative
 or NaN, values nest deep, files are cut, joined, or replaced by pickles that would leave a mark.
 The commands run on them in this process. Every mutation follows from a seed and its index.
 
@@ -14,7 +14,6 @@ check. Nobody's pickle runs, and nothing takes 10 seconds or a gigabyte.
 
 import contextlib
 import copy
-import gzip
 import io
 import json
 import math
@@ -114,27 +113,6 @@ def lengths_text(kind: str) -> str:
         return "".join(f"{length}\n" for length in LENGTHS)
     rows = [{"length": length, "input_ids": [1] * (length % 50)} for length in LENGTHS]
     return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def parquet_bytes() -> bytes:
-    """Return lengths and token ids as a Parquet file."""
-    import pyarrow
-    import pyarrow.parquet
-
-    columns = {"length": list(LENGTHS), "input_ids": [[1] * (n % 50) for n in LENGTHS]}
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table(columns), buffer)
-    return buffer.getvalue()
-
-
-def dataset_files(folder: Path) -> dict[str, bytes]:
-    """Return the files of a saved dataset, by name."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    saved = datasets.Dataset.from_dict({"length": list(LENGTHS)})
-    saved.save_to_disk(folder / "dataset")
-    return {path.name: path.read_bytes() for path in (folder / "dataset").iterdir()}
 
 
 # ---- mutations of values
@@ -250,7 +228,6 @@ class Maker:
 
     folder: Path
     originals: dict[str, bytes] = field(init=False)
-    dataset: dict[str, bytes] = field(init=False)
     mark: Path = field(init=False)
     """File that no pickle may make."""
 
@@ -264,9 +241,7 @@ class Maker:
             "lengths list": lengths_text("list").encode(),
             "lengths lines": lengths_text("lines").encode(),
             "lengths rows": lengths_text("rows").encode(),
-            "lengths parquet": parquet_bytes(),
         }
-        self.dataset = dataset_files(self.folder)
 
     def case(self, index: int, seed: int) -> Case:
         """Return case `index`, with its file written."""
@@ -276,46 +251,18 @@ class Maker:
             return Case(kind, mutated_arguments(rng, self.folder))
         if kind == "FlexSeqArguments":
             return Case(kind, [], options=mutated_options(rng))
-        if kind == "saved dataset":
-            return Case(kind, ["plan", "--lengths", str(self._dataset(rng)), *MACHINE, *CAP])
-        original = self.originals[kind.removesuffix(" gz")]
-        data = self._mutated(original, kind, rng)
-        suffix = ".parquet" if kind == "lengths parquet" else ".json"
-        if kind.endswith(" gz"):
-            data = self._packed(data, rng)
-            suffix = ".json.gz"
-        path = self.folder / f"input{suffix}"
-        path.write_bytes(data)
+        path = self.folder / "input.json"
+        path.write_bytes(self._mutated(self.originals[kind], kind, rng))
         return self._command(kind, str(path), rng)
 
     def _mutated(self, original: bytes, kind: str, rng: random.Random) -> bytes:
         """Return a mutated file: its values where it is JSON, or its bytes."""
-        if kind in ("lengths parquet", "lengths lines") or rng.random() < 0.4:
+        if kind == "lengths lines" or rng.random() < 0.4:
             return mutated_bytes(original, rng, self.mark)
         lines = original.splitlines()
         at = rng.randrange(len(lines))
         lines[at] = json_text(mutated_value(json.loads(lines[at]), rng))
         return b"\n".join(lines)
-
-    def _packed(self, data: bytes, rng: random.Random) -> bytes:
-        """Return a gzipped file, which may be broken or far larger than it looks."""
-        if rng.random() < 0.01:
-            data = rng.choice((b"0", b"[1,", b"1\n")) * (40 << 20)
-        packed = gzip.compress(data, 1)
-        return mutated_bytes(packed, rng, self.mark) if rng.random() < 0.3 else packed
-
-    def _dataset(self, rng: random.Random) -> Path:
-        """Return the folder of a saved dataset of which one file is mutated."""
-        folder = self.folder / "input"
-        folder.mkdir(exist_ok=True)
-        chosen = rng.choice(sorted(self.dataset))
-        for name, data in self.dataset.items():
-            if name == chosen and name.endswith(".json") and rng.random() < 0.5:
-                data = json_text(mutated_value(json.loads(data), rng))
-            elif name == chosen:
-                data = mutated_bytes(data, rng, self.mark)
-            (folder / name).write_bytes(data)
-        return folder
 
     def _command(self, kind: str, path: str, rng: random.Random) -> Case:
         """Return a command that reads the file at `path`."""
@@ -345,62 +292,16 @@ class Maker:
 
 
 KINDS = (
-    "plan",
-    "trace",
-    "pipeline plan",
-    "cost model",
-    "lengths list",
-    "lengths lines",
-    "lengths rows",
-    "lengths rows gz",
-    "lengths parquet",
-    "plan",
-    "trace gz",
-    "pipeline plan",
-    "cost model",
-    "arguments",
-    "FlexSeqArguments",
-    "saved dataset",
+    *("plan", "pipeline plan", "cost model") * 2,
+    *("trace", "lengths list", "lengths lines", "lengths rows", "arguments", "FlexSeqArguments"),
 )
 
 # Values of an argument on the command line.
 WORDS = (
-    *(
-        "",
-        "0",
-        "-1",
-        "8",
-        "x",
-        "nan",
-        "1e9",
-        "9" * 30,
-        "9" * 6000,
-        "\x1b[31m",
-        "2x4",
-        "0x0",
-        "1x1",
-    ),
-    *(
-        "100000x8",
-        "999999999x999999999",
-        "-",
-        "/dev/zero",
-        "/",
-        "/dev/null",
-        "a\nb",
-        "no/such",
-        "\uff12",
-    ),
-    *(
-        "\u202e",
-        "auto",
-        "static",
-        "zigzag",
-        "llama-3.1-8b-h200",
-        "flexsp-gpt-7b-a100",
-        "=",
-        "--help",
-    ),
+    *("0", "-1", "8", "x", "nan", "1e9", "2x4", "0x0", "1x1", "100000x8", "999999999x999999999"),
+    *("-", "=", "/", "--help", "/dev/zero", "/dev/null", "no/such"),
+    *("auto", "static", "zigzag", "llama-3.1-8b-h200"),
+    *("", "9" * 30, "9" * 6000, "\x1b[31m", "a\nb", "\uff12", "\u202e"),
 )
 
 
@@ -414,16 +315,7 @@ def mutated_arguments(rng: random.Random, folder: Path) -> list[str]:
     argv = rng.choice(
         (
             ["plan", "--lengths", str(lengths), *MACHINE, *CAP, "--sequences-per-step", "5"],
-            [
-                "plan",
-                "--lengths",
-                str(lengths),
-                *MACHINE,
-                "--planner",
-                "static",
-                "--sp-degree",
-                "8",
-            ],
+            ["plan", "--lengths", str(lengths), *MACHINE, "--planner", "static"],
             ["simulate", str(plan), *MACHINE, "--sync", "free"],
             ["view", str(plan), *MACHINE, "--step", "0"],
         )

@@ -9,7 +9,7 @@ from torch import nn
 from hf_flexseq import FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.hf.model.buckets import early_buckets
 from tests.hf.tiny import tiny_llama
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 
 MIB = 2**20
 
@@ -28,9 +28,10 @@ def bucket_mib(rank, world_size, chosen):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("chosen, wanted", [(None, 3), (25, 3), (7, 7)])
-def test_a_small_model_has_several_buckets_unless_the_user_chose(chosen, wanted):
-    assert run_ranks(bucket_mib, 2, chosen) == [(wanted, chosen)] * 2
+def test_a_small_model_has_several_buckets_unless_the_user_chose():
+    chosen = (None, 25, 7)
+    by_case = run_cases(bucket_mib, 2, [(size,) for size in chosen])
+    assert by_case == [[(3, None)] * 2, [(3, 25)] * 2, [(7, 7)] * 2]
 
 
 def test_a_large_model_keeps_the_default_and_frozen_weights_do_not_count():

@@ -11,7 +11,7 @@ from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from tests.hf.tiny import tiny_llama
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 
 pytestmark = pytest.mark.processes
 
@@ -57,9 +57,7 @@ def seen_by_attention(rank, world_size, checkpointing):
     return forwards, len(replayed)
 
 
-def test_the_context_arrives_as_itself_through_fsdp2_in_bfloat16():
-    assert run_ranks(seen_by_attention, 2, False) == [(4, 0), (4, 0)]
-
-
-def test_the_context_arrives_as_itself_in_the_replay():
-    assert run_ranks(seen_by_attention, 2, True) == [(4, 4), (4, 4)]
+def test_the_context_arrives_as_itself_through_fsdp2_in_bfloat16_and_in_the_replay():
+    once, replayed = run_cases(seen_by_attention, 2, [(False,), (True,)])
+    assert once == [(4, 0), (4, 0)]
+    assert replayed == [(4, 4), (4, 4)]

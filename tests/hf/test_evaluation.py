@@ -7,7 +7,7 @@ from torch.utils.data import IterableDataset
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from tests.hf.tiny import documents, reference_loss, tiny_llama
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 
 pytestmark = pytest.mark.processes
 
@@ -67,16 +67,13 @@ CASES = {
 }
 
 
-def evaluate_cases(rank, world_size, folder):
-    return [evaluate(rank, world_size, folder, *case) for case in CASES[world_size]]
-
-
 @pytest.mark.parametrize("world_size", CASES)
 def test_evaluation_loss_is_the_token_mean(tmp_path, world_size):
     with torch.no_grad():
         wanted = float(reference_loss(tiny_llama(), documents(LENGTHS)))
-    for of_rank in run_ranks(evaluate_cases, world_size, tmp_path, seconds=120):
-        for before, after, reference in of_rank:
+    cases = [(tmp_path, *case) for case in CASES[world_size]]
+    for by_rank in run_cases(evaluate, world_size, cases, seconds=120):
+        for before, after, reference in by_rank:
             assert before == pytest.approx(wanted, rel=1e-10)
             assert after == pytest.approx(reference, rel=1e-10)
             assert after != pytest.approx(before, rel=1e-4)
@@ -96,10 +93,10 @@ def evaluate_then_train(rank, world_size, folder, first, bf16):
     return {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_evaluating_first_does_not_change_training(tmp_path, bf16):
-    with_evaluation = run_ranks(evaluate_then_train, 2, tmp_path, True, bf16)
-    without = run_ranks(evaluate_then_train, 2, tmp_path, False, bf16)
-    for name, wanted in without[0].items():
-        for found in (*with_evaluation, without[1]):
-            assert (found[name] == wanted).all(), name
+def test_evaluating_first_does_not_change_training(tmp_path):
+    cases = [(tmp_path, first, bf16) for bf16 in (False, True) for first in (True, False)]
+    results = run_cases(evaluate_then_train, 2, cases, seconds=120)
+    for with_evaluation, without in (results[:2], results[2:]):
+        for name, wanted in without[0].items():
+            for found in (*with_evaluation, without[1]):
+                assert (found[name] == wanted).all(), name

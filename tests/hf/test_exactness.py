@@ -81,7 +81,7 @@ def gradients_under_random_plans(
 
 def with_and_without_checkpointing(rank, world_size, sharding):
     """What `gradients_under_random_plans` does, first without checkpointing and then with it."""
-    plans = {False: 20 if sharding == "ddp" else 6, True: 6}
+    plans = {False: 10 if sharding == "ddp" else 4, True: 4}
     return [
         gradients_under_random_plans(
             rank, world_size, sharding, checkpointing, torch.float64, count

@@ -33,7 +33,7 @@ from tests.hf.tiny import (
     tiny_llama,
     torch_norm,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -164,37 +164,40 @@ def steps_under(rank, world_size, folder, config, policies, each_batch):
 ORDER = ["both", "plain", "keeps parameters", "reduces once", "plain", "both"]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "config"),
-    [
-        (2, {}),
-        (2, {"fsdp_size": 2}),
-        (4, {"fsdp_size": 2, "dp_replicate_size": 2}),
-    ],
-    ids=["by hand", "fsdp", "hsdp"],
-)
-def test_each_policy_is_exact_and_moves_what_it_says(tmp_path, world_size, config):
+def assert_policies_move_what_they_say(results, units, is_hybrid):
+    """results: what `steps_under` has found on a rank, of ORDER."""
+    for name, (micro_batches, collectives, errors) in zip(ORDER, results, strict=True):
+        policy = POLICIES[name]
+        # the unit of norm and head stays gathered from forward to backward
+        gathers = (2 * units - 1) * micro_batches if policy.regathers else units
+        scatters = units * (micro_batches if policy.reduces_each else 1)
+        assert collectives[GATHER] == gathers, name
+        assert collectives[SCATTER] == scatters, name
+        assert collectives.get(ALL_REDUCE, 0) == units * is_hybrid, name
+        assert errors["loss"] < 1e-12
+        assert errors["gradients"] < 1e-10
+
+
+def test_each_policy_is_exact_and_moves_what_it_says(tmp_path):
     tiny_llama().save_pretrained(tmp_path)
-    is_hybrid = "dp_replicate_size" in config
-    units = UNITS["transformers" if config else "by hand"]
-    for results in run_ranks(steps_under, world_size, tmp_path, config, ORDER, False, seconds=120):
-        for name, (micro_batches, collectives, errors) in zip(ORDER, results, strict=True):
-            policy = POLICIES[name]
-            # the unit of norm and head stays gathered from forward to backward
-            gathers = (2 * units - 1) * micro_batches if policy.regathers else units
-            scatters = units * (micro_batches if policy.reduces_each else 1)
-            assert collectives[GATHER] == gathers, name
-            assert collectives[SCATTER] == scatters, name
-            assert collectives.get(ALL_REDUCE, 0) == units * is_hybrid, name
-            assert errors["loss"] < 1e-12
-            assert errors["gradients"] < 1e-10
+    cases = [(tmp_path, config, ORDER, False) for config in ({}, {"fsdp_size": 2})]
+    by_hand, by_transformers = run_cases(steps_under, 2, cases, seconds=120)
+    for results in by_hand:
+        assert_policies_move_what_they_say(results, UNITS["by hand"], is_hybrid=False)
+    for results in by_transformers:
+        assert_policies_move_what_they_say(results, UNITS["transformers"], is_hybrid=False)
 
 
-def test_sync_each_batch_reduces_in_every_micro_batch_over_replicas_too(tmp_path):
+def test_each_policy_is_exact_over_replicas_and_so_is_sync_each_batch(tmp_path):
     tiny_llama().save_pretrained(tmp_path)
     config = {"fsdp_size": 2, "dp_replicate_size": 2}
+    cases = [(tmp_path, config, ORDER, False), (tmp_path, config, ["plain"], True)]
+    by_policy, each_batch = run_cases(steps_under, 4, cases, seconds=120)
     units = UNITS["transformers"]
-    for results in run_ranks(steps_under, 4, tmp_path, config, ["plain"], True, seconds=120):
+    for results in by_policy:
+        assert_policies_move_what_they_say(results, units, is_hybrid=True)
+    # every micro-batch is reduced, over replicas, too
+    for results in each_batch:
         for micro_batches, collectives, errors in results:
             assert collectives[GATHER] == (2 * units - 1) * micro_batches
             assert collectives[SCATTER] == units * micro_batches
@@ -220,29 +223,29 @@ def found_facts(rank, world_size, folder, config):
     )
 
 
-@pytest.mark.parametrize(
-    ("config", "copies", "itemsize"),
-    [
-        ({"fsdp_size": 4}, 1, 8),
-        ({"fsdp_size": 2, "dp_replicate_size": 2}, 2, 8),
-        ({"fsdp_size": 2, "dp_replicate_size": 2, "fsdp_mixed_precision": True}, 2, 2),
-    ],
+FOUND = (  # configuration, replicas, bytes of an element when gathered
+    ({"fsdp_size": 4}, 1, 8),
+    ({"fsdp_size": 2, "dp_replicate_size": 2}, 2, 8),
+    ({"fsdp_size": 2, "dp_replicate_size": 2, "fsdp_mixed_precision": True}, 2, 2),
 )
-def test_replicas_and_bytes_are_read_from_the_model(tmp_path, config, copies, itemsize):
+
+
+def test_replicas_and_bytes_are_read_from_the_model(tmp_path):
     plain = tiny_llama()
     plain.save_pretrained(tmp_path)
     elements = sum(parameter.numel() for parameter in plain.parameters())
-    by_rank = run_ranks(found_facts, 4, tmp_path, config)
-    assert len({rank[-1] for rank in by_rank}) == 1
-    for found_copies, sharded, found_itemsize, trained, cost, figures in by_rank:
-        assert (found_copies, sharded, found_itemsize) == (copies, True, itemsize)
-        assert trained == elements
-        assert cost.sharded_state_bytes == 16 * elements * copies
-        assert figures.parameter_bytes == itemsize * elements
-        assert figures.gradient_bytes == 8 * elements
-        state_bytes = cost.state_bytes + 16 * elements * copies / 4
-        assert figures.free_bytes == pytest.approx(cost.budget_bytes - state_bytes)
-        assert 0 < 3 * figures.trip_s < cost.micro_batch_s
+    by_case = run_cases(found_facts, 4, [(tmp_path, config) for config, _, _ in FOUND])
+    for (_, copies, itemsize), by_rank in zip(FOUND, by_case, strict=True):
+        assert len({rank[-1] for rank in by_rank}) == 1
+        for found_copies, sharded, found_itemsize, trained, cost, figures in by_rank:
+            assert (found_copies, sharded, found_itemsize) == (copies, True, itemsize)
+            assert trained == elements
+            assert cost.sharded_state_bytes == 16 * elements * copies
+            assert figures.parameter_bytes == itemsize * elements
+            assert figures.gradient_bytes == 8 * elements
+            state_bytes = cost.state_bytes + 16 * elements * copies / 4
+            assert figures.free_bytes == pytest.approx(cost.budget_bytes - state_bytes)
+            assert 0 < 3 * figures.trip_s < cost.micro_batch_s
 
 
 def without_choice(rank, world_size, folder):

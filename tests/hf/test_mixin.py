@@ -31,7 +31,7 @@ from tests.hf.test_trainer import (
     update_error,
 )
 from tests.hf.tiny import VOCAB, tiny_llama
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 
 
 class FlexSeqSFTTrainer(FlexSeqMixin, SFTTrainer):
@@ -171,14 +171,11 @@ def bf16_sft_run(rank, world_size, folder, evaluates_first):
 
 @pytest.mark.processes
 def test_evaluating_first_in_bf16_keeps_the_head_of_the_sft_trainer(tmp_path):
-    with_evaluation = run_ranks(bf16_sft_run, 2, tmp_path, True, seconds=120)
-    without = run_ranks(bf16_sft_run, 2, tmp_path, False, seconds=120)
+    cases = [(tmp_path, True), (tmp_path, False)]
+    with_evaluation, without = run_cases(bf16_sft_run, 2, cases, seconds=120)
     for name, wanted in without[0].items():
         for found in (*with_evaluation, without[1]):
             assert (found[name] == wanted).all(), name
-
-
-# ---- constructors in front of which the mixin may stand
 
 
 # ---- what a collator has
@@ -350,8 +347,8 @@ class SamplesTrainer(FlexSeqTrainer):
 @pytest.mark.parametrize(
     "cls, message",
     [
-        (MeansTrainer, "support MeansTrainer: its loss is not a sum over tokens"),
-        (SamplesTrainer, "support SamplesTrainer: it makes samples while it trains"),
+        (MeansTrainer, "support the loss of MeansTrainer: it is not divided by the tokens"),
+        (SamplesTrainer, "support samples made in SamplesTrainer: it makes samples"),
     ],
 )
 def test_losses_of_unknown_trainers_are_refused_when_they_are_made(tmp_path, cls, message):

@@ -15,6 +15,7 @@ from hf_flexseq.hf.losses import _AT_HOME
 from hf_flexseq.hf.objectives.reference import adapter_off, adapter_state
 from hf_flexseq.hf.objectives.trainers import _OF_TRAINERS
 from hf_flexseq.steps.calls import Call
+from tests.budget import others_nightly
 from tests.hf.objectives import (
     BOUNDS,
     METRICS_BOUND,
@@ -39,14 +40,16 @@ CASES = {
     "dpo, accumulated": Case(kind="dpo", accumulation=2, settings={"loss_type": "ipo"}),
     # the last step ends an epoch that does not fill it: KTO's loss leaves out who has repeats
     "kto": Case(kind="kto", accumulation=2, rows=21, evaluates=True),
-    "reward": Case(kind="reward", settings={"center_rewards_coefficient": 0.1}),
-    "reward with margins": Case(
-        kind="reward", evaluates=True, columns={"margin": [0.0, 0.5, 1.25]}
+    "reward": Case(
+        kind="reward",
+        evaluates=True,
+        settings={"center_rewards_coefficient": 0.1},
+        columns={"margin": [0.0, 0.5, 1.25]},
     ),
-    "grpo": Case(kind="grpo", evaluates=True),
-    "grpo with entropy": Case(
+    "grpo": Case(
         kind="grpo",
         accumulation=2,
+        evaluates=True,
         settings={"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 5.0,
                   "entropy_coef_delta": 0.05, "top_entropy_quantile": 0.5},
     ),
@@ -96,7 +99,7 @@ def losses(rank, world_size, folder, kind, killed, resume):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+@pytest.mark.parametrize("kind", others_nightly(["dpo", "grpo"], tried=["grpo"]))
 def test_a_killed_run_resumes_with_the_same_losses(tmp_path, kind):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):

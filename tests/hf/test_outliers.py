@@ -16,7 +16,7 @@ from hf_flexseq import (
 )
 from tests.hf.test_trainer import training_arguments
 from tests.hf.tiny import documents, noting_figures, tiny_llama
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -48,6 +48,8 @@ def train_on_outlier(rank, world_size, folder, longest, cap, streamed=False):
         batch=1,
         accumulation=1,
         max_tokens_per_rank=cap,
+        max_steps=5,
+        cost_model="estimate",
         train_sampling_strategy="sequential",
     )
     data = Stream(examples) if streamed else examples
@@ -60,15 +62,14 @@ def train_on_outlier(rank, world_size, folder, longest, cap, streamed=False):
     return steps[0], counter.calls
 
 
-def test_an_outlier_is_split(tmp_path):
-    for first, calls in run_ranks(train_on_outlier, 2, tmp_path, 101, 51):
+def test_an_outlier_is_split_and_one_that_fits_nowhere_is_refused_before_any_compute(tmp_path):
+    """Refused before training, or of a stream at its step."""
+    cases = [(tmp_path, 101, 51), (tmp_path, 103, 51), (tmp_path, 103, 51, True)]
+    split, *refused = run_cases(train_on_outlier, 2, cases)
+    for first, calls in split:
         assert first["groups_of_2"] >= 1
-        assert calls >= 10
-
-
-@pytest.mark.parametrize("streamed", [False, True], ids=["before training", "at its step"])
-def test_what_fits_nowhere_is_refused_on_every_rank_before_any_compute(tmp_path, streamed):
-    for message, calls in run_ranks(train_on_outlier, 2, tmp_path, 103, 51, streamed):
+        assert calls >= 5
+    for message, calls in [of_rank for by_rank in refused for of_rank in by_rank]:
         assert calls == 0
         for part in ("103 tokens", "max_tokens_per_rank=51", "raise max_tokens_per_rank to 52"):
             assert part in message.lower()

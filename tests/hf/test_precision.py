@@ -20,6 +20,7 @@ def bf16_run(rank, world_size, folder):
         "optim": "sgd",
         "bf16": True,
         "learning_rate": 0.1,
+        "max_steps": 5,
     }
     model = tiny_llama(torch.float32)
     if world_size == 1:
@@ -28,7 +29,7 @@ def bf16_run(rank, world_size, folder):
     else:
         args = training_arguments(FlexSeqConfig, folder, **common, **OPTIONS)
         trainer = FlexSeqTrainer(
-            model=model, args=args, train_dataset=dataset(), eval_dataset=dataset()
+            model=model, args=args, train_dataset=dataset(), eval_dataset=dataset(8)
         )
         trainer.evaluate()  # wraps the model for autocast, and must leave no trace of it
     trainer.train()

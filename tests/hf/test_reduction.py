@@ -32,7 +32,7 @@ from tests.hf.tiny import (
     relative_errors,
     tiny_llama,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -73,46 +73,42 @@ def gradients_by_step(rank, world_size, is_ordered, plans, frozen=(), **ddp):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(
-    "ddp",
-    [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}],
-    ids=["plain", "find unused", "bucket views"],
-)
-def test_gradients_equal_one_process_whatever_micro_batches_ranks_run(world_size, ddp):
+def test_gradients_equal_one_process_whatever_micro_batches_ranks_run(world_size):
     _, wanted = reference_gradients(tiny_llama(torch.float64), documents(LENGTHS))
-    by_rank = run_ranks(_gradients_with, world_size, ddp)
-    for steps in zip(*by_rank, strict=True):
-        assert len({indices[-1] for _, indices in steps}) > 1, "all ranks end together"
-        for gradients, _ in steps:
-            found = {name: torch.as_tensor(g) for name, g in gradients.items()}
-            assert max(relative_errors(found, wanted).values()) < 1e-10
+    cases = [({},), ({"find_unused_parameters": True},), ({"gradient_as_bucket_view": True},)]
+    for by_rank in run_cases(_gradients_with, world_size, cases):
+        for steps in zip(*by_rank, strict=True):
+            assert len({indices[-1] for _, indices in steps}) > 1, "all ranks end together"
+            for gradients, _ in steps:
+                found = {name: torch.as_tensor(g) for name, g in gradients.items()}
+                assert max(relative_errors(found, wanted).values()) < 1e-10
 
 
 def _gradients_with(rank, world_size, ddp):
-    return gradients_by_step(rank, world_size, True, 5, **ddp)
+    return gradients_by_step(rank, world_size, True, 3, **ddp)
 
 
 def both_ways(rank, world_size, options):
-    ordered = gradients_by_step(rank, world_size, True, 4, **options)
-    return ordered, gradients_by_step(rank, world_size, False, 4, **options)
+    ordered = gradients_by_step(rank, world_size, True, 3, **options)
+    return ordered, gradients_by_step(rank, world_size, False, 3, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"frozen": ("mlp", "embed_tokens")},
-        {"frozen": ("layers.0",), "find_unused_parameters": True},
-        {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01},
-    ],
-    ids=["frozen", "frozen and unused", "small buckets"],
+FROZEN_OR_SMALL = (
+    {"frozen": ("mlp", "embed_tokens")},
+    {"frozen": ("layers.0",), "find_unused_parameters": True},
+    {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01},
 )
-def test_gradients_equal_ddps_own(options):
-    for ours, ddps in run_ranks(both_ways, 3, options):
-        for (found, indices), (wanted, same_indices) in zip(ours, ddps, strict=True):
-            assert indices == same_indices
-            assert found.keys() == wanted.keys()
-            for name, gradient in wanted.items():
-                assert found[name] == pytest.approx(gradient, rel=1e-10, abs=1e-13), name
+
+
+def test_gradients_equal_ddps_own():
+    cases = [(options,) for options in FROZEN_OR_SMALL]
+    for by_rank in run_cases(both_ways, 3, cases):
+        for ours, ddps in by_rank:
+            for (found, indices), (wanted, same_indices) in zip(ours, ddps, strict=True):
+                assert indices == same_indices
+                assert found.keys() == wanted.keys()
+                for name, gradient in wanted.items():
+                    assert found[name] == pytest.approx(gradient, rel=1e-10, abs=1e-13), name
 
 
 # ---- DDP alone
@@ -159,14 +155,13 @@ def _number(gradient):
 
 
 def test_a_parameter_that_no_rank_has_used_keeps_no_gradient():
-    ours = run_ranks(branches, 2, True, True)
-    assert ours == run_ranks(branches, 2, False, True)
+    cases = [(True, True), (False, True), (True, False)]
+    ours, ddps, without_finding = run_cases(branches, 2, cases)
+    assert ours == ddps
     first = ours[0][0]
     assert first == {"always": (3 + 1 + 2) / 2, "sometimes": 2 / 2, "never": None}
-
-
-def test_without_find_unused_parameters_it_counts_as_zero():
-    for gradients in run_ranks(branches, 2, True, False):
+    # without find_unused_parameters it counts as zero
+    for gradients in without_finding:
         assert gradients[0] == {"always": 3.0, "sometimes": 1.0, "never": 0.0}
 
 
@@ -239,18 +234,9 @@ def trainer_in_order(rank, world_size, *args):
         return flexseq_run(rank, world_size, "subclass", *args)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "accumulation", "optim"),
-    [(2, 3, "sgd"), (4, 1, "adamw_torch")],
-)
-def test_ten_steps_equal_the_plain_trainer(tmp_path, world_size, accumulation, optim):
-    before, wanted, history = plain_run(
-        tmp_path, batch=2 * world_size * accumulation, optim=optim, loss=float64_loss
-    )
-    results = run_ranks(
-        trainer_in_order, world_size, tmp_path, 2, accumulation, optim, seconds=120
-    )
-    for found, log in results:
+def test_ten_steps_equal_the_plain_trainer(tmp_path):
+    before, wanted, history = plain_run(tmp_path, batch=12, optim="sgd", loss=float64_loss)
+    for found, log in run_ranks(trainer_in_order, 2, tmp_path, 2, 3, "sgd", seconds=120):
         assert update_error(before, wanted, found) < 1e-8
         assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-6)
         assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-8)

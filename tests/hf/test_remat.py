@@ -29,7 +29,7 @@ from hf_flexseq.profiler.runs import CountingKernel
 from tests.hf.test_exactness import whole
 from tests.hf.test_trainer import OPTIONS, dataset, training_arguments
 from tests.hf.tiny import VOCAB, tiny_llama
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 
 CPU = torch.device("cpu")
 LENGTHS = (13, 7, 9)
@@ -184,6 +184,7 @@ def trainer_run(rank, world_size, folder, remat, checkpointing=True):
         batch=2,
         accumulation=1,
         optim="sgd",
+        max_steps=3,
         gradient_checkpointing=checkpointing,
         attention_remat=remat,
         **OPTIONS,
@@ -196,8 +197,8 @@ def trainer_run(rank, world_size, folder, remat, checkpointing=True):
 
 @pytest.mark.processes
 def test_a_trainer_keeps_attention_unless_told_otherwise(tmp_path):
-    kept, again = (run_ranks(trainer_run, 2, tmp_path, remat) for remat in (True, False))
-    plain = run_ranks(trainer_run, 2, tmp_path, True, False)
+    cases = [(tmp_path, True), (tmp_path, False), (tmp_path, True, False)]
+    kept, again, plain = run_cases(trainer_run, 2, cases)
     for (once, *_, weights), (twice, *_, wanted), (forwards, *_) in zip(
         kept, again, plain, strict=True
     ):

@@ -61,7 +61,7 @@ def kill_within(module, name):
     setattr(module, name, killed)
 
 
-def losses(rank, world_size, folder, kind, killed, resume, batch=2, rows=30, **options):
+def losses(rank, world_size, folder, kind, killed, resume, batch=2, rows=18, **options):
     """Of every step. killed: "at a step" or "while saving"; None for not at all."""
     if kind == "zero3":
         deepspeed.init_distributed("gloo")

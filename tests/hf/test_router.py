@@ -235,6 +235,7 @@ def mixture32():
     return mixture().float()
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_zero_3_equals_the_plain_trainer(tmp_path):
     steps = 5

@@ -27,7 +27,7 @@ from tests.hf.test_trainer import (
     update_error,
 )
 from tests.hf.tiny import noting_figures, tiny_llama
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 
 pytestmark = pytest.mark.processes
 
@@ -79,20 +79,27 @@ def zero_run(
     return weights, log, trainer.model_wrapped.global_steps
 
 
-@pytest.mark.parametrize(
-    ("stage", "accumulation", "checkpointing"), [(2, 1, False), (3, 3, False), (3, 1, True)]
-)
-def test_zero_equals_the_plain_trainer(tmp_path, stage, accumulation, checkpointing):
-    before, wanted, history = plain_run(
-        tmp_path, batch=4 * accumulation, dtype=torch.float32, learning_rate=LEARNING_RATE
-    )
-    for found, log, steps in run_ranks(
-        zero_run, 2, tmp_path, stage, accumulation, checkpointing, seconds=120
-    ):
-        assert steps == STEPS
-        assert update_error(before, wanted, found) < 2e-6
-        assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-5)
-        assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-4)
+ZERO_RUNS = ((2, 1, False), (3, 3, False), (3, 1, True))  # stage, accumulation, checkpointing
+
+
+def test_zero_equals_the_plain_trainer(tmp_path):
+    cases = [(tmp_path, *run) for run in ZERO_RUNS]
+    by_case = run_cases(zero_run, 2, cases, seconds=150)
+    for (_, accumulation, _), results in zip(ZERO_RUNS, by_case, strict=True):
+        before, wanted, history = plain_float32_run(tmp_path, batch=4 * accumulation)
+        for found, log, steps in results:
+            assert steps == STEPS
+            assert_equal_to_plain(found, log, before, wanted, history)
+
+
+def plain_float32_run(folder, batch):
+    return plain_run(folder, batch=batch, dtype=torch.float32, learning_rate=LEARNING_RATE)
+
+
+def assert_equal_to_plain(found, log, before, wanted, history):
+    assert update_error(before, wanted, found) < 2e-6
+    assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-5)
+    assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-4)
 
 
 def fsdp2_run(rank, world_size, folder, checkpointing, config, accumulation, cost_model):
@@ -133,45 +140,31 @@ class CountedUpdates(TrainerCallback):
 
 
 HSDP = {"fsdp_size": 2, "dp_replicate_size": 2}
+# By number of ranks: configuration, accumulation, checkpointing, whether memory is scarce.
+FSDP2_RUNS = {
+    2: [({"fsdp_size": 2}, 3, False, False), ({"fsdp_size": 2}, 2, True, True)],
+    4: [(HSDP, 2, True, False)],
+}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "config", "accumulation", "checkpointing", "memory"),
-    [
-        (2, {"fsdp_size": 2}, 3, False, "of this machine"),
-        (2, {"fsdp_size": 2}, 2, True, "none to spare"),
-        (4, HSDP, 2, True, "of this machine"),
-    ],
-)
-def test_fsdp2_equals_the_plain_trainer(
-    tmp_path, world_size, config, accumulation, checkpointing, memory
-):
+@pytest.mark.parametrize("world_size", FSDP2_RUNS)
+def test_fsdp2_equals_the_plain_trainer(tmp_path, world_size):
     tiny_llama(torch.float32).save_pretrained(tmp_path / "model")
-    cost_model = "estimate"
-    if memory == "none to spare":
-        cost_model = str(tmp_path / "cost.json")
-        replace(PRESETS["llama-3.1-8b-h200"], budget_bytes=1.0).save(cost_model)
-    before, wanted, history = plain_run(
-        tmp_path,
-        batch=world_size * accumulation,
-        dtype=torch.float32,
-        learning_rate=LEARNING_RATE,
-    )
-    for found, log, updates, policies in run_ranks(
-        fsdp2_run,
-        world_size,
-        tmp_path,
-        checkpointing,
-        config,
-        accumulation,
-        cost_model,
-        seconds=120,
+    scarce = str(tmp_path / "cost.json")
+    replace(PRESETS["llama-3.1-8b-h200"], budget_bytes=1.0).save(scarce)
+    cases = []
+    for config, accumulation, checkpointing, is_scarce in FSDP2_RUNS[world_size]:
+        cost_model = scarce if is_scarce else "estimate"
+        cases.append((tmp_path, checkpointing, config, accumulation, cost_model))
+    by_case = run_cases(fsdp2_run, world_size, cases, seconds=150)
+    for (_, accumulation, _, is_scarce), results in zip(
+        FSDP2_RUNS[world_size], by_case, strict=True
     ):
-        assert updates == STEPS
-        if memory == "none to spare":
-            assert policies == {PLAIN}
-        else:
-            assert FsdpPolicy(reduces_each=False, regathers=False) in policies
-        assert update_error(before, wanted, found) < 2e-6
-        assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-5)
-        assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-4)
+        before, wanted, history = plain_float32_run(tmp_path, batch=world_size * accumulation)
+        for found, log, updates, policies in results:
+            assert updates == STEPS
+            if is_scarce:
+                assert policies == {PLAIN}
+            else:
+                assert FsdpPolicy(reduces_each=False, regathers=False) in policies
+            assert_equal_to_plain(found, log, before, wanted, history)

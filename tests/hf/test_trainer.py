@@ -16,7 +16,7 @@ from hf_flexseq import (
     FlexSeqTrainer,
 )
 from tests.hf.tiny import VOCAB, documents, noting_figures, tiny_llama
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 
 STEPS = 10
 OPTIONS = {"max_tokens_per_rank": 40, "lookahead": 2, "cost_model": "estimate"}
@@ -135,28 +135,28 @@ def logged(history, key):
     return [entry[key] for entry in history if key in entry]
 
 
+# By number of ranks: how, accumulation, optimizer.
+RUNS = {
+    2: [("subclass", 1, "sgd"), ("subclass", 3, "adamw_torch"), ("callback", 3, "sgd")],
+    3: [("subclass", 3, "sgd")],
+    4: [("callback", 1, "adamw_torch")],
+}
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("how", "world_size", "accumulation", "optim"),
-    [
-        ("subclass", 2, 1, "sgd"),
-        ("subclass", 3, 3, "sgd"),
-        ("subclass", 2, 3, "adamw_torch"),
-        ("callback", 2, 3, "sgd"),
-        ("callback", 4, 1, "adamw_torch"),
-    ],
-)
-def test_ten_steps_equal_the_plain_trainer(tmp_path, how, world_size, accumulation, optim):
-    before, wanted, history = plain_run(
-        tmp_path, batch=2 * world_size * accumulation, optim=optim, loss=float64_loss
-    )
-    results = run_ranks(
-        flexseq_run, world_size, how, tmp_path, 2, accumulation, optim, seconds=120
-    )
-    for found, log in results:
-        assert update_error(before, wanted, found) < 1e-8
-        assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-6)
-        assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-8)
+@pytest.mark.parametrize("world_size", RUNS)
+def test_ten_steps_equal_the_plain_trainer(tmp_path, world_size):
+    runs = RUNS[world_size]
+    cases = [(how, tmp_path, 2, accumulation, optim) for how, accumulation, optim in runs]
+    by_case = run_cases(flexseq_run, world_size, cases, seconds=150)
+    for (_, accumulation, optim), results in zip(runs, by_case, strict=True):
+        before, wanted, history = plain_run(
+            tmp_path, batch=2 * world_size * accumulation, optim=optim, loss=float64_loss
+        )
+        for found, log in results:
+            assert update_error(before, wanted, found) < 1e-8
+            for key, rel in (("loss", 1e-6), ("grad_norm", 1e-8)):
+                assert logged(log, key) == pytest.approx(logged(history, key), rel=rel), key
 
 
 def plain_run_of_a_rank(rank, world_size, folder, size):
@@ -176,15 +176,14 @@ def test_the_last_partial_step_holds_the_plain_trainers_samples(tmp_path):
     repeats, in a step of fewer batches than the others."""
     before, wanted, history = run_ranks(plain_run_of_a_rank, 2, tmp_path, 49)[0]
     before, wanted = ({n: torch.as_tensor(p) for n, p in x.items()} for x in (before, wanted))
-    for found, log in run_ranks(flexseq_run, 2, "subclass", tmp_path, 2, 3, "sgd", 49):
+    cases = [("subclass", tmp_path, 2, 3, "sgd", 49), ("subclass", tmp_path, 2, 1, "sgd")]
+    of_part, of_whole_steps = run_cases(flexseq_run, 2, cases)
+    for found, log in of_part:
         assert update_error(before, wanted, found) < 1e-8
         assert logged(log, "epoch") == logged(history, "epoch")
-
-
-@pytest.mark.processes
-def test_stock_float32_loss_differs_by_its_rounding_only(tmp_path):
+    # the stock loss in float32 differs by its rounding only
     before, wanted, _ = plain_run(tmp_path, batch=4)
-    for found, _ in run_ranks(flexseq_run, 2, "subclass", tmp_path, 2, 1, "sgd"):
+    for found, _ in of_whole_steps:
         assert update_error(before, wanted, found) < 2e-6
 
 

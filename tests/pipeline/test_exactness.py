@@ -118,7 +118,7 @@ def loss_error(loss, wanted, communicator):
         pytest.param(run_threads, 3, 1, marks=pytest.mark.slow),
         pytest.param(run_threads, 4, 1, marks=pytest.mark.slow),
         pytest.param(run_threads, 4, 2, marks=pytest.mark.slow),
-        pytest.param(run_ranks, 4, 2, marks=pytest.mark.processes),
+        pytest.param(run_ranks, 4, 2, marks=[pytest.mark.processes, pytest.mark.nightly]),
     ],
 )
 def test_gradients_equal_one_process(start, world_size, degree):
