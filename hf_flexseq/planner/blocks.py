@@ -46,22 +46,12 @@ class Blocks:
     first: Int64Array
     """[B] Index in `ranks` of the block's first rank."""
 
-    def index(self, start: int, stop: int) -> int:
-        """Return the index of the block of ranks [start, stop)."""
-        return int(np.flatnonzero((self.start == start) & (self.stop == stop))[0])
-
 
 def blocks_of(topology: Topology) -> Blocks:
     """Return the blocks of `topology`."""
-    if topology.world_size <= ALL_RANGES:
-        ranges = _all_ranges(topology)
-    else:
-        ranges = tree_ranges(topology)
-    ordered = sorted(ranges, key=lambda block: (block[1] - block[0], block))
+    ordered = sorted(_ranges(topology), key=lambda block: (block[1] - block[0], block))
     # 1. shapes
-    block_shapes = []
-    for first, behind in ordered:
-        block_shapes.append((behind - first, topology.spans_nodes(first, behind)))
+    block_shapes = [_shape(block, topology) for block in ordered]
     shapes = sorted(set(block_shapes))
     # 2. how any two blocks lie to each other, [B, B] each
     start, stop = np.array(ordered, dtype=np.int64).T.copy()  # [B] each
@@ -88,18 +78,22 @@ def blocks_of(topology: Topology) -> Blocks:
     )
 
 
-def cuts(start: int, stop: int, topology: Topology) -> list[int]:
-    """Return the ranks at which the block [start, stop) divides into two blocks.
+def shapes_of_ranges(topology: Topology) -> set[tuple[int, bool]]:
+    """Return the (degree, spans nodes) of all blocks of `topology`."""
+    return {_shape(block, topology) for block in _ranges(topology)}
 
-    Of two cuts that give the same two shapes only the first is returned.
-    """
-    if stop - start == 1:
-        return []
-    if topology.world_size > ALL_RANGES:
-        return [_middle(start, stop, topology)]
-    unit = _unit(start, stop, topology)
-    units = (stop - start) // unit
-    return [start + count * unit for count in range(1, units // 2 + 1)]
+
+def _shape(block: tuple[int, int], topology: Topology) -> tuple[int, bool]:
+    """Return the degree of a block (start, stop), and whether it spans nodes."""
+    start, stop = block
+    return stop - start, topology.spans_nodes(start, stop)
+
+
+def _ranges(topology: Topology) -> set[tuple[int, int]]:
+    """Return (start, stop) of every block."""
+    if topology.world_size <= ALL_RANGES:
+        return _all_ranges(topology)
+    return tree_ranges(topology)
 
 
 def tree_ranges(topology: Topology) -> set[tuple[int, int]]:

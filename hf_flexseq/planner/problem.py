@@ -38,15 +38,10 @@ class Problem:
     """[K, S] Nanoseconds of a sequence; NEVER where it does not fit."""
     needs: Int64Array
     """[K, S] Tokens per rank of a sequence; NEVER where it does not fit."""
-    first_fit: Int64Array
-    """[K] Index of the narrowest block that a sequence fits; no narrower one has memory for it."""
     strategies: tuple[str, ...]
     """Names of the strategies that groups of two ranks and more may use."""
     cheapest: Int64Array
     """[K, S] Index in `strategies` of the cheapest one."""
-    latency: Int64Array
-    """[S] Nanoseconds that any group takes beside its sequences, where they are not charged for
-    it."""
     least_area: Int64Array
     """[K] Cheapest device-nanoseconds of a sequence."""
     constant: int
@@ -74,15 +69,14 @@ def make_problem(
     strategy: str,
     cap: int,
     sync: str,
-    charged: bool = False,
+    charged: bool = True,
 ) -> Problem:
     """Return the tables of some sequences.
 
     lengths: tokens of every sequence, by sequence id. strategy: what groups of two ranks and more
-    may use. cap: most tokens of a rank in a micro-batch. charged: whether what a group waits
-    for counts in the time of each of its sequences, as if each were alone in its group. It is paid
-    once a group: that is too much for groups of several, and otherwise most searches count too
-    little.
+    may use. cap: most tokens of a rank in a micro-batch. charged: True if what a group waits for
+    counts in the time of each of its sequences, as if each were alone in its group. That is too
+    much for groups of several sequences, and otherwise the table has too little.
     """
     # 1. the sequences, [K] each
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -102,7 +96,6 @@ def make_problem(
     # 3. where each fits, [K, S]
     fits = (needs <= cap) & (times < NEVER)
     times = np.where(fits, times, NEVER)
-    latency = np.array([least_wait_ns(cost, shape, strategy) for shape in blocks.shapes])
     area = np.where(fits, times * np.where(fits, degrees, 1), NEVER)
     return Problem(
         topology=topology,
@@ -113,10 +106,8 @@ def make_problem(
         cap=min(cap, 2 * sum(lengths)),
         times=times,
         needs=np.where(fits, needs, NEVER),
-        first_fit=np.searchsorted(blocks.shape_of, fits.argmax(axis=1)),
         strategies=cost.strategies(strategy),
         cheapest=np.stack(names_by_shape, axis=1),
-        latency=latency * (not charged),
         least_area=area.min(axis=1),
         constant=cost.micro_batch_ns,
         free=sync == "free",

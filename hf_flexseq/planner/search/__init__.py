@@ -1,17 +1,15 @@
 """The default planner, `auto`: a search over groups, their degrees and what they hold.
 
-The search in 60 lines, for one optimizer step in lockstep:
+The search for one optimizer step in lockstep:
 
     problem    a block is a range of ranks that a group may have; `planner/problem.py` lists the
                sequences longest first, with nanoseconds and tokens on each shape of block
-    subsets    at most ten sequences: the best plan by dynamic programming; often that is all
     targets    guess how long each micro-batch should take: many guesses, the candidates
     place      the long sequences of all candidates go on blocks, where the step grows least
     water      how far a candidate's targets must rise to hold its short sequences: its promise
     fill       only the candidates with the best promises get their short sequences, one rank each
     rounds     the best candidates' targets, changed a little, are the next candidates
     repair     the fullest rank gives a sequence away, or swaps one, until nothing helps
-    tabu       few sequences: a walk over single moves, also uphill
     one degree one degree for everything takes part, so that `auto` cannot lose to it
 
 `effort.py` has the numbers that say how much of each; `auto.py` puts the stages together.
@@ -30,27 +28,19 @@ tests/planner/test_parts.py checks them.
    The longest needs three ranks or four. Sharing is not free: on four ranks 3,000 tokens take
    4 x 164 = 656 ms of device time, on one rank 598 ms. At each sequence's cheapest degree all take
    1,228 ms of every rank. With the two constants that is 2,487 ms: no plan can be faster.
-2. subsets. Twelve sequences are more than ten: skipped.
-3. targets. 522 candidates. 512 of them try every combination of shapes for the five longest; their
+2. targets. 522 candidates. 512 of them try every combination of shapes for the five longest; their
    targets are 733 and 569 ms, the first longer because its chunk has the sequence of 9,000 tokens.
    Ten more ask for no shapes; their first targets are 617 to 771 ms.
-4. place and water. The best promises are 2,533 ms (targets 717 + 548) and 2,536 ms (622 + 655).
-5. fill. Six candidates are completed. The second promise becomes the best plan, 2,511 ms:
+3. place and water. The best promises are 2,533 ms (targets 717 + 548) and 2,536 ms (622 + 655).
+4. fill. Six candidates are completed. The second promise becomes the best plan, 2,511 ms:
 
        micro-batch 0   rank 0: 3000   rank 1: 2500 600   rank 2: 2000 1000   rank 3: 1500 1200 500
        micro-batch 1   ranks 0-3: 9000   ranks 0-1: 800   rank 2: 400   rank 3: 300
 
    It takes 609 + 643 ms and two constants. The first promise becomes 2,532 ms.
-6. rounds. Four more rounds with targets changed by up to 10, 8, 5 and 2 % complete three
+5. rounds. Four more rounds with targets changed by up to 10, 8, 5 and 2 % complete three
    candidates each. None is below 2,511 ms.
-7. repair. The fullest ranks have 609 and 643 ms, and no move or swap helps.
-8. tabu. A walk gets to 2,503 ms. Sequences of 800 and 300 tokens are shared to even out the first
-   micro-batch, 652 ms, and the second is a single group, 592 ms (`order.py` then puts it first):
-
-       micro-batch 0   rank 0: 3000   rank 1: 2500 500   rank 2: 2000 1000   rank 3: 1500 1200 400
-                       ranks 0-3: 800   ranks 1-3: 300
-       micro-batch 1   ranks 0-3: 9000 600
-
-9. one degree. Of the degrees that divide four ranks only four holds the longest sequence: 2,553
-   ms. The plan of 2,503 ms stays, 0.6 % above the bound that no plan can undercut.
+6. repair. The fullest ranks have 609 and 643 ms, and no move or swap helps.
+7. one degree. Of the degrees that divide four ranks only four holds the longest sequence: 2,553
+   ms. The plan of 2,511 ms stays, 0.9 % above the bound that no plan can undercut.
 """

@@ -6,21 +6,21 @@
 3. The candidates that promise the shortest step, by their water level, get their short sequences
    (`fill.py`).
 4. A few rounds with the targets of the best candidates slightly changed, fewer rounds where many
-   sequences are long. Then repairs of the best candidate (`repair.py`), and for few sequences a
-   walk over single moves (`tabu.py`).
-5. For free synchronisation the same with one clock for each rank that all micro-batches share,
-   beside the lockstep plan.
-6. Ten sequences and fewer take dynamic programming over their subsets (`subsets.py`), and all of
-   the above only where its plan may not be the best.
-7. Where groups wait for launches or latencies of their own, all of it twice: once every sequence
-   is charged for a group, once none is. Then sequences on the same ranks join in one group where
-   that waits less (`strategies.py`).
-8. One degree for everything (`static.py`) is always among the candidates: the search cannot lose
+   sequences are long. Then repairs of the best candidate (`repair.py`).
+5. What a group waits for is charged to each of its sequences. For few sequences a second search
+   charges it to none: groups of several sequences pay it once.
+6. For free synchronisation the same with one clock for each rank that all micro-batches share,
+   besides the lockstep plan.
+7. One degree for everything (`static.py`) is always among the candidates: the search cannot lose
    to that, and cannot fail.
 
 The problem and the idea of groups of different degrees in a step are FlexSP's (arXiv 2412.01523,
 section 4). Rejected: its time-limited MILP (seconds for each micro-batch, mostly stopped by the
 limit, not reproducible), cutting micro-batches by tokens only, and annealing from a cold start.
+Also rejected, since an ablation on ten sets of batches did not see them: a tabu walk over single
+moves, dynamic programming over the subsets of few sequences, and one strategy for all groups of
+the same ranks.
+
 Work is bounded by counts (`effort.py`), never by the clock.
 
 A worked example stands in `search/__init__.py`. The slow twins are tests/planner/brute.py and
@@ -29,20 +29,24 @@ tests/planner/exact.py; tests/planner/test_exact.py and test_make_plan.py compar
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
 from hf_flexseq.cost import CostModel, Int64Array, step_ns
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.planner.order import best_order
-from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
+from hf_flexseq.planner.problem import (
+    NEVER,
+    Problem,
+    cheapest,
+    make_problem,
+    micro_batches_of,
+)
 from hf_flexseq.planner.search.effort import EFFORT, PERMILLE
 from hf_flexseq.planner.search.fill import Filled, fill_short, water_levels
 from hf_flexseq.planner.search.place import Candidates, place_long
 from hf_flexseq.planner.search.repair import repair
-from hf_flexseq.planner.search.strategies import with_joint_strategies
-from hf_flexseq.planner.search.subsets import least_of_few
-from hf_flexseq.planner.search.tabu import improved
 from hf_flexseq.planner.search.targets import affordable, recipes_of, starting_candidates
 from hf_flexseq.planner.static import static_degrees, static_micro_batches
 from hf_flexseq.topology import Topology
@@ -61,38 +65,34 @@ def auto_micro_batches(
 
     cap: most tokens of a rank in a micro-batch. Every sequence must fit on all ranks together.
     """
-    has_waits = cost.has_waits and topology.world_size > 1
     plans: list[tuple[int, tuple[MicroBatch, ...]]] = []  # (nanoseconds, micro-batches)
     # 1. Searches. Plans made for lockstep are good plans for free ranks, too.
-    for assumed_sync in dict.fromkeys((sync, "lockstep")):
-        for charged in (True, False) if has_waits else (False,):
-            problem = make_problem(
-                lengths,
-                topology,
-                cost,
-                strategy=strategy,
-                cap=cap,
-                sync=assumed_sync,
-                charged=charged,
-            )
-            filled = _best_filled(problem)
-            if filled is None:
-                continue
-            micro_batches = micro_batches_of(
-                problem, filled.row2block.tolist(), filled.row2batch.tolist()
-            )
-            if has_waits:
-                micro_batches = with_joint_strategies(
-                    micro_batches, lengths, topology, cost, cost.strategies(strategy)
-                )
-            if sync == "lockstep" and not has_waits:
-                plans.append((filled.objective, micro_batches))  # the arrays' objective is exact
-            else:
-                plans.append(best_order(micro_batches, lengths, topology, cost, sync=sync))
+    few = cost.has_waits and len(lengths) <= EFFORT.charged_both_ways
+    charges = (True, False) if few else (True,)
+    for assumed_sync, charged in product(dict.fromkeys((sync, "lockstep")), charges):
+        problem = make_problem(
+            lengths,
+            topology,
+            cost,
+            strategy=strategy,
+            cap=cap,
+            sync=assumed_sync,
+            charged=charged,
+        )
+        filled = _search_over_batches(problem)
+        if filled is None:
+            continue
+        micro_batches = micro_batches_of(
+            problem, filled.row2block.tolist(), filled.row2batch.tolist()
+        )
+        if sync == "lockstep" and not cost.has_waits:
+            plans.append((filled.objective, micro_batches))  # the arrays' objective is exact
+        else:
+            plans.append(best_order(micro_batches, lengths, topology, cost, sync=sync))
     # 2. One degree for everything, where its bound leaves hope.
     to_beat = min((nanoseconds for nanoseconds, _ in plans), default=NEVER)
     for degree in static_degrees(topology) if strategy != "local" else (1,):
-        if static_bound_ns(problem, degree) >= to_beat:
+        if static_bound_ns(problem, cost, degree=degree, strategy=strategy) >= to_beat:
             continue
         micro_batches = static_micro_batches(
             lengths, topology, cost, degree=degree, strategy=strategy, cap=cap
@@ -103,42 +103,14 @@ def auto_micro_batches(
     return best
 
 
-def static_bound_ns(problem: Problem, degree: int) -> int:
+def static_bound_ns(problem: Problem, cost: CostModel, *, degree: int, strategy: str) -> int:
     """Return nanoseconds that no plan with one degree can undercut; NEVER where there is none."""
-    degrees = [block_degree for block_degree, _ in problem.blocks.shapes]
-    if degree in degrees:
-        times = problem.times[:, degrees.index(degree)]  # [sequences] nanoseconds, longest first
-        if times[0] == NEVER:
-            return NEVER
-        device_ns = int(times.sum()) * degree
-    else:
-        longest = int(problem.lengths[0])
-        if -(-longest // degree) > problem.cap:
-            return NEVER
-        device_ns = int(problem.least_area.sum())
-    return device_ns // problem.world + problem.constant
-
-
-def _best_filled(problem: Problem) -> Filled | None:
-    """Return the best candidate of subset search and search over targets.
-
-    Of the subset search alone where no plan can be better.
-    """
-    few, is_optimal = least_of_few(problem)
-    if is_optimal:
-        return few
-    if few is not None:
-        few = improved(problem, few)
-    return _faster(few, _search_over_batches(problem))
-
-
-def _faster(first: Filled | None, second: Filled | None) -> Filled | None:
-    """Return the candidate with the lower objective, the first of equal ones, or the only one."""
-    if first is None:
-        return second
-    if second is None or first.objective <= second.objective:
-        return first
-    return second
+    longest = int(problem.lengths[0])
+    if -(-longest // degree) > problem.cap:
+        return NEVER
+    shape = (degree, problem.topology.spans_nodes(0, degree))
+    nanoseconds, _ = cheapest(cost, problem.lengths, shape, strategy)
+    return int(nanoseconds.sum()) * degree // problem.world + problem.constant
 
 
 # ---- the search over targets
@@ -158,7 +130,9 @@ def _search_over_batches(problem: Problem) -> Filled | None:
     if tokens * PERMILLE <= EFFORT.nearly_full * memory:
         return with_fewest
     with_one_more = search(problem, fewest + 1, with_fewest.objective)
-    return _faster(with_fewest, with_one_more)
+    if with_one_more is None or with_fewest.objective <= with_one_more.objective:
+        return with_fewest
+    return with_one_more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -202,10 +176,7 @@ def search(problem: Problem, batches: int, rival: int) -> Filled | None:
     fastest = best[0].filled
     if _is_hopeless(fastest, rival):
         return fastest
-    repaired = repair(problem, fastest)
-    if problem.free:
-        return repaired
-    return improved(problem, repaired)
+    return repair(problem, fastest)
 
 
 def _is_hopeless(filled: Filled, rival: int) -> bool:

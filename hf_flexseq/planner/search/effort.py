@@ -2,9 +2,8 @@
 
 Each number trades seconds of the planned step against seconds of planning. The benchmark for both
 is `scripts/benchmarks/planners.py` (distance to the lower bound and CPU seconds of
-planning on batches of 512 lengths on 64 ranks, where the recipes were tuned); for ten sequences
-and fewer it is `tests/planner/test_exact.py` (distance to the optimum). To tune a
-number again, change it here, run the benchmark and compare both columns with its last result.
+planning on batches of 512 lengths on 64 ranks, where the recipes were tuned). To tune a number
+again, change it here, run the benchmark and compare both columns with its last result.
 
 Work is bounded by counts, never by the clock, so that every machine makes the same plan.
 """
@@ -21,6 +20,8 @@ class SearchEffort:
 
     # ---- the rounds over candidates (auto.py)
 
+    charged_both_ways: int = 32
+    """Sequences, at most, for which a second search leaves out what groups wait for."""
     kept: int = 1
     """Candidates whose targets the next round changes, beside one more for each recipe."""
     completed_first: int = 6
@@ -49,10 +50,6 @@ class SearchEffort:
     """(candidate, micro-batch, block, long row) quadruples that a round may look at."""
     fewest_candidates: int = 4
     """Candidates of a round, however many quadruples they need."""
-    breakpoint_rows: int = 4
-    """Longest sequences whose times are breakpoints."""
-    breakpoint_degrees: int = 3
-    """Smallest degrees of each of these sequences that give a breakpoint."""
     forced_rows: int = 6
     """Longest rows whose block shapes are tried in every combination."""
     forced_cells_each: int = 20_000
@@ -66,7 +63,7 @@ class SearchEffort:
     sparse_below: float = 3.0
     """Sequences per rank and micro-batch, below which the recipe SPARSE takes part."""
 
-    # ---- short sequences and repairs (fill.py, repair.py, tabu.py)
+    # ---- short sequences and repairs (fill.py, repair.py)
 
     water_steps: int = 24
     """Halvings of the interval in which a water level lies: to 1 part in 2^24 of it."""
@@ -74,21 +71,6 @@ class SearchEffort:
     """Rounds of repairs over the micro-batches; on free ranks, single repairs."""
     reshape_cells: int = 300_000
     """(micro-batch, rank of a block) pairs that changes of degree may look at."""
-    walk_cells: int = 600_000
-    """(sequence, micro-batch, block) triples that a walk over single moves may look at."""
-    walk_most_moves: int = 100
-    """Moves of a walk, at most."""
-    walk_fewest_moves: int = 20
-    """Moves of a walk, at least: where fewer are affordable none are made."""
-
-    # ---- few sequences (subsets.py)
-
-    subset_sequences: int = 10
-    """Sequences, at most, that the dynamic programming over subsets takes."""
-    subset_cells: int = 8_000_000
-    """(set and its subset, step of memory, table) triples that it may look at."""
-    memory_steps: int = 64
-    """Steps that it divides a rank's memory into, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,8 +105,6 @@ class Recipe:
     """Settings for each mix in lockstep."""
     free_settings: tuple[Setting, ...]
     """Settings for each end of the step that is tried for free ranks."""
-    breakpoint_settings: tuple[Setting, ...]
-    """Settings for the targets whose first micro-batch is one long sequence's."""
     copies: int
     """Changed copies of a good candidate that a round tries, at most."""
 
@@ -151,10 +131,6 @@ CROWDED = Recipe(
         Setting(fit=-1, long_above=400),
         Setting(fit=1, long_above=250),
     ),
-    breakpoint_settings=(
-        Setting(fit=1, long_above=600),
-        Setting(fit=-1, long_above=400),
-    ),
     copies=8,
 )
 
@@ -177,6 +153,5 @@ SPARSE = Recipe(
         Setting(fit=-1, long_above=120),
         Setting(fit=1, long_above=120),
     ),
-    breakpoint_settings=(),
     copies=5,
 )

@@ -9,12 +9,12 @@ search guesses these seconds, many ways at once, and lets the later stages find 
 2. Mix an equal share of the total device-time with the time of the micro-batch's own chunk. Equal
    targets make every micro-batch alike; unequal targets let one micro-batch hold the sequences
    that need many ranks.
-3. Add a few candidates whose first micro-batch takes the time of one of the longest sequences at
-   one of its smallest degrees (a breakpoint), and share out the rest equally. They suit batches
-   with one giant sequence.
-4. Call a sequence long when no rank alone has memory for it, or when its time on one rank exceeds
+3. Call a sequence long when no rank alone has memory for it, or when its time on one rank exceeds
    a fraction of the mean target.
-5. Where sequences are few, put every combination of block shapes for the longest ones in front.
+4. Where sequences are few, put every combination of block shapes for the longest ones in front.
+
+Rejected: targets that are the time of one of the longest sequences. On ten sets of batches plans
+without them were as fast.
 
 For free ranks the clocks run on from micro-batch to micro-batch, so a candidate has a single
 target: the end of the step.
@@ -122,8 +122,7 @@ def _starts_of(problem: Problem, batches: int, recipe: Recipe) -> list[_Start]:
     for mix in recipe.mixes:
         shares = full_shares if mix.full else even_shares
         mixed.append(_mixed(problem, shares, mix))
-    starts = _paired(mixed, recipe.settings)
-    return starts + _paired(_breakpoints(problem, batches), recipe.breakpoint_settings)
+    return _paired(mixed, recipe.settings)
 
 
 def _paired(all_targets: list[tuple[int, ...]], settings: tuple[Setting, ...]) -> list[_Start]:
@@ -172,22 +171,6 @@ def _ends(problem: Problem, batches: int, factor: int) -> tuple[int, ...]:
     mean_rank = int(problem.least_area.sum()) // problem.world
     end = mean_rank * factor // PERMILLE + batches * problem.constant
     return (end,) * batches
-
-
-def _breakpoints(problem: Problem, batches: int) -> list[tuple[int, ...]]:
-    """Return targets [micro_batches] whose first is one long sequence's time, above the mean."""
-    total = int(problem.least_area.sum()) // problem.world
-    mean = total // batches
-    times: set[int] = set()
-    for row in problem.times[: EFFORT.breakpoint_rows]:  # [shapes] nanoseconds of one sequence
-        possible = row[row < NEVER][: EFFORT.breakpoint_degrees]
-        times.update(time for time in possible.tolist() if mean < time < total)
-    breakpoints = []
-    for time in sorted(times):
-        rest = total - time
-        others = batches - 1  # not 0, since the mean is below the total
-        breakpoints.append((time, *[rest // others] * others))
-    return breakpoints
 
 
 # ---- shapes of the longest sequences
