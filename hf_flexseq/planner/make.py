@@ -11,7 +11,7 @@
     2. decide      the planner makes micro-batches (`search/`, `published/`, `static.py`)
     3. order       micro-batches that communicate most come first (`order.py`)
     4. bound       what no plan can beat (`bound.py`)
-    5. notes       why all this, in lines for people (`notes.py`)
+    5. note        why the widest groups are as wide as they are (`notes.py`)
 
 The same arguments give the same plan, but for `planning_s`, on any machine: planners decide by
 integers and are bounded by counted work. `process/worker.py` and `process/client.py` run this
@@ -29,13 +29,8 @@ import numpy as np
 from hf_flexseq.config import require_solver
 from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import MicroBatch, Plan, PlanInfeasible, check
-from hf_flexseq.planner.bound import bounds_ns
-from hf_flexseq.planner.notes import (
-    bound_notes,
-    contact_notes,
-    degree_note,
-    kinds_notes,
-)
+from hf_flexseq.planner.bound import bound_ns
+from hf_flexseq.planner.notes import degree_note
 from hf_flexseq.planner.order import best_order
 from hf_flexseq.planner.published.batch_ada import batch_ada_micro_batches
 from hf_flexseq.planner.published.batch_rebalance import batch_rebalance_micro_batches
@@ -124,35 +119,30 @@ def make_plan(
     # 3. order
     objective_ns, micro_batches = best_order(micro_batches, tokens, topology, cost, sync=sync)
     # 4. bound
-    bounds = bounds_ns(
+    lower_bound_ns = bound_ns(
         np.array(tokens, dtype=np.int64), topology, cost, strategy=strategy, cap=cap, sync=sync
     )
-    # 5. notes
-    notes = []
+    # 5. note
+    notes: tuple[str, ...] = ()
     if tokens:
-        notes = [
-            degree_note(
-                micro_batches,
-                tokens,
-                topology,
-                cost,
-                planner=planner,
-                strategy=strategy,
-                sp_degree=sp_degree,
-                cap=cap,
-            ),
-            *kinds_notes(tokens, cost),
-            *bound_notes(bounds, objective_ns),
-            *contact_notes(micro_batches, topology, cost),
-        ]
+        note = degree_note(
+            micro_batches,
+            tokens,
+            topology,
+            cost,
+            strategy=strategy,
+            sp_degree=sp_degree,
+            cap=cap,
+        )
+        notes = (note,)
     plan = Plan(
         lengths=tokens,
         micro_batches=micro_batches,
         objective_s=objective_ns / 1e9,
-        lower_bound_s=bounds.plain / 1e9,
+        lower_bound_s=lower_bound_ns / 1e9,
         planner=planner,
         planning_s=time.perf_counter() - began,
-        notes=tuple(notes),
+        notes=notes,
     )
     check(plan, topology, cap)
     return plan

@@ -10,14 +10,12 @@
     4,096 ranks       16,384 sequences
     first call        in a fresh process, imports apart: what a run's first step waits for
 
-The call is `make_plan` with the default options of a run, as for
-all steps but a run's first. Times are CPU time of the one thread that planning takes, so that
-other programs on the machine count little. With `--against` another checkout of this repository
-plans every step, too, in turns with this one, by its own constants of the preset; a table shows
-the ratios.
+The call is `make_plan` with the default options of a run. Times are CPU time of the one thread
+that planning takes, so that other programs on the machine count little. With `--against` another
+checkout of this repository plans every step, too, in turns with this one, by its own constants of
+the preset; a table shows the ratios.
 
-"over bound" is above the bound that plans carry, "over tighter" above the tighter one that their
-notes name (`hf_flexseq/planner/bound.py`).
+"over bound" is above the lower bound of the plan (`hf_flexseq/planner/bound.py`).
 """
 
 import argparse
@@ -40,8 +38,7 @@ from common import (
     table_row,
     write_record,
 )
-from hf_flexseq.cost.presets import PRESETS, load_cost_model
-from hf_flexseq.planner.bound import bounds_ns
+from hf_flexseq.cost.presets import PRESETS
 from lengths import DOCUMENTS, WIKIPEDIA, K, batch, common_crawl_like
 from planners import CAP, SETS, LengthSet, drawn
 
@@ -53,7 +50,6 @@ COLUMNS = (
     "p99",
     "worst",
     "over bound, mean",
-    "over tighter, mean",
 )
 RATIO_COLUMNS = ("ranks", "there: ms, p50", "p99", "ratio: p50", "means", "seconds of plans, most")
 LARGE = (
@@ -69,13 +65,12 @@ LARGE = (
 
 
 class Planned(NamedTuple):
-    """One step as a checkout planned it, with both bounds of this one."""
+    """One step as a checkout planned it."""
 
     milliseconds: float
     """CPU time of the planning call."""
     objective_s: float
     lower_bound_s: float
-    tighter_s: float
     sequences: int
 
 
@@ -109,15 +104,7 @@ class Timer:
         self._process.stdin.write(json.dumps(step) + "\n")
         self._process.stdin.flush()
         answer: dict[str, float] = json.loads(self._process.stdout.readline())
-        bounds = bounds_ns(
-            np.array(lengths, dtype=np.int64),
-            chosen.topology,
-            load_cost_model(self._preset),
-            strategy="auto",
-            cap=cap,
-            sync="lockstep",
-        )
-        return Planned(**answer, tighter_s=bounds.tighter / 1e9, sequences=len(lengths))
+        return Planned(**answer, sequences=len(lengths))
 
     def close(self) -> None:
         """End the process."""
@@ -159,7 +146,6 @@ def times_row(ranks: int, found: list[Planned]) -> str:
             f"{np.percentile(milliseconds, 99):.0f}",
             f"{max(milliseconds):.0f}",
             f"{np.mean([one.objective_s / one.lower_bound_s for one in found]):.3f}",
-            f"{np.mean([one.objective_s / one.tighter_s for one in found]):.3f}",
         ]
     )
 

@@ -331,14 +331,6 @@ def test_memory_alone_decides_the_degrees_of_recurrent_layers() -> None:
     assert degrees == {0: 2} | dict.fromkeys(range(1, 7), 1)
 
 
-def test_the_notes_of_a_plan_say_what_recurrent_layers_take() -> None:
-    cost = PRESETS["qwen3.5-35b-a3b-h100"]
-    topology = Topology(nodes=1, ranks_per_node=4)
-    plan = make_plan([1000] * 4, topology, cost, max_tokens_per_rank=4000)
-    (note,) = [note for note in plan.notes if "recurrent layers take" in note]
-    assert note.startswith("layers 75 % gated delta, 25 % full; recurrent layers take ")
-
-
 def test_the_stages_of_a_pipeline_have_recurrent_layers_among_their_linear_ones() -> None:
     cost = PipelineCost.of_model(SIMPLE, 2)
     assert cost.stages[0].linear_ns == pytest.approx((2.0 + 1e-9) * 1e9 / 3 / 2)

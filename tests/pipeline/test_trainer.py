@@ -41,7 +41,7 @@ class RandomJob:
     def __init__(self, stages, replicas):
         self.stages, self.replicas = stages, replicas
 
-    def plan(self, lengths, *, explain=False):
+    def plan(self, lengths):
         rng = random.Random(len(lengths) + sum(lengths))
         members = tuple(tuple(range(r, len(lengths), self.replicas)) for r in range(self.replicas))
         plans = tuple(

@@ -246,17 +246,6 @@ def test_a_line_that_was_cut_short_ends_the_planner_at_once(
     worker.close()
 
 
-@pytest.mark.processes
-def test_the_first_plan_asked_for_has_all_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[dict[str, Any]] = []
-    monkeypatch.setattr(PlannerWorker, "_send", lambda worker, message: sent.append(message))
-    worker = PlannerWorker(groups_job())
-    for step in (7, 8):
-        worker.submit(step, [1])
-    worker.close()
-    assert [message["explain"] for message in sent[1:]] == [True, False]
-
-
 def test_serve_speaks_only_json_lines() -> None:
     options = {"max_tokens_per_rank": 10, "sync": "free"}
     configuration = {

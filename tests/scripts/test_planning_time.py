@@ -31,7 +31,7 @@ def test_a_checkout_beside_itself_plans_the_same_steps(planning_time):
     for one, other in zip(here, there, strict=True):
         assert one[1:] == other[1:]
         assert one.milliseconds > 0
-        assert one.lower_bound_s <= one.tighter_s <= one.objective_s
+        assert one.lower_bound_s <= one.objective_s
     assert planning_time.times_row(64, here).startswith("| 64 | 24 | 2 | ")
     assert planning_time.ratios_row(64, here, there).endswith(" | 1.0000 |")
 

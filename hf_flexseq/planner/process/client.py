@@ -38,10 +38,7 @@ class Planner(Protocol):
     """Plans optimizer steps, perhaps in another process."""
 
     def submit(self, step: int, lengths: list[int]) -> None:
-        """Ask for the plan of `step`, a number of its own. Returns at once.
-
-        The first plan has all notes; later ones lack those that take long to find.
-        """
+        """Ask for the plan of `step`, a number of its own. Returns at once."""
 
     def wait(self, step: int, seconds: float) -> str | None:
         """Wait until a submitted step has been planned, at most for so many seconds.
@@ -61,22 +58,19 @@ class InlinePlanner:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._first: int | None = None  # the first step submitted
         self._submitted: dict[int, list[int]] = {}
 
     def submit(self, step: int, lengths: list[int]) -> None:
         """Note the lengths of `step`."""
-        if self._first is None:
-            self._first = step
         self._submitted[step] = lengths
 
     def wait(self, step: int, seconds: float) -> str | None:
-        """Wait for nobody: planning happens here, in `result`."""
+        """Return at once: `result` plans."""
         return None
 
     def result(self, step: int) -> Any:
         """Plan a submitted step. Raises ValueError as the job does."""
-        return self._job.plan(self._submitted.pop(step), explain=step == self._first)
+        return self._job.plan(self._submitted.pop(step))
 
     def close(self) -> None:
         """Forget what was submitted."""
@@ -130,7 +124,7 @@ class PlannerWorker:
             if self._job.is_quick:
                 self._first_lengths = tokens
                 return
-        self._send({"id": step, "lengths": tokens, "explain": step == self._first})
+        self._send({"id": step, "lengths": tokens})
 
     def wait(self, step: int, seconds: float) -> str | None:
         """Wait for an answer or for the end of the process, which needs no more waiting, either.
@@ -152,7 +146,7 @@ class PlannerWorker:
             lengths = self._first_lengths
             self._first_lengths = None
             self._submitted.discard(step)
-            return self._job.plan(lengths, explain=True)
+            return self._job.plan(lengths)
         with self._changed:
             self._changed.wait_for(lambda: self._is_known(step))
             answer = self._answers.pop(step, None)

@@ -32,11 +32,8 @@ class Job(Protocol):
     def to_record(self) -> dict[str, Any]:
         """Return the job as plain JSON values; `job_from_record` is the inverse."""
 
-    def plan(self, lengths: Sequence[int], *, explain: bool = False) -> Any:
-        """Return the plan of one optimizer step on sequences of `lengths` tokens.
-
-        explain: add the notes that take long to find.
-        """
+    def plan(self, lengths: Sequence[int]) -> Any:
+        """Return the plan of one optimizer step on sequences of `lengths` tokens."""
 
     def read(self, record: dict[str, Any]) -> Any:
         """Return the plan whose `to_record` gave `record`."""
@@ -83,11 +80,8 @@ class GroupsJob:
             fsdp=None if fsdp is None else FsdpFigures.from_record(fsdp),
         )
 
-    def plan(self, lengths: Sequence[int], *, explain: bool = False) -> Plan:
-        """Return the plan of one optimizer step. Raises ValueError as `make_plan` does.
-
-        explain: let the plan's notes say what is routed, which may take a fifth of planning.
-        """
+    def plan(self, lengths: Sequence[int]) -> Plan:
+        """Return the plan of one optimizer step. Raises ValueError as `make_plan` does."""
         if self.fsdp is not None:
             plan = self._plan_beside_held(lengths, self.fsdp)
             if plan is not None:
@@ -146,11 +140,8 @@ class StagesJob:
         """Return the job whose `to_record` gave `record`."""
         return cls(cost=PipelineCost.from_record(record["cost"]), options=record["options"])
 
-    def plan(self, lengths: Sequence[int], *, explain: bool = False) -> StepPlan:
-        """Return the plan of one optimizer step. Raises ValueError as `make_step_plan` does.
-
-        explain: of no effect; a pipeline's plan has no notes that take long.
-        """
+    def plan(self, lengths: Sequence[int]) -> StepPlan:
+        """Return the plan of one optimizer step. Raises ValueError as `make_step_plan` does."""
         return make_step_plan(lengths, self.cost, **self.options)
 
     def read(self, record: dict[str, Any]) -> StepPlan:

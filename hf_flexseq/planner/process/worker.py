@@ -1,7 +1,7 @@
 """Planning in a process of its own: JSON lines in, JSON lines out. `client.py` is the other end.
 
     stdin   {"kind": "groups", "cost": {...}, ...}     once: the job, as in `jobs.py`
-            {"id": 7, "lengths": [...], "explain": false}    then any number of requests
+            {"id": 7, "lengths": [...]}                then any number of requests
     stdout  {"id": 7, "plan": {...}}                   one answer each, in order
             {"id": 7, "error": {"kind": "PlanInfeasible", "message": "..."}}
 
@@ -36,18 +36,15 @@ def serve(requests: TextIO, answers: TextIO) -> None:
     job = job_from_record(json.loads(first_line))
     for line in requests:
         request = json.loads(line)
-        answer = {
-            "id": request["id"],
-            **_answer(job, request["lengths"], request.get("explain", False)),
-        }
+        answer = {"id": request["id"], **_answer(job, request["lengths"])}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
-def _answer(job: Job, lengths: Sequence[int], explain: bool) -> dict[str, Any]:
+def _answer(job: Job, lengths: Sequence[int]) -> dict[str, Any]:
     """Return the plan as a record, or the error that says why there is none."""
     try:
-        return {"plan": job.plan(lengths, explain=explain).to_record()}
+        return {"plan": job.plan(lengths).to_record()}
     except PlanInfeasible as error:
         return {"error": {"kind": PlanInfeasible.__name__, "message": str(error)}}
     except ValueError as error:
