@@ -37,7 +37,7 @@ from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.turns import WORTHY_PAIRS, ZoneLayout, make_turns
 from hf_flexseq.program.ulysses import ulysses_zone
 from hf_flexseq.program.weave import run_zones
-from hf_flexseq.program.zones import NoZone, Sinks, ZoneAttention
+from hf_flexseq.program.zones import LayerRows, NoZone, Sinks, ZoneAttention
 from hf_flexseq.registry import RINGS
 from hf_flexseq.topology import Topology
 
@@ -204,23 +204,14 @@ def backward_of_rows(parts: Parts, shape: LayerShape, saved: Sequence[Values]) -
     layer that has any come before these, and their gradient comes last.
     """
     b = _builder(parts, shape)
-    q, k, v, out, dout = _inputs(b, parts.tokens, "qkvqq")
+    inputs = _inputs(b, parts.tokens, "qkvqq")
     sinks = _sinks(b, with_grads=True)
     lses = [b.input(of_zone[-1].shape, of_zone[-1].dtype) for of_zone in saved]
     steps = []
     for zone, lse in zip(parts.zones(shape.reach), lses, strict=True):
         start, stop = zone.rows.start, zone.rows.stop
-        zone_steps = zone.backward_of_rows(
-            b,
-            q=b.part(q, start, stop),
-            k=b.part(k, start, stop),
-            v=b.part(v, start, stop),
-            out=b.part(out, start, stop),
-            dout=b.part(dout, start, stop),
-            lse=lse,
-            sinks=sinks,
-        )
-        steps.append(zone_steps)
+        rows = LayerRows._make((*(b.part(x, start, stop) for x in inputs), lse))
+        steps.append(zone.backward_of_rows(b, rows, sinks))
     grads = _joined(b, run_zones(steps))
     return b.program((*grads, *_grads_of(sinks)))
 

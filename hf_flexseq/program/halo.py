@@ -36,7 +36,7 @@ from hf_flexseq.program.instructions import WIDE, Rows, Value
 from hf_flexseq.program.tags import HALO_GRADIENTS, HALO_KEYS
 from hf_flexseq.program.turns import ZoneLayout, name_chunks
 from hf_flexseq.program.weave import END, ZoneSteps
-from hf_flexseq.program.zones import Sinks
+from hf_flexseq.program.zones import LayerRows, Sinks
 from hf_flexseq.schedule.attention import ChunkKey
 
 
@@ -114,23 +114,12 @@ class HaloZone:
         return dq, dk, dv
 
     def backward_of_rows(
-        self,
-        b: Builder,
-        q: Value,
-        k: Value,
-        v: Value,
-        out: Value,
-        dout: Value,
-        lse: Value,
-        sinks: Sinks | None = None,
+        self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
-        """Return what `backward` does; the halos are gathered again.
-
-        q, out, dout: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim]. lse: [heads,
-        tokens].
-        """
-        gathered = yield from self._gather(b, k, v, until=0.5)
-        return (yield from self.backward(b, dout, (q, gathered, out, lse), sinks))
+        """Return what `backward` does; the halos are gathered again."""
+        gathered = yield from self._gather(b, rows.k, rows.v, until=0.5)
+        saved = (rows.q, gathered, rows.out, rows.lse)
+        return (yield from self.backward(b, rows.dout, saved, sinks))
 
     def _gather(self, b: Builder, k: Value, v: Value, *, until: float) -> ZoneSteps[Value]:
         """Gather k, v [tokens, kv_heads, head_dim] of all ranks -> [keys, 2, kv_heads, head_dim].

@@ -33,7 +33,7 @@ from hf_flexseq.program.ring import RingZone
 from hf_flexseq.program.turns import ZoneLayout, make_turns
 from hf_flexseq.program.ulysses import Span, UlyssesZone
 from hf_flexseq.program.weave import ZoneSteps
-from hf_flexseq.program.zones import Attention, Sinks
+from hf_flexseq.program.zones import Attention, LayerRows, Sinks
 from hf_flexseq.schedule.attention import ChunkKey
 
 # The part of the zone's time in which the ring computes. The exchanges of heads have the rest.
@@ -127,31 +127,12 @@ class Reordered:
         return tuple(b.take(grad, self.outer2inner) for grad in grads)
 
     def backward_of_rows(
-        self,
-        b: Builder,
-        q: Value,
-        k: Value,
-        v: Value,
-        out: Value,
-        dout: Value,
-        lse: Value,
-        sinks: Sinks | None = None,
+        self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
-        """Return what `backward` does.
-
-        q, out, dout: [tokens, heads, head_dim] and k, v: [tokens, kv_heads, head_dim] stand in the
-        outer order, lse as `inner` saved it.
-        """
-        grads = yield from self.inner.backward_of_rows(
-            b,
-            q=b.take(q, self.inner2outer),
-            k=b.take(k, self.inner2outer),
-            v=b.take(v, self.inner2outer),
-            out=b.take(out, self.inner2outer),
-            dout=b.take(dout, self.inner2outer),
-            lse=lse,
-            sinks=sinks,
-        )
+        """Return what `backward` does. rows: in the outer order, but lse as `inner` saved it."""
+        *outer, lse = rows
+        inner_rows = LayerRows._make((*(b.take(x, self.inner2outer) for x in outer), lse))
+        grads = yield from self.inner.backward_of_rows(b, inner_rows, sinks)
         return tuple(b.take(grad, self.outer2inner) for grad in grads)
 
 

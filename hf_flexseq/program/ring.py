@@ -60,7 +60,7 @@ from hf_flexseq.program.turns import (
     name_chunks,
 )
 from hf_flexseq.program.weave import END, ZoneSteps
-from hf_flexseq.program.zones import Sinks
+from hf_flexseq.program.zones import LayerRows, Sinks
 from hf_flexseq.schedule.attention import ChunkKey
 
 AHEAD = 2  # turns whose inputs are on their way when a turn begins
@@ -199,21 +199,11 @@ class RingZone:
         return dq.value(), dk, dv
 
     def backward_of_rows(
-        self,
-        b: Builder,
-        q: Value,
-        k: Value,
-        v: Value,
-        out: Value,
-        dout: Value,
-        lse: Value,
-        sinks: Sinks | None = None,
+        self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
-        """Return what `backward` returns, from this rank's rows in a replayed layer.
-
-        q, out, dout [t, H, D]; k, v [t, Hkv, D]; lse [t, H], the last value that `forward` saved.
-        """
-        return self.backward(b, dout, (q, b.pair(k, v), out, lse), sinks)
+        """Return what `backward` returns. rows: lse is [t, H]."""
+        saved = (rows.q, b.pair(rows.k, rows.v), rows.out, rows.lse)
+        return self.backward(b, rows.dout, saved, sinks)
 
     # -- exchanges
 

@@ -56,7 +56,7 @@ from hf_flexseq.program.heads import (
 from hf_flexseq.program.instructions import INPUT, WIDE, Value
 from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.weave import END, ZoneSteps, within
-from hf_flexseq.program.zones import Attention, Sinks
+from hf_flexseq.program.zones import Attention, LayerRows, Sinks
 
 # The backward of one piece: from its number and the tensors that have arrived for it, dout last,
 # each [all tokens, my heads, head_dim], to dq, dk and dv of what the inner attention read.
@@ -177,21 +177,13 @@ class UlyssesZone:
         return (yield from self._gradients(b, pieces, arriving, piece_backward))
 
     def backward_of_rows(
-        self,
-        b: Builder,
-        q: Value,
-        k: Value,
-        v: Value,
-        out: Value,
-        dout: Value,
-        lse: Value,
-        sinks: Sinks | None = None,
+        self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
         """Return what `backward` does, where nothing is kept in the head layout but the
         log-sum-exp: all that is missing travels together with dout.
 
-        q, out, dout: [my tokens, heads, head_dim]. k, v: [my tokens, kv_heads, head_dim]. lse: of
-        all pieces, [my heads, all tokens] or as `inner` has it.
+        rows: of my tokens, all heads; lse of all pieces, [my heads, all tokens] or as `inner` has
+        it.
         """
         pieces = self._pieces(b.shape.query_heads, b.shape.kv_heads)
         # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
@@ -199,10 +191,8 @@ class UlyssesZone:
         for piece in pieces:
             keys = piece.kv_arriving
             read.append((piece.queries, keys, keys, piece.queries, piece.queries))
-        arriving = self.exchange.seq_to_head(
-            b, (q, k, v, out, dout), read, _messages(tags.seq_to_head, read)
-        )
-        lse_by_piece = self._unflat(b, (lse,), pieces)
+        arriving = self.exchange.seq_to_head(b, rows[:-1], read, _messages(tags.seq_to_head, read))
+        lse_by_piece = self._unflat(b, (rows.lse,), pieces)
         shares = [self._share(piece) for piece in pieces]
         reader = PieceReader(b, Repeats(b))
         piece_backward = partial(self._backward_of_heads, b, shares, reader, lse_by_piece, sinks)
@@ -242,16 +232,8 @@ class UlyssesZone:
         q_heads, new_k, new_v, out_heads, dout_heads = arrived
         k_heads, v_heads = reader.next(shares[number], (new_k, new_v))
         (lse,) = lse_by_piece[number]
-        return self.inner.backward_of_rows(
-            b,
-            q=q_heads,
-            k=k_heads,
-            v=v_heads,
-            out=out_heads,
-            dout=dout_heads,
-            lse=lse,
-            sinks=_sinks_of(b, sinks, shares[number]),
-        )
+        rows = LayerRows(q_heads, k_heads, v_heads, out_heads, dout_heads, lse)
+        return self.inner.backward_of_rows(b, rows, _sinks_of(b, sinks, shares[number]))
 
     def _gradients(
         self,

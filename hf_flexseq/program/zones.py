@@ -59,6 +59,20 @@ class Sinks(NamedTuple):
             b.sink_gradient(self.grads, self.values, dout, out, lse)
 
 
+class LayerRows(NamedTuple):
+    """This rank's rows of a layer that is replayed: what the replay has, and the gradient of its
+    result. Shapes: as in `Attention`."""
+
+    q: Value
+    k: Value
+    v: Value
+    out: Value
+    dout: Value
+
+    lse: Value
+    """The last of the values that `Attention.forward` saved."""
+
+
 class Attention(Protocol):
     """Causal attention over some rows, in generators that emit instructions, and yield when they
     want to go on.
@@ -81,21 +95,12 @@ class Attention(Protocol):
         ...
 
     def backward_of_rows(
-        self,
-        b: Builder,
-        q: Value,
-        k: Value,
-        v: Value,
-        out: Value,
-        dout: Value,
-        lse: Value,
-        sinks: Sinks | None = None,
+        self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
         """Return what `backward` does, for a checkpointed layer (`attention/remat.py`).
 
-        q, k, v, out, dout: this rank's rows, which the replay of the layer has. lse: the last of
-        the values that `forward` saved. A pipeline's chunks keep nothing for a replay, so an
-        attention that serves them alone inherits this refusal.
+        A pipeline's chunks keep nothing for a replay, so an attention that serves them alone
+        inherits this refusal.
         """
         raise AssertionError(f"{type(self).__name__} keeps nothing for the replay of a layer")
 
@@ -111,19 +116,11 @@ class SavesRows(ZoneAttention, Protocol):
     rows: the replay of a checkpointed layer has them, too."""
 
     def backward_of_rows(
-        self,
-        b: Builder,
-        q: Value,
-        k: Value,
-        v: Value,
-        out: Value,
-        dout: Value,
-        lse: Value,
-        sinks: Sinks | None = None,
+        self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
-        """Return what `backward` does; q, out, dout: [tokens, heads, head_dim], k, v: [tokens,
-        kv_heads, head_dim]."""
-        return self.backward(b, dout, (q, k, v, out, lse), sinks)
+        """Return what `backward` does."""
+        saved = (rows.q, rows.k, rows.v, rows.out, rows.lse)
+        return self.backward(b, rows.dout, saved, sinks)
 
 
 class NoZone:
@@ -152,15 +149,7 @@ class NoZone:
         return dq, dk, b.empty(dk.shape, INPUT)
 
     def backward_of_rows(
-        self,
-        b: Builder,
-        q: Value,
-        k: Value,
-        v: Value,
-        out: Value,
-        dout: Value,
-        lse: Value,
-        sinks: Sinks | None = None,
+        self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
         """Return dq [0, heads, head_dim], dk and dv [0, kv_heads, head_dim]."""
-        return self.backward(b, dout, (lse,))
+        return self.backward(b, rows.dout, (rows.lse,))
