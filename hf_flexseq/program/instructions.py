@@ -13,7 +13,7 @@ operations write to what they read (`merge`, `add`, `put`); which ones is said a
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hf_flexseq.layers import FULL, Reach
 
@@ -25,13 +25,6 @@ INPUT = "input"  # the dtype of queries, keys and values
 WIDE = "wide"  # float32, or float64 for float64: log-sum-exps and sums
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
-
-class ItemSizes(Protocol):
-    """Knows the dtype of the tensors that a program is run on."""
-
-    def item_bytes(self, dtype: str) -> int:
-        """Return the bytes of a number of a value: `dtype` is INPUT or WIDE."""
 
 
 class LayerShape(NamedTuple):

@@ -18,11 +18,10 @@ from typing import NamedTuple
 
 from hf_flexseq.program.instructions import (
     Instruction,
-    ItemSizes,
     PostSpec,
     Program,
 )
-from tests.program.memory import VIEWS, Place, nbytes, places_of
+from tests.program.memory import VIEWS, Place, Shape, nbytes, places_of
 
 # Operations that write to some of the values that they read: how many of them, the first ones.
 WRITES = {
@@ -56,7 +55,7 @@ class _Post(NamedTuple):
     left: set[_Message]  # that have not passed
 
 
-def check(programs: Mapping[int, Program], shape: ItemSizes) -> None:
+def check(programs: Mapping[int, Program], shape: Shape) -> None:
     """Raise ProgramError unless the programs of one direction, by rank, come to their end.
 
     shape: of the layer that they are compiled for.
@@ -97,7 +96,7 @@ def _pass_messages(player: "_Player", players: Mapping[int, "_Player"]) -> bool:
 class _Player:
     """One rank on its way through its program."""
 
-    def __init__(self, rank: int, program: Program, shape: ItemSizes) -> None:
+    def __init__(self, rank: int, program: Program, shape: Shape) -> None:
         self.rank = rank
         self.queue: deque[_Post] = deque()  # posts that are not over
         self._program = program

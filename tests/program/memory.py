@@ -6,12 +6,14 @@ own; any other view is taken to fill all that it is a view of.
 
 from typing import NamedTuple
 
-from hf_flexseq.program.instructions import Instruction, ItemSizes, Program, Value
+from hf_flexseq.program.instructions import Instruction, LayerShape, Program, RowShape, Value
 
 # Operations whose results lie in the memory of the value that they read,
 SAME_ROWS = frozenset(("part", "heads", "columns", "unpair"))  # with rows that are rows there,
 OTHER_ROWS = frozenset(("turned", "arrived_heads"))  # or with other rows.
 VIEWS = SAME_ROWS | OTHER_ROWS
+
+Shape = LayerShape | RowShape
 
 
 class Place(NamedTuple):
@@ -53,7 +55,7 @@ def _place_of_view(one: Instruction, viewed: Place) -> Place:
     return viewed._replace(has_rows=viewed.has_rows and one.operation in SAME_ROWS)
 
 
-def nbytes(value: Value, shape: ItemSizes) -> int:
+def nbytes(value: Value, shape: Shape) -> int:
     """Return the bytes of a value, in a layer of this shape."""
     elements = 1
     for size in value.shape:
