@@ -79,6 +79,7 @@ from hf_flexseq.cost.launches import LayerWork, halo_work, layer_work, segments_
 from hf_flexseq.cost.rings import ring_costs
 from hf_flexseq.cost.transfers import CostTransfers, nodes_spanned
 from hf_flexseq.registry import RINGS
+from hf_flexseq.topology import Topology
 
 Int64Array = NDArray[np.int64]
 
@@ -89,6 +90,9 @@ LINEAR_PASSES = 3
 # Seconds of attention's backward over those of its forward: five matrix products to two.
 ATTENTION_BACKWARD = 2.5
 
+
+# The strategies of `auto` where hybrids are priced right, too.
+WITH_HYBRIDS = "auto, with hybrids"
 
 # Constants that older models have not: where they are as in those, digests leave them out.
 HOST_CONSTANTS = ("launch_s", "post_s", "message_s", "host_overlap", "contact_s")
@@ -120,19 +124,30 @@ class CostModel(CostTransfers):
     def strategies(self, strategy: str) -> tuple[str, ...]:
         """Return the strategies that groups of two ranks and more may use.
 
-        strategy: what the user asks for, `auto` or one strategy. Raises ValueError for a strategy
-        that this model cannot price.
+        strategy: what the user asks for, `auto` or one strategy; or what `allowed` returns. Raises
+        ValueError for a strategy that this model cannot price.
         """
-        if strategy == "auto" and self.ring_bytes is None:
+        if strategy in ("auto", WITH_HYBRIDS) and self.ring_bytes is None:
             return ("ulysses",)
         if strategy == "auto":
-            # Not hybrid: see nodes_spanned.
             return ("ulysses", "zigzag")
+        if strategy == WITH_HYBRIDS:
+            return ("ulysses", "zigzag", "hybrid")
         if strategy == "local":
             return ()
         if strategy in (*RINGS, "hybrid"):
             self.trip_bytes()  # raises where the model does not know them
         return (strategy,)
+
+    @staticmethod
+    def allowed(strategy: str, topology: Topology) -> str:
+        """Return which strategies groups may use on some ranks: `auto` becomes `WITH_HYBRIDS` if
+        no hybrid spans more nodes than it is priced for."""
+        per_node = topology.ranks_per_node
+        nodes = range(2, topology.nodes + 1)
+        if strategy == "auto" and nodes and all(nodes_spanned(n * per_node) >= n for n in nodes):
+            return WITH_HYBRIDS
+        return strategy
 
     # ---- seconds
 

@@ -108,6 +108,7 @@ def make_plan(
     tokens = _checked_lengths(lengths)
     widest = _widest_degree(topology, planner=planner, strategy=strategy, sp_degree=sp_degree)
     cost.strategies(strategy)  # raises when it needs a ring and the cost model knows none
+    strategy = cost.allowed(strategy, topology)
     cap = _checked_cap(max_tokens_per_rank, cost, topology)
     cost.check_countable(tokens, topology.world_size)
     _check_fits(tokens, widest, cap, world=topology.world_size)

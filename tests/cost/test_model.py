@@ -530,3 +530,28 @@ def test_unknown_names_list_the_presets() -> None:
         ValueError, match="flexsp-gpt-7b-a100, flexsp-gpt-13b-a100, flexsp-gpt-30b-a100"
     ):
         load_cost_model("gpt-7b")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "tried"),
+    [(8, 8, True), (2, 4, True), (3, 6, True), (5, 6, False), (4, 1, False), (1, 8, False)],
+)
+def test_auto_tries_hybrids_where_they_are_priced_for_their_nodes(
+    nodes: int, per_node: int, tried: bool
+) -> None:
+    asked = H200.allowed("auto", Topology(nodes=nodes, ranks_per_node=per_node))
+    assert ("hybrid" in H200.strategies(asked)) == tried
+    assert "hybrid" not in FLEXSP.strategies(asked)  # which knows no ring
+
+
+def test_auto_takes_a_hybrid_that_beats_all_other_strategies() -> None:
+    """One sequence over two nodes, whose links are slow: one share of the keys crosses them."""
+    topology = Topology(nodes=2, ranks_per_node=8)
+    slow = replace(H200, bandwidths=((8, 4e11), (16, 4e9)))
+    lengths, cap = [200 * K], 200 * K // 16
+    found = make_plan(lengths, topology, slow, max_tokens_per_rank=cap)
+    ((group,),) = (micro_batch.groups for micro_batch in found.micro_batches)
+    assert (group.strategy, group.degree) == ("hybrid", 16)
+    for other in ("ulysses", "zigzag"):
+        forced = make_plan(lengths, topology, slow, max_tokens_per_rank=cap, strategy=other)
+        assert found.objective_s < forced.objective_s
