@@ -101,7 +101,7 @@ def sequence_parallel_attention(
 
 
 class _Layer(NamedTuple):
-    """What the attention of a layer is computed with, beside tensors."""
+    """What the attention of a layer is computed with, besides tensors."""
 
     seq_ctx: AttentionContext
     scores: Scores

@@ -35,7 +35,7 @@ Rejected: lists by layer number, which mix up two models. Rejected: one store pe
 mixes up two micro-batches. Rejected: taking a call for a replay because the store holds something
 for its layer, which hands the result of a forward that never had a backward to the next forward.
 
-Entries live no longer than their frame, so a graph that is dropped leaves none behind.
+Entries live no longer than their frame, so a dropped graph leaves no entry.
 """
 
 import inspect
@@ -104,7 +104,7 @@ class Kept(NamedTuple):
     def of(cls, out: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> "Kept":
         """Return what to keep of a call.
 
-        out: its result. others: what its backward needs beside it, of one dtype; the log-sum-exp
+        out: its result. others: what its backward needs besides it, of one dtype; the log-sum-exp
         of each zone in attention.
         """
         parts = [other.flatten() for other in others]  # [tokens, heads] or the like -> [elements]

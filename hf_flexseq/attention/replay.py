@@ -37,7 +37,7 @@ from hf_flexseq.schedule.head_layout import HeadLayout
 
 Tensors = tuple[torch.Tensor, ...]
 
-SINK_ROWS = 8192  # of which the gradient of the sinks is taken at once
+SINK_ROWS = 8192  # rows whose gradient of the sinks is computed at once
 
 
 class CutAttention(Protocol):

@@ -11,8 +11,8 @@ from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.program.compile import (
     HALO,
     HALO_RETURN,
+    SUMMARIES_AFTER,
     SUMMARIES_BEFORE,
-    SUMMARIES_BEHIND,
     Machine,
     MicroBatchLayout,
     backward,
@@ -28,7 +28,7 @@ LAYER = "32x8x128"  # Llama 3.1 8B
 # What a recurrent layer exchanges, forward and backward.
 RECURRENT = {
     "convolution": (HALO, HALO_RETURN),
-    "scan": (SUMMARIES_BEFORE, SUMMARIES_BEHIND),
+    "scan": (SUMMARIES_BEFORE, SUMMARIES_AFTER),
 }
 # Rows that a convolution reads: one alone asks for nothing, and all are listed one by one.
 LEAST_WIDTH, MOST_WIDTH = 2, 64

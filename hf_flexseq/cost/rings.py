@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hf_flexseq.registry import RINGS, object_of
 
 RING_PASSES = 3  # trips of keys and values: forward and backward, and their gradients
-ZIGZAG_LAUNCHES = 10  # beside the turns
+ZIGZAG_LAUNCHES = 10  # besides the turns
 ZIGZAG_RANK_LAUNCHES = 4  # for each rank of the group
 
 

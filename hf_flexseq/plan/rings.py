@@ -49,7 +49,7 @@ class Round(NamedTuple):
     """What a worker does whose partner holds earlier tokens; None for nothing."""
 
     later: Role | None
-    """What a worker does whose partner, behind the end, holds later tokens; None for nothing."""
+    """What a worker does whose partner, past the end, holds later tokens; None for nothing."""
 
 
 class Ring(NamedTuple):

@@ -26,7 +26,7 @@ class Segment(NamedTuple):
     start: int
     """First token, counted in the sequence."""
     stop: int
-    """First token behind the segment."""
+    """First token after the segment."""
 
     @property
     def tokens(self) -> int:

@@ -220,21 +220,21 @@ def backward_of_rows(parts: Parts, shape: LayerShape, saved: Sequence[Values]) -
 HALO = "halo"
 HALO_RETURN = "halo return"
 SUMMARIES_BEFORE = "summaries before"
-SUMMARIES_BEHIND = "summaries behind"
+SUMMARIES_AFTER = "summaries after"
 
 
 def of_rows(parts: Parts, what: str, shape: RowShape) -> Program:
     """Compile what a recurrent layer exchanges: rows [n, columns] -> [m, columns].
 
-    what: HALO or HALO_RETURN, of a convolution; SUMMARIES_BEFORE or SUMMARIES_BEHIND, of a scan.
+    what: HALO or HALO_RETURN, of a convolution; SUMMARIES_BEFORE or SUMMARIES_AFTER, of a scan.
     """
     b = _builder(parts, shape.as_layer)
     if what == HALO:
         return segments.halo(b, shape, parts.segments())
     if what == HALO_RETURN:
         return segments.halo_return(b, shape, parts.segments())
-    assert what in (SUMMARIES_BEFORE, SUMMARIES_BEHIND), f"recurrent layers exchange no {what!r}"
-    return segments.summaries(b, shape, parts.segments(), behind=what == SUMMARIES_BEHIND)
+    assert what in (SUMMARIES_BEFORE, SUMMARIES_AFTER), f"recurrent layers exchange no {what!r}"
+    return segments.summaries(b, shape, parts.segments(), after=what == SUMMARIES_AFTER)
 
 
 def _builder(parts: Parts, shape: LayerShape) -> Builder:

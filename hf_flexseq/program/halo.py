@@ -219,7 +219,7 @@ def halo_zone(rows: slice, layout: ZoneLayout, reach: Reach, channel: Channel) -
         keys = tuple(piece.key for piece in pieces)
         sent.append(ChunkMessage(layout.ranks[peer], tables.rows(ranges), keys))
 
-    # 2. the rows of others that this rank reads, behind its own
+    # 2. the rows of others that this rank reads, after its own
     received = []
     places: dict[ChunkKey, tuple[int, int]] = {}  # of each chunk: its first token here, its row
     row = layout.tokens

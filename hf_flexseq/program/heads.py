@@ -85,7 +85,7 @@ class HeadPiece(NamedTuple):
     shares: tuple[HeadShare, ...]  # the heads that each rank works on
     queries: tuple[slice, ...]  # the same query heads as slices
     kv_arriving: tuple[slice, ...]  # the KV heads that each rank is sent with the piece
-    kv_leaving: tuple[slice, ...]  # the KV heads of which each rank sends gradients with it
+    kv_leaving: tuple[slice, ...]  # the KV heads whose gradients each rank sends with it
 
 
 @functools.lru_cache(maxsize=64)
@@ -96,7 +96,7 @@ def head_pieces(heads: int, kv_heads: int, degree: int, most: int) -> tuple[Head
     in every piece but those that have none at all. heads, kv_heads: of the model. degree: ranks of
     the group.
     """
-    # 1. deal the query heads to the ranks
+    # 1. the query heads of each rank
     heads_by_rank = []
     for i in range(degree):
         start, stop = contiguous_part(heads, i, degree)
@@ -241,7 +241,7 @@ class PieceReader:
         kv = tuple(new)
         again = share.kv_read_before
         if again:
-            # The piece begins with the last KV heads of the one before.
+            # The piece begins with the last KV heads of the previous one.
             joined = []
             for before, x in zip(self._kv, new, strict=True):
                 last = b.heads(before, before.shape[1] - again, before.shape[1])

@@ -1,7 +1,7 @@
 """Attention over sequences that this rank holds whole: varlen kernel calls without transfers.
 
-One call is best where the rank has nothing else to do. Beside other zones the sequences are dealt
-to a few calls of about equal work, so that every wait for a transfer has something to hide under.
+One call is best where the rank has nothing else to do. With other zones the sequences are split
+into a few calls of about equal work: every wait for a transfer has something to hide under.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class LocalZone(SavesRows):
         most_runs: int = 1,
         reach: Reach = FULL,
     ) -> None:
-        """Deal the sequences to at most `most_runs` kernel calls.
+        """Split the sequences into at most `most_runs` kernel calls.
 
         rows: where the sequences stand in the rank's rows. lengths: tokens of each sequence.
         reach: which keys a query reads.
@@ -106,23 +106,23 @@ def _local_runs(
     All pairs of tokens are divided into `most_runs` equal parts. A sequence joins the run of the
     part in which the first of its pairs lies, so that none is split.
     """
-    # 1. deal the sequences, in their order
+    # 1. the sequences of each run, in their order
     all_pairs = sum(reach.pairs(length) for length in lengths)
     pairs_before = 0
     last_part = -1
-    dealt: list[list[int]] = []
+    by_run: list[list[int]] = []
     for length in lengths:
         part = pairs_before * most_runs // all_pairs
         if part != last_part:
-            dealt.append([])
+            by_run.append([])
             last_part = part
-        dealt[-1].append(length)
+        by_run[-1].append(length)
         pairs_before += reach.pairs(length)
 
     # 2. find the rows of every run
     runs = []
     start = 0
-    for run_lengths in dealt:
+    for run_lengths in by_run:
         stop = start + sum(run_lengths)
         spans = [span.queries for length in run_lengths for span in reach.spans(0, length)]
         call = tables.call(spans, spans, causal=True, window=reach.window)

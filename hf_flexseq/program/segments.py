@@ -1,11 +1,11 @@
 """What a recurrent layer needs of other ranks: the rows just before its segments, and what the
 segments before them have summed up to.
 
-    convolution    the last W - 1 rows before a segment, its *halo*, come from whoever holds them;
+    convolution    the last W - 1 rows before a segment, its *halo*, come from their holders;
                    their gradients go back
     scan           every rank sums up its segments, one *summary* row each; in the forward a rank
                    gets those of all segments before its own in the chains of its sequences, in
-                   the backward those of all behind them
+                   the backward those of all later ones
 
 Either way whole rows travel, straight from rank to rank, in one post. What a rank sends and
 receives follows from the chains of `plan/segments.py`, which every rank finds alike.
@@ -66,15 +66,14 @@ class Halo(NamedTuple):
 
 
 class Neighbours(NamedTuple):
-    """Summaries of the segments before, or behind, those of this rank."""
+    """Summaries of the segments before, or after, those of this rank."""
 
     messages: tuple[RowMessages, ...]
     """By group; they send rows of the summaries."""
     summarised: tuple[int, ...]
-    """This rank's segments that other segments want to know of: one summary row each."""
+    """This rank's segments whose summaries other ranks read: one row each."""
     middle: int
-    """Number of an index array: the rows of those that stand between others, whose transition is
-    wanted, too."""
+    """Number of an index array: rows of those between others, whose transition is read, too."""
     received_rows: int
     steps: tuple[tuple[int, int], ...]
     """The state of a segment is made summary by summary, the farthest one first. By step the
@@ -112,7 +111,7 @@ class RankSegments:
         self.lengths = tuple(lengths)
         """Tokens of each segment."""
         self.middle = tuple(middle)
-        """Segments that have others of their sequence before and behind them."""
+        """Segments that have others of their sequence before and after them."""
         self._halos: dict[int, Halo] = {}
         self._neighbours: dict[bool, Neighbours] = {}
 
@@ -166,18 +165,18 @@ class RankSegments:
 
     # ---- summaries
 
-    def neighbours(self, *, behind: bool) -> Neighbours:
+    def neighbours(self, *, after: bool) -> Neighbours:
         """Return whose summaries this rank's segments need: of the segments before them in the
-        forward, of those behind them in the backward."""
-        if behind not in self._neighbours:
-            self._neighbours[behind] = self._make_neighbours(behind)
-        return self._neighbours[behind]
+        forward, of those after them in the backward."""
+        if after not in self._neighbours:
+            self._neighbours[after] = self._make_neighbours(after)
+        return self._neighbours[after]
 
-    def _make_neighbours(self, behind: bool) -> Neighbours:
-        # 1. one row for each segment of this rank that others want to know of
+    def _make_neighbours(self, after: bool) -> Neighbours:
+        # 1. one row for each segment of this rank whose summary others read
         summarised: dict[int, int] = {}  # segment -> row
         for zone in self._zones:
-            for segment in zone.wanted(behind=behind):
+            for segment in zone.wanted(after=after):
                 summarised[segment] = len(summarised)
 
         # 2. the rows of other ranks
@@ -185,7 +184,7 @@ class RankSegments:
         needed: dict[int, list[int]] = {}  # segment -> rows, the farthest first
         rows = len(summarised)
         for zone in self._zones:
-            made = zone.summaries(summarised, rows, needed, self._tables, behind=behind)
+            made = zone.summaries(summarised, rows, needed, self._tables, after=after)
             rows += sum(number for _, number in made.received)
             if made.sent or made.received:
                 messages.append(made)
@@ -306,11 +305,11 @@ class _ZoneSegments(NamedTuple):
 
     # -- summaries
 
-    def wanted(self, *, behind: bool) -> Iterable[int]:
-        """Yield the segments of this zone that others want to know of: those that have any behind
-        them, in the backward any before them."""
+    def wanted(self, *, after: bool) -> Iterable[int]:
+        """Yield the segments of this zone whose summaries others read: those with any after them,
+        in the backward any before them."""
         for number, one in enumerate(self.chains.held, start=self.number):
-            if self._needed(one, behind=not behind):
+            if self._needed(one, after=not after):
                 yield number
 
     def summaries(
@@ -320,7 +319,7 @@ class _ZoneSegments(NamedTuple):
         needed: dict[int, list[int]],
         tables: Tables,
         *,
-        behind: bool,
+        after: bool,
     ) -> RowMessages:
         """Return the messages of summaries, and write to `needed` the rows that each segment of
         this zone needs, the farthest first.
@@ -336,7 +335,7 @@ class _ZoneSegments(NamedTuple):
         # 2. those that go to others: to all on the other side of the chain
         given: dict[int, set[SegmentKey]] = defaultdict(set)  # by reader
         for one in self.chains.held:
-            for index in self._holders(one, behind=not behind):
+            for index in self._holders(one, after=not after):
                 given[index].add((one.member, one.place))
         sent = []
         for index, keys in sorted(given.items()):
@@ -346,7 +345,7 @@ class _ZoneSegments(NamedTuple):
         # 3. those that come from others
         wanted: dict[int, set[SegmentKey]] = defaultdict(set)  # by holder
         for one in self.chains.held:
-            for place in self._needed(one, behind=behind):
+            for place in self._needed(one, after=after):
                 holder = self._chain(one)[place].holder
                 if holder != self.own:
                     wanted[holder].add((one.member, place))
@@ -359,20 +358,20 @@ class _ZoneSegments(NamedTuple):
 
         # 4. the rows that each segment needs
         for number, one in enumerate(self.chains.held, start=self.number):
-            places_before = self._needed(one, behind=behind)
+            places_before = self._needed(one, after=after)
             if places_before:
                 needed[number] = [row_of[one.member, place] for place in places_before]
         return RowMessages(self.channel, "summaries of segments", tuple(sent), tuple(arrived))
 
-    def _holders(self, one: HeldSegment, *, behind: bool) -> set[int]:
-        """Return the other ranks that hold segments before, or behind, a segment."""
+    def _holders(self, one: HeldSegment, *, after: bool) -> set[int]:
+        """Return the other ranks that hold segments before, or after, a segment."""
         chain = self._chain(one)
-        return {chain[place].holder for place in self._needed(one, behind=behind)} - {self.own}
+        return {chain[place].holder for place in self._needed(one, after=after)} - {self.own}
 
-    def _needed(self, one: HeldSegment, *, behind: bool) -> range:
-        """Return the places in its chain of the segments before, or behind, a segment, the
+    def _needed(self, one: HeldSegment, *, after: bool) -> range:
+        """Return the places in its chain of the segments before, or after, a segment, the
         farthest first."""
-        if behind:
+        if after:
             return range(len(self._chain(one)) - 1, one.place, -1)
         return range(one.place)
 
@@ -408,12 +407,12 @@ def halo_return(b: Builder, shape: RowShape, segments: RankSegments) -> Program:
     return b.program((b.cast(sums, INPUT),))
 
 
-def summaries(b: Builder, shape: RowShape, segments: RankSegments, *, behind: bool) -> Program:
-    """Compile: summaries [segments that others want to know of, columns] -> those received [R,
+def summaries(b: Builder, shape: RowShape, segments: RankSegments, *, after: bool) -> Program:
+    """Compile: summaries [segments that others read, columns] -> those received [R,
     columns]."""
-    found = segments.neighbours(behind=behind)
+    found = segments.neighbours(after=after)
     own = b.input((len(found.summarised), shape.columns))
-    tag = RECURRENT_BACKWARD if behind else RECURRENT_FORWARD
+    tag = RECURRENT_BACKWARD if after else RECURRENT_FORWARD
     return b.program((_gather(b, found.messages, own, tag),))
 
 

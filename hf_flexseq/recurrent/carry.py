@@ -86,8 +86,8 @@ class StateCarry:
         if sequence.is_over and not sequence.runs_again:
             del self._sequences[key]
 
-    def gradient_behind(self, key: Key, part: "Part") -> torch.Tensor | None:
-        """Return the gradient of what this part has left for the next one; None behind the last.
+    def gradient_after(self, key: Key, part: "Part") -> torch.Tensor | None:
+        """Return the gradient of what this part has left for the next one; None after the last.
         Raises WrongChunk when the part is not the next one to go backward."""
         sequence = self._sequences.get(key)
         if sequence is None or sequence.stored < part.length or part.stop != sequence.drained:
@@ -168,9 +168,9 @@ class Carrying(NamedTuple):
             runs_again=self.runs_again,
         )
 
-    def gradient_behind(self) -> torch.Tensor | None:
-        """Return the gradient of what was stored; None behind the last part."""
-        return self.carry.gradient_behind(self._key, self.part)
+    def gradient_after(self) -> torch.Tensor | None:
+        """Return the gradient of what was stored; None after the last part."""
+        return self.carry.gradient_after(self._key, self.part)
 
     def leave_gradient(self, gradient: torch.Tensor) -> None:
         """Keep the gradient of what was given."""

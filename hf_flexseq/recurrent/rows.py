@@ -89,15 +89,15 @@ class _CarriedHalo(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dgiven: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return drows [n, channels]: of what the next part was given."""
-        behind = ctx.carrying.gradient_behind()  # [W - 1, channels]
-        if behind is None:
-            behind = torch.zeros_like(dgiven)
+        after = ctx.carrying.gradient_after()  # [W - 1, channels]
+        if after is None:
+            after = torch.zeros_like(dgiven)
         # The next part was given rows [n, n + W - 1) of [given | rows].
         dgiven = dgiven.clone()
         passed_on = dgiven.shape[0] - ctx.rows
-        dgiven[ctx.rows :] += behind[:passed_on]
+        dgiven[ctx.rows :] += after[:passed_on]
         ctx.carrying.leave_gradient(dgiven)
-        return behind[passed_on:], None, None
+        return after[passed_on:], None, None
 
 
 def halo(edges: torch.Tensor, width: int, seq_ctx: RecurrentContext) -> torch.Tensor:

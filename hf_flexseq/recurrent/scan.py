@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_flexseq.attention.remat import Kept, Region, kept_region
 from hf_flexseq.kernels.scans import Scan, Tensors, apply_transition, apply_transposed
-from hf_flexseq.program.compile import SUMMARIES_BEFORE, SUMMARIES_BEHIND
+from hf_flexseq.program.compile import SUMMARIES_AFTER, SUMMARIES_BEFORE
 from hf_flexseq.program.segments import Neighbours
 from hf_flexseq.recurrent.carry import Carrying
 from hf_flexseq.recurrent.rows import RecurrentContext, exchange
@@ -73,12 +73,12 @@ class _Run(NamedTuple):
         return None if given is None else self._of_first(given)
 
     def first_gradient(self) -> torch.Tensor | None:
-        """Return the gradients of the states behind all segments of a pipeline's chunk,
+        """Return the gradients of the states after all segments of a pipeline's chunk,
         [segments, H, K, V]; None where they are zero."""
         if self.carrying is None:
             return None
-        behind = self.carrying.gradient_behind()
-        return None if behind is None else self._of_first(behind)
+        after = self.carrying.gradient_after()
+        return None if after is None else self._of_first(after)
 
     def _of_first(self, state: torch.Tensor) -> torch.Tensor:
         """Return the state [H, K, V] as that of the first segment: [segments, H, K, V]."""
@@ -97,7 +97,7 @@ class _Run(NamedTuple):
             return self.first_state(), None
         # [summarised, H, K, V], [middle, H, K, K] or less
         sums, transitions = self.scan.summarise(inputs, before.summarised, segments.middle)
-        states = self._combined(before, sums, transitions, behind=False)
+        states = self._combined(before, sums, transitions, after=False)
         return states, transitions
 
     def to_keep(self, states: torch.Tensor | None) -> torch.Tensor | None:
@@ -119,17 +119,17 @@ class _Run(NamedTuple):
 
     @property
     def _neighbours_before(self) -> Neighbours:
-        return self.seq_ctx.programs.parts.segments().neighbours(behind=False)
+        return self.seq_ctx.programs.parts.segments().neighbours(after=False)
 
-    def gradients_behind(
+    def gradients_after(
         self, dout: torch.Tensor, inputs: Tensors, saved: Tensors, transitions: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return the gradients of the states behind all segments, [segments, H, K, V]; None where
+        """Return the gradients of the states after all segments, [segments, H, K, V]; None where
         they are zero."""
         segments = self.seq_ctx.programs.parts.segments()
-        behind = segments.neighbours(behind=True)
-        sums = self.scan.summarise_backward(dout, inputs, saved, behind.summarised)
-        return self._combined(behind, sums, transitions, behind=True)
+        after = segments.neighbours(after=True)
+        sums = self.scan.summarise_backward(dout, inputs, saved, after.summarised)
+        return self._combined(after, sums, transitions, after=True)
 
     def _combined(
         self,
@@ -137,7 +137,7 @@ class _Run(NamedTuple):
         sums: torch.Tensor,
         transitions: torch.Tensor,
         *,
-        behind: bool,
+        after: bool,
     ) -> torch.Tensor | None:
         """Exchange summaries and combine them: sums [summarised, H, K, V] and transitions [m, H,
         ...] -> [segments, H, K, V]; None where no segment takes any."""
@@ -154,13 +154,13 @@ class _Run(NamedTuple):
 
         # 2. with those of other ranks: [n + received, numbers]
         if neighbours.messages:
-            what = SUMMARIES_BEHIND if behind else SUMMARIES_BEFORE
+            what = SUMMARIES_AFTER if after else SUMMARIES_BEFORE
             rows = torch.cat((rows, exchange(what, rows, self.seq_ctx)))
 
         # 3. the farthest one first
         if not neighbours.steps:
             return None
-        apply = apply_transposed if behind else apply_transition
+        apply = apply_transposed if after else apply_transition
         states = sums.new_zeros(len(segments.lengths), *shape)
         for takers, taken in neighbours.steps:
             summaries = rows.index_select(0, index(taken))
@@ -215,10 +215,10 @@ class _Scan(torch.autograd.Function):
         saved = tuple(tensors[ctx.inputs :])
         dout = dout.to(inputs[0].dtype).contiguous()  # in which the scan computes
         if ctx.has_neighbours:
-            behind = run.gradients_behind(dout, inputs, saved, transitions)
+            after = run.gradients_after(dout, inputs, saved, transitions)
         else:
-            behind = run.first_gradient()
-        grads, dstates = run.scan.backward(dout, behind, inputs, saved)
+            after = run.first_gradient()
+        grads, dstates = run.scan.backward(dout, after, inputs, saved)
         if run.carrying is not None:
             run.carrying.leave_gradient(dstates[0].clone())
         return None, *grads

@@ -2,7 +2,7 @@
 
 Ulysses sends every rank its heads of q, k and v in one message. The message, a *part* of the
 buffer, is [tokens, heads of the part, head_dim], with its heads of all tensors side by side. For
-example q of four heads and k of two, dealt to two ranks:
+example q of four heads and k of two, on two ranks:
 
     part 0    of every token    q0 q1 k0
     part 1    of every token    q2 q3 k1
@@ -133,7 +133,7 @@ def _longer(run: HeadRun, following: HeadRun) -> HeadRun | None:
     head_step = following.head - run.head - (run.parts - 1) * run.head_step
     slot_step = following.slot - run.slot - (run.parts - 1) * run.slot_step
     if run.parts == 1:
-        # Parts that share a head are no run: they could not be added to it at once.
+        # Parts that share a head are not a run: they could not be added to it at once.
         is_alike = head_step >= run.heads
     else:
         is_alike = (head_step, slot_step) == (run.head_step, run.slot_step)

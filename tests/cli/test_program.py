@@ -16,8 +16,8 @@ from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.program.compile import (
     HALO,
     HALO_RETURN,
+    SUMMARIES_AFTER,
     SUMMARIES_BEFORE,
-    SUMMARIES_BEHIND,
     Machine,
     MicroBatchLayout,
     backward,
@@ -243,7 +243,7 @@ def test_ranks_and_work_have_limits_that_can_be_raised(
     ("written", "whats", "rows"),
     [
         ("convolution:48x4", (HALO, HALO_RETURN), RowShape(48, "bfloat16", 4)),
-        ("scan:2x4x6", (SUMMARIES_BEFORE, SUMMARIES_BEHIND), RowShape(80, "float32")),
+        ("scan:2x4x6", (SUMMARIES_BEFORE, SUMMARIES_AFTER), RowShape(80, "float32")),
     ],
 )
 def test_what_a_recurrent_layer_exchanges_is_printed(

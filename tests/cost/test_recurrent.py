@@ -24,8 +24,8 @@ from hf_flexseq.planner import make_plan
 from hf_flexseq.program.compile import (
     HALO,
     HALO_RETURN,
+    SUMMARIES_AFTER,
     SUMMARIES_BEFORE,
-    SUMMARIES_BEHIND,
     Machine,
     MicroBatchLayout,
     of_rows,
@@ -86,29 +86,29 @@ def test_the_busiest_rank_has_the_segments_and_summaries_that_it_is_priced_with(
     strategy: str, degree: int
 ) -> None:
     micro_batch = MicroBatch(groups=(group_of(strategy, degree),))
-    most_segments, most_moved = 0, {False: 0, True: 0}  # by whether segments behind count
+    most_segments, most_moved = 0, {False: 0, True: 0}  # by whether segments after count
     for rank in range(degree):
         (zone,) = make_shard(micro_batch, (64 * degree,), rank).zones
         found = chains_of(zone)
         (chain,) = found.chains.values()
         most_segments = max(most_segments, len(found.held))
         own = [one.place for one in found.held]
-        for behind in (False, True):
+        for after in (False, True):
             received = {
                 place
                 for place in range(len(chain))
                 if place not in own
-                and any((place > mine) if behind else (place < mine) for mine in own)
+                and any((place > mine) if after else (place < mine) for mine in own)
             }
             sent = 0
             for mine in own:
                 readers = {
                     segment.holder
                     for place, segment in enumerate(chain)
-                    if ((place < mine) if behind else (place > mine))
+                    if ((place < mine) if after else (place > mine))
                 }
                 sent += len(readers - {rank})
-            most_moved[behind] = max(most_moved[behind], len(received), sent)
+            most_moved[after] = max(most_moved[after], len(received), sent)
     assert most_segments == segments_of_rank(degree, strategy)
     assert set(most_moved.values()) == {summaries(degree, strategy)}
 
@@ -183,7 +183,7 @@ def test_posts_and_messages_are_those_of_the_programs(
     for rank in range(degree):
         parts = MicroBatchLayout(make_shard(micro_batch, (64 * degree,), rank), machine).parts
         programs = []
-        for what in (HALO, HALO_RETURN, SUMMARIES_BEFORE, SUMMARIES_BEHIND):
+        for what in (HALO, HALO_RETURN, SUMMARIES_BEFORE, SUMMARIES_AFTER):
             programs.append(of_rows(parts, what, RowShape(8, "float32", 4)))
         posts.append(sum(one.posts(topology.node_of, rank=rank) for one in programs))
         messages.append(sum(one.messages for one in programs))

@@ -134,9 +134,9 @@ def test_what_a_chunk_leaves_goes_to_the_next_and_its_gradient_comes_back():
     second.store(torch.zeros(3))
     assert carry.bytes() == 12
     second.store(torch.zeros(3))  # a replay
-    assert second.gradient_behind() is None
+    assert second.gradient_after() is None
     second.leave_gradient(torch.full((3,), 2.0))
-    assert torch.equal(first.gradient_behind(), torch.full((3,), 2.0))
+    assert torch.equal(first.gradient_after(), torch.full((3,), 2.0))
     first.leave_gradient(torch.zeros(3))
     carry.check_empty()
 
@@ -156,6 +156,6 @@ def test_chunks_in_another_order_are_refused():
     with pytest.raises(WrongChunk, match=r"the forward of \[6, 10\)"):
         carrying(carry, 6, 10).store(torch.ones(3))
     with pytest.raises(WrongChunk, match=r"the backward of \[0, 4\)"):
-        carrying(carry, 0, 4).gradient_behind()
+        carrying(carry, 0, 4).gradient_after()
     with pytest.raises(WrongChunk, match="not drained: sequence 7"):
         carry.check_empty()

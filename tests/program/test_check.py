@@ -11,8 +11,8 @@ from hf_flexseq.program import heads, turns
 from hf_flexseq.program.compile import (
     HALO,
     HALO_RETURN,
+    SUMMARIES_AFTER,
     SUMMARIES_BEFORE,
-    SUMMARIES_BEHIND,
     Machine,
     MicroBatchLayout,
     backward,
@@ -80,7 +80,7 @@ def recurrent_programs(micro_batch, lengths, topology, shape, **options):
     for rank in range(topology.world_size):
         shard = make_shard(micro_batch, lengths, rank)
         parts = MicroBatchLayout(shard, machine).parts
-        for what in (HALO, HALO_RETURN, SUMMARIES_BEFORE, SUMMARIES_BEHIND):
+        for what in (HALO, HALO_RETURN, SUMMARIES_BEFORE, SUMMARIES_AFTER):
             directions.setdefault(what, {})[rank] = of_rows(parts, what, shape)
     return directions.values()
 
@@ -108,13 +108,13 @@ def test_a_rank_gets_few_rows_of_a_long_sequence(strategy):
     shape = RowShape(columns=1, dtype="float32", width=width)
     segments_a_rank = 1 if strategy in ("ulysses", "balanced") else 2
     for length in (6400, 64000):
-        halos, returned, before, behind = recurrent_programs(
+        halos, returned, before, after = recurrent_programs(
             MicroBatch(groups=(group,)), (length,), topology, shape
         )
         for rank in range(degree):
             assert received_rows(halos[rank]) <= segments_a_rank * (width - 1)
             assert received_rows(before[rank]) <= segments_a_rank * (degree - 1)
-            assert received_rows(behind[rank]) <= segments_a_rank * (degree - 1)
+            assert received_rows(after[rank]) <= segments_a_rank * (degree - 1)
             sent = sum(halos[rank].all_values[m.value].rows for m in sends(halos[rank]))
             assert received_rows(returned[rank]) == sent
 

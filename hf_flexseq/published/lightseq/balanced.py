@@ -4,7 +4,7 @@ A rank holds one chunk, so late ranks have more keys to read than early ones. Ra
 out of keys before their own queries compute for the late ones.
 
 This departs from the paper, which is right for even degrees only: as printed, and in the code
-published with it, nobody helps at the last time, which loses (d - 1) / 2 blocks of an odd degree
+published with it, no rank helps at the last time, which loses (d - 1) / 2 blocks of an odd degree
 d. With these blocks an odd degree has no idle rank at any time. An even degree idles for half a
 block's time per rank and takes (d + 1) / d of the ideal time.
 
@@ -14,7 +14,7 @@ The core executes these rounds as those of any ring, and prices them by `COSTS`.
 from hf_flexseq.cost.rings import RING_PASSES, RingCosts, RingWork
 from hf_flexseq.plan.rings import FRONT, Ring, Role, Round
 
-LAUNCHES = 12  # beside the turns
+LAUNCHES = 12  # besides the turns
 PAIR_LAUNCHES = 5  # for each two ranks of the group
 
 # A helper's tensors: in the forward queries there, results back; in the backward five.
@@ -27,7 +27,7 @@ def balanced_rounds(degree: int) -> list[Round]:
 
     At time t a rank reads the keys of the rank t indices before it. A rank that has none there
     helps the rank t indices before it, counted around the end, with its own keys. Half way round
-    an even degree these would be blocks that are computed already, so nobody helps there.
+    an even degree these would be blocks that are computed already, so no rank helps there.
     """
     reads = Role(helps=False, queries=(FRONT,), keys=(FRONT,))
     helps = Role(helps=True, queries=(FRONT,), keys=(FRONT,))
