@@ -23,7 +23,6 @@ from hf_flexseq.cost.model import HOST_CONSTANTS
 from hf_flexseq.cost.presets import PRESETS, load_cost_model
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.planner import make_plan
-from hf_flexseq.schedule.attention import attention_schedule
 from hf_flexseq.topology import Topology
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
@@ -126,64 +125,6 @@ def test_ulysses_hides_all_but_the_first_piece_of_its_heads() -> None:
             moved, linear = 2.0 * length / 4 / 0.5, length / 4
             seconds = max(length**2 / 4, share * moved) + (1 - share) * moved + linear
             assert of_heads.sequence_ns(length, 4, "ulysses", False) == round(seconds * 1e9)
-
-
-def busiest_link(degree: int, keys: float, queries: float) -> float:
-    """From the steps of `balanced`: the most that any rank sends or receives, for tensors of these
-    widths."""
-    total = 0.0
-    for there, back_of_keys in ((1, 0), (3, 1)):  # forward, backward
-        sent, received = [0.0] * degree, [0.0] * degree
-
-        def move(
-            source: int,
-            target: int,
-            size: float,
-            out: list[float] = sent,
-            into: list[float] = received,
-        ) -> None:
-            out[source] += size
-            into[target] += size
-
-        for step in attention_schedule("balanced", degree).calls:
-            if step.source != step.worker:
-                move(step.source, step.worker, keys)
-                move(step.worker, step.source, back_of_keys * keys)
-            if step.reader != step.worker:
-                move(step.reader, step.worker, there * queries)
-                move(step.worker, step.reader, queries)
-        total += max(sent + received)
-    return total
-
-
-@pytest.mark.parametrize("shared", [1, 2, 4, 8])
-@pytest.mark.parametrize("degree", range(2, 17))
-def test_balanced_pays_what_its_busiest_rank_moves(degree: int, shared: int) -> None:
-    """Keys and values of a width of 2, queries `shared` times as wide as keys alone."""
-    cost = replace(SIMPLE, ring_bytes=6.0, query_bytes=shared)
-    assert cost.trip_bytes() == (2.0, shared)
-    assert cost.ring_traffic(degree, "balanced") == busiest_link(degree, 2.0, shared)
-
-
-def test_balanced_is_the_fastest_where_keys_are_as_wide_as_queries_and_links_slow() -> None:
-    """One head, so that Ulysses has no one to share with; a ring moves 24 tensors' worth a token,
-    balanced 16."""
-    cost = replace(
-        SIMPLE, attention_s=0.2, ring_bytes=6.0, query_bytes=1.0, all_to_all_bytes=8.0, heads=1
-    )
-    seconds = {
-        name: cost.sequence_ns(90, 5, name, False) / 1e9
-        for name in ("ulysses", "zigzag", "balanced")
-    }
-    assert min(seconds, key=seconds.__getitem__) == "balanced"
-    assert seconds["zigzag"] - seconds["balanced"] == 24 * 18 - 0.2 * 90 * 18
-
-
-def test_balanced_idles_at_even_degrees() -> None:
-    cost = replace(SIMPLE, attention_s=1.0, linear_s=1e-9, ring_bytes=0.0)
-    assert [cost.sequence_ns(12, d, "balanced", False) / 1e9 for d in (2, 3, 4)] == pytest.approx(
-        [144 / 2 * 3 / 2, 144 / 3, 144 / 4 * 5 / 4], rel=1e-6
-    )
 
 
 def test_a_hybrid_is_ulysses_inside_a_node_and_a_ring_across_nodes() -> None:

@@ -44,17 +44,6 @@ def test_zigzag_has_no_idle_time(degree):
 
 
 @every_degree
-def test_balanced_has_none_at_odd_degrees_and_half_a_block_at_even_ones(degree):
-    expected = 1.0 if degree % 2 else (degree + 1) / degree
-    assert attention_schedule("balanced", degree).critical_path() == expected
-
-
-@every_degree
-def test_balanced_is_done_half_way_round(degree):
-    assert attention_schedule("balanced", degree).times == degree // 2 + 1
-
-
-@every_degree
 def test_zigzag_is_half_a_square_for_every_rank_at_every_time(degree):
     assert {call.work for call in attention_schedule("zigzag", degree).calls} == {4}
 
