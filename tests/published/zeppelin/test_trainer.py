@@ -1,0 +1,76 @@
+"""`planner="zeppelin"` under the Trainer: its passes run, and results are those of one process."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.program.turns import WORTHY_PAIRS
+from hf_flexseq.published.zeppelin import remap, routes
+from tests.hf.test_trainer import (
+    dataset,
+    float64_loss,
+    logged,
+    plain_run,
+    training_arguments,
+    update_error,
+)
+from tests.hf.tiny import tiny_llama
+from tests.published.zeppelin.always import SLOW
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
+
+# Even tokens take less time than uneven ones, and moving them takes next to none.
+COST = replace(SLOW, linear_s=1.0, bandwidths=((2, 1e12), (16, 1e8)))
+
+
+def train(rank, world_size, folder):
+    """Weights and log of three steps of the trainer, and how often each pass has run."""
+    args = training_arguments(
+        FlexSeqConfig,
+        folder,
+        batch=2,
+        accumulation=1,
+        optim="sgd",
+        max_steps=3,
+        planner="zeppelin",
+        sync="lockstep",
+        cost_model=str(folder / "cost.json"),
+        max_tokens_per_rank=30,
+        lookahead=0,
+    )
+    model = tiny_llama()
+    counts = {"routed": 0, "moved": 0}
+    run, move = routes._Rewriting.run, remap.RemapPass._move
+
+    def counted_run(self):
+        counts["routed"] += 1
+        return run(self)
+
+    def counted_move(*args, **options):
+        counts["moved"] += 1
+        return move(*args, **options)
+
+    with (
+        mock.patch.dict(WORTHY_PAIRS, {"cpu": 1}),
+        mock.patch.object(routes._Rewriting, "run", counted_run),
+        mock.patch.object(remap.RemapPass, "_move", counted_move),
+    ):
+        trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
+        trainer.train()
+    weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    return weights, trainer.state.log_history, counts
+
+
+def test_a_trainer_with_passes_equals_the_plain_one(tmp_path):
+    COST.save(tmp_path / "cost.json")
+    before, wanted, history = plain_run(tmp_path, batch=8, loss=float64_loss, max_steps=3)
+    by_rank = run_ranks(train, 4, tmp_path, ranks_per_node=2, seconds=120)
+    for found, log, _ in by_rank:
+        assert update_error(before, wanted, found) < 1e-8
+        assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-6)
+        assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-8)
+    assert all(counts["routed"] for _, _, counts in by_rank)
+    assert any(counts["moved"] for _, _, counts in by_rank)
