@@ -45,7 +45,7 @@ def test_what_is_drawn_has_something_of_everything():
         *("local", "ulysses", "zigzag", "balanced", "hybrid"),
         *("BY_TAG", "BY_LANE", "ONE_QUEUE"),
         *(f"{ranks} ranks" for ranks in (2, 3, 4, 6, 8)),
-        *("several zones on a rank", "remapped", "pipeline"),
+        *("several zones on a rank", "passes", "pipeline"),
         *("checkpointing", "checkpointing, attention kept"),
         *("window", "chunk", "sinks", "softcap", "values of another size"),
         *("convolution", "gated delta", "kimi delta", "mamba2"),
