@@ -5,8 +5,8 @@
 runs them by number and prints how many had what. A number stands for the same plan on any machine:
 
     attention    an optimizer step over 2 to 8 ranks on 1 to 4 nodes: micro-batches of any laminar
-                 groups, with Zeppelin's passes, by collectives, under checkpointing; its one sum of
-                 gradients over all ranks comes last
+                 groups, with Zeppelin's passes, by collectives, under checkpointing; its one sum
+                 of gradients over all ranks comes last
     pipeline     a step of a small model: any cuts, one or two stages per rank, ranks that share
                  every chunk, checkpointing, split weight gradients
 

@@ -210,7 +210,7 @@ class OneRank:
             row=SourceRow(columns=columns, lengths=tuple(own)),
             lengths=step.plan.lengths,
             sources=sources,
-            targets=sum(step.plan.lengths),
+            targets=step.plan.lengths,
         )
 
 
