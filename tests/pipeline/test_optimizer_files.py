@@ -62,8 +62,7 @@ def test_the_planted_pickle_would_run(tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("beside_the_index", [True, False])
-def test_a_planted_pickle_does_not_run(tmp_path, beside_the_index):
+def test_a_planted_pickle_does_not_run(tmp_path):
     """Two ranks resume in two stages, and without a pipeline, from a checkpoint that no manifest
     protects."""
     run_ranks(saved_run, 2, tmp_path, 2, True, SAVED)
@@ -71,14 +70,15 @@ def test_a_planted_pickle_does_not_run(tmp_path, beside_the_index):
     (checkpoint / MARKER).unlink()
     (checkpoint / MANIFEST).unlink()
     (checkpoint / FOLDER / ".metadata").write_bytes(pickle.dumps(Planted(tmp_path)))
-    if not beside_the_index:
-        (checkpoint / FOLDER / "index.json").unlink()
-    for stages in (2, 1):
-        with pytest.raises(AssertionError) as raised:
-            run_ranks(saved_run, 2, tmp_path, stages, True, SAVED, str(checkpoint))
-        last = str(raised.value).strip().splitlines()[-1]
-        assert last == f"ValueError: {checkpoint}/{FOLDER}/{REFUSED}", stages
-        assert not marks(tmp_path), stages
+    for is_beside_the_index in (True, False):
+        if not is_beside_the_index:
+            (checkpoint / FOLDER / "index.json").unlink()
+        for stages in (2, 1):
+            with pytest.raises(AssertionError) as raised:
+                run_ranks(saved_run, 2, tmp_path, stages, True, SAVED, str(checkpoint))
+            last = str(raised.value).strip().splitlines()[-1]
+            assert last == f"ValueError: {checkpoint}/{FOLDER}/{REFUSED}", stages
+            assert not marks(tmp_path), stages
 
 
 FORBIDDEN = ("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")

@@ -133,10 +133,11 @@ def joined(results):
         (4, 2, True, "sgd"),
     ],
 )
-def test_ten_steps_equal_the_plain_trainer(tmp_path, world_size, stages, tied, optim):
+def test_steps_equal_the_plain_trainer(tmp_path, world_size, stages, tied, optim):
     batch = 2 if world_size == 2 else 1
-    before, wanted, history = plain_weights(tmp_path, 2 * batch * world_size, tied, optim=optim)
-    options = {"optim": optim, "batch": batch}
+    common = {"optim": optim, "max_steps": 10 if world_size == 2 else 5}
+    before, wanted, history = plain_weights(tmp_path, 2 * batch * world_size, tied, **common)
+    options = {"batch": batch, **common}
     results = run_ranks(pipeline_run, world_size, tmp_path, stages, tied, options, seconds=150)
     found = joined(results)
     assert update_error(before, wanted, found) < 1e-8
@@ -350,9 +351,7 @@ def test_a_checkpoint_is_an_ordinary_one(tmp_path, tied):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("stages", "then"), [(2, [(2, 2), (4, 4), (4, 2), (1, 1)]), (1, [(2, 2)])]
-)
+@pytest.mark.parametrize(("stages", "then"), [(2, [(4, 2), (1, 1)]), (1, [(2, 2)])])
 def test_resumed_on_any_number_of_stages_it_goes_on_as_before(tmp_path, stages, then):
     """then: on so many ranks, in so many stages. The sequences per step stay the same: two ranks
     draw twice as many each as four."""

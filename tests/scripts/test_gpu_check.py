@@ -145,6 +145,7 @@ def test_without_triton_s_interpreter_a_cpu_says_so(monkeypatch):
 
 
 @MINUTES
+@pytest.mark.nightly
 def test_plans_on_threads_are_exact():
     section = part("one_device").plans_section(rehearsal())
     assert section.holds, section.text()
@@ -152,6 +153,7 @@ def test_plans_on_threads_are_exact():
 
 
 @MINUTES
+@pytest.mark.nightly
 def test_pipelines_on_threads_are_exact():
     section = part("one_device").pipelines_section(rehearsal())
     assert section.holds, section.text()
@@ -190,6 +192,7 @@ def test_a_ring_that_loses_a_hundredth_is_found(monkeypatch):
 
 @pytest.mark.processes
 @MINUTES
+@pytest.mark.nightly
 def test_plans_on_two_processes_are_exact():
     section = part("several").plans_section(rehearsal())
     assert section.holds, section.text()
@@ -198,6 +201,7 @@ def test_plans_on_two_processes_are_exact():
 
 @pytest.mark.processes
 @MINUTES
+@pytest.mark.nightly
 def test_a_killed_rank_is_named():
     section = part("lost_rank").lost_rank_section(rehearsal())
     assert section.holds, section.text()
@@ -216,6 +220,7 @@ def test_last_words_name_a_rank_or_they_do_not():
 
 
 @MINUTES
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["calibration", "memory"])
 def test_figures_are_shown_and_not_judged(name):
     section = getattr(part("figures"), f"{name}_section")(rehearsal())
@@ -224,6 +229,7 @@ def test_figures_are_shown_and_not_judged(name):
 
 
 @MINUTES
+@pytest.mark.nightly
 def test_the_host_is_timed_in_every_kind_of_attention():
     text = part("figures").host_section(rehearsal()).text()
     for work in ("local", "ulysses", "zigzag", "balanced", "hybrid", "three zones"):
@@ -260,6 +266,7 @@ def test_waits_are_errors_inside_of_attention_and_nowhere_else(monkeypatch):
 
 @pytest.mark.processes
 @MINUTES
+@pytest.mark.nightly
 def test_both_trainers_train_alike():
     training = part("training")
     runs = {
