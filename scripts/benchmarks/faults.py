@@ -1,7 +1,7 @@
 """What becomes of a training job of which one rank is lost.
 
     python scripts/benchmarks/faults.py                  every fault, under every kind of sharding
-    python scripts/benchmarks/faults.py --kills 20       only kills at random steps, under DDP
+    python scripts/benchmarks/faults.py --kinds DDP      under one of them
 
 A rank is killed (kill -9), stopped (kill -STOP) or raises an exception in the middle of a forward.
 Each row is such a job, and says
@@ -22,21 +22,19 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 from common import argument_parser, load_average, machine, table_head, table_row, write_record
@@ -97,12 +95,6 @@ class Fault:
     rank: int
     step: int = FAULT_STEP
     """Of the optimizer, counted from 0."""
-
-    place: str = "forward"
-    """One of `PLACES`."""
-
-
-PLACES = ("forward", "optimizer", "end")
 
 
 # ---- a rank
@@ -169,30 +161,9 @@ def arrange(fault: Fault, trainer: FlexSeqTrainer, folder: Path) -> None:
             case "raises":
                 raise ValueError("this rank has a fault of its own")
 
-    if fault.place == "forward":
-        for layer in trainer.model.model.layers:
-            if next(layer.parameters(), None) is not None:  # one that this rank has
-                layer.register_forward_hook(lambda *_: happen())
-    else:
-        trainer.add_callback(Happening(fault.place, happen))
-
-
-class Happening(TrainerCallback):
-    """Calls a function at one place of every step."""
-
-    def __init__(self, place: str, happen: Callable[[], None]) -> None:
-        self.place = place
-        self.happen = happen
-
-    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Call it after the backwards."""
-        if self.place == "optimizer":
-            self.happen()
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Call it where the step before has ended, and may have been saved."""
-        if self.place == "end":
-            self.happen()
+    for layer in trainer.model.model.layers:
+        if next(layer.parameters(), None) is not None:  # one that this rank has
+            layer.register_forward_hook(lambda *_: happen())
 
 
 # ---- a job
@@ -332,43 +303,10 @@ def cells(found: dict[str, Any]) -> list[str]:
     return [job, rank, found["fault"], seconds, message.replace("|", "/"), left, resumed]
 
 
-def random_kills(count: int, root: Path) -> list[dict[str, Any]]:
-    """Kill a random rank of a job under DDP at a random place of a random step, and resume it, so
-    many times."""
-    wanted = losses_of("DDP", folder_of("DDP", root, "kills whole"))
-    assert wanted is not None, f"a job without a fault failed: see {root}/kills whole"
-    draw = random.Random(0)
-    rows = []
-    for number in range(count):
-        fault = Fault(
-            kind="killed",
-            rank=draw.randrange(2),
-            step=draw.randrange(SAVE_STEPS, STEPS),  # there is a checkpoint
-            place=draw.choice(PLACES),
-        )
-        folder = folder_of("DDP", root, f"kill {number}")
-        found = faulty_run("DDP", fault, folder)
-        found["resumed"] = losses_of("DDP", folder, resume=True) == wanted
-        left_over()
-        rows.append(found | {"rank": fault.rank, "step": fault.step, "place": fault.place})
-        print(f"kill {number + 1}: {rows[-1]}", file=sys.stderr, flush=True)
-    equal = sum(row["resumed"] for row in rows)
-    hung = sum(row["hung"] for row in rows)
-    left = sum(bool(row["left"]) for row in rows)
-    print(
-        f"{count} kills at random steps under DDP: {equal} resumed with equal losses, "
-        f"{hung} ranks hung, {left} jobs left processes"
-    )
-    return rows
-
-
 def options() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
-    parser.add_argument(
-        "--kills", type=int, default=0, help="so many kills at random steps, in place of the table"
-    )
     parser.add_argument(
         "--keep", action="store_true", help="keep logs and checkpoints, and say where they are"
     )
@@ -385,16 +323,13 @@ def load_deepspeed() -> None:
 
 def main() -> None:
     asked = options()
-    if "ZeRO-3" in asked.kinds and not asked.kills:
+    if "ZeRO-3" in asked.kinds:
         load_deepspeed()
 
     print(f"on {machine('torch', 'transformers')}, load {load_average()}\n")
     root = Path(tempfile.mkdtemp(prefix="faults_"))
-    if asked.kills:
-        rows = random_kills(asked.kills, root)
-    else:
-        rows = fault_rows(asked.kinds, asked.faults, root)
-    write_record(asked.json, {"kills" if asked.kills else "faults": rows})
+    rows = fault_rows(asked.kinds, asked.faults, root)
+    write_record(asked.json, {"faults": rows})
     if asked.keep:
         print(f"logs and checkpoints are in {root}")
     else:

@@ -4,7 +4,7 @@
     python scripts/benchmarks/overhead.py --lengths $(yes 32 | head -128)    short documents: the
                                                                              most calls per token
 
-Four lanes train the same model on the same documents in one process, and take turns step by step,
+Three lanes train the same model on the same documents in one process, and take turns step by step,
 so that a noisy machine is noisy for all of them:
 
     packed      the plain Trainer on one packed row, sdpa. transformers gives packed rows a mask of
@@ -12,7 +12,6 @@ so that a noisy machine is noisy for all of them:
     same work   the plain Trainer on the same row, with the attention kernel that FlexSeqTrainer
                 uses, one document at a time, and its chunked loss: what is left to differ is our
                 own bookkeeping
-    bare loop   that again without a Trainer: forward, backward, clip, optimizer step
     flexseq     FlexSeqTrainer, with look-ahead and a plan trace
 
 Every lane is a thread that runs only when it is its turn. A turn is a whole optimizer step with
@@ -36,10 +35,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -56,26 +53,14 @@ from transformers import (
 
 from common import argument_parser, machine, table, write_record
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.distributed.lone import LoneHost
-from hf_flexseq.hf import whole_model
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.chunked_loss import choose_backend
-from hf_flexseq.steps import exchange as rows
-from hf_flexseq.steps import inputs, lookahead, trace
 
 # Drawn from a log-normal with mu = ln 950 and sigma = 1.75, like CommonCrawl's documents.
 LONG_TAILED = (2087, 718, 630, 320, 190, 181, 56, 21)
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS = 2048, 256, 2, 4, 2
 OURS = "flexseq"
 Clocks = tuple[list[float], list[float]]  # seconds: by the wall clock, and on the processor
-PARTS = {  # where our own time goes: what is timed in the flexseq lane
-    "planning, exposed": [(lookahead.Lookahead, "_plan")],
-    "gather of lengths": [(LoneHost, "gather_ints")],
-    "batches to one row": [(lookahead, "source_row")],
-    "exchange of tokens": [(rows.RowExchange, "__call__")],
-    "shards and contexts": [(whole_model, "PlanLayout"), (inputs, "inputs_of")],
-    "trace and figures": [(trace.PlanTrace, "record")],
-}
 
 
 def main() -> None:
@@ -87,9 +72,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     work = Work(lengths=tuple(args.lengths), steps=args.warmup + args.steps)
-    lanes = {"packed": packed, "same work": same_work, "bare loop": bare_loop, OURS: flexseq}
+    lanes = {"packed": packed, "same work": same_work, OURS: flexseq}
     relay = Relay(list(lanes))
-    with timed_parts() as parts, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         losses = relay.run(lanes, work, Path(folder))
     measured: dict[str, Clocks] = {}
     for name in lanes:
@@ -97,9 +82,7 @@ def main() -> None:
         measured[name] = (wall[args.warmup :], cpu[args.warmup :])
     print(heading(args))
     print(lane_table(measured, losses))
-    print()
-    print(part_table(parts, args.warmup, measured["same work"]))
-    write_record(args.json, {"seconds": measured, "losses": losses, "parts": parts})
+    write_record(args.json, {"seconds": measured, "losses": losses})
 
 
 class Work(NamedTuple):
@@ -250,29 +233,6 @@ def train(
     return run.train().training_loss
 
 
-def bare_loop(turn: Turn, work: Work, folder: Path) -> float:
-    model = llama("per_document").train()
-    attach_chunked_loss(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=work.steps)
-    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    loader = torch.utils.data.DataLoader(
-        documents(work), batch_size=len(work.lengths), collate_fn=collator
-    )
-    total = 0.0
-    turn.on_train_begin()
-    for batch in loader:
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        total += float(loss.detach())
-        turn.on_step_end()
-    return total / work.steps
-
-
 def llama(attention: str) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -335,31 +295,6 @@ AttentionInterface.register("per_document", per_document_attention)
 # ---- the report
 
 
-@contextmanager
-def timed_parts() -> Iterator[dict[str, list[Clocks]]]:
-    """Time every call of the functions in `PARTS` inside this block, by part and function."""
-    found: dict[str, list[Clocks]] = {part: [] for part in PARTS}
-
-    def timed(function: Callable[..., Any], clocks: Clocks) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            started = now()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                add(clocks, started)
-
-        return call
-
-    with ExitStack() as stack:
-        for part, functions in PARTS.items():
-            for owner, name in functions:
-                found[part].append(([], []))
-                stack.enter_context(
-                    mock.patch.object(owner, name, timed(getattr(owner, name), found[part][-1]))
-                )
-        yield found
-
-
 def heading(args: argparse.Namespace) -> str:
     """Return the lines above the tables."""
     weight = torch.empty(VOCAB, HIDDEN)
@@ -403,21 +338,6 @@ def lane_table(measured: dict[str, Clocks], losses: dict[str, float]) -> str:
             cells.append(f"{1e3 * statistics.median(ours) / median:.3f}")
         rows.append([*cells, f"{losses[name]:.5f}"])
     return table(columns, rows, numbers=(1, 2, 3, 4, 5))
-
-
-def part_table(parts: dict[str, list[Clocks]], warmup: int, whole: Clocks) -> str:
-    """Return a row for each part of our own time, per step.
-
-    whole: the clocks of the lane `same work`, of which shares are taken.
-    """
-    step_s = statistics.median(whole[1])
-    rows = []
-    for part, functions in parts.items():
-        wall = sum(statistics.median(clocks[0][warmup:]) for clocks in functions)
-        cpu = sum(statistics.median(clocks[1][warmup:]) for clocks in functions)
-        rows.append([part, f"{1e3 * wall:.3f}", f"{1e3 * cpu:.3f}", f"{100 * cpu / step_s:.2f}"])
-    columns = ("part of flexseq", "wall clock", "on the processor", "% of `same work`")
-    return table(columns, rows, numbers=(1, 2, 3))
 
 
 if __name__ == "__main__":

@@ -144,7 +144,8 @@ def run_every_kind(rank, world_size, checkpointed):
     ("world_size", "checkpointed"),
     [
         *((n, checkpointed) for n in range(1, 5) for checkpointed in (False, True)),
-        *(pytest.param(n, n % 2 == 0, marks=pytest.mark.slow) for n in range(5, 9)),
+        *(pytest.param(n, n % 2 == 0, marks=pytest.mark.slow) for n in (5, 8)),
+        *(pytest.param(n, n % 2 == 0, marks=pytest.mark.nightly) for n in (6, 7)),
     ],
 )
 def test_every_strategy_computes_every_kind_exactly(world_size, checkpointed):

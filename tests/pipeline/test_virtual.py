@@ -73,7 +73,7 @@ def errors_by_case(rank, world_size, degree, virtual):
         pytest.param(run_threads, 2, 1, 3, marks=pytest.mark.slow),
         pytest.param(run_threads, 3, 1, 2, marks=pytest.mark.slow),
         pytest.param(run_threads, 4, 2, 2, marks=pytest.mark.slow),
-        pytest.param(run_ranks, 2, 1, 2, marks=pytest.mark.processes),
+        pytest.param(run_ranks, 2, 1, 2, marks=[pytest.mark.processes, pytest.mark.nightly]),
     ],
 )
 def test_gradients_equal_one_process(start, world_size, degree, virtual):
@@ -150,7 +150,10 @@ def virtual_run(rank, world_size, folder, options):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("world_size", "options"), [(2, {}), (4, FSDP | {"lookahead": 2})])
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(2, {}), pytest.param(4, FSDP | {"lookahead": 2}, marks=pytest.mark.nightly)],
+)
 def test_ten_steps_equal_the_plain_trainer(tmp_path, world_size, options):
     before, wanted, history = plain_run(tmp_path, batch=8, loss=float64_loss, model=model_of())
     results = run_ranks(virtual_run, world_size, tmp_path, options, seconds=150)

@@ -34,7 +34,7 @@ def price(stages, **changed):
     return PipelineCost.even(stages, stage_cost(**changed))
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(LENGTHS, st.integers(1, 4), st.sampled_from(SCHEDULES), st.sampled_from([None, 1, 3]))
 def test_every_plan_is_legal_and_says_what_it_takes(lengths, stages, schedule, chunks):
     assume(schedule != "1f1b" or chunks in (None, 1))

@@ -6,7 +6,7 @@ import pytest
 
 from tests.programs import ROOT, run_program_on_ranks
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.nightly]
 
 
 def test_the_loop_learns():

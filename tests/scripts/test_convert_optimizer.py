@@ -57,6 +57,7 @@ def run_of_earlier_version(rank, world_size, folder):
     return ({name: p.detach().numpy() for name, p in executor.stage.global_parameters()},)
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_a_converted_checkpoint_goes_on_as_before(tmp_path, capsys):
     """In two stages, and on one rank without a pipeline."""

@@ -82,6 +82,7 @@ OUTCOMES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_each_outcome_of_a_test_with_the_class_exchanged(tmp_path, monkeypatch):
     """pytest runs in a fork of this process, as the program that `python -m pytest` is."""

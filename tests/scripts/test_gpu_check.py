@@ -63,6 +63,7 @@ def test_without_a_gpu_it_says_so_in_one_line(monkeypatch, capsys):
 
 @pytest.mark.processes
 @MINUTES
+@pytest.mark.nightly
 def test_a_rehearsal_writes_a_page_that_says_so(tmp_path):
     done = command("--rehearse", "--parts", "kernels", "hsdp", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
