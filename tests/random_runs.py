@@ -42,7 +42,7 @@ from hf_flexseq.plan import Plan
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import heads as head_pieces
-from hf_flexseq.program import turns
+from hf_flexseq.program import ring_steps
 from hf_flexseq.published.zeppelin.routes import routed_posts
 from hf_flexseq.schedule import attention as schedule
 from hf_flexseq.topology import Topology
@@ -215,10 +215,10 @@ def _draw_pipeline(number: int, launches: Launches, rng: random.Random) -> Pipel
 def run_attention(run: AttentionRun) -> float:
     """Run the plan on all ranks; return the largest relative error of a gradient."""
     pieces_of_any_size = mock.patch.dict(head_pieces.PIECE_ROWS, {"cpu": 0.01})
-    joined_turns = mock.patch.dict(turns.WORTHY_PAIRS, {"cpu": (1, 100)[run.number % 2]})
+    joined_steps = mock.patch.dict(ring_steps.WORTHY_PAIRS, {"cpu": (1, 100)[run.number % 2]})
     large = mock.patch.dict(schedule.LARGE, {"cpu": run.large, "cuda": run.large})
     short_chunks = mock.patch.object(grid, "CHUNK", 4)  # of recurrent layers
-    with large, pieces_of_any_size, joined_turns, short_chunks:
+    with large, pieces_of_any_size, joined_steps, short_chunks:
         routed_posts.cache_clear()  # what is kept there depends on it
         by_rank = run_threads(
             attention_rank,

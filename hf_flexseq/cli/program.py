@@ -179,8 +179,9 @@ def _title(name: str, made: Program, topology: Topology, rank: int) -> str:
     """Return a line that says what a program amounts to."""
     posts = made.posts(topology.node_of, rank=rank)
     return (
-        f"{name} of rank {rank}: {len(made.instructions)} instructions, {made.turns} attention "
-        f"calls, {made.launches} launches, {posts} posts, {made.messages} messages"
+        f"{name} of rank {rank}: {len(made.instructions)} instructions, "
+        f"{made.kernel_calls} attention calls, {made.launches} launches, {posts} posts, "
+        f"{made.messages} messages"
     )
 
 

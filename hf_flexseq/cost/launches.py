@@ -4,15 +4,15 @@ A GPU computes nothing that its host has not launched before, and ranks exchange
 hosts have not posted. None of that depends on the number of tokens, so it decides for short
 sequences: a zigzag of eight ranks has 17 attention calls and 16 posts where Ulysses has 2 and 4.
 
-    turn      an attention call, forward or backward
-    launch    an operation on the device: the turns, and the gathers, merges and sums around them
+    call      an attention call, forward or backward
+    launch    an operation on the device: the calls, and the gathers, merges and sums around them
     post      messages that one call hands over to the transport, whatever their number
     message   a send or a receive
 
 The counts are those of the busiest rank of d, which are w on each of n nodes, when the sequences
-of the group lie one way round and are short enough for a turn of a ring to be one call:
+of the group lie one way round and are short enough for a ring step to be one call:
 
-                 turns      other launches    messages
+                 calls      other launches    messages
     local        2          0                 0
     ulysses      2 p        2 + 4 p           8 p (d - 1)
     zigzag       2 d + 1    10 + 4 d          6 (d - 1)
@@ -30,9 +30,9 @@ those of a ring on any. A post is counted once for each lane that it takes, insi
 between them, as on ordered transports. tests/cost/test_launches.py holds all of it to the programs
 that ranks run (`hf_flexseq/program`).
 
-Left out: turns that are so short that several are joined (`program/turns.py`), for which these are
-too many; sequences that lie both ways round, or are cut into long chunks, which up to double the
-turns of a ring; and heads that the ranks do not divide, which are repeated for the kernel.
+Left out: ring steps so short that several are joined (`program/ring_steps.py`), for which these
+are too many; sequences that lie both ways round, or are cut into long chunks, which up to double
+the steps of a ring; and heads that the ranks do not divide, which are repeated for the kernel.
 """
 
 import functools
@@ -47,7 +47,7 @@ from hf_flexseq.cost.rings import RING_PASSES, ring_costs
 from hf_flexseq.plan.rings import Round, chunks_per_rank, ring_named
 from hf_flexseq.registry import RINGS
 
-# Launches beside the turns: counts of the programs, which change with them.
+# Launches besides the calls: counts of the programs, which change with them.
 ULYSSES_LAUNCHES = 6  # heads in one piece
 ULYSSES_PIECE_LAUNCHES = 4  # every further piece
 ULYSSES_PIECES_LAUNCHES = 1  # where there are several
@@ -58,7 +58,7 @@ HALO_LAUNCHES = 9
 HALO_SLICES_LAUNCHES = 1  # where halos come from several ranks for two slices
 HALO_HYBRID_LAUNCHES = 23
 
-# A ring fetches what a turn reads so many turns before the one ahead of it (`program/ring.py`).
+# A ring fetches what a step reads so many steps before the one ahead of it (`program/ring.py`).
 RING_AHEAD = 2
 
 # No count of a strategy exceeds so many for each rank of the group.
@@ -79,7 +79,7 @@ HALO_PASSES = 2  # keys and values forward, and their gradients backward
 class LayerWork:
     """What the host of one rank does for a group's attention in one layer."""
 
-    turns: int
+    calls: int
     """Attention calls."""
     launches: int
     """Operations on the device, the attention calls among them."""
@@ -96,7 +96,7 @@ def layer_work(strategy: str, degree: int, *, nodes: int = 1, pieces: int = 1) -
     for Ulysses. Raises ValueError for an unknown strategy.
     """
     if strategy == "local":
-        return LayerWork(turns=2, launches=2, posts=0, messages=0)
+        return LayerWork(calls=2, launches=2, posts=0, messages=0)
     if strategy == "ulysses":
         return _ulysses(degree, nodes, pieces)
     if strategy in RINGS:
@@ -117,8 +117,8 @@ def halo_work(strategy: str, degree: int, *, nodes: int = 1) -> LayerWork:
     ring = nodes if strategy == "hybrid" else degree  # ranks, or nodes, with slices of their own
     neighbours = slices if ring > 2 else slices / 2  # on each side, one for each slice
     messages = int(2 * HALO_PASSES * neighbours)
-    turns = 2
-    launches = turns
+    calls = 2
+    launches = calls
     if slices == 2 and ring > 2:
         launches += HALO_SLICES_LAUNCHES
     if strategy == "hybrid":
@@ -130,7 +130,7 @@ def halo_work(strategy: str, degree: int, *, nodes: int = 1) -> LayerWork:
         launches += HALO_LAUNCHES
         # A rank at the end of its node has one neighbour on it, and one that is not.
         posts = HALO_PASSES * (2 if 1 < nodes < degree else 1)
-    return LayerWork(turns=turns, launches=launches, posts=posts, messages=messages)
+    return LayerWork(calls=calls, launches=launches, posts=posts, messages=messages)
 
 
 def segments_work(kind: str, strategy: str, degree: int, *, nodes: int = 1) -> LayerWork:
@@ -151,18 +151,18 @@ def segments_work(kind: str, strategy: str, degree: int, *, nodes: int = 1) -> L
         launches += SUMMARY_LAUNCHES + SUMMARY_RANK_LAUNCHES[slices] * peers
         posts += EXCHANGES_EACH_WAY * lanes
         messages += EXCHANGES_EACH_WAY * slices * peers
-    return LayerWork(turns=0, launches=launches, posts=posts, messages=messages)
+    return LayerWork(calls=0, launches=launches, posts=posts, messages=messages)
 
 
 def _ulysses(degree: int, nodes: int, pieces: int) -> LayerWork:
-    turns = 2 * pieces
-    launches = turns + ULYSSES_LAUNCHES + ULYSSES_PIECE_LAUNCHES * (pieces - 1)
+    calls = 2 * pieces
+    launches = calls + ULYSSES_LAUNCHES + ULYSSES_PIECE_LAUNCHES * (pieces - 1)
     if pieces > 1:
         launches += ULYSSES_PIECES_LAUNCHES
     # A rank alone on its node has peers on the lane between nodes only.
     lanes = 2 if 1 < nodes < degree else 1
     return LayerWork(
-        turns=turns,
+        calls=calls,
         launches=launches,
         posts=EXCHANGES * pieces * lanes,
         messages=2 * EXCHANGES * pieces * (degree - 1),
@@ -172,18 +172,18 @@ def _ulysses(degree: int, nodes: int, pieces: int) -> LayerWork:
 def _ring(strategy: str, degree: int, nodes: int) -> LayerWork:
     work = ring_costs(strategy).work(degree)
     posts = _ring_posts(strategy, degree, nodes)
-    return LayerWork(turns=work.turns, launches=work.launches, posts=posts, messages=work.messages)
+    return LayerWork(calls=work.calls, launches=work.launches, posts=posts, messages=work.messages)
 
 
 def _hybrid(degree: int, nodes: int) -> LayerWork:
     width = degree // nodes
-    turns = nodes + (nodes + 1)
+    calls = nodes + (nodes + 1)
     posts = EXCHANGES if width > 1 else 0
     if nodes > 1:
         posts += _ring_posts("zigzag", nodes, nodes)
     return LayerWork(
-        turns=turns,
-        launches=turns + HYBRID_LAUNCHES + HYBRID_NODE_LAUNCHES * nodes,
+        calls=calls,
+        launches=calls + HYBRID_LAUNCHES + HYBRID_NODE_LAUNCHES * nodes,
         posts=posts,
         messages=2 * EXCHANGES * (width - 1) + 2 * RING_PASSES * (nodes - 1),
     )

@@ -11,14 +11,14 @@ from typing import NamedTuple
 from hf_flexseq.registry import RINGS, object_of
 
 RING_PASSES = 3  # trips of keys and values: forward and backward, and their gradients
-ZIGZAG_LAUNCHES = 10  # besides the turns
+ZIGZAG_LAUNCHES = 10  # besides the attention calls
 ZIGZAG_RANK_LAUNCHES = 4  # for each rank of the group
 
 
 class RingWork(NamedTuple):
     """What a host does for a ring in one layer, forward and backward; posts follow from rounds."""
 
-    turns: int
+    calls: int
     """Attention calls."""
 
     launches: int
@@ -61,10 +61,10 @@ def zigzag_stretch(degree: int) -> float:
 
 def zigzag_work(degree: int) -> RingWork:
     """Return what the host of the busiest rank does in one layer, forward and backward."""
-    turns = degree + (degree + 1)  # the backward cuts one in two, for gradients to travel under
+    calls = degree + (degree + 1)  # the backward cuts one in two, for gradients to travel under
     return RingWork(
-        turns=turns,
-        launches=turns + ZIGZAG_LAUNCHES + ZIGZAG_RANK_LAUNCHES * degree,
+        calls=calls,
+        launches=calls + ZIGZAG_LAUNCHES + ZIGZAG_RANK_LAUNCHES * degree,
         messages=2 * RING_PASSES * (degree - 1),
     )
 

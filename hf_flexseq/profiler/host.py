@@ -98,7 +98,7 @@ def bare_work(strategy: str, degree: int) -> LayerWork:
         posts, messages_of_post = EXCHANGES, 2 * (degree - 1)
     else:
         posts, messages_of_post = RING_PASSES * (degree - 1), 2
-    return LayerWork(turns=0, launches=0, posts=posts, messages=posts * messages_of_post)
+    return LayerWork(calls=0, launches=0, posts=posts, messages=posts * messages_of_post)
 
 
 def fit_host(samples: Sequence[Sample], estimate: HostSeconds) -> HostSeconds:

@@ -3,13 +3,13 @@
 A plan says which ranks work together on which sequences. Here it becomes, for one rank, a
 *program*: a list of plain instructions (take these rows, post this exchange, wait for it, attend,
 merge, ...) over numbered tensors. All that there is to decide is decided when the program is
-compiled: turns, pieces of heads, the order of zones. `attention/replay.py` obeys, layer
+compiled: ring steps, pieces of heads, the order of zones. `attention/replay.py` obeys, layer
 after layer, and decides nothing.
 
     instructions.py    Value, Rows, Instruction, Program, and its text form
     builder.py         Builder: emits instructions; Tables: the integers that they refer to
     exchange.py        messages between ranks
-    weave.py           the order in which the zones of a rank take turns
+    weave.py           the order in which the zones of a rank go on
     local.py ring.py ulysses.py hybrid.py
                        the attention of a zone, by strategy
     halo.py            the attention of a zone whose queries read a window or a chunk

@@ -2,7 +2,7 @@
 
     rows of all groups  --zones, woven-->  their results
 
-    MicroBatchLayout    finds rows, turns and lengths of all zones: what does not depend on a layer
+    MicroBatchLayout    finds rows, ring steps and lengths of all zones, which no layer changes
     compile_program     compiles them for layers of one shape: FORWARD, BACKWARD, BACKWARD_OF_ROWS,
                         and what recurrent layers exchange (`segments.py`)
 
@@ -33,8 +33,8 @@ from hf_flexseq.program.instructions import (
 )
 from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.ring import RingZone
+from hf_flexseq.program.ring_steps import WORTHY_PAIRS, ZoneLayout, make_ring_steps
 from hf_flexseq.program.segments import RankSegments
-from hf_flexseq.program.turns import WORTHY_PAIRS, ZoneLayout, make_turns
 from hf_flexseq.program.ulysses import ulysses_zone
 from hf_flexseq.program.weave import run_zones
 from hf_flexseq.program.zones import LayerRows, NoZone, Sinks, ZoneAttention
@@ -56,7 +56,7 @@ class Machine:
 
     @property
     def worthy_pairs(self) -> int:
-        """(query, key) pairs that make a turn of a ring worth its launches."""
+        """(query, key) pairs that make a step of a ring worth its launches."""
         return WORTHY_PAIRS["cpu" if self.device == "cpu" else "cuda"]
 
 
@@ -114,7 +114,7 @@ class MicroBatchLayout:
         return self._zones[reach]
 
     def _make_zones(self, reach: Reach) -> tuple[ZoneAttention, ...]:
-        """Find rows, turns and lengths of all zones."""
+        """Find rows, ring steps and lengths of all zones."""
         shard = self._shard
         machine = self._machine
         # The widest zone waits for a transfer about this often: once for every rank of its group.
@@ -305,7 +305,7 @@ def _zone_attention(
             return halo_zone(rows, layout, reach, channel)
         case strategy if strategy in RINGS:
             group_cuts = cuts(strategy, zone.lengths, len(ranks))
-            turns = make_turns(
+            steps = make_ring_steps(
                 strategy,
                 group_cuts,
                 zone.index,
@@ -314,7 +314,7 @@ def _zone_attention(
                 worthy_pairs=machine.worthy_pairs,
                 device=machine.device,
             )
-            return RingZone(rows, turns, channel, tables)
+            return RingZone(rows, steps, channel, tables)
         case "hybrid":
             return hybrid_zone(
                 zone,

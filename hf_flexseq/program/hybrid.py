@@ -30,7 +30,7 @@ from hf_flexseq.program.halo import halo_zone
 from hf_flexseq.program.head_exchange import HeadExchange
 from hf_flexseq.program.instructions import Value
 from hf_flexseq.program.ring import RingZone
-from hf_flexseq.program.turns import ZoneLayout, make_turns
+from hf_flexseq.program.ring_steps import ZoneLayout, make_ring_steps
 from hf_flexseq.program.ulysses import Span, UlyssesZone
 from hf_flexseq.program.weave import ZoneSteps
 from hf_flexseq.program.zones import Attention, LayerRows, Sinks
@@ -52,7 +52,7 @@ def hybrid_zone(
 ) -> UlyssesZone:
     """Make this rank's part in a hybrid group; inside one node its ring has a single rank.
 
-    worthy_pairs, device: see `make_turns`. reach: which keys a query reads.
+    worthy_pairs, device: see `make_ring_steps`. reach: which keys a query reads.
     """
     # 1. this rank's node, and its index in the node
     degree = zone.group.degree
@@ -78,10 +78,10 @@ def hybrid_zone(
     rows = slice(0, sum(tokens))
     across: Attention
     if reach.is_full:
-        turns = make_turns(
+        steps = make_ring_steps(
             "zigzag", node_cuts, node, ring_ranks, tables, worthy_pairs=worthy_pairs, device=device
         )
-        across = RingZone(rows, turns, channel, tables)
+        across = RingZone(rows, steps, channel, tables)
     else:
         layout = ZoneLayout(node_cuts, "zigzag", node, ring_ranks, tables)
         across = halo_zone(rows, layout, reach, channel)

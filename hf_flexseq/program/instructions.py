@@ -267,7 +267,7 @@ class Program(NamedTuple):
         return Counter(instruction.operation for instruction in self.instructions)
 
     @property
-    def turns(self) -> int:
+    def kernel_calls(self) -> int:
         """Kernel calls."""
         counts = self.operations()
         return counts["attend"] + counts["gradients"]

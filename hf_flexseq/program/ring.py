@@ -1,33 +1,33 @@
-"""The one compiler of the ring family: turns a list of turns (`turns.py`) into instructions.
+"""The one compiler of the ring family: makes instructions of ring steps (`ring_steps.py`).
 
-A *turn* is at most one attention call of this rank: some queries against some keys and values of
-the same sequences. Either side may be held by another rank; which one, and when, is decided by
-`schedule/attention.py`.
+A *step* of a ring is at most one attention call of this rank: some queries against some keys and
+values of the same sequences. Either side may be held by another rank; which one, and when, is
+decided by `schedule/attention.py`.
 
-Forward, at every turn of this rank:
+Forward, at every step of this rank:
 
 1. fetch the keys and values, or as a helper the queries, that the call reads; they travel while
    calls before it compute;
 2. attend;
 3. merge the partial result into the running one by its log-sum-exp, or send it to the rank that
-   holds the queries, which merges it some turns later.
+   holds the queries, which merges it some steps later.
 
 Backward: with the *merged* out and lse the gradient of every call is independent of the other
-calls and is only summed. At every turn:
+calls and is only summed. At every step:
 
 1. fetch q, dout, out and lse, or keys and values, again;
 2. compute dQ, dK and dV of the call;
 3. send dK and dV straight to the owner of the keys, and dQ to the owner of the queries.
 
-What a turn sends back leaves in one post with what a turn `AHEAD` + 1 later reads, so a turn has
-one post, and as many turns' inputs are on their way as if each had left when the turn before its
+What a step sends back leaves in one post with what a step `AHEAD` + 1 later reads, so a step has
+one post, and as many steps' inputs are on their way as if each had left when the step before its
 predecessor began.
 
 The first call, over this rank's own chunks, reads all of its rows: its result begins the sums, and
-nothing has to be cleared. Owners add up gradients in the order of the turns, so that sums do not
+nothing has to be cleared. Owners add up gradients in the order of the steps, so that sums do not
 depend on what arrives first. A part of the work that reads nothing from others comes last, for the
-last gradients to travel under (`turns.backward_order`). Transfers are posted in the order of the
-turns on all ranks, which is why nothing can hang (`weave.py`).
+last gradients to travel under (`ring_steps.backward_order`). Transfers are posted in the order of
+the steps on all ranks, which is why nothing can hang (`weave.py`).
 
 Ring Attention (arXiv 2310.01889) for the blockwise merge; DistFlashAttn (arXiv 2310.03294, section
 3) for helpers and for fetching ahead. Everything travels in the dtype of the inputs (a log-sum-exp
@@ -49,21 +49,21 @@ from typing import NamedTuple
 from hf_flexseq.program.builder import Builder, Tables, Values
 from hf_flexseq.program.exchange import Channel, Exchange, Label, post
 from hf_flexseq.program.instructions import INPUT, WIDE, Rows, Value
-from hf_flexseq.program.sums import RunningResult, Total
-from hf_flexseq.program.tags import ring_fetch, ring_return
-from hf_flexseq.program.turns import (
+from hf_flexseq.program.ring_steps import (
     DIAGONAL_TIME,
     Operand,
+    RingStep,
     Share,
-    Turn,
     backward_order,
     name_chunks,
 )
+from hf_flexseq.program.sums import RunningResult, Total
+from hf_flexseq.program.tags import ring_fetch, ring_return
 from hf_flexseq.program.weave import END, ZoneSteps
 from hf_flexseq.program.zones import LayerRows, Sinks
 from hf_flexseq.schedule.attention import ChunkKey
 
-AHEAD = 2  # turns whose inputs are on their way when a turn begins
+AHEAD = 2  # steps whose inputs are on their way when a step begins
 
 
 # ---- what is under way
@@ -100,17 +100,17 @@ class PendingReturn(NamedTuple):
 class RingZone:
     """This rank's part in a group of the ring family."""
 
-    __slots__ = ("backward_turns", "channel", "rows", "turns")
+    __slots__ = ("backward_steps", "channel", "rows", "steps")
 
     def __init__(
-        self, rows: slice, turns: Sequence[Turn], channel: Channel, tables: Tables
+        self, rows: slice, steps: Sequence[RingStep], channel: Channel, tables: Tables
     ) -> None:
         """rows: the rows [start, stop) of this zone among all rows of the rank.
-        turns: what this rank does, in order. tables: of the turns.
+        steps: what this rank does, in order. tables: of the steps.
         """
         self.rows = rows
-        self.turns = turns
-        self.backward_turns = backward_order(turns, tables)
+        self.steps = steps
+        self.backward_steps = backward_order(steps, tables)
         self.channel = channel
 
     def forward(
@@ -123,24 +123,24 @@ class RingZone:
         kv = b.pair(k, v)  # 2 x [t, Hkv, D] -> [t, 2, Hkv, D]
         lse_like = Value(-1, q.shape[:2], WIDE)  # [t, H]
         running = RunningResult(b, q)
-        fetches = Fetches(self, b, self.turns, (q,), kv)
+        fetches = Fetches(self, b, self.steps, (q,), kv)
         returned: deque[PendingReturn] = deque()
         fetches.post_first([1] * AHEAD)
-        for t, turn in enumerate(self.turns):
-            yield (t + 1) / len(self.turns)
+        for t, step in enumerate(self.steps):
+            yield (t + 1) / len(self.steps)
             # 1. fetch: q [t, H, D] -> [n, H, D], kv [t, 2, Hkv, D] -> [m, 2, Hkv, D]
             call_queries, call_keys = fetches.next()
             for arrived in _arrived(returned, leave=AHEAD):
                 running.merge_all(arrived.of_queries)
             # 2. attend: (out [n, H, D], lse [n, H]) for each read
-            results = _attend(b, turn, call_queries, call_keys)
+            results = _attend(b, step, call_queries, call_keys)
             # 3. merge here, or send to where the queries are
-            for read, result in zip(turn.reads, results, strict=True):
+            for read, result in zip(step.reads, results, strict=True):
                 if read.queries.peer is None:
-                    running.take(read.queries.rows, result, first=turn.time == DIAGONAL_TIME)
+                    running.take(read.queries.rows, result, first=step.time == DIAGONAL_TIME)
             back = self._return(
                 b,
-                turn,
+                step,
                 of_queries=results,
                 like_queries=(q, lse_like),
                 of_keys=[()] * len(results),
@@ -168,27 +168,27 @@ class RingZone:
             sinks.add_gradient(b, dout, out, b.turned(lse))
         dq = Total(b, q)
         dkv = Total(b, kv)
-        turns = self.backward_turns
-        fetches = Fetches(self, b, turns, (q, dout, out, lse), kv)
+        steps = self.backward_steps
+        fetches = Fetches(self, b, steps, (q, dout, out, lse), kv)
         returned: deque[PendingReturn] = deque()
-        # The first turn, half of the diagonal, is too short for a post of its own behind it.
+        # The first step, half of the diagonal, is too short for a post of its own behind it.
         fetches.post_first([1, AHEAD])
-        for t, turn in enumerate(turns):
-            yield (t + 1) / (len(turns) + 1)  # the last gradients have the rest to travel
+        for t, step in enumerate(steps):
+            yield (t + 1) / (len(steps) + 1)  # the last gradients have the rest to travel
             # 1. fetch: rows [t, ...] -> [n, ...] of queries and [m, ...] of keys
             call_queries, call_keys = fetches.next()
             for arrived in _arrived(returned, leave=AHEAD):
                 _add_arrived(dq, dkv, arrived)
             # 2. gradients: (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) for each read
-            call_dq, call_dkv = _call_backward(b, turn, call_queries, call_keys)
+            call_dq, call_dkv = _call_backward(b, step, call_queries, call_keys)
             # 3. add here, or send to where the rows are
-            for read, read_dq, read_dkv in zip(turn.reads, call_dq, call_dkv, strict=True):
+            for read, read_dq, read_dkv in zip(step.reads, call_dq, call_dkv, strict=True):
                 if read.queries.peer is None:
                     dq.add(read.queries.rows, read_dq)
                 if read.keys.peer is None:
                     dkv.add(read.keys.rows, read_dkv)
             back = self._return(
-                b, turn, of_queries=call_dq, like_queries=(q,), of_keys=call_dkv, like_keys=(kv,)
+                b, step, of_queries=call_dq, like_queries=(q,), of_keys=call_dkv, like_keys=(kv,)
             )
             returned.append(back)
             fetches.post_with(back.exchange)
@@ -207,34 +207,34 @@ class RingZone:
 
     # -- exchanges
 
-    def fetch(self, b: Builder, turn: Turn, of_queries: Values, kv: Value) -> PendingFetch:
-        """Collect what the calls of a turn read: from peers to this rank, and from here to peers.
+    def fetch(self, b: Builder, step: RingStep, of_queries: Values, kv: Value) -> PendingFetch:
+        """Collect what the calls of a step read: from peers to this rank, and from here to peers.
 
         Rows [t, ...] on the rank that holds them -> [n, ...] on the rank that reads them.
         """
-        exchange = self._new_exchange(b, turn, returns=False)
-        for share in turn.sent_queries:
+        exchange = self._new_exchange(b, step, returns=False)
+        for share in step.sent_queries:
             exchange.send(b.take_all(of_queries, share.rows), share.peer)
-        for share in turn.sent_keys:
+        for share in step.sent_keys:
             exchange.send([b.take(kv, share.rows)], share.peer)
-        if turn.call is None:
+        if step.call is None:
             return PendingFetch(exchange, [], [])
         # All queries before all keys, as they are sent.
-        call_queries = [_read(b, exchange, read.queries, of_queries) for read in turn.reads]
-        call_keys = [_read(b, exchange, read.keys, (kv,)) for read in turn.reads]
+        call_queries = [_read(b, exchange, read.queries, of_queries) for read in step.reads]
+        call_keys = [_read(b, exchange, read.keys, (kv,)) for read in step.reads]
         return PendingFetch(exchange, call_queries, call_keys)
 
     def _return(
         self,
         b: Builder,
-        turn: Turn,
+        step: RingStep,
         *,
         of_queries: Sequence[Values],
         like_queries: Values,
         of_keys: Sequence[Values],
         like_keys: Values,
     ) -> PendingReturn:
-        """Collect the results of a turn's calls: from this rank to peers, and from peers to here.
+        """Collect the results of a step's calls: from this rank to peers, and from peers to here.
 
         of_queries, of_keys: by read, results [n, ...] of this rank's call, about its queries and
             its keys.
@@ -242,74 +242,74 @@ class RingZone:
             the number of rows; results travel in their dtypes.
         Rows [n, ...] on the rank that computes -> [n, ...] on the rank that holds their tokens.
         """
-        exchange = self._new_exchange(b, turn, returns=True)
+        exchange = self._new_exchange(b, step, returns=True)
         # The order of these four decides the tags: queries before keys.
-        for read, results in zip(turn.reads, of_queries, strict=True):
+        for read, results in zip(step.reads, of_queries, strict=True):
             _send_results(b, exchange, read.queries, results, like_queries)
-        coming_queries = _receive_results(exchange, turn.sent_queries, like_queries)
-        for read, results in zip(turn.reads, of_keys, strict=True):
+        coming_queries = _receive_results(exchange, step.sent_queries, like_queries)
+        for read, results in zip(step.reads, of_keys, strict=True):
             _send_results(b, exchange, read.keys, results, like_keys)
-        coming_keys = _receive_results(exchange, turn.sent_keys, like_keys)
+        coming_keys = _receive_results(exchange, step.sent_keys, like_keys)
         return PendingReturn(exchange, coming_queries, coming_keys)
 
-    def _new_exchange(self, b: Builder, turn: Turn, *, returns: bool) -> Exchange:
-        """Return the empty exchange of a turn's inputs, or of its results."""
-        message = ring_return(turn.number) if returns else ring_fetch(turn.number)
-        label = Label(self.channel, partial(self._describe, turn, returns))
+    def _new_exchange(self, b: Builder, step: RingStep, *, returns: bool) -> Exchange:
+        """Return the empty exchange of a step's inputs, or of its results."""
+        message = ring_return(step.number) if returns else ring_fetch(step.number)
+        label = Label(self.channel, partial(self._describe, step, returns))
         return Exchange(b, self.channel.tag(message), label)
 
-    def _describe(self, turn: Turn, returns: bool, peer: int, sent: bool) -> str:
-        """Return the name of a message of a turn, for errors."""
+    def _describe(self, step: RingStep, returns: bool, peer: int, sent: bool) -> str:
+        """Return the name of a message of a step, for errors."""
         # Inputs leave for the peers that read them; results leave the rank that has read.
         read_here = sent == returns
         sides: Sequence[Operand | Share]
         if read_here:
-            sides = [side for read in turn.reads for side in read]
+            sides = [side for read in step.reads for side in read]
         else:
-            sides = (*turn.sent_queries, *turn.sent_keys)
+            sides = (*step.sent_queries, *step.sent_keys)
         chunks: list[ChunkKey] = []
         for side in sides:
             if side.peer == peer:
                 chunks += side.chunks
         names = name_chunks(chunks, self.channel.group.sequences)
         what = "results for" if returns else "rows of"
-        return f"{what} {names}, turn {turn.number}"
+        return f"{what} {names}, ring step {step.number}"
 
 
 class Fetches:
-    """The fetches of all turns: posted ahead, and waited for one by one."""
+    """The fetches of all steps: posted ahead, and waited for one by one."""
 
     def __init__(
-        self, zone: RingZone, b: Builder, turns: Sequence[Turn], of_queries: Values, kv: Value
+        self, zone: RingZone, b: Builder, steps: Sequence[RingStep], of_queries: Values, kv: Value
     ) -> None:
         """of_queries: values [t, ...] of this rank's queries. kv: [t, 2, Hkv, D]."""
         self._zone = zone
         self._builder = b
-        self._turns = turns
+        self._steps = steps
         self._of_queries = of_queries
         self._kv = kv
         self._pending: deque[PendingFetch] = deque()
-        self._posted = 0  # turns whose fetches are posted, the first ones
-        self._taken = 0  # turns whose fetches have been waited for
+        self._posted = 0  # steps whose fetches are posted, the first ones
+        self._taken = 0  # steps whose fetches have been waited for
 
     def post_first(self, counts: Iterable[int]) -> None:
-        """Post the fetches of the diagonal turns, which are empty, and of some turns after them.
+        """Post the fetches of the diagonal steps, which are empty, and of some steps after them.
 
-        counts: of turns whose fetches leave in one post, by post.
+        counts: of steps whose fetches leave in one post, by post.
         """
-        while self._posted < len(self._turns) and self._next.time == DIAGONAL_TIME:
+        while self._posted < len(self._steps) and self._next.time == DIAGONAL_TIME:
             self._pending.append(self._collected())
         for count in counts:
             post(self._builder, self._collect_until(self._posted + count))
 
     def post_with(self, back: Exchange) -> None:
-        """Post the return of the turn that has been taken last, together with the fetch that is
-        due: that of the turn `AHEAD` + 1 later, so that `AHEAD` are on their way when the next
-        turn begins."""
+        """Post the return of the step that has been taken last, together with the fetch that is
+        due: that of the step `AHEAD` + 1 later, so that `AHEAD` are on their way when the next
+        step begins."""
         post(self._builder, [back, *self._collect_until(self._taken + AHEAD + 1)])
 
     def next(self) -> tuple[Values, Values]:
-        """Wait for what the next turn's call reads: values [n, ...] of all its queries and [m,
+        """Wait for what the next step's call reads: values [n, ...] of all its queries and [m,
         ...] of all its keys; nothing where there is no call."""
         fetch = self._pending.popleft()
         self._taken += 1
@@ -317,19 +317,19 @@ class Fetches:
         return _together(self._builder, fetch.of_queries), _together(self._builder, fetch.of_keys)
 
     @property
-    def _next(self) -> Turn:
-        return self._turns[self._posted]
+    def _next(self) -> RingStep:
+        return self._steps[self._posted]
 
     def _collected(self) -> PendingFetch:
-        """Collect the fetch of the next turn."""
+        """Collect the fetch of the next step."""
         fetch = self._zone.fetch(self._builder, self._next, self._of_queries, self._kv)
         self._posted += 1
         return fetch
 
     def _collect_until(self, stop: int) -> list[Exchange]:
-        """Collect the fetches of all turns before number `stop`, and return those to be posted."""
+        """Collect the fetches of all steps before number `stop`, and return those to be posted."""
         collected = []
-        while self._posted < min(stop, len(self._turns)):
+        while self._posted < min(stop, len(self._steps)):
             fetch = self._collected()
             self._pending.append(fetch)
             collected.append(fetch.exchange)
@@ -400,46 +400,46 @@ def _arrived(returned: deque[PendingReturn], leave: int = 0) -> Iterable[Pending
 # ---- one call
 
 
-def _attend(b: Builder, turn: Turn, of_queries: Values, of_keys: Values) -> list[Values]:
-    """Return (out [n, H, D], lse [n, H]) of the turn's call for each read; nothing where there is
+def _attend(b: Builder, step: RingStep, of_queries: Values, of_keys: Values) -> list[Values]:
+    """Return (out [n, H, D], lse [n, H]) of the step's call for each read; nothing where there is
     no call.
 
     of_queries: (q [all n, H, D],), of_keys: (kv [all m, 2, Hkv, D],), the rows that it reads.
     """
-    if turn.call is None:
+    if step.call is None:
         return []
     (q,) = of_queries
     (kv,) = of_keys
     k, v = b.unpair(kv)  # [m, 2, Hkv, D] -> 2 x [m, Hkv, D]
-    out, lse = b.attend(q, k, v, turn.call)
+    out, lse = b.attend(q, k, v, step.call)
     # lse [H, n] -> [n, H]
-    return _apart(b, (out, b.turned(lse)), [read.queries.rows.tokens for read in turn.reads])
+    return _apart(b, (out, b.turned(lse)), [read.queries.rows.tokens for read in step.reads])
 
 
 def _call_backward(
-    b: Builder, turn: Turn, of_queries: Values, of_keys: Values
+    b: Builder, step: RingStep, of_queries: Values, of_keys: Values
 ) -> tuple[list[Values], list[Values]]:
-    """Return (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) of the turn's call for each read; nothing
+    """Return (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) of the step's call for each read; nothing
     where there is no call.
 
     of_queries: q, dout, out [all n, H, D] and lse [all n, H]. of_keys: (kv [all m, 2, Hkv, D],).
     """
-    if turn.call is None:
+    if step.call is None:
         return [], []
     (kv,) = of_keys
     q, dout, out, lse = of_queries
     k, v = b.unpair(kv)  # [m, 2, Hkv, D] -> 2 x [m, Hkv, D]
-    dq, dk, dv = b.gradients(dout, q, k, v, out, b.kernel_lse(lse), turn.call)
+    dq, dk, dv = b.gradients(dout, q, k, v, out, b.kernel_lse(lse), step.call)
     dkv = b.pair(dk, dv)  # 2 x [m, Hkv, D] -> [m, 2, Hkv, D]
-    of_reads = [read.queries.rows.tokens for read in turn.reads]
+    of_reads = [read.queries.rows.tokens for read in step.reads]
     return (
         _apart(b, (dq,), of_reads),
-        _apart(b, (dkv,), [read.keys.rows.tokens for read in turn.reads]),
+        _apart(b, (dkv,), [read.keys.rows.tokens for read in step.reads]),
     )
 
 
 def _add_arrived(dq: Total, dkv: Total, arrived: PendingReturn) -> None:
-    """Add the gradients that have come back from a turn."""
+    """Add the gradients that have come back from a step."""
     for rows, parts in arrived.of_queries:
         dq.add(rows, parts)
     for rows, parts in arrived.of_keys:

@@ -1,9 +1,9 @@
 """Message tags: the one table of who uses which numbers, and the functions that compute them.
 
 A *tag* is a number that both ends give to a point-to-point transfer, so that a transport can tell
-several messages between the same two ranks apart. Every tag is a function of the plan (zone, turn,
-leg, head piece), never of what has happened on one rank, so both ends compute the same
-one. All tags are below 2^31, because transports take a signed 32-bit number.
+several messages between the same two ranks apart. Every tag is a function of the plan (zone, ring
+step, leg, head piece), never of what has happened on one rank, so both ends compute the same one.
+All tags are below 2^31, because transports take a signed 32-bit number.
 
     messages of                        tags                              function
     ---------------------------------  --------------------------------  ------------------------
@@ -38,7 +38,7 @@ Why no two messages between the same two ranks are mistaken for each other:
 * The roll call has a group of its own, and runs when everything else has failed. The profiler
   measures when nothing else runs.
 * Between two ranks one side sends on the link of hidden states, the other on that of gradients;
-  where two ranks are a ring, each sends on one link of either kind. The two kinds take turns in
+  where two ranks are a ring, each sends on one link of either kind. The two kinds alternate in
   the numbers, and repeat them long after a message has arrived.
 * On a transport without tags the order of the posts takes their place (`transport.py`).
 
@@ -101,17 +101,17 @@ RECURRENT_FORWARD = 0
 RECURRENT_BACKWARD = 1
 
 
-# rings: two exchanges per turn
+# rings: two exchanges per step
 
 
-def ring_fetch(turn: int) -> int:
-    """Return the first message of the exchange that brings the inputs of a turn to its workers."""
-    return 2 * turn * EXCHANGE_TAGS
+def ring_fetch(step: int) -> int:
+    """Return the first message of the exchange that brings a ring step's inputs to its workers."""
+    return 2 * step * EXCHANGE_TAGS
 
 
-def ring_return(turn: int) -> int:
-    """Return the first message of the exchange that brings the results of a turn to the owners."""
-    return (2 * turn + 1) * EXCHANGE_TAGS
+def ring_return(step: int) -> int:
+    """Return the first message of the exchange that brings a ring step's results to the owners."""
+    return (2 * step + 1) * EXCHANGE_TAGS
 
 
 # ---- passes that add an exchange of their own to a program: one at a time

@@ -26,7 +26,7 @@ that is never over. All before it are over, so each of its two ranks comes to po
 stands before it in a queue of theirs: it completes, and there is no such transfer. This needs no
 tags, and holds where all posts of a rank are carried out one after the other. The calls of a step
 and the reduction of gradients stand in the same order (docs/architecture.md). Inside a zone the
-order goes on: rings post by turn (`ring.py`). `tests/attention/test_never_hangs.py` tries it with
+order goes on: rings post by step (`ring.py`). `tests/attention/test_never_hangs.py` tries it with
 random plans, also where a rank has one queue for all of its transfers.
 
 Zeppelin (arXiv 2509.21841, section 4.1) runs inter-node, intra-node and local queues one after the

@@ -35,9 +35,9 @@ from hf_flexseq.plan.shard import Cut, held_chunks
 Item = TypeVar("Item")
 ChunkKey = tuple[int, int]  # (index of the sequence in the group, chunk of that sequence)
 
-# Tokens of a chunk, summed over the sequences of a lane, from which on every chunk has a call and
-# a transfer of its own: larger chunks overlap better, smaller ones would pay a message's latency,
-# and on CUDA more launches than their attention hides (some 3 ms of it for 4,096 tokens).
+# Tokens of a chunk, summed over the sequences of a direction, from which on every chunk has a call
+# and a transfer of its own: larger chunks overlap better, smaller ones would pay a message's
+# latency, and on CUDA more launches than their attention hides (some 3 ms of it for 4,096 tokens).
 LARGE = {"cpu": 1024, "cuda": 4096}
 
 
@@ -210,7 +210,7 @@ class _Calls:
 # ---- several sequences in one group
 
 
-class Lane(NamedTuple):
+class Direction(NamedTuple):
     """The sequences of a group that lie the same way round, and so share every call."""
 
     mirrored: bool
@@ -229,14 +229,14 @@ class Lane(NamedTuple):
         )
 
 
-def lanes_of(group_cuts: Sequence[Cut], device: str = "cuda") -> list[Lane]:
-    """Return the lanes of a group: one, or two where its sequences lie both ways round.
+def directions_of(group_cuts: Sequence[Cut], device: str = "cuda") -> list[Direction]:
+    """Return the directions of a group: one, or two where its sequences lie both ways round.
 
     group_cuts: the cut of every sequence of the group. device: "cpu" or "cuda", which decides
         which chunks are large.
     """
     large = LARGE["cpu" if device == "cpu" else "cuda"]
-    lanes = []
+    directions = []
     for mirrored in (False, True):
         sequences = []
         chunk_tokens = 0.0  # tokens of a mean chunk, summed over the sequences
@@ -246,19 +246,20 @@ def lanes_of(group_cuts: Sequence[Cut], device: str = "cuda") -> list[Lane]:
                 chunks = len(cut.bounds) - 1
                 chunk_tokens += cut.bounds[-1] / chunks
         if sequences:
-            lanes.append(Lane(mirrored, tuple(sequences), chunk_tokens >= large))
-    return lanes
+            directions.append(Direction(mirrored, tuple(sequences), chunk_tokens >= large))
+    return directions
 
 
-def in_turns(by_lane: Sequence[Sequence[Item]]) -> list[Item]:
-    """Return the items of all lanes in one list: the first items of all lanes, then the second.
+def interleaved(by_direction: Sequence[Sequence[Item]]) -> list[Item]:
+    """Return the items of all directions in one list: all first items, then all second ones.
 
-    by_lane: for each lane its items, by time. All ranks number their exchanges in this order.
+    by_direction: for each direction its items, by time. All ranks number their exchanges in this
+        order.
     """
     items = []
-    for at_one_time in zip_longest(*by_lane):
+    for at_one_time in zip_longest(*by_direction):
         for item in at_one_time:
-            if item is not None:  # a shorter lane has ended
+            if item is not None:  # a shorter direction has ended
                 items.append(item)
     return items
 

@@ -1,16 +1,16 @@
 import pytest
 
 from hf_flexseq.attention import replay
-from hf_flexseq.program import heads, turns
+from hf_flexseq.program import heads, ring_steps
 from tests.attention.strict import StrictFused
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Heads come and go in pieces, and turns of rings are not joined, also where so few tokens
+    """Heads come and go in pieces, and steps of rings are not joined, also where so few tokens
     would not be worth it."""
     monkeypatch.setitem(heads.PIECE_ROWS, "cpu", 0.01)
-    monkeypatch.setitem(turns.WORTHY_PAIRS, "cpu", 1)
+    monkeypatch.setitem(ring_steps.WORTHY_PAIRS, "cpu", 1)
 
 
 @pytest.fixture(autouse=True)

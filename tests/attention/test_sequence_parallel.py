@@ -11,7 +11,7 @@ from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.program import turns
+from hf_flexseq.program import ring_steps
 from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.schedule import attention
 from hf_flexseq.topology import Topology
@@ -142,13 +142,13 @@ def run_random_plans(rank, world_size, plans):
 @pytest.mark.parametrize(
     ("large", "worthy_pairs"),
     [(1, 1), (1024, 1), (1024, 30), (1024, 10**9)],
-    ids=["chunk by chunk", "together", "some turns joined", "all turns joined"],
+    ids=["chunk by chunk", "together", "some steps joined", "all steps joined"],
 )
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_random_plans_are_exact(world_size, large, worthy_pairs, monkeypatch):
-    # of these short sequences chunks travel together otherwise, and all turns
+    # of these short sequences chunks travel together otherwise, and all steps
     monkeypatch.setitem(attention.LARGE, "cpu", large)
-    monkeypatch.setitem(turns.WORTHY_PAIRS, "cpu", worthy_pairs)
+    monkeypatch.setitem(ring_steps.WORTHY_PAIRS, "cpu", worthy_pairs)
     errors = dict(relative_errors(run_threads(run_random_plans, world_size, 15)))
     assert {case: error for case, error in errors.items() if not error <= 1e-12} == {}
 

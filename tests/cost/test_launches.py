@@ -16,7 +16,7 @@ from hf_flexseq.program import ring
 from hf_flexseq.program.compile import Machine, MicroBatchLayout, backward, forward
 from hf_flexseq.program.heads import PIECE_ROWS
 from hf_flexseq.program.instructions import LayerShape
-from hf_flexseq.program.turns import WORTHY_PAIRS
+from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.topology import Topology
 
@@ -40,7 +40,7 @@ def counted(
     for program in (there, back):
         posts += program.posts(topology.node_of, rank=rank)
     return LayerWork(
-        turns=there.turns + back.turns,
+        calls=there.kernel_calls + back.kernel_calls,
         launches=there.launches + back.launches,
         posts=posts,
         messages=there.messages + back.messages,
@@ -50,7 +50,7 @@ def counted(
 def busiest(strategy: str, degree: int, per_node: int, shape: LayerShape = SHAPE) -> LayerWork:
     ranks = [counted(strategy, degree, per_node, rank, shape) for rank in range(degree)]
     return LayerWork(
-        turns=max(work.turns for work in ranks),
+        calls=max(work.calls for work in ranks),
         launches=max(work.launches for work in ranks),
         posts=max(work.posts for work in ranks),
         messages=max(work.messages for work in ranks),
@@ -58,8 +58,8 @@ def busiest(strategy: str, degree: int, per_node: int, shape: LayerShape = SHAPE
 
 
 @pytest.fixture(autouse=True)
-def turns_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The few tokens are worth a turn."""
+def ring_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The few tokens are worth a ring step."""
     monkeypatch.setitem(WORTHY_PAIRS, "cuda", 1)
 
 
@@ -130,7 +130,7 @@ def test_no_count_exceeds_the_bound(strategy: str) -> None:
         for nodes in (1, 2, degree // 2, degree):
             if degree % nodes == 0:
                 work = layer_work(strategy, degree, nodes=nodes)
-                most = max(work.turns, work.launches, work.posts, work.messages)
+                most = max(work.calls, work.launches, work.posts, work.messages)
                 assert most <= MOST_PER_RANK * degree
 
 

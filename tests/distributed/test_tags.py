@@ -43,10 +43,10 @@ def test_pieces_of_heads_have_tags_of_their_own():
             function(HEAD_PIECES)
 
 
-def test_the_two_exchanges_of_every_turn_have_eight_tags_each():
+def test_the_two_exchanges_of_every_ring_step_have_eight_tags_each():
     messages = []
-    for turn in range(100):
-        messages += [tags.ring_fetch(turn), tags.ring_return(turn)]
+    for step in range(100):
+        messages += [tags.ring_fetch(step), tags.ring_return(step)]
     assert messages == list(range(0, 1600, 8))
 
 

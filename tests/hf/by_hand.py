@@ -105,8 +105,8 @@ def ways_between_nodes(contexts):
     found = set()
     for zone in (zone for context in contexts for zone in context.programs.parts.zones(FULL)):
         if isinstance(zone, UlyssesZone) and isinstance(zone.inner, Reordered):
-            turns = zone.inner.inner.turns
-            reads = [read for turn in turns for read in turn.reads]
+            steps = zone.inner.inner.steps
+            reads = [read for step in steps for read in step.reads]
             if any(read.keys.peer is not None for read in reads):
                 found.add("ring of a hybrid")
     return found

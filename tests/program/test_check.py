@@ -7,7 +7,7 @@ import pytest
 from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.program import heads, turns
+from hf_flexseq.program import heads, ring_steps
 from hf_flexseq.program.compile import (
     HALO,
     HALO_RETURN,
@@ -30,9 +30,9 @@ SHAPE = LayerShape(query_heads=6, kv_heads=2, head_dim=8, dtype="bfloat16")
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Heads come and go in pieces, and turns of rings are not joined."""
+    """Heads come and go in pieces, and steps of rings are not joined."""
     monkeypatch.setitem(heads.PIECE_ROWS, "cuda", 1)
-    monkeypatch.setitem(turns.WORTHY_PAIRS, "cuda", 1)
+    monkeypatch.setitem(ring_steps.WORTHY_PAIRS, "cuda", 1)
 
 
 def programs_of(micro_batch, lengths, topology, shape=SHAPE, **options):
@@ -52,7 +52,7 @@ def programs_of(micro_batch, lengths, topology, shape=SHAPE, **options):
 @pytest.mark.parametrize("seed", range(40))
 def test_random_plans_come_to_their_end(seed, monkeypatch):
     rng = random.Random(seed)
-    monkeypatch.setitem(turns.WORTHY_PAIRS, "cuda", rng.choice((1, 100, 10**9)))
+    monkeypatch.setitem(ring_steps.WORTHY_PAIRS, "cuda", rng.choice((1, 100, 10**9)))
     nodes, per_node = rng.choice(((1, 4), (2, 2), (2, 4), (3, 2), (4, 2), (1, 7)))
     topology = Topology(nodes=nodes, ranks_per_node=per_node)
     lengths = [rng.choice((1, 2, 5, 40, 131)) for _ in range(12)]

@@ -19,7 +19,7 @@ from hf_flexseq.topology import Topology
 from tests.program.memory import nbytes, places_of
 
 SHAPE = LayerShape(query_heads=32, kv_heads=8, head_dim=64, dtype="bfloat16")
-TOKENS = 4096  # of a rank: turns of rings are long enough, and are not joined
+TOKENS = 4096  # of a rank: steps of rings are long enough, and are not joined
 UNIT = TOKENS * 32 * 64 * 2  # bytes of q
 
 

@@ -14,7 +14,7 @@ The core executes these rounds as those of any ring, and prices them by `COSTS`.
 from hf_flexseq.cost.rings import RING_PASSES, RingCosts, RingWork
 from hf_flexseq.plan.rings import FRONT, Ring, Role, Round
 
-LAUNCHES = 12  # besides the turns
+LAUNCHES = 12  # besides the attention calls
 PAIR_LAUNCHES = 5  # for each two ranks of the group
 
 # A helper's tensors: in the forward queries there, results back; in the backward five.
@@ -61,10 +61,10 @@ def balanced_stretch(degree: int) -> float:
 def balanced_work(degree: int) -> RingWork:
     """Return what the host of the busiest rank does in one layer, forward and backward."""
     fetches = _fetches(degree)
-    turns = (fetches + 1) + (fetches + 2)
+    calls = (fetches + 1) + (fetches + 2)
     return RingWork(
-        turns=turns,
-        launches=turns + LAUNCHES + PAIR_LAUNCHES * degree // 2,
+        calls=calls,
+        launches=calls + LAUNCHES + PAIR_LAUNCHES * degree // 2,
         messages=RING_PASSES * fetches + HELP_MESSAGES * _helps(degree),
     )
 

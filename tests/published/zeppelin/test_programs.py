@@ -20,7 +20,7 @@ from hf_flexseq.program.compile import (
     compile_program,
 )
 from hf_flexseq.program.instructions import LayerShape
-from hf_flexseq.program.turns import WORTHY_PAIRS
+from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from hf_flexseq.published.zeppelin.routes import routed_posts
 from hf_flexseq.topology import Topology
 from tests.plans import random_plan
@@ -32,8 +32,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def short_turns(monkeypatch):
-    """Every time of a ring is a turn of its own, however few tokens there are."""
+def short_steps(monkeypatch):
+    """Every time of a ring is a step of its own, however few tokens there are."""
     monkeypatch.setitem(WORTHY_PAIRS, "cpu", 1)
     routed_posts.cache_clear()
     yield

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.program.turns import WORTHY_PAIRS
+from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from hf_flexseq.published.zeppelin import remap, routes
 from tests.hf.test_trainer import (
     dataset,

@@ -1,16 +1,16 @@
 """A ring schedule made concrete for one rank and one micro-batch: which rows go where, and when.
 
-    BlockCall  (schedule/attention.py)          Turn  (here)
-    chunks of one sequence               ->     rows of this rank, of all sequences of a lane
+    BlockCall  (schedule/attention.py)          RingStep  (here)
+    chunks of one sequence               ->     rows of this rank, of all sequences of a direction
     indices in the group                 ->     global ranks
     no lengths                           ->     lengths of one kernel call
 
-A turn covers all sequences of a group that lie the same way round (a *lane*): one kernel call, and
-one message per tensor and peer. Groups with two lanes alternate between them, a turn of the one
-and a turn of the other. Where the calls of a lane are short, a turn takes several times of the
-schedule: one kernel call and one post for all of them.
+A step covers all sequences of a group that lie the same way round (a *direction*): one kernel
+call, and one message per tensor and peer. Groups with two directions alternate between them, a
+step of the one and a step of the other. Where the calls of a direction are short, a step takes
+several times of the schedule: one kernel call and one post for all of them.
 
-What one turn of one rank looks like, in the forward:
+What one step of one rank looks like, in the forward:
 
     1. this rank sends     sent_queries, sent_keys    to the workers whose calls read them
     2. this rank fetches   queries, keys              unless they are its own rows
@@ -18,11 +18,11 @@ What one turn of one rank looks like, in the forward:
     4. the result goes     to the peer of `queries`   unless the queries are its own
 
 In the backward the same rows travel, dQ goes to the peer of `queries`, and dK and dV to the peer
-of `keys`. `ring.py` compiles a list of turns.
+of `keys`. `ring.py` compiles a list of steps.
 
 Every rank derives what it sends and what it receives from the same schedule and lengths, so every
 send has its receive. Sequences of which a call has no query or no key are left out of the call, on
-both sides. `tests/program/test_turns.py` plays the turns of all ranks on token names and
+both sides. `tests/program/test_ring_steps.py` plays the steps of all ranks on token names and
 compares with a list of all pairs.
 """
 
@@ -38,20 +38,20 @@ from hf_flexseq.program.instructions import Rows
 from hf_flexseq.schedule.attention import (
     BlockCall,
     ChunkKey,
-    Lane,
+    Direction,
     calls_of_rank,
-    in_turns,
-    lanes_of,
+    directions_of,
+    interleaved,
 )
 
 DIAGONAL_TIME = 0  # time of a schedule at which every rank attends to its own chunks
 
-# (query, key) pairs that make a turn worth a post and a kernel call of its own: those which a
-# device computes in about the time in which its host launches and posts a turn. On CUDA 0.2 ms
-# forward and backward, at 6e14 FLOP/s with 32 heads of size 128. Turns of fewer pairs are joined.
+# (query, key) pairs that make a step worth a post and a kernel call of its own: those which a
+# device computes in about the time in which its host launches and posts a step. On CUDA 0.2 ms
+# forward and backward, at 6e14 FLOP/s with 32 heads of size 128. Steps of fewer pairs are joined.
 WORTHY_PAIRS = {"cpu": 1 << 11, "cuda": 1 << 21}
 
-# Queries of joined turns at most: a joined call has copies of them, and so needs about as much
+# Queries of joined steps at most: a joined call has copies of them, and so needs about as much
 # memory as a call of a rank with so many tokens.
 JOINED_QUERIES = 512
 
@@ -87,21 +87,21 @@ class Read(NamedTuple):
     keys: Operand
 
 
-# ---- turns
+# ---- steps
 
 
-class Turn(NamedTuple):
-    """The work and the transfers of one rank at one time of a lane's schedule, or at several times
-    that are joined."""
+class RingStep(NamedTuple):
+    """The work and the transfers of one rank at one time of a direction's schedule, or at several
+    joined times."""
 
     number: int
-    """Position among the turns of the group, the same on all of its ranks."""
+    """Position among the steps of the group, the same on all of its ranks."""
 
     time: int
     """First time of the schedule; at `DIAGONAL_TIME` nothing travels."""
 
     call: int | None
-    """Number of the lengths of this rank's kernel call; None when it has no call in this turn."""
+    """Number of the lengths of this rank's kernel call; None when it has no call in this step."""
 
     reads: tuple[Read, ...]
     """What the kernel call reads, one after the other: its sequences are those of the calls of
@@ -174,7 +174,7 @@ class ZoneLayout:
         return self.tables.rows(ranges)
 
 
-def make_turns(
+def make_ring_steps(
     strategy: str,
     group_cuts: Sequence[Cut],
     index: int,
@@ -183,39 +183,39 @@ def make_turns(
     *,
     worthy_pairs: int = 1,
     device: str = "cuda",
-) -> tuple[Turn, ...]:
-    """Return the turns of one rank of a group under a ring strategy, in the order of execution.
+) -> tuple[RingStep, ...]:
+    """Return the steps of one rank of a group under a ring strategy, in the order of execution.
 
     group_cuts: the cut of every sequence of the group.
     index: of the rank in the group. ranks: global ranks of the group, by index. tables: take the
-        rows and the lengths of the turns. worthy_pairs: times of the schedule are joined until a
-        turn has about so many (query, key) pairs. device: "cpu" or "cuda", see `lanes_of`.
+        rows and the lengths of the steps. worthy_pairs: times of the schedule are joined until a
+        step has about so many (query, key) pairs. device: "cpu" or "cuda", see `directions_of`.
     """
     layout = ZoneLayout(group_cuts, strategy, index, ranks, tables)
-    by_lane = []
-    for lane in lanes_of(group_cuts, device):
+    by_direction = []
+    for direction in directions_of(group_cuts, device):
         calls_by_time = calls_of_rank(
             strategy,
             len(ranks),
             index,
-            mirrored=lane.mirrored,
-            chunk_by_chunk=lane.chunk_by_chunk,
+            mirrored=direction.mirrored,
+            chunk_by_chunk=direction.chunk_by_chunk,
         )
-        turns = [_make_turn(DIAGONAL_TIME, calls_by_time[0], lane.sequences, layout)]
-        times = _joined_times(lane, group_cuts, worthy_pairs)
+        steps = [_make_ring_step(DIAGONAL_TIME, calls_by_time[0], direction.sequences, layout)]
+        times = _joined_times(direction, group_cuts, worthy_pairs)
         for time in range(1, len(calls_by_time), times):
             calls = [call for at_time in calls_by_time[time : time + times] for call in at_time]
-            turns.append(_make_turn(time, calls, lane.sequences, layout))
-        by_lane.append(turns)
-    numbered = enumerate(in_turns(by_lane))
-    return tuple(turn._replace(number=number) for number, turn in numbered)
+            steps.append(_make_ring_step(time, calls, direction.sequences, layout))
+        by_direction.append(steps)
+    numbered = enumerate(interleaved(by_direction))
+    return tuple(step._replace(number=number) for number, step in numbered)
 
 
-def _joined_times(lane: Lane, group_cuts: Sequence[Cut], worthy_pairs: int) -> int:
-    """Return how many times of a lane's schedule make a turn: the same on all ranks."""
+def _joined_times(direction: Direction, group_cuts: Sequence[Cut], worthy_pairs: int) -> int:
+    """Return how many times of a direction's schedule make a step: the same on all ranks."""
     queries = 0.0  # of a call of two chunks with one, as a zigzag's are
     pairs = 0.0
-    for sequence in lane.sequences:
+    for sequence in direction.sequences:
         bounds = group_cuts[sequence].bounds
         chunk = bounds[-1] / (len(bounds) - 1)  # tokens of a mean chunk
         queries += 2 * chunk
@@ -223,10 +223,13 @@ def _joined_times(lane: Lane, group_cuts: Sequence[Cut], worthy_pairs: int) -> i
     return max(1, int(min(worthy_pairs / pairs, JOINED_QUERIES / queries)))
 
 
-def _make_turn(
-    time: int, calls: Sequence[BlockCall], lane_sequences: Sequence[int], layout: ZoneLayout
-) -> Turn:
-    """Return the turn of this rank at one time of a lane or at several, still without its number.
+def _make_ring_step(
+    time: int,
+    calls: Sequence[BlockCall],
+    sequences_of_direction: Sequence[int],
+    layout: ZoneLayout,
+) -> RingStep:
+    """Return the step of this rank at one time of a direction or at several, without its number.
 
     calls: the calls in which this rank has a part; one at most of each time is its own.
     """
@@ -239,7 +242,7 @@ def _make_turn(
     for call in calls:
         # Sequences that are too short for one of the chunks are left out of the call.
         sequences = []
-        for sequence in lane_sequences:
+        for sequence in sequences_of_direction:
             cut = layout.cuts[sequence]
             if cut.tokens(call.queries) and cut.tokens(call.keys):
                 sequences.append(sequence)
@@ -260,7 +263,7 @@ def _make_turn(
         if call.source == layout.index:
             sent_keys.append(_share(call.worker, sequences, call.keys, layout))
     number = layout.tables.call(q_lens, k_lens, causal=causal) if reads else None
-    return Turn(
+    return RingStep(
         number=0,
         time=time,
         call=number,
@@ -295,8 +298,8 @@ def _share(
 # ---- the order of the backward
 
 
-def backward_order(turns: Sequence[Turn], tables: Tables) -> tuple[Turn, ...]:
-    """Return the turns of a backward: the diagonal in two halves, one first and one last.
+def backward_order(steps: Sequence[RingStep], tables: Tables) -> tuple[RingStep, ...]:
+    """Return the steps of a backward: the diagonal in two halves, one first and one last.
 
     The first half is computed while the first keys and values travel here, the second half while
     the last gradients travel back.
@@ -304,29 +307,29 @@ def backward_order(turns: Sequence[Turn], tables: Tables) -> tuple[Turn, ...]:
     first_halves = []
     second_halves = []
     between = []
-    for turn in turns:
-        if turn.time == DIAGONAL_TIME:
-            first, second = _halves(turn, tables)
+    for step in steps:
+        if step.time == DIAGONAL_TIME:
+            first, second = _halves(step, tables)
             first_halves.append(first)
             second_halves.append(second)
         else:
-            between.append(turn)
+            between.append(step)
     return (*first_halves, *between, *second_halves)
 
 
-def _halves(turn: Turn, tables: Tables) -> tuple[Turn, Turn]:
-    """Return a causal turn of this rank alone as two turns of equal work.
+def _halves(step: RingStep, tables: Tables) -> tuple[RingStep, RingStep]:
+    """Return a causal step of this rank alone as two steps of equal work.
 
     Every sequence is cut in the middle:
 
                     first keys     second keys
-        first queries   causal     -               the first turn attends to the two triangles,
-        second queries  full       causal          the second turn to the square
+        first queries   causal     -               the first step attends to the two triangles,
+        second queries  full       causal          the second step to the square
     """
-    if turn.call is None:
-        return turn, turn
+    if step.call is None:
+        return step, step
     # 1. the lengths of the halves
-    lengths = tables.calls[turn.call].q_lens
+    lengths = tables.calls[step.call].q_lens
     seconds = [length // 2 for length in lengths]
     firsts = []
     all_halves = []  # first and second half of a sequence, then of the next one, ...
@@ -334,21 +337,21 @@ def _halves(turn: Turn, tables: Tables) -> tuple[Turn, Turn]:
         firsts.append(length - second)
         all_halves += [length - second, second]
 
-    # 2. their rows: [rows of the turn] -> [rows of a half], by half
-    (read,) = turn.reads
+    # 2. their rows: [rows of the step] -> [rows of a half], by half
+    (read,) = step.reads
     rows = tables.positions(read.queries.rows)
     half_rows = np.split(rows, np.cumsum(all_halves)[:-1])
     first_rows = tables.order(np.concatenate(half_rows[::2]))
     second_rows = tables.order(np.concatenate(half_rows[1::2]))
 
-    # 3. the turns
-    triangles = turn._replace(call=tables.call(all_halves, all_halves, causal=True))
+    # 3. the steps
+    triangles = step._replace(call=tables.call(all_halves, all_halves, causal=True))
     if not sum(seconds):
-        return triangles, turn._replace(call=None, reads=())
+        return triangles, step._replace(call=None, reads=())
     square = Read(
         queries=read.queries._replace(rows=second_rows), keys=read.keys._replace(rows=first_rows)
     )
-    squares = turn._replace(call=tables.call(seconds, firsts, causal=False), reads=(square,))
+    squares = step._replace(call=tables.call(seconds, firsts, causal=False), reads=(square,))
     return triangles, squares
 
 

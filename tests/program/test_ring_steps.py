@@ -1,4 +1,4 @@
-"""Turns of all ranks together, without processes: what one sends the other expects, and rows are
+"""Steps of all ranks together, without processes: what one sends the other expects, and rows are
 the ones meant."""
 
 import itertools
@@ -10,7 +10,12 @@ import pytest
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import cuts, make_shard
 from hf_flexseq.program.builder import Tables
-from hf_flexseq.program.turns import DIAGONAL_TIME, JOINED_QUERIES, backward_order, make_turns
+from hf_flexseq.program.ring_steps import (
+    DIAGONAL_TIME,
+    JOINED_QUERIES,
+    backward_order,
+    make_ring_steps,
+)
 from hf_flexseq.schedule import attention
 
 PACKS = [(1,), (2, 1), (17,), (40, 3, 29), tuple(random.Random(0).choices(range(1, 9), k=12))]
@@ -23,15 +28,15 @@ def large(request, monkeypatch):
 
 
 def turns_of(strategy, lengths, degree, *, worthy_pairs=1):
-    """Tables of each rank, and its turns."""
+    """Tables of each rank, and its steps."""
     group_cuts = cuts(strategy, lengths, degree)
     by_rank = []
     for i in range(degree):
         tables = Tables()
-        turns = make_turns(
+        steps = make_ring_steps(
             strategy, group_cuts, i, range(10, 10 + degree), tables, worthy_pairs=worthy_pairs
         )
-        by_rank.append((tables, turns))
+        by_rank.append((tables, steps))
     return by_rank
 
 
@@ -41,20 +46,20 @@ def turns_of(strategy, lengths, degree, *, worthy_pairs=1):
 @pytest.mark.parametrize("worthy_pairs", [1, 30, 10**9])
 def test_every_send_has_its_receive(strategy, degree, lengths, worthy_pairs):
     by_rank = [
-        turns for _, turns in turns_of(strategy, lengths, degree, worthy_pairs=worthy_pairs)
+        steps for _, steps in turns_of(strategy, lengths, degree, worthy_pairs=worthy_pairs)
     ]
-    assert len({len(turns) for turns in by_rank}) == 1
+    assert len({len(steps) for steps in by_rank}) == 1
     for together in zip(*by_rank, strict=True):
         for sent, read in (("sent_queries", "queries"), ("sent_keys", "keys")):
             sends = [
                 (10 + i, share.peer, share.rows.tokens)
-                for i, turn in enumerate(together)
-                for share in getattr(turn, sent)
+                for i, step in enumerate(together)
+                for share in getattr(step, sent)
             ]
             receives = [
                 (share.peer, 10 + i, share.rows.tokens)
-                for i, turn in enumerate(together)
-                for share in [getattr(one, read) for one in turn.reads]
+                for i, step in enumerate(together)
+                for share in [getattr(one, read) for one in step.reads]
                 if share.peer is not None
             ]
             assert sorted(sends) == sorted(receives)
@@ -80,7 +85,7 @@ def test_every_query_reads_every_earlier_key_of_its_sequence_once(
         own = [(s.sequence, t) for s in slices for t in range(s.start, s.stop)]
         names.append(np.array(own, dtype=np.int64).reshape(-1, 2))
     by_rank = turns_of(strategy, lengths, degree, worthy_pairs=worthy_pairs)
-    backwards = [(tables, backward_order(turns, tables)) for tables, turns in by_rank]
+    backwards = [(tables, backward_order(steps, tables)) for tables, steps in by_rank]
     wanted = [(s, a, s, b) for s, n in enumerate(lengths) for a in range(n) for b in range(a + 1)]
     for ordered in (by_rank, backwards):
         assert sorted(pairs_read(ordered, names)) == wanted
@@ -90,25 +95,25 @@ def pairs_read(by_rank, names):
     """(sequence, query, sequence, key) of every pair that a call of any rank computes."""
     read = []
     tables = [tables for tables, _ in by_rank]
-    for t, together in enumerate(zip(*(turns for _, turns in by_rank), strict=True)):
+    for t, together in enumerate(zip(*(steps for _, steps in by_rank), strict=True)):
         sent: dict = {}
-        for i, turn in enumerate(together):
-            for what, shares in (("q", turn.sent_queries), ("k", turn.sent_keys)):
+        for i, step in enumerate(together):
+            for what, shares in (("q", step.sent_queries), ("k", step.sent_keys)):
                 for share in shares:
                     rows = names[i][tables[i].positions(share.rows)]
                     sent.setdefault((10 + i, share.peer, what), []).append(rows)
-        for i, turn in enumerate(together):
-            if turn.call is None:
+        for i, step in enumerate(together):
+            if step.call is None:
                 continue
-            call = tables[i].calls[turn.call]
+            call = tables[i].calls[step.call]
 
             def taken(side, what, i=i, sent=sent):
                 if side.peer is None:
                     return names[i][tables[i].positions(side.rows)]
                 return sent[side.peer, 10 + i, what].pop(0)
 
-            q = np.concatenate([taken(one.queries, "q") for one in turn.reads])
-            k = np.concatenate([taken(one.keys, "k") for one in turn.reads])
+            q = np.concatenate([taken(one.queries, "q") for one in step.reads])
+            k = np.concatenate([taken(one.keys, "k") for one in step.reads])
             assert (len(q), len(k)) == (sum(call.q_lens), sum(call.k_lens)), t
             for rows, keys in blocks(call):
                 read += [
@@ -133,23 +138,23 @@ def blocks(call):
 
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
 def test_the_backward_ends_with_half_of_what_a_rank_does_alone(strategy):
-    for tables, turns in turns_of(strategy, (4096, 1024), 4):
-        (own,) = (turn for turn in turns if turn.time == DIAGONAL_TIME)
-        ordered = backward_order(turns, tables)
-        assert [turn.time == DIAGONAL_TIME for turn in ordered] == [
+    for tables, steps in turns_of(strategy, (4096, 1024), 4):
+        (own,) = (step for step in steps if step.time == DIAGONAL_TIME)
+        ordered = backward_order(steps, tables)
+        assert [step.time == DIAGONAL_TIME for step in ordered] == [
             True,
-            *[False] * (len(turns) - 1),
+            *[False] * (len(steps) - 1),
             True,
         ]
         assert squares(tables, ordered[0]) == squares(tables, ordered[-1])
         assert squares(tables, ordered[0]) == squares(tables, own) / 2
 
 
-def squares(tables, turn):
-    """Query-key pairs of a turn's call, half of them where it is causal."""
-    if turn.call is None:
+def squares(tables, step):
+    """Query-key pairs of a step's call, half of them where it is causal."""
+    if step.call is None:
         return 0
-    call = tables.calls[turn.call]
+    call = tables.calls[step.call]
     pairs = sum(q * k for q, k in zip(call.q_lens, call.k_lens, strict=True))
     return pairs / 2 if call.causal else pairs
 
@@ -158,18 +163,18 @@ def squares(tables, turn):
 def test_sequences_that_lie_both_ways_round_fill_the_idle_half_block_of_even_degrees(degree):
     chunk = 10
     one, two = (turns_of("balanced", (chunk * degree,) * count, degree) for count in (1, 2))
-    work = [sum(squares(t, turn) for turn in turns) / chunk**2 for t, turns in one]
+    work = [sum(squares(t, step) for step in steps) / chunk**2 for t, steps in one]
     assert (max(work), min(work)) == (degree / 2 + 0.5, degree / 2 - 0.5)
-    work = {sum(squares(t, turn) for turn in turns) / chunk**2 for t, turns in two}
+    work = {sum(squares(t, step) for step in steps) / chunk**2 for t, steps in two}
     assert work == {float(degree)}
 
 
-def test_short_turns_are_joined_and_long_ones_are_not():
-    lengths = (8 * 64,)  # chunks of 32 tokens: 64 queries and 2,048 pairs a turn
+def test_short_steps_are_joined_and_long_ones_are_not():
+    lengths = (8 * 64,)  # chunks of 32 tokens: 64 queries and 2,048 pairs a step
     counts = []
     for worthy_pairs in (2048, 4096, 3 * 2048, 10**9):
-        ((_, turns), *_) = turns_of("zigzag", lengths, 8, worthy_pairs=worthy_pairs)
-        counts.append(len(turns))
+        ((_, steps), *_) = turns_of("zigzag", lengths, 8, worthy_pairs=worthy_pairs)
+        counts.append(len(steps))
     times = counts[0] - 1  # of the schedule, beside the diagonal
     joined = [1, 2, 3, JOINED_QUERIES // 64]
     assert counts == [1 + -(-times // together) for together in joined]
