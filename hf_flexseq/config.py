@@ -5,18 +5,16 @@ to change. What depends on the ranks or on the model is checked where those are 
 """
 
 from dataclasses import dataclass, field, fields
-from importlib.util import find_spec
 from os import PathLike, fspath
 from typing import Any, Self
 
-from hf_flexseq.registry import STRATEGIES
-from hf_flexseq.values import MAX_COUNT, MAX_RANKS, MAX_TOKENS_PER_RANK, quoted
+from hf_flexseq import plan_options
+from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.registry import PIPELINE_SCHEDULES, entry_of
+from hf_flexseq.values import MAX_RANKS, flag, one_of, quoted, whole
 
 # The values of the options.
-PLANNERS = ("auto", "static", "flexsp", "zeppelin")
-USER_STRATEGIES = ("auto", *STRATEGIES)
-SYNCS = ("auto", "lockstep", "free")
-PIPELINE_SCHEDULES = ("auto", "1f1b", "seq1f1b", "infinipipe")
+SYNCS = ("auto", *plan_options.SYNCS)
 ON_NONFINITE = ("raise", "warn")
 
 # Optimizer steps that may be planned ahead: their token ids wait in memory.
@@ -49,9 +47,9 @@ class FlexSeqArguments:
         default="auto",
         metadata={
             "help": (
-                "Who decides the groups of a step: `auto` (per step), `flexsp` (a MILP per "
-                'micro-batch: takes seconds, and needs `pip install "hf_flexseq[planner]"`), '
-                "`zeppelin` (zones of nodes and ranks), or `static` (one degree for the run)."
+                "Planner that forms each step's groups: `auto`, or `static` (one degree for the "
+                "run). The others are published systems, to compare with; `flexsp` takes seconds, "
+                'and needs `pip install "hf_flexseq[planner]"`.'
             )
         },
     )
@@ -178,27 +176,22 @@ class FlexSeqArguments:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        _one_of("planner", self.planner, PLANNERS)
-        if self.planner == "flexsp":
-            require_solver()
-        _one_of("strategy", self.strategy, USER_STRATEGIES)
-        _one_of("sync", self.sync, SYNCS)
-        _one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
+        for name in ("planner", "strategy"):
+            refuse_removed(f"{name}={getattr(self, name)!r}")
+        one_of("sync", self.sync, SYNCS)
+        self.plan_options()
+        one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         if not isinstance(self.cost_model, str | PathLike) or not str(self.cost_model):
             raise ValueError(
                 f"cost_model={quoted(self.cost_model)}: give `auto`, `estimate`, a preset's name "
                 "or a path"
             )
         self.cost_model = fspath(self.cost_model)
-        _whole("lookahead", self.lookahead, least=0, most=MAX_LOOKAHEAD)
-        if self.max_tokens_per_rank is not None:
-            most = MAX_TOKENS_PER_RANK
-            _whole("max_tokens_per_rank", self.max_tokens_per_rank, least=1, most=most)
+        whole("lookahead", self.lookahead, least=0, most=MAX_LOOKAHEAD)
         if self.plan_trace is not None:
             _path("plan_trace", self.plan_trace)
             self.plan_trace = fspath(self.plan_trace)
-        _true_or_false("attention_remat", self.attention_remat)
-        self._check_degree()
+        flag("attention_remat", self.attention_remat)
         self._check_pipeline()
         # Mixed into another dataclass (TrainingArguments), the next one in line has its own checks
         # to run.
@@ -206,31 +199,26 @@ class FlexSeqArguments:
         if following is not None:
             following()
 
-    def _check_degree(self) -> None:
-        """Raise ValueError where `sp_degree` does not go with the planner or the strategy."""
-        if self.planner == "static" and self.sp_degree is None:
-            raise ValueError("planner='static' needs sp_degree, the number of ranks per sequence")
-        if self.sp_degree is None:
-            return
-        if self.planner != "static":
-            raise ValueError(
-                f"sp_degree={quoted(self.sp_degree)} is for planner='static'; "
-                f"planner={self.planner!r} chooses it: leave it out, or set planner='static'"
-            )
-        _whole("sp_degree", self.sp_degree, least=1, most=MAX_RANKS)
-        if self.strategy == "local" and self.sp_degree > 1:
-            raise ValueError(
-                f"sp_degree={self.sp_degree}: strategy='local' never splits a sequence; set "
-                "sp_degree=1"
-            )
+    def plan_options(self, sync: str = "lockstep") -> PlanOptions:
+        """Return how steps are planned. Raises ValueError for options that do not go together.
+
+        sync: "lockstep" or "free", where `self.sync` may leave that to the sharding.
+        """
+        return PlanOptions(
+            planner=self.planner,
+            strategy=self.strategy,
+            sp_degree=self.sp_degree,
+            max_tokens_per_rank=self.max_tokens_per_rank,
+            sync=sync,
+        )
 
     def _check_pipeline(self) -> None:
         """Raise ValueError, or NotImplementedError, for options that make no pipeline."""
-        _whole("pipeline_parallel_size", self.pipeline_parallel_size, least=1, most=MAX_RANKS)
-        _one_of("pipeline_schedule", self.pipeline_schedule, PIPELINE_SCHEDULES)
+        whole("pipeline_parallel_size", self.pipeline_parallel_size, least=1, most=MAX_RANKS)
+        entry_of("pipeline_schedule", self.pipeline_schedule, PIPELINE_SCHEDULES)
         if self.pipeline_chunks is not None:
-            _whole("pipeline_chunks", self.pipeline_chunks, least=1)
-        _whole("pipeline_virtual_stages", self.pipeline_virtual_stages, least=1)
+            whole("pipeline_chunks", self.pipeline_chunks, least=1)
+        whole("pipeline_virtual_stages", self.pipeline_virtual_stages, least=1)
         chosen = self.pipeline_chunks is not None or self.pipeline_schedule != "auto"
         if self.pipeline_parallel_size == 1 and chosen:
             raise ValueError(
@@ -260,37 +248,6 @@ def arguments_on(args: Any) -> FlexSeqArguments:
             "pass a FlexSeqConfig, or flexseq_args=FlexSeqArguments(...)"
         )
     return FlexSeqArguments(**{name: getattr(args, name) for name in names})
-
-
-def require_solver(wanted: str = "planner='flexsp'") -> None:
-    """Raise ValueError, naming what to install, unless `wanted` has its MILP solver.
-
-    Nothing is imported.
-    """
-    missing = [module for module in ("pulp", "highspy") if find_spec(module) is None]
-    if missing:
-        raise ValueError(
-            f"{wanted} needs {' and '.join(missing)}, which cannot be imported here: "
-            'pip install "hf_flexseq[planner]", or choose another one'
-        )
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    refuse_removed(f"{name}={value!r}")
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name}={quoted(value)} is none of {', '.join(allowed)}")
-
-
-def _whole(name: str, value: object, *, least: int, most: int = MAX_COUNT) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(
-            f"{name}={quoted(value)}: give a whole number, at least {least} and at most {most:,}"
-        )
-
-
-def _true_or_false(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={quoted(value)}: give True or False")
 
 
 def _path(name: str, value: object) -> None:

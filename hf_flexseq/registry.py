@@ -1,15 +1,25 @@
-"""Strategies by name: the one place that knows the published systems.
+"""Strategies, planners and pipeline schedules by name: the one place that knows the published
+systems.
 
-    RINGS    how ranks hand keys and values round: `plan.rings`, and their costs: `cost.rings`
+    STRATEGIES           how the ranks of a group share attention
+    RINGS                how ranks hand keys and values round: `plan.rings`, `cost.rings`
+    PLANNERS             functions that form the groups of a step, for `make_plan`
+    PIPELINE_SCHEDULES   functions that form chunks and actions, for `make_pipeline_plan`
 
-Objects are dotted names that are imported when they are first asked for. So the core imports no
-published system (an import contract holds this).
+The options of a run, `make_plan`, the planning process, `compare` and the command line read these
+records. Objects are dotted names that are imported when they are first asked for. So the core
+imports no published system (an import contract holds this), and no solver that is not used.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
+
+from hf_flexseq.values import one_of
+
+# ---- strategies
 
 # How the ranks of a group share the attention of a sequence. attention/ runs them, plan/shard.py
 # says which tokens each rank holds.
@@ -44,7 +54,81 @@ RINGS: Mapping[str, RingEntry] = {
 }
 
 
+# ---- planners
+
+SOLVER = ("pulp", "highspy")  # modules of the MILP solver, an optional dependency
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannerEntry:
+    """A planner, or a schedule of a pipeline."""
+
+    function: str
+    """`module:function` that plans. A planner of groups takes a `PlanTask` and returns
+    micro-batches; a schedule takes a `PipelineTask` and returns a `PipelineAnswer`."""
+    needs_solver: bool = False
+    """True if it solves integer programs: it needs the solver, and takes seconds."""
+    splits: bool = True
+    """True if ranks may share a sequence."""
+    passes: str | None = None
+    """`module:class` of the passes over its plans and their programs (`program/passes.py`)."""
+
+
+PLANNERS: Mapping[str, PlannerEntry] = {
+    "auto": PlannerEntry(function="hf_flexseq.planner.search.auto:auto_micro_batches"),
+    "static": PlannerEntry(
+        function="hf_flexseq.planner.static:static_micro_batches",
+    ),
+    "flexsp": PlannerEntry(
+        function="hf_flexseq.published.flexsp.planner:flexsp_micro_batches",
+        needs_solver=True,
+    ),
+    "batch-ada": PlannerEntry(
+        function="hf_flexseq.published.baselines.batch_ada:batch_ada_micro_batches",
+    ),
+    "zeppelin": PlannerEntry(
+        function="hf_flexseq.published.zeppelin.planner:zeppelin_micro_batches",
+        passes="hf_flexseq.published.zeppelin.passes:ZeppelinPasses",
+    ),
+    "megatron": PlannerEntry(
+        function="hf_flexseq.published.baselines.megatron:megatron_micro_batches",
+    ),
+    "batch-rebalance": PlannerEntry(
+        function="hf_flexseq.published.baselines.batch_rebalance:batch_rebalance_micro_batches",
+        splits=False,
+    ),
+}
+
+PIPELINE_SCHEDULES: Mapping[str, PlannerEntry] = {
+    "auto": PlannerEntry(function="hf_flexseq.planner.pipeline.auto_schedule:auto_pipeline"),
+    "1f1b": PlannerEntry(function="hf_flexseq.planner.pipeline.fixed_orders:whole_pipeline"),
+    "seq1f1b": PlannerEntry(function="hf_flexseq.planner.pipeline.fixed_orders:chunked_pipeline"),
+    "infinipipe": PlannerEntry(
+        function="hf_flexseq.published.infinipipe.planner:infinipipe_pipeline",
+        needs_solver=True,
+    ),
+}
+
+
+# ---- what an entry names
+
+
 def object_of(dotted: str) -> Any:
     """Return the object named `module:name`."""
     module, name = dotted.split(":")
     return getattr(import_module(module), name)
+
+
+def entry_of(option: str, name: object, entries: Mapping[str, PlannerEntry]) -> PlannerEntry:
+    """Return the entry that an option names.
+
+    Raises ValueError for another name, and, with what to install, for a solver that is missing.
+    """
+    entry = entries[one_of(option, name, entries)]
+    missing = [module for module in SOLVER if find_spec(module) is None]
+    if entry.needs_solver and missing:
+        raise ValueError(
+            f"{option}={name!r} needs {' and '.join(missing)}, not installed here: "
+            f'pip install "hf_flexseq[planner]", or choose another {option}'
+        )
+    return entry

@@ -89,6 +89,16 @@ class Topology:
         whole_nodes = start % self.ranks_per_node == 0 and stop % self.ranks_per_node == 0
         return whole_nodes or not self.spans_nodes(start, stop)
 
+    def degrees(self) -> list[int]:
+        """Return the degrees, ascending, of which equal groups cover all ranks."""
+        node = self.ranks_per_node
+        degrees = []
+        for degree in range(1, self.world_size + 1):
+            inside_or_whole = node % degree == 0 or degree % node == 0
+            if self.world_size % degree == 0 and inside_or_whole:
+                degrees.append(degree)
+        return degrees
+
     def aligned_blocks(self) -> Iterator[tuple[int, int]]:
         """Yield the rank ranges [start, stop) that deserve a process group of their own, widest
         first.

@@ -117,6 +117,13 @@ def duration(name: str, value: Any) -> float:
     return number(name, value, most=MAX_SECONDS)
 
 
+def one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
+    """Return `value`. Raises ValueError unless it is one of the strings `allowed`."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {quoted(value)}")
+    return value
+
+
 def flag(name: str, value: Any) -> bool:
     """Return `value`. Raises ValueError unless it is True or False."""
     if type(value) is not bool:

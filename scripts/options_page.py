@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import get_args
 
-from hf_flexseq import config
+from hf_flexseq import config, registry
 from hf_flexseq.config import FlexSeqArguments
 
 PAGE = Path(__file__).parents[1] / "docs/options.md"
@@ -39,11 +39,11 @@ GROUPS = {
 }
 
 VALUES = {
-    "planner": config.PLANNERS,
-    "strategy": config.USER_STRATEGIES,
+    "planner": registry.PLANNERS,
+    "strategy": ("auto", *registry.STRATEGIES),
     "sync": config.SYNCS,
     "on_nonfinite": config.ON_NONFINITE,
-    "pipeline_schedule": config.PIPELINE_SCHEDULES,
+    "pipeline_schedule": registry.PIPELINE_SCHEDULES,
 }
 
 OF_TYPES = {

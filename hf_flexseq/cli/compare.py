@@ -2,8 +2,7 @@
 
 `static` stands for the best single degree of the whole run, or the one of --sp-degree: what a run
 without flexible groups can have. A planner that cannot plan a step has its reason in the table
-instead of figures. So has `flexsp` where its programs would take minutes, unless --planners names
-it.
+instead of figures. So has one with a solver that would take minutes, unless --planners names it.
 """
 
 from argparse import Namespace
@@ -15,8 +14,7 @@ from hf_flexseq.cli.progress import Progress
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import Plan
-from hf_flexseq.planner import CHOICES
-from hf_flexseq.planner.static import static_degrees
+from hf_flexseq.registry import PLANNERS
 from hf_flexseq.simulate import simulate
 from hf_flexseq.view.results import Result
 
@@ -32,9 +30,9 @@ COLUMNS = (
     "planning",
 )
 WIDTHS = (18, 8, 7, 9, 9, 7, 7, 13, 9)
-# Sequences of all steps up to which `flexsp` is compared unasked: 512 on 64 ranks take it 5 s or
-# more (scripts/benchmarks/planners.py --flexsp 12), 2,000 in one step minutes.
-FLEXSP_SEQUENCES = 512
+# Sequences of all steps up to which planners with a solver are compared unasked: 512 on 64 ranks
+# take 5 s or more (scripts/benchmarks/planners.py --flexsp 12), 2,000 in one step minutes.
+SOLVER_SEQUENCES = 512
 
 
 def compare(options: Namespace) -> None:
@@ -51,7 +49,7 @@ def compare(options: Namespace) -> None:
     print(_line(COLUMNS), flush=True)
     problems = []
     with Progress() as progress:
-        for planner in options.planners or CHOICES["planner"]:
+        for planner in options.planners or PLANNERS:
             result = result_of(planner, steps, options, cost, progress)
             if result.problem is None:
                 line = _line(_row(result))
@@ -73,12 +71,15 @@ def result_of(
 ) -> Result:
     """Return the figures of one planner, or its reason for having none."""
     sequences = sum(map(len, steps))
-    if planner == "flexsp" and not options.planners and sequences > FLEXSP_SEQUENCES:
-        problem = f"left out: {sequences:,} sequences may take minutes; ask with --planners flexsp"
+    slow = PLANNERS[planner].needs_solver and sequences > SOLVER_SEQUENCES
+    if slow and not options.planners:
+        problem = (
+            f"left out: {sequences:,} sequences may take minutes; ask with --planners {planner}"
+        )
         return Result(name=planner, problem=problem)
     try:
         if planner == "static":
-            degrees = static_degrees(options.topology)
+            degrees = options.topology.degrees()
             if options.sp_degree:
                 degrees = [options.sp_degree]
             return _best_static(degrees, steps, options, cost, progress)

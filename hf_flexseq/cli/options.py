@@ -9,14 +9,15 @@ from typing import NoReturn
 
 from hf_flexseq.cli.calibrate import calibrate
 from hf_flexseq.cli.commands import plan, simulate, view
-from hf_flexseq.cli.compare import FLEXSP_SEQUENCES, compare
+from hf_flexseq.cli.compare import SOLVER_SEQUENCES, compare
 from hf_flexseq.cli.environment import env
 from hf_flexseq.cli.program import DTYPES, LAYER, layer, program, reach, recurrent_rows
 from hf_flexseq.cli.report import STEPS, report
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.layers import FULL
-from hf_flexseq.planner import CHOICES
+from hf_flexseq.plan_options import SYNCS
 from hf_flexseq.reading import DEFAULT_LIMITS, Limits
+from hf_flexseq.registry import PLANNERS, STRATEGIES
 from hf_flexseq.topology import Topology
 from hf_flexseq.values import LINE, MAX_COUNT, one_line, quoted
 
@@ -125,9 +126,7 @@ def _command(
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     _lengths_options(parser)
-    parser.add_argument(
-        "--planner", choices=CHOICES["planner"], default="auto", help="default: auto"
-    )
+    parser.add_argument("--planner", choices=PLANNERS, default="auto", help="default: auto")
     parser.add_argument(
         "--json", metavar="FILE", help="write the plan, - for stdout; several steps: JSON lines"
     )
@@ -143,10 +142,10 @@ def _planners_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--planners",
         nargs="+",
-        choices=CHOICES["planner"],
+        choices=PLANNERS,
         metavar="NAME",
-        help=f"some of {', '.join(CHOICES['planner'])}; default: all, but flexsp only for "
-        f"{FLEXSP_SEQUENCES:,} sequences or fewer, since it takes minutes",
+        help=f"some of {', '.join(PLANNERS)}; default: all, but flexsp only for "
+        f"{SOLVER_SEQUENCES:,} sequences or fewer, since it takes minutes",
     )
 
 
@@ -196,7 +195,7 @@ def _planning_options(parser: argparse.ArgumentParser, *, required: bool) -> Non
     parser.add_argument(
         "--max-tokens-per-rank", type=at_least(1), metavar="N", help="default: by the memory model"
     )
-    parser.add_argument("--strategy", choices=CHOICES["strategy"], default="auto")
+    parser.add_argument("--strategy", choices=("auto", *STRATEGIES), default="auto")
     parser.add_argument(
         "--sp-degree",
         type=at_least(1),
@@ -217,7 +216,7 @@ def _machine_options(parser: argparse.ArgumentParser, *, required: bool) -> None
         metavar="NAME_OR_PATH",
         help=f"a JSON file, or one of {', '.join(PRESETS)}",
     )
-    parser.add_argument("--sync", choices=CHOICES["sync"], default="lockstep")
+    parser.add_argument("--sync", choices=SYNCS, default="lockstep")
     _limit_option(parser)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from hf_flexseq.cost import CostModel
 from hf_flexseq.lengths import read_lengths
 from hf_flexseq.plan import Plan
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 
 
@@ -38,9 +39,11 @@ def planned(
         lengths,
         options.topology,
         cost,
-        planner=planner,
-        strategy=options.strategy,
-        sp_degree=sp_degree,
-        max_tokens_per_rank=options.max_tokens_per_rank,
-        sync=options.sync,
+        PlanOptions(
+            planner=planner,
+            strategy=options.strategy,
+            sp_degree=sp_degree,
+            max_tokens_per_rank=options.max_tokens_per_rank,
+            sync=options.sync,
+        ),
     )

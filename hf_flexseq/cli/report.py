@@ -22,8 +22,8 @@ from hf_flexseq.cli.progress import Progress
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.lengths import parse_lengths, read_lengths
 from hf_flexseq.plan.pipeline import PipelinePlan
-from hf_flexseq.planner import CHOICES
 from hf_flexseq.reading import BeyondLimit, read_text
+from hf_flexseq.registry import PLANNERS
 from hf_flexseq.view.report import Report, RunStep, Step, lengths_of, page
 from hf_flexseq.view.report.page import summary
 from hf_flexseq.view.report.planners import planning
@@ -122,7 +122,7 @@ def _of_lengths(lengths: list[int], options: Namespace) -> Report:
 def _results(steps: Sequence[list[int]], options: Namespace) -> list[Result]:
     """Return what each planner reaches on some steps. Raises ValueError where none can plan."""
     cost = load_cost_model(options.cost_model)
-    names = options.planners or CHOICES["planner"]
+    names = options.planners or tuple(PLANNERS)
     with Progress() as progress:
         results = [result_of(name, steps, options, cost, progress) for name in names]
     if all(result.problem is not None for result in results):

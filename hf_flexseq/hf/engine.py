@@ -50,7 +50,6 @@ from hf_flexseq.hf.model.own_loss import check_own_loss
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.planner.process.client import Planner
-from hf_flexseq.planner.static import check_degree
 from hf_flexseq.steps.ahead import DealtSteps, Step
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.lookahead import Lookahead
@@ -90,8 +89,7 @@ class FlexSeqEngine:
         """
         check_accelerator(accelerator, args)
         setup = EngineSetup.of(accelerator, args, communicator, timeout=timeout)
-        if args.sp_degree is not None:
-            check_degree(args.sp_degree, setup.communicator.topology)
+        args.plan_options().check_on(setup.communicator.topology)
         self.accelerator = accelerator
         self.args = args
         self.communicator = setup.communicator

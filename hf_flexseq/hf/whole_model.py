@@ -12,7 +12,6 @@ What the model itself is given is in `attached.py`, what its attention is told i
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import nn
@@ -180,21 +179,10 @@ class WholeModelExecutor:
         job = GroupsJob(
             topology=self.setup.communicator.topology,
             cost=cost,
-            options=self._options(),
+            options=self.setup.args.plan_options("lockstep" if self.lockstep else "free"),
             fsdp=self.fsdp.figures,
         )
         return planner_of(job, ahead=ahead)
-
-    def _options(self) -> dict[str, Any]:
-        """Return the keyword arguments of `make_plan`, as JSON values."""
-        args = self.setup.args
-        return {
-            "planner": args.planner,
-            "strategy": args.strategy,
-            "sp_degree": args.sp_degree,
-            "max_tokens_per_rank": args.max_tokens_per_rank,
-            "sync": "lockstep" if self.lockstep else "free",
-        }
 
     def check(self, plan: Plan) -> None:
         """Raise ValueError for a plan that would compute something wrong or hang."""

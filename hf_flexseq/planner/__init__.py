@@ -1,5 +1,5 @@
 """Deciding: from the lengths of one optimizer step to its plan. `make_plan` is the entry."""
 
-from hf_flexseq.planner.make import CHOICES, make_plan
+from hf_flexseq.planner.make import make_plan
 
-__all__ = ["CHOICES", "make_plan"]
+__all__ = ["make_plan"]

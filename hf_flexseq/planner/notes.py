@@ -9,31 +9,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.planner.blocks import shapes_of_ranges
 from hf_flexseq.planner.problem import NEVER, cheapest
-from hf_flexseq.topology import Topology
+from hf_flexseq.planner.task import PlanTask
 
 
-def degree_note(
-    micro_batches: Sequence[MicroBatch],
-    lengths: Sequence[int],
-    topology: Topology,
-    cost: CostModel,
-    *,
-    strategy: str,
-    sp_degree: int | None,
-    cap: int,
-) -> str:
+def degree_note(micro_batches: Sequence[MicroBatch], task: PlanTask) -> str:
     """Return the reason for the degree of a plan's widest groups.
 
-    micro_batches: at least one. lengths: tokens of every sequence, by sequence id. strategy: what
-    groups of two ranks and more may use. sp_degree: the degree of every sequence, None to be
-    planned. cap: most tokens of a rank in a micro-batch.
+    micro_batches: at least one.
     """
-    if sp_degree is not None:
-        return f"degree {sp_degree} for every sequence, set by sp_degree"
+    lengths, topology, cap = task.lengths, task.topology, task.cap
+    if task.sp_degree is not None:
+        return f"degree {task.sp_degree} for every sequence, set by sp_degree"
     # 1. the widest groups, and the longest sequence in them
     groups = [group for micro_batch in micro_batches for group in micro_batch.groups]
     degree = max(group.degree for group in groups)
@@ -54,7 +43,8 @@ def degree_note(
     for other in (degree, *sorted({least, degree // 2, 2 * degree} - {degree})):
         if other < least or other not in spans:
             continue
-        each, _ = cheapest(cost, np.array([tokens]), (other, spans[other]), strategy, alone=True)
+        shape = (other, spans[other])
+        each, _ = cheapest(task.cost, np.array([tokens]), shape, task.strategy, alone=True)
         nanoseconds = int(each[0])
         if nanoseconds < NEVER:
             where = "" if other == degree else f" on {other}"

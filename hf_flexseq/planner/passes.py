@@ -1,13 +1,9 @@
-"""The passes that planners add to their plans, found by name (`program/passes.py`)."""
-
-from importlib import import_module
+"""The passes that planners add to their plans, by name in the registry (`program/passes.py`)."""
 
 from hf_flexseq.cost import CostModel
 from hf_flexseq.program.passes import PlanPasses
+from hf_flexseq.registry import PLANNERS, object_of
 from hf_flexseq.topology import Topology
-
-# By planner, the `module:class` of its passes.
-PASSES = {"zeppelin": "hf_flexseq.published.zeppelin.passes:ZeppelinPasses"}
 
 
 def passes_of(
@@ -17,8 +13,8 @@ def passes_of(
 
     lockstep: True if all ranks run every micro-batch together.
     """
-    if planner not in PASSES:
+    dotted = PLANNERS[planner].passes
+    if dotted is None:
         return None
-    module, name = PASSES[planner].split(":")
-    passes: PlanPasses = getattr(import_module(module), name)(cost, topology, lockstep=lockstep)
+    passes: PlanPasses = object_of(dotted)(cost, topology, lockstep=lockstep)
     return passes

@@ -16,34 +16,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_flexseq.cost import CostModel, GroupKind, kinds_ns
+from hf_flexseq.cost import GroupKind, kinds_ns
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.planner.problem import cheapest
-from hf_flexseq.topology import Topology
+from hf_flexseq.planner.task import PlanTask, longest_first
 
 
-def static_micro_batches(
-    lengths: Sequence[int],
-    topology: Topology,
-    cost: CostModel,
-    *,
-    degree: int,
-    strategy: str,
-    cap: int,
-) -> tuple[MicroBatch, ...]:
-    """Return micro-batches of groups of `degree` ranks.
-
-    Every sequence must fit on `degree` ranks; see `check_degree`. lengths: tokens of every
-    sequence, by sequence id. strategy: what groups of two ranks and more may use. cap: most tokens
-    of a rank in a micro-batch.
-    """
+def static_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
+    """Return micro-batches of groups of `task.sp_degree` ranks, one of `Topology.degrees`."""
+    degree = task.sp_degree
+    assert degree is not None, "planner='static' has a degree"
+    topology = task.topology
     starts = range(0, topology.world_size, degree)  # the first rank of each group
-    room = cap * degree  # tokens of a group
+    room = task.cap * degree  # tokens of a group
     # Rows are sequences, longest first.
-    row2id = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    tokens = [lengths[i] for i in row2id]
+    row2id = longest_first(task.lengths)
+    tokens = [task.lengths[i] for i in row2id]
     shape = degree, topology.spans_nodes(0, degree)
-    nanoseconds, _ = cheapest(cost, np.array(tokens, dtype=np.int64), shape, strategy)
+    each = np.array(tokens, dtype=np.int64)
+    nanoseconds, _ = cheapest(task.cost, each, shape, task.strategy)
     times = nanoseconds.tolist()
     # 1. as few groups as possible
     packed = best_fit(tokens, room)
@@ -58,35 +49,11 @@ def static_micro_batches(
         start = starts[index % len(starts)]
         ranks.append(range(start, start + degree))
         members.append([row2id[row] for row in rows])
-    groups = one_strategy_groups(ranks, members, (lengths, topology, cost, strategy))
+    groups = one_strategy_groups(ranks, members, task)
     micro_batches = []
     for first in range(0, len(bins), len(starts)):
         micro_batches.append(MicroBatch(groups=tuple(groups[first : first + len(starts)])))
     return tuple(micro_batches)
-
-
-def check_degree(degree: int, topology: Topology) -> None:
-    """Raise ValueError unless equal groups of `degree` ranks can cover `topology`."""
-    world = topology.world_size
-    if world % degree:
-        raise ValueError(f"sp_degree={degree} does not divide {world} ranks")
-    if not all(topology.allows(start, start + degree) for start in range(0, world, degree)):
-        raise ValueError(
-            f"sp_degree={degree}: groups must lie inside a node of {topology.ranks_per_node} "
-            "ranks or be made of whole nodes; choose a divisor or a multiple of that"
-        )
-
-
-def static_degrees(topology: Topology) -> list[int]:
-    """Return the degrees that `check_degree` accepts, ascending."""
-    world = topology.world_size
-    node = topology.ranks_per_node
-    degrees = []
-    for degree in range(1, world + 1):
-        inside_or_whole = node % degree == 0 or degree % node == 0
-        if world % degree == 0 and inside_or_whole:
-            degrees.append(degree)
-    return degrees
 
 
 def best_fit(lengths: list[int], room: int) -> list[list[int]]:
@@ -136,24 +103,22 @@ def least_loaded(lengths: list[int], times: list[int], count: int, room: int) ->
 def one_strategy_groups(
     ranks: Sequence[range],
     members: Sequence[list[int]],
-    scoring: tuple[Sequence[int], Topology, CostModel, str],
+    task: PlanTask,
 ) -> list[Group]:
     """Return groups, each with the strategy that is cheapest for its sequences together.
 
-    ranks, members: [groups] ranks of each group, and ids of its sequences. scoring: tokens of
-    every sequence, topology, cost model, and what groups of two ranks and more may use.
+    ranks, members: [groups] ranks of each group, and ids of its sequences.
     """
-    lengths, topology, cost, strategy = scoring
-    names = cost.strategies(strategy) or ("local",)
+    names = task.cost.strategies(task.strategy) or ("local",)
     # 1. every group by every strategy, [strategies, groups]
     by_name = []
     for name in names:
         kinds = []
         for of_group in ranks:
-            spans_nodes = topology.spans_nodes(of_group.start, of_group.stop)
+            spans_nodes = task.topology.spans_nodes(of_group.start, of_group.stop)
             named = "local" if len(of_group) == 1 else name
             kinds.append(GroupKind(len(of_group), named, spans_nodes))
-        by_name.append(kinds_ns(cost, kinds, members, lengths))
+        by_name.append(kinds_ns(task.cost, kinds, members, task.lengths))
     # 2. the cheapest strategy of each, of equal ones the first
     cheapest_of = np.stack(by_name).argmin(axis=0).tolist()  # [groups]
     groups = []

@@ -4,9 +4,12 @@
     zeppelin/      Zeppelin, arXiv 2509.21841: planner, routing over several NICs, remapping
     lightseq/      LightSeq, arXiv 2310.03294: the balanced ring
     infinipipe/    InfiniPipe, arXiv 2509.21275: pipeline planner
-    megatron/      dynamic context parallelism of Megatron-Core: planner
-    baselines/     planners that systems are compared with
+    baselines/     planners that systems are compared with, Megatron-Core's among them
+    aligned.py     ranks of groups of power-of-two degrees: FlexSP and Megatron
+    blaster.py     a step cut into micro-batches by tokens: FlexSP and Zeppelin
 
 A folder holds only what its system needs besides the core. The core imports none of it: planners
-are found by their dotted names, and everything else is a pass over a finished plan or program.
+are found by their dotted names (`hf_flexseq/registry.py`), and everything else is a pass over a
+finished plan or program. Each planner's header says which step of the published method is which
+step of the code, and what was left out.
 """

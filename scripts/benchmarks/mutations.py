@@ -40,8 +40,9 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import Plan, check
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.pipeline.make import make_pipeline_plan
+from hf_flexseq.planner.pipeline.pipeline_plan import make_pipeline_plan
 from hf_flexseq.topology import Topology
 
 LINE = 300  # characters of a message
@@ -78,7 +79,7 @@ def planted(mark: Path) -> bytes:
 def plan_text() -> str:
     """Return a plan of groups."""
     cost = PRESETS["llama-3.1-8b-h200"]
-    return make_plan(LENGTHS, TOPOLOGY, cost, max_tokens_per_rank=6000).to_json()
+    return make_plan(LENGTHS, TOPOLOGY, cost, PlanOptions(max_tokens_per_rank=6000)).to_json()
 
 
 def trace_text() -> str:

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.topology import Topology
 
@@ -26,7 +27,9 @@ def main() -> None:
         topology = Topology(nodes=step["nodes"], ranks_per_node=step["ranks_per_node"])
         cost = load_cost_model(step["preset"])
         began = time.thread_time()
-        plan = make_plan(step["lengths"], topology, cost, max_tokens_per_rank=step["cap"])
+        plan = make_plan(
+            step["lengths"], topology, cost, PlanOptions(max_tokens_per_rank=step["cap"])
+        )
         answer = {
             "milliseconds": 1e3 * (time.thread_time() - began),
             "objective_s": plan.objective_s,

@@ -23,13 +23,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from hf_flexseq.planner.published.milp import CHECKPOINTS, GAP, NODES
 
 from common import HERE, argument_parser, machine, table_head, table_row, write_record
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.published.milp import CHECKPOINTS, GAP, NODES
-from hf_flexseq.planner.static import static_degrees
 from hf_flexseq.topology import Topology
 from lengths import DOCUMENTS, WIKIPEDIA, Draw, K, batch, common_crawl_like
 
@@ -147,7 +147,9 @@ class Column:
         # planning has one thread, and other processes should not count
         began = time.process_time()
         try:
-            plan = make_plan(lengths, chosen.topology, COST, max_tokens_per_rank=cap, **options)
+            plan = make_plan(
+                lengths, chosen.topology, COST, PlanOptions(max_tokens_per_rank=cap, **options)
+            )
         except PlanInfeasible:
             self.seconds.append(None)
             self.bounds.append(None)
@@ -169,7 +171,7 @@ def static_degree(chosen: LengthSet, lengths: list[int]) -> int:
     """Return the narrowest degree that holds the context: what a run with one degree must take."""
     cap = chosen.tokens_per_rank(lengths)
     context = min(chosen.context, cap * chosen.topology.world_size)
-    for degree in static_degrees(chosen.topology):
+    for degree in chosen.topology.degrees():
         if -(-context // degree) <= cap:
             return degree
     raise ValueError(f"no degree holds a sequence of {context} tokens")

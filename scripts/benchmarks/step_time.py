@@ -49,6 +49,7 @@ from hf_flexseq.hf.contexts import ModelContexts
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan, check
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.steps.exchange import SourceRow
 from hf_flexseq.steps.lookahead import DrawnStep, Lookahead
@@ -114,7 +115,9 @@ class Recorded:
 
 def recorded(chosen: LengthSet, seed: int) -> Recorded:
     """Plan one step."""
-    plan = make_plan(chosen.draw(seed), chosen.topology, COST, max_tokens_per_rank=CAP)
+    plan = make_plan(
+        chosen.draw(seed), chosen.topology, COST, PlanOptions(max_tokens_per_rank=CAP)
+    )
     return Recorded(chosen=chosen, record=plan.to_json(), plan=plan)
 
 

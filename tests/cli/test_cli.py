@@ -16,7 +16,9 @@ from hf_flexseq.cli import compare as comparing
 from hf_flexseq.cli import main
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Plan, check
-from hf_flexseq.planner import CHOICES, make_plan
+from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.planner import make_plan
+from hf_flexseq.registry import PLANNERS
 from hf_flexseq.topology import Topology
 from tests.cli.refused import failed
 
@@ -50,7 +52,10 @@ def test_plan_writes_what_make_plan_makes(
     )
     made = Plan.from_json((tmp_path / "plan.json").read_text())
     expected = make_plan(
-        json.loads(Path(lengths).read_text()), TOPOLOGY, FLEXSP, max_tokens_per_rank=6000
+        json.loads(Path(lengths).read_text()),
+        TOPOLOGY,
+        FLEXSP,
+        PlanOptions(max_tokens_per_rank=6000),
     )
     assert made.digest() == expected.digest()
     check(made, TOPOLOGY, 6000)
@@ -169,8 +174,8 @@ def test_compare_has_a_line_for_every_planner(
     head, columns, *rows = capsys.readouterr().out.splitlines()
     assert head.startswith("1 step, 6 sequences")
     assert columns.split()[:3] == ["planner", "seconds", "gap"]
-    assert [row.split()[0].rstrip(",") for row in rows] == list(CHOICES["planner"])
-    assert rows[CHOICES["planner"].index("static")].startswith("static, degree ")
+    assert [row.split()[0].rstrip(",") for row in rows] == list(PLANNERS)
+    assert rows[list(PLANNERS).index("static")].startswith("static, degree ")
 
 
 def test_commands_name_the_kinds_of_layers_that_they_price(
@@ -193,7 +198,7 @@ def test_compare_leaves_the_slow_planner_out_unless_it_is_asked_for(
     lengths: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("highspy")
-    monkeypatch.setattr(comparing, "FLEXSP_SEQUENCES", 5)
+    monkeypatch.setattr(comparing, "SOLVER_SEQUENCES", 5)
     words = ["compare", "--lengths", lengths, *MACHINE, *CAP, "--sequences-per-step", "3"]
     assert main([*words, "--steps", "2"]) == 0
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("flexsp")]

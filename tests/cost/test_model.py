@@ -22,6 +22,7 @@ from hf_flexseq.cost.launches import layer_work
 from hf_flexseq.cost.model import HOST_CONSTANTS
 from hf_flexseq.cost.presets import PRESETS, load_cost_model
 from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.topology import Topology
 
@@ -428,7 +429,7 @@ NODE = Topology(nodes=1, ranks_per_node=8)
 
 def chosen(cost: CostModel, length: int) -> tuple[str, int]:
     """Strategy and degree of the planner for one sequence on eight H200."""
-    plan = make_plan([length], NODE, cost, max_tokens_per_rank=256 * K)
+    plan = make_plan([length], NODE, cost, PlanOptions(max_tokens_per_rank=256 * K))
     ((only,),) = (micro_batch.groups for micro_batch in plan.micro_batches)
     return only.strategy, only.degree
 
@@ -490,9 +491,11 @@ def test_auto_takes_a_hybrid_that_beats_all_other_strategies() -> None:
     topology = Topology(nodes=2, ranks_per_node=8)
     slow = replace(H200, bandwidths=((8, 4e11), (16, 4e9)))
     lengths, cap = [200 * K], 200 * K // 16
-    found = make_plan(lengths, topology, slow, max_tokens_per_rank=cap)
+    found = make_plan(lengths, topology, slow, PlanOptions(max_tokens_per_rank=cap))
     ((group,),) = (micro_batch.groups for micro_batch in found.micro_batches)
     assert (group.strategy, group.degree) == ("hybrid", 16)
     for other in ("ulysses", "zigzag"):
-        forced = make_plan(lengths, topology, slow, max_tokens_per_rank=cap, strategy=other)
+        forced = make_plan(
+            lengths, topology, slow, PlanOptions(max_tokens_per_rank=cap, strategy=other)
+        )
         assert found.objective_s < forced.objective_s

@@ -20,6 +20,7 @@ from hf_flexseq.layers import RecurrentShape
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.segments import chains_of
 from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.program.compile import (
     HALO,
@@ -322,7 +323,9 @@ def test_memory_alone_decides_the_degrees_of_recurrent_layers() -> None:
     """Where attention takes nothing, ranks share a sequence only if none can hold it."""
     cost = replace(PRESETS["qwen3.5-35b-a3b-h100"], attention_s=0.0)
     topology = Topology(nodes=1, ranks_per_node=8)
-    plan = make_plan([70_000, *[35_000] * 6], topology, cost, max_tokens_per_rank=40_000)
+    plan = make_plan(
+        [70_000, *[35_000] * 6], topology, cost, PlanOptions(max_tokens_per_rank=40_000)
+    )
     degrees = {}
     for micro_batch in plan.micro_batches:
         for group in micro_batch.groups:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from hf_flexseq.cost.sharding import (
     trip_seconds,
 )
 from hf_flexseq.plan import Group, MicroBatch, Plan, PlanInfeasible
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.topology import Topology
 from tests.plans import random_plan
@@ -156,8 +158,8 @@ def test_only_repeated_trips_have_a_price() -> None:
 # ---- planning with them
 
 
-def job(figures: FsdpFigures | None, **options: object) -> GroupsJob:
-    return GroupsJob(topology=ONE_RANK, cost=COST, options=options, fsdp=figures)
+def job(figures: FsdpFigures | None, **options: Any) -> GroupsJob:
+    return GroupsJob(topology=ONE_RANK, cost=COST, options=PlanOptions(**options), fsdp=figures)
 
 
 def test_a_step_is_planned_and_priced_for_the_policy_that_it_gets() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.bound import bound_ns
 from hf_flexseq.topology import Topology
@@ -53,5 +54,7 @@ def test_no_plan_of_many_ranks_beats_it(planner):
     topologies = [*SMALL, Topology(nodes=2, ranks_per_node=4), Topology(nodes=4, ranks_per_node=2)]
     for _ in range(60):
         lengths, topology, cost, cap = random_case(rng, topologies)
-        plan = make_plan(lengths, topology, cost, planner=planner, max_tokens_per_rank=cap)
+        plan = make_plan(
+            lengths, topology, cost, PlanOptions(planner=planner, max_tokens_per_rank=cap)
+        )
         assert plan.lower_bound_s <= plan.objective_s

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 
 from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.topology import Topology
 from planner.brute import best_lockstep_ns, best_of_one_micro_batch_ns
@@ -39,7 +40,7 @@ def test_the_default_planner_is_within_1_percent_of_the_optimum_of_few_sequences
         topology = Topology(nodes=1, ranks_per_node=rng.randint(2, 8))
         lengths = [int(2 ** rng.uniform(8, 15)) for _ in range(rng.randint(1, 8))]
         model = replace(MODEL, group_s=rng.choice((0.0, 0.02)))
-        plan = make_plan(lengths, topology, model, max_tokens_per_rank=sum(lengths))
+        plan = make_plan(lengths, topology, model, PlanOptions(max_tokens_per_rank=sum(lengths)))
         least = least_lockstep_ns(lengths, topology, model, cap=sum(lengths)) / 1e9
         assert least <= plan.objective_s
         over.append(plan.objective_s / least)
@@ -56,7 +57,7 @@ def test_the_default_planner_is_close_where_memory_is_tight(fill: float, seed: i
     cap = int(
         max(max(lengths) / topology.world_size + 1, sum(lengths) / topology.world_size / fill)
     )
-    plan = make_plan(lengths, topology, MODEL, max_tokens_per_rank=cap)
+    plan = make_plan(lengths, topology, MODEL, PlanOptions(max_tokens_per_rank=cap))
     least = least_lockstep_ns(lengths, topology, MODEL, cap=cap) / 1e9
     assert least <= plan.objective_s <= 1.03 * least
 
@@ -70,7 +71,7 @@ def test_launches_are_shared_by_good_groups() -> None:
         rng = random.Random(typical)
         for _ in range(2):
             lengths = [200 + int(rng.lognormvariate(typical, 1.2)) for _ in range(3)]
-            plan = make_plan(lengths, node, model, max_tokens_per_rank=10**6)
+            plan = make_plan(lengths, node, model, PlanOptions(max_tokens_per_rank=10**6))
             best = best_of_one_micro_batch_ns(lengths, node, model)
             work = round(plan.objective_s * 1e9) - model.micro_batch_ns
             over.append(work / (best - model.micro_batch_ns))

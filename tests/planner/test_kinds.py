@@ -10,6 +10,7 @@ from hf_flexseq.cost.kinds import NearLayers
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.layers import Reach
 from hf_flexseq.plan import Plan
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.topology import Topology
 
@@ -35,11 +36,11 @@ def test_every_planner_takes_windows_and_stays_above_the_bound(
 ) -> None:
     lengths = lengths_of(seed)
     options = {"planner": planner, "sync": sync, "max_tokens_per_rank": CAP}
-    plan = make_plan(lengths, TOPOLOGY, GEMMA, **options)
+    plan = make_plan(lengths, TOPOLOGY, GEMMA, PlanOptions(**options))
     assert plan.lower_bound_s <= plan.objective_s
     priced = step_ns(GEMMA, plan.micro_batches, lengths, TOPOLOGY, sync=sync)
     assert plan.objective_s == priced / 1e9
-    assert plan.digest() == make_plan(lengths, TOPOLOGY, GEMMA, **options).digest()
+    assert plan.digest() == make_plan(lengths, TOPOLOGY, GEMMA, PlanOptions(**options)).digest()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -50,14 +51,17 @@ def test_windows_that_hold_every_sequence_give_the_plans_of_full_layers(seed: in
     )
     wide = NearLayers(reach=Reach(window=10**6), share=0.5, attention_s=0.5e-9)
     split = replace(full, attention_s=0.5e-9, kinds=(wide,))
-    plans = [make_plan(lengths, TOPOLOGY, one, max_tokens_per_rank=CAP) for one in (full, split)]
+    plans = [
+        make_plan(lengths, TOPOLOGY, one, PlanOptions(max_tokens_per_rank=CAP))
+        for one in (full, split)
+    ]
     assert plans[0].objective_s == pytest.approx(plans[1].objective_s, rel=1e-3)
 
 
 def test_between_nodes_windows_make_a_ring_cheaper_than_exchanges_of_heads() -> None:
     lengths = [120_000, 800]
-    by_kind = make_plan(lengths, TOPOLOGY, GEMMA, max_tokens_per_rank=CAP)
+    by_kind = make_plan(lengths, TOPOLOGY, GEMMA, PlanOptions(max_tokens_per_rank=CAP))
     all_bytes = replace(GEMMA, kinds=())
-    without = make_plan(lengths, TOPOLOGY, all_bytes, max_tokens_per_rank=CAP)
+    without = make_plan(lengths, TOPOLOGY, all_bytes, PlanOptions(max_tokens_per_rank=CAP))
     assert "zigzag" in strategies(by_kind)
     assert strategies(without) & {"ulysses", "hybrid"}

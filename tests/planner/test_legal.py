@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.topology import Topology
 from tests.budget import examples
@@ -81,7 +82,10 @@ def test_plans_are_legal(
     cost = analytic_cost_model(SMALL, DEVICES["H100"], topology)
     cap = int(-(-max(lengths) // topology.world_size) * spare)
     plan = make_plan(
-        lengths, topology, cost, planner=planner, strategy=strategy, max_tokens_per_rank=cap
+        lengths,
+        topology,
+        cost,
+        PlanOptions(planner=planner, strategy=strategy, max_tokens_per_rank=cap),
     )
     assert problems(plan.to_record(), nodes, per_node, cap) == []
     assert plan.lower_bound_s <= plan.objective_s

@@ -16,9 +16,9 @@ from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Plan, PlanInfeasible, check
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.bound import bound_ns
-from hf_flexseq.planner.static import static_degrees
 from hf_flexseq.topology import Topology
 from planner.brute import best_lockstep_ns
 from tests.budget import examples
@@ -90,7 +90,7 @@ def test_any_lengths_on_any_topology(
     cap = -(-max(lengths) // widest) + spare
     cost = rings(topology)
     plan = make_plan(
-        lengths, topology, cost, strategy=strategy, max_tokens_per_rank=cap, sync=sync
+        lengths, topology, cost, PlanOptions(strategy=strategy, max_tokens_per_rank=cap, sync=sync)
     )
     verify(plan, topology, cost, cap=cap, sync=sync)
     used = {g.strategy for mb in plan.micro_batches for g in mb.groups}
@@ -107,11 +107,14 @@ def test_static_plans_use_one_degree(
     lengths: list[int], shape: tuple[int, int], data: st.DataObject
 ) -> None:
     topology = Topology(nodes=shape[0], ranks_per_node=shape[1])
-    degree = data.draw(st.sampled_from(static_degrees(topology)))
+    degree = data.draw(st.sampled_from(topology.degrees()))
     cap = -(-max(lengths) // degree) + data.draw(st.integers(0, 10_000))
     cost = rings(topology)
     plan = make_plan(
-        lengths, topology, cost, planner="static", sp_degree=degree, max_tokens_per_rank=cap
+        lengths,
+        topology,
+        cost,
+        PlanOptions(planner="static", sp_degree=degree, max_tokens_per_rank=cap),
     )
     verify(plan, topology, cost, cap=cap)
     assert set(plan.degrees()) == {degree}
@@ -131,7 +134,7 @@ def test_within_1_percent_of_brute_force() -> None:
         fill = rng.choice([0.6, 0.9, 1.8])
         cap = int(max(max(lengths) / world + 1, sum(lengths) / world / fill))
         exact_s = best_lockstep_ns(lengths, topology, cost, cap=cap, batches=2) / 1e9
-        plan = make_plan(lengths, topology, cost, max_tokens_per_rank=cap)
+        plan = make_plan(lengths, topology, cost, PlanOptions(max_tokens_per_rank=cap))
         assert plan.lower_bound_s <= exact_s
         if len(plan.micro_batches) <= 2:
             assert exact_s <= plan.objective_s
@@ -165,12 +168,15 @@ def test_within_1_percent_of_brute_force() -> None:
 )
 @pytest.mark.parametrize("sync", ["lockstep", "free"])
 def test_special_batches_on_64_ranks(lengths: list[int], sync: str) -> None:
-    plan = make_plan(lengths, CLUSTER, FLEXSP, sync=sync)
+    plan = make_plan(lengths, CLUSTER, FLEXSP, PlanOptions(sync=sync))
     verify(plan, CLUSTER, FLEXSP, cap=5951, sync=sync)
-    for degree in static_degrees(CLUSTER):
+    for degree in CLUSTER.degrees():
         if max(lengths) <= 5951 * degree:
             fixed = make_plan(
-                lengths, CLUSTER, FLEXSP, planner="static", sp_degree=degree, sync=sync
+                lengths,
+                CLUSTER,
+                FLEXSP,
+                PlanOptions(planner="static", sp_degree=degree, sync=sync),
             )
             assert plan.objective_s <= fixed.objective_s
 
@@ -179,7 +185,7 @@ def test_special_batches_on_64_ranks(lengths: list[int], sync: str) -> None:
 def test_memory_nearly_full(fill: float) -> None:
     lengths = long_tailed(256, seed=3, limit=300_000)
     cap = int(sum(lengths) / 64 / 2 / fill) + 1
-    plan = make_plan(lengths, CLUSTER, FLEXSP, max_tokens_per_rank=cap)
+    plan = make_plan(lengths, CLUSTER, FLEXSP, PlanOptions(max_tokens_per_rank=cap))
     verify(plan, CLUSTER, FLEXSP, cap=cap)
     assert len(plan.micro_batches) <= (2 if fill < 0.97 else 3)
 
@@ -225,12 +231,12 @@ def test_lengths_may_be_numpy_integers() -> None:
     "lengths, options, message",
     [
         ([4, 0], {}, "sequence 1 has length 0"),
-        ([4], {"planner": "milp"}, "planner='milp'"),
-        ([4], {"strategy": "cyclic"}, "strategy='cyclic'"),
-        ([4], {"sync": "auto"}, "sync='auto'"),
-        ([4], {"sp_degree": 2}, "is for planner='static'"),
+        ([4], {"planner": "milp"}, "planner must be one of auto, .*; got 'milp'"),
+        ([4], {"strategy": "cyclic"}, "strategy must be one of auto, .*; got 'cyclic'"),
+        ([4], {"sync": "auto"}, "sync must be one of lockstep, free; got 'auto'"),
+        ([4], {"sp_degree": 2}, "needs planner='static', got planner='auto'"),
         ([4], {"planner": "static"}, "needs sp_degree"),
-        ([4], {"planner": "static", "sp_degree": 3}, "does not divide 64"),
+        ([4], {"planner": "static", "sp_degree": 3}, "does not divide 8 nodes of 8 ranks"),
         ([4], {"planner": "static", "sp_degree": 2, "strategy": "local"}, "never splits"),
         ([4], {"max_tokens_per_rank": 0}, "max_tokens_per_rank=0"),
         ([4], {"strategy": "zigzag"}, "no ring_bytes"),
@@ -240,13 +246,18 @@ def test_refuses_arguments_without_meaning(
     lengths: list[int], options: dict, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        make_plan(lengths, CLUSTER, FLEXSP, **options)
+        make_plan(lengths, CLUSTER, FLEXSP, PlanOptions(**options))
 
 
 def test_static_degrees_follow_the_nodes() -> None:
-    assert static_degrees(Topology(nodes=3, ranks_per_node=4)) == [1, 2, 4, 12]
-    with pytest.raises(ValueError, match="inside a node of 4"):
-        make_plan([4], Topology(nodes=3, ranks_per_node=4), FLEXSP, planner="static", sp_degree=6)
+    assert Topology(nodes=3, ranks_per_node=4).degrees() == [1, 2, 4, 12]
+    with pytest.raises(ValueError, match="choose one of 1, 2, 4, 12"):
+        make_plan(
+            [4],
+            Topology(nodes=3, ranks_per_node=4),
+            FLEXSP,
+            PlanOptions(planner="static", sp_degree=6),
+        )
 
 
 @pytest.mark.parametrize(
@@ -267,7 +278,7 @@ def test_static_degrees_follow_the_nodes() -> None:
 )
 def test_infeasible_sequences_are_named(options: dict, message: str) -> None:
     with pytest.raises(PlanInfeasible, match=message):
-        make_plan([4, 390_000, 7], CLUSTER, FLEXSP, **options)
+        make_plan([4, 390_000, 7], CLUSTER, FLEXSP, PlanOptions(**options))
 
 
 # ---- determinism
@@ -321,7 +332,7 @@ def test_planning_needs_no_torch() -> None:
 
 
 def test_a_note_says_that_memory_forces_a_degree() -> None:
-    plan = make_plan([80_000, *[500] * 40], CLUSTER, FLEXSP, planner="zeppelin")
+    plan = make_plan([80_000, *[500] * 40], CLUSTER, FLEXSP, PlanOptions(planner="zeppelin"))
     assert max(plan.degrees()) == 16
     assert plan.notes == (
         "degree 16 for sequence 0 (80,000 tokens): the fewest ranks with enough memory",
@@ -343,8 +354,10 @@ def test_a_note_compares_the_seconds_of_a_chosen_degree() -> None:
 
 def test_notes_on_degrees_that_were_not_chosen() -> None:
     node = Topology(nodes=1, ranks_per_node=4)
-    static = make_plan([500] * 4, node, FLEXSP, planner="static", sp_degree=2, **ROOMY)
-    local = make_plan([500] * 4, node, FLEXSP, strategy="local", **ROOMY)
+    static = make_plan(
+        [500] * 4, node, FLEXSP, PlanOptions(planner="static", sp_degree=2, **ROOMY)
+    )
+    local = make_plan([500] * 4, node, FLEXSP, PlanOptions(strategy="local", **ROOMY))
     assert static.notes == ("degree 2 for every sequence, set by sp_degree",)
     assert local.notes == ("degree 1 for every sequence",)
-    assert make_plan([], node, FLEXSP, **ROOMY).notes == ()
+    assert make_plan([], node, FLEXSP, PlanOptions(**ROOMY)).notes == ()

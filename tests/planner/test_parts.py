@@ -8,6 +8,7 @@ import pytest
 
 from hf_flexseq.cost import step_ns
 from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.blocks import ALL_RANGES, blocks_of
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
@@ -17,6 +18,7 @@ from hf_flexseq.planner.search.place import TIME, TOKENS, place_long, tick_bits
 from hf_flexseq.planner.search.repair import repair
 from hf_flexseq.planner.search.targets import starting_candidates
 from hf_flexseq.planner.static import static_micro_batches
+from hf_flexseq.planner.task import PlanTask
 from hf_flexseq.topology import Topology
 from planner.brute import least_rise_by_search, placed_one_by_one, poured_one_by_one
 
@@ -233,12 +235,16 @@ def test_static_packs_into_few_micro_batches() -> None:
     not two."""
     six = Topology(nodes=1, ranks_per_node=6)
     lengths = [500] * 6 + [333] * 6
-    made = static_micro_batches(lengths, six, FLEXSP, degree=1, strategy="auto", cap=1000)
+
+    def task(lengths: list[int], *, degree: int, cap: int) -> PlanTask:
+        return PlanTask(
+            lengths=tuple(lengths), topology=six, cost=FLEXSP, cap=cap, sp_degree=degree
+        )
+
+    made = static_micro_batches(task(lengths, degree=1, cap=1000))
     assert len(made) == 1
     assert sorted(len(g.sequences) for g in made[0].groups) == [2] * 6
-    tight = static_micro_batches(
-        [600, 400, 500, 500], six, FLEXSP, degree=6, strategy="auto", cap=334
-    )
+    tight = static_micro_batches(task([600, 400, 500, 500], degree=6, cap=334))
     assert len(tight) == 1
     assert len(tight[0].groups) == 1
 
@@ -287,9 +293,12 @@ def test_the_worked_example_is_what_the_search_does() -> None:
     repaired = repair(asked, filled[1])
     assert repaired.objective == filled[1].objective
     # The whole search, and 7. one degree
-    plan = make_plan(lengths, ranks, FLEXSP, max_tokens_per_rank=3500)
+    plan = make_plan(lengths, ranks, FLEXSP, PlanOptions(max_tokens_per_rank=3500))
     one_degree = make_plan(
-        lengths, ranks, FLEXSP, planner="static", sp_degree=4, max_tokens_per_rank=3500
+        lengths,
+        ranks,
+        FLEXSP,
+        PlanOptions(planner="static", sp_degree=4, max_tokens_per_rank=3500),
     )
     assert plan.objective_s == repaired.objective / 1e9
     assert (round(plan.lower_bound_s, 3), round(one_degree.objective_s, 3)) == (2.487, 2.553)

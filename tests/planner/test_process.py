@@ -18,6 +18,7 @@ import pytest
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import FsdpFigures
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.process import client
 from hf_flexseq.planner.process.client import PlannerWorker, _environment
@@ -38,7 +39,7 @@ FSDP = FsdpFigures(
 
 
 def groups_job(**options: Any) -> GroupsJob:
-    return GroupsJob(topology=NODE, cost=FLEXSP, options=options)
+    return GroupsJob(topology=NODE, cost=FLEXSP, options=PlanOptions(**options))
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_answers_are_make_plan_s_in_any_order_of_asking(worker: PlannerWorker) -
     for step, lengths in batches.items():
         worker.submit(step, lengths)
     for step in (2, 0, 1):
-        here = make_plan(batches[step], NODE, FLEXSP, max_tokens_per_rank=10_000)
+        here = make_plan(batches[step], NODE, FLEXSP, PlanOptions(max_tokens_per_rank=10_000))
         there = worker.result(step)
         assert there.digest() == here.digest()
         assert there.planning_s > 0
@@ -136,12 +137,13 @@ def test_close_ends_the_process_and_may_be_repeated(worker: PlannerWorker) -> No
 
 LEAVES_IT_OPEN = """
 from hf_flexseq.planner.process.client import PlannerWorker
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.topology import Topology
 topology = Topology(nodes=1, ranks_per_node=64)
 cost = PRESETS["flexsp-gpt-7b-a100"]
-worker = PlannerWorker(GroupsJob(topology=topology, cost=cost, options={}))
+worker = PlannerWorker(GroupsJob(topology=topology, cost=cost, options=PlanOptions()))
 worker.submit(0, [1] * 100)
 print(worker._process.pid)
 """

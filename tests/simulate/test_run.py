@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hf_flexseq.cost import CostModel, rank_ns, step_ns
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Group, MicroBatch, Plan, widest_first
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.simulate import CLOSED_FORM, Detail, simulate
 from hf_flexseq.simulate.ring import RingTraffic, ring_steps, ring_times
@@ -114,7 +115,10 @@ def test_disjoint_groups_are_the_closed_form_however_many_layers(
 ) -> None:
     topology = Topology(nodes=2, ranks_per_node=4)
     plan = make_plan(
-        lengths, topology, FLEXSP, planner="static", sp_degree=degree, max_tokens_per_rank=20_000
+        lengths,
+        topology,
+        FLEXSP,
+        PlanOptions(planner="static", sp_degree=degree, max_tokens_per_rank=20_000),
     )
     timeline = simulate(plan, topology, FLEXSP, sync=sync, detail=Detail(layers=layers))
     assert timeline.stop == step_ns(FLEXSP, plan.micro_batches, plan.lengths, topology, sync=sync)
@@ -286,7 +290,7 @@ def test_memory_rises_in_the_forward_and_falls_in_the_backward() -> None:
 
 def test_peak_memory_is_the_closed_forms() -> None:
     topology, lengths = Topology(nodes=2, ranks_per_node=4), [30_000, 7000, 5000, 3000, 100, 90]
-    plan = make_plan(lengths, topology, FLEXSP, max_tokens_per_rank=6000)
+    plan = make_plan(lengths, topology, FLEXSP, PlanOptions(max_tokens_per_rank=6000))
     fullest = max(max(mb.tokens_per_rank(plan.lengths, 8)) for mb in plan.micro_batches)
     expected = FLEXSP.token_bytes * fullest + FLEXSP.state_bytes + FLEXSP.sharded_state_bytes / 8
     assert simulate(plan, topology, FLEXSP).peak_bytes == pytest.approx(expected, rel=1e-9)

@@ -14,6 +14,7 @@ from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.pipeline import PipelinePlan
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.simulate import Detail, simulate
@@ -235,7 +236,10 @@ def test_a_step_without_a_cost_model_is_drawn_by_its_tokens(
     measured: tuple[float] | None,
 ) -> None:
     made = make_plan(
-        [900, 300, 50], Topology(nodes=1, ranks_per_node=2), GEMMA, max_tokens_per_rank=1000
+        [900, 300, 50],
+        Topology(nodes=1, ranks_per_node=2),
+        GEMMA,
+        PlanOptions(max_tokens_per_rank=1000),
     )
     timeline = sketch(made, 2, measured)
     text = page(about(made, step=replace(drawn(made, timeline), measured_s=measured)))

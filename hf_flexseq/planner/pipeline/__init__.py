@@ -1,14 +1,14 @@
 """Deciding for pipelines: `make_pipeline_plan` plans one pipeline, `replicas.make_step_plan`
 several.
 
-    make          the schedules' common door: arguments, limits, the plan
-    auto          our own schedule; greedy plays a step of it
-    infinipipe    InfiniPipe re-created; chunking and checkpointing_milp are its parts
-    pack, cuts    sequences into units of chunks
-    replicas      a step over several pipelines
-    problem       the types that all of these share
+    pipeline_plan    `make_pipeline_plan`: arguments, limits, the plan
+    auto_schedule    our own schedule; greedy plays a step of it
+    fixed_orders     1F1B and Seq1F1B
+    pack, cuts       sequences into units of chunks
+    replicas         a step over several pipelines
+    units            the types that all of these share
 """
 
-from hf_flexseq.planner.pipeline.make import SCHEDULES, make_pipeline_plan
+from hf_flexseq.planner.pipeline.pipeline_plan import make_pipeline_plan
 
-__all__ = ["SCHEDULES", "make_pipeline_plan"]
+__all__ = ["make_pipeline_plan"]

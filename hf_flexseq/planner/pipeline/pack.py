@@ -8,9 +8,8 @@
     level_units      auto: every sequence in equal parts of nearly `target` work, short ones spread
                      over the fewest bins so that all are equally full
 
-InfiniPipe's own packing is in `chunking.py`. It cuts all sequences where the longest is cut, so
-every sequence has a tail of arbitrary size, to be filled up; equal parts of each sequence's own
-leave no tails.
+Rejected: InfiniPipe's packing, which cuts all sequences where the longest is cut. Every sequence
+then has a tail of arbitrary size, to be filled up; equal parts of each sequence leave no tails.
 """
 
 import heapq
@@ -19,15 +18,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from hf_flexseq.planner.pipeline.cuts import CutWork, cut, on_tiles
-from hf_flexseq.planner.pipeline.problem import Row, Unit, unit_of
+from hf_flexseq.planner.pipeline.units import Row, Unit, unit_of
+from hf_flexseq.planner.task import longest_first
 
 SLACK = 0.15  # share of its target that a part may exceed it by, before there is one more part
 ROUNDING = 1e-9  # relative: a part of exactly the target's work must not become two
-
-
-def longest_first(lengths: Sequence[int]) -> list[int]:
-    """Return sequence ids by falling length, those of equal length in their given order."""
-    return sorted(range(len(lengths)), key=lambda sequence: -lengths[sequence])
 
 
 def whole_units(lengths: Sequence[int]) -> list[Unit]:

@@ -15,6 +15,7 @@ from hf_flexseq.cost.stages import PipelineCost, causal_pairs
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.pipeline import make_pipeline_plan
+from hf_flexseq.planner.task import longest_first
 
 
 def make_step_plan(
@@ -107,8 +108,7 @@ def deal(lengths: Sequence[int], replicas: int, cost: PipelineCost) -> tuple[tup
     near_ns = [pair for stage in cost.stages for pair in stage.near_ns]
     members: list[list[int]] = [[] for _ in range(replicas)]
     work_ns = [0] * replicas
-    longest_first = sorted(range(len(lengths)), key=lambda sequence: -lengths[sequence])
-    for sequence in longest_first:
+    for sequence in longest_first(lengths):
         least_loaded = work_ns.index(min(work_ns))
         members[least_loaded].append(sequence)
         length = lengths[sequence]

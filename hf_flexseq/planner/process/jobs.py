@@ -17,8 +17,10 @@ from hf_flexseq.cost.sharding import FsdpFigures
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import Plan, PlanInfeasible
 from hf_flexseq.plan.replicas import StepPlan
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner.make import make_plan
 from hf_flexseq.planner.pipeline.replicas import make_step_plan
+from hf_flexseq.registry import PIPELINE_SCHEDULES
 from hf_flexseq.topology import Topology
 
 
@@ -53,8 +55,8 @@ class GroupsJob:
     cost: CostModel
     """Seconds and bytes of the whole model."""
 
-    options: Mapping[str, Any]
-    """Keyword arguments of `make_plan`, as JSON values."""
+    options: PlanOptions
+    """How to plan."""
 
     fsdp: FsdpFigures | None = None
     """What FSDP2's policies cost; None where it shards nothing, or has no choice."""
@@ -65,7 +67,7 @@ class GroupsJob:
             "kind": self.KIND,
             "topology": asdict(self.topology),
             "cost": self.cost.to_record(),
-            "options": dict(self.options),
+            "options": asdict(self.options),
             "fsdp": None if self.fsdp is None else self.fsdp.to_record(),
         }
 
@@ -76,7 +78,7 @@ class GroupsJob:
         return cls(
             topology=Topology(**record["topology"]),
             cost=CostModel.from_record(record["cost"]),
-            options=record["options"],
+            options=PlanOptions(**record["options"]),
             fsdp=None if fsdp is None else FsdpFigures.from_record(fsdp),
         )
 
@@ -86,17 +88,17 @@ class GroupsJob:
             plan = self._plan_beside_held(lengths, self.fsdp)
             if plan is not None:
                 return plan
-        return make_plan(lengths, self.topology, self.cost, **self.options)
+        return make_plan(lengths, self.topology, self.cost, self.options)
 
     def _plan_beside_held(self, lengths: Sequence[int], fsdp: FsdpFigures) -> Plan | None:
         """Return a plan for ranks that hold parameters or gradients between micro-batches, priced
         as such; None where that promises nothing, or leaves the longest sequence no room."""
-        bound = self.options.get("max_tokens_per_rank")
+        bound = self.options.max_tokens_per_rank
         for policy, tokens in fsdp.candidates(lengths, self.topology.world_size, self.cost, bound):
             cost = fsdp.priced(self.cost, policy)
-            options = {**self.options, "max_tokens_per_rank": tokens}
+            options = replace(self.options, max_tokens_per_rank=tokens)
             try:
-                plan = make_plan(lengths, self.topology, cost, **options)
+                plan = make_plan(lengths, self.topology, cost, options)
             except PlanInfeasible:
                 continue
             note = f"FSDP2: planned for {policy}, at most {tokens:,} tokens a rank"
@@ -125,7 +127,7 @@ class StagesJob:
         """True but where integer programs are solved: the other schedules take 10 to 50 ms for
         512 sequences (`scripts/benchmarks/pipeline.py --parts planning`), a process 150 ms to
         start."""
-        return self.options.get("schedule") != "infinipipe"
+        return not PIPELINE_SCHEDULES[self.options.get("schedule", "auto")].needs_solver
 
     def to_record(self) -> dict[str, Any]:
         """Return the job as plain JSON values."""

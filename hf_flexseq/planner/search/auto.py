@@ -27,8 +27,7 @@ A worked example stands in `search/__init__.py`. The slow twins are tests/planne
 tests/planner/exact.py; tests/planner/test_exact.py and test_make_plan.py compare the plans.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -48,23 +47,14 @@ from hf_flexseq.planner.search.fill import Filled, fill_short, water_levels
 from hf_flexseq.planner.search.place import Candidates, place_long
 from hf_flexseq.planner.search.repair import repair
 from hf_flexseq.planner.search.targets import affordable, recipes_of, starting_candidates
-from hf_flexseq.planner.static import static_degrees, static_micro_batches
-from hf_flexseq.topology import Topology
+from hf_flexseq.planner.static import static_micro_batches
+from hf_flexseq.planner.task import PlanTask
 
 
-def auto_micro_batches(
-    lengths: Sequence[int],
-    topology: Topology,
-    cost: CostModel,
-    *,
-    strategy: str,
-    cap: int,
-    sync: str,
-) -> tuple[MicroBatch, ...]:
-    """Return the micro-batches of the best plan found.
-
-    cap: most tokens of a rank in a micro-batch. Every sequence must fit on all ranks together.
-    """
+def auto_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
+    """Return the micro-batches of the best plan found."""
+    lengths, topology, cost = task.lengths, task.topology, task.cost
+    strategy, cap, sync = task.strategy, task.cap, task.sync
     plans: list[tuple[int, tuple[MicroBatch, ...]]] = []  # (nanoseconds, micro-batches)
     # 1. Searches. Plans made for lockstep are good plans for free ranks, too.
     few = cost.has_waits and len(lengths) <= EFFORT.charged_both_ways
@@ -91,12 +81,10 @@ def auto_micro_batches(
             plans.append(best_order(micro_batches, lengths, topology, cost, sync=sync))
     # 2. One degree for everything, where its bound leaves hope.
     to_beat = min((nanoseconds for nanoseconds, _ in plans), default=NEVER)
-    for degree in static_degrees(topology) if strategy != "local" else (1,):
+    for degree in topology.degrees() if strategy != "local" else (1,):
         if static_bound_ns(problem, cost, degree=degree, strategy=strategy) >= to_beat:
             continue
-        micro_batches = static_micro_batches(
-            lengths, topology, cost, degree=degree, strategy=strategy, cap=cap
-        )
+        micro_batches = static_micro_batches(replace(task, sp_degree=degree))
         nanoseconds = step_ns(cost, micro_batches, lengths, topology, sync=sync)
         plans.append((nanoseconds, micro_batches))
     _, best = min(plans, key=lambda plan: plan[0])

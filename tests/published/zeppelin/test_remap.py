@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from hf_flexseq.cost import slowest_ns
 from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.published.zeppelin.passes import ZeppelinPasses
 from hf_flexseq.published.zeppelin.remap import remapped_ns, remapped_shards
@@ -17,7 +18,7 @@ SLOW = replace(FAST, bandwidths=tuple((degree, speed / 1e4) for degree, speed in
 
 def planned(cost):
     (micro_batch,) = make_plan(
-        LENGTHS, NODE, cost, planner="zeppelin", max_tokens_per_rank=40_000
+        LENGTHS, NODE, cost, PlanOptions(planner="zeppelin", max_tokens_per_rank=40_000)
     ).micro_batches
     return micro_batch
 

@@ -13,11 +13,12 @@ the groups of four take ranks 0 to 3 and 6 to 9, and the group of two takes rank
 
 Left out: nothing is left out of the published rule where ranks are powers of two; the other
 degrees are ours. The test "groups stand side by side on legal ranks" in
-tests/planner/test_flexsp.py tries random sets of degrees.
+tests/published/test_flexsp.py tries random sets of degrees.
 """
 
 from collections.abc import Iterable, Sequence
 
+from hf_flexseq.planner.task import PlanTask
 from hf_flexseq.topology import Topology
 
 
@@ -25,6 +26,11 @@ def aligned_degrees(topology: Topology) -> tuple[int, ...]:
     """Return the degrees of aligned groups, ascending."""
     widths = {stop - start for start, stop in topology.aligned_blocks()}
     return tuple(sorted(widths | {1}))
+
+
+def allowed_degrees(task: PlanTask) -> tuple[int, ...]:
+    """Return the aligned degrees that the strategy allows, ascending."""
+    return (1,) if task.strategy == "local" else aligned_degrees(task.topology)
 
 
 def slots(topology: Topology, degree: int, unit: int) -> int:

@@ -16,55 +16,40 @@ sequences, equations 6 to 10, which the paper replaces by the one with buckets; 
 code the random draw of a bucket's members, the time limit of a program, and that degree 1 is
 missing from its options (the paper has it).
 
-tests/planner/test_flexsp.py tries every set of degrees and every assignment on small programs.
+tests/published/test_flexsp.py tries every set of degrees and every assignment on small programs.
 """
-
-from collections.abc import Sequence
 
 import numpy as np
 
-from hf_flexseq.cost import CostModel, Int64Array, step_ns
+from hf_flexseq.cost import Int64Array, step_ns
 from hf_flexseq.plan import MicroBatch, widest_first
 from hf_flexseq.planner.problem import NEVER, cheapest, least_wait_ns
-from hf_flexseq.planner.published.aligned import aligned_degrees, rank_ranges, slots, units
-from hf_flexseq.planner.published.blaster import blast
-from hf_flexseq.planner.published.buckets import Buckets, bucketed
-from hf_flexseq.planner.published.milp import Chosen, GroupingTask, Slots, slowest_ns, solve
 from hf_flexseq.planner.static import best_fit, least_loaded, one_strategy_groups
-from hf_flexseq.topology import Topology
+from hf_flexseq.planner.task import PlanTask
+from hf_flexseq.published.aligned import allowed_degrees, rank_ranges, slots, units
+from hf_flexseq.published.blaster import blast
+from hf_flexseq.published.flexsp.buckets import Buckets, bucketed
+from hf_flexseq.published.flexsp.milp import Chosen, GroupingTask, Slots, slowest_ns, solve
 
 TRIALS = 5  # numbers of micro-batches, as published
 
 
-def flexsp_micro_batches(
-    lengths: Sequence[int], topology: Topology, cost: CostModel, *, strategy: str, cap: int
-) -> tuple[MicroBatch, ...]:
-    """Return the micro-batches of FlexSP's plan.
-
-    cap: most tokens of a rank in a micro-batch. Every sequence must fit on all ranks together.
-    """
-    return FlexSP(lengths, topology, cost, strategy=strategy, cap=cap).plan()
+def flexsp_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
+    """Return the micro-batches of FlexSP's plan."""
+    return FlexSP(task).plan()
 
 
 class FlexSP:
     """The planning of one step."""
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        topology: Topology,
-        cost: CostModel,
-        *,
-        strategy: str,
-        cap: int,
-    ) -> None:
-        self.lengths = lengths  # tokens
-        self.topology = topology
-        self.cost = cost
-        self.strategy = strategy  # what groups of two ranks and more may use
-        self.cap = cap  # tokens of a rank in a micro-batch
-        self.room = cap * topology.world_size  # tokens of a micro-batch
-        self.degrees = aligned_degrees(topology) if strategy != "local" else (1,)  # ascending
+    def __init__(self, task: PlanTask) -> None:
+        self.task = task
+        self.lengths = task.lengths  # tokens
+        self.topology = task.topology
+        self.cost = task.cost
+        self.cap = task.cap  # tokens of a rank in a micro-batch
+        self.room = task.cap * task.topology.world_size  # tokens of a micro-batch
+        self.degrees = allowed_degrees(task)  # ascending
 
     # ---- steps 1 and 4: the number of micro-batches
 
@@ -122,7 +107,7 @@ class FlexSP:
         columns = []
         for degree in self.degrees:
             shape = (degree, self.topology.spans_nodes(0, degree))
-            nanoseconds, _ = cheapest(self.cost, tokens, shape, self.strategy)
+            nanoseconds, _ = cheapest(self.cost, tokens, shape, self.task.strategy)
             columns.append(nanoseconds)
         return np.stack(columns, axis=1)
 
@@ -163,7 +148,7 @@ class FlexSP:
     def _latency(self, degree: int) -> int:
         """Return the nanoseconds that any group of `degree` ranks takes beside its sequences."""
         shape = (degree, self.topology.spans_nodes(0, degree))
-        return least_wait_ns(self.cost, shape, self.strategy)
+        return least_wait_ns(self.cost, shape, self.task.strategy)
 
     def _slots(self, unit: int) -> Slots:
         """Return how many slots of `unit` ranks there are, and how many each degree takes."""
@@ -215,7 +200,6 @@ class FlexSP:
         left = [
             list(reversed(ids)) for ids in buckets.members
         ]  # longest last, to take from the end
-        scoring = (self.lengths, self.topology, self.cost, self.strategy)
         members = []
         for _, counts in widest_groups_first:
             ids = []
@@ -223,5 +207,5 @@ class FlexSP:
                 for _ in range(count):
                     ids.append(left[bucket].pop())
             members.append(ids)
-        groups = one_strategy_groups(ranges, members, scoring)
+        groups = one_strategy_groups(ranges, members, self.task)
         return MicroBatch(groups=widest_first(groups))

@@ -16,35 +16,26 @@ Left out: padding in memory, which our execution does not need. Added: the sampl
 number of micro-batches and memory to the user; here they are as few as memory allows. With fewer
 sequences than pairs, ranks stay idle.
 
-tests/planner/test_baselines.py compares the counts with those of transformers' own class.
+tests/published/test_baselines.py compares the counts with those of transformers' own class.
 """
 
-from collections.abc import Sequence
 from itertools import accumulate
 
-from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.planner.published.blaster import falling
-from hf_flexseq.topology import Topology
+from hf_flexseq.planner.task import PlanTask, longest_first
 
 MOVES = 30  # moves for each group, at most, as in the sampler
 
 
-def batch_rebalance_micro_batches(
-    lengths: Sequence[int], topology: Topology, cost: CostModel, *, strategy: str, cap: int
-) -> tuple[MicroBatch, ...]:
-    """Return the micro-batches of the sampler's rule. Every sequence must fit one rank.
-
-    cap: most tokens of a rank in a micro-batch.
-    """
-    del cost, strategy  # the rule has a cost of its own, and groups of one rank
-    world = topology.world_size
-    order = falling(lengths)
-    tokens = [lengths[i] for i in order]
+def batch_rebalance_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
+    """Return the micro-batches of the sampler's rule, which knows neither costs nor strategies."""
+    world = task.topology.world_size
+    order = longest_first(task.lengths)
+    tokens = [task.lengths[i] for i in order]
     # 1. As few micro-batches as memory allows. With a group for each sequence everything fits.
-    batches = -(-sum(lengths) // (cap * world))
+    batches = -(-sum(tokens) // (task.cap * world))
     slices = rebalanced(tokens, world, batches)
-    while any(sum(tokens[start:stop]) > cap for start, stop in slices):
+    while any(sum(tokens[start:stop]) > task.cap for start, stop in slices):
         batches += 1
         slices = rebalanced(tokens, world, batches)
     # 2. Each `world` groups make a micro-batch.

@@ -18,43 +18,37 @@ placed; step 3 is ours, too. Changed: split ranges are the binary tree's of `blo
 groups are laminar. Left out here: routing over several NICs is the transport's, and moving tokens
 between attention and linear layers is decided afterwards, by `planner/remap.py`.
 
-tests/planner/test_baselines.py checks the zones on small examples.
+tests/published/test_baselines.py checks the zones on small examples.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
-from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import Group, MicroBatch, widest_first
 from hf_flexseq.planner.blocks import tree_ranges
-from hf_flexseq.planner.published.blaster import blast
-from hf_flexseq.topology import Topology
+from hf_flexseq.planner.task import PlanTask
+from hf_flexseq.published.blaster import blast
 
 Zone = tuple[int, int]
 """The ranks of a zone: the first one, and one past the last."""
 
 
-def zeppelin_micro_batches(
-    lengths: Sequence[int], topology: Topology, cost: CostModel, *, strategy: str, cap: int
-) -> tuple[MicroBatch, ...]:
-    """Return the micro-batches of Zeppelin's partition.
-
-    cap: most tokens of a rank in a micro-batch. Every sequence must fit on all ranks together.
-    """
-    names = cost.strategies(strategy)
+def zeppelin_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
+    """Return the micro-batches of Zeppelin's partition."""
+    names = task.cost.strategies(task.strategy)
     if "zigzag" in names or not names:
         split_name = "zigzag"
     else:
         split_name = names[0]
-    batches = -(-sum(lengths) // (cap * topology.world_size))
+    batches = -(-sum(task.lengths) // (task.cap * task.topology.world_size))
     while True:
-        partitions = []
-        for ids in blast(lengths, batches):
-            partition = _partitioned(ids, lengths, topology, split=strategy != "local", cap=cap)
+        micro_batches = []
+        for ids in blast(task.lengths, batches):
+            partition = _partitioned(ids, task)
             if partition is None:
                 break
-            partitions.append(_micro_batch(partition, split_name))
+            micro_batches.append(_micro_batch(partition, split_name))
         else:
-            return tuple(partitions)
+            return tuple(micro_batches)
         batches += 1  # a sequence alone in its micro-batch always fits
 
 
@@ -71,21 +65,19 @@ def _micro_batch(partition: list[tuple[int, Zone]], split_name: str) -> MicroBat
     return MicroBatch(groups=widest_first(groups))
 
 
-def _partitioned(
-    ids: list[int], lengths: Sequence[int], topology: Topology, *, split: bool, cap: int
-) -> list[tuple[int, Zone]] | None:
+def _partitioned(ids: list[int], task: PlanTask) -> list[tuple[int, Zone]] | None:
     """Return the (id, zone) of each sequence of a micro-batch; None when they do not fit.
 
-    ids: by falling length. split: whether a sequence may be split at all.
+    ids: by falling length.
     """
-    for extra in _more_and_more(len(ids), split):
-        partition = _Partition(lengths, topology, split=split, cap=cap)
+    for extra in _more_and_more(len(ids), split=task.strategy != "local"):
+        partition = _Partition(task)
         if partition.run(ids, extra):
             return partition.zones_of_ids
     return None
 
 
-def _more_and_more(count: int, split: bool) -> Iterator[int]:
+def _more_and_more(count: int, *, split: bool) -> Iterator[int]:
     """Yield how many of `count` sequences are split although they need not be: 0, 1, 2, 4, ...,
     all.
 
@@ -107,13 +99,12 @@ def _width(zone: Zone) -> int:
 class _Partition:
     """Tokens and quadratic work of every rank while one micro-batch is partitioned."""
 
-    def __init__(
-        self, lengths: Sequence[int], topology: Topology, *, split: bool, cap: int
-    ) -> None:
-        self.lengths = lengths
+    def __init__(self, task: PlanTask) -> None:
+        topology = task.topology
+        self.lengths = task.lengths
         self.topology = topology
-        self.split = split  # whether a sequence may be split for its work alone
-        self.cap = cap  # tokens of a rank
+        self.split = task.strategy != "local"  # whether a sequence may be split for its work alone
+        self.cap = task.cap  # tokens of a rank
         self.tokens = [0] * topology.world_size  # of each rank
         self.work = [0] * topology.world_size  # squared tokens of each rank
         # Zones that a sequence may take, narrow ones first: of whole nodes, and inside a node.

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from hf_flexseq.cost import step_ns
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import check
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.published.aligned import aligned_degrees, fit_together, rank_ranges
-from hf_flexseq.planner.published.blaster import blast
-from hf_flexseq.planner.published.buckets import bucketed
-from hf_flexseq.planner.published.flexsp import FlexSP
-from hf_flexseq.planner.published.milp import Chosen, GroupingTask, slowest_ns, solve
+from hf_flexseq.planner.task import PlanTask
+from hf_flexseq.published.aligned import aligned_degrees, fit_together, rank_ranges
+from hf_flexseq.published.blaster import blast
+from hf_flexseq.published.flexsp.buckets import bucketed
+from hf_flexseq.published.flexsp.milp import Chosen, GroupingTask, slowest_ns, solve
+from hf_flexseq.published.flexsp.planner import FlexSP
 from hf_flexseq.topology import Topology
 from tests.budget import examples
 
@@ -28,6 +30,10 @@ SHAPES = [(1, 1), (1, 2), (1, 3), (1, 6), (2, 2), (2, 6), (3, 4), (6, 8), (8, 8)
 
 def topology(shape: tuple[int, int]) -> Topology:
     return Topology(nodes=shape[0], ranks_per_node=shape[1])
+
+
+def flexsp(lengths: list[int], where: Topology, cap: int) -> FlexSP:
+    return FlexSP(PlanTask(lengths=tuple(lengths), topology=where, cost=MODEL, cap=cap))
 
 
 def cuts_of(count: int, most: int) -> Iterator[list[tuple[int, int]]]:
@@ -131,7 +137,7 @@ def test_the_program_s_optimum_is_found(seed: int) -> None:
     cap = int(
         max(max(lengths) / world + 1, sum(lengths) / world * rng.choice([1.0, 1.2, 2.0]) + 1)
     )
-    planner = FlexSP(lengths, where, MODEL, strategy="auto", cap=cap)
+    planner = flexsp(lengths, where, cap)
     task = planner._task(bucketed(range(len(lengths)), lengths, cap * world))
     start = planner._one_degree(task, len(task.degrees) - 1)
     assert start is not None
@@ -151,7 +157,7 @@ def legal(task: GroupingTask, chosen: Chosen, where: Topology) -> bool:
 
 
 def test_no_nodes_leave_the_start() -> None:
-    planner = FlexSP([4000, 300, 200, 100], topology((1, 4)), MODEL, strategy="auto", cap=5000)
+    planner = flexsp([4000, 300, 200, 100], topology((1, 4)), 5000)
     task = planner._task(bucketed(range(4), planner.lengths, 20_000))
     start = planner._one_degree(task, 2)
     assert start is not None
@@ -174,7 +180,10 @@ def test_any_lengths_on_any_topology(
     where = topology(shape)
     cap = -(-max(lengths) // (1 if strategy == "local" else where.world_size)) + spare
     plan = make_plan(
-        lengths, where, MODEL, planner="flexsp", strategy=strategy, max_tokens_per_rank=cap
+        lengths,
+        where,
+        MODEL,
+        PlanOptions(planner="flexsp", strategy=strategy, max_tokens_per_rank=cap),
     )
     check(plan, where, cap)
     nanoseconds = step_ns(MODEL, plan.micro_batches, lengths, where, sync="lockstep")
@@ -187,19 +196,21 @@ def test_it_beats_the_best_single_degree_and_repeats_itself() -> None:
     where = topology((1, 8))
     lengths = [min(40_000, int(rng.lognormvariate(7, 1.5)) + 1) for _ in range(48)]
     plans = [
-        make_plan(lengths, where, MODEL, planner="flexsp", max_tokens_per_rank=9000)
+        make_plan(lengths, where, MODEL, PlanOptions(planner="flexsp", max_tokens_per_rank=9000))
         for _ in range(2)
     ]
-    homogeneous = make_plan(lengths, where, MODEL, planner="batch-ada", max_tokens_per_rank=9000)
+    homogeneous = make_plan(
+        lengths, where, MODEL, PlanOptions(planner="batch-ada", max_tokens_per_rank=9000)
+    )
     assert plans[0].digest() == plans[1].digest()
     assert len(plans[0].degrees()) > 1
     assert plans[0].objective_s < homogeneous.objective_s
 
 
 def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_flexseq.config.find_spec", lambda module: None)
+    monkeypatch.setattr("hf_flexseq.registry.find_spec", lambda module: None)
     with pytest.raises(
         ValueError,
         match=r'needs pulp and highspy.*pip install "hf_flexseq\[planner\]"',
     ):
-        make_plan([4], topology((1, 2)), MODEL, planner="flexsp")
+        make_plan([4], topology((1, 2)), MODEL, PlanOptions(planner="flexsp"))

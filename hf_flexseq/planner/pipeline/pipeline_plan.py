@@ -4,8 +4,7 @@
     make_pipeline_plan(lengths, cost, schedule="1f1b")          whole sequences
     make_pipeline_plan(lengths, cost, schedule="seq1f1b", ...)  Seq1F1B, also over several stages
                                                                 per rank
-    make_pipeline_plan(lengths, cost, schedule="infinipipe")    InfiniPipe, re-created from the
-                                                                paper's text
+    make_pipeline_plan(lengths, cost, schedule="infinipipe")    a published system's
 
 The same arguments give the same plan but for `planning_s`: decisions are bounded by counted work,
 never by the clock.
@@ -19,19 +18,10 @@ from dataclasses import replace
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.pipeline import PipelinePlan
-from hf_flexseq.planner.pipeline.auto import auto_pipeline
-from hf_flexseq.planner.pipeline.cuts import CutWork
-from hf_flexseq.planner.pipeline.infinipipe import infinipipe_pipeline
-from hf_flexseq.planner.pipeline.pack import chunked_units, whole_units
-from hf_flexseq.planner.pipeline.problem import Answer, Task, chunks_of
+from hf_flexseq.planner.pipeline.units import PipelineAnswer, PipelineTask, chunks_of
+from hf_flexseq.registry import PIPELINE_SCHEDULES, entry_of, object_of
 from hf_flexseq.schedule.pipeline.check import check_memory
-from hf_flexseq.schedule.pipeline.orders import interleaved, one_forward_one_backward
 from hf_flexseq.schedule.pipeline.walk import makespan_ns
-
-__all__ = ["SCHEDULES", "make_pipeline_plan"]
-
-SCHEDULES = ("auto", "1f1b", "seq1f1b", "infinipipe")
-SEQ1F1B_CHUNKS = 4  # chunks of the longest sequence: Seq1F1B's own setting at 64K tokens
 
 
 def make_pipeline_plan(
@@ -48,7 +38,7 @@ def make_pipeline_plan(
     """Plan one optimizer step over the stages of `cost`.
 
     lengths: tokens of each sequence
-    schedule: one of SCHEDULES
+    schedule: one of PIPELINE_SCHEDULES
     chunks: how many the longest sequence has; None to be planned
     max_tokens: tokens that a chunk may have; None for no limit
     room: bytes of each rank for what is in flight; None for no limit
@@ -63,16 +53,21 @@ def make_pipeline_plan(
         schedule, cost=cost, chunks=chunks, max_tokens=max_tokens, stages_per_rank=stages_per_rank
     )
     ranks = len(cost.stages) // stages_per_rank
-    task = Task(
+    task = PipelineTask(
         lengths=_checked_lengths(lengths),
         cost=cost,
         chunks=chunks,
         most_tokens=max_tokens,
         room=_checked_room(room, ranks),
+        cuts=cuts,
+        stages_per_rank=stages_per_rank,
     )
 
     # 2. the answer, as a plan
-    answer = _answer(task, schedule, cuts, stages_per_rank)
+    if task.lengths:
+        answer = object_of(PIPELINE_SCHEDULES[schedule].function)(task)
+    else:
+        answer = PipelineAnswer(units=[], actions=((),) * ranks, makespan_ns=0)
     plan = PipelinePlan(
         lengths=task.lengths,
         ranks=ranks,
@@ -85,50 +80,16 @@ def make_pipeline_plan(
         planning_s=0.0,
     )
 
-    # 3. memory and time, where the planner has not seen to them
-    if schedule in ("1f1b", "seq1f1b") and task.room is not None:
-        _check_room(plan, task, task.room)
+    # 3. memory and time, if the planner has not seen to them
     makespan = answer.makespan_ns
     if makespan is None:
+        if task.room is not None:
+            _check_room(plan, task, task.room)
         makespan = makespan_ns(plan, cost)
     return replace(plan, objective_s=makespan / 1e9, planning_s=time.perf_counter() - began)
 
 
-def _answer(task: Task, schedule: str, cuts: str, stages_per_rank: int) -> Answer:
-    """Return what the planner of this schedule decides. Raises PlanInfeasible."""
-    ranks = task.stages // stages_per_rank
-    if not task.lengths:
-        return Answer(units=[], actions=((),) * ranks, makespan_ns=0)
-    if schedule == "auto":
-        return auto_pipeline(task)
-    if schedule == "infinipipe":
-        return infinipipe_pipeline(task)
-    if schedule == "1f1b":
-        _check_whole(task)
-        units = whole_units(task.lengths)
-    else:
-        work = CutWork.of(task.cost, cuts)
-        units = chunked_units(task.lengths, task.chunks or SEQ1F1B_CHUNKS, work, task.most_tokens)
-    sizes = [len(unit) for unit in units]
-    if stages_per_rank == 1:
-        actions = one_forward_one_backward(sizes, ranks)
-    else:
-        actions = interleaved(sizes, ranks, stages_per_rank)
-    return Answer(units=units, actions=actions)
-
-
-def _check_whole(task: Task) -> None:
-    """Raise PlanInfeasible when a whole sequence has more tokens than a chunk may have."""
-    longest = max(task.lengths)
-    if task.most_tokens is not None and longest > task.most_tokens:
-        raise PlanInfeasible(
-            f"sequence {task.lengths.index(longest)} has {longest} tokens, a chunk may have "
-            f"{task.most_tokens}: schedule='1f1b' does not cut it. Raise the limit, or take "
-            "schedule='auto'"
-        )
-
-
-def _check_room(plan: PipelinePlan, task: Task, room: Sequence[int]) -> None:
+def _check_room(plan: PipelinePlan, task: PipelineTask, room: Sequence[int]) -> None:
     """Raise PlanInfeasible unless the plan fits in `room`: these schedules do not adapt to
     memory."""
     try:
@@ -151,8 +112,7 @@ def _check(
     stages_per_rank: int,
 ) -> None:
     """Raise ValueError for arguments without meaning, alone or together."""
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule={schedule!r} is none of {', '.join(SCHEDULES)}")
+    entry_of("schedule", schedule, PIPELINE_SCHEDULES)
     at_least_one = {
         "chunks": chunks,
         "max_tokens": max_tokens,

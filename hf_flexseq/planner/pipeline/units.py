@@ -1,9 +1,10 @@
 """The question to a pipeline planner, what it works on, and its answer.
 
-    Task      lengths, costs and limits of one step, on one rank per stage
-    Row       slices (sequence, start, stop) of one chunk
-    Unit      its rows, first to last: one cut sequence with what is packed beside it, or a pack
-    Answer    units, actions of every rank, checkpointed layers
+    PipelineTask      lengths, costs and limits of one step
+    Row               slices (sequence, start, stop) of one chunk
+    Unit              its rows, first to last: one cut sequence with what is packed beside it, or a
+                      pack
+    PipelineAnswer    units, actions of every rank, checkpointed layers
 
 Units are plain lists while a planner is at work, since it may try many before one becomes chunks.
 """
@@ -24,17 +25,17 @@ Actions = tuple[tuple[Action, ...], ...]  # [rank] in their order
 Layers = tuple[tuple[int, ...], ...]  # [stage][chunk]; () for none
 
 # A moment at which a stage would hold too much: bytes above its limit, and for every chunk then in
-# flight the diagonal of its backward (checkpointing_milp.py) and the bytes that one recomputed
+# flight the diagonal of its backward (`published/infinipipe`) and the bytes that one recomputed
 # layer saves.
 Moment = tuple[int, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """A step to plan on one rank per stage."""
+class PipelineTask:
+    """A step to plan."""
 
     lengths: tuple[int, ...]
-    """Tokens of each sequence."""
+    """Tokens of each sequence; at least one."""
 
     cost: PipelineCost
 
@@ -45,15 +46,25 @@ class Task:
     """Tokens that a chunk may have; None for no limit."""
 
     room: tuple[int, ...] | None
-    """Bytes of each stage for what is in flight; None for no limit."""
+    """Bytes of each rank for what is in flight; None for no limit."""
+
+    cuts: str = "time"
+    """Quantity that the parts of a sequence have equal, one of `cuts.CUTS`; for seq1f1b."""
+
+    stages_per_rank: int = 1
+    """Stages of each rank; more than one are interleaved, for seq1f1b."""
 
     @property
     def stages(self) -> int:
         return len(self.cost.stages)
 
+    @property
+    def ranks(self) -> int:
+        return self.stages // self.stages_per_rank
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class PipelineAnswer:
     """A planner's decision."""
 
     units: list[Unit]
@@ -65,7 +76,7 @@ class Answer:
     """[stage][chunk] layers that are computed again in the backward; () for none."""
 
     makespan_ns: int | None = None
-    """Nanoseconds of the step, where the planner knows them."""
+    """Nanoseconds of the step; None if the planner has seen neither to time nor to memory."""
 
 
 # ---- units

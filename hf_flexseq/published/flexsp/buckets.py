@@ -12,7 +12,7 @@ are the tokens added to the k shortest in q buckets, the last of them from j + 1
    released solver.
 
 The paper's program runs over all sequences; equal lengths share a bucket, so this one runs over
-the distinct ones. tests/planner/test_flexsp.py compares the tokens added with those of every
+the distinct ones. tests/published/test_flexsp.py compares the tokens added with those of every
 possible cut.
 """
 

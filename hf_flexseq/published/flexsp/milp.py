@@ -24,11 +24,11 @@ The solver starts from a solution in hand and ends at a relative gap, a count of
 of checkpoints, never by the clock, with one thread and a fixed seed. A program of very many
 integers, which full memory asks for since buckets may add few tokens then, keeps the solution in
 hand: at FlexSP's own time limit such programs find no other. PuLP has no warm start for HiGHS, so
-the start is handed to the solver's own model. Only this module and `checkpointing_milp.py` import
-PuLP.
+the start is handed to the solver's own model. Only this module and
+`infinipipe/checkpointing.py` import PuLP.
 
 Rejected: PuLP's bundled CBC, which comes as a separate process and a file for each model. The slow
-twin is `best_chosen` in tests/planner/test_flexsp.py: every set of degrees, every assignment.
+twin is `best_chosen` in tests/published/test_flexsp.py: every set of degrees, every assignment.
 """
 
 from collections.abc import Iterable, Iterator

@@ -16,19 +16,16 @@ Left out, because the published rule leaves it out: linear layers, communication
 of a micro-batch. The cost model only prices the outcome. Changed: where Megatron allows any ranks,
 groups are aligned here (`aligned.py`).
 
-tests/planner/test_baselines.py walks through the steps on small examples.
+tests/published/test_baselines.py walks through the steps on small examples.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import MicroBatch, widest_first
-from hf_flexseq.planner.published.aligned import aligned_degrees, fit_together, rank_ranges
-from hf_flexseq.planner.published.blaster import falling
 from hf_flexseq.planner.static import one_strategy_groups
-from hf_flexseq.topology import Topology
+from hf_flexseq.planner.task import PlanTask, longest_first
+from hf_flexseq.published.aligned import allowed_degrees, fit_together, rank_ranges
 
 SPARE = 5  # per cent of work above the limit, as published
 
@@ -50,14 +47,13 @@ class _Pack:
 class _Scheduler:
     """The published rule for one step."""
 
-    def __init__(
-        self, lengths: Sequence[int], topology: Topology, degrees: tuple[int, ...], cap: int
-    ) -> None:
-        self.lengths = lengths
-        self.topology = topology
-        self.degrees = degrees  # ascending
-        self.cap = cap  # tokens of a rank
-        self.multiple = math.lcm(*degrees)  # work times this is a whole number at every degree
+    def __init__(self, task: PlanTask) -> None:
+        self.lengths = task.lengths
+        self.topology = task.topology
+        self.cap = task.cap  # tokens of a rank
+        self.degrees = allowed_degrees(task)  # ascending
+        # work times this is a whole number at every degree
+        self.multiple = math.lcm(*self.degrees)
 
     def micro_batch(self, ids: list[int]) -> tuple[list[_Pack], list[int]]:
         """Return the groups of the next micro-batch and the sequences left for later.
@@ -162,21 +158,14 @@ class _Scheduler:
         return [whole], later
 
 
-def megatron_micro_batches(
-    lengths: Sequence[int], topology: Topology, cost: CostModel, *, strategy: str, cap: int
-) -> tuple[MicroBatch, ...]:
-    """Return the micro-batches of Megatron's schedule.
-
-    cap: most tokens of a rank in a micro-batch. Every sequence must fit on all ranks together.
-    """
-    degrees = (1,) if strategy == "local" else aligned_degrees(topology)
-    scheduler = _Scheduler(lengths, topology, degrees, cap)
-    scoring = (lengths, topology, cost, strategy)
-    left = falling(lengths)
+def megatron_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
+    """Return the micro-batches of Megatron's schedule."""
+    scheduler = _Scheduler(task)
+    left = longest_first(task.lengths)
     micro_batches = []
     while left:
         packs, left = scheduler.micro_batch(left)
-        ranges = rank_ranges([pack.degree for pack in packs], topology)
-        groups = one_strategy_groups(ranges, [pack.ids for pack in packs], scoring)
+        ranges = rank_ranges([pack.degree for pack in packs], task.topology)
+        groups = one_strategy_groups(ranges, [pack.ids for pack in packs], task)
         micro_batches.append(MicroBatch(groups=widest_first(groups)))
     return tuple(micro_batches)

@@ -28,10 +28,10 @@ from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.pipeline.cuts import CutWork
 from hf_flexseq.planner.pipeline.greedy import Played, Policy, actions_of, play
 from hf_flexseq.planner.pipeline.pack import level_units
-from hf_flexseq.planner.pipeline.problem import (
-    Answer,
+from hf_flexseq.planner.pipeline.units import (
     Layers,
-    Task,
+    PipelineAnswer,
+    PipelineTask,
     Unit,
     layers_to_fit,
     shapes_of,
@@ -126,7 +126,7 @@ class _Trial:
         return 3 * len(self.room) * len(self.costs.send)
 
 
-def auto_pipeline(task: Task) -> Answer:
+def auto_pipeline(task: PipelineTask) -> PipelineAnswer:
     """Return the fastest plan of all trials. Raises PlanInfeasible when none fits."""
     trials: list[_Trial] = []
     refused: PlanInfeasible | None = None
@@ -150,7 +150,7 @@ def auto_pipeline(task: Task) -> Answer:
 # ---- candidates
 
 
-def _candidates(task: Task) -> Iterator[tuple[_Way, list[Unit]]]:
+def _candidates(task: PipelineTask) -> Iterator[tuple[_Way, list[Unit]]]:
     """Yield the ways of `WAYS` that differ for this task, each with its units."""
     work = CutWork.of(task.cost, "time")
     most_tokens = _most_tokens(task)
@@ -166,7 +166,7 @@ def _candidates(task: Task) -> Iterator[tuple[_Way, list[Unit]]]:
         yield way, _ordered(units_by_target[target], way.front)
 
 
-def _target(task: Task, work: CutWork, factor: float) -> float:
+def _target(task: PipelineTask, work: CutWork, factor: float) -> float:
     """Return the work of a chunk in nanoseconds, for `factor` times the best number of chunks."""
     longest = work.between(0, max(task.lengths))
     if task.chunks is not None:
@@ -180,7 +180,7 @@ def _target(task: Task, work: CutWork, factor: float) -> float:
     return max(least, min(longest, best / factor))
 
 
-def _most_tokens(task: Task) -> int | None:
+def _most_tokens(task: PipelineTask) -> int | None:
     """Return the tokens that a chunk may have: as many as the task allows, and so few that every
     stage has room for one chunk per stage."""
     if task.room is None:
@@ -207,7 +207,7 @@ def _ordered(units: Sequence[Unit], front: float) -> list[Unit]:
 # ---- trials
 
 
-def _trial(way: _Way, units: list[Unit], task: Task) -> _Trial:
+def _trial(way: _Way, units: list[Unit], task: PipelineTask) -> _Trial:
     """Return the played step of these units, with checkpointing where a unit needs it. Raises
     PlanInfeasible where a unit cannot fit."""
     sizes = [len(unit) for unit in units]
@@ -322,9 +322,9 @@ def _makespan(trial: _Trial) -> int:
     return trial.played.makespan
 
 
-def _answer(trial: _Trial) -> Answer:
+def _answer(trial: _Trial) -> PipelineAnswer:
     """Return the trial as a planner's answer."""
-    return Answer(
+    return PipelineAnswer(
         units=trial.units,
         actions=actions_of(trial.played, trial.sizes, trial.costs),
         checkpointed=trial.checkpointed,

@@ -14,7 +14,7 @@ falls, so each minimum stands where they cross: O(M K log K) instead of the pape
 
 Example: lengths 1000 and sixty of 10 in four micro-batches: 1, 20, 20 and 20 sequences.
 
-tests/planner/test_flexsp.py compares the largest slice with that of every possible cut.
+tests/published/test_flexsp.py compares the largest slice with that of every possible cut.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_flexseq.cost import Int64Array
-
-
-def falling(lengths: Sequence[int]) -> list[int]:
-    """Return the ids of the sequences by falling length, equal ones by id."""
-    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+from hf_flexseq.planner.task import longest_first
 
 
 def blast(lengths: Sequence[int], count: int) -> list[list[int]]:
@@ -34,7 +30,7 @@ def blast(lengths: Sequence[int], count: int) -> list[list[int]]:
 
     One for each sequence when at least as many micro-batches as sequences are asked for.
     """
-    order = falling(lengths)
+    order = longest_first(lengths)
     if count >= len(order):
         return [[i] for i in order]
     ordered = [lengths[i] for i in order]

@@ -8,10 +8,11 @@ import pytest
 
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.planner.pipeline import checkpointing_milp, make_pipeline_plan
-from hf_flexseq.planner.pipeline.checkpointing_milp import CheckpointingTask, solve
-from hf_flexseq.planner.pipeline.chunking import infinipipe_units
+from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.planner.pipeline.cuts import CutWork
+from hf_flexseq.published.infinipipe import checkpointing
+from hf_flexseq.published.infinipipe.checkpointing import CheckpointingTask, solve
+from hf_flexseq.published.infinipipe.chunking import infinipipe_units
 from hf_flexseq.schedule.pipeline.check import check, check_memory
 from hf_flexseq.schedule.pipeline.walk import peak_bytes
 from pipelines import stage_cost
@@ -89,7 +90,7 @@ def test_the_program_checkpoints_the_fewest_layers(seed):
 
 @pytest.mark.parametrize("seed", [1, 4, 8])
 def test_a_program_that_ends_by_its_count_of_nodes_still_saves_enough(seed, monkeypatch):
-    monkeypatch.setattr(checkpointing_milp, "NODES", 1)
+    monkeypatch.setattr(checkpointing, "NODES", 1)
     rng, moments = random.Random(seed), []
     for _ in range(50):
         flying = rng.sample(range(60), 12)

@@ -11,9 +11,9 @@ from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import PlanInfeasible, check
+from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.published.batch_rebalance import rebalanced
-from hf_flexseq.planner.static import static_degrees
+from hf_flexseq.published.baselines.batch_rebalance import rebalanced
 from hf_flexseq.topology import Topology
 from tests.budget import examples
 
@@ -52,7 +52,10 @@ def test_any_lengths_on_any_topology(
     cap = -(-max(lengths) // widest) + spare
     cost = rings(topology)
     plan = make_plan(
-        lengths, topology, cost, planner=planner, strategy=strategy, max_tokens_per_rank=cap
+        lengths,
+        topology,
+        cost,
+        PlanOptions(planner=planner, strategy=strategy, max_tokens_per_rank=cap),
     )
     check(plan, topology, cap)
     assert plan.lower_bound_s <= plan.objective_s
@@ -67,7 +70,9 @@ def zones(
     lengths: list[int], topology: Topology, cost: CostModel, cap: int
 ) -> dict[tuple[int, ...], tuple[int, str]]:
     """Return the (degree, strategy) of the group of each set of sequences, in one micro-batch."""
-    plan = make_plan(lengths, topology, cost, planner="zeppelin", max_tokens_per_rank=cap)
+    plan = make_plan(
+        lengths, topology, cost, PlanOptions(planner="zeppelin", max_tokens_per_rank=cap)
+    )
     assert len(plan.micro_batches) == 1
     return {g.sequences: (g.degree, g.strategy) for g in plan.micro_batches[0].groups}
 
@@ -90,7 +95,9 @@ def test_zeppelin_uses_ulysses_where_no_ring_is_known() -> None:
 def test_zeppelin_uses_the_strategy_asked_for(strategy: str) -> None:
     topology = Topology(nodes=1, ranks_per_node=4)
     options = {"planner": "zeppelin", "strategy": strategy, "max_tokens_per_rank": 200}
-    (micro_batch,) = make_plan([600], topology, rings(topology), **options).micro_batches
+    (micro_batch,) = make_plan(
+        [600], topology, rings(topology), PlanOptions(**options)
+    ).micro_batches
     assert [g.strategy for g in micro_batch.groups] == [strategy]
 
 
@@ -99,7 +106,10 @@ def test_zeppelin_levels_the_quadratic_work() -> None:
     topology = Topology(nodes=1, ranks_per_node=8)
     lengths = [int(rng.lognormvariate(7, 1)) + 1 for _ in range(200)]
     plan = make_plan(
-        lengths, topology, FLEXSP, planner="zeppelin", max_tokens_per_rank=2 * sum(lengths) // 8
+        lengths,
+        topology,
+        FLEXSP,
+        PlanOptions(planner="zeppelin", max_tokens_per_rank=2 * sum(lengths) // 8),
     )
     work = [
         sum(
@@ -114,7 +124,9 @@ def test_zeppelin_levels_the_quadratic_work() -> None:
 
 def test_zeppelin_splits_more_where_memory_is_full() -> None:
     topology = Topology(nodes=2, ranks_per_node=2)
-    plan = make_plan([600] * 6, topology, FLEXSP, planner="zeppelin", max_tokens_per_rank=900)
+    plan = make_plan(
+        [600] * 6, topology, FLEXSP, PlanOptions(planner="zeppelin", max_tokens_per_rank=900)
+    )
     assert len(plan.micro_batches) == 1
     assert max(plan.degrees()) > 1
 
@@ -124,7 +136,9 @@ def test_zeppelin_cuts_long_tails_into_few_micro_batches(seed: int) -> None:
     rng = random.Random(seed)
     limit = 64 * 5951
     lengths = [min(limit, int(rng.lognormvariate(6.9, 1.75)) + 1) for _ in range(512)]
-    plan = make_plan(lengths, Topology(nodes=8, ranks_per_node=8), FLEXSP, planner="zeppelin")
+    plan = make_plan(
+        lengths, Topology(nodes=8, ranks_per_node=8), FLEXSP, PlanOptions(planner="zeppelin")
+    )
     assert len(plan.micro_batches) <= -(-sum(lengths) // limit) + 2
 
 
@@ -134,7 +148,9 @@ def test_zeppelin_cuts_long_tails_into_few_micro_batches(seed: int) -> None:
 def degrees_of(
     lengths: list[int], topology: Topology, cap: int
 ) -> list[list[tuple[int, tuple[int, ...]]]]:
-    plan = make_plan(lengths, topology, FLEXSP, planner="megatron", max_tokens_per_rank=cap)
+    plan = make_plan(
+        lengths, topology, FLEXSP, PlanOptions(planner="megatron", max_tokens_per_rank=cap)
+    )
     return [[(g.degree, g.sequences) for g in mb.groups] for mb in plan.micro_batches]
 
 
@@ -160,11 +176,16 @@ def test_batch_ada_is_the_best_single_degree() -> None:
     for count in (10, 200):
         lengths = [min(100_000, int(rng.lognormvariate(7, 1.75)) + 1) for _ in range(count)]
         best = min(
-            make_plan(lengths, CLUSTER, FLEXSP, planner="static", sp_degree=d).objective_s
-            for d in static_degrees(CLUSTER)
+            make_plan(
+                lengths, CLUSTER, FLEXSP, PlanOptions(planner="static", sp_degree=d)
+            ).objective_s
+            for d in CLUSTER.degrees()
             if max(lengths) <= 5951 * d
         )
-        assert make_plan(lengths, CLUSTER, FLEXSP, planner="batch-ada").objective_s == best
+        assert (
+            make_plan(lengths, CLUSTER, FLEXSP, PlanOptions(planner="batch-ada")).objective_s
+            == best
+        )
 
 
 # ---- transformers' sampler
@@ -190,8 +211,8 @@ def test_batch_rebalance_never_splits() -> None:
     with pytest.raises(
         PlanInfeasible, match="sequence 1 has 6000 tokens: 6000 on each of 1 ranks"
     ):
-        make_plan([5, 6000], CLUSTER, FLEXSP, planner="batch-rebalance")
-    plan = make_plan([5, 5900], CLUSTER, FLEXSP, planner="batch-rebalance")
+        make_plan([5, 6000], CLUSTER, FLEXSP, PlanOptions(planner="batch-rebalance"))
+    plan = make_plan([5, 5900], CLUSTER, FLEXSP, PlanOptions(planner="batch-rebalance"))
     assert plan.degrees() == {1: 2}
 
 
@@ -200,6 +221,6 @@ def test_the_objective_is_the_closed_form(planner: str) -> None:
     rng = random.Random(1)
     lengths = [min(5000, int(rng.lognormvariate(7, 1.5)) + 1) for _ in range(300)]
     for sync in ("lockstep", "free"):
-        plan = make_plan(lengths, CLUSTER, FLEXSP, planner=planner, sync=sync)
+        plan = make_plan(lengths, CLUSTER, FLEXSP, PlanOptions(planner=planner, sync=sync))
         nanoseconds = step_ns(FLEXSP, plan.micro_batches, lengths, CLUSTER, sync=sync)
         assert plan.objective_s == nanoseconds / 1e9

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hf_flexseq.planner.pipeline.cuts import CutWork, cut
-from hf_flexseq.planner.pipeline.pack import longest_first
-from hf_flexseq.planner.pipeline.problem import Row, Unit
+from hf_flexseq.planner.pipeline.units import Row, Unit
+from hf_flexseq.planner.task import longest_first
 
 
 @dataclass(slots=True)

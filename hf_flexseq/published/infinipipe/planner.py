@@ -8,7 +8,7 @@ For every number K of slices of the longest sequence
    more chunks first, flushed before the next: a dynamic program over chunk counts (equation 14)
    weighs the cost of a flush, (P - 1) x the mean chunk's time, against recomputing;
 3. where a group holds more than there is room for, a program chooses the layers to recompute on
-   every diagonal of the pipeline (`checkpointing_milp.py`).
+   every diagonal of the pipeline (`checkpointing.py`).
 
 The best K is the one whose step is shortest when simulated; the paper optimises it "in the solving
 process". The window of a group is P - p + the chunks of its longest sequence (equation 7), which
@@ -17,24 +17,23 @@ is what 1F1B's order gives.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
-from hf_flexseq.config import require_solver
 from hf_flexseq.cost.stages import ChunkCosts, chunk_costs
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.pipeline import Action, PipelinePlan
-from hf_flexseq.planner.pipeline.chunking import infinipipe_units
 from hf_flexseq.planner.pipeline.cuts import CutWork
-from hf_flexseq.planner.pipeline.problem import (
-    Answer,
+from hf_flexseq.planner.pipeline.units import (
     Layers,
     Moment,
-    Task,
+    PipelineAnswer,
+    PipelineTask,
     Unit,
     chunks_of,
     shapes_of,
 )
+from hf_flexseq.published.infinipipe.chunking import infinipipe_units
 from hf_flexseq.schedule.pipeline.orders import backward_names, one_forward_one_backward
 from hf_flexseq.schedule.pipeline.walk import makespan_ns
 
@@ -61,10 +60,8 @@ class _Group:
     """Nanoseconds of recomputing and of the flush."""
 
 
-def infinipipe_pipeline(task: Task) -> Answer:
+def infinipipe_pipeline(task: PipelineTask) -> PipelineAnswer:
     """Return the best plan over all K. Raises PlanInfeasible when there is none."""
-    if task.room is not None:
-        require_solver("pipeline_schedule='infinipipe' within a memory limit")
     # 1. the chunks of every K, and how long they take without a limit
     work = CutWork.of(task.cost, "time")
     counts = COUNTS if task.chunks is None else (task.chunks,)
@@ -77,7 +74,7 @@ def infinipipe_pipeline(task: Task) -> Answer:
 
     # 2. groups and recomputed layers for those that may be best. Flushing alone comes first: it is
     # quickly found, and bounds what is worth solving.
-    best: tuple[int, Answer] | None = None
+    best: tuple[int, PipelineAnswer] | None = None
     for recompute in (False, True):
         hopeless = HOPELESS_RECOMPUTING if recompute else HOPELESS_FLUSHING
         for unlimited_ns, _, units in trials:
@@ -97,7 +94,8 @@ def infinipipe_pipeline(task: Task) -> Answer:
             f"sequence {longest} fits for no number of chunks: not even all layers checkpointed "
             "save enough. Give more memory or use more stages"
         )
-    return best[1]
+    makespan, answer = best
+    return replace(answer, makespan_ns=makespan)
 
 
 # ---- groups
@@ -109,7 +107,7 @@ def _whole(units: Sequence[Unit]) -> _Group:
 
 
 def _grouped(
-    units: list[Unit], task: Task, spare_ns: float, *, recompute: bool
+    units: list[Unit], task: PipelineTask, spare_ns: float, *, recompute: bool
 ) -> list[_Group] | None:
     """Return the cheapest groups, more chunks first; None when no grouping fits, or none that
     costs at most `spare_ns` nanoseconds more than one pipeline without recomputing."""
@@ -153,7 +151,7 @@ def _group(
     sizes: Sequence[int],
     full: ChunkCosts,
     bare: ChunkCosts,
-    task: Task,
+    task: PipelineTask,
     *,
     beat: float,
     recompute: bool,
@@ -193,7 +191,7 @@ def _group(
     if flush_ns + _least_layers(moments) * forward_ns / most >= beat:
         return None
     # its solver is an optional dependency
-    from hf_flexseq.planner.pipeline.checkpointing_milp import CheckpointingTask, solve
+    from hf_flexseq.published.infinipipe.checkpointing import CheckpointingTask, solve
 
     diagonals = (end - first) + task.stages - 1
     limit = int(min(diagonals * most, (beat - flush_ns) * most / forward_ns))
@@ -240,7 +238,7 @@ def _least_layers(moments: Sequence[Moment]) -> int:
 
 
 def _moments(
-    sizes: Sequence[int], first: int, full: ChunkCosts, bare: ChunkCosts, task: Task
+    sizes: Sequence[int], first: int, full: ChunkCosts, bare: ChunkCosts, task: PipelineTask
 ) -> Iterator[Moment]:
     """Yield the moments at which a stage of a 1F1B pipeline would hold too much.
 
@@ -302,7 +300,7 @@ def _layers(sizes: Sequence[int], diagonals: Sequence[int], stages_behind: int) 
 # ---- the answer
 
 
-def _answer(units: list[Unit], groups: Sequence[_Group], task: Task) -> Answer:
+def _answer(units: list[Unit], groups: Sequence[_Group], task: PipelineTask) -> PipelineAnswer:
     """Return the groups as one pipeline after the other."""
     actions: list[list[Action]] = [[] for _ in range(task.stages)]
     layers: list[list[int]] = [[] for _ in range(task.stages)]
@@ -315,10 +313,12 @@ def _answer(units: list[Unit], groups: Sequence[_Group], task: Task) -> Answer:
     checkpointed: Layers = ()
     if any(map(any, layers)):
         checkpointed = tuple(map(tuple, layers))
-    return Answer(units=units, actions=tuple(map(tuple, actions)), checkpointed=checkpointed)
+    return PipelineAnswer(
+        units=units, actions=tuple(map(tuple, actions)), checkpointed=checkpointed
+    )
 
 
-def _makespan(answer: Answer, task: Task) -> int:
+def _makespan(answer: PipelineAnswer, task: PipelineTask) -> int:
     """Return the simulated nanoseconds of an answer."""
     plan = PipelinePlan(
         lengths=task.lengths,

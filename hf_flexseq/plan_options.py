@@ -1,0 +1,80 @@
+"""The options of a plan, and which of them go together: the one place of these rules.
+
+The options of a run (`config.py`) and of the commands become a `PlanOptions`, which refuses what
+has no meaning. `check_on` refuses what does not go with the ranks.
+"""
+
+from dataclasses import dataclass
+
+from hf_flexseq.registry import PLANNERS, STRATEGIES, entry_of
+from hf_flexseq.topology import Topology
+from hf_flexseq.values import MAX_RANKS, MAX_TOKENS_PER_RANK, one_of, quoted, whole
+
+SYNCS = ("lockstep", "free")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """How the steps of a run are planned."""
+
+    planner: str = "auto"
+    """Name of the planner, one of `PLANNERS`."""
+    strategy: str = "auto"
+    """Strategy that groups of two ranks and more may use, one of `STRATEGIES`; "auto" for any."""
+    sp_degree: int | None = None
+    """Ranks per sequence, for planner="static" only."""
+    max_tokens_per_rank: int | None = None
+    """Most tokens of a rank in a micro-batch; None for what the cost model's memory allows."""
+    sync: str = "lockstep"
+    """"lockstep" if all ranks run every micro-batch together, "free" if they meet in groups."""
+
+    def __post_init__(self) -> None:
+        entry_of("planner", self.planner, PLANNERS)
+        one_of("strategy", self.strategy, ("auto", *STRATEGIES))
+        one_of("sync", self.sync, SYNCS)
+        if self.max_tokens_per_rank is not None:
+            whole(
+                "max_tokens_per_rank",
+                self.max_tokens_per_rank,
+                least=1,
+                most=MAX_TOKENS_PER_RANK,
+            )
+        self._check_degree()
+
+    def _check_degree(self) -> None:
+        """Raise ValueError if `sp_degree` does not go with the planner or the strategy."""
+        if self.planner != "static":
+            if self.sp_degree is not None:
+                raise ValueError(
+                    f"sp_degree={quoted(self.sp_degree)} needs planner='static', got "
+                    f"planner={self.planner!r}: set planner='static', or leave sp_degree out"
+                )
+            return
+        if self.sp_degree is None:
+            raise ValueError("planner='static' needs sp_degree, the ranks per sequence")
+        whole("sp_degree", self.sp_degree, least=1, most=MAX_RANKS)
+        if self.strategy == "local" and self.sp_degree > 1:
+            raise ValueError(
+                f"sp_degree={self.sp_degree} does not go with strategy='local', which never "
+                "splits a sequence: set sp_degree=1"
+            )
+
+    def check_on(self, topology: Topology) -> None:
+        """Raise ValueError if groups of `sp_degree` ranks cannot cover `topology`."""
+        if self.sp_degree is None:
+            return
+        degrees = topology.degrees()
+        if self.sp_degree not in degrees:
+            raise ValueError(
+                f"sp_degree={self.sp_degree} does not divide {topology.nodes} nodes of "
+                f"{topology.ranks_per_node} ranks into equal groups inside nodes or of whole "
+                f"nodes: choose one of {', '.join(map(str, degrees))}"
+            )
+
+    def widest_degree(self, topology: Topology) -> int:
+        """Return the most ranks that may share a sequence."""
+        if self.sp_degree is not None:
+            return self.sp_degree
+        if self.strategy == "local" or not PLANNERS[self.planner].splits:
+            return 1
+        return topology.world_size

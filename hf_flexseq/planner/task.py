@@ -1,0 +1,32 @@
+"""The question to a planner of groups: one optimizer step's sequences, ranks, costs and limits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_flexseq.cost import CostModel
+from hf_flexseq.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanTask:
+    """One step to plan. Its longest sequence fits on the ranks that may share it."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, by id; at least one sequence."""
+    topology: Topology
+    """The ranks and their nodes."""
+    cost: CostModel
+    """Nanoseconds and bytes of groups."""
+    cap: int
+    """Most tokens of a rank in a micro-batch."""
+    strategy: str = "auto"
+    """Strategy that groups of two ranks and more may use; "auto" for any."""
+    sync: str = "lockstep"
+    """"lockstep" if all ranks run every micro-batch together, "free" if they meet in groups."""
+    sp_degree: int | None = None
+    """Ranks of every group, for the planner `static`."""
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """Return the ids of sequences by falling length, equal ones by id."""
+    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))

@@ -1,1 +1,0 @@
-"""Dynamic context parallelism of Megatron-Core."""
