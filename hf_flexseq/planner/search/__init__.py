@@ -8,7 +8,7 @@ The search for one optimizer step in lockstep:
     place      the long sequences of all candidates go on blocks, where the step grows least
     water      how far a candidate's targets must rise to hold its short sequences: its promise
     fill       only the candidates with the best promises get their short sequences, one rank each
-    rounds     the best candidates' targets, changed a little, are the next candidates
+    again      the best candidates' targets, changed a little, are the next candidates
     repair     the fullest rank gives a sequence away, or swaps one, until nothing helps
     one degree one degree for everything takes part, so that `auto` cannot lose to it
 
@@ -38,8 +38,8 @@ tests/planner/test_parts.py checks them.
        micro-batch 1   ranks 0-3: 9000   ranks 0-1: 800   rank 2: 400   rank 3: 300
 
    It takes 609 + 643 ms and two constants. The first promise becomes 2,532 ms.
-5. rounds. Four more rounds with targets changed by up to 10, 8, 5 and 2 % complete three
-   candidates each. None is below 2,511 ms.
+5. again. A second round with targets changed by up to 6 % completes three candidates. None is
+   below 2,511 ms.
 6. repair. The fullest ranks have 609 and 643 ms, and no move or swap helps.
 7. one degree. Of the degrees that divide four ranks only four holds the longest sequence: 2,553
    ms. The plan of 2,511 ms stays, 0.9 % above the bound that no plan can undercut.

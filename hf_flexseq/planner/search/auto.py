@@ -5,8 +5,8 @@
    blocks of ranks (`place.py`).
 3. The candidates that promise the shortest step, by their water level, get their short sequences
    (`fill.py`).
-4. A few rounds with the targets of the best candidates slightly changed, fewer rounds where many
-   sequences are long. Then repairs of the best candidate (`repair.py`).
+4. A second round with the targets of the best candidates slightly changed. Then repairs of the
+   best candidate (`repair.py`).
 5. What a group waits for is charged to each of its sequences. For few sequences a second search
    charges it to none: groups of several sequences pay it once.
 6. For free synchronisation the same with one clock for each rank that all micro-batches share,
@@ -145,7 +145,7 @@ def search(problem: Problem, batches: int, rival: int) -> Filled | None:
         candidates = candidates.take(np.arange(count))
     keep = EFFORT.kept + len(recipes_of(problem, batches))
     best: list[_Tried] = []  # fastest first, at most `keep`
-    for change in (*_changes(candidates), 0):
+    for change in (EFFORT.change, 0):
         # 1. Complete the candidates that promise most.
         count = EFFORT.completed_later if best else EFFORT.completed_first
         limit = NEVER
@@ -170,18 +170,6 @@ def search(problem: Problem, batches: int, rival: int) -> Filled | None:
 def _is_hopeless(filled: Filled, rival: int) -> bool:
     """Return whether a candidate is so far behind a plan in hand that no more work is spent."""
     return filled.objective * PERMILLE > rival * EFFORT.hopeless
-
-
-def _changes(candidates: Candidates) -> tuple[int, ...]:
-    """Return per mille by which targets change after each round but the last.
-
-    Fewer rounds where each of them is much work.
-    """
-    most_long = max(1, int(candidates.long_rows[0]))
-    rounds = EFFORT.placed_rows // most_long
-    index = max(rounds - 2, 0)  # the first entry makes two rounds
-    last = len(EFFORT.changes) - 1
-    return EFFORT.changes[min(index, last)]
 
 
 def _complete_best(
