@@ -99,6 +99,16 @@ HOST_CONSTANTS = ("launch_s", "post_s", "message_s", "host_overlap", "contact_s"
 LATER_CONSTANTS = (*HOST_CONSTANTS, "kinds", "recurrent", "attention_share")
 
 
+class _EvenSplit(NamedTuple):
+    """Sequences on a group that shares their work evenly, [sequences] each."""
+
+    tokens: FloatArray
+    attention: FloatArray
+    """Seconds of layers that read all keys."""
+    linear: FloatArray
+    """Seconds of linear layers."""
+
+
 class Waits(NamedTuple):
     """Nanoseconds of a group besides those of its sequences on the device."""
 
@@ -160,16 +170,19 @@ class CostModel(CostTransfers):
         more than one node.
         """
         s = lengths.astype(np.float64)  # as in the formulas above
-        attention = self.attention_s * s * s / degree
-        linear = self.linear_s * s / degree
+        even = _EvenSplit(
+            tokens=s,
+            attention=self.attention_s * s * s / degree,
+            linear=self.linear_s * s / degree,
+        )
         if strategy == "local":
-            seconds = attention + linear
+            seconds = even.attention + even.linear
         elif strategy == "ulysses" or (strategy == "hybrid" and not spans_nodes):
-            seconds = self._ulysses_s(s, attention, linear, degree, strategy, spans_nodes)
+            seconds = self._ulysses_s(even, degree, strategy, spans_nodes)
         elif strategy == "hybrid":
-            seconds = self._hybrid_s(s, attention, linear, degree)
+            seconds = self._hybrid_s(even, degree)
         elif strategy in RINGS:
-            seconds = self._ring_s(s, attention, linear, degree, strategy, spans_nodes)
+            seconds = self._ring_s(even, degree, strategy, spans_nodes)
         else:
             raise ValueError(f"strategy {strategy!r} has no cost formula")
         if self.kinds:
@@ -187,32 +200,21 @@ class CostModel(CostTransfers):
         return int(self.sequences_ns(np.array([length]), degree, strategy, spans_nodes)[0])
 
     def _ulysses_s(
-        self,
-        s: FloatArray,
-        attention: FloatArray,
-        linear: FloatArray,
-        degree: int,
-        strategy: str,
-        spans_nodes: bool,
+        self, even: _EvenSplit, degree: int, strategy: str, spans_nodes: bool
     ) -> FloatArray:
-        """Return the seconds where heads are exchanged for tokens, [sequences].
-
-        s, attention, linear: [sequences] tokens, and seconds of an even split.
-        """
+        """Return the seconds where heads are exchanged for tokens, [sequences]."""
+        s = even.tokens
         full_bytes = self.full_share * self.all_to_all_bytes
         moved = full_bytes * s / degree / self.bandwidth(degree, spans_nodes)
         hidden = self.hidden_share(s, degree, strategy) * moved
         exposed = moved - hidden
-        computed = np.maximum(attention * self.head_stretch(degree), hidden)
-        return computed + linear + exposed
+        computed = np.maximum(even.attention * self.head_stretch(degree), hidden)
+        return computed + even.linear + exposed
 
-    def _hybrid_s(
-        self, s: FloatArray, attention: FloatArray, linear: FloatArray, degree: int
-    ) -> FloatArray:
-        """Return the seconds where Ulysses runs inside nodes and a ring across them, [sequences].
-
-        s, attention, linear: [sequences] tokens, and seconds of an even split.
-        """
+    def _hybrid_s(self, even: _EvenSplit, degree: int) -> FloatArray:
+        """Return the seconds where Ulysses runs inside nodes and a ring across them,
+        [sequences]."""
+        s = even.tokens
         nodes = nodes_spanned(degree)
         width = degree // nodes  # ranks of a node
         keys, _ = self.trip_bytes()
@@ -221,28 +223,19 @@ class CostModel(CostTransfers):
         across = share * 3 * keys * (nodes - 1) * s / degree / self.bandwidth(degree, True)
         hidden = self.ring_overlap * across
         exposed = across - hidden
-        computed = np.maximum(attention * self.head_stretch(width), hidden)
-        return linear + (inside + computed + exposed)
+        computed = np.maximum(even.attention * self.head_stretch(width), hidden)
+        return even.linear + (inside + computed + exposed)
 
     def _ring_s(
-        self,
-        s: FloatArray,
-        attention: FloatArray,
-        linear: FloatArray,
-        degree: int,
-        strategy: str,
-        spans_nodes: bool,
+        self, even: _EvenSplit, degree: int, strategy: str, spans_nodes: bool
     ) -> FloatArray:
-        """Return the seconds of a ring, [sequences].
-
-        s, attention, linear: [sequences] tokens, and seconds of an even split.
-        """
+        """Return the seconds of a ring, [sequences]."""
         traffic = self.full_share * self.ring_traffic(degree, strategy)
-        moved = traffic * s / degree / self.bandwidth(degree, spans_nodes)
+        moved = traffic * even.tokens / degree / self.bandwidth(degree, spans_nodes)
         hidden = self.ring_overlap * moved
         exposed = moved - hidden
-        computed = np.maximum(attention * ring_costs(strategy).stretch(degree), hidden)
-        return computed + exposed + linear
+        computed = np.maximum(even.attention * ring_costs(strategy).stretch(degree), hidden)
+        return computed + exposed + even.linear
 
     def _near_s(self, s: FloatArray, degree: int, strategy: str, spans_nodes: bool) -> FloatArray:
         """Return the seconds of the layers with a window or a chunk, their transfers included,
