@@ -77,4 +77,4 @@ def test_launches_are_shared_by_good_groups() -> None:
             over.append(work / (best - model.micro_batch_ns))
     assert min(over) >= 1
     assert sum(over) / len(over) <= 1.01
-    assert max(over) <= 1.06
+    assert max(over) <= 1.07
