@@ -15,8 +15,8 @@
 
 Added: a step that does not fit one micro-batch is cut by `blaster.py`, into as few as can be
 placed; step 3 is ours, too. Changed: split ranges are the binary tree's of `blocks.py`, so that
-groups are laminar. Left out here: routing over several NICs is the transport's, and moving tokens
-between attention and linear layers is decided afterwards, by `planner/remap.py`.
+groups are laminar. Left out here: routing over several NICs and remapping, which are passes
+(`passes.py`).
 
 tests/published/test_baselines.py checks the zones on small examples.
 """
