@@ -38,7 +38,7 @@ from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import Shard, contiguous_part, make_shard
 from hf_flexseq.program.builder import Rewriter
 from hf_flexseq.program.compile import FORWARD, Machine, MicroBatchLayout, compile_program
-from hf_flexseq.program.exchange import Label
+from hf_flexseq.program.exchange import Channel, Label
 from hf_flexseq.program.instructions import (
     Instruction,
     LayerShape,
@@ -48,7 +48,7 @@ from hf_flexseq.program.instructions import (
     RowShape,
     Value,
 )
-from hf_flexseq.program.tags import EXCHANGE_TAGS, PASS_MESSAGES, ZONE_TAGS, zone_tag
+from hf_flexseq.program.tags import EXCHANGE_TAGS, PASS_MESSAGES, ZONE_TAGS
 from hf_flexseq.published.zeppelin.routing import STRAIGHT, NicFigures, Transfer, make_routing
 
 ROUTED = ("zigzag",)  # strategies of groups whose posts are routed
@@ -116,7 +116,7 @@ class RoutePass:
         """Return a program whose posts between nodes are routed if that is faster."""
         if isinstance(shape, RowShape) or not shape.reach.is_full:
             return program
-        routed: dict[int, tuple[int, Exchanges, RoutedPost]] = {}  # by post
+        routed: dict[int, tuple[Channel, Exchanges, RoutedPost]] = {}  # by post
         for one in program.instructions:
             if one.operation != "post":
                 continue
@@ -124,7 +124,8 @@ class RoutePass:
             zone, exchanges = _exchanges_of(spec)
             found = self._routed_posts(zone, what, shape).get(exchanges)
             if found is not None:
-                routed[number] = (zone, exchanges, found)
+                channel = Channel(self._shard.zones[zone].group, zone)
+                routed[number] = (channel, exchanges, found)
         if not routed:
             return program
         return _Rewriting(program, shape, self._shard.rank, routed).run()
@@ -292,16 +293,24 @@ def _nbytes(value: Value, shape: LayerShape) -> int:
 class _Legs:
     """The legs of one post on this rank."""
 
-    def __init__(self, b: Rewriter, rank: int, post: RoutedPost, first_tag: int) -> None:
+    def __init__(
+        self, b: Rewriter, rank: int, channel: Channel, exchanges: Exchanges, post: RoutedPost
+    ) -> None:
         self._builder = b
         self._rank = rank
+        self._channel = channel
         self._post = post
-        self._first_tag = first_tag
+        self._first_tag = channel.tag(PASS_MESSAGES + min(exchanges) % POSTS * POST_TAGS)
         # by transfer: the values on their source and their target, in the order of the tags
         self.ends: dict[int, list[Value]] = {}
         # by transfer, path and value: the rows that this rank passes on
         self._passed: dict[tuple[int, int, int], Value] = {}
         self._crossing: list[int | None] = []  # posts, by packet
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(source, target) of the transfers that are routed."""
+        return self._post.pairs
 
     def begin(self) -> None:
         """Scatter all packets, and send each across when it has come."""
@@ -334,7 +343,7 @@ class _Legs:
         sends = []
         recvs = []
         tensors = []
-        label = Label(None, self._describe)
+        label = Label(self._channel, self._describe)
         for piece in self._post.pieces:
             if (piece.leg, piece.packet) != (leg, packet):
                 continue
@@ -380,9 +389,9 @@ class _Rewriting:
         program: Program,
         shape: LayerShape,
         rank: int,
-        routed: dict[int, tuple[int, Exchanges, RoutedPost]],
+        routed: dict[int, tuple[Channel, Exchanges, RoutedPost]],
     ) -> None:
-        """routed: by post, its zone, its exchanges, and how it is routed."""
+        """routed: by post, its group, its exchanges, and how it is routed."""
         self._builder = Rewriter(program, shape, rank=rank)
         self._program = program
         self._rank = rank
@@ -408,9 +417,8 @@ class _Rewriting:
         """Post what goes straight, and begin the legs of the rest."""
         b = self._builder
         number, spec, _ = one.constants
-        zone, exchanges, post = self._routed[number]
-        message = PASS_MESSAGES + min(exchanges) % POSTS * POST_TAGS
-        legs = _Legs(b, self._rank, post, zone_tag(zone, message))
+        channel, exchanges, post = self._routed[number]
+        legs = _Legs(b, self._rank, channel, exchanges, post)
         sends = self._straight(spec.sends, legs, sent=True)
         recvs = self._straight(spec.recvs, legs, sent=False)
         straight = None
@@ -425,17 +433,17 @@ class _Rewriting:
     ) -> list[MessageSpec]:
         """Return the messages that go straight; give the values of the others to the legs, those
         that are received without contents so far."""
-        post = legs._post
+        pairs = legs.pairs
         straight = []
         for message in sorted(messages, key=lambda one: one.tag):
             pair = (self._rank, message.peer) if sent else (message.peer, self._rank)
-            if pair not in post.pairs:
+            if pair not in pairs:
                 straight.append(message)
                 continue
             value = self._program.all_values[message.value]
             if not sent:
                 self._builder.make(value, "empty", (), value.shape, value.dtype)
-            legs.ends.setdefault(post.pairs.index(pair), []).append(value)
+            legs.ends.setdefault(pairs.index(pair), []).append(value)
         return straight
 
     def _values(self, messages: Sequence[MessageSpec]) -> list[Value]:
