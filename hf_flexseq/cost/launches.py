@@ -231,24 +231,27 @@ def _lanes_of_rounds(
     node's own, and the one to all others. rounds: those after the first, which has nothing, as
     those after the last. width: ranks of a node.
     """
-    nothing = Round(0, None, None)
-    padded = (nothing, *rounds, *(nothing,) * (RING_AHEAD + 1))
-    number = np.arange(len(padded))
-    distance = np.array([one.distance for one in padded])
-    # [2, rounds and some] by whether the partner is counted around the end
-    roles = [[one.earlier for one in padded], [one.later for one in padded]]
-    calls = np.array([[role is not None for role in side] for side in roles])
-    in_place = np.array([[role is not None and role.helps for role in side] for side in roles])
+    # 1. whether a round has a call, and one in the partner's place: [rounds and some, 2], by
+    # whether the partner is counted around the end
+    number = np.arange(len(rounds) + RING_AHEAD + 2)
+    distance = np.zeros_like(number)
+    calls = np.zeros((len(number), 2), dtype=bool)
+    in_place = np.zeros_like(calls)
+    for index, one in enumerate(rounds, start=1):
+        distance[index] = one.distance
+        for around, role in enumerate((one.earlier, one.later)):
+            if role is not None:
+                calls[index, around] = True
+                in_place[index, around] = role.helps
 
-    index = np.array(_places(degree, width))[:, None]  # [places, 1]
-    fetched = np.zeros((2, len(index), len(padded)), dtype=bool)
+    # 2. whose keys or queries a rank reads, and who reads its own: [places, rounds and some]
+    rank = np.array(_places(degree, width))[:, None]  # [places, 1]
+    fetched = np.zeros((2, len(rank), len(number)), dtype=bool)
     helped = np.zeros_like(fetched)
-    # Whose keys or queries a rank reads, and who reads its own: [places, rounds and some].
-    for peer in (index - distance, index + distance):
-        around = ((peer < 0) | (peer >= degree)).astype(int)
-        fetches, helps = calls[around, number], in_place[around, number]
-        inside = peer % degree // width == index // width
+    for peer in (rank - distance, rank + distance):
+        wraps = ((peer < 0) | (peer >= degree)).astype(int)
+        inside = peer % degree // width == rank // width
         for lane, is_there in enumerate((inside, ~inside)):
-            fetched[lane] |= fetches & is_there
-            helped[lane] |= helps & is_there
+            fetched[lane] |= calls[number, wraps] & is_there
+            helped[lane] |= in_place[number, wraps] & is_there
     return fetched, helped
