@@ -20,9 +20,12 @@ ON_NONFINITE = ("raise", "warn")
 # Optimizer steps that may be planned ahead: their token ids wait in memory.
 MAX_LOOKAHEAD = 1 << 16
 
-# Options, and values of options as `name='value'`, that the previous release had and this one has
-# not: what to write instead. An entry stays for one release.
+# Options of the previous release, and values as `name='value'`: what to write instead. An entry
+# stays for one release.
 REMOVED = {
+    "attention_remat": "write save_attention_output, with the same value",
+    "pipeline_chunks": "leave it out; max_tokens_per_rank bounds the tokens of a chunk",
+    "pipeline_virtual_stages": "write pipeline_schedule='seq1f1b-i' for two stages per rank",
     "deterministic": (
         "call torch.use_deterministic_algorithms(True) for the same bits in every run of one plan"
     ),
@@ -115,13 +118,12 @@ class FlexSeqArguments:
             )
         },
     )
-    attention_remat: bool = field(
+    save_attention_output: bool = field(
         default=True,
         metadata={
             "help": (
-                "Under activation checkpointing keep the output and log-sum-exp of every "
-                "attention layer, so that attention never runs twice. False recomputes it with "
-                "the rest of the layer."
+                "True if checkpointed layers keep the output and log-sum-exp of attention, so "
+                "that attention never runs twice. False recomputes it with the rest of the layer."
             )
         },
     )
@@ -138,22 +140,10 @@ class FlexSeqArguments:
         default="auto",
         metadata={
             "help": (
-                "How sequences go through the stages: `1f1b` (whole), `seq1f1b` (in chunks), "
-                "`infinipipe` (long ones in chunks, short ones packed), or `auto`."
-            )
-        },
-    )
-    pipeline_chunks: int | None = field(
-        default=None,
-        metadata={"help": ("Chunks that a long sequence is cut into. Default: planned.")},
-    )
-    pipeline_virtual_stages: int = field(
-        default=1,
-        metadata={
-            "help": (
-                "Stages on each rank of a pipeline, which take turns (interleaved): a shorter "
-                "bubble for more transfers and more chunks in flight. Needs "
-                "pipeline_schedule='seq1f1b'."
+                "Order of the pipeline: `1f1b` (whole sequences), `seq1f1b` (chunks of "
+                "sequences), `seq1f1b-i` (the same, interleaved: two stages on each rank, a "
+                "shorter bubble for more transfers), `infinipipe` (long sequences in chunks, "
+                "short ones packed), or `auto`."
             )
         },
     )
@@ -191,7 +181,7 @@ class FlexSeqArguments:
         if self.plan_trace is not None:
             _path("plan_trace", self.plan_trace)
             self.plan_trace = fspath(self.plan_trace)
-        flag("attention_remat", self.attention_remat)
+        flag("save_attention_output", self.save_attention_output)
         self._check_pipeline()
         # Mixed into another dataclass (TrainingArguments), the next one in line has its own checks
         # to run.
@@ -212,24 +202,19 @@ class FlexSeqArguments:
             sync=sync,
         )
 
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of stages that each rank of a pipeline has."""
+        return PIPELINE_SCHEDULES[self.pipeline_schedule].stages_per_rank
+
     def _check_pipeline(self) -> None:
         """Raise ValueError, or NotImplementedError, for options that make no pipeline."""
         whole("pipeline_parallel_size", self.pipeline_parallel_size, least=1, most=MAX_RANKS)
         entry_of("pipeline_schedule", self.pipeline_schedule, PIPELINE_SCHEDULES)
-        if self.pipeline_chunks is not None:
-            whole("pipeline_chunks", self.pipeline_chunks, least=1)
-        whole("pipeline_virtual_stages", self.pipeline_virtual_stages, least=1)
-        chosen = self.pipeline_chunks is not None or self.pipeline_schedule != "auto"
-        if self.pipeline_parallel_size == 1 and chosen:
+        if self.pipeline_parallel_size == 1 and self.pipeline_schedule != "auto":
             raise ValueError(
-                "pipeline_schedule and pipeline_chunks are for pipeline_parallel_size of 2 and "
-                "more"
-            )
-        if self.pipeline_virtual_stages > 1 and self.pipeline_schedule != "seq1f1b":
-            raise ValueError(
-                f"pipeline_virtual_stages={self.pipeline_virtual_stages} is for "
-                "pipeline_schedule='seq1f1b' of a pipeline; "
-                f"pipeline_schedule={self.pipeline_schedule!r} has one stage per rank"
+                f"pipeline_schedule={self.pipeline_schedule!r} needs a pipeline: set "
+                "pipeline_parallel_size to 2 or more"
             )
 
 

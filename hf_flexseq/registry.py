@@ -70,6 +70,8 @@ class PlannerEntry:
     """True if it solves integer programs: it needs the solver, and takes seconds."""
     splits: bool = True
     """True if ranks may share a sequence."""
+    stages_per_rank: int = 1
+    """Number of stages that each rank of a pipeline has."""
     passes: str | None = None
     """`module:class` of the passes over its plans and their programs (`program/passes.py`)."""
 
@@ -103,6 +105,10 @@ PIPELINE_SCHEDULES: Mapping[str, PlannerEntry] = {
     "auto": PlannerEntry(function="hf_flexseq.planner.pipeline.auto_schedule:auto_pipeline"),
     "1f1b": PlannerEntry(function="hf_flexseq.planner.pipeline.fixed_orders:whole_pipeline"),
     "seq1f1b": PlannerEntry(function="hf_flexseq.planner.pipeline.fixed_orders:chunked_pipeline"),
+    "seq1f1b-i": PlannerEntry(
+        function="hf_flexseq.planner.pipeline.fixed_orders:chunked_pipeline",
+        stages_per_rank=2,
+    ),
     "infinipipe": PlannerEntry(
         function="hf_flexseq.published.infinipipe.planner:infinipipe_pipeline",
         needs_solver=True,

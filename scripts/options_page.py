@@ -29,12 +29,10 @@ GROUPS = {
         "lookahead",
         "plan_trace",
     ),
-    "Running": ("sync", "attention_remat", "on_nonfinite"),
+    "Running": ("sync", "save_attention_output", "on_nonfinite"),
     "Pipelines": (
         "pipeline_parallel_size",
         "pipeline_schedule",
-        "pipeline_chunks",
-        "pipeline_virtual_stages",
     ),
 }
 

@@ -274,7 +274,7 @@ def _run_shard(shards, weight, run, communicator):
         communicator,
         choose_kernel(CPU, torch.float64, HEAD_DIM),
         CPU,
-        attention_remat=run.keeps_attention,
+        save_attention_output=run.keeps_attention,
         passes=run.passes,
     )
     tokens = _tokens(run)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hf_flexseq import FlexSeqConfig
-from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.config import REMOVED, FlexSeqArguments
 from hf_flexseq.registry import PLANNERS, STRATEGIES
 
 
@@ -43,7 +43,7 @@ def test_defaults_are_valid_and_documented() -> None:
         ({"max_tokens_per_rank": 1e5}, "max_tokens_per_rank=100000.0"),
         ({"lookahead": -1}, "lookahead=-1: must be at least 0"),
         ({"lookahead": True}, "lookahead=True"),
-        ({"attention_remat": "layers"}, "attention_remat='layers': must be true or false"),
+        ({"save_attention_output": 2}, "save_attention_output=2: must be true or false"),
     ],
 )
 def test_refuses_nonsense(chosen: dict, message: str) -> None:
@@ -73,7 +73,7 @@ def test_a_removed_option_says_what_to_write(kind: type) -> None:
             "strategy": "local",
             "max_tokens_per_rank": 1,
             "sync": "lockstep",
-            "attention_remat": False,
+            "save_attention_output": False,
         },
     ],
 )
@@ -134,3 +134,14 @@ def test_runs_the_checks_of_the_dataclass_it_is_mixed_with() -> None:
     assert Mixed(batch=2, lookahead=0).batch == 2
     with pytest.raises(ValueError, match="batch"):
         Mixed(batch=0)
+
+
+@pytest.mark.parametrize("name", [name for name in REMOVED if "=" not in name])
+def test_every_removed_option_says_what_to_write(name: str) -> None:
+    for kind in (FlexSeqArguments, Mixed):
+        with pytest.raises(ValueError, match=f"{name} was removed: "):
+            kind(**{name: 1})
+
+
+def test_there_are_at_most_twelve_options() -> None:
+    assert len(fields(FlexSeqArguments)) <= 12

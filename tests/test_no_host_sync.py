@@ -139,12 +139,12 @@ def test_attention_never_waits(monkeypatch, name, number_of_heads):
             assert mode.uploads == copies, "layers copy again what the first ones have copied"
 
 
-@pytest.mark.parametrize("attention_remat", [True, False])
+@pytest.mark.parametrize("save_attention_output", [True, False])
 @pytest.mark.parametrize("name", MICRO_BATCHES)
-def test_attention_of_checkpointed_layers_never_waits(monkeypatch, name, attention_remat):
+def test_attention_of_checkpointed_layers_never_waits(monkeypatch, name, save_attention_output):
     for rank in RANKS:
         with NoHostSync():
-            seq_ctx = context(monkeypatch, rank, name, attention_remat=attention_remat)
+            seq_ctx = context(monkeypatch, rank, name, save_attention_output=save_attention_output)
             run_layers(seq_ctx, REPEATED, checkpointed=True)
 
 

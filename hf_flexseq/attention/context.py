@@ -31,16 +31,16 @@ class SequenceContext:
         kernel: Kernel,
         device: torch.device,
         *,
-        attention_remat: bool = True,
+        save_attention_output: bool = True,
         passes: PlanPasses | None = None,
     ) -> None:
         """Lay out the zones of this rank; no communication.
 
-        attention_remat: whether checkpointed layers keep the result of attention, instead of
+        save_attention_output: whether checkpointed layers keep the result of attention, instead of
         attending again. passes: what the planner adds to programs, the same on all ranks.
         """
         self.shard = shard
-        self.kept = KeptAttention() if attention_remat else None
+        self.kept = KeptAttention() if save_attention_output else None
         self.cut: CutAttention | None = None  # a micro-batch has whole sequences
         machine = Machine(
             topology=communicator.topology,

@@ -121,7 +121,8 @@ class Kept(NamedTuple):
         """Return this, or raise RuntimeError when the model has written to the result."""
         if self.out._version != self.version:
             raise RuntimeError(
-                "this model changes the result of attention in place: set attention_remat=False"
+                "this model changes the result of attention in place: set "
+                "save_attention_output=False"
             )
         return self
 

@@ -32,7 +32,7 @@ class ModelContexts:
             self._setup.communicator,
             self._kernel,
             self._setup.accelerator.device,
-            attention_remat=args.attention_remat,
+            save_attention_output=args.save_attention_output,
             passes=self._passes,
         )
         if self._former_programs is not None:

@@ -124,7 +124,7 @@ class WholeModelExecutor:
         if is_ordered and not self.lockstep:
             communicator.open_world()  # for gradients: no group is made in a step
         costs = self.setup.costs
-        cost = costs.find(costs.subject(base, attention_remat=args.attention_remat))
+        cost = costs.find(costs.subject(base, save_attention_output=args.save_attention_output))
         self.cost = cost
         cost.strategies(args.strategy)  # raises for one that it has no figures for
         self._open_blocks(cost)

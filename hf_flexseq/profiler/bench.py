@@ -171,7 +171,7 @@ class Bench:
             self._communicator,
             self._kernel,
             self._device,
-            attention_remat=self._forwards == 1,  # scans are kept as attention is
+            save_attention_output=self._forwards == 1,  # scans are kept as attention is
         )
         options: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
         if what == "again":

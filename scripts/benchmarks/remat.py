@@ -4,7 +4,8 @@
     python scripts/benchmarks/remat.py --tokens 16384 --pairs 9
 
 One process, one thread: forward and backward of a Llama's decoder layers on one document, all of
-them checkpointed, with attention_remat on and off in turn; head, loss and optimizer are left out.
+them checkpointed, with save_attention_output on and off in turn. Head, loss and optimizer are left
+out.
 The gain is the median of the ratios of neighbouring runs, by the wall clock and by the time on the
 processor, in which other work on the machine shows less.
 
@@ -109,7 +110,7 @@ class Bench:
 
     def run(self, *, remat: bool) -> Clocks:
         seq_ctx = SequenceContext(
-            self.shard, Communicator(), self.kernel, CPU, attention_remat=remat
+            self.shard, Communicator(), self.kernel, CPU, save_attention_output=remat
         )
         inputs = {
             "input_ids": self.row % 16,
@@ -172,7 +173,7 @@ class Measured(NamedTuple):
     """The raw figures of a run of this benchmark."""
 
     kept: list[Clocks]
-    """Forward and backward with attention_remat, one per pair."""
+    """Forward and backward with save_attention_output, one per pair."""
     recomputed: list[Clocks]
     """The same without."""
     attention_share: float
@@ -182,7 +183,7 @@ class Measured(NamedTuple):
     attention_forward_s: float
     """Attention's forward of all layers, on the processor."""
     peak_mib: dict[bool, float]
-    """Peak memory, by attention_remat."""
+    """Peak memory, by save_attention_output."""
     kernel: str
 
 
@@ -221,7 +222,7 @@ def page(args: argparse.Namespace, found: Measured) -> str:
         wall = statistics.median(clock.wall for clock in clocks)
         cpu = statistics.median(clock.cpu for clock in clocks)
         rows.append([remat, f"{wall:.3f}", f"{cpu:.3f}", f"{found.peak_mib[remat]:.1f}"])
-    columns = ("attention_remat", "wall clock, s", "on the processor, s", "peak memory, MiB")
+    columns = ("save_attention_output", "wall clock, s", "on the processor, s", "peak memory, MiB")
     wall_gain = ratios([c.wall for c in found.recomputed], [c.wall for c in found.kept])
     cpu_gain = ratios([c.cpu for c in found.recomputed], [c.cpu for c in found.kept])
     recomputed_s = statistics.median(clock.cpu for clock in found.recomputed)

@@ -45,7 +45,7 @@ VOCABULARY = 1024
 TIMEOUT_S = 600  # of every exchange
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {"pipeline_schedule": "1f1b"},
-    "seq1f1b": {"pipeline_schedule": "seq1f1b", "pipeline_chunks": 4},
+    "seq1f1b": {"pipeline_schedule": "seq1f1b"},
 }
 # name of a figure, and what it is
 FIGURES = {

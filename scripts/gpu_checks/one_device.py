@@ -307,7 +307,7 @@ def _forms(ranks: int) -> list[Pipeline]:
             )
             forms.append(form)
     interleaved = Pipeline(
-        stages=ranks // 2, degree=2, virtual=2, schedule="seq1f1b", chunks=ranks // 2
+        stages=ranks // 2, degree=2, virtual=2, schedule="seq1f1b-i", chunks=ranks // 2
     )
     return [*forms, interleaved]
 
@@ -327,7 +327,6 @@ def _pipeline_error(
         PipelineCost.even(form.stages * form.virtual, even),
         schedule=form.schedule,
         chunks=form.chunks,
-        stages_per_rank=form.virtual,
     )
     world_size = form.stages * form.degree
     twins = [copy.deepcopy(model) for _ in range(world_size)]

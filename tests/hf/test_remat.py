@@ -149,7 +149,7 @@ def steps_of_every_strategy(rank, world_size, sharding):
     for strategy, groups in GROUPS.items():
         runs = []
         for checkpointing, remat in ((False, True), (True, False), (True, True)):
-            seq_ctx, kernel = make_context(groups, rank, communicator, attention_remat=remat)
+            seq_ctx, kernel = make_context(groups, rank, communicator, save_attention_output=remat)
             runs.append(one_step(models[checkpointing], seq_ctx, kernel, transfers))
         for _, _, gradient in runs[1:]:
             assert_same_bits(gradient, runs[0][2])
@@ -186,7 +186,7 @@ def trainer_run(rank, world_size, folder, remat, checkpointing=True):
         optim="sgd",
         max_steps=3,
         gradient_checkpointing=checkpointing,
-        attention_remat=remat,
+        save_attention_output=remat,
         **OPTIONS,
     )
     trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
@@ -281,7 +281,7 @@ def test_regions_of_several_calls_and_regions_within_regions():
 
 def test_two_models_share_a_context():
     policy, reference = model_of(), model_of(seed=1)
-    wanted = [run_alone(model, attention_remat=False)[1] for model in (policy, reference)]
+    wanted = [run_alone(model, save_attention_output=False)[1] for model in (policy, reference)]
     for order in (1, -1):
         seq_ctx, kernel = make_context()
         losses = [loss_of(model, seq_ctx) for model in (policy, reference)]
@@ -297,7 +297,7 @@ def test_forwards_of_one_model_in_any_order():
     for order in (1, -1):
         found = []
         for remat in (True, False):
-            seq_ctx, _ = make_context(attention_remat=remat)
+            seq_ctx, _ = make_context(save_attention_output=remat)
             losses = [
                 model(**(row(seq_ctx) | {"input_ids": ids})).logits.square().sum()
                 for ids in some_rows()
@@ -322,7 +322,7 @@ def test_a_second_backward_attends_again():
 
     forwards, found = run_alone(model, backward=twice)
     assert forwards == 2 * LAYERS
-    assert_same_bits(found, run_alone(model, backward=twice, attention_remat=False)[1])
+    assert_same_bits(found, run_alone(model, backward=twice, save_attention_output=False)[1])
 
 
 # ---- what is held, and for how long
@@ -382,5 +382,5 @@ def test_a_result_that_was_written_to_is_noticed():
         out = sequence_parallel_attention(x, x, x, seq_ctx)
         return out.mul_(2).sin()
 
-    with pytest.raises(RuntimeError, match="in place: set attention_remat=False"):
+    with pytest.raises(RuntimeError, match="in place: set save_attention_output=False"):
         checkpoint(careless, x, use_reentrant=False).sum().backward()

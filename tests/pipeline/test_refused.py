@@ -62,17 +62,17 @@ class OwnLoss(FlexSeqMixin, Trainer):
         (
             ValueError,
             {"pipeline_parallel_size": 0},
-            "pipeline_parallel_size=0: give a whole number, at least 1",
+            "pipeline_parallel_size=0: must be at least 1",
         ),
         (
             ValueError,
             {"pipeline_schedule": "gpipe"},
-            "pipeline_schedule='gpipe' is none of auto, 1f1b",
+            "pipeline_schedule must be one of auto, .*got 'gpipe'",
         ),
         (
             ValueError,
-            {"pipeline_parallel_size": 1, "pipeline_chunks": 2},
-            "are for pipeline_parallel_size of 2 and more",
+            {"pipeline_parallel_size": 1, "pipeline_schedule": "seq1f1b"},
+            "pipeline_schedule='seq1f1b' needs a pipeline: set pipeline_parallel_size",
         ),
     ],
 )

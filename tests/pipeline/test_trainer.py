@@ -155,7 +155,7 @@ SCHEDULES = (
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
     },
     {"pipeline_schedule": "1f1b"},
-    {"pipeline_schedule": "seq1f1b", "pipeline_chunks": 3},
+    {"pipeline_schedule": "seq1f1b", "max_tokens_per_rank": 20},
     {"pipeline_schedule": "infinipipe", "max_tokens_per_rank": 40},
 )
 SHARED = {"planner": "static", "sp_degree": 2, "max_tokens_per_rank": 20, "batch": 1}

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from hf_flexseq import FlexSeqArguments
 from hf_flexseq.distributed.matching import Launches
 from hf_flexseq.pipeline.executor import _Step
 from hf_flexseq.pipeline.reduction import sum_gradients
@@ -32,7 +31,7 @@ from tests.pipeline.test_trainer import joined, make_trainer
 from tests.ranks import join, run_ranks, run_threads
 
 LAYERS = 6
-SEQ1F1B = {"pipeline_schedule": "seq1f1b", "pipeline_virtual_stages": 2, "plans": "own"}
+SEQ1F1B = {"pipeline_schedule": "seq1f1b-i", "plans": "own"}
 
 
 def errors_by_case(rank, world_size, degree, virtual):
@@ -176,7 +175,8 @@ def saved_run(rank, world_size, folder):
 def resumed_run(rank, world_size, folder, virtual):
     """From other weights; with two stages per rank every rank loads its own alone."""
     checkpoint = f"{folder}/checkpoint-3"
-    options = {**SEQ1F1B, "pipeline_virtual_stages": virtual, **SAVES}
+    schedule = "seq1f1b-i" if virtual > 1 else "seq1f1b"
+    options = {**SEQ1F1B, "pipeline_schedule": schedule, **SAVES}
     trainer = make_trainer(
         checkpoint if virtual > 1 else model_of(99), folder, 2, batch=4 // world_size, **options
     )
@@ -195,11 +195,3 @@ def test_a_checkpoint_is_the_same_for_any_number_of_stages_per_rank(tmp_path):
     assert update_error(before, wanted, joined(run_ranks(resumed_run, 2, tmp_path, 1))) < 1e-8
     loaded = joined(run_ranks(resumed_run, 2, tmp_path, 2))
     assert update_error(before, wanted, loaded) < 1e-3  # transformers' own norms round to float32
-
-
-@pytest.mark.parametrize("options", [{}, {"pipeline_parallel_size": 2}])
-def test_other_schedules_are_refused(options):
-    with pytest.raises(
-        ValueError, match="pipeline_virtual_stages=2 is for pipeline_schedule='seq1f1b'"
-    ):
-        FlexSeqArguments(pipeline_virtual_stages=2, **options)

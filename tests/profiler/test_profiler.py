@@ -397,7 +397,7 @@ def test_the_key_names_all_that_a_fit_depends_on(tmp_path: Path) -> None:
         {"dtype": torch.float32},
         {"autocast": torch.bfloat16},
         {"checkpointing": True},
-        {"attention_remat": False},
+        {"save_attention_output": False},
         {"frozen": True},
         {"zero_stage": 3},
         {"replicas": 2},

@@ -66,11 +66,14 @@ class CostSubject:
         accelerator: Accelerator,
         topology: Topology,
         *,
-        attention_remat: bool = True,
+        save_attention_output: bool = True,
     ) -> "CostSubject":
-        """Collect the facts. attention_remat: whether recomputed layers keep their attention."""
+        """Collect the facts.
+
+        save_attention_output: True if checkpointed layers keep the output of attention.
+        """
         return cls(
-            facts=model_facts(model, accelerator, attention_remat=attention_remat),
+            facts=model_facts(model, accelerator, save_attention_output=save_attention_output),
             has_chunked_loss=has_chunkable_loss(model),
             topology=topology,
             device=accelerator.device,
@@ -101,11 +104,11 @@ def cost_model_for(
     communicator: Communicator,
     folder: Path | None = None,
     *,
-    attention_remat: bool = True,
+    save_attention_output: bool = True,
 ) -> CostModel:
     """Return the cost model of training `model`, as `make_cost` does for its subject."""
     subject = CostSubject.of(
-        model, accelerator, communicator.topology, attention_remat=attention_remat
+        model, accelerator, communicator.topology, save_attention_output=save_attention_output
     )
     cost, _ = make_cost(name, subject, communicator, folder)
     return cost
@@ -191,7 +194,7 @@ def fit_key(facts: ModelFacts, topology: Topology, device: torch.device) -> Mapp
         "dtype": str(facts.dtype),
         "autocast": str(facts.autocast),
         "checkpointing": facts.checkpointing,
-        "attention_remat": facts.attention_remat,
+        "save_attention_output": facts.save_attention_output,
         "frozen": facts.frozen,
         "zero_stage": facts.zero_stage,
         "replicas": facts.replicas,

@@ -125,7 +125,7 @@ class ModelProbe:
                 communicator=self.communicator,
                 kernel=kernel,
                 device=self.device,
-                attention_remat=self.facts.attention_remat,
+                save_attention_output=self.facts.save_attention_output,
             ),
         )
         items = sum(layout.lengths)

@@ -142,11 +142,17 @@ class CostSource:
         """Return the cost model that was found last, for a checkpoint; None before."""
         return None if self._used is None else self._used.to_record()
 
-    def subject(self, model: PreTrainedModel, *, attention_remat: bool = True) -> CostSubject:
-        """Return what the cost model is to be made for. attention_remat: whether checkpointed
-        layers keep their attention."""
+    def subject(
+        self, model: PreTrainedModel, *, save_attention_output: bool = True
+    ) -> CostSubject:
+        """Return the subject of the cost model.
+
+        save_attention_output: True if checkpointed layers keep the output of attention.
+        """
         topology = self._communicator.topology
-        return CostSubject.of(model, self._accelerator, topology, attention_remat=attention_remat)
+        return CostSubject.of(
+            model, self._accelerator, topology, save_attention_output=save_attention_output
+        )
 
     def expected(self, subject: CostSubject) -> CostModel:
         """Return a cost model with the bytes of the one to come, on all ranks that of rank 0:

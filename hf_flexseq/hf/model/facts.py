@@ -68,7 +68,7 @@ class ModelFacts:
     """Dtype of the arithmetic, if another one than that of the parameters."""
     checkpointing: bool
     """Whether layers are recomputed in the backward."""
-    attention_remat: bool = True
+    save_attention_output: bool = True
     """Whether the attention of such layers is kept instead of recomputed."""
     frozen: bool
     """Whether only activations get gradients, as under adapters."""
@@ -84,7 +84,7 @@ class ModelFacts:
 
 
 def model_facts(
-    model: PreTrainedModel, accelerator: Accelerator, *, attention_remat: bool = True
+    model: PreTrainedModel, accelerator: Accelerator, *, save_attention_output: bool = True
 ) -> ModelFacts:
     """Collect the facts about `model`, to be trained as accelerate is set up to do."""
     return ModelFacts(
@@ -94,7 +94,7 @@ def model_facts(
         dtype=model.dtype,
         autocast=autocast_dtype(accelerator),
         checkpointing=is_checkpointed(model),
-        attention_remat=attention_remat,
+        save_attention_output=save_attention_output,
         frozen=is_mostly_frozen(model),
         zero_stage=zero_stage(model, accelerator),
         replicas=replicas(model, accelerator),

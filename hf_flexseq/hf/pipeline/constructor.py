@@ -48,7 +48,7 @@ def load_own_stage(name: str, training: Any, args: FlexSeqArguments) -> PreTrain
     check_divides(stages, training.world_size)
     ranks_per_stage = training.world_size // stages
     index = training.process_index // ranks_per_stage
-    return load_stage_of(name, index, stages, virtual=args.pipeline_virtual_stages)
+    return load_stage_of(name, index, stages, virtual=args.stages_per_rank)
 
 
 def _positional_names(cls: type, *, after: type) -> list[str]:

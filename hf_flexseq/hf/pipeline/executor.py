@@ -104,7 +104,7 @@ class StageExecutor:
         self.cost: CostModel | None = None  # found when training begins
         self._costs_of_run: PipelineCost | None = None  # made with the figures of its first step
         self.stage: Stage = stage_of(model) or cut(
-            model, stage_index, stages, virtual=args.pipeline_virtual_stages
+            model, stage_index, stages, virtual=args.stages_per_rank
         )
         for number, virtual_stage in self.stage.virtual.items():
             first, last = virtual_stage.layers
@@ -115,7 +115,7 @@ class StageExecutor:
         self.neighbours = Neighbours(
             communicator,
             _pipelines(stages, self.ranks_per_stage),
-            ring=args.pipeline_virtual_stages > 1,
+            ring=args.stages_per_rank > 1,
         )
         self.stage.stack.model.to(device)
         equalise(self.stage, self.neighbours)
@@ -233,8 +233,6 @@ class StageExecutor:
         return {
             "replicas": self.replicas,
             "schedule": args.pipeline_schedule,
-            "stages_per_rank": args.pipeline_virtual_stages,
-            "chunks": args.pipeline_chunks,
             "max_tokens": max_tokens,
             "room": self.room,
         }

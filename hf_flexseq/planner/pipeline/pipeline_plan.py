@@ -33,7 +33,6 @@ def make_pipeline_plan(
     max_tokens: int | None = None,
     room: Sequence[int] | None = None,
     cuts: str = "time",
-    stages_per_rank: int = 1,
 ) -> PipelinePlan:
     """Plan one optimizer step over the stages of `cost`.
 
@@ -43,16 +42,14 @@ def make_pipeline_plan(
     max_tokens: tokens that a chunk may have; None for no limit
     room: bytes of each rank for what is in flight; None for no limit
     cuts: what the parts of a sequence have equal, one of `cuts.CUTS`; for seq1f1b
-    stages_per_rank: more than one interleaves them; for seq1f1b
 
     Raises ValueError for arguments without meaning and PlanInfeasible when memory holds no plan.
     """
     began = time.perf_counter()
     # 1. the question
-    _check(
-        schedule, cost=cost, chunks=chunks, max_tokens=max_tokens, stages_per_rank=stages_per_rank
-    )
-    ranks = len(cost.stages) // stages_per_rank
+    _check(schedule, cost=cost, chunks=chunks, max_tokens=max_tokens)
+    entry = PIPELINE_SCHEDULES[schedule]
+    ranks = len(cost.stages) // entry.stages_per_rank
     task = PipelineTask(
         lengths=_checked_lengths(lengths),
         cost=cost,
@@ -60,12 +57,12 @@ def make_pipeline_plan(
         most_tokens=max_tokens,
         room=_checked_room(room, ranks),
         cuts=cuts,
-        stages_per_rank=stages_per_rank,
+        stages_per_rank=entry.stages_per_rank,
     )
 
     # 2. the answer, as a plan
     if task.lengths:
-        answer = object_of(PIPELINE_SCHEDULES[schedule].function)(task)
+        answer = object_of(entry.function)(task)
     else:
         answer = PipelineAnswer(units=[], actions=((),) * ranks, makespan_ns=0)
     plan = PipelinePlan(
@@ -109,24 +106,16 @@ def _check(
     cost: PipelineCost,
     chunks: int | None,
     max_tokens: int | None,
-    stages_per_rank: int,
 ) -> None:
     """Raise ValueError for arguments without meaning, alone or together."""
-    entry_of("schedule", schedule, PIPELINE_SCHEDULES)
-    at_least_one = {
-        "chunks": chunks,
-        "max_tokens": max_tokens,
-        "stages_per_rank": stages_per_rank,
-    }
-    for name, value in at_least_one.items():
+    stages_per_rank = entry_of("schedule", schedule, PIPELINE_SCHEDULES).stages_per_rank
+    for name, value in (("chunks", chunks), ("max_tokens", max_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value}: give at least 1")
     if schedule == "1f1b" and (chunks or 1) > 1:
         raise ValueError(
             f"schedule='1f1b' runs whole sequences, chunks={chunks} is for the others"
         )
-    if stages_per_rank > 1 and schedule != "seq1f1b":
-        raise ValueError(f"stages_per_rank={stages_per_rank} is for schedule='seq1f1b'")
     if len(cost.stages) % stages_per_rank:
         raise ValueError(
             f"{len(cost.stages)} stages cannot be spread evenly, {stages_per_rank} on each rank"

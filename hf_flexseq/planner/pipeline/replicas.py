@@ -27,7 +27,6 @@ def make_step_plan(
     chunks: int | None = None,
     max_tokens: int | None = None,
     room: Sequence[int] | None = None,
-    stages_per_rank: int = 1,
 ) -> StepPlan:
     """Plan one optimizer step over `replicas` pipelines.
 
@@ -43,7 +42,6 @@ def make_step_plan(
             chunks=chunks,
             max_tokens=max_tokens,
             room=room,
-            stages_per_rank=stages_per_rank,
         )
         plans.append(plan)
     note = chunk_note(plans, chunks=chunks, max_tokens=max_tokens, room=room)

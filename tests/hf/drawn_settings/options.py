@@ -270,7 +270,7 @@ OURS: tuple[Option, ...] = (
         strategy=("ulysses", "zigzag", "balanced"),
         sync=("lockstep", "free"),
         max_tokens_per_rank=(64, 150),
-        attention_remat=(False,),
+        save_attention_output=(False,),
         on_nonfinite=("warn",),
     ),
     Option(
