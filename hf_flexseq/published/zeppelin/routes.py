@@ -24,6 +24,9 @@ Nothing can hang: each leg of each packet is one post, and all ranks post these 
 the scatter of every packet, then cross, then gather. A rank waits only for posts whose other ends
 are posted already, or will be without waiting for a later one.
 
+Compiling for all ranks takes time that grows with the square of their number. A micro-batch with a
+ring over 16 ranks takes 0.1 s of a processor, and one over 64 ranks 1.8 s.
+
 Rejected: a thread that passes packets on, which would post in an order of its own. Rejected: the
 transfers of a ring by formulas, which finds them faster on hundreds of ranks and has to know the
 ring.
