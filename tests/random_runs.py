@@ -37,7 +37,7 @@ from hf_flexseq.distributed.threads import ThreadGroup
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.scans import grid
 from hf_flexseq.layers import FULL, Reach
-from hf_flexseq.pipeline.reduction import sum_gradients
+from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.shard import make_shard
@@ -468,7 +468,7 @@ def run_pipeline(run: PipelineRun) -> float:
 def _pipeline_rank(rank, world_size, run, model, columns, targets):
     executor = make_executor(copy.deepcopy(model), run.stages, run.degree, join(), run.virtual)
     trained = executor.train(run.plan, columns, targets)
-    sum_gradients(executor.stage, executor.neighbours)
+    reduce_gradients(executor.stage, executor.neighbours)
     gradients = {name: p.grad.clone() for name, p in executor.stage.global_parameters()}
     evaluated = executor.evaluate(run.plan, columns, targets)
     return {"trained": trained, "evaluated": evaluated, "gradients": gradients}

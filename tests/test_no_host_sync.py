@@ -31,7 +31,7 @@ from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.pipeline import Chunk
 from hf_flexseq.plan.shard import Slice, make_shard
 from hf_flexseq.program import heads, ulysses
-from hf_flexseq.steps.inputs import model_inputs
+from hf_flexseq.steps.inputs import inputs_of
 from hf_flexseq.topology import Topology
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.no_sync import META, HostSync, NoHostSync, alone
@@ -295,12 +295,8 @@ def run_model(monkeypatch, rank, *, checkpointed):
     names = ("input_ids", "labels", "position_ids")
     columns = {name: torch.zeros(shard.tokens, dtype=torch.int64) for name in names}
     with NoHostSync() as mode:
-        ((_, inputs),) = model_inputs(
-            [shard],
-            [columns],
-            lockstep=True,
-            device=META,
-            make_context=lambda shard: context(monkeypatch, rank, "with passes"),
+        inputs = inputs_of(
+            shard, columns, META, lambda shard: context(monkeypatch, rank, "with passes")
         )
         assert mode.uploads >= len(names)
         items = torch.full((), sum(LENGTHS), device=META)

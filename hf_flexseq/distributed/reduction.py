@@ -1,17 +1,19 @@
-"""Sum many tensors over some ranks by few collectives.
+"""Sum gradients over some ranks by few collectives.
 
-1. Neighbouring tensors of one dtype form a bucket, up to `BUCKET_BYTES` together.
-2. A bucket is copied into one flat tensor, summed over the ranks, and copied back. A tensor that
+1. Neighbouring gradients of one dtype form a bucket, up to `BUCKET_BYTES` together.
+2. A bucket is copied into one flat tensor, summed over the ranks, and copied back. A gradient that
    fills a bucket alone is summed in place, which spares a copy of the largest ones.
 
-All ranks must give tensors of the same shapes and dtypes in the same order: then they walk through
-the same buckets.
+All ranks must give parameters of the same shapes and dtypes in the same order: then they walk
+through the same buckets.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_flexseq.distributed.transport import RankGroup
 
@@ -20,29 +22,37 @@ TensorT = TypeVar("TensorT", bound=torch.Tensor)
 BUCKET_BYTES = 64 * 2**20  # per all-reduce: large messages, and little memory for a copy
 
 
-def sum_over(group: RankGroup, tensors: Sequence[torch.Tensor], *, factor: float = 1.0) -> None:
-    """Replace each tensor, of any shape, by `factor` times its sum over the group. Collective over
-    the group.
+def sum_gradients(parameters: Iterable[nn.Parameter], group: RankGroup, divisor: int = 1) -> None:
+    """Replace the gradient of each parameter by its sum over the group, divided by `divisor`.
+    Collective over the group.
 
-    The factor is applied before the sum, so that an average cannot overflow on its way.
+    A parameter without a gradient counts as zeros. Of a sharded one this rank's rows are summed:
+    the ranks of the group must hold the same rows. Gradients are divided before the sum, so that
+    an average cannot overflow on its way.
     """
-    for bucket in buckets(tensors):
-        if len(bucket) == 1 and bucket[0].is_contiguous():
-            _sum_scaled(group, bucket[0], factor)
-            continue
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(local(parameter.grad))
+    for bucket in buckets(gradients):
+        is_alone = len(bucket) == 1 and bucket[0].is_contiguous()
         # tensors of any shapes -> [elements of all]
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        _sum_scaled(group, flat, factor)
-        sizes = [tensor.numel() for tensor in bucket]
-        for tensor, summed in zip(bucket, flat.split(sizes), strict=True):
-            tensor.copy_(summed.view_as(tensor))  # [elements] -> the tensor's shape
+        flat = bucket[0] if is_alone else torch.cat([own.reshape(-1) for own in bucket])
+        if divisor != 1:
+            flat.mul_(1 / divisor)
+        group.all_reduce(flat)
+        if is_alone:
+            continue
+        sizes = [gradient.numel() for gradient in bucket]
+        for gradient, summed in zip(bucket, flat.split(sizes), strict=True):
+            gradient.copy_(summed.view_as(gradient))  # [elements] -> the gradient's shape
 
 
-def _sum_scaled(group: RankGroup, tensor: torch.Tensor, factor: float) -> None:
-    """Replace a contiguous tensor of any shape by `factor` times its sum over the group."""
-    if factor != 1.0:
-        tensor.mul_(factor)
-    group.all_reduce(tensor)
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows that this rank holds of a tensor, which may be sharded: [rows / ranks, ...],
+    sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def buckets(tensors: Iterable[TensorT]) -> Iterator[list[TensorT]]:

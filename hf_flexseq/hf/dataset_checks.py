@@ -20,7 +20,7 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.steps.collator import LENGTHS, DataCollatorForFlexSeq
-from hf_flexseq.steps.step import RankStep
+from hf_flexseq.steps.rank_step import RankStep
 from hf_flexseq.steps.whole_batches import random_numbers_kept
 
 logger = logging.getLogger(__name__)

@@ -14,14 +14,16 @@ and of a plain loop.
     print(evaluation.mean_loss())
     engine.detach()
 
-An optimizer step goes through these hands:
+An optimizer step goes through these stages:
 
-1. `Lookahead` draws its batches, and has the step planned while earlier ones run.
-2. The executor deals the tokens to the ranks that the plan names: for the next step already when
-   all work of this one has been launched (`DealtSteps`).
-3. The executor trains, or evaluates.
-4. `finish` writes the plan trace and gathers the figures for the log, a step later where the
-   device works behind the host.
+1. drawn and planned    while earlier steps run (`PrefetchedSteps`)
+2. dispatched           its tokens are sent to the ranks that the plan names, when all work of the
+                        previous step has been launched
+3. run                  `for inputs in engine.micro_batches(step, model)`: the caller runs forward
+                        and backward of each micro-batch, and the iterator says when gradients are
+                        reduced
+4. finished             `finish` writes the plan trace and gathers the figures for the log, a step
+                        later where the device works behind the host
 
 The engine is alike for a whole model and for one in pipeline stages; its executor is not
 (`executors.py`).
@@ -31,10 +33,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -42,19 +42,18 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.executors import EngineSetup, Executor, ForwardBackward, base_model
+from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
 from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.hf.loaders import LoaderSettings, batches_on_host
-from hf_flexseq.hf.loop import EngineStep, Evaluation
+from hf_flexseq.hf.loop import Evaluation, TrainingItem
 from hf_flexseq.hf.model.own_loss import check_own_loss
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.planner.process.client import Planner
-from hf_flexseq.steps.ahead import DealtSteps, Step
-from hf_flexseq.steps.exchange import Columns
-from hf_flexseq.steps.lookahead import Lookahead
+from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
-from hf_flexseq.steps.passes import Objective, PassStep
+from hf_flexseq.steps.prefetch import PrefetchedSteps, Step
+from hf_flexseq.steps.rank_step import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.screen import beside_bars
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
@@ -96,8 +95,8 @@ class FlexSeqEngine:
         self._trace = PlanTrace(args.plan_trace, setup.communicator)
         self.executor = executor(setup)
         self._costs = setup.costs
-        self._training: DealtSteps | None = None
-        self._in_place: dict[bool, DealtSteps] = {}  # of calls: with a backward, without one
+        self._training: PrefetchedSteps | None = None
+        self._in_place: dict[bool, PrefetchedSteps] = {}  # of calls: with a backward, without one
         self._draws_in_place = False  # training steps, though `lookahead` says otherwise
         self._noted_padding = False  # in this run
         self._on_figures = on_figures
@@ -162,8 +161,8 @@ class FlexSeqEngine:
             self._loader_settings.restore()
             self._watch.forget()
             self._unread = None
-            for dealt in self._in_place.values():
-                dealt.close()
+            for steps in self._in_place.values():
+                steps.close()
             self._in_place.clear()
             self._draws_in_place = False
             self._noted_padding = False
@@ -218,25 +217,39 @@ class FlexSeqEngine:
             runs made; of no effect on later ones.
         Raises RuntimeError when no model is attached, PlanInfeasible when a sequence fits nowhere.
         """
-        return self._next_training(iterator, num_batches, first_number, None)
-
-    def _next_training(
-        self,
-        iterator: Iterator[Mapping[str, Any]],
-        num_batches: int,
-        first_number: int,
-        deal: Callable[..., Step] | None,
-    ) -> Step | None:
-        """Return the next training step; see `next_step`, and for `deal` `_dealt_steps`."""
         self._check_attached()
         if self._training is None:
             lookahead = self.args.lookahead if self.draws_ahead else 0
-            self._training = self._dealt_steps(lookahead, first_number, deal=deal)
+            self._training = self._prefetched(lookahead, first_number)
         step = self._training.next(iterator, num_batches)
         if step is not None and step.padding_targets and not self._noted_padding:
             self._noted_padding = True
             self._note_padding(step)
         self._note_other_rows(step)
+        return step
+
+    def step_of(
+        self, batch: Mapping[str, Any] | None, *, number: int, forward_only: bool = False
+    ) -> RankMicroBatches:
+        """Return given sequences of all ranks as a step, planned and dispatched in place.
+        Collective over the world.
+
+        batch: this rank's, as DataCollatorForFlexSeq makes them; None for no sequence.
+        number: of the step, in messages and in the plan trace.
+        forward_only: True if no pass will have a backward.
+        Raises RuntimeError when no model is attached, PlanInfeasible when a sequence fits nowhere,
+        and ValueError when no rank has a sequence.
+        """
+        self._check_attached()
+        if forward_only not in self._in_place:
+            planner = self.whole_model.forward_planner if forward_only else None
+            self._in_place[forward_only] = self._prefetched(0, what="call", planner=planner)
+        batches = [] if batch is None else [batch]
+        step = self._in_place[forward_only].next(iter(batches), 1)
+        if step is None:
+            raise ValueError("no rank has a sequence to compute a loss of")
+        assert isinstance(step, RankMicroBatches), "a stage computes no loss of given sequences"
+        step.number = number
         return step
 
     def _note_other_rows(self, step: Step | None) -> None:
@@ -271,9 +284,9 @@ class FlexSeqEngine:
         """Yield every batch as a step, until no rank has data left. Planned in place. Collective
         over the world."""
         self._check_attached()
-        dealt = self._dealt_steps(0, what="evaluation step")
+        steps = self._prefetched(0, what="evaluation step")
         iterator = iter(batches)
-        while (step := dealt.next(iterator, 1)) is not None:
+        while (step := steps.next(iterator, 1)) is not None:
             self._note_other_rows(step)
             yield step
 
@@ -283,7 +296,7 @@ class FlexSeqEngine:
         accumulation: int = 1,
         *,
         first_number: int = 0,
-    ) -> Iterator[EngineStep]:
+    ) -> Iterator[TrainingItem]:
         """Yield the steps of one pass over a prepared dataloader, of `accumulation` batches per
         rank. Collective over the world.
 
@@ -301,33 +314,31 @@ class FlexSeqEngine:
             while (
                 step := self.next_step(iterator, accumulation, first_number=first_number)
             ) is not None:
-                of_loop = EngineStep(step, self.executor, self.train)
-                yield of_loop
-                of_loop.check_has_run()
+                item = TrainingItem(step, self.executor, self.micro_batches)
+                yield item
+                item.check_has_run()
                 self.finish(step)
         self.check_finite()
 
     def evaluation(self, dataloader: Iterable[Mapping[str, Any]]) -> Evaluation:
         """Return one pass over a prepared dataloader without gradients, whose steps have a
-        `forward` in place of a `backward`.
+        `forward` instead of a `backward`.
 
         dataloader: Its collator is a `DataCollatorForFlexSeq`.
         """
         return Evaluation(dataloader, self.evaluation_steps, self.executor)
 
-    def _dealt_steps(
+    def _prefetched(
         self,
         lookahead: int,
         first_number: int = 0,
         *,
         what: str = "step",
-        deal: Callable[..., Step] | None = None,
         planner: Callable[[], Planner] | None = None,
-    ) -> DealtSteps:
+    ) -> PrefetchedSteps:
         """Return steps of which so many are planned ahead, by the planner on rank 0. Collective
         over the world.
 
-        deal: brings a step's tokens to their ranks; None for `executor.deal`.
         planner: makes the planner; None for `executor.planner`.
         """
         made: Planner | None = None
@@ -335,119 +346,67 @@ class FlexSeqEngine:
             if self.communicator.rank == 0:
                 made = planner() if planner else self.executor.planner(ahead=lookahead > 0)
         starting.raise_together(self.communicator.host.gather_values, "starting the planner")
-        planned = Lookahead(
+        return PrefetchedSteps(
             self.communicator,
             made,
             lookahead,
+            dispatch=self.executor.dispatch,
             check=self.executor.check,
             read=self.executor.read,
             first_number=first_number,
             what=what,
         )
-        return DealtSteps(planned, deal or self.executor.deal)
 
     # ---- running steps
 
-    def train(
-        self,
-        step: Step,
-        forward_backward: ForwardBackward,
-        model: nn.Module,
-        *,
-        is_last: bool = False,
-    ) -> torch.Tensor:
-        """Run forwards and backwards of one step; afterwards gradients are those of the whole
-        step. Then the next step is dealt, while the device still works on this one. Collective
-        over the world.
+    def micro_batches(
+        self, step: Step, model: nn.Module, *, is_last: bool = False
+    ) -> Iterator[Inputs]:
+        """Yield the inputs of every micro-batch of a training step, once: the caller runs forward
+        and backward, and adds the loss with `step.add`. A rank that has one stage of the model
+        runs it here, and nothing is yielded. Collective over the world.
 
-        forward_backward: runs one micro-batch, where a rank has the whole model.
-        model: as accelerate has wrapped it.
-        is_last: whether no step comes after it, as far as is known.
-        Returns this rank's loss, a detached scalar; the mean over ranks is the mean over the
-        step's target tokens.
+        Afterwards gradients are those of the whole step, and `step.loss` is this rank's loss, a
+        scalar; the mean over ranks is the mean over the step's target tokens.
+
+        model: as accelerate has wrapped it. is_last: True for the last step, if it is known.
         """
-        run = partial(self.executor.train, step, forward_backward, model)
-        return self._trained(step, model, run, is_last=is_last)
+        with self._training_step(step, model, is_last=is_last):
+            yield from self.executor.micro_batches(step, model, trains=True)
 
-    def _trained(
-        self, step: Step, model: nn.Module, train: Callable[[], torch.Tensor], *, is_last: bool
-    ) -> torch.Tensor:
-        """Train one step, look for what is not finite in its loss and gradients, and deal the next
-        one. Returns what `train` does."""
-        # The optimizer has had its turn with the step before.
+    @contextmanager
+    def passes(
+        self, step: RankMicroBatches, model: nn.Module, *, is_last: bool = False
+    ) -> Iterator[BeforeLast]:
+        """Surround the passes of a training step around a loss on the source ranks; the block gets
+        what surrounds each micro-batch but the last that runs backward, and sets `step.loss`.
+        Collective over the world.
+
+        Afterwards gradients are the mean over ranks of those of their losses. model, is_last: see
+        `micro_batches`.
+        """
+        reducing = self.whole_model.reducing(step, model)
+        with self._training_step(step, model, is_last=is_last), reducing as before_last:
+            yield before_last
+
+    @contextmanager
+    def _training_step(self, step: Step, model: nn.Module, *, is_last: bool) -> Iterator[None]:
+        """Surround forwards and backwards of a step. Afterwards look for what is not finite in its
+        loss and gradients, and dispatch the next step, while the device still works on this
+        one."""
+        # The previous optimizer step is done.
         self._watch.settle(skipped=step_was_skipped(self.accelerator))
-        with self.communicator.host.naming_lost():
-            loss = train()
+        yield
         step.has_run = True
-        self._watch.take(step.number, loss, gradients_of(model, self.accelerator))
+        assert step.loss is not None, "every micro-batch has a loss"
+        self._watch.take(step.number, step.loss, gradients_of(model, self.accelerator))
         if self._training is not None and not is_last:
-            self._training.deal_ahead()
-        return loss
+            self._training.prefetch()
 
-    # ---- losses that are computed at home
-
-    def next_passes(
-        self,
-        iterator: Iterator[Mapping[str, Any]],
-        num_batches: int,
-        *,
-        first_number: int = 0,
-    ) -> PassStep | None:
-        """Return the next training step as `next_step` does, for a loss that is computed at home.
-        Collective over the world."""
-        step = self._next_training(
-            iterator, num_batches, first_number, self.whole_model.deal_passes
-        )
-        assert step is None or isinstance(step, PassStep)
-        return step
-
-    def passes_of(
-        self, batch: Mapping[str, Any] | None, *, number: int, forward_only: bool = False
-    ) -> PassStep:
-        """Return sequences of all ranks as a step that runs several times, planned and dealt in
-        place. Collective over the world.
-
-        batch: this rank's, as DataCollatorForFlexSeq makes them; None for no sequence.
-        number: of the step, in messages and in the plan trace.
-        forward_only: whether no pass will have a backward.
-        Raises RuntimeError when no model is attached, PlanInfeasible when a sequence fits nowhere,
-        and ValueError when no rank has a sequence.
-        """
-        self._check_attached()
-        if forward_only not in self._in_place:
-            self._in_place[forward_only] = self._dealt_steps(
-                0,
-                what="call",
-                deal=self.whole_model.deal_passes,
-                planner=self.whole_model.forward_planner if forward_only else None,
-            )
-        batches = [] if batch is None else [batch]
-        step = self._in_place[forward_only].next(iter(batches), 1)
-        if step is None:
-            raise ValueError("no rank has a sequence to compute a loss of")
-        assert isinstance(step, PassStep)
-        step.number = number
-        return step
-
-    def train_passes(
-        self,
-        step: PassStep,
-        objective: Objective,
-        model: nn.Module,
-        *,
-        weights: Columns | None = None,
-        is_last: bool = False,
-    ) -> torch.Tensor:
-        """Run the passes of one step around a loss that is computed at home; afterwards gradients
-        are the mean over ranks of those of their losses. Then the next step is dealt. Collective
-        over the world.
-
-        model: as accelerate has wrapped it. weights: the gradients of the loss, where they are
-        known before it (`PassStep.run_once`). is_last: see `train`. Returns this rank's loss, a
-        detached scalar.
-        """
-        run = partial(self.whole_model.train_passes, step, objective, model, weights)
-        return self._trained(step, model, run, is_last=is_last)
+    def evaluate(self, step: Step, model: nn.Module) -> Iterator[Inputs]:
+        """Yield the inputs of every micro-batch of an evaluation step, once: the caller runs
+        forward, and adds the loss. See `micro_batches`."""
+        return self.executor.micro_batches(step, model, trains=False)
 
     @property
     def whole_model(self) -> WholeModelExecutor:
@@ -459,18 +418,13 @@ class FlexSeqEngine:
             )
         return self.executor
 
-    def evaluate(self, step: Step, forward: ForwardBackward, model: nn.Module) -> torch.Tensor:
-        """Run the forwards of one step. model: as accelerate has wrapped it. Returns a loss as
-        `train` does."""
-        return self.executor.evaluate(step, forward, model)
-
     def finish(self, step: Step) -> None:
         """Gather the figures of a step that has run, and write its plan trace. Collective over the
         world.
 
         Where the device works behind the host this is done with the next step, when they can be
         read without waiting; `check_finite` and `gather_figures` do not put it off. Raises
-        FloatingPointError as `check_finite` does, for the step before.
+        FloatingPointError as `check_finite` does, for the previous step.
         """
         due: Step | None = step
         if step.stopwatch.is_behind:

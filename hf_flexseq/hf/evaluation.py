@@ -16,8 +16,8 @@ from accelerate.utils import DistributedType
 
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.loaders import LoaderProxy, batches_on_host, without_repeats
-from hf_flexseq.steps.ahead import Step
-from hf_flexseq.steps.step import StepItem, step_items
+from hf_flexseq.steps.prefetch import Step
+from hf_flexseq.steps.step_items import StepItem, step_items
 
 # Yields every batch of a loader as a step, until no rank has data left.
 PlanSteps = Callable[[Iterable[Mapping[str, Any]]], Iterator[Step]]

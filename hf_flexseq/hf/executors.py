@@ -8,7 +8,7 @@
 `Executor` for the rest, and never which of the two it has.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -27,11 +27,8 @@ from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.planner.process.client import InlinePlanner, Planner, PlannerWorker
 from hf_flexseq.planner.process.jobs import Job
 from hf_flexseq.steps.inputs import Inputs
-from hf_flexseq.steps.lookahead import DrawnStep
+from hf_flexseq.steps.planned_step import PlannedStep
 from hf_flexseq.steps.trace import Figures, PlanTrace
-
-ForwardBackward = Callable[[Inputs], torch.Tensor]  # one micro-batch -> its loss, a scalar
-
 
 # ---- what an executor is
 
@@ -115,7 +112,7 @@ class Executor(Protocol):
     """Runs the steps of one model.
 
     In the order of calls: `attach`; `planner`; then for each step `check` (on rank 0), `read`,
-    `deal`, `train` or `evaluate`, `figures`; at last `detach`.
+    `dispatch`, `micro_batches`, `figures`; at last `detach`.
     """
 
     @property
@@ -156,21 +153,19 @@ class Executor(Protocol):
     def read(self, data: bytes) -> Any:
         """Return the plan whose `to_bytes` gave `data`."""
 
-    def deal(self, drawn: DrawnStep, plan: Any, *, waited_s: float) -> Any:
+    def dispatch(self, planned: PlannedStep) -> Any:
         """Bring the drawn tokens to where the plan wants them, and return the step that this rank
         runs. Collective over the world."""
 
-    def train(
-        self, step: Any, forward_backward: ForwardBackward, model: nn.Module
-    ) -> torch.Tensor:
-        """Run forwards and backwards of one step, and reduce gradients.
+    def micro_batches(self, step: Any, model: nn.Module, *, trains: bool) -> Iterator[Inputs]:
+        """Yield the inputs of every micro-batch of a whole model, whose losses the caller adds to
+        the step; a stage runs its actions itself, sets the loss of the step, and yields nothing.
+        Collective over the world.
 
-        forward_backward: runs a micro-batch of a whole model. model: as accelerate has wrapped it.
-        Returns this rank's loss, a scalar; the mean over ranks is the mean over target tokens.
+        Afterwards `step.loss` is this rank's loss, a scalar; the mean over ranks is the mean over
+        target tokens. trains: True if gradients are computed and reduced. model: as accelerate has
+        wrapped it.
         """
-
-    def evaluate(self, step: Any, forward: ForwardBackward, model: nn.Module) -> torch.Tensor:
-        """Run the forwards of one step. Returns a loss as `train` does."""
 
     def figures(self, step: Any, trace: PlanTrace) -> Figures:
         """Write the trace of a finished step and return its figures. Collective over the

@@ -21,15 +21,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlanSteps, once_each
-from hf_flexseq.hf.executors import Executor, ForwardBackward
-from hf_flexseq.steps.ahead import Step
+from hf_flexseq.hf.executors import Executor
 from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.prefetch import Step
 
-# step, what runs one micro-batch, model -> this rank's loss, a scalar
-Train = Callable[[Step, ForwardBackward, nn.Module], torch.Tensor]
+# step, model -> the inputs of one micro-batch after the other
+MicroBatches = Callable[[Step, nn.Module], Iterator[Inputs]]
 
 
-class LoopStep:
+class LoopItem:
     """A planned step, as a hand-written loop gets it."""
 
     __slots__ = ("_executor", "step")
@@ -54,14 +54,14 @@ class LoopStep:
         return loss * self._executor.setup.accelerator.num_processes
 
 
-class EngineStep(LoopStep):
+class TrainingItem(LoopItem):
     """A training step of a hand-written loop."""
 
-    __slots__ = ("_train",)
+    __slots__ = ("_micro_batches",)
 
-    def __init__(self, step: Step, executor: Executor, train: Train) -> None:
+    def __init__(self, step: Step, executor: Executor, micro_batches: MicroBatches) -> None:
         super().__init__(step, executor)
-        self._train = train
+        self._micro_batches = micro_batches
 
     def backward(self, model: nn.Module) -> torch.Tensor:
         """Run forward and backward of the whole step.
@@ -73,14 +73,14 @@ class EngineStep(LoopStep):
         options: dict[str, Any] = {}
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             options["scale_wrt_gas"] = False
-
-        def forward_backward(inputs: Inputs) -> torch.Tensor:
-            # DDP, FSDP and DeepSpeed average gradients over ranks, as the loss is.
-            loss = self._loss(model, inputs)
-            accelerator.backward(loss, **options)
-            return loss.detach()
-
-        return self._train(self.step, forward_backward, model)
+        with self._executor.setup.communicator.host.naming_lost():
+            for inputs in self._micro_batches(self.step, model):
+                # DDP, FSDP and DeepSpeed average gradients over ranks, as the loss is.
+                loss = self._loss(model, inputs)
+                accelerator.backward(loss, **options)
+                self.step.add(loss.detach())
+        assert self.step.loss is not None, "every micro-batch has a loss"
+        return self.step.loss
 
     def check_has_run(self) -> None:
         """Raise RuntimeError where the loop has gone on without the step's backward."""
@@ -91,7 +91,7 @@ class EngineStep(LoopStep):
             )
 
 
-class EvaluationStep(LoopStep):
+class EvaluationItem(LoopItem):
     """A step of an `Evaluation`."""
 
     __slots__ = ("_sum",)
@@ -111,14 +111,12 @@ class EvaluationStep(LoopStep):
         # DDP would have ranks exchange buffers in each forward, of which they run different
         # numbers.
         whole = model.module if isinstance(model, DistributedDataParallel) else model
-
-        def forward(inputs: Inputs) -> torch.Tensor:
+        for inputs in self._executor.micro_batches(self.step, model, trains=False):
             with torch.no_grad():
-                return self._loss(whole, inputs)
-
-        loss = self._executor.evaluate(self.step, forward, model)
-        self._sum.add(loss, self.step.targets)
-        return loss
+                self.step.add(self._loss(whole, inputs))
+        assert self.step.loss is not None, "every micro-batch has a loss"
+        self._sum.add(self.step.loss, self.step.targets)
+        return self.step.loss
 
 
 class Evaluation:
@@ -136,12 +134,12 @@ class Evaluation:
         self._executor = executor
         self._sum = EvaluationLoss()
 
-    def __iter__(self) -> Iterator[EvaluationStep]:
+    def __iter__(self) -> Iterator[EvaluationItem]:
         """Yield the steps. Every sample counts once: those that accelerate repeats to fill the
         last batches are left out. Collective over the world."""
         self._sum = EvaluationLoss()
         for step in once_each(self._dataloader, self._plan_steps):
-            yield EvaluationStep(step, self._executor, self._sum)
+            yield EvaluationItem(step, self._executor, self._sum)
 
     def mean_loss(self) -> float:
         """Return the mean loss over the target tokens of all steps that have run, as the Trainer's

@@ -19,15 +19,15 @@ from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches
 from hf_flexseq.hf.loaders import BEFORE_END, as_drawn
 from hf_flexseq.hf.overrides import IN_PARTS, runs_other_code
 from hf_flexseq.hf.predictions import TokenPredictions, without_metrics
-from hf_flexseq.hf.step_loss import StepLoss, StockPrediction, StockPreparation, StockStep
+from hf_flexseq.hf.step_loss import StepLoss, StockPrediction, StockPreparation
 from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.hf.token_means import TokenMeans
 from hf_flexseq.hf.watch import Watch
-from hf_flexseq.steps.ahead import Step
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.logged_loss import StepLosses
-from hf_flexseq.steps.passes import PassStep
-from hf_flexseq.steps.step import OptimizerStep, StepItem, step_items, targets_of
+from hf_flexseq.steps.prefetch import Step
+from hf_flexseq.steps.rank_step import RankMicroBatches
+from hf_flexseq.steps.step_items import StepItem, step_items
 from hf_flexseq.steps.training_mode import in_training_mode
 from hf_flexseq.steps.users_code import users_method, users_methods
 
@@ -49,6 +49,7 @@ class LossInOnePass(StepLoss):
         self._sum = EvaluationLoss()  # of the evaluation that runs
         self._means = TokenMeans(trainer)
         self._losses = StepLosses()
+        self._step: Step | None = None  # whose micro-batches are run
 
     def check_datasets(self, *, resumes: bool) -> None:
         """Raise ValueError for examples that cannot be trained on."""
@@ -84,36 +85,39 @@ class LossInOnePass(StepLoss):
         """Return a batch as the Trainer prepares it."""
         return stock_preparation(batch)
 
-    def train(self, model: nn.Module, batch: Any, stock_step: StockStep) -> torch.Tensor:
-        """Run all micro-batches of a step, and return the sum of their losses, a scalar; 0 for the
-        items before the last. Collective over the world."""
+    def batches(self, model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
+        """Yield every micro-batch of a step; nothing for the items before the last. Collective
+        over the world."""
         if not isinstance(batch, StepItem) or not batch.is_as_made:
             raise NotImplementedError(
                 f"{type(self._trainer).__name__} trains on other inputs than the planned step "
                 "that it was given: change samples in the dataset or in the data_collator"
             )
-        if batch.step is None:
-            return torch.zeros((), device=self._trainer.args.device)
-
-        def forward_backward(micro_batch: Inputs) -> torch.Tensor:
-            with self._on_parts(micro_batch), self._watched_gradients(model):
-                return stock_step(model, micro_batch)
-
-        self._trial.run(batch.step.row, model)
+        self.value = torch.zeros((), device=self._trainer.args.device)
+        self._step = step = batch.step
+        if step is None:
+            return
+        self._trial.run(step.row, model)
         self._means.begin("train")
         with self._in_training_mode(model):
-            loss = self._engine.train(
-                batch.step, forward_backward, model, is_last=self._is_last_step
-            )
+            inputs = self._engine.micro_batches(step, model, is_last=self._is_last_step)
+            for micro_batch in inputs:
+                with self._on_parts(micro_batch), self._watched_gradients(model):
+                    yield model, micro_batch
+        self.value = _loss_of(step)
         self._raise_noted()
         if self._is_watched:
-            self._means.end_training(_targets_in_order(batch.step), batch.step.tokens)
+            self._means.end_training(_targets_in_order(step), step.tokens)
         self._router.note("train")
-        self._engine.finish(batch.step)
+        self._engine.finish(step)
         if self._trainer.args.logging_nan_inf_filter:
             steps = self._trainer.state.global_step - self._trainer._globalstep_last_logged
-            self._losses.add(loss, steps=steps)
-        return loss
+            self._losses.add(self.value, steps=steps)
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add the loss of a micro-batch, a scalar."""
+        assert self._step is not None, "a micro-batch is of a step"
+        self._step.add(loss)
 
     def settle(self, logged: torch.Tensor) -> None:
         """Have NaN and infinity filtered out of the losses of whole steps. Collective over the
@@ -163,7 +167,12 @@ class LossInOnePass(StepLoss):
         return PlannedBatches(dataloader, self._engine.evaluation_steps)
 
     def predict(
-        self, model: nn.Module, batch: Any, loss_only: bool, stock_prediction: StockPrediction
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss_only: bool,
+        ignore_keys: Any,
+        stock_prediction: StockPrediction,
     ) -> tuple[Any, Any, Any]:
         """Run the forwards of a step, and return its loss, a scalar, without logits or labels; of
         a padded batch what was predicted of its tokens, and its labels. Collective over the
@@ -171,21 +180,20 @@ class LossInOnePass(StepLoss):
         if self._tokens is not None:
             return self._predict_tokens(self._tokens, model, batch)
         if not isinstance(batch, StepItem):
-            return stock_prediction(model, batch, loss_only)
-        assert batch.step is not None, "an evaluation batch without its step"
-        divisor = _divisor(batch.step.targets, self._trainer.args.device)
-        self._trial.run(batch.step.row, model)
-
-        def forward(micro_batch: Inputs) -> torch.Tensor:
-            return self._forward(model, micro_batch, divisor)
-
+            return stock_prediction(model, batch, loss_only, ignore_keys)
+        step = batch.step
+        assert step is not None, "an evaluation batch without its step"
+        divisor = _divisor(step.targets, self._trainer.args.device)
+        self._trial.run(step.row, model)
         self._means.begin("eval")
-        loss = self._engine.evaluate(batch.step, forward, model)
+        for micro_batch in self._engine.evaluate(step, model):
+            step.add(self._forward(model, micro_batch, divisor))
+        loss = _loss_of(step)
         self._raise_noted()
         if self._is_watched:
-            self._means.end_evaluating(_targets_in_order(batch.step))
+            self._means.end_evaluating(_targets_in_order(step))
         self._router.note("eval")
-        self._sum.add(loss, batch.step.targets)
+        self._sum.add(loss, step.targets)
         return loss, None, None
 
     def _predict_tokens(
@@ -204,7 +212,7 @@ class LossInOnePass(StepLoss):
         self._trial.run(without_metrics(step.row), model)
         self._raise_noted()
         if self._is_watched:
-            self._means.end_evaluating(targets_of(step, step.indices))
+            self._means.end_evaluating(step.targets_of(step.indices))
         self._sum.add(loss, step.targets)
         return loss if found.loss is None else found.loss, found.predictions, found.labels
 
@@ -233,10 +241,14 @@ class LossInOnePass(StepLoss):
 def _targets_in_order(step: Step) -> list[int]:
     """Return the tokens with a label, over all ranks, of each micro-batch of a step, in the order
     in which their losses are computed."""
-    if isinstance(step, PassStep):
-        return targets_of(step, step.second_pass)
-    assert isinstance(step, OptimizerStep), "a stage of a model has no compute_loss of its own"
-    return targets_of(step, step.indices)
+    assert isinstance(step, RankMicroBatches), "a stage of a model has no compute_loss of its own"
+    return step.targets_of(step.ran)
+
+
+def _loss_of(step: Step) -> torch.Tensor:
+    """Return this rank's loss of a step that has run, a detached scalar."""
+    assert step.loss is not None, "every micro-batch has a loss"
+    return step.loss.detach()
 
 
 def _divisor(targets: int, device: torch.device) -> torch.Tensor:

@@ -36,7 +36,7 @@ from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.calls import Call, joined
 from hf_flexseq.steps.exchange import Columns, SourceRow
 from hf_flexseq.steps.inputs import Inputs
-from hf_flexseq.steps.passes import PassStep
+from hf_flexseq.steps.rank_step import RankMicroBatches
 
 # Runs the model on a micro-batch, whose loss is divided by a number of target tokens.
 Forward = Callable[[Inputs, torch.Tensor], torch.Tensor]
@@ -71,14 +71,14 @@ class TokenPredictions:
 
     def predict(
         self, batch: Mapping[str, Any], forward: Forward
-    ) -> tuple["PredictedBatch", torch.Tensor, PassStep]:
-        """Return what was predicted of a padded batch, and the loss of its step as `Engine.train`
-        does, with the step itself. Collective over the world."""
+    ) -> tuple["PredictedBatch", torch.Tensor, RankMicroBatches]:
+        """Return what was predicted of a padded batch, the loss of its step, a scalar, and the
+        step itself. Collective over the world."""
         if not self._is_started:  # the engine has attached it by now, where the model is suitable
             self._chunked = attach_chunked_loss(base_model(self._trainer.model))
             self._is_started = True
         predicted = PredictedBatch(self._trainer, batch)
-        step = self._engine.passes_of(
+        step = self._engine.step_of(
             predicted.row(with_loss=self._with_loss),
             number=self._trainer.state.global_step,
             forward_only=True,
@@ -86,7 +86,9 @@ class TokenPredictions:
         loss = self._run(predicted, step, forward)
         return predicted, loss, step
 
-    def _run(self, predicted: "PredictedBatch", step: PassStep, forward: Forward) -> torch.Tensor:
+    def _run(
+        self, predicted: "PredictedBatch", step: RankMicroBatches, forward: Forward
+    ) -> torch.Tensor:
         """Run the micro-batches of a step, and give what they find to the batch; return the sum of
         the losses, a scalar."""
         device = self._trainer.args.device

@@ -1,18 +1,33 @@
 """FSDP2 in the steps of a whole model: which policy each step gets, and that the units follow it.
 
 1. `fsdp_figures`, when a model is attached: what a policy may cost on this machine.
-2. `SteppedFsdp.of_step`, in each step: the policy that fits beside the step's plan, followed by
-   the units of the model.
+2. `FsdpPolicies.of_step`, in each step: the policy that fits next to the step's plan, followed by
+   the units of the model, the modules that FSDP2 gathers and reduces each on its own.
+
+    gathers          FSDP2 frees a unit's parameters after its forward and after its backward. A
+                     policy that keeps them lets it do neither before the last backward, which
+                     frees all of them, so that the optimizer meets sharded parameters.
+    reductions       FSDP2 scatters a unit's gradients in each backward. A policy that reduces once
+                     lets gradients add up, whole, until the last one.
+    replicas (HSDP)  scattered gradients are summed over replicas by the last micro-batch, under
+                     any policy: waiting costs no memory, since they take the place of the sums.
+
+All ranks must follow the same policy: its trips are collectives.
+
+Rejected: leaving a step to the Trainer's and accelerate's own contexts for accumulation. These
+reduce once whatever memory there is, know no parameters that are kept, and see one batch where a
+plan has several micro-batches.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import GRADIENT_BYTES, MEMORY_FRACTION
@@ -27,11 +42,9 @@ from hf_flexseq.hf.model.facts import (
 )
 from hf_flexseq.plan import Plan
 from hf_flexseq.profiler.estimate import device_memory_bytes
-from hf_flexseq.steps.sharding import FsdpUnits
+from hf_flexseq.steps.rank_step import BeforeLast
 
 logger = logging.getLogger(__name__)
-
-BeforeLast = Callable[[], AbstractContextManager[Any]]  # surrounds a micro-batch
 
 
 def reduces_each_batch(accelerator: Accelerator) -> bool:
@@ -80,7 +93,7 @@ def fsdp_figures(
     return FsdpFigures.from_record(communicator.host.broadcast_value(own_figures.to_record()))
 
 
-class SteppedFsdp:
+class FsdpPolicies:
     """Chooses the policy of each step, and makes a model's units follow it."""
 
     def __init__(
@@ -92,27 +105,76 @@ class SteppedFsdp:
         self._communicator = communicator
         self._over_replicas = over_replicas
         self.taken: set[FsdpPolicy] = set()  # by the steps so far
-        # of the model that the last step ran: to find them is a walk through all of its modules
-        self._units: tuple[nn.Module, FsdpUnits] | None = None
+        # those of the model that the last step ran: to find them is a walk through all its modules
+        self._model: nn.Module | None = None
+        self._units: list[FSDPModule] = []
+        self._outermost: list[FSDPModule] = []
+
+    def forget_model(self) -> None:
+        """Drop the model that the last step ran, and its units."""
+        self._model = None
+        self._units = []
+        self._outermost = []
+
+    def find_units(self, model: nn.Module) -> None:
+        """Find the units of a model; a model that FSDP2 does not shard has none."""
+        if model is self._model:
+            return
+        self._model = model
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        inner: set[nn.Module] = set()
+        for unit in self._units:
+            inner.update(module for module in unit.modules() if module is not unit)
+        self._outermost = [unit for unit in self._units if unit not in inner]
 
     @contextmanager
     def of_step(self, plan: Plan, model: nn.Module) -> Iterator[BeforeLast]:
         """Surround all micro-batches of a step; the block gets what surrounds each of them but
         the last. A model without units is left alone."""
-        units = self._units_of(model)
+        self.find_units(model)
         policy = self._chosen(plan)
-        with units.whole_step(policy):
-            yield partial(units.before_last, policy, over_replicas=self._over_replicas)
+        with self.whole_step(policy):
+            yield partial(self.before_last, policy)
 
-    def forget_model(self) -> None:
-        """Let go of the model that the last step ran."""
-        self._units = None
+    @contextmanager
+    def whole_step(self, policy: FsdpPolicy) -> Iterator[None]:
+        """Surround all micro-batches of a step: parameters that are kept are not freed after a
+        forward."""
+        kept: list[FSDPModule] = []
+        if not policy.regathers:
+            kept = [unit for unit in self._units if self._frees_after_forward(unit)]
+        for unit in kept:
+            unit.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for unit in kept:
+                unit.set_reshard_after_forward(True, recurse=False)
 
-    def _units_of(self, model: nn.Module) -> FsdpUnits:
-        """Return the units of a model."""
-        if self._units is None or self._units[0] is not model:
-            self._units = (model, FsdpUnits(model))
-        return self._units[1]
+    @contextmanager
+    def before_last(self, policy: FsdpPolicy) -> Iterator[None]:
+        """Surround a micro-batch that is not the step's last: what the policy does once is left
+        to that one. Afterwards units reduce and free in their backward, as FSDP2 does by
+        itself."""
+        over_replicas = policy.reduces_each and self._over_replicas
+        for unit in self._units:
+            unit.set_reshard_after_backward(policy.regathers, recurse=False)
+            unit.set_requires_gradient_sync(policy.reduces_each, recurse=False)
+            unit.set_requires_all_reduce(over_replicas, recurse=False)
+        try:
+            yield
+        finally:
+            for unit in self._units:
+                unit.set_reshard_after_backward(True, recurse=False)
+                unit.set_requires_gradient_sync(True, recurse=False)
+
+    def _frees_after_forward(self, unit: FSDPModule) -> bool:
+        """Return whether FSDP2 frees the unit's parameters after its forward. torch has a public
+        way to set this, and none to read it."""
+        state = fully_shard.state(unit)
+        if state._auto_reshard_after_forward and unit in self._outermost:
+            return False  # so FSDP2 decides in the first forward
+        return any(group.post_forward_mesh_info is not None for group in parameter_groups(state))
 
     def _chosen(self, plan: Plan) -> FsdpPolicy:
         """Return the policy of a step; log it when it is the first of its kind."""
@@ -130,3 +192,11 @@ class SteppedFsdp:
             )
         self.taken.add(policy)
         return policy
+
+
+def parameter_groups(state: Any) -> list[Any]:
+    """Return a unit's groups of parameters from its state; there are none without parameters."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # before torch 2.13 a unit has one group at most
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

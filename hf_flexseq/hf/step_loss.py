@@ -2,11 +2,11 @@
 
 There are two ways, of which a trainer takes one for good (`losses.py` says which):
 
-    LossInOnePass    a sum over tokens, on the micro-batches of a plan (`one_pass.py`)
-    LossAtHome       the trainer's own, on its own batches, between planned passes (`at_home.py`)
+    LossInOnePass       a sum over tokens, on the micro-batches of a plan (`one_pass.py`)
+    LossOnSourceRank    the trainer's own, on its own batches, between planned passes
+                        (`source_rank.py`)
 
-`FlexSeqMixin` asks its `StepLoss`, and never which of the two it has. Where the Trainer's own
-method is to run inside, that is handed on.
+`FlexSeqMixin` asks its `StepLoss`, and never which of the two it has.
 """
 
 from abc import ABC, abstractmethod
@@ -24,20 +24,23 @@ from hf_flexseq.hf.predictions import TokenPredictions
 from hf_flexseq.hf.refusals.predictions import check_predictions
 
 # The Trainer's own methods.
-StockStep = Callable[[nn.Module, Any], torch.Tensor]  # model, batch -> loss, a scalar
 StockPreparation = Callable[[Any], Any]  # batch -> what the loss gets
-# model, batch, whether the loss is all that is wanted -> loss, predictions, labels
-StockPrediction = Callable[[nn.Module, Any, bool], tuple[Any, Any, Any]]
+# model, batch, True if the loss is all that is wanted, keys to ignore
+# -> loss, predictions, labels
+StockPrediction = Callable[[nn.Module, Any, bool, Any], tuple[Any, Any, Any]]
 
 
 class StepLoss(ABC):
     """Computes the loss of a trainer's steps."""
 
     has_predictions: bool
-    """Whether predictions of tokens come home; otherwise they are the Trainer's own."""
+    """True if predictions of tokens are gathered; otherwise they are the Trainer's own."""
 
     lockstep: bool
-    """Whether the computation makes all ranks run every micro-batch together."""
+    """True if the computation makes all ranks run every micro-batch together."""
+
+    value: torch.Tensor
+    """Loss of this rank in the last step, a scalar; 0 for a batch before the last of its step."""
 
     def __init__(self, trainer: Trainer, engine: FlexSeqEngine) -> None:
         self._trainer: Any = trainer  # one of TRL's has more than a Trainer
@@ -46,7 +49,7 @@ class StepLoss(ABC):
 
     @property
     def _is_last_step(self) -> bool:
-        """Whether no step comes after the one that runs."""
+        """True if the current step is the last one."""
         state = self._trainer.state
         return bool(state.global_step + 1 >= state.max_steps)
 
@@ -59,7 +62,7 @@ class StepLoss(ABC):
     @abstractmethod
     def check_loader(self, dataloader: Any) -> None:
         """Raise ValueError, on all ranks, for a loader that gives them different numbers of
-        batches, where the loss cannot do with that. Collective over the world."""
+        batches, if the loss does not support it. Collective over the world."""
 
     @abstractmethod
     def attached(self) -> AbstractContextManager[None]:
@@ -78,12 +81,17 @@ class StepLoss(ABC):
         """Return a batch as the loss gets it."""
 
     @abstractmethod
-    def train(self, model: nn.Module, batch: Any, stock_step: StockStep) -> torch.Tensor:
-        """Run a step with the last of its batches, and return this rank's loss, a scalar; 0 for
-        the batches before. Collective over the world.
+    def batches(self, model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
+        """Run a step with the last of its batches, nothing with those before: yield each model
+        and each batch that the Trainer's own `training_step` is to be called with; the caller adds
+        its loss with `add`. Afterwards `value` is the loss. Collective over the world.
 
         model: as accelerate has wrapped it.
         """
+
+    @abstractmethod
+    def add(self, loss: torch.Tensor) -> None:
+        """Take the loss of the batch that `batches` has yielded last, a scalar."""
 
     @abstractmethod
     def settle(self, logged: torch.Tensor) -> None:
@@ -96,7 +104,7 @@ class StepLoss(ABC):
     def evaluating(self, dataloader: Any, *, predicts: bool) -> Iterator[Any]:
         """Surround an evaluation; the block gets the loader that it iterates over.
 
-        predicts: whether more than the loss is wanted.
+        predicts: True if more than the loss is wanted.
         """
         if not predicts or not self.has_predictions:
             yield self._evaluation_loader(dataloader)
@@ -115,10 +123,15 @@ class StepLoss(ABC):
 
     @abstractmethod
     def predict(
-        self, model: nn.Module, batch: Any, loss_only: bool, stock_prediction: StockPrediction
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss_only: bool,
+        ignore_keys: Any,
+        stock_prediction: StockPrediction,
     ) -> tuple[Any, Any, Any]:
         """Run the forwards of a batch; return its loss, a scalar, its predictions and its labels,
-        None for what there is not or is not wanted. Collective over the world.
+        each None if it does not exist or is not wanted. Collective over the world.
 
         model: as accelerate has wrapped it.
         """

@@ -43,7 +43,6 @@ from transformers import Trainer, TrainingArguments
 
 from hf_flexseq.config import FlexSeqArguments, arguments_on
 from hf_flexseq.distributed.agreement import Attempt
-from hf_flexseq.hf.at_home import LossAtHome
 from hf_flexseq.hf.collators import flexseq_collator, padded_collator
 from hf_flexseq.hf.data_order import Factors, check_factors, order_of
 from hf_flexseq.hf.dataset_checks import check_labels
@@ -63,6 +62,7 @@ from hf_flexseq.hf.refusals.trainer import check_loss_of_model, check_trainer
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
 from hf_flexseq.hf.shared_state import draws_in_place
+from hf_flexseq.hf.source_rank import LossOnSourceRank
 from hf_flexseq.hf.step_loss import StepLoss
 from hf_flexseq.hf.watch import StepInFront
 from hf_flexseq.hf.whole_model import WholeModelExecutor
@@ -135,7 +135,7 @@ class FlexSeqMixin(PartOfModelMixin):
         self._flexseq_said: set[str] = set()  # lines of the log
         self._log_remarks()
         self.flexseq = self._make_engine(options)
-        way = LossAtHome if has_planned_loss(self) else LossInOnePass
+        way = LossOnSourceRank if has_planned_loss(self) else LossInOnePass
         self._flexseq_loss = way(self, self.flexseq)
         self._flexseq_in_front = StepInFront(self, FlexSeqMixin)
         self._flexseq_figures: list[Figures] = []  # of the steps since the last log
@@ -282,16 +282,11 @@ class FlexSeqMixin(PartOfModelMixin):
     ) -> torch.Tensor:
         """Run a whole step with the last of its items, and return its loss, a scalar."""
         self._check_accumulation()
-
-        def stock_step(model: nn.Module, inputs: Any) -> torch.Tensor:
-            loss: torch.Tensor = super(FlexSeqMixin, self).training_step(
-                model, inputs, num_items_in_batch
-            )
-            return loss
-
-        loss = self._flexseq_loss.train(model, inputs, stock_step)
+        loss = self._flexseq_loss
+        for own_model, batch in loss.batches(model, inputs):
+            loss.add(super().training_step(own_model, batch, num_items_in_batch))
         self._flexseq_in_front.note(model, self.args.gradient_accumulation_steps)
-        return loss
+        return loss.value
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         self._flexseq_in_front.check(model)
@@ -317,7 +312,7 @@ class FlexSeqMixin(PartOfModelMixin):
     ) -> Any:
         """Plan the log-probabilities of a whole batch of samples together, in place of
         `batch_size` of them at a time. Only TRL's GRPO and RLOO call this."""
-        assert isinstance(self._flexseq_loss, LossAtHome), "GRPO and RLOO are known as such"
+        assert isinstance(self._flexseq_loss, LossOnSourceRank), "GRPO and RLOO are known as such"
         with self._flexseq_loss.planned.answers.answering(self.model_wrapped):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, None, **options
@@ -453,13 +448,8 @@ class FlexSeqMixin(PartOfModelMixin):
     ) -> Any:
         """Return the loss of a step, a scalar, with predictions and labels where they are
         wanted."""
-
-        def stock_prediction(model: nn.Module, inputs: Any, loss_only: bool) -> Any:
-            return super(FlexSeqMixin, self).prediction_step(
-                model, inputs, loss_only, ignore_keys=ignore_keys
-            )
-
-        return self._flexseq_loss.predict(model, inputs, prediction_loss_only, stock_prediction)
+        stock = super().prediction_step
+        return self._flexseq_loss.predict(model, inputs, prediction_loss_only, ignore_keys, stock)
 
 
 class FlexSeqTrainer(FlexSeqMixin, Trainer):

@@ -2,18 +2,18 @@
 
 A rank has all of the model, or accelerate gives it what it needs of it (FSDP, ZeRO). A step is
 
-1. dealt          the tokens of this rank's shards come to it (`deal`)
-2. run            one pass over the micro-batches, where the loss is a sum over tokens (`train`),
-                  or several around a loss that is computed at home (`train_passes`)
-3. reduced        gradients, once where they can be (`accumulation.py`)
+1. dispatched     this rank gets the tokens of its shards (`dispatch`)
+2. run            one pass over the micro-batches, where the loss is a sum over tokens
+                  (`micro_batches`), or several around a loss on the source ranks (`reducing`);
+                  see `steps/rank_step.py`
+3. reduced        gradients, once where they can be (`reduction.py`)
 
 What the model itself is given is in `attached.py`, what its attention is told in `contexts.py`.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -21,22 +21,16 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.forward import forward_only
 from hf_flexseq.distributed.agreement import Attempt
-from hf_flexseq.hf.accumulation import StepReduction
 from hf_flexseq.hf.attached import AttachedModel
 from hf_flexseq.hf.contexts import ModelContexts, kernel_of, kernel_of_run
-from hf_flexseq.hf.executors import (
-    EngineSetup,
-    ForwardBackward,
-    TrainerHooks,
-    base_model,
-    planner_of,
-)
+from hf_flexseq.hf.executors import EngineSetup, TrainerHooks, base_model, planner_of
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import is_fully_sharded
 from hf_flexseq.hf.model.images import check_text_alone
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.router import RouterLoss
-from hf_flexseq.hf.sharding import SteppedFsdp, fsdp_figures, reduces_each_batch
+from hf_flexseq.hf.reduction import GradientReduction
+from hf_flexseq.hf.sharding import FsdpPolicies, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.sync import resolve_sync
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan import Plan
@@ -48,17 +42,10 @@ from hf_flexseq.planner.passes import passes_of
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.program.passes import PlanPasses
-from hf_flexseq.steps.exchange import Columns, RowExchange, SourceRow
-from hf_flexseq.steps.inputs import (
-    Inputs,
-    indices_to_run,
-    inputs_of,
-    model_inputs,
-    shard_alone,
-)
-from hf_flexseq.steps.lookahead import DrawnStep
-from hf_flexseq.steps.passes import Objective, PassStep
-from hf_flexseq.steps.step import OptimizerStep
+from hf_flexseq.steps.exchange import RowExchange, SourceRow
+from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
+from hf_flexseq.steps.planned_step import PlannedStep
+from hf_flexseq.steps.rank_step import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.token_columns import with_token_columns
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
@@ -80,7 +67,7 @@ class WholeModelExecutor:
         self.cost: CostModel | None = None
         self.lockstep = False
         self.kernel: Kernel | None = None  # chosen with the first step
-        self.fsdp: SteppedFsdp | None = None  # made with the cost model
+        self.fsdp: FsdpPolicies | None = None  # made with the cost model
         self._exchange = RowExchange(setup.communicator)
         self._passes: PlanPasses | None = None  # None: the planner has none
         self._model: AttachedModel | None = None
@@ -131,7 +118,7 @@ class WholeModelExecutor:
         self._passes = passes_of(args.planner, cost, communicator.topology, lockstep=self.lockstep)
         if args.max_tokens_per_rank is None:
             cost.max_tokens_per_rank(communicator.world_size)  # raises where nothing is left
-        self.fsdp = SteppedFsdp(
+        self.fsdp = FsdpPolicies(
             fsdp_figures(base, accelerator, communicator, self.cost),
             communicator,
             over_replicas=reduces_each_batch(accelerator),
@@ -194,138 +181,94 @@ class WholeModelExecutor:
 
     # ---- steps
 
-    def deal(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> OptimizerStep | PassStep:
-        """Bring the drawn tokens to the ranks that the plan names. Collective over the world. A
-        step with a router loss runs several times."""
-        if self.router is not None:
-            return self.deal_passes(drawn, plan, waited_s=waited_s)
-        device = self.setup.accelerator.device
-
+    def dispatch(self, planned: PlannedStep) -> RankMicroBatches:
+        """Bring the drawn tokens to the ranks that the plan names. Collective over the world."""
         # 1. what this rank holds in each micro-batch, and its tokens outside of attention
-        layout, row, contexts = self._held(drawn, plan)
+        plan: Plan = planned.plan
+        device = self.setup.accelerator.device
+        communicator = self.setup.communicator
+        model = self._attached_model
+        check_text_alone(model.base.config, planned.drawn.row.columns, communicator)
+        row = with_token_columns(planned.drawn.row, model.token_columns)
+        all_shards = None if self._passes is None else self._passes.shards
+        layout = PlanLayout(plan, communicator.rank, all_shards)
         shards = layout.shards
-        columns = self._exchange(row, layout, drawn.sources)
+        routes = self._exchange.routes(row, layout, planned.drawn.sources)
+        columns = self._exchange.dispatch(row.columns, routes)
 
         # 2. what the model is called with; beyond the first micro-batch it is made while they run
-        indices = indices_to_run(shards, lockstep=self.lockstep)
-        inputs = model_inputs(
-            shards,
-            columns,
-            lockstep=self.lockstep,
-            device=device,
-            make_context=contexts,
-        )
-        return OptimizerStep(drawn, plan, indices, inputs, waited_s=waited_s, device=device)
-
-    def deal_passes(self, drawn: DrawnStep, plan: Plan, *, waited_s: float) -> PassStep:
-        """Bring the drawn tokens to the ranks that the plan names, for a step that runs several
-        times. Collective over the world."""
-        device = self.setup.accelerator.device
-        layout, row, contexts = self._held(drawn, plan)
-        shards = layout.shards
-        routes = self._exchange.routes(row, layout, drawn.sources)
-        columns = self._exchange.deal(row.columns, routes)
+        contexts = self._contexts_of_run()
 
         def inputs(index: int) -> Inputs:
             return inputs_of(shards[index], columns[index], device, contexts)
 
-        return PassStep(
-            drawn,
-            plan,
+        return RankMicroBatches(
+            planned,
             indices=indices_to_run(shards, lockstep=self.lockstep),
             counts=[shard.tokens for shard in shards],
             inputs_of=inputs,
             exchange=self._exchange,
             routes=routes,
-            waited_s=waited_s,
             device=device,
         )
 
-    def _held(self, drawn: DrawnStep, plan: Plan) -> tuple[PlanLayout, SourceRow, ModelContexts]:
-        """Return the layout of a plan; what this rank has drawn, with all columns that the model
-        needs; and what makes contexts, with the kernel that the first step
-        chooses. Collective over the world."""
-        communicator = self.setup.communicator
-        model = self._attached_model
-        check_text_alone(model.base.config, drawn.row.columns, communicator)
+    def _contexts_of_run(self) -> ModelContexts:
+        """Return what makes contexts, with the kernel that the first step chooses. Collective over
+        the world."""
         if self.kernel is None:
-            self.kernel = kernel_of_run(self.setup, model.base)
+            self.kernel = kernel_of_run(self.setup, self._attached_model.base)
         if self._contexts is None:
             self._contexts = ModelContexts(self.setup, self.kernel, self._passes)
-        all_shards = None if self._passes is None else self._passes.shards
-        layout = PlanLayout(plan, communicator.rank, all_shards)
-        return layout, with_token_columns(drawn.row, model.token_columns), self._contexts
+        return self._contexts
 
     def inputs_alone(self, row: SourceRow) -> Inputs:
         """Return the inputs of a micro-batch that has the sequences of `row`, all of them on this
-        rank. A step must have been dealt before, whose kernel it takes."""
-        assert self._contexts is not None, "a step has been dealt"
+        rank. A step must have been dispatched before, whose kernel it takes."""
+        assert self._contexts is not None, "a step has been dispatched"
         shard = shard_alone(row.lengths, self.setup.communicator.rank)
         columns = with_token_columns(row, self._attached_model.token_columns).columns
         return inputs_of(shard, columns, self.setup.accelerator.device, self._contexts)
 
-    def train(
-        self,
-        step: OptimizerStep | PassStep,
-        forward_backward: ForwardBackward,
-        model: nn.Module,
-    ) -> torch.Tensor:
-        """Run forward and backward of every micro-batch and return the sum of the losses, a
-        detached scalar; see `train_passes` for a loss that is computed at home.
+    def micro_batches(
+        self, step: RankMicroBatches, model: nn.Module, *, trains: bool
+    ) -> Iterator[Inputs]:
+        """Yield the inputs of every micro-batch of a step, once; the caller runs it and adds its
+        loss to the step. Collective over the world.
 
-        When gradients are reduced `accumulation.py` says.
+        When gradients are reduced `reduction.py` says.
         """
-        with self._reduction().of_step(step.plan, model) as before_last:
-            if isinstance(step, PassStep):
-                router = self._router_of_step(model)
-                loss = step.run_after_totals(router, forward_backward, before_last)
-            else:
-                loss = step.run(forward_backward, before_last)
-            return loss.detach()
+        if not trains:
+            yield from self._in_order(step, model, nullcontext)
+            return
+        with self.reducing(step, model) as before_last:
+            yield from self._in_order(step, model, before_last)
 
-    def train_passes(
-        self,
-        step: PassStep,
-        objective: Objective,
-        model: nn.Module,
-        weights: Columns | None = None,
-    ) -> torch.Tensor:
-        """Run both passes of every micro-batch around the loss that `objective` computes, and
-        return that of this rank, a detached scalar. Gradients are reduced as `train` does.
+    def _in_order(
+        self, step: RankMicroBatches, model: nn.Module, before_last: BeforeLast
+    ) -> Iterator[Inputs]:
+        """Return the inputs of every micro-batch; a router loss needs a pass before."""
+        if self.router is None:
+            return step.micro_batches(before_last)
+        return step.with_totals(self.router.of_step(model), before_last)
 
-        weights: the gradients of the loss, where they are known before it: then one pass does.
-        """
-        with self._reduction().of_step(step.plan, model) as before_last:
-            if weights is not None:
-                return step.run_once(objective, weights, before_last)
-            return step.run(objective, before_last)
-
-    def evaluate(
-        self, step: OptimizerStep | PassStep, forward: ForwardBackward, model: nn.Module
-    ) -> torch.Tensor:
-        """Run the forward of every micro-batch and return the sum of the losses, a detached
-        scalar."""
-        if isinstance(step, PassStep):
-            return step.run_after_totals(self._router_of_step(model), forward).detach()
-        return step.run(forward).detach()
-
-    def _reduction(self) -> StepReduction:
+    def reducing(
+        self, step: RankMicroBatches, model: nn.Module
+    ) -> AbstractContextManager[BeforeLast]:
+        """Surround the micro-batches of a step by what reduces their gradients; the block gets
+        what surrounds each of them but the last that runs backward."""
         assert self.fsdp is not None, "attach sets FSDP2's figures"
-        return StepReduction(
+        reduction = GradientReduction(
             self.setup.accelerator, self.setup.communicator, self.fsdp, lockstep=self.lockstep
         )
+        return reduction.of_step(step.plan, model)
 
-    def _router_of_step(self, model: nn.Module) -> RouterLoss:
-        assert self.router is not None, "deal has seen a router loss"
-        return self.router.of_step(model)
-
-    def figures(self, step: OptimizerStep | PassStep, trace: PlanTrace) -> Figures:
+    def figures(self, step: RankMicroBatches, trace: PlanTrace) -> Figures:
         """Write the trace of a finished step and return its figures. Collective over the
         world."""
         assert self.cost is not None, "attach sets the cost model"
         return trace.record(step, self.cost)
 
-    # ---- what a loss that is computed at home needs of the model
+    # ---- what a loss on the source ranks needs of the model
 
     def own_attention(self) -> AbstractContextManager[None]:
         """Give the attached model its own attention back inside the block, to generate with."""
@@ -339,7 +282,7 @@ class WholeModelExecutor:
     def beside(self, model: PreTrainedModel) -> Callable[[Shard], SequenceContext]:
         """Return what makes the contexts of another model, which runs on the micro-batches of the
         attached one, with kernels for its own layers. From now on the columns that it needs of
-        each token are dealt, too. Collective over the world.
+        each token are dispatched, too. Collective over the world.
 
         Raises ValueError where no kernel serves its layers, and for a model whose shards all ranks
         have to gather together, unless they run in lockstep.

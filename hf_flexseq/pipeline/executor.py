@@ -115,7 +115,7 @@ class PipelineExecutor:
         copy.
         """
         with self.weights.casting_once():
-            step = _Step(self, plan, columns, targets, autocast)
+            step = _ChunkRun(self, plan, columns, targets, autocast)
             for action in plan.actions[self.stage.index]:
                 step.obey(action)
             step.close()
@@ -131,14 +131,14 @@ class PipelineExecutor:
         """Run the forwards of one step in the plan's order, without gradients, and return the
         loss, a scalar. Arguments and loss are those of `train`, columns [1, tokens] included."""
         with torch.no_grad(), self.weights.casting_once():
-            step = _Step(self, _forwards(plan), columns, targets, autocast)
+            step = _ChunkRun(self, _forwards(plan), columns, targets, autocast)
             for action in step.plan.actions[self.stage.index]:
                 step.obey(action)
             step.close()
         return step.loss
 
 
-class _Step:
+class _ChunkRun:
     """An optimizer step of one rank."""
 
     def __init__(

@@ -10,20 +10,16 @@ same buckets. Sharded parameters have been summed over replicas before (`shardin
 copies are divided alike, so that shares add up.
 """
 
-from collections.abc import Sequence
-
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
-from hf_flexseq.distributed.reduction import sum_over
-from hf_flexseq.pipeline.sharding import local
+from hf_flexseq.distributed.reduction import local, sum_gradients
 from hf_flexseq.pipeline.stages import Stage
 
 
-def sum_gradients(stage: Stage, neighbours: Neighbours) -> None:
+def reduce_gradients(stage: Stage, neighbours: Neighbours) -> None:
     """Make every gradient of this stage that of the whole step. Collective over the world."""
     # 1. over replicas
     whole_parameters = []
@@ -31,23 +27,12 @@ def sum_gradients(stage: Stage, neighbours: Neighbours) -> None:
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             whole_parameters.append(parameter)
     if neighbours.replicas is not None:
-        sum_over(neighbours.replicas, _gradients(whole_parameters))
+        sum_gradients(whole_parameters, neighbours.replicas)
     # 2. over the two copies of a tied tensor
     tied = stage.tied_parameter()
     if tied is not None and tied.requires_grad:
         assert neighbours.ends is not None, "copies of a tensor are on the ends of a pipeline"
-        sum_over(neighbours.ends, _gradients([tied]))
-
-
-def _gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """Return this rank's part of every gradient, of the parameter's shape; zeros where there was
-    none."""
-    gradients = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradients.append(local(parameter.grad))
-    return gradients
+        sum_gradients([tied], neighbours.ends)
 
 
 def equalise(stage: Stage, neighbours: Neighbours) -> None:

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from hf_flexseq.distributed.reduction import buckets
+from hf_flexseq.distributed.reduction import buckets, local
 from hf_flexseq.pipeline.stages import Stage
 
 
@@ -165,12 +165,6 @@ def _add_share(parameter: nn.Parameter, share: torch.Tensor) -> None:
     if parameter.grad is not None:
         gradient = parameter.grad + gradient
     parameter.grad = gradient
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows that this rank holds of a tensor, which may be sharded: [rows / ranks, ...],
-    sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

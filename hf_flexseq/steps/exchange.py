@@ -10,7 +10,7 @@ Both find out what this rank sends to whom and what it gets, and leave the sendi
 `TokenExchange`: one collective brings every token, with all of its columns, to where it stands in
 the model. Sender and receiver take the same order from the plan, so that nothing but tokens has to
 be sent. For that all rows of a step have the same columns (`common_dtypes`), also that of a rank
-which drew nothing. What a model has computed of tokens goes the same way back (`home`).
+which drew nothing. What a model has computed of tokens goes the same way back (`to_source`).
 """
 
 import hashlib
@@ -237,9 +237,9 @@ class TokenExchange:
                 result[name] = own
         return results
 
-    def home(self, columns: Sequence[Columns], sent: Sent, wanted: Wanted) -> Columns:
-        """Bring what has become of the tokens back to who drew them: return columns of this rank's
-        source row, each [tokens, ...]. Collective over the world.
+    def to_source(self, columns: Sequence[Columns], sent: Sent, wanted: Wanted) -> Columns:
+        """Gather values of tokens on the source ranks: return columns of this rank's source row,
+        each [tokens, ...]. Collective over the world.
 
         columns: one dict per entry of `wanted.rows`, each column [tokens, ...].
         """
@@ -349,9 +349,9 @@ class RowExchange:
         row: what this rank drew, with the columns that the rows of all ranks have.
         sources: the rank that drew each sequence.
         """
-        return self.deal(row.columns, self.routes(row, layout, sources))
+        return self.dispatch(row.columns, self.routes(row, layout, sources))
 
-    def deal(self, columns: Columns, routes: Routes) -> list[Columns]:
+    def dispatch(self, columns: Columns, routes: Routes) -> list[Columns]:
         """Return this rank's columns, each [tokens, ...], for every micro-batch. Collective
         over the world.
 
@@ -359,13 +359,13 @@ class RowExchange:
         """
         return self._exchange(columns, routes.sent, routes.wanted)
 
-    def home(self, columns: Sequence[Columns], routes: Routes) -> Columns:
+    def to_source(self, columns: Sequence[Columns], routes: Routes) -> Columns:
         """Return columns of this rank's source row, each [tokens, ...], from those that ranks have
         made of tokens. Collective over the world.
 
         columns: of every micro-batch, each [tokens, ...], alike on all ranks.
         """
-        return self._exchange.home(columns, routes.sent, routes.wanted)
+        return self._exchange.to_source(columns, routes.sent, routes.wanted)
 
     def routes(self, row: SourceRow, layout: PlanLayout, sources: Sequence[int]) -> Routes:
         """Return where tokens go, and from where they come; see `__call__`."""

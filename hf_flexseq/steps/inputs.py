@@ -5,7 +5,7 @@ it runs those that hold work for it. When none does it runs a dummy after all, s
 takes part in the last gradient reduction.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,27 +21,6 @@ Inputs = dict[str, Any]
 
 LABELS = ("labels", "shift_labels")
 """Names under which a model is given the targets of a micro-batch, one tensor under both."""
-
-
-def model_inputs(
-    shards: Sequence[Shard],
-    columns: Sequence[Columns],
-    *,
-    lockstep: bool,
-    device: torch.device,
-    make_context: Callable[[Shard], SequenceContext],
-) -> Iterator[tuple[int, Inputs]]:
-    """Yield (index, inputs of the model) for each micro-batch that this rank runs; they are made
-    when they are asked for.
-
-    shards: this rank's, one for each micro-batch.
-    columns: of each micro-batch, each [tokens] on the CPU.
-    lockstep: whether all ranks run every micro-batch together.
-    device: where the model's tensors [1, tokens] go.
-    make_context: says how attention runs on a shard.
-    """
-    for index in indices_to_run(shards, lockstep=lockstep):
-        yield index, inputs_of(shards[index], columns[index], device, make_context)
 
 
 def indices_to_run(shards: Sequence[Shard], *, lockstep: bool) -> list[int]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hf_flexseq.pipeline.sharding import local
+from hf_flexseq.distributed.reduction import local
 from hf_flexseq.values import listed
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.steps.passes import PassStep
-from hf_flexseq.steps.step import OptimizerStep, PipelineStep, RankStep
+from hf_flexseq.steps.rank_step import RankChunks, RankMicroBatches, RankStep
 from hf_flexseq.steps.trace_file import TraceFile
 
 PREFIX = "flexseq/"
@@ -44,7 +43,7 @@ class PlanTrace:
         # All steps share one cost model, whose digest takes longer than a line.
         self._digest = functools.lru_cache(maxsize=1)(CostModel.digest)
 
-    def record(self, step: OptimizerStep | PassStep, cost: CostModel) -> Figures:
+    def record(self, step: RankMicroBatches, cost: CostModel) -> Figures:
         """Write the trace of a finished step and return its figures. Collective over the
         world."""
         by_rank = self._gather(step, step.measured_s)  # [world, micro-batches]
@@ -61,7 +60,7 @@ class PlanTrace:
             self._file.append(step.number, [line | step.plan.to_record()])
         return step_figures(step, slowest)
 
-    def record_pipeline(self, step: PipelineStep, cost: PipelineCost, whole: CostModel) -> Figures:
+    def record_pipeline(self, step: RankChunks, cost: PipelineCost, whole: CostModel) -> Figures:
         """Write the trace of a finished step, a line for each replica, and return its figures.
         Collective over the world.
 
@@ -107,7 +106,7 @@ class PlanTrace:
 # ---- figures
 
 
-def step_figures(step: OptimizerStep | PassStep, measured_s: float) -> Figures:
+def step_figures(step: RankMicroBatches, measured_s: float) -> Figures:
     """Return the figures of a step in micro-batches. measured_s: seconds of the slowest rank."""
     figures: Figures = {
         "micro_batches": len(step.plan.micro_batches),
@@ -120,7 +119,7 @@ def step_figures(step: OptimizerStep | PassStep, measured_s: float) -> Figures:
     return figures
 
 
-def pipeline_figures(step: PipelineStep, measured_s: float) -> Figures:
+def pipeline_figures(step: RankChunks, measured_s: float) -> Figures:
     """Return the figures of a step in chunks. measured_s: seconds of the slowest rank."""
     plans = step.plan.plans
     return {

@@ -8,7 +8,7 @@ that is all alone: what it would get from the others is there at once (`Recorded
 are those of the rank's own work, the wire apart:
 
     plan        received, on a rank other than rank 0
-    deal        shards, tokens exchanged, inputs of the model; without contexts
+    dispatch    shards, tokens exchanged, inputs of the model; without contexts
     contexts    what attention is told about each micro-batch
     figures     of the finished step
     rank 0      what it does beside: the planner's answer read, checked, made ready to be sent
@@ -52,7 +52,8 @@ from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.steps.exchange import SourceRow
-from hf_flexseq.steps.lookahead import DrawnStep, Lookahead
+from hf_flexseq.steps.planned_step import DrawnStep
+from hf_flexseq.steps.prefetch import PrefetchedSteps
 from hf_flexseq.steps.trace import PlanTrace
 from lengths import DOCUMENTS, WIKIPEDIA, K, batch, common_crawl_like
 from planners import CAP, COST, SETS, LengthSet
@@ -63,7 +64,7 @@ from gpu_checks.stub import StubHost, StubTransport
 CPU = torch.device("cpu")
 HEAD_DIM = 16
 DTYPES = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64}
-PARTS = ("plan", "deal", "contexts", "figures")
+PARTS = ("plan", "dispatch", "contexts", "figures")
 COLUMNS = ("ranks x sequences", "steps", *PARTS, "all but contexts", "worst", "rank 0")
 
 
@@ -169,7 +170,7 @@ class OneRank:
         self.executor.cost = COST
         self.executor.lockstep = True
         self.executor.kernel = choose_kernel(CPU, torch.float32, HEAD_DIM)
-        self.executor._model = SimpleNamespace(  # of text alone, with nothing of its own to deal
+        self.executor._model = SimpleNamespace(  # of text alone, with no columns of its own
             base=SimpleNamespace(config=LlamaConfig()), token_columns=(), router=None
         )
         self.trace = PlanTrace(None, self.communicator)
@@ -179,8 +180,13 @@ class OneRank:
         self.host.answer = json.dumps(["plan", ""]).encode() + b"\n" + step.plan.to_bytes()
         clock = Clock()
         drawn = self._drawn(step)
-        lookahead = Lookahead(
-            self.communicator, None, 0, check=self.executor.check, read=self.executor.read
+        steps = PrefetchedSteps(
+            self.communicator,
+            None,
+            0,
+            dispatch=self.executor.dispatch,
+            check=self.executor.check,
+            read=self.executor.read,
         )
         contexts = ModelContexts(self.executor.setup, self.executor.kernel, None)
 
@@ -190,13 +196,13 @@ class OneRank:
 
         self.executor._contexts = timed_context
         with clock.timing("plan"):
-            plan = lookahead._plan(drawn)
-        with clock.timing("deal"):
-            optimizer_step = self.executor.deal(drawn, plan, waited_s=0.0)
+            planned = steps._plan(drawn)
+        with clock.timing("dispatch"):
+            rank_step = self.executor.dispatch(planned)
         clock.milliseconds.setdefault("contexts", 0.0)
-        clock.milliseconds["deal"] -= clock.milliseconds["contexts"]
+        clock.milliseconds["dispatch"] -= clock.milliseconds["contexts"]
         with clock.timing("figures"):
-            self.trace.record(optimizer_step, COST)
+            self.trace.record(rank_step, COST)
         return clock.milliseconds
 
     def _drawn(self, step: Recorded) -> DrawnStep:

@@ -35,7 +35,7 @@ from hf_flexseq.distributed.threads import ThreadHub, ThreadTransport
 from hf_flexseq.hf.attention import PIPELINE_NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.pipeline.executor import PipelineExecutor
-from hf_flexseq.pipeline.reduction import sum_gradients
+from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import Group, MicroBatch, Plan
@@ -43,7 +43,7 @@ from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.steps.exchange import RowExchange, common_dtypes, source_row
-from hf_flexseq.steps.inputs import model_inputs
+from hf_flexseq.steps.inputs import indices_to_run, inputs_of
 from hf_flexseq.topology import Topology
 
 RANKS = 8
@@ -227,13 +227,8 @@ def _step(
     )
     if way.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    for _, inputs in model_inputs(
-        layout.shards,
-        columns,
-        lockstep=way.lockstep,
-        device=model.device,
-        make_context=make_context,
-    ):
+    for index in indices_to_run(layout.shards, lockstep=way.lockstep):
+        inputs = inputs_of(layout.shards[index], columns[index], model.device, make_context)
         with way.precision.forward(model.device):
             outputs = model(
                 **inputs, use_cache=False, num_items_in_batch=subject.targets_of(examples)
@@ -339,7 +334,7 @@ def _pipeline_error(
         communicator = Communicator(topology, transport=transport)
         executor = _stage_executor(form, twins[transport.rank], communicator, precision)
         executor.train(plan, columns, targets, lambda: precision.forward(model.device))
-        sum_gradients(executor.stage, executor.neighbours)
+        reduce_gradients(executor.stage, executor.neighbours)
         found = {name: p.grad for name, p in executor.stage.global_parameters()}
         return subject.largest_error(found, true)
 

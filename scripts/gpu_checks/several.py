@@ -42,7 +42,6 @@ from hf_flexseq.attention import function as attention_function
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan import Plan
 from hf_flexseq.planner.process.client import Planner
-from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.topology import Topology
 
 LAYERS = 2
@@ -297,16 +296,14 @@ class Runner:
         step = self.engine.next_step(iter(batches), 1)
         assert step is not None, "the ranks have drawn documents"
 
-        def forward_backward(inputs: Inputs) -> torch.Tensor:
-            with self.precision.forward(self.accelerator.device):
-                outputs = wrapped(**inputs, use_cache=False, num_items_in_batch=step.targets)
-            loss = outputs.loss * world_size  # gradients are averaged over ranks
-            loss.backward()
-            return loss.detach()
-
         is_guarded = self.precision.autocast is not None and not may_wait
         with host_waits_nowhere(is_guarded and self.accelerator.device.type == "cuda"):
-            self.engine.train(step, forward_backward, wrapped)
+            for inputs in self.engine.micro_batches(step, wrapped):
+                with self.precision.forward(self.accelerator.device):
+                    outputs = wrapped(**inputs, use_cache=False, num_items_in_batch=step.targets)
+                loss = outputs.loss * world_size  # gradients are averaged over ranks
+                loss.backward()
+                step.add(loss.detach())
         self.engine.finish(step)
 
 

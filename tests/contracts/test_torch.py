@@ -7,6 +7,8 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from hf_flexseq.hf.reduction import instead_of_ddp
+from hf_flexseq.hf.sharding import parameter_groups
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -16,8 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import _CheckpointFrame, checkpoint
 
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.steps.reduction import reduced_once
-from hf_flexseq.steps.sharding import parameter_groups
 from tests.contracts.look import parameters, schema_arguments
 from tests.ranks import run_ranks
 
@@ -175,7 +175,7 @@ def test_the_default_group_tells_its_timeout():
     )
 
 
-# ---- steps/reduction.py: DDP that does not reduce, and broadcasts buffers all the same
+# ---- hf/reduction.py: DDP that does not reduce, and broadcasts buffers all the same
 
 
 class HasBuffer(nn.Module):
@@ -202,7 +202,7 @@ def broadcasts(rank, world_size, is_ours):
 
     for _ in range(2):
         if is_ours:
-            with reduced_once(ddp, communicator):
+            with instead_of_ddp(ddp, communicator):
                 micro_batch()
                 micro_batch()
         else:
@@ -268,7 +268,7 @@ def test_fsdp_modules_are_known_by_a_method():
     assert not hasattr(nn.Module, "set_requires_gradient_sync")
 
 
-# ---- steps/sharding.py: FSDP2 told per step what to keep
+# ---- hf/sharding.py: FSDP2 told per step what to keep
 
 
 def settings_of_units(rank, world_size):

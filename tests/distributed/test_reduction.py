@@ -1,10 +1,10 @@
-"""Sums of many tensors in few collectives, against sums of one tensor after the other."""
+"""Sums of many gradients in few collectives, against sums of one gradient after the other."""
 
 import pytest
 import torch
 
 from hf_flexseq.distributed import reduction
-from hf_flexseq.distributed.reduction import sum_over
+from hf_flexseq.distributed.reduction import sum_gradients
 from tests.ranks import join, run_threads
 
 SHAPES = [(3,), (2, 5), (), (7, 1, 2), (0,), (40,), (4, 4)]
@@ -22,22 +22,29 @@ def tensors_of(rank):
     return [*tensors, transposed]
 
 
-def summed(rank, world_size, factor):
+def summed(rank, world_size, divisor):
     communicator = join()
     everyone = communicator.transport.open_group([range(world_size)])
-    tensors = tensors_of(rank)
-    sum_over(everyone, tensors, factor=factor)
-    return tensors
+    parameters = []
+    for tensor in tensors_of(rank):
+        parameter = torch.nn.Parameter(torch.zeros_like(tensor))
+        parameter.grad = tensor
+        parameters.append(parameter)
+    if rank == 0:
+        parameters[1].grad = None  # counts as zeros
+    sum_gradients(parameters, everyone, divisor)
+    return [parameter.grad for parameter in parameters]
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 2**20])
-@pytest.mark.parametrize("factor", [1.0, 1 / 3])
-def test_every_tensor_becomes_its_sum(bucket_bytes, factor, monkeypatch):
+@pytest.mark.parametrize("divisor", [1, 3])
+def test_every_gradient_becomes_its_sum(bucket_bytes, divisor, monkeypatch):
     monkeypatch.setattr(reduction, "BUCKET_BYTES", bucket_bytes)
-    for found in run_threads(summed, 3, factor):
+    for found in run_threads(summed, 3, divisor):
         inputs = [tensors_of(rank) for rank in range(3)]
+        inputs[0][1].zero_()
         for index, tensor in enumerate(found):
-            wanted = sum(of_rank[index] for of_rank in inputs) * factor
+            wanted = sum(of_rank[index] for of_rank in inputs) / divisor
             assert tensor.dtype == wanted.dtype
             torch.testing.assert_close(tensor, wanted)
 

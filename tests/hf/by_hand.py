@@ -16,7 +16,7 @@ from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.program.hybrid import Reordered
 from hf_flexseq.program.ulysses import UlyssesZone
 from hf_flexseq.steps.exchange import RowExchange, common_dtypes, source_row
-from hf_flexseq.steps.inputs import model_inputs
+from hf_flexseq.steps.inputs import indices_to_run, inputs_of
 from hf_flexseq.steps.token_columns import with_token_columns
 from hf_flexseq.topology import Topology
 from tests.hf.tiny import taken_gradients
@@ -55,16 +55,14 @@ def run_plan(model, plan, examples, communicator, *, passes=None):
     targets = sum(count for (count,) in communicator.host.gather_ints([sum(row.targets)]))
     loss = torch.zeros((), dtype=torch.float64)
     contexts = []
-    inputs_by_micro_batch = model_inputs(
+    for inputs in inputs_by_micro_batch(
         layout.shards,
         columns,
         lockstep=False,
-        device=CPU,
         make_context=lambda shard: SequenceContext(
             shard, communicator, kernel, CPU, passes=passes
         ),
-    )
-    for _, inputs in inputs_by_micro_batch:
+    ):
         own = model(**inputs, use_cache=False, num_items_in_batch=targets).loss
         own.backward()
         loss += own.detach()
@@ -73,6 +71,13 @@ def run_plan(model, plan, examples, communicator, *, passes=None):
     # 3. sums over ranks
     communicator.host.all_reduce(loss)
     return float(loss), summed_gradients(model, communicator), contexts
+
+
+def inputs_by_micro_batch(shards, columns, *, lockstep, make_context):
+    """Inputs of the model for every micro-batch that this rank runs, each made when it is asked
+    for."""
+    for index in indices_to_run(shards, lockstep=lockstep):
+        yield inputs_of(shards[index], columns[index], CPU, make_context)
 
 
 def drawn_row(examples, sources, communicator):

@@ -1,5 +1,5 @@
-"""The next step is dealt while this one runs, and figures are read a step later where the device
-works behind the host. Neither shows: in gradients, in the log, in the plan trace, in errors."""
+"""The next step is dispatched while this one runs, and figures are read a step later where the
+device works behind the host. Neither shows: in gradients, in the log, in the plan trace, in errors."""
 
 import json
 
@@ -16,7 +16,7 @@ from hf_flexseq import (
     FlexSeqTrainer,
 )
 from hf_flexseq.distributed.matching import Launches
-from hf_flexseq.steps import step as steps
+from hf_flexseq.steps import rank_step as steps
 from hf_flexseq.steps.stopwatch import Stopwatch
 from tests.hf.test_nonfinite import PARAMETER, STEPS, loop
 from tests.hf.test_trainer import OPTIONS, dataset
@@ -28,7 +28,7 @@ from tests.ranks import join, run_threads
 
 def run_random_plans(rank, world_size, lookahead):
     """Numbers, micro-batches of this rank, and gradients of each step; with how many steps were
-    dealt while another one ran."""
+    dispatched while another one ran."""
     communicator = join()
     options = FlexSeqArguments(
         lookahead=lookahead,
@@ -43,14 +43,14 @@ def run_random_plans(rank, world_size, lookahead):
     collate = DataCollatorForFlexSeq()
     examples = documents([3 + (index * 7 + rank * 5) % 30 for index in range(12)], seed=rank)
     found = []
-    dealt = []
-    deal = engine.executor.deal
+    dispatched = []
+    dispatch = engine.executor.dispatch
 
-    def noted(drawn, plan, *, waited_s):
-        dealt.append(drawn.number > len(found))
-        return deal(drawn, plan, waited_s=waited_s)
+    def noted(planned):
+        dispatched.append(planned.drawn.number > len(found))
+        return dispatch(planned)
 
-    engine.executor.deal = noted
+    engine.executor.dispatch = noted
     for _ in range(2):
         batches = [collate(examples[index : index + 2]) for index in range(0, 12, 2)]
         for step in engine.steps(batches, 2):
@@ -59,11 +59,11 @@ def run_random_plans(rank, world_size, lookahead):
             found.append((step.step.number, step.step.indices, gradients))
             model.zero_grad()
     engine.detach()
-    return found, sum(dealt)
+    return found, sum(dispatched)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_are_those_of_steps_that_are_dealt_in_place(world_size):
+def test_gradients_are_those_of_steps_that_are_dispatched_in_place(world_size):
     wanted = run_threads(run_random_plans, world_size, 0)
     found = run_threads(run_random_plans, world_size, 2, launches=Launches.ONE_QUEUE)
     ran = [[indices for _, indices, _ in of_rank] for of_rank, _ in wanted]
@@ -142,13 +142,14 @@ def train(folder, logging_steps, events=None):
         callbacks=[saves],
     )  # fmt: skip
     if events is not None:
-        run = trainer.flexseq.executor.train
+        run = trainer.flexseq.executor.micro_batches
 
-        def noted(step, *args):
-            events.append(step.number)
-            return run(step, *args)
+        def noted(step, *args, **options):
+            if options["trains"]:
+                events.append(step.number)
+            return run(step, *args, **options)
 
-        trainer.flexseq.executor.train = noted
+        trainer.flexseq.executor.micro_batches = noted
     trainer.train()
     timed = ("measured_s", "planning_ms_exposed", "tokens_per_s", "runtime", "per_second")
     log = []
@@ -221,6 +222,6 @@ def test_an_engine_that_is_detached_in_the_middle_begins_anew(behind):
         for step in engine.steps(batches):
             step.backward(model)
             if step.step.number == 2:
-                break  # the third step is not finished, and the fourth is dealt
+                break  # the third step is not finished, and the fourth is dispatched
         engine.detach()
     assert numbers == [0, 0]

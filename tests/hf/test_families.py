@@ -12,7 +12,7 @@ from trl import SFTTrainer
 
 from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.model.recurrent import attach_recurrent, mixers
-from hf_flexseq.pipeline.reduction import sum_gradients
+from hf_flexseq.pipeline.reduction import reduce_gradients
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer
 from tests.hf.test_reach import (
@@ -173,7 +173,7 @@ def errors_in_stages(rank, world_size, family, degree, wanted):
         plan = random_pipeline_plan(LENGTHS, stages, rng, layers=2, checkpointing=checkpointing)
         assert any(chunk.cut(plan.lengths) is not None for chunk in plan.chunks)
         executor.train(plan, columns_of(plan, examples), targets)
-        sum_gradients(executor.stage, executor.neighbours)
+        reduce_gradients(executor.stage, executor.neighbours)
         found = {}
         for name, parameter in executor.stage.global_parameters():
             found[name] = torch.zeros_like(parameter)

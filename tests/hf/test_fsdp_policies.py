@@ -20,10 +20,8 @@ from transformers.distributed import DistributedConfig
 
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import PLAIN, FsdpFigures, FsdpPolicy
-from hf_flexseq.hf import sharding
 from hf_flexseq.hf.model.facts import gathered_itemsize, is_fsdp2, replicas, trained_elements
-from hf_flexseq.hf.sharding import SteppedFsdp
-from hf_flexseq.steps.sharding import FsdpUnits, parameter_groups
+from hf_flexseq.hf.sharding import FsdpPolicies, parameter_groups
 from tests.hf.test_exactness import LENGTHS, own_batches, whole
 from tests.hf.tiny import (
     RandomPlanEngine,
@@ -286,10 +284,11 @@ def test_memory_counts_as_far_as_the_device_has_it(tmp_path):
 
 def test_the_units_of_a_model_are_looked_for_once_and_forgotten_with_it(monkeypatch):
     looked_at = []
+    modules = torch.nn.Module.modules
     monkeypatch.setattr(
-        sharding, "FsdpUnits", lambda model: looked_at.append(model) or FsdpUnits(model)
+        torch.nn.Linear, "modules", lambda model: looked_at.append(model) or modules(model)
     )
-    stepped = SteppedFsdp(None, None, over_replicas=False)
+    stepped = FsdpPolicies(None, None, over_replicas=False)
     first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     for model in (first, first, second):
         with stepped.of_step(None, model) as before_last, before_last():

@@ -15,7 +15,7 @@ from hf_flexseq import (
     FlexSeqEngine,
     FlexSeqTrainer,
 )
-from hf_flexseq.pipeline.sharding import local
+from hf_flexseq.distributed.reduction import local
 from tests.hf.test_sharding import ZERO
 from tests.hf.test_trainer import OPTIONS, dataset, training_arguments
 from tests.hf.tiny import documents, tiny_llama
@@ -54,17 +54,16 @@ def make_trainer(kind, models, folder, **options):
 def poison(trainer, step):
     """Put a NaN into one gradient of one rank when the backwards of a step are over."""
     executor = trainer.flexseq.executor
-    train = executor.train
+    run = executor.micro_batches
 
-    def poisoned(planned, forward_backward, model):
-        loss = train(planned, forward_backward, model)
+    def poisoned(planned, model, *, trains):
+        yield from run(planned, model, trains=trains)
         if planned.number == step and trainer.args.process_index == POISONED_RANK:
             parameters = dict(model.named_parameters())
             name = PARAMETER if PARAMETER in parameters else f"module.{PARAMETER}"
             local(parameters[name].grad)[0] = torch.nan
-        return loss
 
-    executor.train = poisoned
+    executor.micro_batches = poisoned
 
 
 def outcome(trainer, folder):

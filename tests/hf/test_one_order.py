@@ -22,14 +22,13 @@ from hf_flexseq.cost.sharding import PLAIN, FsdpPolicy
 from hf_flexseq.distributed.matching import Launches
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.reduction import average_gradients, instead_of_ddp
+from hf_flexseq.hf.sharding import FsdpPolicies
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.layout import PlanLayout
-from hf_flexseq.steps.inputs import model_inputs
-from hf_flexseq.steps.reduction import average_gradients, reduced_once
-from hf_flexseq.steps.sharding import FsdpUnits
 from hf_flexseq.topology import Topology
-from tests.hf.by_hand import rows_of
+from tests.hf.by_hand import inputs_by_micro_batch, rows_of
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.plans import random_plan
 from tests.process_group import needs_new_names, run_threads_with_groups
@@ -102,16 +101,15 @@ def columns_of(parts, examples):
 
 
 def micro_batches(communicator, plan, examples, *, lockstep):
-    """(index, inputs of the model) of every micro-batch that this rank runs."""
+    """Inputs of the model for every micro-batch that this rank runs."""
     passes = Always(communicator.topology)
     shards = PlanLayout(plan, communicator.rank, passes.shards).shards
     columns = [columns_of(parts, examples) for parts in rows_of(shards)]
     kernel = choose_kernel(CPU, torch.float64, 8)
-    return model_inputs(
+    return inputs_by_micro_batch(
         shards,
         columns,
         lockstep=lockstep,
-        device=CPU,
         make_context=lambda shard: SequenceContext(
             shard, communicator, kernel, CPU, passes=passes
         ),
@@ -156,8 +154,8 @@ def under_ddp(rank, world_size, nodes, seed, options):
     ddp = DistributedDataParallel(model, **options)
     gradients = []
     for plan in drawn_plans(world_size, nodes, seed):
-        with reduced_once(ddp, communicator):
-            for _, inputs in micro_batches(communicator, plan, examples, lockstep=False):
+        with instead_of_ddp(ddp, communicator):
+            for inputs in micro_batches(communicator, plan, examples, lockstep=False):
                 backward(ddp, inputs, examples, world_size)
         gradients.append({name: whole(p) for name, p in model.named_parameters()})
         model.zero_grad()
@@ -166,7 +164,7 @@ def under_ddp(rank, world_size, nodes, seed, options):
 
 @pytest.mark.parametrize(("launches", "seed"), [(ONE_QUEUE, 1), (ONE_QUEUE, 2), (BY_LANE, 2)])
 @pytest.mark.parametrize(("world_size", "nodes"), CASES)
-def test_plans_end_under_ddp_reduced_once(launches, world_size, nodes, seed):
+def test_plans_end_under_ddp_instead_of_ddp(launches, world_size, nodes, seed):
     options = SMALL_BUCKETS if seed == 1 else {}
     by_rank = run_threads_with_groups(
         under_ddp,
@@ -192,9 +190,9 @@ def under_ddp_in_lockstep(rank, world_size, nodes, seed, has_hook):
     for plan in drawn_plans(world_size, nodes, seed):
         *earlier, last = micro_batches(communicator, plan, examples, lockstep=True)
         with ddp.no_sync():
-            for _, inputs in earlier:
+            for inputs in earlier:
                 backward(ddp, inputs, examples, world_size)
-        backward(ddp, last[1], examples, world_size)
+        backward(ddp, last, examples, world_size)
         gradients.append({name: whole(p) for name, p in model.named_parameters()})
         model.zero_grad()
     return gradients
@@ -224,15 +222,16 @@ def under_fsdp2(rank, world_size, nodes, seed, checkpointing, policy):
     layers[0].set_modules_to_forward_prefetch(layers[1:2])
     for unit in [*layers, model]:
         unit._set_unshard_async_op(True)  # gathered ahead, and waited for where it is used
-    units = FsdpUnits(model)
+    policies = FsdpPolicies(None, communicator, over_replicas=False)
+    policies.find_units(model)
     gradients = []
     for plan in drawn_plans(world_size, nodes, seed):
         *earlier, last = micro_batches(communicator, plan, examples, lockstep=True)
-        with units.whole_step(policy):
-            for _, inputs in earlier:
-                with units.before_last(policy):
+        with policies.whole_step(policy):
+            for inputs in earlier:
+                with policies.before_last(policy):
                     backward(model, inputs, examples, world_size)
-            backward(model, last[1], examples, world_size)
+            backward(model, last, examples, world_size)
         gradients.append({name: whole(p) for name, p in model.named_parameters()})
         model.zero_grad()
     return gradients
@@ -287,10 +286,10 @@ def reduced_by_ddp(rank, world_size):
     model = llama()
     ddp = DistributedDataParallel(model, **SMALL_BUCKETS)
     *earlier, last = micro_batches(communicator, plan_that_ends_apart(), examples, lockstep=False)
-    for _, inputs in earlier:
+    for inputs in earlier:
         with ddp.no_sync():
             backward(ddp, inputs, examples, world_size)
-    backward(ddp, last[1], examples, world_size)
+    backward(ddp, last, examples, world_size)
     return [{name: whole(p) for name, p in model.named_parameters()}]
 
 
@@ -314,11 +313,11 @@ def reduced_by_us(rank, world_size, early):
     ddp = DistributedDataParallel(model)
     *earlier, last = micro_batches(communicator, plan_that_ends_apart(), examples, lockstep=True)
     with ddp.no_sync():
-        for _, inputs in earlier:
+        for inputs in earlier:
             backward(ddp, inputs, examples, world_size)
         if rank in early:
             average_gradients(ddp, communicator)
-        backward(ddp, last[1], examples, world_size)
+        backward(ddp, last, examples, world_size)
     if rank not in early:
         average_gradients(ddp, communicator)
     return [{name: whole(p) for name, p in model.named_parameters()}]

@@ -84,8 +84,8 @@ def kill_the_planner(rank, world_size):
     batches = iter([DataCollatorForFlexSeq()(documents([5, 9])) for _ in range(20)])
     engine.next_step(batches, 1)
     if rank == 0:
-        engine._training.lookahead.planner._process.kill()
-        engine._training.lookahead.planner._process.wait()
+        engine._training._planner._process.kill()
+        engine._training._planner._process.wait()
     with pytest.raises(RuntimeError, match="planning process ended with code") as raised:
         list(iter(lambda: engine.next_step(batches, 1), None))
     engine.detach()

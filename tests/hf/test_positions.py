@@ -21,7 +21,7 @@ from transformers.models.kosmos2_5.modeling_kosmos2_5 import (
 from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
-from hf_flexseq.pipeline.reduction import sum_gradients
+from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.steps.counting import UnreadableForward, count_in
 from hf_flexseq.steps.exchange import SourceRow
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS, with_token_columns
@@ -212,7 +212,7 @@ def errors_in_stages(rank, world_size, family, degree, wanted):
             of_chunk[LENGTHS] = torch.tensor([lengths])
             of_chunk[INDICES] = of_chunk["position_ids"].clone()
         executor.train(plan, columns, targets)
-        sum_gradients(executor.stage, executor.neighbours)
+        reduce_gradients(executor.stage, executor.neighbours)
         found = {name: p.grad.clone() for name, p in executor.stage.global_parameters()}
         model.zero_grad()
         own = {name: wanted[name] for name in found}

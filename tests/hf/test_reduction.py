@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.steps.reduction import reduced_once
+from hf_flexseq.hf.reduction import instead_of_ddp
 from tests.hf.ordered import ordered_gloo
 from tests.hf.test_checks import make_trainer
 from tests.hf.test_exactness import LENGTHS, own_batches
@@ -138,7 +138,7 @@ def branches(rank, world_size, is_ours, find_unused):
     for step in range(2):
         model.zero_grad()
         if is_ours:
-            with reduced_once(ddp, communicator):
+            with instead_of_ddp(ddp, communicator):
                 for x in range(rank + 1):  # rank 1 has one micro-batch more
                     ddp(torch.tensor(1.0 + x + step), rank).backward()
         else:

@@ -14,7 +14,7 @@ from hf_flexseq.hf.attention import PIPELINE_NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.executor import PipelineExecutor
-from hf_flexseq.pipeline.reduction import sum_gradients
+from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.pipeline.ulysses import Sharing
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
@@ -93,7 +93,7 @@ def errors_by_case(rank, world_size, degree):
             plan = random_pipeline_plan(LENGTHS, stages, rng, layers=LAYERS, **options)
             columns = columns_of(plan, examples)
             losses = [executor.train(plan, columns, TARGETS)]
-            sum_gradients(executor.stage, executor.neighbours)
+            reduce_gradients(executor.stage, executor.neighbours)
             found = {name: p.grad.clone() for name, p in executor.stage.global_parameters()}
             model.zero_grad()
             if not options:  # they say how a backward is done

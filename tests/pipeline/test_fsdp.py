@@ -16,7 +16,7 @@ from hf_flexseq.hf.attention import PIPELINE_NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.executor import PipelineExecutor
-from hf_flexseq.pipeline.reduction import equalise, gradient_norm, sum_gradients
+from hf_flexseq.pipeline.reduction import equalise, gradient_norm, reduce_gradients
 from hf_flexseq.pipeline.sharding import ShardedStage, whole
 from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.planner.pipeline import make_pipeline_plan
@@ -63,7 +63,7 @@ def errors_by_case(rank, world_size):
                     losses = [executor.train(plan, columns, TARGETS)]
                 parameters = len(list(model.parameters()))
                 assert 2 < reductions.call_count < parameters / 2
-                sum_gradients(executor.stage, executor.neighbours)
+                reduce_gradients(executor.stage, executor.neighbours)
                 with sharded.whole():
                     losses.append(executor.evaluate(plan, columns, TARGETS))
                 found = {name: whole(p.grad) for name, p in executor.stage.global_parameters()}
@@ -140,7 +140,7 @@ def bfloat16_step(rank, world_size):
     with sharded.training():
         executor.train(plan, columns, TARGETS, autocast)
         whole_gradients = {p.grad.dtype for p in model.parameters()}
-    sum_gradients(executor.stage, executor.neighbours)
+    reduce_gradients(executor.stage, executor.neighbours)
     shares = {(p.dtype, p.grad.dtype, p.grad.to_local().dtype) for p in model.parameters()}
     found = {name: whole(p.grad) for name, p in executor.stage.global_parameters()}
     here = relative_errors(found, {name: wanted[name] for name in found}, floor_of=wanted)

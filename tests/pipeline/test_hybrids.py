@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_flexseq.hf.model.recurrent import attach_recurrent
-from hf_flexseq.pipeline.reduction import sum_gradients
+from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.recurrent.carry import Carrying, Part, StateCarry, WrongChunk
 from tests.hf.hybrids import make_hybrid
@@ -41,7 +41,7 @@ def errors_of(rank, world_size, family, seed, wanted_loss, wanted, checkpoints_i
     plan = random_pipeline_plan(LENGTHS, world_size, random.Random(seed), layers=layers, **options)
     columns = columns_of(plan, documents(LENGTHS))
     loss = executor.train(plan, columns, TARGETS)
-    sum_gradients(executor.stage, executor.neighbours)
+    reduce_gradients(executor.stage, executor.neighbours)
     evaluated = executor.evaluate(plan, columns, TARGETS)
     recurrent.detach()
     found = {name: p.grad.clone() for name, p in executor.stage.global_parameters()}

@@ -7,7 +7,7 @@ import random
 import pytest
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
-from hf_flexseq.pipeline.reduction import sum_gradients
+from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.pipeline.stages import cut
 from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.tiny import documents, reference_gradients, relative_errors
@@ -56,7 +56,7 @@ def errors_of(rank, world_size, family, wanted_loss, wanted):
         LENGTHS, world_size, random.Random(family), layers=LAYERS, **options
     )
     loss = executor.train(plan, columns_of(plan, documents(LENGTHS)), TARGETS)
-    sum_gradients(executor.stage, executor.neighbours)
+    reduce_gradients(executor.stage, executor.neighbours)
     found = {name: p.grad.clone() for name, p in executor.stage.global_parameters()}
     errors = relative_errors(found, {name: wanted[name] for name in found}, floor_of=wanted)
     return max(errors.values()), loss_error(loss, wanted_loss, communicator)

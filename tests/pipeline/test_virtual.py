@@ -12,7 +12,7 @@ import torch
 
 from hf_flexseq.distributed.matching import Launches
 from hf_flexseq.pipeline.executor import _Step
-from hf_flexseq.pipeline.reduction import sum_gradients
+from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.pipeline.sharding import whole
 from tests.hf.test_trainer import float64_loss, logged, plain_run, update_error
 from tests.hf.tiny import documents, noting_figures, relative_errors, tiny_llama
@@ -53,7 +53,7 @@ def errors_by_case(rank, world_size, degree, virtual):
             )
             columns = columns_of(plan, examples)
             losses = [executor.train(plan, columns, TARGETS)]
-            sum_gradients(executor.stage, executor.neighbours)
+            reduce_gradients(executor.stage, executor.neighbours)
             found = {name: p.grad.clone() for name, p in executor.stage.global_parameters()}
             model.zero_grad()
             losses.append(executor.evaluate(plan, columns, TARGETS))

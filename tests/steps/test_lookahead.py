@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.planner.process.client import InlinePlanner
-from hf_flexseq.steps.lookahead import Lookahead
+from hf_flexseq.steps.prefetch import PrefetchedSteps
 from tests.hf.test_trainer import training_arguments
 from tests.hf.tiny import documents, noting_figures, tiny_llama
 from tests.ranks import join, run_cases, run_ranks, run_threads
@@ -150,9 +150,28 @@ class Echo:
         pass
 
 
+class Lengths(list):
+    """A plan that is the lengths that were asked for."""
+
+    notes = ()
+
+
 def lookahead_of(rank, steps=0, planner=None, **options):
-    planner = (planner or Echo()) if rank == 0 else None
-    return Lookahead(join(), planner, steps, check=lambda plan: None, read=json.loads, **options)
+    """Steps that are planned, and not dispatched."""
+
+    def dispatch(planned):
+        drawn = planned.drawn
+        return SimpleNamespace(number=drawn.number, drawn=drawn, planned=planned)
+
+    return PrefetchedSteps(
+        join(),
+        (planner or Echo()) if rank == 0 else None,
+        steps,
+        dispatch=dispatch,
+        check=lambda plan: None,
+        read=lambda data: Lengths(json.loads(data)),
+        **options,
+    )
 
 
 def batch_of(*lengths, **columns):
@@ -244,7 +263,7 @@ def columns_of(rank, world_size):
     for part in (first, later):
         iterator = iter(part)
         while (step := lookahead.next(iterator, 1)) is not None:
-            found.append((step[0].lengths, sorted(step[0].row.dtypes.items())))
+            found.append((step.drawn.lengths, sorted(step.drawn.row.dtypes.items())))
     return found
 
 
@@ -297,8 +316,8 @@ def test_a_planner_that_is_merely_slow_is_waited_for():
     def draw(rank, world_size):
         lookahead = lookahead_of(rank, planner=Echo(waits=3))
         lookahead.communicator.host.timeout = timedelta(seconds=1.0)
-        step, plan = lookahead.next(iter([batch_of(3)]), 1)
-        return step.number, plan, lookahead.waited_s
+        step = lookahead.next(iter([batch_of(3)]), 1)
+        return step.number, step.planned.plan, step.planned.waited_s
 
     for number, plan, waited_s in run_threads(draw, 2):
         assert (number, plan) == (0, [3, 3])
@@ -314,7 +333,7 @@ def numbers_of(rank, world_size):
         for _ in range(stop):
             step = lookahead.next(iterator, 1)
             if step is not None:
-                found.append((step[0].number, step[0].lengths, step[1]))
+                found.append((step.number, step.drawn.lengths, step.planned.plan))
     return found
 
 

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from hf_flexseq.steps.rank_step import check_known
 from hf_flexseq.topology import Topology
 from tests.hf.tiny import documents, relative_errors
 from tests.plans import random_plan
@@ -17,6 +18,7 @@ from tests.steps.test_passes import (
     LinearObjective,
     model_of_figures,
     pass_step,
+    run_passes,
     sources_of,
     summed_gradients,
 )
@@ -37,12 +39,20 @@ class CountedObjective(LinearObjective):
 
     def weights(self, row):
         """Its gradients, by name, of the tokens of a rank's row."""
-        like = {"entropy": (), "log_probs": (), "scores": (CLASSES,)}  # in this order at home
+        like = {"entropy": (), "log_probs": (), "scores": (CLASSES,)}  # in this order on the source rank
         figures = {
             name: torch.zeros(sum(row.lengths), *sizes, dtype=torch.float64)
             for name, sizes in like.items()
         }
         return self.loss(figures)[1]
+
+
+def run_once(step, objective, weights):
+    """Run the only pass of a step, and return its loss."""
+    figures = step.only_pass(objective, weights)
+    loss, gradients = objective.loss(figures)
+    check_known(weights, gradients)
+    return loss
 
 
 def passes(rank, world_size, plan, sources, lockstep):
@@ -55,9 +65,9 @@ def passes(rank, world_size, plan, sources, lockstep):
         step = pass_step(plan, documents(LENGTHS), sources, communicator, lockstep=lockstep)
         objective = CountedObjective(model)
         if once:
-            loss = step.run_once(objective, objective.weights(step.row))
+            loss = run_once(step, objective, objective.weights(step.row))
         else:
-            loss = step.run(objective)
+            loss = run_passes(step, objective)
         gradients = summed_gradients(model, communicator)
         found.append((gradients, objective.first, float(loss)))
     return found, objective.calls == len(step.indices)
@@ -84,10 +94,10 @@ def with_wrong_weights(rank, world_size, plan):
     weights = objective.weights(step.row)
     weights["entropy"] *= 1.001
     with pytest.raises(RuntimeError, match="other gradients of entropy than it was known to have"):
-        step.run_once(objective, weights)
+        run_once(step, objective, weights)
     del weights["entropy"]
     with pytest.raises(RuntimeError, match="other gradients of entropy"):
-        step.run_once(objective, weights)
+        run_once(step, objective, weights)
 
 
 def test_weights_that_are_not_the_gradients_are_refused():

@@ -1,9 +1,10 @@
-"""Steps whose loss is computed at home: whatever a loss makes of log-probabilities, entropies and
-scores of whole sequences, and wherever a plan has put their tokens, gradients are those of one
-process that keeps one graph of everything, to 1e-10 in float64."""
+"""Steps whose loss is computed on the source ranks: whatever a loss makes of log-probabilities,
+entropies and scores of whole sequences, and wherever a plan has put their tokens, gradients are
+those of one process that keeps one graph of everything, to 1e-10 in float64."""
 
 import math
 import random
+from contextlib import nullcontext
 from types import MethodType
 
 import pytest
@@ -21,8 +22,8 @@ from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
-from hf_flexseq.steps.lookahead import DrawnStep
-from hf_flexseq.steps.passes import PassStep
+from hf_flexseq.steps.planned_step import DrawnStep, PlannedStep
+from hf_flexseq.steps.rank_step import RankMicroBatches
 from hf_flexseq.topology import Topology
 from tests.budget import examples as budget
 from tests.hf.by_hand import CPU, TWO_NODES, drawn_row, summed_gradients
@@ -164,14 +165,14 @@ def one_process(model, sources, world_size, uses, seed):
 
 
 def pass_step(plan, examples, sources, communicator, *, lockstep=False):
-    """A step as the executor deals it. Every rank draws its part of `examples`."""
+    """A step as the executor dispatches it. Every rank draws its part of `examples`."""
     rank = communicator.rank
     row = drawn_row(examples, sources, communicator)
     layout = PlanLayout(plan, rank)
     shards = layout.shards
     exchange = RowExchange(communicator)
     routes = exchange.routes(row, layout, sources)
-    columns = exchange.deal(row.columns, routes)
+    columns = exchange.dispatch(row.columns, routes)
     kernel = choose_kernel(CPU, torch.float64, 8)
 
     def inputs(index):
@@ -182,24 +183,31 @@ def pass_step(plan, examples, sources, communicator, *, lockstep=False):
             lambda shard: SequenceContext(shard, communicator, kernel, CPU),
         )
 
-    return PassStep(
-        DrawnStep(
-            number=0,
-            request=0,
-            row=row,
-            lengths=plan.lengths,
-            sources=tuple(sources),
-            targets=(1,) * len(plan.lengths),
-        ),
-        plan,
+    drawn = DrawnStep(
+        number=0,
+        request=0,
+        row=row,
+        lengths=plan.lengths,
+        sources=tuple(sources),
+        targets=(1,) * len(plan.lengths),
+    )
+    return RankMicroBatches(
+        PlannedStep(drawn=drawn, plan=plan),
         indices=indices_to_run(shards, lockstep=lockstep),
         counts=[shard.tokens for shard in shards],
         inputs_of=inputs,
         exchange=exchange,
         routes=routes,
-        waited_s=0.0,
         device=CPU,
     )
+
+
+def run_passes(step, objective, before_last=nullcontext):
+    """Run both passes of a step around its loss, and return the loss."""
+    figures = step.first_pass(objective, before_last)
+    step.loss, gradients = objective.loss(figures)
+    step.second_pass(objective, figures, gradients, before_last)
+    return step.loss
 
 
 def cases_of(world_size, count):
@@ -243,7 +251,7 @@ def errors_of(rank, world_size, cases, wanted):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         step = pass_step(plan, documents(LENGTHS), sources, communicator, lockstep=lockstep)
         objective = RandomObjective(model, rank, uses, seed)
-        loss = step.run(objective)
+        loss = run_passes(step, objective)
         communicator.host.all_reduce(loss)
         errors = relative_errors(summed_gradients(model, communicator), one[1])
         found.append((max(abs(float(loss) / one[0] - 1), *errors.values()), objective.calls))
@@ -300,7 +308,7 @@ class LinearObjective:
 
     def __init__(self, model):
         self.model = model
-        self.first = {}  # the figures that have gone home
+        self.first = {}  # the figures that were gathered
 
     def forward(self, inputs):
         return self.model(**inputs)
@@ -331,7 +339,7 @@ def with_dropout(rank, world_size, plan, checkpointing):
     torch.manual_seed(5)
     step = pass_step(plan, examples, sources, communicator)
     objective = LinearObjective(model)
-    step.run(objective)
+    run_passes(step, objective)
     assert step.passes == 2
     found, later = summed_gradients(model, communicator), [torch.rand(1)]
 
@@ -340,10 +348,10 @@ def with_dropout(rank, world_size, plan, checkpointing):
     step = pass_step(plan, examples, sources, communicator)
     graphs = [model(**step._inputs_of(index)) for index in step.indices]
     later.append(torch.rand(1))
-    home = step._home(dict(zip(step.indices, graphs, strict=True)), objective.totals)
-    _, weights = objective.loss(home)
-    dealt = step._exchange.deal(weights, step._routes)
-    for own, weight in zip(graphs, dealt, strict=True):
+    figures = step._gathered(dict(zip(step.indices, graphs, strict=True)), objective.totals)
+    _, weights = objective.loss(figures)
+    dispatched = step._exchange.dispatch(weights, step._routes)
+    for own, weight in zip(graphs, dispatched, strict=True):
         sum((weight[name] * own[name]).sum() for name in weight).backward(retain_graph=True)
     return found, summed_gradients(model, communicator), later
 
@@ -383,8 +391,9 @@ def errors_under(rank, world_size, sharding, cases):
                 if source == rank
             ]
             batch = DataCollatorForFlexSeq()(own) if own else None
-            step = engine.passes_of(batch, number=seed)
-            engine.train_passes(step, RandomObjective(wrapped, rank, uses, seed), wrapped)
+            step = engine.step_of(batch, number=seed)
+            with engine.passes(step, wrapped) as before_last:
+                run_passes(step, RandomObjective(wrapped, rank, uses, seed), before_last)
         # the mean over ranks is that of their losses
         found = {n: whole(p.grad) * world_size for n, p in model.named_parameters()}
         worst.append(max(relative_errors(found, wanted).values()))

@@ -1,4 +1,4 @@
-"""A step runs its micro-batches in order, and makes the inputs of one when the one before is
+"""A step runs its micro-batches in order, and makes the inputs of one when the previous one is
 launched."""
 
 from contextlib import contextmanager
@@ -8,8 +8,8 @@ import torch
 
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.steps.exchange import SourceRow
-from hf_flexseq.steps.lookahead import DrawnStep
-from hf_flexseq.steps.step import OptimizerStep
+from hf_flexseq.steps.planned_step import DrawnStep, PlannedStep
+from hf_flexseq.steps.rank_step import RankMicroBatches
 
 ALONE = Group(ranks=(0,), sequences=(0,), strategy="local")
 DRAWN = DrawnStep(
@@ -25,10 +25,9 @@ DRAWN = DrawnStep(
 def step_of(indices, events):
     """A step whose inputs say when they are made."""
 
-    def make():
-        for index in indices:
-            events.append(f"made {index}")
-            yield index, {"index": index}
+    def make(index):
+        events.append(f"made {index}")
+        return {"index": index}
 
     plan = Plan(
         lengths=(3,),
@@ -38,7 +37,15 @@ def step_of(indices, events):
         planner="auto",
         planning_s=0.0,
     )
-    return OptimizerStep(DRAWN, plan, indices, make(), waited_s=0.0, device=torch.device("cpu"))
+    return RankMicroBatches(
+        PlannedStep(drawn=DRAWN, plan=plan),
+        indices=indices,
+        counts=[3],
+        inputs_of=make,
+        exchange=None,  # of figures, which nothing asks for
+        routes=None,
+        device=torch.device("cpu"),
+    )
 
 
 def run(step, events):
@@ -46,22 +53,22 @@ def run(step, events):
     def before_last():
         events.append("unreduced")
         yield
+        events.append("over")
 
-    def forward_backward(inputs):
+    for inputs in step.micro_batches(before_last):
         events.append(f"ran {inputs['index']}")
-        return torch.tensor(float(inputs["index"]))
+        step.add(torch.tensor(float(inputs["index"])))
+    return float(step.loss)
 
-    return float(step.run(forward_backward, before_last))
 
-
-def test_inputs_are_made_when_the_micro_batch_before_has_been_launched():
+def test_inputs_are_made_when_the_previous_micro_batch_has_been_launched():
     events = []
     step = step_of([0, 2, 5], events)
     assert events == ["made 0"], "those of the first micro-batch are there when a step begins"
     assert run(step, events) == 7.0
     assert events == [
-        *("made 0", "unreduced", "ran 0"),
-        *("made 2", "unreduced", "ran 2"),
+        *("made 0", "unreduced", "ran 0", "over"),
+        *("made 2", "unreduced", "ran 2", "over"),
         *("made 5", "ran 5"),
     ]
 
@@ -71,3 +78,23 @@ def test_a_step_runs_once():
     assert run(step, []) == 4.0
     with pytest.raises(AssertionError, match="a step runs once"):
         run(step, [])
+
+
+def test_an_error_of_the_caller_ends_what_surrounds_its_micro_batch():
+    events = []
+    step = step_of([0, 2], [])
+
+    @contextmanager
+    def before_last():
+        try:
+            yield
+        finally:
+            events.append("over")
+
+    def run_wrongly():
+        for _ in step.micro_batches(before_last):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_wrongly()
+    assert events == ["over"]

@@ -28,7 +28,7 @@ from hf_flexseq.layers import FULL, Reach, RecurrentShape
 from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.profiler.design import LayerType, ProbeLayout
 from hf_flexseq.profiler.runs import LayerCall, Run
-from hf_flexseq.steps.inputs import model_inputs
+from hf_flexseq.steps.inputs import inputs_of
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 
 
@@ -115,12 +115,11 @@ class ModelProbe:
     def run(self, layout: ProbeLayout, kernel: Kernel) -> Run:
         """Return a function that runs one micro-batch, forward and backward, whenever called."""
         shard = make_shard(layout.micro_batch, layout.lengths, self.communicator.rank)
-        ((_, inputs),) = model_inputs(
-            [shard],
-            [self._columns(shard, layout.lengths)],
-            lockstep=True,
-            device=self.device,
-            make_context=partial(
+        inputs = inputs_of(
+            shard,
+            self._columns(shard, layout.lengths),
+            self.device,
+            partial(
                 SequenceContext,
                 communicator=self.communicator,
                 kernel=kernel,

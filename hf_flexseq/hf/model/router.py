@@ -15,7 +15,7 @@ its tokens in a first pass, and a micro-batch whose own sums are P' then has the
 of the loss: the shares of a step add up to it, and so do their gradients. Its coefficient counts
 once per step.
 
-    RouterSums    counts C and P in every micro-batch; sums that a loss at home may be computed of
+    RouterSums    counts C and P in every micro-batch; sums that a loss on the source ranks may use
     RouterLoss    adds each micro-batch its share of the loss, for a model that predicts tokens
 
 Coefficient and k are read from the source of the model's `forward`, and its own function is tried
@@ -44,7 +44,7 @@ from hf_flexseq.hf.model.facts import unsharded_class
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs, without_labels
-from hf_flexseq.steps.passes import AddUp
+from hf_flexseq.steps.rank_step import AddUp
 
 COUNTS = "router_counts"
 """C, [experts] in float64."""
@@ -222,7 +222,7 @@ class RouterSums:
 
 class RouterLoss:
     """Knows each micro-batch's share of the router loss, in a step that runs
-    `PassStep.run_after_totals`.
+    `RankMicroBatches.with_totals`.
 
     While it is attached the model computes no router loss itself in calls on micro-batches: it
     would be one of each.

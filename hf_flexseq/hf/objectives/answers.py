@@ -1,4 +1,4 @@
-"""Answers to a loss's calls of its models, while the loss is computed at home.
+"""Answers to a loss's calls of its models, while the loss is computed on the source ranks.
 
 What a loss will ask for has been computed before, for all batches of the step together, and is
 noted here; each result is given out once. A call without gradients of which nothing is known is
@@ -22,7 +22,7 @@ from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.answering import answered_by
 from hf_flexseq.steps.calls import Call, joined
 from hf_flexseq.steps.exchange import Columns
-from hf_flexseq.steps.passes import PassStep
+from hf_flexseq.steps.rank_step import RankMicroBatches
 
 POLICY = "policy"
 REFERENCE = "reference"
@@ -63,7 +63,9 @@ class Answers:
 
     # ---- what is known
 
-    def run(self, step: PassStep, model: nn.Module, role: str, calls: Sequence[Call]) -> None:
+    def run(
+        self, step: RankMicroBatches, model: nn.Module, role: str, calls: Sequence[Call]
+    ) -> None:
         """Run a model forward, and note what it gives for each of the calls. Collective over the
         world."""
         figures = self._figures(step, model)
@@ -74,7 +76,7 @@ class Answers:
         """Keep what a model gives for a call; figures: of its tokens, each [tokens, ...]."""
         self._results.append(_Result(role, call, figures))
 
-    def _figures(self, step: PassStep, model: nn.Module) -> Columns:
+    def _figures(self, step: RankMicroBatches, model: nn.Module) -> Columns:
         """Run a model forward, and return the figures of this rank's tokens and totals."""
         return step.figures(lambda inputs: self._head.forward(model, inputs), self._head.totals)
 
@@ -191,7 +193,7 @@ class Answers:
                     "are not those of its batch, or calls the model twice on them: hf_flexseq "
                     "computes gradients of one call for each batch"
                 )
-            step = self._engine.passes_of(
+            step = self._engine.step_of(
                 joined([call]), number=self._trainer.state.global_step, forward_only=True
             )
             with self._engine.whole_model.planned_attention():

@@ -1,4 +1,5 @@
-"""The batches of steps whose loss is computed at home, and the plans of their sequences.
+"""The batches of steps whose loss is computed on the source ranks, and the plans of their
+sequences.
 
 When a step can be planned depends on when its sequences are known:
 
@@ -21,7 +22,7 @@ from hf_flexseq.hf.objectives.generations import Generations
 from hf_flexseq.hf.objectives.heads import Head
 from hf_flexseq.hf.objectives.trainers import Foreseen, foreseen
 from hf_flexseq.steps.calls import Call, joined
-from hf_flexseq.steps.passes import PassStep
+from hf_flexseq.steps.rank_step import RankMicroBatches
 from hf_flexseq.steps.users_code import users_methods
 
 # The sequences of steps, as DataCollatorForFlexSeq makes them.
@@ -68,7 +69,7 @@ class Drawing:
         self._changes_samples = False  # on their way to the loss, as a subclass may
         # of the step whose batches were handed out
         self._current = _NOTHING
-        self._step: PassStep | None = None
+        self._step: RankMicroBatches | None = None
         self._taken: list[Any] = []  # those of its batches that have come
 
     def clear(self) -> None:
@@ -125,7 +126,7 @@ class Drawing:
             self._iterator = iterator
             self._drawn.clear()
             self._rows = self._rows_of(iterator)
-        self._step = self._engine.next_passes(self._rows, 1, first_number=first_number)
+        self._step = self._next_step(first_number)
         if self._step is None:
             return _NOTHING
         if not self._drawn:
@@ -169,7 +170,7 @@ class Drawing:
     def _policy_calls(self, batches: Sequence[Any]) -> list[Call]:
         return [own.policy for own in self.foreseen(batches)]
 
-    def planned_step(self, calls: Sequence[Call]) -> PassStep:
+    def planned_step(self, calls: Sequence[Call]) -> RankMicroBatches:
         """Return the step with the sequences of all ranks. Collective over the world.
 
         calls: on the prepared batches of the step, with gradients.
@@ -178,15 +179,15 @@ class Drawing:
         if self._generations is None:
             step, self._step = self._step, None
             if self._may_change and self._arrival(calls, self._current.calls) != _AS_PLANNED:
-                step = self._engine.passes_of(joined(calls), number=number)
+                step = self._engine.step_of(joined(calls), number=number)
         elif self._generations.span_steps:
             step = self._step_of_samples(calls, number)
         else:
-            step = self._engine.passes_of(joined(calls), number=number)
+            step = self._engine.step_of(joined(calls), number=number)
         assert step is not None, "a batch has a sequence at least"
         return step
 
-    def _step_of_samples(self, calls: Sequence[Call], number: int) -> PassStep | None:
+    def _step_of_samples(self, calls: Sequence[Call], number: int) -> RankMicroBatches | None:
         """Return the step, which was planned ahead where its samples were there already; and have
         those planned that will go on with them. Collective over the world."""
         expected = self._to_come.popleft() if self._to_come else []
@@ -196,7 +197,13 @@ class Drawing:
         if arrival != _AS_PLANNED:
             self._to_come = deque(self._calls_to_come(len(calls)))
             self._rows = map(_row, [calls, *self._to_come])
-        return self._engine.next_passes(self._rows, 1, first_number=number)
+        return self._next_step(number)
+
+    def _next_step(self, first_number: int) -> RankMicroBatches | None:
+        """Return the step with the next sequences of `self._rows`. Collective over the world."""
+        step = self._engine.next_step(self._rows, 1, first_number=first_number)
+        assert step is None or isinstance(step, RankMicroBatches), "the model is whole"
+        return step
 
     def _arrival(self, calls: Sequence[Call], expected: Sequence[Call]) -> int:
         """Return how the calls of a step have come, to the rank where they came worst. Collective

@@ -1,6 +1,6 @@
-"""A step of a trainer that computes its loss at home.
+"""A step of a trainer that computes its loss on the source ranks.
 
-`PlannedLoss.train` runs a step:
+`PlannedLoss.batches` runs a step:
 
 1. batches         of the whole step, prepared as the trainer prepares them (GRPO generates here)
 2. one plan        of all their sequences, over all ranks
@@ -18,7 +18,7 @@ run when it comes (`answers.py`).
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -42,12 +42,9 @@ from hf_flexseq.steps.calls import joined
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.logged_loss import filtered
-from hf_flexseq.steps.passes import PassStep
+from hf_flexseq.steps.rank_step import RankMicroBatches, check_known
 from hf_flexseq.steps.training_mode import in_training_mode
 from hf_flexseq.steps.users_code import users_method
-
-# Runs the trainer's own training_step on a model and a batch.
-StockStep = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class PlannedLoss:
@@ -69,6 +66,7 @@ class PlannedLoss:
         self._trial = SumTrial(trainer, engine)
         where = users_method(trainer, "training_step")
         self._watch = None if where is None else Watch(trainer, [where])
+        self._loss: _SourceLoss | None = None  # of the step that runs
 
     # ---- the model
 
@@ -111,11 +109,11 @@ class PlannedLoss:
 
     # ---- a step
 
-    def train(self, model: nn.Module, stock_step: StockStep, *, is_last: bool) -> torch.Tensor:
-        """Run the step whose batches have come, and return the sum of this rank's losses as the
-        Trainer would log it, a detached scalar. Collective over the world.
+    def batches(self, model: nn.Module, *, is_last: bool) -> Iterator[tuple[nn.Module, Any]]:
+        """Run the step whose batches have come: between the passes yield the trainer's own model
+        and each prepared batch, whose loss the caller adds. Collective over the world.
 
-        model: as accelerate has wrapped it. is_last: whether no step comes after it.
+        model: as accelerate has wrapped it. is_last: True for the last step.
         """
         began = time.perf_counter()
         with in_training_mode(model), self._timed_since(began):
@@ -129,13 +127,33 @@ class PlannedLoss:
                     self._trial.run(step.row, model, self._figures)
                 self._foresee(step, model, calls)
                 # 4. to 6.
-                objective = _OfStep(self, model, batches, calls, stock_step)
-                self._engine.train_passes(
-                    step, objective, model, weights=objective.weights(), is_last=is_last
-                )
+                self._loss = loss = _SourceLoss(self, model, batches, calls)
+                with self._engine.passes(step, model, is_last=is_last) as before_last:
+                    weights = loss.weights()
+                    if weights is None:
+                        figures = step.first_pass(loss, before_last)
+                    else:
+                        figures = step.only_pass(loss, weights, before_last)
+                    yield from loss.batches(figures)
+                    gradients = loss.gradients(figures)
+                    if weights is None:
+                        step.second_pass(loss, figures, gradients, before_last)
+                    else:
+                        check_known(weights, gradients)
+                    step.loss = loss.total
         self.answers.clear()
         self._engine.finish(step)
-        return objective.logged
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add the trainer's loss of the batch that `batches` has yielded last, a scalar."""
+        assert self._loss is not None, "batches makes it"
+        self._loss.add(loss.detach())
+
+    @property
+    def logged(self) -> torch.Tensor:
+        """The sum of this rank's losses of the last step as the Trainer would log it, a scalar."""
+        assert self._loss is not None, "batches makes it"
+        return self._loss.logged
 
     def _figures(self, model: nn.Module, inputs: Inputs) -> Columns:
         """Return the figures of each token that the head finds, without sums over tokens."""
@@ -144,8 +162,8 @@ class PlannedLoss:
 
     @contextmanager
     def _timed_since(self, began: float) -> Iterator[None]:
-        """Surround a step: where TRL logs its seconds, which it takes around the loss at home, put
-        those of the whole step."""
+        """Surround a step: where TRL logs its seconds, which it takes around the loss on the
+        source rank, put those of the whole step."""
         logged = len(self._logged_seconds())
         yield
         seconds = self._logged_seconds()
@@ -158,12 +176,14 @@ class PlannedLoss:
         seconds: list[float] = of_training.get("step_time", [])
         return seconds
 
-    def _foresee(self, step: PassStep, model: nn.Module, calls: Sequence[Foreseen]) -> None:
+    def _foresee(
+        self, step: RankMicroBatches, model: nn.Module, calls: Sequence[Foreseen]
+    ) -> None:
         """Compute what the loss will ask for without gradients. Collective over the world."""
         others = [own.others for own in calls if own.others is not None]
         others_step = None
         if others:
-            others_step = self._engine.passes_of(
+            others_step = self._engine.step_of(
                 joined(others), number=step.number, forward_only=True
             )
             self.answers.run(others_step, model, POLICY, others)
@@ -175,8 +195,8 @@ class PlannedLoss:
                 self.answers.run(others_step, reference, REFERENCE, others)
 
 
-class _OfStep:
-    """The loss of one step's batches, as `PassStep` asks for it."""
+class _SourceLoss:
+    """The loss of one step's batches, and its gradients with respect to figures."""
 
     def __init__(
         self,
@@ -184,19 +204,23 @@ class _OfStep:
         model: nn.Module,
         batches: Sequence[Any],
         calls: Sequence[Foreseen],
-        stock_step: StockStep,
     ) -> None:
         self._drawing = planned.drawing
         self._answers = planned.answers
         self._model = model
         self._batches = batches
         self._calls = [own.policy for own in calls]
-        self._stock_step = stock_step
         self._trainer = planned._trainer
         self._head = planned._head
         self._watch = planned._watch
         self.totals = planned._head.totals
-        self.logged = torch.zeros((), device=self._trainer.args.device)
+        self._batch: Any = None  # whose loss is computed
+        self._leaves: list[Columns] = []  # figures of each batch, at which its backward ends
+        device = self._trainer.args.device
+        self.total = torch.zeros((), device=device)
+        """The sum of the losses, a scalar. A batch without labels, of which models have a loss of
+        NaN and gradients of 0, has no part in it."""
+        self.logged = torch.zeros((), device=device)
         """The sum of the losses as the Trainer would log it, a scalar."""
 
     def forward(self, inputs: Inputs) -> Columns:
@@ -211,49 +235,54 @@ class _OfStep:
             return None
         return self._head.weights(self._batches, self._calls)
 
-    def loss(self, figures: Columns) -> tuple[torch.Tensor, Columns]:
-        """Return the sum of the losses of this rank's batches, and its gradients with respect to
-        figures, each [tokens, ...] on the CPU.
+    def batches(self, figures: Columns) -> Iterator[tuple[nn.Module, Any]]:
+        """Yield the trainer's model and each prepared batch, for the trainer's own steps.
 
-        A batch without labels, of which models have a loss of NaN and gradients of 0, has no part
-        in the sum.
+        figures: of the tokens that this rank drew, each [tokens, ...], and totals of the whole
+            step, on the CPU.
         """
         # 1. the figures of each batch, at which its backward ends
-        leaves = self._answers.split(figures, self._calls)
-        for call, own in zip(self._calls, leaves, strict=True):
+        self._leaves = self._answers.split(figures, self._calls)
+        for call, own in zip(self._calls, self._leaves, strict=True):
             for name in self._head.differentiable:
                 if name in own:
                     own[name] = own[name].detach().requires_grad_()
             self._answers.note(POLICY, call, own)
 
         # 2. the trainer's own steps
-        total = torch.zeros((), device=self._trainer.args.device)
         last = len(self._batches) - 1
         loader_state = self._drawing.loader_state
         with ExitStack() as around:
             around.enter_context(self._answers.answering(self._model))
-            around.enter_context(self._backward_at_home())
+            around.enter_context(self._backward_to_figures())
             if self._watch is not None:
                 around.enter_context(self._watch.no_gradients_yet(self._model))
             for index, batch in enumerate(self._batches):
+                self._batch = batch
                 with self._answers.loss_of(batch, loader_state, is_last=index == last):
-                    loss = self._stock_step(self._trainer.model, batch).detach()
-                total = total + torch.where(_is_mean_of_nothing(loss, batch), 0.0, loss)
-                self.logged = self.logged + self._filtered(loss)
+                    yield self._trainer.model, batch
 
-        # 3. gradients, of all batches in a row
+    def add(self, loss: torch.Tensor) -> None:
+        """Add the loss of the batch that was yielded last, a detached scalar."""
+        has_nothing = _is_mean_of_nothing(loss, self._batch)
+        self.total = self.total + torch.where(has_nothing, 0.0, loss)
+        self.logged = self.logged + self._filtered(loss)
+
+    def gradients(self, figures: Columns) -> Columns:
+        """Return the gradients of the losses with respect to figures, those of all batches in a
+        row, each [tokens, ...] on the CPU."""
         gradients: Columns = {}
         for name in self._head.differentiable:
             if name not in figures:
                 continue
-            parts = [own[name].grad for own in leaves]
+            parts = [own[name].grad for own in self._leaves]
             if name in self.totals:
                 found = [part.detach().cpu() for part in parts if part is not None]
                 if found:
                     gradients[name] = torch.stack(found).sum(dim=0)
             elif name == self._head.main or any(part is not None for part in parts):
-                gradients[name] = _in_a_row(parts, [own[name] for own in leaves])
-        return total, gradients
+                gradients[name] = _in_a_row(parts, [own[name] for own in self._leaves])
+        return gradients
 
     def _filtered(self, loss: torch.Tensor) -> torch.Tensor:
         """Return what the Trainer would add to the losses that it logs for one more, a scalar."""
@@ -264,7 +293,7 @@ class _OfStep:
         return filtered(loss, before=trainer._tr_loss + self.logged, steps=steps)
 
     @contextmanager
-    def _backward_at_home(self) -> Iterator[None]:
+    def _backward_to_figures(self) -> Iterator[None]:
         """Let the trainer's backward end at the figures: nothing is scaled for fp16 or handed to
         DeepSpeed before the second pass."""
         accelerator = self._trainer.accelerator
@@ -296,7 +325,7 @@ def _plain_backward(loss: torch.Tensor, **options: Any) -> None:
 
 
 def _in_a_row(parts: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the gradients of all batches one behind the other, on the CPU; zeros for None.
+    """Return the gradients of all batches one after the other, on the CPU; zeros for None.
 
     like: the figures that they are of, each [tokens, ...].
     """

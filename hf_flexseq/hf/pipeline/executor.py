@@ -14,7 +14,7 @@ is a replica of its own.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.attention import PIPELINE_NAME
-from hf_flexseq.hf.executors import EngineSetup, ForwardBackward, planner_of
+from hf_flexseq.hf.executors import EngineSetup, planner_of
 from hf_flexseq.hf.model.facts import (
     autocast_dtype,
     compute_dtype,
@@ -53,7 +53,7 @@ from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
 from hf_flexseq.pipeline.executor import PipelineExecutor
-from hf_flexseq.pipeline.reduction import equalise, sum_gradients
+from hf_flexseq.pipeline.reduction import equalise, reduce_gradients
 from hf_flexseq.pipeline.sharding import ShardedStage
 from hf_flexseq.pipeline.stages import Stage, cut
 from hf_flexseq.pipeline.ulysses import Sharing
@@ -62,8 +62,9 @@ from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import StagesJob
 from hf_flexseq.schedule.pipeline.check import check_step
 from hf_flexseq.steps.exchange import ChunkExchange
-from hf_flexseq.steps.lookahead import DrawnStep
-from hf_flexseq.steps.step import PipelineStep
+from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.planned_step import PlannedStep
+from hf_flexseq.steps.rank_step import RankChunks
 from hf_flexseq.steps.token_columns import with_token_columns
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
@@ -261,62 +262,47 @@ class StageExecutor:
 
     # ---- steps
 
-    def deal(self, drawn: DrawnStep, plan: StepPlan, *, waited_s: float) -> PipelineStep:
+    def dispatch(self, planned: PlannedStep) -> RankChunks:
         """Bring the drawn tokens to every rank of the replica that works on them. Collective over
         the world."""
         communicator = self.setup.communicator
+        drawn = planned.drawn
         check_text_alone(self.stage.stack.model.config, drawn.row.columns, communicator)
         row = with_token_columns(drawn.row, self._token_columns)
-        columns = self._exchange(row, plan, drawn.sources, self.replica)
-        return PipelineStep(
-            drawn,
-            plan,
-            columns,
-            replica=self.replica,
-            waited_s=waited_s,
-            device=self.setup.accelerator.device,
+        columns = self._exchange(row, planned.plan, drawn.sources, self.replica)
+        return RankChunks(
+            planned, columns, replica=self.replica, device=self.setup.accelerator.device
         )
 
-    def train(
-        self, step: PipelineStep, forward_backward: ForwardBackward, model: nn.Module
-    ) -> torch.Tensor:
-        """Run the actions of one step; afterwards gradients are those of the whole step.
+    def micro_batches(
+        self, step: RankChunks, model: nn.Module, *, trains: bool
+    ) -> Iterator[Inputs]:
+        """Run the actions of one step, and yield nothing: neither a micro-batch nor a wrapped
+        model is run. In training, gradients are those of the whole step afterwards.
 
-        Neither a micro-batch nor a wrapped model is run. Returns the loss times the number of
-        ranks on the last stage, 0 on the others: the mean over ranks, which is what the Trainer
-        logs, is the mean over the step's target tokens.
+        The loss of the step is multiplied by the number of ranks on the last stage, and 0 on the
+        others: the mean over ranks, which is what the Trainer logs, is the mean over the step's
+        target tokens.
         """
         pipeline = self._attached_pipeline()
-        with step.stopwatch.timing(0):
-            with self.sharded.training() if self.sharded is not None else nullcontext():
-                loss = pipeline.train(
-                    step.own_plan,
-                    step.columns,
-                    max(step.targets, 1),
-                    self.setup.accelerator.autocast,
-                )
-            sum_gradients(self.stage, self.neighbours)
-        return loss * self.setup.communicator.world_size
-
-    def evaluate(
-        self, step: PipelineStep, forward: ForwardBackward, model: nn.Module
-    ) -> torch.Tensor:
-        """Run the forwards of one step's actions. Returns a loss as `train` does."""
-        pipeline = self._attached_pipeline()
-        with self.sharded.whole() if self.sharded is not None else nullcontext():
-            loss = pipeline.evaluate(
-                step.own_plan,
-                step.columns,
-                max(step.targets, 1),
-                self.setup.accelerator.autocast,
-            )
-        return loss * self.setup.communicator.world_size
+        targets = max(step.targets, 1)
+        autocast = self.setup.accelerator.autocast
+        if trains:
+            with step.stopwatch.timing(0):
+                with self.sharded.training() if self.sharded is not None else nullcontext():
+                    loss = pipeline.train(step.own_plan, step.columns, targets, autocast)
+                reduce_gradients(self.stage, self.neighbours)
+        else:
+            with self.sharded.whole() if self.sharded is not None else nullcontext():
+                loss = pipeline.evaluate(step.own_plan, step.columns, targets, autocast)
+        step.add(loss * self.setup.communicator.world_size)
+        yield from ()
 
     def _attached_pipeline(self) -> PipelineExecutor:
         assert self._pipeline is not None, "a drawn step has an attached stage"
         return self._pipeline
 
-    def figures(self, step: PipelineStep, trace: PlanTrace) -> Figures:
+    def figures(self, step: RankChunks, trace: PlanTrace) -> Figures:
         """Write the trace of a finished step, a line for each replica, and return its figures.
         Collective over the world."""
         assert self.cost is not None, "attach finds the cost model"

@@ -32,7 +32,7 @@ from hf_flexseq.pipeline.optimizer import (
     trained_names,
 )
 from hf_flexseq.pipeline.reduction import gradient_norm
-from hf_flexseq.steps.step import PipelineStep
+from hf_flexseq.steps.rank_step import RankChunks
 
 
 class StageModule(nn.Module):
@@ -71,7 +71,7 @@ class PipelineHooks:
         if callable(getattr(optimizer, "train", None)):
             optimizer.train()  # schedule-free optimizers have two modes
 
-    def floating_point_ops(self, step: PipelineStep | None) -> int:
+    def floating_point_ops(self, step: RankChunks | None) -> int:
         """Return the operations of this rank in one step: 6 per parameter and token."""
         if step is None:
             return 0

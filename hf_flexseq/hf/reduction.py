@@ -1,4 +1,10 @@
-"""Reduce the gradients of plain DDP once per step, in one place of the plan for all ranks.
+"""The gradients of a step's micro-batches add up, and are reduced once where they can be.
+
+DDP           with the last micro-batch; after it, instead of DDP, where ranks run different
+              micro-batches and transfers are carried out in order (`instead_of_ddp`)
+ZeRO, FSDP1   with every micro-batch: waiting would hold the whole model's gradients on every
+              rank
+FSDP2         as the step's memory allows (`sharding.py`)
 
 DDP reduces in the backward of its last micro-batch. Where ranks run different micro-batches that
 is another place of the plan on each: one rank is in an all-reduce while another one still waits
@@ -21,18 +27,78 @@ with.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.reduction import sum_over
+from hf_flexseq.distributed.reduction import sum_gradients
+from hf_flexseq.hf.sharding import FsdpPolicies, reduces_each_batch
+from hf_flexseq.plan import Plan
+from hf_flexseq.steps.rank_step import BeforeLast
+
+
+class GradientReduction:
+    """Surrounds the steps of a model, and their micro-batches, by what reduces gradients."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        communicator: Communicator,
+        fsdp: FsdpPolicies,
+        *,
+        lockstep: bool,
+    ) -> None:
+        """lockstep: True if all ranks run every micro-batch together."""
+        self._accelerator = accelerator
+        self._communicator = communicator
+        self._fsdp = fsdp
+        self._lockstep = lockstep
+
+    @contextmanager
+    def of_step(self, plan: Plan, model: nn.Module) -> Iterator[BeforeLast]:
+        """Surround a step; the block gets what surrounds each micro-batch but the last.
+
+        model: as accelerate has wrapped it.
+        """
+        with self._all_micro_batches(model), self._fsdp.of_step(plan, model) as fsdp_before_last:
+            yield partial(self._accumulating, model, fsdp_before_last)
+
+    def _all_micro_batches(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context for all micro-batches of a step."""
+        is_ordered = self._communicator.transport.capabilities.ordered
+        if self._lockstep or not is_ordered or not isinstance(model, DistributedDataParallel):
+            return nullcontext()
+        return instead_of_ddp(model, self._communicator)
+
+    @contextmanager
+    def _accumulating(self, model: nn.Module, fsdp_before_last: BeforeLast) -> Iterator[None]:
+        """Surround a micro-batch that is not the step's last."""
+        state = self._accelerator.gradient_state
+        syncs = state.sync_gradients
+        state._set_sync_gradients(False)  # DeepSpeed would step its optimizer otherwise
+        try:
+            with self._without_reduction(model), fsdp_before_last():
+                yield
+        finally:
+            state._set_sync_gradients(syncs)
+
+    def _without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which DDP keeps gradients local until its last micro-batch."""
+        each = reduces_each_batch(self._accelerator)
+        if each or not isinstance(model, DistributedDataParallel):
+            return nullcontext()
+        context: AbstractContextManager[Any] = self._accelerator.no_sync(model)
+        return context
 
 
 @contextmanager
-def reduced_once(model: DistributedDataParallel, communicator: Communicator) -> Iterator[None]:
+def instead_of_ddp(model: DistributedDataParallel, communicator: Communicator) -> Iterator[None]:
     """Surround all micro-batches of a step; afterwards gradients are averaged over the world.
     Collective over the world.
 
@@ -55,14 +121,9 @@ def average_gradients(model: DistributedDataParallel, communicator: Communicator
     parameters = _reduced_parameters(model)
     if model.find_unused_parameters:
         parameters = _used_anywhere(parameters, communicator)
-    gradients = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradients.append(parameter.grad)
     everyone = communicator.open_world()
     assert everyone is not None, "a job with DDP has more than one rank"
-    sum_over(everyone, gradients, factor=1 / communicator.world_size)
+    sum_gradients(parameters, everyone, divisor=communicator.world_size)
 
 
 def _reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:

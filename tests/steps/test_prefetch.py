@@ -1,4 +1,4 @@
-"""The next step is dealt while this one runs, and nothing shows of it: not in the order of
+"""The next step is dispatched while this one runs, and nothing shows of it: not in the order of
 exchanges, not in numbers, samples or errors."""
 
 import json
@@ -9,8 +9,7 @@ import pytest
 
 from hf_flexseq.distributed.transport import LostRank
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.steps.ahead import DealtSteps
-from hf_flexseq.steps.lookahead import Lookahead
+from hf_flexseq.steps.prefetch import PrefetchedSteps
 from tests.ranks import join, run_threads
 from tests.steps.test_lookahead import Echo, batch_of, failing
 
@@ -38,26 +37,27 @@ class Refuses(Echo):
         return EchoPlan(lengths=lengths)
 
 
-def dealt_steps(rank, lookahead, *, refused=None, log=None, lost_in=None):
-    """Steps that are dealt by an exchange of all ranks. log: gets what happens, and when."""
+def prefetched_steps(rank, lookahead, *, refused=None, log=None, lost_in=None):
+    """Steps that are dispatched by an exchange of all ranks. log: gets what happens, and when."""
     log = [] if log is None else log
     communicator = join()
 
-    def deal(drawn, plan, *, waited_s):
+    def dispatch(planned):
+        drawn = planned.drawn
         if drawn.number == lost_in:
             raise LostRank("rank 1 is gone")
-        communicator.host.gather_values(["deal", drawn.number])
-        log.append(f"dealt {drawn.number} in {communicator.host.phase}")
+        communicator.host.gather_values(["dispatch", drawn.number])
+        log.append(f"dispatched {drawn.number} in {communicator.host.phase}")
         return SimpleNamespace(number=drawn.number, lengths=drawn.lengths)
 
-    planned = Lookahead(
+    return PrefetchedSteps(
         communicator,
         Refuses(refused) if rank == 0 else None,
         lookahead,
         check=lambda plan: None,
         read=lambda data: EchoPlan(lengths=json.loads(data)),
+        dispatch=dispatch,
     )
-    return DealtSteps(planned, deal)
 
 
 def counted(batches, drawn):
@@ -69,7 +69,7 @@ def counted(batches, drawn):
 
 def numbers_of(rank, world_size, lookahead, ahead):
     """Numbers and lengths of steps of three iterators, of which the first two are broken off."""
-    steps = dealt_steps(rank, lookahead)
+    steps = prefetched_steps(rank, lookahead)
     found = []
     for start, stop in ((1, 2), (11, 1), (21, 5)):
         iterator = iter([batch_of(start + index, rank + 1) for index in range(4)])
@@ -79,13 +79,13 @@ def numbers_of(rank, world_size, lookahead, ahead):
                 break
             found.append((step.number, step.lengths))
             if ahead:
-                steps.deal_ahead()
+                steps.prefetch()
     return found
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3, 9])
-def test_steps_are_those_that_are_dealt_in_place(lookahead):
-    """Also where an iterator is left whose next step was dealt already."""
+def test_steps_are_those_that_are_dispatched_in_place(lookahead):
+    """Also where an iterator is left whose next step was dispatched already."""
     wanted = run_threads(numbers_of, 2, 0, False)
     assert [number for number, _ in wanted[0]] == list(range(7))
     assert run_threads(numbers_of, 2, lookahead, True) == wanted
@@ -94,30 +94,30 @@ def test_steps_are_those_that_are_dealt_in_place(lookahead):
 @pytest.mark.parametrize(("lookahead", "drawn_in_step_0"), [(0, 1), (1, 3), (2, 4)])
 def test_one_step_more_is_drawn_and_none_without_lookahead(lookahead, drawn_in_step_0):
     def draw(rank, world_size):
-        steps = dealt_steps(rank, lookahead)
+        steps = prefetched_steps(rank, lookahead)
         drawn = []
         iterator = counted([batch_of(3) for _ in range(9)], drawn)
         steps.next(iterator, 1)
         in_place = len(drawn)
         for _ in range(3):  # the second and third time do nothing
-            steps.deal_ahead()
+            steps.prefetch()
         return in_place, len(drawn)
 
     assert run_threads(draw, 2) == [(lookahead + 1, drawn_in_step_0)] * 2
 
 
-def test_the_next_step_is_dealt_in_this_one_and_handed_out_without_an_exchange():
+def test_the_next_step_is_dispatched_in_this_one_and_handed_out_without_an_exchange():
     def draw(rank, world_size):
         log = []
-        steps = dealt_steps(rank, 1, log=log)
-        host = steps.lookahead.communicator.host
-        meetings = steps.lookahead.communicator.transport.hub.meetings
+        steps = prefetched_steps(rank, 1, log=log)
+        host = steps.communicator.host
+        meetings = steps.communicator.transport.hub.meetings
         iterator = iter([batch_of(3) for _ in range(5)])
         for _ in range(2):
             number = steps.next(iterator, 1).number
             log.append(f"run {number} in {host.phase}")
             host.phase = f"the middle of step {number}"
-            steps.deal_ahead()
+            steps.prefetch()
             assert host.phase == f"the middle of step {number}"
         before = meetings._next[rank]
         assert steps.next(iterator, 1).number == 2
@@ -128,11 +128,11 @@ def test_the_next_step_is_dealt_in_this_one_and_handed_out_without_an_exchange()
         run_threads(draw, 3)
         == [
             [
-                "dealt 0 in step 0, exchanging tokens",
+                "dispatched 0 in step 0, exchanging tokens",
                 "run 0 in step 0",
-                "dealt 1 in step 1, exchanging tokens",
+                "dispatched 1 in step 1, exchanging tokens",
                 "run 1 in step 1",
-                "dealt 2 in step 2, exchanging tokens",
+                "dispatched 2 in step 2, exchanging tokens",
             ]
         ]
         * 3
@@ -141,10 +141,10 @@ def test_the_next_step_is_dealt_in_this_one_and_handed_out_without_an_exchange()
 
 def test_what_fits_nowhere_is_raised_where_its_step_begins():
     def draw(rank, world_size):
-        steps = dealt_steps(rank, 2, refused=7)
+        steps = prefetched_steps(rank, 2, refused=7)
         iterator = iter([batch_of(length) for length in (3, 7, 4, 5)])
         steps.next(iterator, 1)
-        steps.deal_ahead()  # step 0 goes on
+        steps.prefetch()  # step 0 goes on
         with pytest.raises(PlanInfeasible, match="7 tokens fit nowhere"):
             steps.next(iterator, 1)
         return steps.next(iterator, 1).number
@@ -154,10 +154,10 @@ def test_what_fits_nowhere_is_raised_where_its_step_begins():
 
 def test_what_fits_nowhere_is_no_error_when_its_iterator_is_left():
     def draw(rank, world_size):
-        steps = dealt_steps(rank, 2, refused=7)
+        steps = prefetched_steps(rank, 2, refused=7)
         left = iter([batch_of(3), batch_of(7)])
         steps.next(left, 1)
-        steps.deal_ahead()
+        steps.prefetch()
         return steps.next(iter([batch_of(4)]), 1).number
 
     assert run_threads(draw, 3) == [1] * 3
@@ -165,11 +165,11 @@ def test_what_fits_nowhere_is_no_error_when_its_iterator_is_left():
 
 def test_data_that_one_rank_cannot_draw_is_an_error_of_the_step_that_asks_for_more():
     def draw(rank, world_size):
-        steps = dealt_steps(rank, 1)
+        steps = prefetched_steps(rank, 1)
         batches = failing("dataset") if rank == 1 else [batch_of(2) for _ in range(9)]
         iterator = iter(batches)
         assert steps.next(iterator, 1).number == 0  # draws batches 0 and 1
-        steps.deal_ahead()  # fails to draw batch 2
+        steps.prefetch()  # fails to draw batch 2
         with pytest.raises(RuntimeError) as raised:
             steps.next(iterator, 1)
         return str(raised.value), raised.value.__cause__ is not None
@@ -181,21 +181,21 @@ def test_data_that_one_rank_cannot_draw_is_an_error_of_the_step_that_asks_for_mo
 
 def test_a_lost_rank_is_an_error_at_once():
     def draw(rank, world_size):
-        steps = dealt_steps(rank, 1, lost_in=1)
+        steps = prefetched_steps(rank, 1, lost_in=1)
         iterator = iter([batch_of(3) for _ in range(4)])
         steps.next(iterator, 1)
         with pytest.raises(LostRank, match="rank 1 is gone"):
-            steps.deal_ahead()
+            steps.prefetch()
 
     run_threads(draw, 2)
 
 
 def test_the_end_of_the_data_is_found_ahead():
     def draw(rank, world_size):
-        steps = dealt_steps(rank, 4)
+        steps = prefetched_steps(rank, 4)
         iterator = iter([batch_of(3)] if rank == 0 else [])
         assert steps.next(iterator, 1).lengths == (3,)
-        steps.deal_ahead()
+        steps.prefetch()
         return [steps.next(iterator, 1), steps.next(iterator, 1)]
 
     assert run_threads(draw, 2) == [[None, None]] * 2

@@ -1,7 +1,7 @@
-"""A loss that is no sum over tokens, as that of TRL's DPOTrainer.
+"""A loss that is not a sum over tokens, as that of TRL's DPOTrainer.
 
-The trainer computes it itself, on its own batches, where the samples were drawn. Its calls of a
-model are answered from planned passes (`objectives/planned.py`).
+The trainer computes it itself, on its own batches, on the source rank: where the samples were
+drawn. Its calls of a model are answered from planned passes (`objectives/planned.py`).
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.losses import reads_figures
 from hf_flexseq.hf.objectives.planned import PlannedLoss
 from hf_flexseq.hf.predictions import TokenPredictions
-from hf_flexseq.hf.step_loss import StepLoss, StockPrediction, StockPreparation, StockStep
+from hf_flexseq.hf.step_loss import StepLoss, StockPrediction, StockPreparation
 from hf_flexseq.steps.inputs import Inputs
 
 
-class LossAtHome(StepLoss):
+class LossOnSourceRank(StepLoss):
     """Lets the trainer compute its loss on whole batches."""
 
     lockstep = False  # the loss runs between the passes
@@ -63,12 +63,17 @@ class LossAtHome(StepLoss):
         with self.planned.preparing():
             return stock_preparation(batch)
 
-    def train(self, model: nn.Module, batch: Any, stock_step: StockStep) -> torch.Tensor:
-        """Take the next batch of a step, and run the whole step with its last one; return this
-        rank's loss, a scalar. Collective over the world."""
-        if not self.planned.drawing.is_complete(batch):
-            return torch.zeros((), device=self._trainer.args.device)
-        return self.planned.train(model, stock_step, is_last=self._is_last_step)
+    def batches(self, model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
+        """Take the next batch of a step; with the last one, run the step and yield each of its
+        prepared batches. Collective over the world."""
+        self.value = torch.zeros((), device=self._trainer.args.device)
+        if self.planned.drawing.is_complete(batch):
+            yield from self.planned.batches(model, is_last=self._is_last_step)
+            self.value = self.planned.logged
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add the trainer's loss of one of its batches, a scalar."""
+        self.planned.add(loss)
 
     def settle(self, logged: torch.Tensor) -> None:
         """Leave what the Trainer has added up as it is: the losses are those of its own
@@ -81,7 +86,12 @@ class LossAtHome(StepLoss):
         return dataloader
 
     def predict(
-        self, model: nn.Module, batch: Any, loss_only: bool, stock_prediction: StockPrediction
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss_only: bool,
+        ignore_keys: Any,
+        stock_prediction: StockPrediction,
     ) -> tuple[Any, Any, Any]:
         """Return what the Trainer's own step finds on planned results; predictions of tokens are
         those of the model. Collective over the world."""
@@ -91,7 +101,8 @@ class LossAtHome(StepLoss):
             if self.has_predictions:
                 batch = self._trainer._prepare_inputs(batch)
                 answered.enter_context(self.planned.answers.on_batch(batch))
-            found = stock_prediction(self._trainer.model, batch, loss_only or predicts)
+            own_loss_only = loss_only or predicts
+            found = stock_prediction(self._trainer.model, batch, own_loss_only, ignore_keys)
         if self._tokens is None:
             return found
         return found[0], *self._predict_tokens(self._tokens, model, batch)

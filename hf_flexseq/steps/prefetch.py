@@ -1,0 +1,309 @@
+"""Draw, plan and dispatch optimizer steps before they run, so that planning and the exchange of
+tokens hide behind training.
+
+The steps of one iterator are a queue of two stages:
+
+1. drawn         up to `lookahead` steps ahead: their batches are drawn from the user's own
+                 iterator, lengths and numbers of target tokens of all ranks' sequences are
+                 gathered, and the planner on rank 0 has the lengths
+2. dispatched    the next step alone: rank 0 has sent its plan to all ranks, and its tokens are on
+                 the ranks that the plan names
+
+`next` hands the dispatched step out, or brings one there. `prefetch` dispatches the one after it.
+It is called when all work of the current step has been launched and before its optimizer: a device
+that computes on its own then need not wait for the exchange. All ranks come to that place once a
+step, however many micro-batches they run, so that their exchanges stay in one order.
+
+Every collective is called on the main thread and in the order of the steps, so that ranks cannot
+disagree on what comes next; only the solving is elsewhere.
+
+Errors of one rank are raised on all of them. A rank whose data cannot be drawn says so instead of
+its lengths. Errors of `prefetch` are raised by the next `next`; only a lost rank is an error at
+once. A step of an iterator that is left before its end was not there: the next one has its number.
+
+Rank 0 waits for the planner as long as ranks wait for each other. It sends keep-alives meanwhile,
+so that waiting ranks do not time out. Rejected: that rank 0 gives up a little earlier than the
+others, who may have been waiting for it since long before; dispatching between two micro-batches,
+which ranks reach at different times or never, where they run different numbers of them.
+"""
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import islice
+from typing import Any
+
+from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.transport import LostRank
+from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.planner.process.client import Planner
+from hf_flexseq.steps.exchange import NO_COLUMNS, SourceRow, common_dtypes, source_row
+from hf_flexseq.steps.planned_step import DrawnStep, PlannedStep
+from hf_flexseq.steps.rank_step import RankStep
+from hf_flexseq.steps.screen import beside_bars
+
+logger = logging.getLogger(__name__)
+
+FAILED = -1  # instead of the signature of a rank whose data could not be drawn
+
+# Seconds between two keep-alives of rank 0.
+ROUND_S = 5.0
+ROUNDS = 4  # in a timeout that is shorter than so many rounds
+
+Batches = Iterator[Mapping[str, Any]]
+Step = RankStep[Any]  # of either kind: it is only handed on
+
+
+class PrefetchedSteps:
+    """The steps of one iterator at a time: drawn, planned, and dispatched to the ranks."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        planner: Planner | None,
+        lookahead: int,
+        *,
+        dispatch: Callable[[PlannedStep], Any],
+        check: Callable[[Any], None],
+        read: Callable[[bytes], Any],
+        first_number: int = 0,
+        what: str = "step",
+    ) -> None:
+        """Nothing is drawn before the first `next`.
+
+        planner: on rank 0, None elsewhere.
+        lookahead: how many steps are drawn and being planned beyond the current one.
+        dispatch: brings a step's tokens to the ranks of its plan; collective over the world.
+        check: raises ValueError for a plan that would compute something wrong or hang; called on
+            rank 0.
+        read: makes a plan of the bytes that rank 0 sends, those of the plan's `to_bytes`.
+        first_number: of the first step. what: a step is called in messages.
+        """
+        self.communicator = communicator
+        self._planner = planner
+        self._lookahead = lookahead
+        self._dispatch = dispatch
+        self._check = check
+        self._read = read
+        self._what = what
+        # of the last `next`
+        self._iterator: Batches | None = None
+        self._num_batches = 0
+        self._is_exhausted = False  # no rank has anything left in the iterator
+        # the two stages
+        self._drawn: deque[DrawnStep] = deque()  # being planned
+        self._dispatched: Future[Step | None] | None = None  # the next step, or its error
+        self._number_of_dispatched = 0
+        # what steps are counted by
+        self._next_number = first_number  # of the next step to leave the first stage
+        self._next_request = 0
+        self._dtypes: dict[int, dict[str, str]] = {}  # by signature of columns, agreed on once
+
+    def next(self, iterator: Batches, num_batches: int) -> Step | None:
+        """Return the next step of `num_batches` batches per rank, dispatched; None when no rank
+        has a sequence left. Collective over the world.
+
+        Raises, on all ranks alike, PlanInfeasible, RuntimeError with the reason why planning
+        failed, or what `Attempt.raise_together` makes of data that cannot be drawn.
+        """
+        if iterator is not self._iterator:
+            self._begin(iterator)
+        self._num_batches = num_batches
+        ahead, self._dispatched = self._dispatched, None
+        step = self._dispatch_next() if ahead is None else ahead.result()
+        if step is not None:
+            self._set_phase(f"{self._what} {step.number}")
+        return step
+
+    def prefetch(self) -> None:
+        """Dispatch the step that `next` will return, if it is asked for one of the same iterator.
+        Collective over the world.
+
+        Nothing happens where steps are not planned ahead, nor a second time. Raises LostRank
+        alone.
+        """
+        if not self._lookahead or self._iterator is None or self._dispatched is not None:
+            return
+        phase = self.communicator.host.phase
+        dispatched: Future[Step | None] = Future()
+        number = self._next_number
+        step = None
+        with Attempt() as dispatching:  # what fails here has failed on all ranks together
+            step = self._dispatch_next()
+        if isinstance(dispatching.error, LostRank):
+            raise dispatching.error
+        if dispatching.error is not None:
+            dispatched.set_exception(dispatching.error)
+        else:
+            dispatched.set_result(step)
+        self._dispatched = dispatched
+        self._number_of_dispatched = number
+        self._set_phase(phase)
+
+    def close(self) -> None:
+        """End the planner, and forget the step that was dispatched."""
+        self._dispatched = None
+        self._iterator = None
+        if self._planner is not None:
+            self._planner.close()
+
+    def _begin(self, iterator: Batches) -> None:
+        """Leave the steps of the last iterator, as if they had not been drawn."""
+        if self._dispatched is not None:
+            self._next_number = self._number_of_dispatched
+            self._dispatched = None
+        self._drawn.clear()
+        self._iterator = iterator
+        self._is_exhausted = False
+
+    def _set_phase(self, phase: str) -> None:
+        """Say what the exchanges to come belong to."""
+        self.communicator.host.phase = phase
+
+    # ---- from one stage to the next
+
+    def _dispatch_next(self) -> Step | None:
+        """Draw steps, and dispatch the next one; None when no rank has a sequence left. Collective
+        over the world."""
+        while not self._is_exhausted and len(self._drawn) <= self._lookahead:
+            self._draw()
+        if not self._drawn:
+            return None
+        drawn = self._drawn.popleft()
+        self._next_number += 1
+        planned = self._plan(drawn)
+        if drawn.request == 0:
+            with beside_bars():
+                for note in planned.plan.notes:
+                    logger.info("%s", note)
+        self._set_phase(f"{self._what} {drawn.number}, exchanging tokens")
+        step: Step = self._dispatch(planned)
+        return step
+
+    def _draw(self) -> None:
+        """Draw one step and submit it to the planner. Collective over the world."""
+        assert self._iterator is not None, "next sets the iterator"
+        # 1. what this rank draws
+        number = self._next_number + len(self._drawn)
+        row = SourceRow(columns={}, lengths=())
+        own = [FAILED]
+        with Attempt() as drawing:
+            row = source_row(list(islice(self._iterator, self._num_batches)))
+            counts = (row.padding_targets, row.other_rows)
+            own = [row.signature, *counts, *row.lengths, *row.targets]
+
+        # 2. what all ranks have drawn
+        host = self.communicator.host
+        host.phase = f"{self._what} {number}, gathering its lengths"
+        gathered = host.gather_ints(own)
+        if any(numbers[0] == FAILED for numbers in gathered):
+            drawing.raise_together(host.gather_values, f"drawing {self._what} {number}")
+        padding_targets = other_rows = 0
+        lengths: list[int] = []
+        targets: list[int] = []
+        sources: list[int] = []
+        for rank, (_, padding_of_rank, others_of_rank, *of_rank) in enumerate(gathered):
+            sequences = len(of_rank) // 2
+            padding_targets += padding_of_rank
+            other_rows += others_of_rank
+            lengths += of_rank[:sequences]
+            targets += of_rank[sequences:]
+            sources += [rank] * sequences
+        if not lengths:
+            self._is_exhausted = True
+            return
+
+        # 3. the step
+        dtypes = self._common_dtypes([numbers[0] for numbers in gathered], row)
+        step = DrawnStep(
+            number=number,
+            request=self._next_request,
+            row=row.with_columns(dtypes),
+            lengths=tuple(lengths),
+            sources=tuple(sources),
+            targets=tuple(targets),
+            padding_targets=padding_targets,
+            other_rows=other_rows,
+        )
+        self._next_request += 1
+        self._drawn.append(step)
+        if self._planner is not None:
+            self._planner.submit(step.request, lengths)
+
+    def _common_dtypes(self, signatures: Sequence[int], row: SourceRow) -> dict[str, str]:
+        """Return the dtypes of the columns that all rows have, as `common_dtypes` does. Collective
+        over the world with the first step, and with one whose columns are others.
+
+        signatures: of the rows, by rank.
+        """
+        drawn = {signature for signature in signatures if signature != NO_COLUMNS}
+        if len(drawn) == 1:
+            (signature,) = drawn
+            if signature not in self._dtypes:
+                self._dtypes[signature] = common_dtypes(row, self.communicator.host)
+            return self._dtypes[signature]
+        return common_dtypes(row, self.communicator.host)  # raises
+
+    def _plan(self, step: DrawnStep) -> PlannedStep:
+        """Return a submitted step with its plan, on every rank. Collective over the world."""
+        host = self.communicator.host
+        host.phase = f"{self._what} {step.number}, sending its plan"
+        began = time.perf_counter()
+        planning = Attempt()
+        kind = "waiting"
+        while kind == "waiting":
+            waited_s = time.perf_counter() - began
+            answer = host.broadcast_bytes(self._answer(step, waited_s, planning))
+            head, _, data = answer.partition(b"\n")
+            kind, reason = json.loads(head)
+        waited_s = time.perf_counter() - began
+        if kind == "infeasible":
+            raise PlanInfeasible(reason) from planning.error
+        if kind == "failed":
+            raise RuntimeError(
+                f"planning of {self._what} {step.number} failed: {reason}"
+            ) from planning.error
+        return PlannedStep(drawn=step, plan=self._read(data), waited_s=waited_s)
+
+    def _answer(self, step: DrawnStep, waited_s: float, planning: Attempt) -> bytes:
+        """Return rank 0's plan, checked, or the reason why planning failed, in a form that can be
+        sent: a line of JSON, [what it is, the reason], and the bytes of the plan; nothing on the
+        other ranks.
+
+        waited_s: seconds that the planner has been waited for already. planning: keeps the error.
+        """
+        if self._planner is None:
+            return b""
+        timeout_s = self.communicator.host.timeout.total_seconds()
+        round_s = min(ROUND_S, timeout_s / ROUNDS)
+        late = self._planner.wait(step.request, min(round_s, timeout_s - waited_s))
+        if late is not None and waited_s + round_s < timeout_s:
+            return _line("waiting")
+        if late is not None:
+            return _line(
+                "failed",
+                f"{late} has not answered for {timeout_s:g} s; if it is slow and not stuck, raise "
+                "ddp_timeout, the time that ranks wait for each other",
+            )
+        data = b""
+        with planning:
+            plan = self._planner.result(step.request)
+            self._check(plan)
+            data = plan.to_bytes()
+        match planning.error:
+            case None:
+                return _line("plan") + data
+            case PlanInfeasible():
+                return _line("infeasible", str(planning.error))
+            case RuntimeError() | ValueError():
+                return _line("failed", str(planning.error))
+        return _line("failed", repr(planning.error))
+
+
+def _line(kind: str, reason: str = "") -> bytes:
+    """Return the first line of an answer. reason: why planning failed."""
+    return json.dumps([kind, reason]).encode() + b"\n"
