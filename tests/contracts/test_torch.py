@@ -7,8 +7,6 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from hf_flexseq.hf.reduction import instead_of_ddp
-from hf_flexseq.hf.sharding import parameter_groups
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -18,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import _CheckpointFrame, checkpoint
 
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.reduction import instead_of_ddp
+from hf_flexseq.hf.sharding import parameter_groups
 from tests.contracts.look import parameters, schema_arguments
 from tests.ranks import run_ranks
 

@@ -39,7 +39,11 @@ class CountedObjective(LinearObjective):
 
     def weights(self, row):
         """Its gradients, by name, of the tokens of a rank's row."""
-        like = {"entropy": (), "log_probs": (), "scores": (CLASSES,)}  # in this order on the source rank
+        like = {
+            "entropy": (),
+            "log_probs": (),
+            "scores": (CLASSES,),
+        }  # in this order there
         figures = {
             name: torch.zeros(sum(row.lengths), *sizes, dtype=torch.float64)
             for name, sizes in like.items()
