@@ -29,6 +29,7 @@ REMOVED = {
     "deterministic": (
         "call torch.use_deterministic_algorithms(True) for the same bits in every run of one plan"
     ),
+    "flexseq_loss_at_home": "write flexseq_loss_on_whole_samples = True in the trainer's class",
     "strategy='allgather'": "write strategy='zigzag', which moves fewer bytes, or 'auto'",
     "remap": "leave it out; planner='zeppelin' remaps where the cost model says that it pays",
     "routing": "leave it out; planner='zeppelin' routes where the cost model says that it pays",

@@ -126,7 +126,8 @@ and a row without labels has the loss 0. Before the first step these losses are 
 tokens, where code of yours is in the way of the loss: methods marked below, modules and `forward`s
 of your own, and hooks. `compute_loss` is therefore called twelve times more than you would expect.
 If they do not agree, training ends with an error that shows the numbers. A class that sets
-`flexseq_loss_at_home = True` gets [whole samples](objectives/own.md) instead, for any loss.
+`flexseq_loss_on_whole_samples = True` gets [whole samples](objectives/own.md) instead, for any
+loss.
 
 A trial on nine tokens cannot see a module that mixes tokens within one sequence, which a plan may
 cut, nor code that changes its behaviour later in training.

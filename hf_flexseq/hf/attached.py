@@ -46,7 +46,7 @@ class AttachedModel:
         self.router = RouterLoss(model, base) if asks_for_router_loss(base) else None
         """The router loss of a model that asks for one."""
         self.token_columns = needed_columns(base)
-        """The columns that are dealt with every token, beside those that were drawn."""
+        """The columns that are dispatched with every token, besides those that were drawn."""
         self._other_call: tuple[nn.Module, ExitStack] | None = None  # one without `seq_ctx`
         self._hooks: list[Any] = []
         for entry in {base, base.base_model}:  # the second one is the decoder below the head
@@ -87,7 +87,7 @@ class AttachedModel:
             own.close()
 
     def need_columns(self, names: Iterable[str]) -> None:
-        """Have more columns dealt with every token from now on."""
+        """Have more columns dispatched with every token from now on."""
         self.token_columns = tuple(dict.fromkeys((*self.token_columns, *names)))  # each once
 
     @contextmanager

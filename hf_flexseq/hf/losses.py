@@ -1,8 +1,8 @@
-"""Which trainers compute a loss that is no sum over tokens, known by the names of their classes:
-TRL need not be there.
+"""Which trainers compute a loss that is not a sum over tokens, known by the names of their
+classes: TRL need not be installed.
 
-The loss of these is computed at home, from figures of their tokens (`objectives/`); that of all
-others is the model's own next-token loss, in one pass.
+The loss of these is computed on the source ranks, which drew the samples, from figures of their
+tokens (`objectives/`); that of all others is the model's own next-token loss, in one pass.
 
 A trainer of the user's own, of a causal language model, takes one of both ways:
 
@@ -11,13 +11,13 @@ A trainer of the user's own, of a causal language model, takes one of both ways:
   `compute_loss` runs on the micro-batches of a plan, wherever their tokens are. It must call the
   model with its labels: those of a micro-batch are shifted already, and logits beside them would
   not be those of a sample.
-* At home, in two passes, where `compute_loss_func` is given, or the class says
-  `flexseq_loss_at_home = True`: its `compute_loss` runs once for each batch that the plain Trainer
-  would have, on whole samples, and reads `loss`, `log_probs` and `entropy` of the model's outputs
+* On whole samples, in two passes, where `compute_loss_func` is given, or the class says
+  `flexseq_loss_on_whole_samples = True`: its `compute_loss` runs once for each batch that the
+  plain Trainer would have, and reads `loss`, `log_probs` and `entropy` of the model's outputs
   (`objectives/outputs.py`).
 
-Rejected: taking a class with a `compute_loss` of its own home without being told. It would pay for
-a second pass where it only hands on to the Trainer's.
+Rejected: giving whole samples to every class with a `compute_loss` of its own. It would pay for a
+second pass where it only hands on to the Trainer's.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ from transformers import Trainer
 from hf_flexseq.hf.model.facts import is_classifier
 
 # Trainers of TRL whose losses are known to read log-probabilities, scores or divergences.
-_AT_HOME = (
+_ON_SAMPLES = (
     "DPOTrainer",
     "KTOTrainer",
     "GRPOTrainer",
@@ -76,29 +76,31 @@ def unsuitable_distillation(trainer: Trainer) -> str | None:
 
 
 def has_planned_loss(trainer: Trainer) -> bool:
-    """Tell if the loss of a trainer is computed at home, from log-probabilities or scores."""
-    if _is_one_of(trainer, _AT_HOME) or reads_figures(trainer):
+    """Tell if the loss of a trainer is computed on its source rank, from
+    log-probabilities or scores."""
+    if _is_one_of(trainer, _ON_SAMPLES) or reads_figures(trainer):
         return True
     return is_classifier(_plain_model(trainer))
 
 
 def reads_figures(trainer: Trainer) -> bool:
     """Tell if the loss is one of the user's own that reads log-probabilities of a causal language
-    model's samples: `compute_loss_func`, or a class that says `flexseq_loss_at_home = True`."""
+    model's samples: `compute_loss_func`, or a class that says
+    `flexseq_loss_on_whole_samples = True`."""
     if has_fused_head(trainer) or is_classifier(_plain_model(trainer)):
         return False
     is_func = getattr(trainer, "compute_loss_func", None) is not None
-    return is_func or says_at_home(trainer)
+    return is_func or says_on_samples(trainer)
 
 
-def says_at_home(trainer: Trainer) -> bool:
-    """Tell if the class of a trainer says `flexseq_loss_at_home = True`."""
-    return bool(getattr(trainer, "flexseq_loss_at_home", False))
+def says_on_samples(trainer: Trainer) -> bool:
+    """Tell if the class of a trainer says `flexseq_loss_on_whole_samples = True`."""
+    return bool(getattr(trainer, "flexseq_loss_on_whole_samples", False))
 
 
 def has_fused_head(trainer: Trainer) -> bool:
     """Tell if a trainer of TRL's reads a head of TRL's own, which gives no logits."""
-    return _is_one_of(trainer, (*_AT_HOME, "SFTTrainer"))
+    return _is_one_of(trainer, (*_ON_SAMPLES, "SFTTrainer"))
 
 
 def _plain_model(trainer: Trainer) -> Any:

@@ -29,7 +29,7 @@ from hf_flexseq.steps.users_code import (
 )
 from hf_flexseq.values import listed
 
-AT_HOME = "flexseq_loss_at_home = True"
+WHOLE_SAMPLES = "flexseq_loss_on_whole_samples = True"
 
 
 class Standing(Enum):
@@ -74,7 +74,7 @@ RULES = (
         in_one_pass=Standing.REFUSED,
         on_samples=Standing.CALLED,
         why="the loss is divided by the target tokens of the whole step, which the plan counts",
-        instead=f"scale the loss in compute_loss, or set {AT_HOME} in the class",
+        instead=f"scale the loss in compute_loss, or set {WHOLE_SAMPLES} in the class",
     ),
     Rule(
         names=("prediction_step",),
@@ -82,7 +82,7 @@ RULES = (
         on_samples=Standing.CALLED,
         why="an evaluation runs planned micro-batches, whose logits are not gathered",
         instead="override compute_loss or evaluation_loop, give compute_metrics with "
-        f"preprocess_logits_for_metrics, or set {AT_HOME} in the class",
+        f"preprocess_logits_for_metrics, or set {WHOLE_SAMPLES} in the class",
     ),
     Rule(
         names=("compute_loss",),

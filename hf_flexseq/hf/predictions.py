@@ -1,13 +1,13 @@
 """Predictions of causal language models: what `preprocess_logits_for_metrics` makes of logits,
-where the tokens are, brought home to who drew the samples.
+where the tokens are, gathered on the ranks that drew the samples.
 
 The plain Trainer has logits [B, S, V] of a padded batch on the rank that drew it. Here
 
 1. a batch        is collated as the plain Trainer would, with its padding
-2. its tokens     are planned and dealt, its labels beside them
+2. its tokens     are planned and dispatched, its labels beside them
 3. the head       shows its logits a chunk of tokens at a time; the user's function is given
                   logits [1, chunk, V] and labels [1, chunk], and gives a few values for each token
-4. these values   go home, and stand where the padded batch has the tokens; padding is -100
+4. these values   are gathered, and stand where the padded batch has the tokens; padding is -100
 
 and everything after that is the Trainer's own loop: it pads, gathers and hands over arrays.
 What cannot be had, whole vocabularies of logits above all, is refused before
@@ -55,7 +55,7 @@ class TokenPredictions:
         self._trainer = trainer
         self._engine = engine
         self._function = trainer.preprocess_logits_for_metrics
-        # at home the Trainer's own step gives the loss of a batch
+        # on the source rank the Trainer's own step gives the loss of a batch
         self._with_loss = "loss" in trainer.args.include_for_metrics and not reads_figures(trainer)
         self._chunked: ChunkedLoss | None = None
         self._is_started = False

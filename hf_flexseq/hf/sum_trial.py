@@ -31,7 +31,7 @@ from transformers import Trainer
 
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.engine import FlexSeqEngine
-from hf_flexseq.hf.overrides import AT_HOME, IN_PARTS
+from hf_flexseq.hf.overrides import IN_PARTS, WHOLE_SAMPLES
 from hf_flexseq.hf.two_sequences import ComputeLoss, Figures, LossesOfTwo
 from hf_flexseq.hf.watch import Watch
 from hf_flexseq.steps.exchange import SourceRow
@@ -147,7 +147,7 @@ class SumTrial:
             raise NotImplementedError(
                 f"{listed(self._code.methods)}: {found}; the loss is not a sum over tokens "
                 "divided by num_items_in_batch: pass num_items_in_batch on to the model or to "
-                f"super().compute_loss and add no other term, or set {AT_HOME} in the class"
+                f"super().compute_loss and add no other term, or set {WHOLE_SAMPLES} in the class"
             )
 
 

@@ -9,12 +9,13 @@
 * `training_step`: runs the micro-batches of the plan, each through the Trainer's own
   `training_step`.
 * `evaluation_loop`, `prediction_step`: the same for evaluation, with a loss over all target
-  tokens; predictions of tokens come home (`predictions.py`).
-* `_prepare_inputs`, `_get_per_token_logps_and_entropies`: where a loss is computed at home.
+  tokens; predictions of tokens are gathered (`predictions.py`).
+* `_prepare_inputs`, `_get_per_token_logps_and_entropies`: where a loss is computed on the
+  source rank.
 * `get_eval_dataloader`, `get_test_dataloader`: padded batches, where predictions are wanted.
 * `train`, `_inner_training_loop`: the run goes on from a whole checkpoint; the model has our
   attention and loss while it trains, and its own afterwards.
-* `set_initial_training_values`: batches stay on the host until their tokens are dealt.
+* `set_initial_training_values`: batches stay on the host until their tokens are dispatched.
 * `_save_checkpoint`: a checkpoint can be told from one whose writer was killed.
 * `_reject_skip_prepare_without_labels`: a check of TRL's SFTTrainer sees the collator that ours is
   put around.
@@ -24,7 +25,7 @@
   (`pipeline/overrides.py`).
 
 How the loss of a step is computed varies (`step_loss.py`): in one pass over the micro-batches
-(`one_pass.py`), or at home, on the trainer's own batches (`at_home.py`).
+(`one_pass.py`), or on the source ranks, on the trainer's own batches (`source_rank.py`).
 
 Data order, gradient accumulation, clipping, schedules, and what is saved and resumed stay the
 Trainer's own.
@@ -147,13 +148,13 @@ class FlexSeqMixin(PartOfModelMixin):
         """Put a collator of ours around the user's where batches are planned; keep one that makes
         batches as the plain Trainer has them."""
         self._flexseq_padded = self.data_collator
-        at_home = has_planned_loss(self)
-        if at_home and not reads_figures(self):
+        on_samples = has_planned_loss(self)
+        if on_samples and not reads_figures(self):
             return  # TRL's own collators, of pairs and prompts
         collator = flexseq_collator(self.data_collator)
         self._flexseq_padded = padded_collator(self.data_collator, collator)
         check_labels(self, collator)
-        self.data_collator = self._flexseq_padded if at_home else collator
+        self.data_collator = self._flexseq_padded if on_samples else collator
 
     def _log_remarks(self) -> None:
         """Say, on rank 0 and once, where code of the user's sees something else than under the
@@ -227,7 +228,7 @@ class FlexSeqMixin(PartOfModelMixin):
         """Keep batches on the host until training ends.
 
         Without `even_batches` ranks draw different numbers of them; all go on until the last one
-        is done. A loss that is computed at home refuses that.
+        is done. A loss on whole samples refuses that.
         """
         self._flexseq_accumulation = self.args.gradient_accumulation_steps
         self._log_remarks()  # hooks and callbacks may have come since the trainer was made
@@ -243,8 +244,8 @@ class FlexSeqMixin(PartOfModelMixin):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | None]:
         """Return `num_batches` items, of which the last one is the planned step, and the step's
-        target tokens; no item when no rank has data left. A loss that is computed at home gets the
-        batches themselves.
+        target tokens; no item when no rank has data left. A loss on whole samples gets the batches
+        themselves.
 
         Raises ValueError where accumulation has changed since training began.
         """
@@ -297,8 +298,8 @@ class FlexSeqMixin(PartOfModelMixin):
         return super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Prepare a batch of a loss at home once, with the model's own attention to make samples
-        with."""
+        """Prepare a batch of a loss on whole samples once, with the model's own attention to make
+        samples with."""
         return self._flexseq_loss.prepare(inputs, super()._prepare_inputs)
 
     def _get_per_token_logps_and_entropies(
@@ -403,7 +404,7 @@ class FlexSeqMixin(PartOfModelMixin):
         A loss that is a sum over tokens is summed over all target tokens of the set, so that it
         does not depend on batch size or world size; samples repeated to fill the last batch do not
         count, except those of a stream when predictions are wanted, where nothing marks them. A
-        loss that is computed at home is the Trainer's mean over batches.
+        loss on whole samples is the Trainer's mean over batches.
         """
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only

@@ -17,7 +17,7 @@ from transformers import Trainer
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.transport import HostGroup
 from hf_flexseq.hf.executors import base_model
-from hf_flexseq.hf.overrides import AT_HOME
+from hf_flexseq.hf.overrides import WHOLE_SAMPLES
 from hf_flexseq.steps.inputs import LABELS, Inputs
 from hf_flexseq.steps.users_code import users_methods
 from hf_flexseq.values import listed
@@ -55,13 +55,13 @@ class Watch:
                 raise NotImplementedError(
                     f"{self._who} calls the model without the inputs' seq_ctx, on parts of "
                     "samples: pass all inputs on, model(**inputs), or set "
-                    f"{AT_HOME} in the class"
+                    f"{WHOLE_SAMPLES} in the class"
                 )
             if kwargs.get("labels") is None:
                 raise NotImplementedError(
                     f"{self._who} calls the model without labels, on parts of samples: call "
                     "super().compute_loss, or read outputs.log_probs and outputs.entropy of whole "
-                    f"samples and set {AT_HOME} in the class"
+                    f"samples and set {WHOLE_SAMPLES} in the class"
                 )
             is_same = targets._version == version
             if not is_same or not all(_equals(kwargs.get(name), targets) for name in LABELS):

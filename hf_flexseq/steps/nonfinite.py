@@ -130,8 +130,8 @@ def _flagged(tensors: Mapping[str, torch.Tensor]) -> tuple[list[str], torch.Tens
         flags.append(_not_finite(list(of_kind.values())))
 
     # 3. together; a share that is kept on the host is there already
-    home = flags[0].device
-    return names, torch.cat([flag.to(home, non_blocking=True) for flag in flags])
+    device = flags[0].device
+    return names, torch.cat([flag.to(device, non_blocking=True) for flag in flags])
 
 
 def _not_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -8,8 +8,8 @@ A sequence of three tokens and one of two, packed:
     sequence_indices      0 1 2   0 1       INDICES: tokens before it in its sequence
 
 They differ from `position_ids` where a dataset brings its own. They are made before tokens are
-dealt, from the whole sequence, so that wherever a plan cuts it, every part knows what one process
-would.
+dispatched, from the whole sequence, so that wherever a plan cuts it, every part knows what one
+process would.
 """
 
 from collections.abc import Collection

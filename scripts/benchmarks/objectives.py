@@ -1,4 +1,4 @@
-"""Trainers whose loss is computed at home, against the same trainers as they come.
+"""Trainers whose loss is computed on whole samples, against the same trainers as they come.
 
     python scripts/benchmarks/objectives.py --json objectives.json
     python scripts/benchmarks/objectives.py --only grpo --ranks 2

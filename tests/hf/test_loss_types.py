@@ -166,7 +166,7 @@ def test_trying_a_loss_function_draws_no_random_numbers():
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_an_own_loss_function_under_a_loss_at_home_is_refused(tmp_path):
+def test_an_own_loss_function_under_a_loss_on_samples_is_refused(tmp_path):
     args = training_arguments(TrainingArguments, tmp_path, batch=2, accumulation=1)
     with pytest.raises(NotImplementedError, match="outputs.loss is next-token loss") as raised:
         FlexSeqTrainer(

@@ -1,5 +1,5 @@
 """`compute_metrics` and `predict()` of causal language models: the arrays of the plain Trainer on
-as many ranks, made of logits that never came home."""
+as many ranks, made of logits that are never gathered."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Trainers whose loss is computed at home: the plain trainer's weights and figures on two ranks,
+"""Trainers whose loss is computed on whole samples: the plain trainer's weights and figures on two ranks,
 what cannot be computed exactly is refused in one line, and the model is left as it was."""
 
 import random
@@ -11,7 +11,7 @@ from transformers import Trainer
 from trl import DPOTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
-from hf_flexseq.hf.losses import _AT_HOME
+from hf_flexseq.hf.losses import _ON_SAMPLES
 from hf_flexseq.hf.objectives.reference import adapter_off, adapter_state
 from hf_flexseq.hf.objectives.trainers import _OF_TRAINERS
 from hf_flexseq.steps.calls import Call
@@ -317,5 +317,5 @@ def test_the_models_are_left_as_they_were(tmp_path, cls):
         assert model(input_ids=ids).logits.shape == (1, 3, model.config.vocab_size)
 
 
-def test_every_trainer_whose_loss_is_at_home_has_its_calls_foreseen():
-    assert set(_AT_HOME) == set(_OF_TRAINERS)
+def test_every_trainer_whose_loss_is_on_samples_has_its_calls_foreseen():
+    assert set(_ON_SAMPLES) == set(_OF_TRAINERS)

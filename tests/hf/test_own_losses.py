@@ -1,5 +1,5 @@
 """Losses of the user's own on a causal language model: `compute_loss_func`, and classes that say
-`flexseq_loss_at_home`, against the plain Trainer with whole logits."""
+`flexseq_loss_on_whole_samples`, against the plain Trainer with whole logits."""
 
 import numpy as np
 import pytest
@@ -167,7 +167,7 @@ def focal_loss(outputs, labels, num_items_in_batch=None):
 class Focal(Trainer):
     """The same loss, and the model's own beside it."""
 
-    flexseq_loss_at_home = True
+    flexseq_loss_on_whole_samples = True
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
@@ -313,7 +313,7 @@ def test_outputs_have_what_they_have():
 
 
 class OnOtherTokens(FlexSeqTrainer):
-    flexseq_loss_at_home = True
+    flexseq_loss_on_whole_samples = True
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**{**inputs, "input_ids": inputs["input_ids"].flip(0)})
@@ -362,8 +362,20 @@ def test_one_pass_keeps_to_sums_over_tokens(tmp_path):
     trainer = make(True, tmp_path, base=OwnLoss, settings=ours)
     assert isinstance(trainer._flexseq_loss, LossInOnePass), "handing on takes one pass"
     trainer = make(True, tmp_path, base=WithoutLabels, settings=ours)
-    with pytest.raises(NotImplementedError, match="WithoutLabels.*flexseq_loss_at_home") as raised:
+    with pytest.raises(
+        NotImplementedError, match="WithoutLabels.*flexseq_loss_on_whole_samples"
+    ) as raised:
         trainer.train()
+    one_line(raised)
+
+
+class FormerName(OwnLoss):
+    flexseq_loss_at_home = True
+
+
+def test_the_former_name_of_the_attribute_is_refused_and_the_new_one_named(tmp_path):
+    with pytest.raises(ValueError, match="flexseq_loss_on_whole_samples = True") as raised:
+        make(True, tmp_path, base=FormerName, settings={"max_tokens_per_rank": 61})
     one_line(raised)
 
 

@@ -34,7 +34,7 @@ def both(base, folder, *, model=tiny_llama, **options):
     found = []
     for how in ("stock", "mixin"):
         own = model()
-        if how == "stock" and not hasattr(base, "flexseq_loss_at_home"):
+        if how == "stock" and not hasattr(base, "flexseq_loss_on_whole_samples"):
             own.loss_function = float64_loss
         before = weights(own)
         trainer = make(base, folder, how=how, model=own, eval_strategy="no", **options)

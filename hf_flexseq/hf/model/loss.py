@@ -137,7 +137,7 @@ class NoLogits:
         raise LogitsNotKept(
             "outputs.logits of a call with labels: the loss is computed in chunks, and the logits "
             "of all tokens are not kept; read outputs.loss, or outputs.log_probs and "
-            "outputs.entropy in a class that sets flexseq_loss_at_home = True"
+            "outputs.entropy in a class that sets flexseq_loss_on_whole_samples = True"
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -181,7 +181,7 @@ def _is_one_of(names: Sequence[str], module: nn.Module) -> bool:
 def _missing_column(module: nn.Module, name: str) -> ValueError:
     return ValueError(
         f"{type(module).__name__} is given seq_ctx without {name!r}: add the columns "
-        "needed_columns(model) to the rows before they are dealt"
+        "needed_columns(model) to the rows before they are dispatched"
     )
 
 

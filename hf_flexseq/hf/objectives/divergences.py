@@ -3,9 +3,10 @@ the next token are apart, for every token.
 
 Its loss reads hidden states and heads of both models, and computes divergences and entropies from
 them, tile by tile. That needs nothing but one token's hidden states, so it runs where the plan has
-put the token, and two numbers come home. The trainer's own `_compute_loss` serves on both sides:
+put the token, and two numbers are gathered on its source rank. The trainer's own `_compute_loss`
+serves on both sides:
 
-    it asks for           on a micro-batch                    at home
+    it asks for           on a micro-batch                    on the source rank
     hidden states         those of a row, student and         the figures, as if they were the
                           teacher one after the other         student's; none of the teacher
     divergences of them   TRL's own, which are noted          the figures themselves
@@ -14,7 +15,7 @@ put the token, and two numbers come home. The trainer's own `_compute_loss` serv
 So the scales and caps of logits, the heads and their biases, masks and the number of items are
 read by TRL alone. Three of its names are replaced for that as long as a step may run: the
 trainer's `_get_last_hidden_state` and `_forward_redirection`, and its module's
-`ChunkedDivergenceFunction`. Rejected: to bring hidden states home, thousands of numbers for every
+`ChunkedDivergenceFunction`. Rejected: to gather hidden states, thousands of numbers for every
 token.
 
 The loss is the sum of all divergences over the number of items, which is known before any forward:
@@ -72,7 +73,7 @@ class Divergences:
         self._row: Inputs | None = None
         self._targets: torch.Tensor | None = None  # [tokens] True where a token predicts one
         self._found: Columns = {}
-        # of the call that runs at home: whether it has got figures in place of hidden states
+        # of the call on the source rank: True if it has got figures instead of hidden states
         self._is_answered = False
 
     def attach(self) -> list[Any]:
@@ -89,8 +90,8 @@ class Divergences:
 
     @contextmanager
     def attached(self, executor: WholeModelExecutor, answer: Answer) -> Iterator[None]:
-        """Let the trainer compute its loss on micro-batches, and at home on figures, inside the
-        block. Collective over the world.
+        """Let the trainer compute its loss on micro-batches, and on the source rank on figures,
+        inside the block. Collective over the world.
 
         answer: answers padded calls of the student with what `self.answer` returns.
         """
@@ -117,8 +118,8 @@ class Divergences:
     def _redirected(
         self, wrapper: nn.Module, model: nn.Module, method: Callable[..., Any], *args: Any
     ) -> Any:
-        """Return what a method gives, called inside the forward of the model's wrapper; at home
-        no model runs, and it is called as it is."""
+        """Return what a method gives, called inside the forward of the model's wrapper; on the
+        source rank no model runs, and it is called as it is."""
         if self._row is None:
             return method(*args)
         return self._redirect(wrapper, model, method, *args)

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, Trainer
 
-from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.config import FlexSeqArguments, refuse_removed
 from hf_flexseq.distributed.connect import capabilities_on
 from hf_flexseq.hf.losses import (
     has_planned_loss,
     reads_figures,
-    says_at_home,
+    says_on_samples,
     unsuitable_distillation,
 )
 from hf_flexseq.hf.model.facts import is_reentrant
@@ -52,6 +52,8 @@ class TrainerOfModel(NamedTuple):
 
 def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
     """Raise ValueError or NotImplementedError for a Trainer that hf_flexseq refuses."""
+    if hasattr(trainer, "flexseq_loss_at_home"):
+        refuse_removed("flexseq_loss_at_home")
     refuse(TRAINER, trainer)
     on_samples = has_planned_loss(trainer)
     refuse(ON_SAMPLES if on_samples else ONE_PASS, trainer)
@@ -158,9 +160,9 @@ def _loss_of_logits(trainer: Any) -> str | None:
 
 
 def _samples_of_one_pass(trainer: Any) -> str | None:
-    if not says_at_home(trainer):
+    if not says_on_samples(trainer):
         return None
-    return f"flexseq_loss_at_home=True of {type(trainer).__name__}"
+    return f"flexseq_loss_on_whole_samples=True of {type(trainer).__name__}"
 
 
 def _other_loss(trainer: Any) -> str | None:
@@ -335,7 +337,7 @@ ONE_PASS: tuple[Refusal[Any], ...] = (
         "outputs.entropy",
     ),
     Refusal(
-        setting="flexseq_loss_at_home = True on a trainer of TRL with next-token loss",
+        setting="flexseq_loss_on_whole_samples = True on a trainer of TRL with next-token loss",
         found=_samples_of_one_pass,
         why="its own loss is a sum over tokens",
         instead="leave it out, or derive from FlexSeqTrainer",

@@ -177,8 +177,8 @@ class TwoForwards:
         return (found + other) / 2
 
 
-class LossAtHome:
-    flexseq_loss_at_home = True
+class LossOnSamples:
+    flexseq_loss_on_whole_samples = True
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
@@ -225,7 +225,7 @@ LOSSES: dict[str, Change] = {
     "loss without labels": Change(methods=LossWithoutLabels, slot="loss", weight=0.5),
     "loss of hidden states": Change(methods=LossOfHiddenStates, slot="loss", weight=0.5),
     "two forwards": Change(methods=TwoForwards, of=("trainer", "sequences")),
-    "loss at home": Change(methods=LossAtHome, slot="loss", of=("trainer",)),
+    "loss on samples": Change(methods=LossOnSamples, slot="loss", of=("trainer",)),
     "compute_loss_func": Change(
         arguments={"compute_loss_func": loss_func}, slot="loss", of=("trainer",)
     ),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 CAUSAL = ("trainer", "sft")
-AT_HOME = ("dpo", "reward", "sequences", "tokens")
-ALL = (*CAUSAL, *AT_HOME)
+ON_SAMPLES = ("dpo", "reward", "sequences", "tokens")
+ALL = (*CAUSAL, *ON_SAMPLES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,16 +33,16 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, S
 
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqMixin
 from tests.hf.drawn_settings.case import CHANGES, Case
-from tests.hf.drawn_settings.options import AT_HOME
+from tests.hf.drawn_settings.options import ON_SAMPLES
 from tests.hf.drawn_settings.sources import (
     COLLATORS,
     DATASETS,
     MODELS,
-    ROWS_AT_HOME,
+    ROWS_ON_SAMPLES,
     STREAMS,
     evaluation_rows,
     prompts_and_completions,
-    rows_at_home,
+    rows_of_objectives,
     training_rows,
     watch_training,
     wide_loss,
@@ -128,8 +128,8 @@ def _widen_loss(model: Any) -> None:
 def _arguments(case: Case, folder: Path) -> dict[str, Any]:
     """Return the arguments of a case's trainer: model, datasets, collator or tokenizer."""
     dtype = getattr(torch, case.dtype)
-    if case.trainer in AT_HOME:
-        return _arguments_at_home(case, dtype, folder)
+    if case.trainer in ON_SAMPLES:
+        return _arguments_of_objective(case, dtype, folder)
     arguments: dict[str, Any] = {"model": MODELS[case.model][0](dtype)}
     if case.trainer == "trainer":
         # The rest of a stream is trained on in another way, so that none ends.
@@ -149,13 +149,13 @@ def _arguments(case: Case, folder: Path) -> dict[str, Any]:
     return arguments
 
 
-def _arguments_at_home(case: Case, dtype: torch.dtype, folder: Path) -> dict[str, Any]:
+def _arguments_of_objective(case: Case, dtype: torch.dtype, folder: Path) -> dict[str, Any]:
     """Return the arguments of a trainer whose loss is computed on samples."""
     tokenizer = word_tokenizer()
     settings = dict(case.settings)
     arguments: dict[str, Any] = {}
-    for name, count in (("train_dataset", ROWS_AT_HOME), ("eval_dataset", 6)):
-        rows = rows_at_home(case.trainer, count)
+    for name, count in (("train_dataset", ROWS_ON_SAMPLES), ("eval_dataset", 6)):
+        rows = rows_of_objectives(case.trainer, count)
         if settings.get("precompute_ref_log_probs"):
             rows = _on_disk(rows, folder / name)
         arguments[name] = rows

@@ -353,10 +353,10 @@ RELABELLING = ("language modeling", "flattened", "truncated", "truncated to shor
 
 # ---- data of the other trainers
 
-ROWS_AT_HOME = 20
+ROWS_ON_SAMPLES = 20
 
 
-def rows_at_home(kind: str, count: int) -> Dataset:
+def rows_of_objectives(kind: str, count: int) -> Dataset:
     """Examples of a trainer whose loss is computed on samples."""
     if kind in ("sequences", "tokens"):
         return classified(count, tokens=kind == "tokens")
