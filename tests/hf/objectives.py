@@ -1,4 +1,5 @@
-"""Trainers whose loss is computed on whole samples, in pairs: as they come, and with FlexSeqMixin in front.
+"""Trainers whose loss is computed on whole samples, in pairs: as they come, and with
+FlexSeqMixin in front.
 
 Both train in one process, one after the other, on the same data with the same random numbers, so
 that their weights and logs can be compared. `scripts/benchmarks/objectives.py` uses this, too.

@@ -1,5 +1,5 @@
-"""Trainers whose loss is computed on whole samples: the plain trainer's weights and figures on two ranks,
-what cannot be computed exactly is refused in one line, and the model is left as it was."""
+"""Trainers whose loss is computed on whole samples: the plain trainer's weights and figures on two
+ranks, what cannot be computed exactly is refused in one line, and the model is left as it was."""
 
 import random
 
