@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_flexseq.distributed.matching import Launches
-from hf_flexseq.pipeline.executor import _Step
+from hf_flexseq.pipeline.executor import _ChunkRun
 from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.pipeline.sharding import whole
 from tests.hf.test_trainer import float64_loss, logged, plain_run, update_error
@@ -111,14 +111,14 @@ def test_steps_never_hang_however_posts_are_carried_out(world_size, virtual, lau
 
 def delayed_steps(rank, world_size, virtual, plans):
     """Ranks that fall behind at random."""
-    pace, obey = random.Random(rank), _Step.obey
+    pace, obey = random.Random(rank), _ChunkRun.obey
 
     def slow(step, action):
         if pace.random() < 0.3:
             time.sleep(pace.random() / 100)
         obey(step, action)
 
-    with mock.patch.object(_Step, "obey", slow):
+    with mock.patch.object(_ChunkRun, "obey", slow):
         return steps(rank, world_size, virtual, plans)
 
 
