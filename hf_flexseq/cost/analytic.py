@@ -1,7 +1,7 @@
 """Cost models estimated from a model's and a device's figures: FLOPs over FLOP/s and bytes over
 bytes/s.
 
-Good enough to rank plans on a machine nobody has measured; a measured model is better.
+Good enough to rank plans on an unmeasured machine; a measured model is better.
 """
 
 from collections.abc import Iterator
@@ -197,7 +197,7 @@ class DeviceSpec:
     inter_bytes: float
     """Bytes/s a rank moves to ranks of other nodes."""
     layer_s: float
-    """Seconds a layer's forward and backward cost beside their arithmetic (launches)."""
+    """Seconds a layer's forward and backward cost besides their arithmetic (launches)."""
     transfer_s: float = 3e-5
     """Seconds until a transfer between ranks begins."""
     launch_s: float = CUDA_LAUNCH_S
@@ -503,7 +503,7 @@ def _token_bytes(shape: ModelShape, checkpointing: bool) -> float:
     log_sum_exps = 0  # bytes, of all layers
     for layers, _, heads in shape.attention_layers():
         log_sum_exps += layers * heads.heads * FLOAT32_BYTES
-    rest = 5 * shape.hidden + 4 * shape.intermediate  # numbers of a layer beside its mixers'
+    rest = 5 * shape.hidden + 4 * shape.intermediate  # numbers of a layer besides its mixers'
     if not checkpointing:
         numbers = shape.layers * rest + 2 * shape.query_numbers + shape.kv_numbers
         scans = sum(layers * _scan_bytes(shape, sizes) for layers, sizes in shape.recurrent)

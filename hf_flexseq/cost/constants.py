@@ -61,7 +61,7 @@ class CostConstants:
     """Seconds per micro-batch, whatever is in it (b1)."""
     group_s: float
     """Seconds per group of two ranks and more, whatever is in it: the latency of its transfers
-    beside the host's work, all layers."""
+    besides the host's work, all layers."""
     all_to_all_bytes: float
     """Bytes per token that Ulysses moves, forward and backward, all layers."""
     ring_bytes: float | None
@@ -87,7 +87,7 @@ class CostConstants:
     nics_per_node: int = 1
     """Links to other nodes that the ranks of a node send over, each rank over one of them."""
     transfer_s: float = 0.0
-    """Seconds that a transfer between two ranks takes beside its bytes."""
+    """Seconds that a transfer between two ranks takes besides its bytes."""
     all_to_all_overlap: float = 0.0
     """Share of Ulysses' transfers, but for their first piece, that can travel while attention
     computes."""
@@ -158,7 +158,7 @@ class CostConstants:
     # ---- bytes
 
     def max_tokens_per_rank(self, world_size: int) -> int:
-        """Return the most tokens a rank can hold in one micro-batch beside its model states.
+        """Return the most tokens a rank can hold in one micro-batch besides its model states.
 
         Raises ValueError where the states leave no room for a token.
         """

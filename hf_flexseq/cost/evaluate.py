@@ -1,6 +1,6 @@
 """Nanoseconds of groups, micro-batches and whole steps by a cost model.
 
-    group       the sum over its sequences, and what it waits for beside them
+    group       the sum over its sequences, and what it waits for besides them
     rank        the sum over its groups
     lockstep    a micro-batch takes as long as its slowest rank, and the constant
     free        ranks meet only inside groups, so each has a clock of its own
@@ -74,7 +74,7 @@ def kinds_ns(
         tokens = np.array(members, dtype=np.int64)  # [members]
         each = cost.sequences_ns(tokens, *kind)  # [members]
         nanoseconds[indices] = np.add.reduceat(each, first)
-        # 4. and what they wait for beside them
+        # 4. and what they wait for besides them
         if cost.has_waits and kind.degree > 1:
             cover = np.add.reduceat(cost.cover_ns(each, tokens, kind.degree), first)
             nanoseconds[indices] += cost.waits(*kind).beyond(cover)

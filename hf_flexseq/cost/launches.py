@@ -64,7 +64,7 @@ RING_AHEAD = 2
 # No count of a strategy exceeds so many for each rank of the group.
 MOST_PER_RANK = 64
 
-# Of recurrent layers, beside those of a rank alone: around the halo of a slice; around summaries;
+# Of recurrent layers, besides those of a rank alone: around the halo of a slice; around summaries;
 # and for each other rank, whose summaries are sent, received and added to states. Torch's
 # operations, counted by tests/recurrent/test_launches.py.
 SEGMENT_HALO_LAUNCHES = 12
@@ -134,7 +134,7 @@ def halo_work(strategy: str, degree: int, *, nodes: int = 1) -> LayerWork:
 
 
 def segments_work(kind: str, strategy: str, degree: int, *, nodes: int = 1) -> LayerWork:
-    """Return what a rank of a group of `degree` ranks does beside a rank alone in one recurrent
+    """Return what a rank of a group of `degree` ranks does besides a rank alone in one recurrent
     layer, forward and backward.
 
     kind: of the layer. nodes: that the group spans, with equally many ranks on each.

@@ -22,14 +22,14 @@ bandwidth,
   micro-batches and steps.
 * `stretch` is ceil(H/d) d / H: the rank with the most of H query heads sets Ulysses' pace, and
   ranks beyond H idle.
-* Ring transfers run beside the attention they feed (LightSeq, arXiv 2310.03294, section 3.2), so
+* Ring transfers overlap with the attention they feed (LightSeq, arXiv 2310.03294, section 3.2), so
   the longer counts. That is for `ring_overlap` = 1; of a smaller one only that share r of the
   transfers t hides, and a ring takes max(attention, r t) + (1 - r) t. Ulysses'
   heads come and go in pieces, of which all but one travel while others are computed: the share h.
 * The max is taken group by group, so that groups are priced one by one: what one group's attention
   leaves of its cover never hides the launches of another, nor do linear layers, which have
-  launches of their own to hide (they are in b1). Where attention is short beside linear layers a
-  ring may be cheaper than priced, by H - A at most. Forward and backward count together.
+  launches of their own to hide (they are in b1). Where attention is short compared with
+  linear layers a ring may be cheaper than priced, by H - A at most. Forward and backward count together.
 * A rank holds token_bytes x tokens + state_bytes + sharded_state_bytes / ranks, at most
   budget_bytes.
 
@@ -318,8 +318,8 @@ class CostModel(CostTransfers):
         )
 
     def waits(self, degree: int, strategy: str, spans_nodes: bool) -> Waits:
-        """Return what a group of `degree` ranks takes beside its sequences. A rank alone has it in
-        the constant of the micro-batch."""
+        """Return what a group of `degree` ranks takes besides its sequences. A rank alone has it
+        in the constant of the micro-batch."""
         if degree == 1:
             return Waits(0, 0)
         host_s = self.host_s(degree, strategy, spans_nodes)

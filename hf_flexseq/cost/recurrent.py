@@ -65,7 +65,7 @@ class RecurrentLayers:
     def __post_init__(self) -> None:
         if self.kind not in RECURRENT_KINDS:
             raise ValueError(
-                f"recurrent: the kind {quoted(self.kind)} is none of {', '.join(RECURRENT_KINDS)}"
+                f"recurrent: expected one of {', '.join(RECURRENT_KINDS)}, got {quoted(self.kind)}"
             )
         number(f"recurrent, {self.kind}, share", self.share, most=1.0)
         for name in ("token_s", "again_s"):

@@ -97,7 +97,7 @@ class PipelineCost:
     stages: tuple[StageCost, ...]
     """[stages] The constants of each stage."""
     send_ns: float = 0.0
-    """Nanoseconds per token from a stage to its neighbour, beside its computing."""
+    """Nanoseconds per token from a stage to its neighbour, besides its computing."""
 
     def __post_init__(self) -> None:
         number("send_ns", self.send_ns, most=MAX_NS)
@@ -142,7 +142,7 @@ class PipelineCost:
     def of_model(cls, cost: CostModel, stages: int) -> "PipelineCost":
         """Return a whole model's cost, divided evenly over `stages`.
 
-        The stages have one rank each. The division stands in for stages that nobody has measured.
+        The stages have one rank each. The division stands in for unmeasured stages.
         """
         stage = StageCost(
             linear_ns=cost.forward_linear_s * 1e9 / stages,

@@ -193,7 +193,7 @@ def room_bytes(
     model_weights = sum(sizes.layers) + 2 * sizes.head
     of_layers = _held_of_state(sharded_over, mixed=mixed, casts=mixed)
     of_ends = _held_of_state(sharded_over, mixed=mixed, casts=False)
-    room = []
+    memory_limit = []
     for index in range(stage.count):
         held_weights = 0.0  # so many weights have as much state as the rank holds
         for start, stop in stage.spans[index :: stage.count]:
@@ -207,8 +207,8 @@ def room_bytes(
                 f"more than the {cost.budget_bytes / 2**30:.1f} GiB of a rank: use more stages, "
                 "or fsdp=True"
             )
-        room.append(left)
-    return room
+        memory_limit.append(left)
+    return memory_limit
 
 
 def _held_of_state(ranks: int, *, mixed: bool, casts: bool) -> float:

@@ -28,7 +28,7 @@ class Blocks:
     start: Int64Array
     """[B] First rank."""
     stop: Int64Array
-    """[B] First rank behind the block."""
+    """[B] First rank after the block."""
     shapes: tuple[tuple[int, bool], ...]
     """Distinct (degree, spans nodes), ascending; the first is one rank alone."""
     shape_of: Int64Array

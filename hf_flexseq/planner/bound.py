@@ -5,7 +5,7 @@
 
 Free ranks may run fewer micro-batches than their neighbours, so for them the constant counts as
 often as ranks must start a micro-batch to hold all tokens, shared by all ranks, and at least once:
-whoever works longest works in one.
+the rank that works longest works in one.
 
     bound = max(area / ranks + constant, (area + ceil(tokens / cap) x constant) / ranks)
 """

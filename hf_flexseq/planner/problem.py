@@ -140,7 +140,7 @@ def cheapest(
 
 
 def least_wait_ns(cost: CostModel, shape: tuple[int, bool], strategy: str) -> int:
-    """Return the nanoseconds that a group takes beside its sequences at least, however long they
+    """Return the nanoseconds that a group takes besides its sequences at least, however long they
     are.
 
     shape, strategy: as in `cheapest`.

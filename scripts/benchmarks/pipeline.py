@@ -109,8 +109,8 @@ def run(lengths: tuple[int, ...], cost: PipelineCost, **arguments: object) -> Ru
     """Plan a batch, check the plan, and simulate it."""
     plan = make_pipeline_plan(lengths, cost, **arguments)
     check(plan)
-    if arguments.get("room"):
-        check_memory(plan, cost, arguments["room"])
+    if arguments.get("memory_limit"):
+        check_memory(plan, cost, arguments["memory_limit"])
     found = report(plan, cost)
     return Run(
         plan=plan,
@@ -173,15 +173,15 @@ def tail(lengths: tuple[int, ...], stages: int, attention: float) -> Tail:
     cost = llama_13b(stages, attention)
     best = run(lengths, cost, schedule="infinipipe")
 
-    def room(share: float) -> tuple[int, ...]:
+    def memory_limit(share: float) -> tuple[int, ...]:
         """Bytes of each stage: a share of the re-creation's stage-0 peak."""
         return (int(share * best.first) * BYTES,) * stages
 
     return Tail(
         best=best,
-        roomy=run(lengths, cost, room=room(0.7)),
-        tight=run(lengths, cost, room=room(0.6)),
-        squeezed=run(lengths, cost, schedule="infinipipe", room=room(0.6)),
+        roomy=run(lengths, cost, memory_limit=memory_limit(0.7)),
+        tight=run(lengths, cost, memory_limit=memory_limit(0.6)),
+        squeezed=run(lengths, cost, schedule="infinipipe", memory_limit=memory_limit(0.6)),
         ideal=ideal_s(lengths, attention),
     )
 
@@ -267,8 +267,8 @@ def equal_lengths(options: argparse.Namespace, write: Printer, figures: Figures)
     for stages, k in itertools.product((2, *options.stages), (1, 2, 4, 8)):
         cost = llama_13b(stages, options.attention)
         plain = run(lengths, cost, schedule="seq1f1b", chunks=k)
-        room = (plain.peak * BYTES,) * stages
-        planned = run(lengths, cost, room=room)
+        memory_limit = (plain.peak * BYTES,) * stages
+        planned = run(lengths, cost, memory_limit=memory_limit)
         worst = max(worst, planned.seconds / plain.seconds)
         cells = [f"{stages}", f"{k}"]
         cells += [f"{100 * plain.bubble:.1f} %", f"{plain.first / lengths[0]:.2f}"]
@@ -301,15 +301,15 @@ def planning(options: argparse.Namespace, write: Printer, figures: Figures) -> b
     cost = llama_13b(8)
     worst = 0.0
     for most, tokens in ((None, None), (None, 200_000), (2_600, None), (2_600, 200_000)):
-        room = None if tokens is None else (tokens * BYTES,) * 8
+        memory_limit = None if tokens is None else (tokens * BYTES,) * 8
         milliseconds, chunks = [], []
         for seed in range(options.batches):
             lengths = long_tailed(seed, 96 * K, 512)
             began = time.process_time()
-            plan = make_pipeline_plan(lengths, cost, max_tokens=most, room=room)
+            plan = make_pipeline_plan(lengths, cost, max_tokens=most, memory_limit=memory_limit)
             milliseconds.append(1e3 * (time.process_time() - began))
             chunks.append(len(plan.chunks))
-            again = make_pipeline_plan(lengths, cost, max_tokens=most, room=room)
+            again = make_pipeline_plan(lengths, cost, max_tokens=most, memory_limit=memory_limit)
             assert plan.digest() == again.digest(), "the same input gives the same plan"
         median = statistics.median(milliseconds)
         p90 = statistics.quantiles(milliseconds, n=10)[-1]

@@ -209,7 +209,7 @@ def test_recurrent_layers_survive_json_and_are_seen_by_the_digest() -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"kind": "rwkv"}, "the kind 'rwkv' is none of gated_delta, kimi_delta, mamba2"),
+        ({"kind": "rwkv"}, "expected one of gated_delta, kimi_delta, mamba2"),
         ({"share": 1.5}, "recurrent, gated_delta, share=1.5"),
         ({"share": 0.0}, "recurrent, gated_delta: token_s=2.0 of no layers"),
         ({"token_s": -1.0}, "recurrent, gated_delta, token_s=-1.0"),

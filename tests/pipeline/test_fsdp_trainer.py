@@ -237,8 +237,8 @@ def test_room_counts_what_is_whole_during_a_step(ranks, mixed, whole_bytes):
     stage = cut(model_of(False), 0, 2)
     cost = replace(load_cost_model("flexsp-gpt-7b-a100"), budget_bytes=1e15)
     state = cost.budget_bytes - room_bytes(cost, stage)[0]
-    room = room_bytes(cost, stage, sharded_over=ranks, mixed=mixed)[0]
-    assert cost.budget_bytes - room == pytest.approx(
+    memory_limit = room_bytes(cost, stage, sharded_over=ranks, mixed=mixed)[0]
+    assert cost.budget_bytes - memory_limit == pytest.approx(
         state * (whole_bytes + 12 / ranks) / 16, abs=2
     )
 

@@ -13,18 +13,19 @@ from itertools import accumulate
 from hf_flexseq.schedule.pipeline.orders import backward_names
 
 
-def shortest(sizes, costs, room):
+def shortest(sizes, costs, memory_limit):
     """Nanoseconds of the best order, None where a unit alone does not fit."""
-    return _Search(sizes, costs, room).best
+    return _Search(sizes, costs, memory_limit).best
 
 
 class _Search:
-    def __init__(self, sizes, costs, room):
+    def __init__(self, sizes, costs, memory_limit):
         self.costs, self.stages, self.count = costs, len(costs.forward), sum(sizes)
         firsts = list(accumulate(sizes, initial=0))
         self.backward = [firsts[unit] + index for unit, index in backward_names(sizes)]
-        self.room = [
-            limit - max(carried) for limit, carried in zip(room, costs.carried, strict=True)
+        self.memory_limit = [
+            limit - max(carried)
+            for limit, carried in zip(memory_limit, costs.carried, strict=True)
         ]
         self.first = set(firsts)
         self.best, self.seen = None, {}
@@ -44,7 +45,7 @@ class _Search:
         """(stop, start, stage, kind, place) of every action that may come next on its stage."""
         f, i, w, free = state
         for s in range(self.stages):
-            if f[s] < self.count and self._held(s, f[s] + 1, i[s], w[s]) <= self.room[s]:
+            if f[s] < self.count and self._held(s, f[s] + 1, i[s], w[s]) <= self.memory_limit[s]:
                 place = f[s]
                 arrived = ahead.get((s, place)) if s else 0
                 if arrived is not None:

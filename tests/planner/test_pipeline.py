@@ -70,9 +70,11 @@ def test_every_plan_is_legal_and_says_what_it_takes(lengths, stages, schedule, c
 )
 def test_plans_stay_within_their_room(lengths, stages, tenths, schedule):
     cost = price(stages)
-    room = (tenths * max(lengths) * 38 // 10,) * stages
+    memory_limit = (tenths * max(lengths) * 38 // 10,) * stages
     try:
-        plan = make_pipeline_plan(lengths, cost, schedule=schedule, room=room, chunks=2)
+        plan = make_pipeline_plan(
+            lengths, cost, schedule=schedule, memory_limit=memory_limit, chunks=2
+        )
     except PlanInfeasible as error:
         # all of a sequence and its carries are 38 bytes a token, and InfiniPipe's window may ask
         # for more
@@ -80,7 +82,7 @@ def test_plans_stay_within_their_room(lengths, stages, tenths, schedule):
             raise
         return
     check(plan)
-    check_memory(plan, cost, room)
+    check_memory(plan, cost, memory_limit)
 
 
 @settings(max_examples=examples(20), deadline=None)
@@ -215,10 +217,10 @@ def small_step(rng):
 def test_no_policy_beats_the_exact_order(seed):
     rng = random.Random(seed)
     for _ in range(10):
-        sizes, costs, room = small_step(rng)
-        best = shortest(sizes, costs, room)
+        sizes, costs, memory_limit = small_step(rng)
+        best = shortest(sizes, costs, memory_limit)
         for policy in POLICIES:
-            assert play(sizes, costs, room, policy).makespan >= best
+            assert play(sizes, costs, memory_limit, policy).makespan >= best
 
 
 def test_auto_is_within_two_percent_of_the_exact_order():
@@ -229,8 +231,8 @@ def test_auto_is_within_two_percent_of_the_exact_order():
             stages, attention_ns=rng.choice([0.0, 0.3, 1.0]), chunk_ns=rng.choice([1e4, 3e5])
         )
         lengths = [rng.choice([300, 1000, 1500, 2500]) for _ in range(rng.randint(2, 3))]
-        room = (int(max(lengths) * 38 * rng.uniform(1.05, 2.5)),) * stages
-        plan = make_pipeline_plan(lengths, cost, chunks=2, room=room)
+        memory_limit = (int(max(lengths) * 38 * rng.uniform(1.05, 2.5)),) * stages
+        plan = make_pipeline_plan(lengths, cost, chunks=2, memory_limit=memory_limit)
         if len(plan.chunks) > (5 if stages == 2 else 4):
             continue
         costs = chunk_costs(
@@ -240,7 +242,7 @@ def test_auto_is_within_two_percent_of_the_exact_order():
             sum(chunk.unit == unit for chunk in plan.chunks)
             for unit in range(plan.chunks[-1].unit + 1)
         ]
-        gaps.append(plan.objective_s * 1e9 / shortest(sizes, costs, room) - 1)
+        gaps.append(plan.objective_s * 1e9 / shortest(sizes, costs, memory_limit) - 1)
     assert len(gaps) >= 40
     assert max(gaps) <= 0.02
     assert min(gaps) >= -1e-9
@@ -266,13 +268,13 @@ def test_auto_checkpoints_what_does_not_fit_and_names_what_never_does():
     cost = price(2)
     lengths = [100, 10_000, 200]
     free = make_pipeline_plan(lengths, cost, chunks=8)
-    tight = make_pipeline_plan(lengths, cost, chunks=8, room=(300_000,) * 2)
+    tight = make_pipeline_plan(lengths, cost, chunks=8, memory_limit=(300_000,) * 2)
     assert not free.checkpointed
     assert any(map(any, tight.checkpointed))
     assert tight.objective_s > free.objective_s
     check_memory(tight, cost, (300_000,) * 2)
     with pytest.raises(PlanInfeasible, match="sequence 1 .* the limit is 50000"):
-        make_pipeline_plan(lengths, cost, chunks=8, room=(50_000,) * 2)
+        make_pipeline_plan(lengths, cost, chunks=8, memory_limit=(50_000,) * 2)
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -280,9 +282,9 @@ def test_auto_checkpoints_what_does_not_fit_and_names_what_never_does():
 def test_auto_beats_seq1f1b_on_equal_lengths_in_its_memory(stages, chunks):
     cost, lengths = price(stages, attention_ns=0.02), [8192] * 12
     plain = make_pipeline_plan(lengths, cost, schedule="seq1f1b", chunks=chunks)
-    room = (max(peak_bytes(plain, cost)),) * stages
+    memory_limit = (max(peak_bytes(plain, cost)),) * stages
     assert (
-        make_pipeline_plan(lengths, cost, chunks=chunks, room=room).objective_s
+        make_pipeline_plan(lengths, cost, chunks=chunks, memory_limit=memory_limit).objective_s
         <= plain.objective_s
     )
 
@@ -298,8 +300,11 @@ def test_auto_beats_seq1f1b_on_equal_lengths_in_its_memory(stages, chunks):
         ({"max_tokens": 0}, "max_tokens=0: give at least 1"),
         ({"schedule": "1f1b", "chunks": 2}, "runs whole sequences"),
         ({"schedule": "seq1f1b-i", "stages": 3}, "3 stages cannot be spread evenly, 2 on each"),
-        ({"schedule": "seq1f1b", "cuts": "random"}, "cuts='random' is none of even"),
-        ({"room": (1, 2)}, "give the positive bytes of each of 4 ranks"),
+        (
+            {"schedule": "seq1f1b", "cuts": "random"},
+            "cuts must be one of even, computation, time, got 'random'",
+        ),
+        ({"memory_limit": (1, 2)}, "give the positive bytes of each of 4 ranks"),
         ({"lengths": [5, 0]}, "sequence 1 has no token"),
     ],
 )
@@ -313,7 +318,7 @@ def test_fixed_schedules_say_that_they_do_not_fit():
     with pytest.raises(
         PlanInfeasible, match="schedule seq1f1b: 0F0.* Raise chunks, or take schedule='auto'"
     ):
-        make_pipeline_plan([1000] * 4, price(2), schedule="seq1f1b", room=(1000, 1000))
+        make_pipeline_plan([1000] * 4, price(2), schedule="seq1f1b", memory_limit=(1000, 1000))
 
 
 def test_whole_sequences_do_not_fit_small_chunks():
@@ -337,7 +342,7 @@ def test_what_backwards_owe_fits_the_room(seed, owed_bytes):
     lengths = [rng.randint(100, 4000) for _ in range(rng.randint(3, 12))]
     cost = price(3, token_bytes=30.0, kv_bytes=1.0, owed_bytes=owed_bytes)
     tight = tuple(rng.randint(20, 40) * max(lengths) for _ in range(3))
-    plan = make_pipeline_plan(lengths, cost, room=tight)
+    plan = make_pipeline_plan(lengths, cost, memory_limit=tight)
     check(plan)
     check_memory(plan, cost, tight)
     places = plan.places()
@@ -350,7 +355,7 @@ def test_checkpointing_fits_to_the_byte():
     """A layer less leaves 7.5 bytes of each chunk's 10, which round to 8: five of them are 40, not
     37.5."""
     cost = price(2, token_bytes=10.0, kv_bytes=0.0, input_bytes=0.0, layers=4)
-    plan = make_pipeline_plan([5], cost, chunks=5, room=(38, 38))
+    plan = make_pipeline_plan([5], cost, chunks=5, memory_limit=(38, 38))
     check_memory(plan, cost, (38, 38))
     assert plan.checkpointed == ((2,) * 5,) * 2
 

@@ -332,5 +332,5 @@ def test_a_job_comes_back_from_its_record(job: GroupsJob | StagesJob) -> None:
 
 
 def test_a_job_of_no_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="kind='rows' of a planner's job is none of groups"):
+    with pytest.raises(ValueError, match="must be groups or stages, got 'rows'"):
         job_from_record({"kind": "rows"})

@@ -109,12 +109,12 @@ def test_short_of_memory_it_flushes_or_checkpoints():
     peak = peak_bytes(free, cost)[0]
     plans = {}
     for share in (0.9, 0.75):
-        room = (int(share * peak),) * 3
+        memory_limit = (int(share * peak),) * 3
         plans[share] = make_pipeline_plan(
-            LENGTHS, cost, schedule="infinipipe", chunks=8, room=room
+            LENGTHS, cost, schedule="infinipipe", chunks=8, memory_limit=memory_limit
         )
         check(plans[share])
-        check_memory(plans[share], cost, room)
+        check_memory(plans[share], cost, memory_limit)
         assert plans[share].objective_s >= free.objective_s
     assert not free.checkpointed
     assert any(plan.checkpointed for plan in plans.values())
@@ -124,9 +124,13 @@ def test_short_of_memory_it_flushes_or_checkpoints():
 def test_gradients_of_keys_and_values_need_room_too(share):
     cost = PipelineCost.even(3, stage_cost(kv_bytes=8.0, token_bytes=10.0))
     free = make_pipeline_plan([4000], cost, schedule="infinipipe", chunks=3)
-    room = (int(share * peak_bytes(free, cost)[0]),) * 3
+    memory_limit = (int(share * peak_bytes(free, cost)[0]),) * 3
     check_memory(
-        make_pipeline_plan([4000], cost, schedule="infinipipe", chunks=3, room=room), cost, room
+        make_pipeline_plan(
+            [4000], cost, schedule="infinipipe", chunks=3, memory_limit=memory_limit
+        ),
+        cost,
+        memory_limit,
     )
 
 
@@ -134,8 +138,10 @@ def test_layers_lie_on_diagonals():
     """The k-th backward of stage p recomputes as much as the (k + 1)-th of stage p + 1."""
     cost = price(3)
     free = make_pipeline_plan([4000], cost, schedule="infinipipe", chunks=8)
-    room = (int(0.7 * peak_bytes(free, cost)[0]),) * 3
-    plan = make_pipeline_plan([4000], cost, schedule="infinipipe", chunks=8, room=room)
+    memory_limit = (int(0.7 * peak_bytes(free, cost)[0]),) * 3
+    plan = make_pipeline_plan(
+        [4000], cost, schedule="infinipipe", chunks=8, memory_limit=memory_limit
+    )
     # one sequence goes backward from its last chunk
     backward = [layers[::-1] for layers in plan.checkpointed]
     assert any(map(any, backward))
@@ -145,4 +151,4 @@ def test_layers_lie_on_diagonals():
 
 def test_what_never_fits_is_named():
     with pytest.raises(PlanInfeasible, match="sequence 1 fits for no number of chunks"):
-        make_pipeline_plan([100, 5000], price(2), schedule="infinipipe", room=(5000, 5000))
+        make_pipeline_plan([100, 5000], price(2), schedule="infinipipe", memory_limit=(5000, 5000))

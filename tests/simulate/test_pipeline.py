@@ -178,6 +178,6 @@ def test_on_a_long_tailed_batch_auto_beats_the_re_creation_in_less_memory(seed):
     bench = benchmark()
     lengths, cost = bench.long_tailed(seed, 48 * bench.K, 64), bench.llama_13b(4)
     found = bench.run(lengths, cost, schedule="infinipipe")
-    ours = bench.run(lengths, cost, room=(int(0.7 * found.first) * bench.BYTES,) * 4)
+    ours = bench.run(lengths, cost, memory_limit=(int(0.7 * found.first) * bench.BYTES,) * 4)
     assert ours.seconds < found.seconds
     assert ours.peak <= 0.7 * found.first

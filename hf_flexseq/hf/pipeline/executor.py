@@ -128,7 +128,7 @@ class StageExecutor:
 
         # raises, on all ranks alike, where a stage's state alone is too large
         self._is_mixed = cast_dtype is not None
-        self.room = self._room(setup.costs.expected(self._cost_subject))
+        self.memory_limit = self._room(setup.costs.expected(self._cost_subject))
 
         self.member = StageMember(
             stage=self.stage,
@@ -187,7 +187,7 @@ class StageExecutor:
         self.cost = self.setup.costs.find(self._cost_subject)
         calling.raise_together(host.gather_values, "calling the loss for the first time")
         self._costs_of_run = None
-        self.room = self._room(self.cost)
+        self.memory_limit = self._room(self.cost)
         self._former_attention = base.config._attn_implementation
         base.set_attn_implementation(PIPELINE_NAME)
         if self.stage.is_last:
@@ -235,7 +235,7 @@ class StageExecutor:
             "replicas": self.replicas,
             "schedule": args.pipeline_schedule,
             "max_tokens": max_tokens,
-            "room": self.room,
+            "memory_limit": self.memory_limit,
         }
 
     def _stage_costs(self) -> PipelineCost:

@@ -115,7 +115,7 @@ class _Trial:
     checkpointed: Layers
     """[stage][chunk] layers, () for none."""
 
-    room: tuple[int, ...]
+    memory_limit: tuple[int, ...]
     """Bytes of each stage."""
 
     played: Played
@@ -123,7 +123,7 @@ class _Trial:
     @property
     def actions(self) -> int:
         """Actions that one play of the step counts: F, I and W of each chunk on each stage."""
-        return 3 * len(self.room) * len(self.costs.send)
+        return 3 * len(self.memory_limit) * len(self.costs.send)
 
 
 def auto_pipeline(task: PipelineTask) -> PipelineAnswer:
@@ -158,7 +158,7 @@ def _candidates(task: PipelineTask) -> Iterator[tuple[_Way, list[Unit]]]:
     for way in WAYS:
         if task.chunks is not None and way.factor != 1.0:
             continue  # the number of chunks is given
-        if task.room is None and (way.spare or way.policy.w_first):
+        if task.memory_limit is None and (way.spare or way.policy.w_first):
             continue  # of no effect without a limit
         target = _target(task, work, way.factor)
         if target not in units_by_target:
@@ -183,12 +183,12 @@ def _target(task: PipelineTask, work: CutWork, factor: float) -> float:
 def _most_tokens(task: PipelineTask) -> int | None:
     """Return the tokens that a chunk may have: as many as the task allows, and so few that every
     stage has room for one chunk per stage."""
-    if task.room is None:
+    if task.memory_limit is None:
         return task.most_tokens
     limits = []
-    for room, stage in zip(task.room, task.cost.stages, strict=True):
+    for memory_limit, stage in zip(task.memory_limit, task.cost.stages, strict=True):
         token_bytes = stage.token_bytes + stage.kv_bytes
-        limits.append(int(room / token_bytes / task.stages))
+        limits.append(int(memory_limit / token_bytes / task.stages))
     if task.most_tokens is not None:
         limits.append(task.most_tokens)
     return max(1, min(limits))
@@ -213,14 +213,14 @@ def _trial(way: _Way, units: list[Unit], task: PipelineTask) -> _Trial:
     sizes = [len(unit) for unit in units]
     shapes = shapes_of(units, task.lengths)
     costs = chunk_costs(task.cost, shapes)
-    room = _window(sizes, costs) if task.room is None else task.room
+    memory_limit = _window(sizes, costs) if task.memory_limit is None else task.memory_limit
     # per-stage memory headroom in bytes
     beside = [way.spare * task.stages * sum(held) // len(held) for held in costs.held]
     checkpointed: Layers = ()
-    if _exceeds(sizes, costs, room, beside):
-        checkpointed = _checkpointed(units, shapes, costs, task.cost, room, beside)
+    if _exceeds(sizes, costs, memory_limit, beside):
+        checkpointed = _checkpointed(units, shapes, costs, task.cost, memory_limit, beside)
         costs = chunk_costs(task.cost, shapes, checkpointed)
-    played = play(sizes, costs, room, way.policy)
+    played = play(sizes, costs, memory_limit, way.policy)
     assert played is not None, "units that fit alone can be played"
     return _Trial(
         way=way,
@@ -228,7 +228,7 @@ def _trial(way: _Way, units: list[Unit], task: PipelineTask) -> _Trial:
         sizes=sizes,
         costs=costs,
         checkpointed=checkpointed,
-        room=room,
+        memory_limit=memory_limit,
         played=played,
     )
 
@@ -237,18 +237,20 @@ def _window(sizes: Sequence[int], costs: ChunkCosts) -> tuple[int, ...]:
     """Return the bytes of each stage for the largest unit and `WINDOW` mean chunks per stage."""
     stages = len(costs.held)
     chunks = len(costs.send)
-    room = []
+    memory_limit = []
     for held, carried in zip(costs.held, costs.carried, strict=True):
         largest = max(unit_bytes(sizes, held, carried))
-        room.append(largest + round(WINDOW * stages / chunks * sum(held)))
-    return tuple(room)
+        memory_limit.append(largest + round(WINDOW * stages / chunks * sum(held)))
+    return tuple(memory_limit)
 
 
 def _exceeds(
-    sizes: Sequence[int], costs: ChunkCosts, room: Sequence[int], beside: Sequence[int]
+    sizes: Sequence[int], costs: ChunkCosts, memory_limit: Sequence[int], beside: Sequence[int]
 ) -> bool:
     """Return whether some unit does not fit on some stage with `beside` bytes left free."""
-    for held, carried, limit, free in zip(costs.held, costs.carried, room, beside, strict=True):
+    for held, carried, limit, free in zip(
+        costs.held, costs.carried, memory_limit, beside, strict=True
+    ):
         if max(unit_bytes(sizes, held, carried)) + free > limit:
             return True
     return False
@@ -259,7 +261,7 @@ def _checkpointed(
     shapes: Sequence[StageShape],
     costs: ChunkCosts,
     cost: PipelineCost,
-    room: Sequence[int],
+    memory_limit: Sequence[int],
     beside: Sequence[int],
 ) -> Layers:
     """Return [stage][chunk] checkpointed layers, as many for all chunks of a unit. Raises
@@ -267,7 +269,7 @@ def _checkpointed(
     everything = [[stage.layers] * len(shapes) for stage in cost.stages]
     bare = chunk_costs(cost, shapes, everything)
     checkpointed = []
-    for layers in layers_to_fit(units, costs, bare, cost, room, beside):
+    for layers in layers_to_fit(units, costs, bare, cost, memory_limit, beside):
         of_chunks: list[int] = []
         for unit, count in zip(units, layers, strict=True):
             of_chunks += [count] * len(unit)
@@ -306,7 +308,9 @@ def _polished(trials: Sequence[_Trial], actions_left: int) -> _Trial:
                     if actions_left < 0:
                         return best
                     tried = {**kept, number: option}
-                    played = play(trial.sizes, trial.costs, trial.room, trial.way.policy, tried)
+                    played = play(
+                        trial.sizes, trial.costs, trial.memory_limit, trial.way.policy, tried
+                    )
                     if played is not None and played.makespan < faster.makespan:
                         faster = played
                         deviations = tried

@@ -48,7 +48,7 @@ class CutWork:
         """Return the work that `cuts`, one of CUTS, makes equal. Raises ValueError for any other
         name."""
         if cuts not in CUTS:
-            raise ValueError(f"cuts={cuts!r} is none of {', '.join(CUTS)}")
+            raise ValueError(f"cuts must be one of {', '.join(CUTS)}, got {cuts!r}")
         if cuts == "even":
             return cls(linear=1.0, square=0.0)
         stages = len(cost.stages)
@@ -105,7 +105,7 @@ def _equal_cuts(length: int, count: int, work: CutWork) -> list[int]:
     for part in range(1, count):
         equal = round(work.reach(total * part / count))
         least = cuts[-1] + 1
-        most = length - count + part  # leaves a token for each part behind
+        most = length - count + part  # leaves a token for each later part
         cuts.append(min(max(equal, least), most))
     cuts.append(length)
     return cuts

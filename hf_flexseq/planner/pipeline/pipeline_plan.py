@@ -31,7 +31,7 @@ def make_pipeline_plan(
     schedule: str = "auto",
     chunks: int | None = None,
     max_tokens: int | None = None,
-    room: Sequence[int] | None = None,
+    memory_limit: Sequence[int] | None = None,
     cuts: str = "time",
 ) -> PipelinePlan:
     """Plan one optimizer step over the stages of `cost`.
@@ -40,7 +40,7 @@ def make_pipeline_plan(
     schedule: one of PIPELINE_SCHEDULES
     chunks: how many the longest sequence has; None to be planned
     max_tokens: tokens that a chunk may have; None for no limit
-    room: bytes of each rank for what is in flight; None for no limit
+    memory_limit: bytes of each rank for what is in flight; None for no limit
     cuts: what the parts of a sequence have equal, one of `cuts.CUTS`; for seq1f1b
 
     Raises ValueError for arguments without meaning and PlanInfeasible when memory holds no plan.
@@ -55,7 +55,7 @@ def make_pipeline_plan(
         cost=cost,
         chunks=chunks,
         most_tokens=max_tokens,
-        room=_checked_room(room, ranks),
+        memory_limit=_checked_memory_limit(memory_limit, ranks),
         cuts=cuts,
         stages_per_rank=entry.stages_per_rank,
     )
@@ -80,17 +80,19 @@ def make_pipeline_plan(
     # 3. memory and time, if the planner has not seen to them
     makespan = answer.makespan_ns
     if makespan is None:
-        if task.room is not None:
-            _check_room(plan, task, task.room)
+        if task.memory_limit is not None:
+            _check_memory_limit(plan, task, task.memory_limit)
         makespan = makespan_ns(plan, cost)
     return replace(plan, objective_s=makespan / 1e9, planning_s=time.perf_counter() - began)
 
 
-def _check_room(plan: PipelinePlan, task: PipelineTask, room: Sequence[int]) -> None:
-    """Raise PlanInfeasible unless the plan fits in `room`: these schedules do not adapt to
+def _check_memory_limit(
+    plan: PipelinePlan, task: PipelineTask, memory_limit: Sequence[int]
+) -> None:
+    """Raise PlanInfeasible unless the plan fits in `memory_limit`: these schedules do not adapt to
     memory."""
     try:
-        check_memory(plan, task.cost, room)
+        check_memory(plan, task.cost, memory_limit)
     except ValueError as error:
         raise PlanInfeasible(
             f"schedule {plan.schedule}: {error}. Raise chunks, or take schedule='auto'"
@@ -131,11 +133,15 @@ def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
     return tokens
 
 
-def _checked_room(room: Sequence[int] | None, ranks: int) -> tuple[int, ...] | None:
+def _checked_memory_limit(
+    memory_limit: Sequence[int] | None, ranks: int
+) -> tuple[int, ...] | None:
     """Return the bytes of each rank as a tuple. Raises ValueError unless there is a positive
     number for each."""
-    if room is None:
+    if memory_limit is None:
         return None
-    if len(room) != ranks or min(room) < 1:
-        raise ValueError(f"room={tuple(room)}: give the positive bytes of each of {ranks} ranks")
-    return tuple(room)
+    if len(memory_limit) != ranks or min(memory_limit) < 1:
+        raise ValueError(
+            f"memory_limit={tuple(memory_limit)}: give the positive bytes of each of {ranks} ranks"
+        )
+    return tuple(memory_limit)

@@ -26,11 +26,12 @@ def make_step_plan(
     schedule: str = "auto",
     chunks: int | None = None,
     max_tokens: int | None = None,
-    room: Sequence[int] | None = None,
+    memory_limit: Sequence[int] | None = None,
 ) -> StepPlan:
     """Plan one optimizer step over `replicas` pipelines.
 
-    The other arguments are those of `make_pipeline_plan`; cost and room are those of one replica.
+    The other arguments are those of `make_pipeline_plan`; cost and memory_limit are those of one
+    replica.
     """
     members = deal(lengths, replicas, cost)
     plans = []
@@ -41,10 +42,10 @@ def make_step_plan(
             schedule=schedule,
             chunks=chunks,
             max_tokens=max_tokens,
-            room=room,
+            memory_limit=memory_limit,
         )
         plans.append(plan)
-    note = chunk_note(plans, chunks=chunks, max_tokens=max_tokens, room=room)
+    note = chunk_note(plans, chunks=chunks, max_tokens=max_tokens, memory_limit=memory_limit)
     return StepPlan(lengths=tuple(lengths), members=members, plans=tuple(plans), notes=(note,))
 
 
@@ -53,7 +54,7 @@ def chunk_note(
     *,
     chunks: int | None,
     max_tokens: int | None,
-    room: Sequence[int] | None,
+    memory_limit: Sequence[int] | None,
 ) -> str:
     """Return a line for people: into how many chunks sequences are cut, and by whose choice.
 
@@ -82,8 +83,8 @@ def chunk_note(
         limits = []
         if max_tokens is not None:
             limits.append(f"at most {max_tokens:,} tokens a chunk")
-        if room is not None:
-            limits.append(f"at most {min(room) / 2**30:.3g} GiB in flight on a rank")
+        if memory_limit is not None:
+            limits.append(f"at most {min(memory_limit) / 2**30:.3g} GiB in flight on a rank")
         reason = "the fastest by the cost model"
         if limits:
             reason = f"{reason}, with {' and '.join(limits)}"

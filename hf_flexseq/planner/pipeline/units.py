@@ -45,7 +45,7 @@ class PipelineTask:
     most_tokens: int | None
     """Tokens that a chunk may have; None for no limit."""
 
-    room: tuple[int, ...] | None
+    memory_limit: tuple[int, ...] | None
     """Bytes of each rank for what is in flight; None for no limit."""
 
     cuts: str = "time"
@@ -154,14 +154,14 @@ def layers_to_fit(
     full: ChunkCosts,
     bare: ChunkCosts,
     cost: PipelineCost,
-    room: Sequence[int],
+    memory_limit: Sequence[int],
     beside: Sequence[int],
 ) -> list[list[int]]:
     """Return [stage][unit] the fewest checkpointed layers that leave `beside` bytes of the room
     free, or all layers where even these do not.
 
     full, bare: costs without any and with all layers checkpointed
-    room, beside: bytes of each stage
+    memory_limit, beside: bytes of each stage
 
     Raises PlanInfeasible, naming the sequence, where not even all layers make a unit fit alone.
     """
@@ -172,15 +172,16 @@ def layers_to_fit(
         least = unit_bytes(sizes, bare.held[number], bare.carried[number])
         of_stage = []
         for unit, high, low in zip(units, most, least, strict=True):
-            if low > room[number]:
+            if low > memory_limit[number]:
                 sequence = unit[0][0][0]
                 raise PlanInfeasible(
                     f"sequence {sequence} and what is packed with it hold {low} bytes on stage "
-                    f"{number} with all its layers checkpointed, the limit is {room[number]}. "
-                    "Give more memory, use more stages, or shorten the sequence"
+                    f"{number} with all its layers checkpointed, the limit is "
+                    f"{memory_limit[number]}. Give more memory, use more stages, or shorten the "
+                    "sequence"
                 )
             # `beside` may ask for more than all layers together can leave free.
-            limit = max(low, room[number] - beside[number])
+            limit = max(low, memory_limit[number] - beside[number])
             over = max(0, high - limit)
             needed = 0
             if over:

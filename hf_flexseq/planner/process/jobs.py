@@ -161,4 +161,4 @@ def job_from_record(record: Mapping[str, Any]) -> Job:
         return GroupsJob.from_record(record)
     if kind == StagesJob.KIND:
         return StagesJob.from_record(record)
-    raise ValueError(f"kind={kind!r} of a planner's job is none of groups, stages")
+    raise ValueError(f"the kind of a planner's job must be groups or stages, got {kind!r}")

@@ -42,7 +42,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 
 def _answer(job: Job, lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the plan as a record, or the error that says why there is none."""
+    """Return the plan as a record, or the planning error."""
     try:
         return {"plan": job.plan(lengths).to_record()}
     except PlanInfeasible as error:

@@ -23,7 +23,7 @@ class SearchEffort:
     charged_both_ways: int = 32
     """Sequences, at most, for which a second search leaves out what groups wait for."""
     kept: int = 1
-    """Candidates whose targets the next round changes, beside one more for each recipe."""
+    """Candidates whose targets the next round changes, and one more for each recipe."""
     completed_first: int = 6
     """Candidates that get their short sequences in the first round."""
     completed_later: int = 3

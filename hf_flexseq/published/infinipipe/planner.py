@@ -111,7 +111,7 @@ def _grouped(
 ) -> list[_Group] | None:
     """Return the cheapest groups, more chunks first; None when no grouping fits, or none that
     costs at most `spare_ns` nanoseconds more than one pipeline without recomputing."""
-    if task.room is None:
+    if task.memory_limit is None:
         return [_whole(units)]
     sizes = [len(unit) for unit in units]
     ends = [0]  # a group may end where the number of chunks changes
@@ -244,7 +244,7 @@ def _moments(
 
     sizes: chunks of each unit of the pipeline; first: the first unit's first chunk
     """
-    assert task.room is not None, "without a limit nothing is too much"
+    assert task.memory_limit is not None, "without a limit nothing is too much"
     first_chunks = list(accumulate(sizes, initial=first))
     backward_number = {}  # chunk -> the number of its backward on any stage
     for number, (unit, index) in enumerate(backward_names(sizes)):
@@ -273,9 +273,9 @@ def _moments(
                 # The gradients of keys and values come with the unit's first backward.
                 grows = carried[chunk] > 0
                 total += carried[chunk]
-            if grows and total > task.room[stage]:
+            if grows and total > task.memory_limit[stage]:
                 terms = tuple((diagonal, saved[other]) for other, diagonal in in_flight.items())
-                yield total - task.room[stage], terms
+                yield total - task.memory_limit[stage], terms
             if action.kind == "B":
                 del in_flight[chunk]
                 total -= held[chunk]

@@ -31,12 +31,12 @@ def check_step(step: StepPlan) -> None:
             pass
 
 
-def check_memory(plan: PipelinePlan, cost: PipelineCost, room: Sequence[int]) -> None:
-    """Raise ValueError, naming the action, when a rank holds more than its `room` bytes of what is
-    in flight."""
+def check_memory(plan: PipelinePlan, cost: PipelineCost, memory_limit: Sequence[int]) -> None:
+    """Raise ValueError, naming the action, if a rank holds more bytes in flight than its
+    `memory_limit`."""
     for done in timed(plan, cost):
-        if done.held > room[done.rank]:
+        if done.held > memory_limit[done.rank]:
             raise ValueError(
                 f"{done.action}: rank {done.rank} holds {done.held} bytes, the limit is "
-                f"{room[done.rank]}"
+                f"{memory_limit[done.rank]}"
             )
