@@ -24,12 +24,13 @@ bandwidth,
   ranks beyond H idle.
 * Ring transfers overlap with the attention they feed (LightSeq, arXiv 2310.03294, section 3.2), so
   the longer counts. That is for `ring_overlap` = 1; of a smaller one only that share r of the
-  transfers t hides, and a ring takes max(attention, r t) + (1 - r) t. Ulysses'
-  heads come and go in pieces, of which all but one travel while others are computed: the share h.
+  transfers t hides, and a ring takes max(attention, r t) + (1 - r) t. Ulysses' heads travel in
+  pieces, all but one while others are computed: the share h.
 * The max is taken group by group, so that groups are priced one by one: what one group's attention
   leaves of its cover never hides the launches of another, nor do linear layers, which have
   launches of their own to hide (they are in b1). Where attention is short compared with
-  linear layers a ring may be cheaper than priced, by H - A at most. Forward and backward count together.
+  linear layers a ring may be cheaper than priced, by H - A at most. Forward and backward count
+  together.
 * A rank holds token_bytes x tokens + state_bytes + sharded_state_bytes / ranks, at most
   budget_bytes.
 
