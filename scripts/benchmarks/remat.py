@@ -9,15 +9,7 @@ out.
 The gain is the median of the ratios of neighbouring runs, by the wall clock and by the time on the
 processor, in which other work on the machine shows less.
 
-Beside it stands the bound of any method that only removes attention's second forward, from shares
-measured in the same runs: with attention's share a of the forward, and its backward r times its
-forward,
-
-    (1 + 1 + 2 (1 - a) + r a) / (1 + (1 - a) + 2 (1 - a) + r a)
-
-where all else is taken to need twice its forward for its backward. The second bound takes the
-measured step instead: the time with the second forward over the same less attention's second
-forward. Peak memory is that of a process of its own for each setting.
+Peak memory is that of a process of its own for each setting.
 """
 
 import os
@@ -126,15 +118,6 @@ class Bench:
         return Clocks(wall=ended.wall - began.wall, cpu=ended.cpu - began.cpu)
 
 
-def bound(attention: float, ratio: float) -> float:
-    """Return the bound of the formula above.
-
-    attention: attention's share of the forward. ratio: its backward over its forward.
-    """
-    rest = 1 - attention
-    return (2 + 2 * rest + ratio * attention) / (1 + 3 * rest + ratio * attention)
-
-
 def peak_bytes(tokens: int, layers: int, *, remat: bool) -> int:
     """Return the peak memory of one forward and backward above what the process held before.
 
@@ -180,8 +163,6 @@ class Measured(NamedTuple):
     """Attention's share of the forward's seconds."""
     backward_ratio: float
     """Attention's backward over its forward."""
-    attention_forward_s: float
-    """Attention's forward of all layers, on the processor."""
     peak_mib: dict[bool, float]
     """Peak memory, by save_attention_output."""
     kernel: str
@@ -203,13 +184,11 @@ def measure(args: argparse.Namespace) -> Measured:
             clocks[remat].append(bench.run(remat=remat))
     # 3. shares of the same runs
     kernel_forward_s = statistics.median(bench.kernel.forward_s)
-    attention_s = args.layers * kernel_forward_s
     return Measured(
         kept=clocks[True],
         recomputed=clocks[False],
-        attention_share=attention_s / statistics.median(bench.forward_s),
+        attention_share=args.layers * kernel_forward_s / statistics.median(bench.forward_s),
         backward_ratio=statistics.median(bench.kernel.backward_s) / kernel_forward_s,
-        attention_forward_s=attention_s,
         peak_mib={remat: measured_peak(args, remat) / 2**20 for remat in (True, False)},
         kernel=bench.kernel.name,
     )
@@ -225,9 +204,6 @@ def page(args: argparse.Namespace, found: Measured) -> str:
     columns = ("save_attention_output", "wall clock, s", "on the processor, s", "peak memory, MiB")
     wall_gain = ratios([c.wall for c in found.recomputed], [c.wall for c in found.kept])
     cpu_gain = ratios([c.cpu for c in found.recomputed], [c.cpu for c in found.kept])
-    recomputed_s = statistics.median(clock.cpu for clock in found.recomputed)
-    by_formula = bound(found.attention_share, found.backward_ratio)
-    by_step = recomputed_s / (recomputed_s - found.attention_forward_s)
     lines = [
         f"{machine('torch', 'transformers')}, one thread",
         "",
@@ -243,7 +219,6 @@ def page(args: argparse.Namespace, found: Measured) -> str:
         f"* faster on the processor {spread(cpu_gain)}",
         f"* attention is {found.attention_share:.2f} of the forward, its backward takes "
         f"{found.backward_ratio:.2f} times its forward",
-        f"* bound by the formula {by_formula:.3f}, by the measured step {by_step:.3f}",
     ]
     return "\n".join(lines)
 

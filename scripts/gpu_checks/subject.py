@@ -13,6 +13,7 @@ float64. What a plan gives is judged in two ways:
 
 import copy
 import random
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +24,7 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gpu_checks.report import Setting
+from gpu_checks.report import SCRIPT, Setting
 from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.hf.attention import NAME
@@ -31,12 +32,15 @@ from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.reference import Reference
-from hf_flexseq.plan import Group, MicroBatch, Plan, check, widest_first
+from hf_flexseq.plan import MicroBatch, Plan
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.published.zeppelin.passes import ZeppelinPasses
 from hf_flexseq.published.zeppelin.remap import remapped_shards
-from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.topology import Topology
+
+sys.path.append(str(SCRIPT.parents[1]))
+
+from tests import plans
 
 VOCAB = 509
 LENGTHS = (1, 2, 170, 64, 1021, 3, 1, 512, 333, 2, 129, 700)  # on a GPU
@@ -199,61 +203,8 @@ class EagerPasses(ZeppelinPasses):
 
 
 def random_plan(lengths: Sequence[int], topology: Topology, rng: random.Random) -> Plan:
-    """Return a legal plan of one to three micro-batches: any sequences, on any groups of a random
-    laminar family, in any strategy."""
-    members: list[list[int]] = [[] for _ in range(rng.randint(1, 3))]
-    for sequence in range(len(lengths)):
-        rng.choice(members).append(sequence)
-    micro_batches = []
-    for sequences in members:
-        if sequences:
-            micro_batches.append(_random_micro_batch(sequences, topology, rng))
-    plan = Plan(
-        lengths=tuple(lengths),
-        micro_batches=tuple(micro_batches),
-        objective_s=0.0,
-        lower_bound_s=0.0,
-        planner="random",
-        planning_s=0.0,
-    )
-    check(plan, topology)
-    return plan
-
-
-def _random_micro_batch(
-    sequences: Sequence[int], topology: Topology, rng: random.Random
-) -> MicroBatch:
-    family = _laminar_family(topology, rng)
-    widths = [stop - start for start, stop in family]
-    held: dict[tuple[int, int], list[int]] = {}  # by [start, stop) of ranks
-    for sequence in sequences:
-        # half of a family are single ranks
-        (chosen,) = rng.choices(family, widths)
-        held.setdefault(chosen, []).append(sequence)
-    groups = []
-    for (start, stop), of_group in held.items():
-        strategy = "local" if stop - start == 1 else rng.choice(STRATEGIES[1:])
-        group = Group(
-            ranks=tuple(range(start, stop)), sequences=tuple(of_group), strategy=strategy
-        )
-        groups.append(group)
-    return MicroBatch(groups=widest_first(groups))
-
-
-def _laminar_family(topology: Topology, rng: random.Random) -> list[tuple[int, int]]:
-    """Return ranges [start, stop) of ranks, of which any two are nested or apart: the world, cut
-    at random again and again, between nodes first."""
-    family = []
-    uncut = [(0, topology.world_size)]
-    while uncut:
-        start, stop = uncut.pop()
-        family.append((start, stop))
-        if stop - start == 1:
-            continue
-        step = topology.ranks_per_node if topology.spans_nodes(start, stop) else 1
-        cut = rng.choice(range(start + step, stop, step))
-        uncut += [(start, cut), (cut, stop)]
-    return family
+    """Return a random legal plan, as the tests draw it."""
+    return plans.random_plan(lengths, topology.world_size, rng, nodes=topology.nodes)
 
 
 def features(plan: Plan, topology: Topology) -> Counter[str]:

@@ -1,9 +1,9 @@
 """Models with recurrent layers: on two nodes of two ranks, under random plans, plain and
 checkpointed, each one's loss and gradients are those of transformers on every document alone; so
 are those of LoRA's adapters.
-Ranks are threads. One family of each kind runs with the other tests, all with `-m nightly`;
-`scripts/benchmarks/families.py --hybrids` takes every strategy and two, three and four ranks, too.
-What is refused is in `test_recurrent.py`."""
+Ranks are threads. One family of each kind runs with the other tests, all with `-m nightly`, then
+under every strategy and on two, three and four ranks, too. What is refused is in
+`test_recurrent.py`."""
 
 import random
 from itertools import cycle
@@ -13,6 +13,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from hf_flexseq.plan import Group, MicroBatch, Plan
+from hf_flexseq.registry import STRATEGIES
+from hf_flexseq.topology import Topology
 from tests.budget import examples, others_nightly
 from tests.hf.by_hand import TWO_NODES, attach, run_plan
 from tests.hf.hybrids import HYBRIDS, LENGTHS, make_hybrid
@@ -26,6 +28,7 @@ from tests.ranks import join, run_threads
 # One of each kind: the others differ from these in sizes and in what stands between the mixers.
 TRIED = ("Qwen3Next", "KimiLinear", "Bamba without attention", "Zamba2", "Lfm2")
 CHECKPOINTING = (False, True)
+TOPOLOGIES = (*(Topology(nodes=1, ranks_per_node=ranks) for ranks in (2, 3, 4)), TWO_NODES)
 
 
 def plans_of(family, topology):
@@ -101,6 +104,20 @@ def test_a_hybrid_is_exact(family, stays_in_float64):  # noqa: F811
     ranks = TWO_NODES.world_size
     for errors in run_threads(errors_of, ranks, family, TWO_NODES, plans, wanted):
         assert max(errors) < 1e-10
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_hybrid_is_exact_under_every_strategy(family, stays_in_float64):  # noqa: F811
+    wanted = reference_gradients(make_hybrid(family), documents(LENGTHS), attention="eager")
+    for topology in TOPOLOGIES:
+        plans = []
+        for strategy in STRATEGIES:
+            if strategy != "hybrid" or topology.nodes > 1:  # which needs two nodes
+                plans += [plan_of_strategy(strategy, topology)] * len(CHECKPOINTING)
+        ranks = topology.world_size
+        for errors in run_threads(errors_of, ranks, family, topology, plans, wanted):
+            assert max(errors) < 1e-10, topology
 
 
 @pytest.mark.parametrize("family", ["Qwen3Next", "Lfm2"])
