@@ -47,12 +47,9 @@ def test_without_torch_lengths_are_planned_and_measuring_says_what_is_missing(tm
     commands = [
         ["plan", "--lengths", lengths, *machine, *cap, "--json", plans],
         ["compare", "--lengths", lengths, *machine, *cap, "--planners", "auto"],
-        ["simulate", plans, *machine],
         ["view", plans],
-        ["report", lengths, "--html", html, *machine, *cap, "--planners", "auto", "static"],
-        ["report", plans, "--html", html],
-        ["program", plans, "--rank", "1"],
         ["env"],
+        ["report", plans, "--html", html],
         ["calibrate", "gpt2", "--json", str(tmp_path / "cost.json")],
     ]
     script = (
@@ -60,12 +57,14 @@ def test_without_torch_lengths_are_planned_and_measuring_says_what_is_missing(tm
         "for name in ('torch', 'transformers', 'accelerate', 'matplotlib', 'pulp', 'highspy'):\n"
         "    sys.modules[name] = None\n"
         "from hf_flexseq.cli import main\n"
-        f"print([main(words) for words in {commands!r}])\n"
+        "from hf_flexseq.program.__main__ import main as program\n"
+        f"print([main(words) for words in {commands!r}], program([{plans!r}]))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=True
     )
-    assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0, 0, 0, 0, 0, 2]"
-    assert done.stderr.count("\n") == 1
+    assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0, 2, 2] 0"
+    assert done.stderr.count("\n") == 2
     assert "flexseq calibrate: measuring needs torch and transformers: pip install" in done.stderr
+    assert "flexseq report: reports need matplotlib, which cannot be imported: pip" in done.stderr
     assert "no torch: only planning works here" in done.stdout

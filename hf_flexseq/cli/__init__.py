@@ -1,31 +1,20 @@
-"""The command line: `flexseq plan | simulate | compare | report | view | program | calibrate |
-env`.
+"""The command line: `flexseq plan | compare | view | report | calibrate | env`.
 
-It exits with 0, or with 2 and one line on stderr for bad input and for plans that cannot be.
-Importing it imports no torch, so planning starts at once and works where torch is not installed;
+Importing it imports no torch, so that planning starts at once and works without torch installed.
 `env` and `calibrate` import it when run.
 """
 
 import sys
 from collections.abc import Sequence
 
-from hf_flexseq.cli.options import make_parser, set_limits
-from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.values import one_line
+from hf_flexseq.cli.options import REMOVED, make_parser
+from hf_flexseq.command_line import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    parser = make_parser()
-    options = parser.parse_args(argv)
-    options.argv = sys.argv[1:] if argv is None else list(argv)
-    try:
-        set_limits(options)
-        options.run(options)
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has seen enough
-    except (ValueError, OSError, NotImplementedError, ModuleNotFoundError) as error:
-        kind = "infeasible: " if isinstance(error, PlanInfeasible) else ""
-        print(one_line(f"flexseq {options.command}: {kind}{error}"), file=sys.stderr)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words and words[0] in REMOVED:
+        print(f"flexseq {words[0]} was removed: {REMOVED[words[0]]}", file=sys.stderr)
         return 2
-    return 0
+    return run_command(make_parser(), words)

@@ -1,4 +1,4 @@
-"""`compare`: every planner on the same lengths, by the closed form and by simulation.
+"""`compare`: every planner on the same lengths, by the closed form of the cost model.
 
 `static` stands for the best single degree of the whole run, or the one of --sp-degree: what a run
 without flexible groups can have. A planner that cannot plan a step has its reason in the table
@@ -6,63 +6,118 @@ instead of figures. So has one with a solver that would take minutes, unless --p
 """
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
-from hf_flexseq.cli.planning import planned, steps_of
+from hf_flexseq.cli.plan import in_steps, planned
 from hf_flexseq.cli.progress import Progress
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import load_cost_model
+from hf_flexseq.lengths import read_lengths
 from hf_flexseq.plan import Plan
 from hf_flexseq.registry import PLANNERS
-from hf_flexseq.simulate import simulate
-from hf_flexseq.view.results import Result
+from hf_flexseq.view import timeline_of
 
-COLUMNS = (
-    "planner",
-    "seconds",
-    "gap",
-    "simulated",
-    "transfers",
-    "idle",
-    "GiB",
-    "micro-batches",
-    "planning",
-)
-WIDTHS = (18, 8, 7, 9, 9, 7, 7, 13, 9)
+# Columns of the table, and their widths.
+COLUMNS = {
+    "planner": 18,
+    "seconds": 8,
+    "gap": 7,
+    "exposed": 8,
+    "idle": 7,
+    "GiB": 7,
+    "micro-batches": 13,
+    "planning": 9,
+}
 # Sequences of all steps up to which planners with a solver are compared unasked: 512 on 64 ranks
 # take 5 s or more (scripts/benchmarks/planners.py --flexsp 12), 2,000 in one step minutes.
 SOLVER_SEQUENCES = 512
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """Figures of a planner, means over all steps, or its reason for having none."""
+
+    name: str
+    """Name of the planner, with the degree of `static`."""
+    seconds: float = 0.0
+    """Predicted seconds of a step."""
+    gap: float = 0.0
+    """Share by which `seconds` exceed the lower bound."""
+    exposed: float = 0.0
+    """Share of all ranks' time in transfers and launches that no computing hides."""
+    idle: float = 0.0
+    """Share of all ranks' time in waits for other ranks."""
+    peak_bytes: int = 0
+    """Most bytes that any rank holds in any step."""
+    micro_batches: float = 0.0
+    """Micro-batches of a step."""
+    planning_s: float = 0.0
+    """Seconds that planning a step took."""
+    plans: tuple[Plan, ...] = ()
+    """Plan of each step."""
+    problem: str | None = None
+    """Reason for having no figures; None with figures."""
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the planner's line of the table, in the order of `COLUMNS`."""
+        return (
+            self.name,
+            f"{self.seconds:.3f}",
+            f"{100 * self.gap:.1f} %",
+            f"{100 * self.exposed:.1f} %",
+            f"{100 * self.idle:.1f} %",
+            f"{self.peak_bytes / 2**30:.2f}",
+            f"{self.micro_batches:.1f}",
+            f"{1e3 * self.planning_s:.0f} ms",
+        )
+
+
 def compare(options: Namespace) -> None:
-    """Print the table, each planner as soon as it is done. Raises the first one's reason when none
-    can plan."""
+    """Print the table, each planner as soon as it is done."""
     cost = load_cost_model(options.cost_model)
-    steps = list(islice(steps_of(options), options.steps))
+    lengths = read_lengths(options.lengths, options.column, options.limits)
+    steps = list(islice(in_steps(lengths, options), options.steps))
     topology = options.topology
     print(
         f"{len(steps)} step{'s' * (len(steps) != 1)}, {sum(map(len, steps)):,} sequences, "
         f"{sum(map(sum, steps)):,} tokens on {topology.nodes} x {topology.ranks_per_node} ranks, "
         f"{cost.name}{cost.layers_text(before=', ')}, {options.sync}; per step:"
     )
-    print(_line(COLUMNS), flush=True)
-    problems = []
+    print(_line(tuple(COLUMNS)), flush=True)
+
+    def show(result: Result) -> None:
+        line = _line(result.cells())
+        if result.problem is not None:
+            line = f"{result.name:{COLUMNS['planner']}}  {result.problem}"
+        print(line, flush=True)
+
+    results_of(steps, options, show)
+
+
+def results_of(
+    steps: Sequence[list[int]],
+    options: Namespace,
+    show: Callable[[Result], None] = lambda result: None,
+) -> list[Result]:
+    """Return the figures of each planner that the options name, and `show` each when it is done.
+
+    Raises ValueError with the first planner's reason if none can plan.
+    """
+    cost = load_cost_model(options.cost_model)
+    results = []
     with Progress() as progress:
         for planner in options.planners or PLANNERS:
-            result = result_of(planner, steps, options, cost, progress)
-            if result.problem is None:
-                line = _line(_row(result))
-            else:
-                line = f"{planner:{WIDTHS[0]}}  {result.problem}"
+            results.append(_result_of(planner, steps, options, cost, progress))
             progress.clear()
-            print(line, flush=True)
-            problems.append(result.problem)
-    if all(problems):
-        raise ValueError(f"no planner can plan this: {problems[0]}")
+            show(results[-1])
+    if all(result.problem is not None for result in results):
+        raise ValueError(f"no planner can plan this: {results[0].problem}")
+    return results
 
 
-def result_of(
+def _result_of(
     planner: str,
     steps: Sequence[list[int]],
     options: Namespace,
@@ -79,25 +134,22 @@ def result_of(
         return Result(name=planner, problem=problem)
     try:
         if planner == "static":
-            degrees = options.topology.degrees()
-            if options.sp_degree:
-                degrees = [options.sp_degree]
-            return _best_static(degrees, steps, options, cost, progress)
-        plans = _plans(steps, options, cost, progress, planner=planner)
-        return _measure(planner, plans, options, cost, progress)
+            name, plans = _best_static(steps, options, cost, progress)
+        else:
+            name, plans = planner, _plans(steps, options, cost, progress, planner=planner)
     except (ValueError, ImportError, NotImplementedError) as error:
         return Result(name=planner, problem=" ".join(str(error).split()))
+    return _measure(name, plans, options, cost)
 
 
 def _best_static(
-    degrees: Sequence[int],
-    steps: Sequence[list[int]],
-    options: Namespace,
-    cost: CostModel,
-    progress: Progress,
-) -> Result:
-    """Return the figures of the degree with the fewest seconds over all steps, among those that
-    can hold every sequence. Raises the last degree's reason when none can."""
+    steps: Sequence[list[int]], options: Namespace, cost: CostModel, progress: Progress
+) -> tuple[str, list[Plan]]:
+    """Return the name and the plans of the degree with the fewest seconds over all steps, among
+    those that can hold every sequence. Raises the last degree's reason if none can."""
+    degrees = options.topology.degrees()
+    if options.sp_degree:
+        degrees = [options.sp_degree]
     runs: list[tuple[float, int, list[Plan]]] = []
     problem: ValueError | None = None
     for degree in degrees:
@@ -110,7 +162,7 @@ def _best_static(
         assert problem is not None, "there is always a degree to try"
         raise problem
     _, degree, plans = min(runs, key=lambda run: run[:2])
-    return _measure(f"static, degree {degree}", plans, options, cost, progress)
+    return f"static, degree {degree}", plans
 
 
 def _plans(
@@ -122,7 +174,8 @@ def _plans(
     planner: str,
     sp_degree: int | None = None,
 ) -> list[Plan]:
-    """Return the plan of every step. Raises ValueError, naming the step, where there is none."""
+    """Return the plan of every step. Raises ValueError, naming the step, for one without a
+    plan."""
     name = planner if sp_degree is None else f"{planner}, degree {sp_degree}"
     plans = []
     for number, lengths in enumerate(steps):
@@ -134,27 +187,20 @@ def _plans(
     return plans
 
 
-def _measure(
-    name: str, plans: Sequence[Plan], options: Namespace, cost: CostModel, progress: Progress
-) -> Result:
-    """Simulate the plans of all steps and return the figures under `name`."""
-    timelines = []
-    for number, plan in enumerate(plans):
-        progress.now(f"{name}: simulating step {number}, {number} of {len(plans)} done")
-        timelines.append(simulate(plan, options.topology, cost, sync=options.sync))
-    count = len(plans)
-    simulated = sum(timeline.stop for timeline in timelines)
-    closed = sum(plan.objective_s for plan in plans)
+def _measure(name: str, plans: Sequence[Plan], options: Namespace, cost: CostModel) -> Result:
+    """Return the figures of the plans of all steps under `name`."""
+    timelines = [timeline_of(plan, options.topology, cost, sync=options.sync) for plan in plans]
+    nanoseconds = sum(timeline.stop for timeline in timelines)
+    seconds = sum(plan.objective_s for plan in plans)
     return Result(
         name=name,
-        closed_s=closed / count,
-        gap=closed / sum(plan.lower_bound_s for plan in plans) - 1,
-        simulated_s=simulated / 1e9 / count,
-        transfers=sum(t.share("transfer") * t.stop for t in timelines) / simulated,
-        idle=sum(t.share("wait") * t.stop for t in timelines) / simulated,
-        peak_bytes=max(t.peak_bytes for t in timelines),
-        micro_batches=sum(len(plan.micro_batches) for plan in plans) / count,
-        planning_s=sum(plan.planning_s for plan in plans) / count,
+        seconds=seconds / len(plans),
+        gap=seconds / sum(plan.lower_bound_s for plan in plans) - 1,
+        exposed=sum(one.share("transfer") * one.stop for one in timelines) / nanoseconds,
+        idle=sum(one.share("wait") * one.stop for one in timelines) / nanoseconds,
+        peak_bytes=max(timeline.peak_bytes for timeline in timelines),
+        micro_batches=sum(len(plan.micro_batches) for plan in plans) / len(plans),
+        planning_s=sum(plan.planning_s for plan in plans) / len(plans),
         plans=tuple(plans),
     )
 
@@ -162,19 +208,5 @@ def _measure(
 def _line(cells: Sequence[str]) -> str:
     """Return one line of the table: the first cell to the left, the others to the right."""
     first, *rest = cells
-    return "  ".join([first.ljust(WIDTHS[0]), *map(str.rjust, rest, WIDTHS[1:])])
-
-
-def _row(result: Result) -> tuple[str, ...]:
-    """Return the cells of one planner, in the order of `COLUMNS`."""
-    return (
-        result.name,
-        f"{result.closed_s:.3f}",
-        f"{100 * result.gap:.1f} %",
-        f"{result.simulated_s:.3f}",
-        f"{100 * result.transfers:.1f} %",
-        f"{100 * result.idle:.1f} %",
-        f"{result.peak_bytes / 2**30:.2f}",
-        f"{result.micro_batches:.1f}",
-        f"{1e3 * result.planning_s:.0f} ms",
-    )
+    name, *widths = COLUMNS.values()
+    return "  ".join([first.ljust(name), *map(str.rjust, rest, widths)])

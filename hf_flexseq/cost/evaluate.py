@@ -5,8 +5,8 @@
     lockstep    a micro-batch takes as long as its slowest rank, and the constant
     free        ranks meet only inside groups, so each has a clock of its own
 
-The cost of one sequence is `CostModel.sequences_ns`. `simulate/run.py` plays a step event by
-event; without overlap it finds the same nanoseconds (tests/simulate/test_run.py).
+The cost of one sequence is `CostModel.sequences_ns`. `view/closed_form.py` draws a step with the
+same nanoseconds.
 """
 
 from collections import defaultdict

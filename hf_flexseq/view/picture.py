@@ -1,10 +1,15 @@
-"""A timeline as a picture: ranks upwards, time to the right, groups coloured by degree, idle time
-white.
+"""A timeline as a picture: ranks downwards, time to the right, a colour for each degree, idle time
+empty.
 
-matplotlib is imported when a picture is asked for, and drawn on without its state machine, so no
-display is needed.
+    save_picture(timeline, path)    a file in any of matplotlib's formats
+    picture_of(timeline)            a matplotlib figure
+    svg_of(figure)                  SVG that follows the reader's light or dark colour scheme
+
+matplotlib is imported when a picture is asked for, and used without its state machine: no display
+is needed.
 """
 
+import io
 import math
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -12,8 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hf_flexseq.timeline import ACTION_KINDS, Event, Timeline
 from hf_flexseq.view.shares import boundaries, degrees, shares
+from hf_flexseq.view.timeline import ACTION_KINDS, Event, Timeline
 
 # Degrees 1, 2, 4, ... from light to dark, told apart in grey and by colour-blind eyes; those
 # between two of them have a colour between.
@@ -30,7 +35,9 @@ COLOURS = (
     "#23303a",
 )
 ACTION_COLOURS = dict(zip(ACTION_KINDS, ("#3f6fb0", "#23706b", "#3f9c86", "#e8b04a"), strict=True))
-CONSTANT, INK = "#d5d8dc", "#2b2f36"
+CONSTANT, INK = "#b9bfc8", "#2b2f36"
+# Colours of text and lines, and of the background, in an SVG: light scheme, then dark.
+SCHEMES = ((INK, "#ffffff"), ("#dfe3ea", "#16191f"))
 GAP = 0.06  # white space above and below a group, in ranks
 PALER = 0.55  # how far towards white the colour of a transfer lies
 SHADE = 0.25  # the same of every other chunk's
@@ -42,24 +49,63 @@ CHARACTER = 0.65 * LABEL  # room for a character of it, in points
 POINTS = 72  # points per inch
 
 
+def require(what: str, *modules: str) -> None:
+    """Raise ModuleNotFoundError if a module that `what` need is not installed."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"{what} need {' and '.join(missing)}, which cannot be imported: "
+            'pip install "hf_flexseq[pictures]"'
+        )
+
+
 def save_picture(
     timeline: Timeline, path: str | Path, *, title: str = "", ranks_per_node: int | None = None
 ) -> None:
-    """Write a picture of the timeline; the ending of `path` chooses the format.
+    """Write a picture of the timeline; the ending of `path` chooses the format."""
+    require("pictures", "matplotlib")
+    figure = picture_of(timeline, title=title, ranks_per_node=ranks_per_node)
+    if Path(path).suffix == ".svg":
+        Path(path).write_text(svg_of(figure), encoding="utf-8")
+    else:
+        figure.savefig(path)
 
-    Raises ModuleNotFoundError, naming what to install, without matplotlib.
+
+def svg_of(figure: Any) -> str:
+    """Return a matplotlib figure as SVG, the same for equal figures.
+
+    Texts stay texts, and everything drawn in `INK` follows the colour scheme of the reader.
     """
-    if find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(
-            'pictures need matplotlib, which is not installed: pip install "hf_flexseq[pictures]"'
-        )
+    import matplotlib
+
+    written = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hf_flexseq"}):
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    text = written.getvalue()
+    tag_end = text.index(">", text.index("<svg")) + 1
+    (ink, paper), (dark_ink, dark_paper) = SCHEMES
+    style = (
+        f"<style>svg{{color:{ink};background:{paper}}}@media (prefers-color-scheme:dark)"
+        f"{{svg{{color:{dark_ink};background:{dark_paper}}}}}</style>"
+    )
+    return text[:tag_end] + style + text[tag_end:].replace(INK, "currentColor")
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty matplotlib figure of that size in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    width = min(MOST_WIDTH, max(WIDTH, WIDTH_OF_MICRO_BATCH * len(timeline.starts)))
-    height = min(9.0, 2.0 + 0.1 * max(timeline.world_size, 8))
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
+    return figure
+
+
+def picture_of(timeline: Timeline, *, title: str = "", ranks_per_node: int | None = None) -> Any:
+    """Return a picture of the timeline as a matplotlib figure."""
+    width = min(MOST_WIDTH, max(WIDTH, WIDTH_OF_MICRO_BATCH * len(timeline.starts)))
+    height = min(9.0, 2.0 + 0.1 * max(timeline.world_size, 8))
+    figure = new_figure(width, height)
     axes = figure.add_subplot()
     _draw_events(axes, timeline)
     _draw_boundaries(axes, timeline)
@@ -74,15 +120,16 @@ def save_picture(
         color=INK,
         linespacing=1.5,
         pad=16,
+        parse_math=False,  # the title has names from files
     )
-    figure.savefig(path)
+    return figure
 
 
 def _draw_events(axes: Any, timeline: Timeline) -> None:
     """Draw a box for every block of equal events, with white space between groups."""
     from matplotlib.collections import PolyCollection
 
-    drawn = [event for event in timeline.events if event.kind not in ("wait", "overlapped")]
+    drawn = [event for event in timeline.events if event.kind != "wait"]
     edges = _group_edges(drawn)
     scale = _scale(timeline)
     colour2boxes: dict[str, list[Any]] = {}
@@ -199,9 +246,14 @@ def _label_axes(axes: Any, timeline: Timeline, ranks_per_node: int | None, width
     axes.set_yticks(range(0, timeline.world_size, step if timeline.world_size > 16 else 1))
     axes.set_ylabel("rank", color=INK)
     axes.set_xlabel("seconds" if timeline.unit == "ns" else f"{timeline.unit} per rank", color=INK)
+    style_axes(axes)
+
+
+def style_axes(axes: Any) -> None:
+    """Give axes small ticks in `INK`, and lines on the left and at the bottom alone."""
     axes.tick_params(colors=INK, labelsize=LABEL)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(INK)
 
 
 def _draw_legend(figure: Any, timeline: Timeline, columns: int) -> None:
@@ -220,10 +272,10 @@ def _draw_legend(figure: Any, timeline: Timeline, columns: int) -> None:
         Patch(facecolor=ACTION_COLOURS[kind], label=kind) for kind in ACTION_KINDS if kind in kinds
     ]
     if "transfer" in kinds:
-        patches.append(Patch(facecolor=paler(colour_of(4)), label="transfer (paler)"))
+        patches.append(Patch(facecolor=_paler(colour_of(4)), label="exposed transfers (paler)"))
     if "constant" in kinds:
         patches.append(Patch(facecolor=CONSTANT, label="constant per micro-batch"))
-    patches.append(Patch(facecolor="white", edgecolor=INK, linewidth=0.5, label="idle"))
+    patches.append(Patch(facecolor="none", edgecolor=INK, linewidth=0.5, label="idle"))
     figure.legend(
         handles=patches,
         loc="outside lower left",
@@ -238,14 +290,9 @@ def _draw_legend(figure: Any, timeline: Timeline, columns: int) -> None:
 
 def colour_of(degree: int) -> str:
     """Return the colour of groups of `degree` ranks, written #rrggbb."""
-    lower = colour_index(degree)
+    lower = min(max(degree, 1).bit_length(), len(COLOURS)) - 1
     upper = min(lower + 1, len(COLOURS) - 1)
-    return mixed(COLOURS[lower], COLOURS[upper], math.log2(max(degree, 1)) - lower)
-
-
-def colour_index(degree: int) -> int:
-    """Return which of `COLOURS` is that of `degree`, or of the next lower degree that has one."""
-    return min(max(degree, 1).bit_length(), len(COLOURS)) - 1
+    return _mixed(COLOURS[lower], COLOURS[upper], math.log2(max(degree, 1)) - lower)
 
 
 def _colour(event: Event) -> str:
@@ -253,18 +300,18 @@ def _colour(event: Event) -> str:
     if event.kind == "constant":
         return CONSTANT
     if event.kind in ACTION_COLOURS:
-        return paler(ACTION_COLOURS[event.kind], SHADE * (event.micro_batch % 2))
+        return _paler(ACTION_COLOURS[event.kind], SHADE * (event.micro_batch % 2))
     if event.kind == "transfer":
-        return paler(colour_of(event.degree))
+        return _paler(colour_of(event.degree))
     return colour_of(event.degree)
 
 
-def paler(colour: str, share: float = PALER) -> str:
+def _paler(colour: str, share: float = PALER) -> str:
     """Return a colour, written #rrggbb, moved towards white by `share`."""
-    return mixed(colour, "#ffffff", share)
+    return _mixed(colour, "#ffffff", share)
 
 
-def mixed(colour: str, other: str, share: float) -> str:
+def _mixed(colour: str, other: str, share: float) -> str:
     """Return a colour, written #rrggbb, moved towards the other one by `share`; at most 1."""
     found = "#"
     for at in (1, 3, 5):

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from hf_flexseq.timeline import ACTION_KINDS, Timeline
+from hf_flexseq.view.timeline import ACTION_KINDS, Timeline
 
 # What people call the kinds of events.
 NAMES = {

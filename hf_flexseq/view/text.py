@@ -9,8 +9,8 @@ from string import ascii_lowercase, ascii_uppercase
 
 import numpy as np
 
-from hf_flexseq.timeline import ACTION_KINDS, Event, Timeline
 from hf_flexseq.view.shares import boundaries, degrees, duration, shares
+from hf_flexseq.view.timeline import ACTION_KINDS, Event, Timeline
 
 TRANSFER, CONSTANT, IDLE, BOUNDARY = "~", "-", ".", "|"
 ACTIONS = dict(zip(ACTION_KINDS, "FBIW", strict=True))
@@ -58,8 +58,6 @@ def _cells(events: list[Event], stop: int, columns: int, symbols: dict[int, str]
     spent = np.zeros((len(names), columns))  # time in each cell
     edges = np.arange(columns + 1) * (stop / columns)  # [columns + 1] where cells begin and end
     for event in events:
-        if event.kind == "overlapped":
-            continue
         row = spent[names.index(_symbol(event, symbols))]
         first = int(event.start * columns // stop)
         last = min(columns, int(-(-event.stop * columns // stop)))

@@ -35,7 +35,7 @@ from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.schedule.pipeline.check import check, check_memory
-from hf_flexseq.simulate.pipeline import report
+from hf_flexseq.view.pipeline import report
 from lengths import K, long_tailed
 
 BYTES = 34  # of a token on a stage, so that a checkpointed one is a whole number

@@ -114,18 +114,14 @@ def test_plan_takes_a_column_and_a_cost_model_file(
     assert "2 sequences, 300 tokens" in capsys.readouterr().out
 
 
-def test_simulate_and_view_read_plans(
+def test_view_reads_plans(
     plan_file: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert main(["simulate", plan_file, *MACHINE]) == 0
-    shown = capsys.readouterr().out
-    assert "step 0: simulated " in shown
-    assert "micro-batch 0: from 0.000 s" in shown
     monkeypatch.setattr(sys, "stdin", io.StringIO(Path(plan_file).read_text()))
-    assert main(["simulate", "-", *MACHINE, "--sync", "free"]) == 0
+    assert main(["view", "-", *MACHINE, "--sync", "free"]) == 0
     for options, unit in (([], "tokens"), (["--topology", "2x4"], "tokens"), (MACHINE, " s")):
         capsys.readouterr()
         assert main(["view", plan_file, *options]) == 0
@@ -161,7 +157,7 @@ def test_view_reads_a_trace(
     assert main(["view", str(tmp_path / "trace.jsonl"), "--step", "1"]) == 0
     assert "Step 8:" in (shown := capsys.readouterr().out)
     assert f"{0.25 * len(measured):.2f} s" in shown or "ms" in shown
-    assert "there is no --step 2" in failed(
+    assert "expected --step below 2, got 2" in failed(
         ["view", str(tmp_path / "trace.jsonl"), "--step", "2"], capsys
     )
 
@@ -173,7 +169,7 @@ def test_compare_has_a_line_for_every_planner(
     assert main(["compare", "--lengths", lengths, *MACHINE, *CAP, *options]) == 0
     head, columns, *rows = capsys.readouterr().out.splitlines()
     assert head.startswith("1 step, 6 sequences")
-    assert columns.split()[:3] == ["planner", "seconds", "gap"]
+    assert columns.split() == list(comparing.COLUMNS)
     assert [row.split()[0].rstrip(",") for row in rows] == list(PLANNERS)
     assert rows[list(PLANNERS).index("static")].startswith("static, degree ")
 
@@ -318,12 +314,12 @@ BAD: list[tuple[str, Callable[[str], list[str]], str]] = [
     (
         "no cap",
         lambda file: ["plan", "--lengths", file, *MACHINE, "--max-tokens-per-rank", "0"],
-        "0 is below 1",
+        "expected a number from 1 to 2147483647, got 0",
     ),
     (
         "not a number",
         lambda file: ["plan", "--lengths", file, *MACHINE, "--sp-degree", "x"],
-        "no whole number",
+        "expected a whole number, got 'x'",
     ),
     (
         "planner",
@@ -340,7 +336,7 @@ BAD: list[tuple[str, Callable[[str], list[str]], str]] = [
         lambda file: ["plan", "--lengths", file, *MACHINE, *CAP, "--strategy", "zigzag"],
         "no ring_bytes",
     ),
-    ("no plan", lambda file: ["simulate", file, *MACHINE], "not a plan"),
+    ("no plan", lambda file: ["view", file, *MACHINE], "not a plan"),
     ("no command", lambda file: [], "COMMAND"),
     (
         "unwritable",
@@ -370,11 +366,29 @@ def test_bad_lengths_are_one_line_and_status_2(
     assert "bad: " in failed(["plan", "--lengths", str(tmp_path / "bad"), *MACHINE], capsys)
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"), [("simulate", "flexseq view"), ("program", "-m hf_flexseq.program")]
+)
+def test_a_removed_command_says_what_to_write_instead(
+    name: str, instead: str, plan_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert instead in failed([name, plan_file, *MACHINE], capsys)
+
+
+def test_a_planner_that_prints_leaves_stdout_alone(
+    lengths: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The solver writes its banner past Python, on file descriptor 1."""
+    pytest.importorskip("highspy")
+    words = ["plan", "--lengths", lengths, *MACHINE, *CAP, "--planner", "flexsp", "--json", "-"]
+    assert main(words) == 0
+    assert Plan.from_json(capfd.readouterr().out).planner == "flexsp"
+
+
 def test_a_plan_of_another_world_is_refused(
     plan_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = ["--topology", "1x4", "--cost-model", "flexsp-gpt-7b-a100"]
-    assert "1 x 4" in failed(["simulate", plan_file, *other], capsys)
     assert "1 x 4" in failed(["view", plan_file, *other], capsys)
     assert "--topology" in failed(["view", plan_file, *other[2:]], capsys)
 
@@ -395,13 +409,14 @@ def test_the_command_line_imports_no_torch_and_runs_alone(lengths: str, tmp_path
     libraries."""
     path = str(tmp_path / "plan.json")
     plan_words = ["plan", "--lengths", lengths, *MACHINE, *CAP, "--json", path]
-    program_words = ["program", path, *MACHINE[:2]]
+    program_words = [path, *MACHINE[:2]]
     script = (
         "import sys\n"
         "from hf_flexseq.cli import main\n"
-        f"status = main({plan_words!r}) + main({program_words!r})\n"
+        "from hf_flexseq.program.__main__ import main as program\n"
+        f"status = main({plan_words!r}) + program({program_words!r})\n"
         "heavy = {'torch', 'transformers', 'accelerate', 'datasets', 'pulp', 'highspy', "
-        "'matplotlib', 'pyarrow', 'triton'}\n"
+        "'matplotlib', 'jinja2', 'pyarrow', 'triton'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
         "sys.exit(status)\n"
     )

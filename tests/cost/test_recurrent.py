@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_flexseq.cost import CostModel, step_ns
+from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost.launches import segments_work
 from hf_flexseq.cost.presets import PRESETS, SHAPES
@@ -17,7 +17,7 @@ from hf_flexseq.cost.recurrent import (
 )
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.layers import RecurrentShape
-from hf_flexseq.plan import Group, MicroBatch, Plan
+from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.segments import chains_of
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.plan_options import PlanOptions
@@ -32,7 +32,6 @@ from hf_flexseq.program.compile import (
     of_rows,
 )
 from hf_flexseq.program.instructions import RowShape
-from hf_flexseq.simulate import Detail, simulate
 from hf_flexseq.topology import Topology
 
 STRATEGIES = ["ulysses", "zigzag", "balanced", "hybrid"]
@@ -337,29 +336,3 @@ def test_memory_alone_decides_the_degrees_of_recurrent_layers() -> None:
 def test_the_stages_of_a_pipeline_have_recurrent_layers_among_their_linear_ones() -> None:
     cost = PipelineCost.of_model(SIMPLE, 2)
     assert cost.stages[0].linear_ns == pytest.approx((2.0 + 1e-9) * 1e9 / 3 / 2)
-
-
-@pytest.mark.parametrize("layers", [0, 3])
-@pytest.mark.parametrize(
-    "strategy, degree",
-    [("local", 1), ("ulysses", 4), ("hybrid", 8), ("zigzag", 4)],
-)
-def test_simulated_recurrent_layers_are_the_closed_form(
-    strategy: str, degree: int, layers: int
-) -> None:
-    cost = PRESETS["qwen3.5-35b-a3b-h100"]
-    topology = Topology(nodes=2, ranks_per_node=4)
-    plan = Plan(
-        lengths=(60_000, 1_000),
-        micro_batches=(MicroBatch(groups=(group_of(strategy, degree, 2),)),),
-        objective_s=0.0,
-        lower_bound_s=0.0,
-        planner="",
-        planning_s=0.0,
-    )
-    timeline = simulate(plan, topology, cost, sync="lockstep", detail=Detail(layers=layers))
-    expected = step_ns(cost, plan.micro_batches, plan.lengths, topology, sync="lockstep")
-    assert timeline.stop == pytest.approx(expected, rel=0.02 if strategy == "zigzag" else 1e-8)
-    labels = {event.label.split(",")[0] for event in timeline.events}
-    assert "scan" in labels
-    assert ("summaries" in labels) == (degree > 1)

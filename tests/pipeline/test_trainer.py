@@ -10,10 +10,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.cli import main
-from hf_flexseq.cli.files import read_steps
+from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.hf.pipeline import executor as executor_module
 from hf_flexseq.hf.pipeline.executor import StageExecutor
 from hf_flexseq.hf.trainer import OVERRIDDEN, FlexSeqMixin
+from hf_flexseq.plan.files import read_steps
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.process.client import InlinePlanner
 from hf_flexseq.reading import Limits
@@ -253,7 +254,8 @@ def test_the_trace_is_what_flexseq_view_reads(tmp_path, capsys):
     assert [step.number for step in steps] == [0, 0, 1, 1]  # a line for each replica
     for step in steps:
         check(step.plan)
-        assert makespan_ns(step.plan, step.cost) == pytest.approx(1e9 * step.plan.objective_s)
+        cost = PipelineCost.from_record(step.cost)
+        assert makespan_ns(step.plan, cost) == pytest.approx(1e9 * step.plan.objective_s)
         assert len(step.measured_s) == 1
     assert main(["view", path]) == 0
     assert "chunks through 2 stages by auto" in capsys.readouterr().out

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import tomllib
+import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +13,20 @@ import pytest
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.planner import make_plan
-from hf_flexseq.simulate import Detail, simulate
-from hf_flexseq.timeline import Recorder, Timeline, sketch
 from hf_flexseq.topology import Topology
-from hf_flexseq.view import chrome, chrome_text, chrome_trace, picture, save_picture, text_grid
+from hf_flexseq.view import (
+    chrome,
+    chrome_text,
+    chrome_trace,
+    picture,
+    save_picture,
+    sketch,
+    text_grid,
+    timeline_of,
+)
 from hf_flexseq.view.picture import COLOURS, colour_of
 from hf_flexseq.view.shares import boundaries, degrees, duration, shares
+from hf_flexseq.view.timeline import Recorder, Timeline
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 LARGE = Topology(nodes=8, ranks_per_node=8)
@@ -88,11 +97,9 @@ def test_text_grid_by_hand() -> None:
 
 
 def test_text_fits_100_columns_and_merges_equal_ranks() -> None:
-    plan = large_plan()
-    for layers in (0, 2):
-        lines = text_grid(simulate(plan, LARGE, FLEXSP, detail=Detail(layers=layers))).splitlines()
-        assert max(map(len, lines)) <= 100
-        assert len(lines) <= 64 + 5
+    lines = text_grid(timeline_of(large_plan(), LARGE, FLEXSP)).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert len(lines) <= 64 + 5
     whole = replace(PLAN, lengths=(64,), micro_batches=(MicroBatch(groups=(group(0, 64, 0),)),))
     assert text_grid(sketch(whole, 64)).splitlines()[0].split() == ["0-63", "A" * 93]
 
@@ -106,12 +113,13 @@ def test_ranks_by_the_thousand_still_fit_a_screen() -> None:
 def test_boundaries_only_where_all_ranks_pass_together() -> None:
     assert boundaries(sketch(PLAN, 4)) == [20]
     recorder = Recorder(2)
-    for start in (0, 3):
-        recorder.begin_micro_batch(start)
-        recorder.add(
-            start // 3, [start], [start + 4], kind="compute", group=0, degree=1, label="x"
-        )
-    assert boundaries(recorder.timeline(7, "ns")) == []
+    recorder.work(1, 3, "wait", "x")
+    for rank in (0, 1):
+        recorder.begin_micro_batch([rank])
+        recorder.work(rank, 4, "compute", "x", group=0, degree=1)
+    timeline = recorder.timeline("ns")
+    assert (timeline.starts, timeline.stop) == ((0, 3), 7)
+    assert boundaries(timeline) == []
 
 
 def test_figures_for_people() -> None:
@@ -125,7 +133,7 @@ def test_figures_for_people() -> None:
 def test_pictures(tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
     save_picture(
-        simulate(large_plan(), LARGE, FLEXSP), tmp_path / name, title="A step", ranks_per_node=8
+        timeline_of(large_plan(), LARGE, FLEXSP), tmp_path / name, title="A step", ranks_per_node=8
     )
     data = (tmp_path / name).read_bytes()
     assert data.startswith(b"\x89PNG") if name.endswith("png") else b"<svg" in data
@@ -166,7 +174,7 @@ def test_every_degree_of_a_node_has_a_colour_of_its_own() -> None:
 
 
 def traced() -> Timeline:
-    return simulate(large_plan(), LARGE, FLEXSP)
+    return timeline_of(large_plan(), LARGE, FLEXSP)
 
 
 def test_chrome_trace_is_json_with_ordered_lanes() -> None:
@@ -188,36 +196,47 @@ def test_chrome_trace_is_json_with_ordered_lanes() -> None:
 
 
 def test_a_trace_stays_small_and_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-
-    def draw(layers: int) -> Timeline:
-        drawn.append(layers)
-        return simulate(large_plan(), LARGE, FLEXSP, detail=Detail(layers=layers))
-
-    def lanes(text: str) -> set[int]:
-        return {e["tid"] for e in json.loads(text)["traceEvents"] if e["ph"] == "X"}
-
-    whole, left_out = chrome_text(draw, layers=2, ranks_per_node=8)
-    assert json.loads(whole) == chrome_trace(draw(2), ranks_per_node=8)
-    assert left_out == ""
-    monkeypatch.setattr(chrome, "MOST_BYTES", len(whole) - 1)
-    fewer, left_out = chrome_text(draw, layers=2, ranks_per_node=8)
-    assert left_out == "1 instead of 2 layers of each micro-batch"
-    assert len(fewer) < len(whole)
-    assert lanes(fewer) == lanes(whole)
+    whole, shown = chrome_text(traced(), ranks_per_node=8)
+    assert json.loads(whole) == chrome_trace(traced(), ranks_per_node=8)
+    assert shown == ""
     monkeypatch.setattr(chrome, "MOST_BYTES", len(whole) // 10)
-    least, left_out = chrome_text(draw, layers=2, ranks_per_node=8)
+    least, shown = chrome_text(traced(), ranks_per_node=8)
     assert len(least) <= len(whole) // 10
-    shown = len({lane // 2 for lane in lanes(least)})
-    assert 0 < shown < 64
-    assert f"and the first {shown} of 64 ranks" in left_out
-    assert drawn == [2, 2, 2, 1, 2, 0]
+    ranks = {e["tid"] for e in json.loads(least)["traceEvents"] if e["ph"] == "X"}
+    assert ranks == set(range(len(ranks)))
+    assert 0 < len(ranks) < 64
+    assert shown == f"the first {len(ranks)} of 64 ranks"
+
+
+def test_an_svg_follows_the_colour_scheme_and_is_the_same_each_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    texts = []
+    for name in ("a.svg", "b.svg"):
+        save_picture(traced(), tmp_path / name, title="A step", ranks_per_node=8)
+        texts.append((tmp_path / name).read_text())
+    assert texts[0] == texts[1]
+    assert "@media (prefers-color-scheme:dark)" in texts[0]
+    drawn = texts[0].split("</style>", 1)[1]
+    assert "currentColor" in drawn
+    assert picture.INK not in drawn
+    root = ElementTree.fromstring(texts[0])
+    assert not [one for one in root.iter() if one.get("style", "").startswith("fill: #ffffff")]
+
+
+def test_names_in_a_title_are_neither_markup_nor_mathematics(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    evil = r"</text><script>alert(1)</script> $\frac{$ & \"'"
+    for name in ("a.svg", "a.png"):
+        save_picture(lasting(1), tmp_path / name, title=evil)
+    root = ElementTree.parse(tmp_path / "a.svg").getroot()
+    assert not [one for one in root.iter() if one.tag.endswith("script")]
+    assert evil in "".join(root.itertext())
 
 
 def numbered(timeline: Timeline, path: Path) -> list[str]:
-    """The numbers of micro-batches in a picture: matplotlib writes texts beside their outlines."""
+    """The numbers of micro-batches in a picture, in its order."""
     save_picture(timeline, path)
-    texts = re.findall(r"<!-- (.*?) -->", path.read_text())
+    texts = re.findall(r"<text[^>]*>(.*?)</text>", path.read_text())
     assert "micro-batch 0" in texts
     after = texts[texts.index("micro-batch 0") :]
     return [text for text in after if text.isdigit()]
@@ -226,12 +245,10 @@ def numbered(timeline: Timeline, path: Path) -> list[str]:
 def lasting(*durations: int) -> Timeline:
     """Micro-batches of one rank."""
     recorder = Recorder(1)
-    now = 0
     for each in durations:
-        recorder.begin_micro_batch(now)
-        recorder.add(0, [now], [now + each], kind="compute", group=0, degree=1, label="x")
-        now += each
-    return recorder.timeline(now, "ns")
+        recorder.begin_micro_batch([0])
+        recorder.work(0, each, "compute", "x", group=0, degree=1)
+    return recorder.timeline("ns")
 
 
 def test_micro_batches_are_numbered_where_there_is_room(tmp_path: Path) -> None:

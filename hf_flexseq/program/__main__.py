@@ -1,12 +1,24 @@
-"""`program`: what one rank does in the attention of a micro-batch, or in what recurrent layers
-exchange, instruction by instruction."""
+"""`python -m hf_flexseq.program`: instructions of one rank in the attention of a micro-batch, or
+in the exchanges of recurrent layers.
+"""
 
 import re
-from argparse import ArgumentTypeError, Namespace
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
-from hf_flexseq.cli.files import asked_step, read_steps, tell_broken_lines
+from hf_flexseq.command_line import (
+    OneLineParser,
+    limit_option,
+    number_option,
+    plan_option,
+    run_command,
+    say,
+    set_run,
+    topology_option,
+)
 from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan import Plan, check
+from hf_flexseq.plan.files import read_steps
 from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.program.compile import (
     HALO,
@@ -25,7 +37,7 @@ from hf_flexseq.values import MAX_COUNT, quoted
 
 LAYER = "32x8x128"  # Llama 3.1 8B
 
-# What a recurrent layer exchanges, forward and backward.
+# Exchanges of a recurrent layer, forward and backward.
 RECURRENT = {
     "convolution": (HALO, HALO_RETURN),
     "scan": (SUMMARIES_BEFORE, SUMMARIES_AFTER),
@@ -46,14 +58,16 @@ def layer(text: str) -> tuple[int, int, int]:
     """
     match = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text)
     if not match:
-        raise ArgumentTypeError(
-            f"{quoted(text)} is no layer: write QUERYxKVxSIZE, such as {LAYER}"
-        )
+        raise ArgumentTypeError(f"expected QUERYxKVxSIZE such as {LAYER}, got {quoted(text)}")
     heads, kv_heads, size = map(int, match.groups())
     if heads % kv_heads:
-        raise ArgumentTypeError(f"{quoted(text)}: {heads} query heads over {kv_heads} KV heads")
+        raise ArgumentTypeError(
+            f"expected query heads that are a multiple of KV heads, got {quoted(text)}"
+        )
     if heads * size > MAX_COUNT:
-        raise ArgumentTypeError(f"{quoted(text)} is above {MAX_COUNT:,} numbers a token")
+        raise ArgumentTypeError(
+            f"expected at most {MAX_COUNT:,} numbers a token, got {quoted(text)}"
+        )
     return heads, kv_heads, size
 
 
@@ -67,7 +81,7 @@ def reach(text: str) -> Reach:
     match = re.fullmatch(r"(window|chunk):([1-9][0-9]{0,11})", text)
     if not match:
         raise ArgumentTypeError(
-            f"{quoted(text)} is no reach: write full, window:N or chunk:N, such as window:1024"
+            f"expected full, window:N or chunk:N such as window:1024, got {quoted(text)}"
         )
     kind, tokens = match.groups()
     return Reach(**{kind: int(tokens)})
@@ -86,54 +100,54 @@ def recurrent_rows(text: str) -> tuple[str, RowShape]:
         channels, width = map(int, match.groups())
         if not LEAST_WIDTH <= width <= MOST_WIDTH:
             raise ArgumentTypeError(
-                f"{quoted(text)}: a convolution reads {LEAST_WIDTH} to {MOST_WIDTH} rows"
+                f"expected a convolution of {LEAST_WIDTH} to {MOST_WIDTH} rows, got {quoted(text)}"
             )
         return "convolution", RowShape(channels, "bfloat16", width)
     match = re.fullmatch(f"scan:{number}x{number}x{number}", text)
     if not match:
         raise ArgumentTypeError(
-            f"{quoted(text)} is no recurrent layer: write convolution:CHANNELSxWIDTH or "
-            "scan:HEADSxKEYxVALUE, such as convolution:8192x4"
+            "expected convolution:CHANNELSxWIDTH or scan:HEADSxKEYxVALUE such as "
+            f"convolution:8192x4, got {quoted(text)}"
         )
     heads, key, value = map(int, match.groups())
     columns = heads * key * (key + value)
     if columns > MAX_COUNT:
-        raise ArgumentTypeError(f"{quoted(text)} is above {MAX_COUNT:,} numbers a summary")
+        raise ArgumentTypeError(
+            f"expected at most {MAX_COUNT:,} numbers a summary, got {quoted(text)}"
+        )
     return "scan", RowShape(columns, "float32")
 
 
 def program(options: Namespace) -> None:
     """Print the programs of one rank in one micro-batch of a plan, forward and backward."""
     file = read_steps(options.plan, options.limits)
-    step = asked_step(file, options)
+    step = file.step(options.step)
     plan = step.plan
     if not isinstance(plan, Plan):
         raise ValueError(
-            f"{options.plan}: step {step.number} is a pipeline's, whose chunks are not shown "
-            "here; flexseq view draws it"
+            f"{options.plan}: expected a plan of groups, got a pipeline's at step {step.number}; "
+            "flexseq view draws it"
         )
     topology = options.topology or _one_node(plan, options)
     check(plan, topology)
-    if not 0 <= options.micro_batch < len(plan.micro_batches):
+    if options.micro_batch >= len(plan.micro_batches):
         raise ValueError(
-            f"step {step.number} has {len(plan.micro_batches)} micro-batches, so there is no "
-            f"--micro-batch {options.micro_batch}"
+            f"expected --micro-batch below {len(plan.micro_batches)}, got {options.micro_batch}"
         )
     if options.rank >= topology.world_size:
-        raise ValueError(
-            f"the plan is for {topology.world_size} ranks, so there is no --rank {options.rank}"
-        )
+        raise ValueError(f"expected --rank below {topology.world_size}, got {options.rank}")
     shard = _shard(plan, options)
     if shard.zones:
         _print_programs(shard, topology, options)
     else:
         print(f"rank {options.rank} works in no group of micro-batch {options.micro_batch}")
-    tell_broken_lines(file, options)
+    if file.broken:
+        say(options, f"{options.plan}: {file.remark()}")
 
 
 def _print_programs(shard: Shard, topology: Topology, options: Namespace) -> None:
     """Print the programs of a shard, forward and backward, with a title each: of attention, or of
-    a recurrent layer where one is asked for."""
+    the recurrent layer that the options name."""
     machine = Machine(
         topology=topology,
         device=options.device,
@@ -185,4 +199,57 @@ def _title(name: str, made: Program, topology: Topology, rank: int) -> str:
     )
 
 
-DTYPES = tuple(ITEM_BYTES)
+def make_parser() -> ArgumentParser:
+    """Return the parser of the command."""
+    parser = OneLineParser(
+        prog="python -m hf_flexseq.program",
+        description="Print what one rank does in a layer of a micro-batch, step by step.",
+    )
+    set_run(parser, program)
+    plan_option(parser)
+    number_option(parser, "rank", "rank that runs the program")
+    number_option(parser, "micro-batch", "index of the micro-batch in the plan")
+    number_option(parser, "step", "index of the step in the file")
+    topology_option(parser, required=False, help="default: one node of all ranks")
+    parser.add_argument(
+        "--layer",
+        type=layer,
+        default=layer(LAYER),
+        metavar="QxKVxD",
+        help=f"query heads, KV heads and size of a head (default {LAYER})",
+    )
+    parser.add_argument(
+        "--reach",
+        type=reach,
+        default=FULL,
+        metavar="full|window:N|chunk:N",
+        help="keys that a query reads (default full)",
+    )
+    parser.add_argument(
+        "--recurrent",
+        type=recurrent_rows,
+        metavar="convolution:CxW|scan:HxKxV",
+        help="print the exchanges of a recurrent layer instead of attention: channels and width "
+        "of a convolution, or heads and sizes of key and value of a delta rule",
+    )
+    parser.add_argument(
+        "--dtype", choices=tuple(ITEM_BYTES), default="bfloat16", help="default bfloat16"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="device, which decides how small a kernel call may be, and the dtype of partial "
+        "gradients (default cuda)",
+    )
+    limit_option(parser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    return run_command(make_parser(), sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,6 @@
-"""Run a pipeline's plan without running it: what every stage does when, what it holds, and what
-the bubble costs.
+"""The timeline of a pipeline's plan: every stage's actions, its memory, and the bubble.
 
-    simulate_pipeline(plan, cost)    a Timeline in nanoseconds, for `view`
+    pipeline_timeline(plan, cost)    a Timeline in nanoseconds
     report(plan, cost)               seconds, bubble and peaks in one record
 
 Times are the longest path through the plan's actions (`schedule/pipeline/walk.py`), so they are
@@ -15,29 +14,29 @@ from dataclasses import dataclass
 from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.plan.pipeline import KINDS, PipelinePlan
 from hf_flexseq.schedule.pipeline.walk import Done, timed
-from hf_flexseq.timeline import ACTION_KINDS, Event, Memory, Timeline
+from hf_flexseq.view.timeline import ACTION_KINDS, Event, Memory, Timeline
 
 EVENT_KINDS = dict(zip(KINDS, ACTION_KINDS, strict=True))  # kind of an action -> of its event
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """A simulated step in numbers."""
+    """A step in numbers."""
 
     seconds: float
-    """Until the last rank is done."""
+    """Seconds until the last rank is done."""
 
     bubble: float
     """Share of the ranks' time without work."""
 
     peak_bytes: tuple[int, ...]
-    """[rank] the most bytes of what is in flight."""
+    """[rank] Most bytes in flight."""
 
     peak_tokens: tuple[int, ...]
-    """[rank] the most tokens in flight; a checkpointed token counts whole."""
+    """[rank] Most tokens in flight; a checkpointed token counts whole."""
 
 
-def simulate_pipeline(plan: PipelinePlan, cost: PipelineCost) -> Timeline:
+def pipeline_timeline(plan: PipelinePlan, cost: PipelineCost) -> Timeline:
     """Return the timeline of one optimizer step."""
     by_rank: list[list[Done]] = [[] for _ in range(plan.ranks)]
     stop = 0
@@ -64,8 +63,8 @@ def simulate_pipeline(plan: PipelinePlan, cost: PipelineCost) -> Timeline:
 
 
 def report(plan: PipelinePlan, cost: PipelineCost) -> Report:
-    """Return the simulated step in numbers."""
-    timeline = simulate_pipeline(plan, cost)
+    """Return the step in numbers."""
+    timeline = pipeline_timeline(plan, cost)
     peaks = [0] * plan.ranks
     for sample in timeline.memory:
         peaks[sample.rank] = max(peaks[sample.rank], sample.bytes)
@@ -97,7 +96,7 @@ def peak_tokens(plan: PipelinePlan) -> tuple[int, ...]:
 
 
 def tokens_as_time(plan: PipelinePlan) -> PipelineCost:
-    """Return a cost for a plan whose real one is not known: a microsecond per token, forward."""
+    """Return a cost for a plan of unknown cost: a microsecond per token, forward."""
     # As many layers as are checkpointed at most: there are no fewer.
     layers = max((max(of_stage, default=1) for of_stage in plan.checkpointed), default=1)
     stage = StageCost(linear_ns=1e3, attention_ns=0.0, chunk_ns=0.0, layers=max(1, layers))

@@ -1,4 +1,4 @@
-"""`flexseq program`: prints the programs that a rank would run, and refuses what is none."""
+"""`python -m hf_flexseq.program`: prints the programs that a rank would run, or refuses."""
 
 import io
 import json
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hf_flexseq.cli import main
 from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.planner.pipeline import make_pipeline_plan
+from hf_flexseq.program.__main__ import main
 from hf_flexseq.program.compile import (
     HALO,
     HALO_RETURN,
@@ -61,6 +61,11 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
+def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that the command prints that refuses."""
+    return failed(argv, capsys, main, name="python -m hf_flexseq.program: ")
+
+
 def shown(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What a command prints that does as it is told."""
     capsys.readouterr()
@@ -94,13 +99,13 @@ def without_titles(text: str) -> str:
 def test_what_a_rank_would_run_is_printed(
     micro_batch: int, rank: int, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["program", file, "--micro-batch", str(micro_batch), "--rank", str(rank)]
+    words = [file, "--micro-batch", str(micro_batch), "--rank", str(rank)]
     out = shown(words, capsys)
     assert without_titles(out) == "\n".join(compiled(micro_batch, rank))
 
 
 def test_a_title_counts_what_follows_it(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = shown(["program", file, "--rank", "1"], capsys).splitlines()
+    lines = shown([file, "--rank", "1"], capsys).splitlines()
     (title,) = [line for line in lines if line.startswith("forward of rank 1: ")]
     program = lines[1 : lines.index(next(line for line in lines if line.startswith("outputs")))]
     operations = [line.split()[1] for line in program[1:]]
@@ -116,7 +121,7 @@ def test_the_page_that_explains_a_program_shows_this_one(
 ) -> None:
     (excerpt,) = [part for part in PAGE.read_text().split("```") if "\nforward of rank 1" in part]
     first, last = excerpt.removeprefix("text\n").split("...\n")
-    out = shown(["program", file, "--rank", "1"], capsys)
+    out = shown([file, "--rank", "1"], capsys)
     assert out.startswith(first)
     assert f"\n{last}backward of rank 1" in out
 
@@ -126,12 +131,12 @@ def test_layer_dtype_device_and_topology_are_those_asked_for(
 ) -> None:
     small = LayerShape(query_heads=6, kv_heads=2, head_dim=8, dtype="float64")
     words = ["--layer", "6x2x8", "--dtype", "float64", "--device", "cpu"]
-    out = shown(["program", file, *words], capsys)
+    out = shown([file, *words], capsys)
     assert without_titles(out) == "\n".join(compiled(0, 0, shape=small, device="cpu"))
     assert without_titles(out) != "\n".join(compiled(0, 0))
     # messages to other nodes take a lane of their own
     one, two = (
-        shown(["program", file, "--rank", "1", "--topology", machine], capsys).splitlines()
+        shown([file, "--rank", "1", "--topology", machine], capsys).splitlines()
         for machine in ("1x4", "2x2")
     )
     assert one[0] != two[0]
@@ -145,7 +150,7 @@ def test_layer_dtype_device_and_topology_are_those_asked_for(
 def test_the_reach_of_the_layer_is_the_one_asked_for(
     file: str, capsys: pytest.CaptureFixture[str], written: str, reach: Reach
 ) -> None:
-    out = shown(["program", file, "--reach", written], capsys)
+    out = shown([file, "--reach", written], capsys)
     assert without_titles(out) == "\n".join(compiled(0, 0, shape=LLAMA._replace(reach=reach)))
 
 
@@ -153,12 +158,12 @@ def test_the_reach_of_the_layer_is_the_one_asked_for(
 def test_what_is_no_reach_is_refused(
     file: str, capsys: pytest.CaptureFixture[str], written: str
 ) -> None:
-    said = failed(["program", file, "--reach", written], capsys)
-    assert "write full, window:N or chunk:N" in said
+    said = refused([file, "--reach", written], capsys)
+    assert "expected full, window:N or chunk:N" in said
 
 
 def test_a_rank_without_a_group_is_told_so(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(["program", file, "--micro-batch", "1", "--rank", "3"], capsys)
+    out = shown([file, "--micro-batch", "1", "--rank", "3"], capsys)
     assert out == "rank 3 works in no group of micro-batch 1\n"
 
 
@@ -171,30 +176,30 @@ def test_a_trace_is_read_by_step_and_its_broken_lines_are_named(
     text = "\n".join([lines[0], "torn", lines[1]])
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
-    assert main(["program", str(path), "--step", "1"]) == 0
+    assert main([str(path), "--step", "1"]) == 0
     said = capsys.readouterr()
     assert "forward of rank 0: 1 instructions, 1 attention calls" in said.out
     assert "line 2 cannot be read, 2 can" in said.err
-    assert "there is no --step 2" in failed(["program", str(path), "--step", "2"], capsys)
+    assert "expected --step below 2, got 2" in refused([str(path), "--step", "2"], capsys)
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    assert main(["program", "-", "--step", "1"]) == 0
+    assert main(["-", "--step", "1"]) == 0
     assert capsys.readouterr().out == said.out
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--rank", "4"], "the plan is for 4 ranks, so there is no --rank 4"),
-        (["--rank", "-1"], "-1 is below 0"),
-        (["--rank", "9" * 6000], "is no whole number"),
-        (["--micro-batch", "2"], "has 2 micro-batches, so there is no --micro-batch 2"),
-        (["--step", "1"], "there is no --step 1"),
+        (["--rank", "4"], "expected --rank below 4, got 4"),
+        (["--rank", "-1"], "expected a number from 0 to 2147483647, got -1"),
+        (["--rank", "9" * 6000], "expected a whole number, got"),
+        (["--micro-batch", "2"], "expected --micro-batch below 2, got 2"),
+        (["--step", "1"], "expected --step below 1, got 1"),
         (["--topology", "1x2"], "1 x 2"),
-        (["--layer", "8"], "write QUERYxKVxSIZE"),
-        (["--layer", "8x0x8"], "write QUERYxKVxSIZE"),
-        (["--layer", "6x4x8"], "6 query heads over 4 KV heads"),
+        (["--layer", "8"], "expected QUERYxKVxSIZE"),
+        (["--layer", "8x0x8"], "expected QUERYxKVxSIZE"),
+        (["--layer", "6x4x8"], "a multiple of KV heads, got '6x4x8'"),
         (["--layer", "999999x1x999999"], "numbers a token"),
-        (["--layer", "\x1b[31m"], "is no layer"),
+        (["--layer", "\x1b[31m"], "expected QUERYxKVxSIZE"),
         (["--dtype", "int8"], "invalid choice"),
         (["--device", "tpu"], "invalid choice"),
     ],
@@ -202,7 +207,7 @@ def test_a_trace_is_read_by_step_and_its_broken_lines_are_named(
 def test_what_a_plan_has_not_is_refused_in_one_line(
     words: list[str], message: str, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in failed(["program", file, *words], capsys)
+    assert message in refused([file, *words], capsys)
 
 
 def test_a_plan_of_a_pipeline_is_refused_by_name(
@@ -211,7 +216,7 @@ def test_a_plan_of_a_pipeline_is_refused_by_name(
     stage = StageCost(linear_ns=1000.0, attention_ns=0.7, chunk_ns=0.0, token_bytes=30.0)
     path = tmp_path / "plan.json"
     path.write_text(make_pipeline_plan([900, 300], PipelineCost.even(2, stage)).to_json())
-    assert "step 0 is a pipeline's" in failed(["program", str(path)], capsys)
+    assert "got a pipeline's at step 0" in refused([str(path)], capsys)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[" * 5000, '{"lengths": [1]}'])
@@ -220,7 +225,7 @@ def test_what_is_no_plan_is_refused(
 ) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
-    assert "bad.json" in failed(["program", str(path)], capsys)
+    assert "bad.json" in refused([str(path)], capsys)
 
 
 def test_ranks_and_work_have_limits_that_can_be_raised(
@@ -228,15 +233,15 @@ def test_ranks_and_work_have_limits_that_can_be_raised(
 ) -> None:
     for name in ("ranks", "work"):
         limit = ["--limit", f"{name}=3"]
-        said = failed(["program", file, *limit], capsys)
+        said = refused([file, *limit], capsys)
         assert f"raise it with --limit {name}=" in said
-        shown(["program", file, *limit, "--limit", f"{name}=99999"], capsys)
+        shown([file, *limit, "--limit", f"{name}=99999"], capsys)
     # a plan of many sequences on many ranks, which would take minutes
     group = Group(ranks=tuple(range(4096)), sequences=tuple(range(4000)), strategy="zigzag")
     record = plan_of((MicroBatch(groups=(group,)),)).to_record() | {"lengths": [9000] * 4000}
     path = tmp_path / "large.json"
     path.write_text(json.dumps(record))
-    assert "events of rank 0" in failed(["program", str(path)], capsys)
+    assert "events of rank 0" in refused([str(path)], capsys)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +258,7 @@ def test_what_a_recurrent_layer_exchanges_is_printed(
     whats: tuple[str, ...],
     rows: RowShape,
 ) -> None:
-    out = shown(["program", file, "--rank", "1", "--recurrent", written], capsys)
+    out = shown([file, "--rank", "1", "--recurrent", written], capsys)
     machine = Machine(topology=FOUR, device="cuda", wide_gradients=False)
     parts = MicroBatchLayout(make_shard(MICRO_BATCHES[0], LENGTHS, 1), machine).parts
     lines = [line for line in out.splitlines() if " of rank 1: " not in line]
@@ -267,5 +272,5 @@ def test_what_a_recurrent_layer_exchanges_is_printed(
 def test_what_is_no_recurrent_layer_is_refused(
     file: str, capsys: pytest.CaptureFixture[str], written: str
 ) -> None:
-    said = failed(["program", file, "--recurrent", written], capsys)
+    said = refused([file, "--recurrent", written], capsys)
     assert written in said

@@ -1,25 +1,18 @@
-"""Plans in and out of files.
+"""Files of plans: one plan as JSON, several as JSON lines, or a plan trace.
 
-A file holds one plan, as JSON on any number of lines, or several, one to a line. A line of a plan
-trace has more than its plan: the step, the cost model, measured seconds, and whatever else a
-training run finds worth writing down. What is read is a plan that could run somewhere: its values
-are checked, and its form.
+A line of a trace is a plan with more keys: the step's number, its measured seconds, and others.
+What is read is a plan that could run somewhere: its values are checked, and its form.
 
-A training run that was killed may leave a torn line. Such lines are named and passed over.
+A training run that was killed may leave a torn line. Such lines are named and skipped.
 """
 
-import sys
-from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.plan import Plan
 from hf_flexseq.plan.pipeline import KEYS as PIPELINE_KEYS
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.sequences import KEYS as PLAN_KEYS
+from hf_flexseq.plan.sequences import Plan
 from hf_flexseq.reading import Limits, parse_json, read_text
 from hf_flexseq.values import MAX_SECONDS, duration, items, one_line, quoted, whole
 
@@ -32,31 +25,37 @@ class PlannedStep:
     """A step of a file."""
 
     number: int
-    """Number of the step, as counted by the training run, or else its index in the file."""
+    """Number of the step as the training run counts it, or else its index in the file."""
     plan: Plan | PipelinePlan
     measured_s: tuple[float, ...] | None
-    """Seconds of each micro-batch, or of a pipeline's whole step; None where nobody ran it."""
-    cost: PipelineCost | None = None
-    """Cost of the pipeline's stages, where the file has it."""
+    """Seconds of each micro-batch, or of a pipeline's whole step; None if unknown."""
+    cost: dict[str, Any] | None = None
+    """Record of the cost of the pipeline's stages (`PipelineCost`); None if the file has none."""
     replica: int = 0
-    """Which of a pipeline's replicas runs the plan."""
+    """Index of the pipeline replica that runs the plan."""
     passes: int = 1
-    """How often the step's micro-batches ran."""
+    """Number of times that the step's micro-batches ran."""
     waited_s: float | None = None
-    """Seconds that training waited for the plan; None where the file does not say."""
+    """Seconds that training waited for the plan; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepsFile:
-    """What a file holds."""
+    """The steps of a file, and its broken lines."""
 
     steps: list[PlannedStep]
     """The steps, in the order of the file; at least one."""
     broken: list[tuple[int, str]]
-    """(number, problem) of each line that is no step."""
+    """(number, problem) of each line that is not a step."""
+
+    def step(self, index: int) -> PlannedStep:
+        """Return the step with this index. Raises ValueError if the file has fewer."""
+        if index >= len(self.steps):
+            raise ValueError(f"expected --step below {len(self.steps)}, got {index}")
+        return self.steps[index]
 
     def remark(self) -> str:
-        """Return one line about the broken lines, or "" where there are none."""
+        """Return one line about the broken lines, or "" without any."""
         if not self.broken:
             return ""
         numbers = [str(number) for number, _ in self.broken[:LINES_NAMED]]
@@ -73,7 +72,7 @@ class StepsFile:
 def read_steps(path: str, limits: Limits) -> StepsFile:
     """Return the steps in a file of one plan (JSON) or of several (JSON lines, a plan trace).
 
-    path: of the file; `-` is stdin. Raises ValueError, naming the file, where no step can be read.
+    path: a file; `-` is stdin. Raises ValueError, naming the file, if no step can be read.
     """
     try:
         return parse_steps(read_text(path, limits), limits)
@@ -81,38 +80,9 @@ def read_steps(path: str, limits: Limits) -> StepsFile:
         raise ValueError(f"{path}: {error}") from error
 
 
-def asked_step(file: StepsFile, options: Namespace) -> PlannedStep:
-    """Return the step that `--step` asks for. Raises ValueError where the file has fewer."""
-    if options.step >= len(file.steps):
-        raise ValueError(
-            f"{options.plan}: has {len(file.steps)} steps, so there is no --step {options.step}"
-        )
-    step: PlannedStep = file.steps[options.step]
-    return step
-
-
-def tell_broken_lines(file: StepsFile, options: Namespace) -> None:
-    """Say on stderr, in one line, which lines of the file are broken."""
-    if file.broken:
-        remark = f"flexseq {options.command}: {options.plan}: {file.remark()}"
-        print(one_line(remark), file=sys.stderr)
-
-
-def write_plans(path: str, plans: Sequence[Plan]) -> None:
-    """Write one plan as JSON, several as JSON lines.
-
-    path: of the file; `-` is stdout.
-    """
-    text = "".join(plan.to_json() + "\n" for plan in plans)
-    if path == "-":
-        sys.stdout.write(text)
-    else:
-        Path(path).write_text(text, encoding="utf-8")
-
-
 def parse_steps(text: str, limits: Limits) -> StepsFile:
     """Return the steps in the text of a file: one JSON value, spread over lines or not, or one per
-    line. Raises ValueError where no step can be read."""
+    line. Raises ValueError if no step can be read."""
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ValueError("holds no plan")
@@ -142,7 +112,7 @@ def parse_steps(text: str, limits: Limits) -> StepsFile:
 def _step(index: int, record: Any, limits: Limits) -> PlannedStep:
     """Return the step of one record; `index` counts records."""
     if not isinstance(record, dict):
-        raise ValueError(f"not a plan: that is a JSON object, got {type(record).__name__}")
+        raise ValueError(f"not a plan: expected a JSON object, got {type(record).__name__}")
     pipeline = "actions" in record
     number = whole("step", record.get("step", index))
     # A line of a trace may say more than a plan does.
@@ -179,13 +149,9 @@ def _pipeline_step(
     limits.refuse_above("work", actions, f"step {number} has {actions:,} actions")
     plan = PipelinePlan.from_record(plan_record)
     plan.check_form()
-    cost = None
-    if record.get("pipeline_cost") is not None:
-        cost = PipelineCost.from_record(record["pipeline_cost"])
-        if len(cost.stages) != plan.stages:
-            raise ValueError(
-                f"step {number} has {plan.stages} stages, pipeline_cost {len(cost.stages)}"
-            )
+    cost = record.get("pipeline_cost")
+    if cost is not None and not isinstance(cost, dict):
+        raise ValueError(f"pipeline_cost: expected a JSON object, got {type(cost).__name__}")
     return PlannedStep(
         number=number,
         plan=plan,

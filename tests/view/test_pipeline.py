@@ -11,8 +11,8 @@ from hf_flexseq.cli import main
 from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.plan.pipeline import parse
 from hf_flexseq.planner.pipeline import make_pipeline_plan
-from hf_flexseq.simulate.pipeline import peak_tokens, report, simulate_pipeline, tokens_as_time
-from hf_flexseq.view import chrome_trace, save_picture, text_grid
+from hf_flexseq.view import chrome_trace, pipeline_timeline, save_picture, text_grid
+from hf_flexseq.view.pipeline import peak_tokens, report, tokens_as_time
 from pipelines import even_cost, plan_of
 
 GB = 1e9
@@ -44,7 +44,7 @@ def plan():
 
 
 def test_ranks_work_or_wait_all_the_time(plan):
-    timeline = simulate_pipeline(plan, even_cost(2))
+    timeline = pipeline_timeline(plan, even_cost(2))
     for rank in range(2):
         events = [event for event in timeline.events if event.rank == rank]
         assert [event.start for event in events] == [0, *(event.stop for event in events[:-1])]
@@ -68,7 +68,7 @@ def test_split_backwards_hold_their_tokens_until_the_weights_are_done():
 
 
 def test_it_is_drawn_in_text_as_a_picture_and_as_a_trace(plan, tmp_path):
-    timeline = simulate_pipeline(plan, even_cost(2))
+    timeline = pipeline_timeline(plan, even_cost(2))
     text = text_grid(timeline, title="1F1B", width=49)
     assert text.splitlines()[1:3] == [
         "   0 FFFFFFFF........BBBBBBBBFFFFBBBBBBBBBBBBBBBB",
@@ -82,7 +82,7 @@ def test_it_is_drawn_in_text_as_a_picture_and_as_a_trace(plan, tmp_path):
     assert not any(name.startswith("wait") for name in names)
 
 
-def test_flexseq_view_shows_pipelines_and_simulate_says_so(plan, tmp_path, capsys):
+def test_flexseq_view_shows_pipelines(plan, tmp_path, capsys):
     path = tmp_path / "plan.json"
     path.write_text(plan.to_json())
     assert main(["view", str(path)]) == 0
@@ -102,15 +102,22 @@ def test_flexseq_view_shows_pipelines_and_simulate_says_so(plan, tmp_path, capsy
         == 0
     )
     assert json.loads((tmp_path / "trace").read_text())["traceEvents"]
-    assert (
-        main(["simulate", str(path), "--cost-model", "flexsp-gpt-7b-a100", "--topology", "1x2"])
-        != 0
-    )
-    assert "step 0 is a pipeline's, which `flexseq view` shows" in capsys.readouterr().err
+
+
+def test_a_trace_s_own_cost_of_its_stages_is_used_and_checked(plan, tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    record = {"step": 0, "measured_s": [0.5], "pipeline_cost": even_cost(2).to_record()}
+    path.write_text(json.dumps(record | plan.to_record()))
+    assert main(["view", str(path)]) == 0
+    assert "0.011 ms" in capsys.readouterr().out
+    record["pipeline_cost"] = even_cost(3).to_record()
+    path.write_text(json.dumps(record | plan.to_record()))
+    assert main(["view", str(path)]) == 2
+    assert "expected pipeline_cost of 2 stages, got 3" in capsys.readouterr().err
 
 
 def test_tokens_stand_for_time_where_there_is_no_cost_model(plan):
-    assert simulate_pipeline(plan, tokens_as_time(plan)).stop == 11 * 8 * 1000
+    assert pipeline_timeline(plan, tokens_as_time(plan)).stop == 11 * 8 * 1000
 
 
 # ---- Seq1F1B's memory

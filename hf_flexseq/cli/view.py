@@ -1,0 +1,97 @@
+"""`view`: one step of a file, as text, as a picture, or as a trace for Perfetto."""
+
+from argparse import Namespace
+from pathlib import Path
+
+from hf_flexseq.cli.plan import summary
+from hf_flexseq.command_line import say
+from hf_flexseq.cost.presets import load_cost_model
+from hf_flexseq.cost.stages import PipelineCost
+from hf_flexseq.plan import check
+from hf_flexseq.plan.files import PlannedStep, read_steps
+from hf_flexseq.plan.pipeline import PipelinePlan
+from hf_flexseq.schedule.pipeline.check import check as check_pipeline
+from hf_flexseq.view import (
+    chrome_text,
+    pipeline_timeline,
+    save_picture,
+    sketch,
+    text_grid,
+    timeline_of,
+)
+from hf_flexseq.view.chrome import MOST_BYTES
+from hf_flexseq.view.closed_form import most_events
+from hf_flexseq.view.pipeline import tokens_as_time
+from hf_flexseq.view.timeline import Timeline
+
+
+def view(options: Namespace) -> None:
+    """Draw one step of a file: on the terminal, or into the files asked for."""
+    file = read_steps(options.plan, options.limits)
+    step = file.step(options.step)
+    timeline = drawn(step, options)
+    node = options.topology.ranks_per_node if options.topology else None
+    title = _title(step, options)
+    pictures = [path for path in (options.png, options.svg) if path]
+    for path in pictures:
+        save_picture(timeline, path, title=title, ranks_per_node=node)
+    if options.chrome:
+        text, shown = chrome_text(timeline, ranks_per_node=node)
+        Path(options.chrome).write_text(text, encoding="utf-8")
+        if shown:
+            print(f"{options.chrome} shows {shown}, to stay below {MOST_BYTES / 1e6:g} MB")
+    if not pictures and not options.chrome:
+        print(text_grid(timeline, title=title))
+    if file.broken:
+        say(options, f"{options.plan}: {file.remark()}")
+
+
+def drawn(step: PlannedStep, options: Namespace) -> Timeline:
+    """Return the timeline of a step: by the cost model, or without one by its tokens, and by its
+    measured seconds if it has any."""
+    limits = options.limits
+    if isinstance(step.plan, PipelinePlan):
+        return pipeline_timeline(step.plan, _stage_costs(step, step.plan, options))
+    if options.cost_model is not None and options.topology is None:
+        raise ValueError("--cost-model also needs --topology")
+    world = max((group.stop for mb in step.plan.micro_batches for group in mb.groups), default=1)
+    if options.topology is not None:
+        check(step.plan, options.topology)
+        world = options.topology.world_size
+    limits.refuse_above("ranks", world, f"step {step.number} is for {world:,} ranks")
+    work = most_events(step.plan, world)
+    limits.refuse_above("work", work, f"step {step.number} may be {work:,} events")
+    if options.cost_model is None:
+        return sketch(step.plan, world, step.measured_s)
+    cost = load_cost_model(options.cost_model)
+    return timeline_of(step.plan, options.topology, cost, sync=options.sync)
+
+
+def _stage_costs(step: PlannedStep, made: PipelinePlan, options: Namespace) -> PipelineCost:
+    """Return the cost of the stages: from the cost model of the options, else from the file, else
+    tokens as time."""
+    # Finding the next action may look at every rank; a hundred looks take as long as an event.
+    actions = sum(map(len, made.actions))
+    work = actions + actions * made.ranks // 100
+    options.limits.refuse_above("work", work, f"step {step.number} may be {work:,} events")
+    check_pipeline(made)
+    if options.cost_model is not None:
+        return PipelineCost.of_model(load_cost_model(options.cost_model), made.stages)
+    if step.cost is None:
+        return tokens_as_time(made)
+    cost = PipelineCost.from_record(step.cost)
+    if len(cost.stages) != made.stages:
+        raise ValueError(
+            f"step {step.number}: expected pipeline_cost of {made.stages} stages, "
+            f"got {len(cost.stages)}"
+        )
+    return cost
+
+
+def _title(step: PlannedStep, options: Namespace) -> str:
+    """Return a step in one line, with its measured seconds and the model's kinds of layers."""
+    measured = "" if step.measured_s is None else f", measured {sum(step.measured_s):.3f} s"
+    layers = ""
+    if options.cost_model is not None:
+        layers = load_cost_model(options.cost_model).layers_text(before="; ")
+    return f"Step {step.number}: {summary(step.plan)}{measured}{layers}"
