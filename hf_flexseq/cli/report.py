@@ -1,0 +1,235 @@
+"""`report`: one HTML page about lengths that are not trained on yet, or about a run's trace.
+
+Lengths are planned by all planners, as `compare` does with the first steps of the file, and one of
+the steps is drawn as `auto` plans it. A trace has its own plans and measured seconds; with a
+topology and a cost model its first steps are planned again by all planners, too.
+"""
+
+import re
+import shlex
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_flexseq import __version__
+from hf_flexseq.cli.compare import COLUMNS, Result, results_of
+from hf_flexseq.cli.plan import in_steps, summary
+from hf_flexseq.cli.view import drawn
+from hf_flexseq.command_line import say
+from hf_flexseq.cost.presets import load_cost_model
+from hf_flexseq.lengths import parse_lengths, read_lengths
+from hf_flexseq.plan.files import PlannedStep, StepsFile, parse_steps
+from hf_flexseq.plan.pipeline import PipelinePlan
+from hf_flexseq.reading import BeyondLimit, read_text
+from hf_flexseq.values import printable
+from hf_flexseq.view.picture import picture_of
+from hf_flexseq.view.report import (
+    ROWS,
+    StepRow,
+    data_uri,
+    lengths_figure,
+    lengths_text,
+    page,
+    require_libraries,
+    run_text,
+    step_row,
+    steps_figure,
+)
+
+STEPS = 5  # steps that are planned unless --steps says otherwise
+
+# A key of every line of a trace, and of no line of a data set.
+_PLAN = re.compile(r'"objective_s"\s*:')
+
+
+def report(options: Namespace) -> None:
+    """Write the page, and print its summary."""
+    require_libraries()
+    folder = Path(options.html).parent
+    if not folder.is_dir():
+        raise ValueError(f"--html {options.html}: directory {folder} does not exist")
+    lengths, file = _source(options)
+    remarks: list[str] = []
+    results: list[Result] = []
+    if file is None:
+        if options.topology is None or options.cost_model is None:
+            raise ValueError(
+                f"{options.plan} holds lengths: to plan them, give --topology and --cost-model"
+            )
+        steps = list(in_steps(lengths, options))
+        results = results_of(steps[: options.steps], options)
+        lines = _best_plans(results)
+        if len(lines) < len(steps):
+            remarks.append(f"The first {len(lines)} of {len(steps):,} steps were planned.")
+    else:
+        lines = _last_runs(file)
+        remarks += _trace_remarks(file, lines)
+        groups = not any(isinstance(line.plan, PipelinePlan) for line in lines)
+        if options.topology is not None and options.cost_model is not None and groups:
+            planned = [list(line.plan.lengths) for line in lines[: options.steps]]
+            most = max(map(len, planned))
+            options.limits.refuse_above("sequences", most, f"a step has {most:,} sequences")
+            results = results_of([one for one in planned if one], options)
+            remarks.append(f"The table of planners is of the first {len(planned)} steps.")
+    rows = _rows(lines)
+    sentences = [lengths_text(lengths), run_text(rows), _planners_text(results, options)]
+    sentences = [sentence for sentence in sentences if sentence]
+    title, figure = _drawn_step(lines, rows, options)
+    able = [result for result in results if result.problem is None]
+    text = page(
+        source=_name(options),
+        made_by=_made_by(options),
+        summary=sentences,
+        remarks=remarks,
+        lengths_figure=data_uri(lengths_figure(lengths)),
+        columns=tuple(COLUMNS),
+        rows=[result.cells() for result in able],
+        problems=[(result.name, result.problem) for result in results if result.problem],
+        steps=rows[:ROWS],
+        left_out=len(rows[ROWS:]),
+        steps_figure=data_uri(steps_figure(rows)) if len(rows) > 1 else "",
+        step_title=title,
+        step_figure=figure,
+    )
+    Path(options.html).write_text(text, encoding="utf-8")
+    for sentence in sentences:
+        print(sentence)
+    print(f"{options.html}: {len(text.encode()) / 1e3:,.0f} KB")
+    if file is not None and file.broken:
+        say(options, f"{options.plan}: {file.remark()}")
+
+
+def _source(options: Namespace) -> tuple[list[int], StepsFile | None]:
+    """Return the lengths of all sequences of the file, and the steps of a trace, None for
+    lengths."""
+    path = Path(options.plan)
+    if path.is_dir() or path.suffix == ".parquet":
+        return read_lengths(path, options.column, options.limits), None
+    try:
+        text = read_text(options.plan, options.limits)
+        if not text.lstrip().startswith("{") or not _PLAN.search(text):
+            return parse_lengths(text, options.column, options.limits), None
+        file = parse_steps(text, options.limits)
+        lengths = [length for line in _last_runs(file) for length in line.plan.lengths]
+        if not lengths:
+            raise ValueError("no step has a sequence")
+    except ValueError as error:
+        raise ValueError(f"{options.plan}: {error}") from error
+    return lengths, file
+
+
+# ---- planners
+
+
+def _best_plans(results: Sequence[Result]) -> list[PlannedStep]:
+    """Return the plans of `auto`, or else of the fastest planner with plans."""
+    able = [result for result in results if result.problem is None]
+    best = min(able, key=lambda result: (result.name != "auto", result.seconds))
+    return [
+        PlannedStep(number=number, plan=plan, measured_s=None)
+        for number, plan in enumerate(best.plans)
+    ]
+
+
+def _planners_text(results: Sequence[Result], options: Namespace) -> str:
+    """Return what planning brings over the best single degree, in a few sentences."""
+    able = {result.name.split(",")[0]: result for result in results if result.problem is None}
+    flexible = [result for name, result in able.items() if name != "static"]
+    if not flexible:
+        return ""
+    best = able.get("auto") or min(flexible, key=lambda result: result.seconds)
+    text = f"{best.name} takes {best.seconds:.3g} s per step"
+    if "static" in able:
+        fixed = able["static"]
+        degree = fixed.name.removeprefix("static, ")
+        text += (
+            f", {best.seconds / fixed.seconds:.2f}x of the {fixed.seconds:.3g} s of the best "
+            f"single degree ({degree})"
+        )
+    elif any(result.name == "static" for result in results):
+        text += "; no single degree can run these lengths"
+    cost = load_cost_model(options.cost_model)
+    return (
+        f"{text}. That is predicted by the cost model {cost.name}"
+        f"{cost.layers_text(before=', ')}, on {options.topology.nodes} x "
+        f"{options.topology.ranks_per_node} ranks in {options.sync}, and not measured."
+    )
+
+
+# ---- steps
+
+
+def _last_runs(file: StepsFile) -> list[PlannedStep]:
+    """Return the lines whose result training kept, by the number of their step: of a step that ran
+    again the last ones, a line for each replica."""
+    by_number: dict[int, list[PlannedStep]] = {}
+    for step in file.steps:
+        if step.replica == 0:  # the first line of a step
+            by_number[step.number] = []
+        by_number.setdefault(step.number, []).append(step)
+    return [line for number in sorted(by_number) for line in by_number[number]]
+
+
+def _rows(lines: Sequence[PlannedStep]) -> list[StepRow]:
+    """Return the steps in numbers; the replicas of a step are one."""
+    by_number: dict[int, list[PlannedStep]] = {}
+    for line in lines:
+        by_number.setdefault(line.number, []).append(line)
+    return [step_row(replicas) for replicas in by_number.values()]
+
+
+def _trace_remarks(file: StepsFile, lines: Sequence[PlannedStep]) -> list[str]:
+    """Return what a trace's figures leave out."""
+    remarks = []
+    if file.broken:
+        remarks.append(f"{file.remark().capitalize()}.")
+    if len(lines) < len(file.steps):
+        again = len(file.steps) - len(lines)
+        remarks.append(f"Left out: {again:,} lines of steps that ran again later.")
+    passes = max(line.passes for line in lines)
+    if passes > 1:
+        remarks.append(
+            f"Micro-batches ran up to {passes} times in a step: measured seconds count all of "
+            "them, predicted ones a forward and a backward."
+        )
+    return remarks
+
+
+def _drawn_step(
+    lines: Sequence[PlannedStep], rows: Sequence[StepRow], options: Namespace
+) -> tuple[str, str]:
+    """Return the title and the figure of the step of --step, or of the median one; "" for a figure
+    beyond a limit."""
+    number = options.step
+    why = "the step of --step"
+    if number is None:
+        in_order = sorted(rows, key=lambda row: (row.measured_s or row.predicted_s, row.number))
+        number = in_order[(len(rows) - 1) // 2].number
+        why = "the only step" if len(rows) == 1 else "the median step by its seconds"
+    chosen = next((line for line in lines if line.number == number), None)
+    if chosen is None:
+        raise ValueError(
+            f"{options.plan}: expected --step from {rows[0].number} to {rows[-1].number}, "
+            f"got {number}"
+        )
+    title = f"Step {number}, {why}: {summary(chosen.plan)}."
+    try:
+        timeline = drawn(chosen, options)
+    except BeyondLimit as error:
+        return f"{title} Not drawn: {error}.", ""
+    node = options.topology.ranks_per_node if options.topology else None
+    return title, data_uri(picture_of(timeline, ranks_per_node=node))
+
+
+# ---- names
+
+
+def _name(options: Namespace) -> str:
+    """Return the file's name without its folder."""
+    return "stdin" if options.plan == "-" else printable(Path(options.plan).name)
+
+
+def _made_by(options: Namespace) -> str:
+    """Return the version and the command that made the page, files by their names alone."""
+    words = [Path(word).name if "/" in word else word for word in options.argv]
+    return printable(f"Made by hf_flexseq {__version__}: flexseq {shlex.join(words)}")
