@@ -30,7 +30,7 @@ ROWS = 200
 # Share of the sequences, from the longest on, whose tokens are given.
 LONGEST = 0.05
 
-MEASURED, PREDICTED, FEW, MUCH = "#24698f", "#e8924a", "#9aa5b4", "#24698f"
+MEASURED, PREDICTED, FEW, MUCH = "#3d8fbf", "#e8924a", "#9aa5b4", "#3d8fbf"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
