@@ -180,8 +180,8 @@ def test_commands_name_the_kinds_of_layers_that_they_price(
     machine = ["--topology", "2x4", "--cost-model", "gemma-3-27b-h100"]
     layers = "layers 83.9 % window 1024, 16.1 % full"
     path = str(tmp_path / "plan.json")
+    assert main(["plan", "--lengths", lengths, *machine, *CAP, "--json", path]) == 0
     for words in (
-        ["plan", "--lengths", lengths, *CAP, "--json", path],
         ["compare", "--lengths", lengths, *CAP, "--planners", "static"],
         ["view", path],
     ):
