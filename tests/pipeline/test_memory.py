@@ -45,14 +45,14 @@ def held_after(executor, plan):
     states."""
     columns = columns_of(plan, documents(plan.lengths))
     executor.stage.stack.model.zero_grad()
-    live, held, obey = LiveBytes(), [], executor_module._Step.obey
+    live, held, obey = LiveBytes(), [], executor_module._ChunkRun.obey
 
     def counted(step, action):
         obey(step, action)
         gradients = [p.grad for p in executor.stage.stack.model.parameters() if p.grad is not None]
         held.append(live.bytes - live.of(gradients + on_their_way(step)))
 
-    with mock.patch.object(executor_module._Step, "obey", counted), live:
+    with mock.patch.object(executor_module._ChunkRun, "obey", counted), live:
         executor.train(plan, columns, sum(plan.lengths))
     return held
 
