@@ -51,9 +51,9 @@ from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
 from hf_flexseq.steps.prefetch import PrefetchedSteps, Step
-from hf_flexseq.steps.rank_step import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.screen import beside_bars
 from hf_flexseq.steps.trace import Figures, PlanTrace
 

@@ -25,8 +25,8 @@ from hf_flexseq.hf.token_means import TokenMeans
 from hf_flexseq.hf.watch import Watch
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.logged_loss import StepLosses
+from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.prefetch import Step
-from hf_flexseq.steps.rank_step import RankMicroBatches
 from hf_flexseq.steps.step_items import StepItem, step_items
 from hf_flexseq.steps.training_mode import in_training_mode
 from hf_flexseq.steps.users_code import users_method, users_methods

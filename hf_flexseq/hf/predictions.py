@@ -36,7 +36,7 @@ from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.calls import Call, joined
 from hf_flexseq.steps.exchange import Columns, SourceRow
 from hf_flexseq.steps.inputs import Inputs
-from hf_flexseq.steps.rank_step import RankMicroBatches
+from hf_flexseq.steps.micro_batches import RankMicroBatches
 
 # Runs the model on a micro-batch, whose loss is divided by a number of target tokens.
 Forward = Callable[[Inputs, torch.Tensor], torch.Tensor]

@@ -40,7 +40,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.reduction import sum_gradients
 from hf_flexseq.hf.sharding import FsdpPolicies, reduces_each_batch
 from hf_flexseq.plan import Plan
-from hf_flexseq.steps.rank_step import BeforeLast
+from hf_flexseq.steps.micro_batches import BeforeLast
 
 
 class GradientReduction:

@@ -42,7 +42,7 @@ from hf_flexseq.hf.model.facts import (
 )
 from hf_flexseq.plan import Plan
 from hf_flexseq.profiler.estimate import device_memory_bytes
-from hf_flexseq.steps.rank_step import BeforeLast
+from hf_flexseq.steps.micro_batches import BeforeLast
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ A rank has all of the model, or accelerate gives it what it needs of it (FSDP, Z
 1. dispatched     this rank gets the tokens of its shards (`dispatch`)
 2. run            one pass over the micro-batches, where the loss is a sum over tokens
                   (`micro_batches`), or several around a loss on the source ranks (`reducing`);
-                  see `steps/rank_step.py`
+                  see `steps/micro_batches.py`
 3. reduced        gradients, once where they can be (`reduction.py`)
 
 What the model itself is given is in `attached.py`, what its attention is told in `contexts.py`.
@@ -44,8 +44,8 @@ from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.program.passes import PlanPasses
 from hf_flexseq.steps.exchange import RowExchange, SourceRow
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
+from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.planned_step import PlannedStep
-from hf_flexseq.steps.rank_step import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.token_columns import with_token_columns
 from hf_flexseq.steps.trace import Figures, PlanTrace
 

@@ -16,7 +16,8 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.steps.rank_step import RankChunks, RankMicroBatches, RankStep
+from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.rank_step import RankChunks, RankStep
 from hf_flexseq.steps.trace_file import TraceFile
 
 PREFIX = "flexseq/"

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from hf_flexseq.steps.rank_step import check_known
+from hf_flexseq.steps.micro_batches import check_known
 from hf_flexseq.topology import Topology
 from tests.hf.tiny import documents, relative_errors
 from tests.plans import random_plan

@@ -22,8 +22,8 @@ from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
+from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.planned_step import DrawnStep, PlannedStep
-from hf_flexseq.steps.rank_step import RankMicroBatches
 from hf_flexseq.topology import Topology
 from tests.budget import examples as budget
 from tests.hf.by_hand import CPU, TWO_NODES, drawn_row, summed_gradients

@@ -8,8 +8,8 @@ import torch
 
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.steps.exchange import SourceRow
+from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.planned_step import DrawnStep, PlannedStep
-from hf_flexseq.steps.rank_step import RankMicroBatches
 
 ALONE = Group(ranks=(0,), sequences=(0,), strategy="local")
 DRAWN = DrawnStep(

@@ -44,7 +44,7 @@ from hf_flexseq.hf.model.facts import unsharded_class
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs, without_labels
-from hf_flexseq.steps.rank_step import AddUp
+from hf_flexseq.steps.micro_batches import AddUp
 
 COUNTS = "router_counts"
 """C, [experts] in float64."""

@@ -2,8 +2,8 @@
 
 A trainer's `compute_loss` calls the model on a padded batch. Here such a call is answered with
 results that were planned: every sequence was computed by the ranks that the plan gave it to,
-packed with others, and its figures were gathered (`steps/rank_step.py`). So the trainer's own code
-runs unchanged, once per batch, with its own collectives and metrics.
+packed with others, and its figures were gathered (`steps/micro_batches.py`). So the trainer's own
+code runs unchanged, once per batch, with its own collectives and metrics.
 
     heads.py        what is asked of a model: log-probabilities of labels, or classes
     divergences.py  the same of two models: how far their distributions are apart (distillation)

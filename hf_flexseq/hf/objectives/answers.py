@@ -22,7 +22,7 @@ from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.answering import answered_by
 from hf_flexseq.steps.calls import Call, joined
 from hf_flexseq.steps.exchange import Columns
-from hf_flexseq.steps.rank_step import RankMicroBatches
+from hf_flexseq.steps.micro_batches import RankMicroBatches
 
 POLICY = "policy"
 REFERENCE = "reference"

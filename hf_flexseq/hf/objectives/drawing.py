@@ -22,7 +22,7 @@ from hf_flexseq.hf.objectives.generations import Generations
 from hf_flexseq.hf.objectives.heads import Head
 from hf_flexseq.hf.objectives.trainers import Foreseen, foreseen
 from hf_flexseq.steps.calls import Call, joined
-from hf_flexseq.steps.rank_step import RankMicroBatches
+from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.users_code import users_methods
 
 # The sequences of steps, as DataCollatorForFlexSeq makes them.

@@ -42,7 +42,7 @@ from hf_flexseq.steps.calls import joined
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.logged_loss import filtered
-from hf_flexseq.steps.rank_step import RankMicroBatches, check_known
+from hf_flexseq.steps.micro_batches import RankMicroBatches, check_known
 from hf_flexseq.steps.training_mode import in_training_mode
 from hf_flexseq.steps.users_code import users_method
 
