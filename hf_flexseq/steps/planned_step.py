@@ -1,9 +1,11 @@
 """An optimizer step before it runs.
 
-DrawnStep      the sequences that all ranks have drawn
-PlannedStep    these, with their plan
-RankStep       what one rank runs of it, with its tokens (`rank_step.py`)
-StepItem       one of the batches that the Trainer counts (`step_items.py`)
+    DrawnStep      the sequences that all ranks have drawn
+    PlannedStep    these, with their plan
+    RankStep       what one rank runs of it, with its tokens (`rank_step.py`)
+    StepItem       one of the batches that the Trainer counts (`step_items.py`)
+
+A step is each of these in turn.
 """
 
 from dataclasses import dataclass

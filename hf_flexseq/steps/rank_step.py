@@ -1,7 +1,9 @@
 """An optimizer step as one rank runs it.
 
-RankMicroBatches    micro-batches, for a rank that has the whole model (`micro_batches.py`)
-RankChunks          chunks, for a rank that has one stage of it
+    RankMicroBatches    micro-batches, for a rank that has the whole model (`micro_batches.py`)
+    RankChunks          chunks, for a rank that has one stage of it
+
+Both are drawn, planned and timed alike.
 """
 
 from collections.abc import Sequence
