@@ -1,6 +1,8 @@
 """How much is tried: fewer examples in the quick set, and one case per code path in every run."""
 
-from collections.abc import Container, Iterable
+import functools
+import inspect
+from collections.abc import Callable, Container, Iterable
 
 import pytest
 
@@ -10,6 +12,30 @@ quick = False  # set by conftest.py before any test module is imported
 def examples(count: int) -> int:
     """Return `count`, or a tenth of it (at least one) when only the quick set runs."""
     return max(1, count // 10) if quick else count
+
+
+def for_seeds(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test with `seed` from 0 to `count`, a tenth of that in the quick set, as one item.
+
+    A failure names its seed. The seeds share the fixtures of the test.
+    """
+
+    def decorated(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def of_all_seeds(**fixtures: object) -> None:
+            for seed in range(examples(count)):
+                try:
+                    test(seed=seed, **fixtures)
+                except BaseException as error:
+                    error.add_note(f"seed {seed}")
+                    raise
+
+        signature = inspect.signature(test)
+        others = [one for name, one in signature.parameters.items() if name != "seed"]
+        of_all_seeds.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return of_all_seeds
+
+    return decorated
 
 
 def others_nightly(cases: Iterable[object], tried: Container[object]) -> list[object]:

@@ -7,9 +7,8 @@
 
 Lengths are drawn from the quantile tables in data/ and from a log-normal fitted to CommonCrawl
 (see lengths.py); longer ones than the context are drawn again. Costs are those of the preset
-flexsp-gpt-7b-a100. All seconds of
-the plans are modelled, and only the planning time is measured, as CPU time of the one thread that
-it takes. The default planner against the optimum is in optimum.py.
+flexsp-gpt-7b-a100. All seconds of the plans are modelled, and only the planning time is measured,
+as CPU time of its one thread. `tests/planner/test_exact.py` compares small cases with the optimum.
 """
 
 import argparse

@@ -6,6 +6,7 @@ from itertools import combinations_with_replacement, pairwise
 import pytest
 
 from hf_flexseq.pipeline.divide import divide_layers
+from tests.budget import for_seeds
 
 
 def slowest(division, costs, first, last):
@@ -23,7 +24,7 @@ def every_division(layers, stages):
             yield division
 
 
-@pytest.mark.parametrize("seed", range(60))
+@for_seeds(60)
 def test_equals_the_best_of_all_divisions(seed):
     rng = random.Random(seed)
     layers = rng.randint(1, 9)
@@ -36,7 +37,7 @@ def test_equals_the_best_of_all_divisions(seed):
     assert slowest(division, costs, first, last) == best
 
 
-@pytest.mark.parametrize("seed", range(30))
+@for_seeds(30)
 def test_inseparable_layers_are_in_one_stage(seed):
     rng = random.Random(seed)
     layers = rng.randint(2, 9)

@@ -13,6 +13,7 @@ from hf_flexseq.plan.shard import (
     mirrored,
     placed,
 )
+from tests.budget import for_seeds
 from tests.plans import random_plan
 
 
@@ -50,7 +51,7 @@ def test_nested_groups_lie_one_after_the_other():
     assert make_shard(MicroBatch(groups=groups), [6, 4], 2).zones == ()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_seeds(20)
 def test_every_token_is_held_once_and_no_rank_holds_more_than_its_share(seed):
     rng = random.Random(seed)
     world_size = rng.randint(1, 9)
@@ -115,7 +116,7 @@ def test_contiguous_parts_differ_by_one_at_most():
     assert set(sizes) == {2, 3}
 
 
-@pytest.mark.parametrize("seed", range(10))
+@for_seeds(10)
 def test_all_that_ranks_hold_of_some_sequences_is_found(seed):
     rng = random.Random(seed)
     lengths = [rng.randint(1, 50) for _ in range(9)]

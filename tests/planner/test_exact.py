@@ -13,11 +13,12 @@ from hf_flexseq.planner import make_plan
 from hf_flexseq.topology import Topology
 from planner.brute import best_lockstep_ns, best_of_one_micro_batch_ns
 from planner.exact import least_lockstep_ns
+from tests.budget import for_seeds
 
 MODEL = replace(PRESETS["flexsp-gpt-7b-a100"], micro_batch_s=0.05)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@for_seeds(30)
 def test_the_two_searches_agree(seed: int) -> None:
     rng = random.Random(seed)
     topology = rng.choice(

@@ -11,6 +11,7 @@ from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.planner.order import best_order
 from hf_flexseq.topology import Topology
 from plans import random_plan
+from tests.budget import for_seeds
 
 COST, LLAMA, PAIR = (
     PRESETS["flexsp-gpt-7b-a100"],
@@ -52,7 +53,7 @@ def test_free_ranks_wait_less_when_what_they_do_alone_comes_last() -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(40))
+@for_seeds(40)
 def test_nothing_is_lost_and_no_step_gets_longer(seed: int) -> None:
     rng = random.Random(seed)
     nodes, lengths = (

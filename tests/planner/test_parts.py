@@ -21,6 +21,7 @@ from hf_flexseq.planner.static import static_micro_batches
 from hf_flexseq.planner.task import PlanTask
 from hf_flexseq.topology import Topology
 from planner.brute import least_rise_by_search, placed_one_by_one, poured_one_by_one
+from tests.budget import for_seeds
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 SHAPES = [(1, 1), (1, 5), (1, 8), (2, 4), (3, 2), (1, 9), (1, 12), (2, 6), (3, 5), (4, 8)]
@@ -215,7 +216,7 @@ def test_repair_shares_out_a_sequence_that_all_wait_for() -> None:
     assert shared.objective < alone.objective
 
 
-@pytest.mark.parametrize("seed", range(10))
+@for_seeds(10)
 def test_repair_keeps_groups_laminar(seed: int) -> None:
     """On up to eight ranks blocks may partly overlap; two such must not meet in a micro-batch."""
     asked = problem((1, 6), "lockstep", count=12)

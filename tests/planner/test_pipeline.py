@@ -20,7 +20,7 @@ from hf_flexseq.schedule.pipeline.check import check, check_memory
 from hf_flexseq.schedule.pipeline.walk import peak_bytes
 from pipelines import relaxed, stage_cost
 from planner.pipeline_exact import shortest
-from tests.budget import examples
+from tests.budget import examples, for_seeds
 
 POLICIES = [
     Policy(first=a, w_first=b, w_delay=c)
@@ -213,7 +213,7 @@ def small_step(rng):
     )
 
 
-@pytest.mark.parametrize("seed", range(8))
+@for_seeds(8)
 def test_no_policy_beats_the_exact_order(seed):
     rng = random.Random(seed)
     for _ in range(10):
@@ -334,7 +334,7 @@ def test_interleaved_stages():
 
 
 @pytest.mark.parametrize("owed_bytes", [5.0, 29.0])
-@pytest.mark.parametrize("seed", range(10))
+@for_seeds(10)
 def test_what_backwards_owe_fits_the_room(seed, owed_bytes):
     """Also where some layers are checkpointed, whose inputs are less than what a backward owes:
     those stay whole."""

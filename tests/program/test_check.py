@@ -22,6 +22,7 @@ from hf_flexseq.program.compile import (
 )
 from hf_flexseq.program.instructions import LayerShape, RowShape
 from hf_flexseq.topology import Topology
+from tests.budget import for_seeds
 from tests.plans import random_plan
 from tests.program.check import ProgramError, check
 
@@ -49,7 +50,7 @@ def programs_of(micro_batch, lengths, topology, shape=SHAPE, **options):
     return directions
 
 
-@pytest.mark.parametrize("seed", range(40))
+@for_seeds(40)
 def test_random_plans_come_to_their_end(seed, monkeypatch):
     rng = random.Random(seed)
     monkeypatch.setitem(ring_steps.WORTHY_PAIRS, "cuda", rng.choice((1, 100, 10**9)))
@@ -85,7 +86,7 @@ def recurrent_programs(micro_batch, lengths, topology, shape, **options):
     return directions.values()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_seeds(20)
 def test_what_recurrent_layers_exchange_comes_to_its_end(seed):
     rng = random.Random(seed)
     nodes, per_node = rng.choice(((1, 4), (2, 2), (2, 4), (3, 2), (4, 2), (1, 7)))

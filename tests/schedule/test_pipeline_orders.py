@@ -9,6 +9,7 @@ from hf_flexseq.schedule.pipeline.check import check
 from hf_flexseq.schedule.pipeline.orders import interleaved, one_forward_one_backward
 from hf_flexseq.schedule.pipeline.walk import makespan_ns, peak_bytes
 from pipelines import even_cost, plan_of
+from tests.budget import for_seeds
 
 GRID = [
     (ranks, k, sequences)
@@ -66,7 +67,7 @@ def test_the_figure_that_warms_up_nine_chunks_needs_five():
     assert warm_up(last) == 5
 
 
-@pytest.mark.parametrize("seed", range(200))
+@for_seeds(200)
 def test_units_of_any_sizes_take_turns(seed):
     """Also where k does not divide P, and where too few chunks are left for a turn of their
     own."""

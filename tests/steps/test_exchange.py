@@ -2,7 +2,6 @@
 
 import random
 
-import pytest
 import torch
 
 from hf_flexseq.plan import Plan
@@ -10,6 +9,7 @@ from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.steps.exchange import RowExchange, SourceRow
 from hf_flexseq.topology import Topology
+from tests.budget import for_seeds
 from tests.plans import random_plan
 from tests.published.zeppelin.always import Always
 from tests.ranks import join, run_threads
@@ -76,7 +76,7 @@ def exchanged(rank, world_size, plan, topology, sources, passes):
     return found
 
 
-@pytest.mark.parametrize("seed", range(25))
+@for_seeds(25)
 def test_tokens_come_to_their_rows(seed):
     plan, topology, passes = drawn(seed)
     world_size = topology.world_size
