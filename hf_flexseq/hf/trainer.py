@@ -31,7 +31,6 @@ Data order, gradient accumulation, clipping, schedules, and what is saved and re
 Trainer's own.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -50,11 +49,10 @@ from hf_flexseq.hf.dataset_checks import check_labels
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import left_unprepared
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
-from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
-from hf_flexseq.hf.losses import has_planned_loss, reads_figures, rolls_out
+from hf_flexseq.hf.losses import has_planned_loss, reads_figures
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.one_pass import LossInOnePass
-from hf_flexseq.hf.overrides import OF_PART_OF_MODEL, remarks
+from hf_flexseq.hf.overrides import OF_PART_OF_MODEL
 from hf_flexseq.hf.pipeline.constructor import with_own_stage
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
 from hf_flexseq.hf.pipeline.overrides import PartOfModelMixin
@@ -62,16 +60,14 @@ from hf_flexseq.hf.refusals.predictions import check_predictions, wants_predicti
 from hf_flexseq.hf.refusals.trainer import check_loss_of_model, check_trainer
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
-from hf_flexseq.hf.shared_state import draws_in_place
 from hf_flexseq.hf.source_rank import LossOnSourceRank
 from hf_flexseq.hf.step_loss import StepLoss
+from hf_flexseq.hf.trainer_log import TrainerLog
+from hf_flexseq.hf.training_data import TrainingData
 from hf_flexseq.hf.watch import StepInFront
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
-from hf_flexseq.steps.screen import Predictions, beside_bars
-from hf_flexseq.steps.trace import Figures, logged_figures, plan_line
-
-logger = logging.getLogger(__name__)
+from hf_flexseq.steps.trace import Figures
 
 # What FlexSeqMixin overrides; a test holds that the Trainer has it. Much of it is not public.
 OVERRIDDEN = (
@@ -133,14 +129,12 @@ class FlexSeqMixin(PartOfModelMixin):
         if wants_predictions(self, predicts=False):
             check_predictions(self, options.pipeline_parallel_size)
         self._choose_collators()
-        self._flexseq_said: set[str] = set()  # lines of the log
-        self._log_remarks()
+        self._flexseq_log = TrainerLog(self, options.cost_model)
+        self._flexseq_log.say_remarks()
         self.flexseq = self._make_engine(options)
         way = LossOnSourceRank if has_planned_loss(self) else LossInOnePass
         self._flexseq_loss = way(self, self.flexseq)
         self._flexseq_in_front = StepInFront(self, FlexSeqMixin)
-        self._flexseq_figures: list[Figures] = []  # of the steps since the last log
-        self._flexseq_predictions = Predictions(options.cost_model)
         self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
         self._flexseq_resumed: Resumed | None = None  # the checkpoint that this run goes on from
 
@@ -155,15 +149,6 @@ class FlexSeqMixin(PartOfModelMixin):
         self._flexseq_padded = padded_collator(self.data_collator, collator)
         check_labels(self, collator)
         self.data_collator = self._flexseq_padded if on_samples else collator
-
-    def _log_remarks(self) -> None:
-        """Say, on rank 0 and once, where code of the user's sees something else than under the
-        plain Trainer."""
-        if self.is_world_process_zero():
-            for line in remarks(self):
-                if line not in self._flexseq_said:
-                    self._flexseq_said.add(line)
-                    logger.warning("%s", line)
 
     def _make_engine(self, options: FlexSeqArguments) -> FlexSeqEngine:
         """Return the engine, with the executor that the options ask for.
@@ -225,20 +210,15 @@ class FlexSeqMixin(PartOfModelMixin):
             yield
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
-        """Keep batches on the host until training ends.
-
-        Without `even_batches` ranks draw different numbers of them; all go on until the last one
-        is done. A loss on whole samples refuses that.
-        """
-        self._flexseq_accumulation = self.args.gradient_accumulation_steps
-        self._log_remarks()  # hooks and callbacks may have come since the trainer was made
+        """Keep batches on the host until training ends, and take the longest of all ranks' loaders
+        for the length of an epoch. A loss on whole samples refuses ranks that draw different
+        numbers of batches."""
+        self._flexseq_log.say_remarks()  # hooks and callbacks may have come since construction
         self._flexseq_loss.check_loader(dataloader)
-        self._flexseq_loaders.enter_context(batches_on_host(dataloader))
-        longest = LongestLoader.over(dataloader, self.flexseq.communicator)
-        self._flexseq_epochs = EpochBatches(longest)
-        self._flexseq_has_drawn = False
-        self._flexseq_loaders.callback(self._flexseq_epochs.forget)
-        return super().set_initial_training_values(args, longest)
+        self._flexseq_data = self._flexseq_loaders.enter_context(
+            TrainingData.of(self, self.flexseq, dataloader)
+        )
+        return super().set_initial_training_values(args, self._flexseq_data.loader)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -249,40 +229,14 @@ class FlexSeqMixin(PartOfModelMixin):
 
         Raises ValueError where accumulation has changed since training began.
         """
-        self._check_accumulation()
-        epochs = self._flexseq_epochs.of(epoch_iterator)
-        if not self._flexseq_has_drawn:
-            self._flexseq_has_drawn = True
-            self._choose_lookahead()
-        return self._flexseq_loss.next_batches(epochs, num_batches, device)
-
-    def _check_accumulation(self) -> None:
-        """Raise ValueError where a callback has changed the accumulation in a training: the
-        Trainer counts batches by it that were drawn as one step."""
-        steps = self.args.gradient_accumulation_steps
-        if steps != self._flexseq_accumulation:
-            raise ValueError(
-                f"gradient_accumulation_steps has changed from {self._flexseq_accumulation} to "
-                f"{steps} while training: set it before trainer.train()"
-            )
-
-    def _choose_lookahead(self) -> None:
-        """Draw steps ahead only where that changes nothing. Collective over the world.
-
-        By now callbacks have seen the beginning of training, where they may have taken what they
-        change later.
-        """
-        if not self.flexseq.args.lookahead or rolls_out(self):
-            return
-        loader = self.callback_handler.train_dataloader
-        if draws_in_place(self, loader, self.flexseq.communicator):
-            self.flexseq.draw_in_place()
+        epoch = self._flexseq_data.batches(epoch_iterator)
+        return self._flexseq_loss.next_batches(epoch, num_batches, device)
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """Run a whole step with the last of its items, and return its loss, a scalar."""
-        self._check_accumulation()
+        self._flexseq_data.check_accumulation()
         loss = self._flexseq_loss
         for own_model, batch in loss.batches(model, inputs):
             loss.add(super().training_step(own_model, batch, num_items_in_batch))
@@ -321,14 +275,10 @@ class FlexSeqMixin(PartOfModelMixin):
 
     def _note_figures(self, number: int, figures: Figures) -> None:
         """Record the figures of a step for the next log line."""
-        self._flexseq_figures.append(figures)
-        self._flexseq_predictions.add(figures)
-        if self.is_world_process_zero() and logger.isEnabledFor(logging.INFO):
-            with beside_bars():
-                logger.info("step %d: %s", number, plan_line(figures))
+        self._flexseq_log.note(number, figures)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log the mean figures of the steps since the last loss, beside it.
+        """Log the mean figures of the steps since the last loss with it.
 
         Collective over the world where the Trainer logs a loss, which it has gathered just before;
         a loss that somebody else logs in the middle of a step may be that of one rank alone.
@@ -336,14 +286,10 @@ class FlexSeqMixin(PartOfModelMixin):
         if "loss" in logs:
             if self.control.should_log:
                 self.flexseq.gather_figures()
-            logs = logs | logged_figures(self._flexseq_figures)
-            self._flexseq_figures.clear()
+            logs = logs | self._flexseq_log.take_figures()
         super().log(logs, *args, **kwargs)
         if "loss" in logs:
-            line = self._flexseq_predictions.verdict()
-            if line is not None and self.is_world_process_zero():
-                with beside_bars():
-                    logger.warning("%s", line)
+            self._flexseq_log.judge_predictions()
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Log the loss of whole steps, where the Trainer has filtered NaN out of one rank's share.

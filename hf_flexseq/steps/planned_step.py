@@ -5,7 +5,7 @@
     RankStep       what one rank runs of it, with its tokens (`rank_step.py`)
     StepItem       one of the batches that the Trainer counts (`step_items.py`)
 
-A step is each of these in turn.
+A step is each of these, in this order.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,75 @@
+"""The dataloader of one training, as planned steps draw from it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import Trainer
+
+from hf_flexseq.hf.engine import FlexSeqEngine
+from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
+from hf_flexseq.hf.losses import rolls_out
+from hf_flexseq.hf.shared_state import draws_in_place
+
+
+class TrainingData:
+    """Keeps batches on the host until training ends, and bounds each epoch by the loader's
+    length.
+
+    Without `even_batches` ranks draw different numbers of batches; all go on until the last one is
+    done.
+    """
+
+    def __init__(self, trainer: Trainer, engine: FlexSeqEngine, dataloader: Any) -> None:
+        self._trainer: Any = trainer
+        self._engine = engine
+        self._accumulation = trainer.args.gradient_accumulation_steps
+        self._has_drawn = False
+        self.loader = LongestLoader.over(dataloader, engine.communicator)
+        """The loader that the Trainer is to iterate over."""
+        self._epochs = EpochBatches(self.loader)
+
+    @classmethod
+    @contextmanager
+    def of(
+        cls, trainer: Trainer, engine: FlexSeqEngine, dataloader: Any
+    ) -> Iterator["TrainingData"]:
+        """Surround the training. Collective over the world when it begins."""
+        with batches_on_host(dataloader):
+            data = cls(trainer, engine, dataloader)
+            try:
+                yield data
+            finally:
+                data._epochs.forget()
+
+    def batches(self, epoch_iterator: Iterator[Any]) -> Iterator[Any]:
+        """Return the iterator that stands for `epoch_iterator`. Collective over the world before
+        the first batch: only then it is known if steps can be drawn ahead."""
+        self.check_accumulation()
+        epoch = self._epochs.of(epoch_iterator)
+        if not self._has_drawn:
+            self._has_drawn = True
+            self._choose_lookahead()
+        return epoch
+
+    def check_accumulation(self) -> None:
+        """Raise ValueError where a callback has changed the accumulation in a training: the
+        Trainer counts batches by it that were drawn as one step."""
+        steps = self._trainer.args.gradient_accumulation_steps
+        if steps != self._accumulation:
+            raise ValueError(
+                f"gradient_accumulation_steps has changed from {self._accumulation} to {steps} "
+                "while training: set it before trainer.train()"
+            )
+
+    def _choose_lookahead(self) -> None:
+        """Draw steps ahead only where that changes nothing. Collective over the world.
+
+        By now callbacks have seen the beginning of training, where they may have taken what they
+        change later.
+        """
+        if not self._engine.args.lookahead or rolls_out(self._trainer):
+            return
+        loader = self._trainer.callback_handler.train_dataloader
+        if draws_in_place(self._trainer, loader, self._engine.communicator):
+            self._engine.draw_in_place()
