@@ -70,7 +70,7 @@ class EvaluationLoss:
 
 
 # What accelerate's `prepare_model` may set on the model itself: its forward under mixed precision,
-# the one before, and a mark that it was there.
+# the previous one, and a mark of the preparation.
 _SET_BY_PREPARE = ("forward", "_original_forward", "_is_accelerate_prepared")
 
 

@@ -76,8 +76,8 @@ class EngineSetup:
 
 
 class TrainerHooks(Protocol):
-    """Does what a Trainer has to do differently when a rank has but a part of the model;
-    `FlexSeqMixin` calls each method in place of the Trainer's own."""
+    """Trainer hooks for ranks that hold part of the model; `FlexSeqMixin` calls each method
+    instead of the Trainer's own."""
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Return the model as the Trainer is to run it."""
@@ -96,7 +96,7 @@ class TrainerHooks(Protocol):
         """Return the norm of the whole model's gradients."""
 
     def save(self, trainer: Any, folder: str) -> None:
-        """Write the weights, and what the Trainer saves beside them."""
+        """Write the weights, and what the Trainer saves with them."""
 
     def load(self, folder: str) -> None:
         """Read the weights."""
@@ -196,7 +196,5 @@ def base_model(model: nn.Module) -> PreTrainedModel:
         )
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
-        raise NotImplementedError(
-            f"hf_flexseq trains transformers models; {type(base).__name__} is none"
-        )
+        raise NotImplementedError(f"expected a transformers model, got {type(base).__name__}")
     return base

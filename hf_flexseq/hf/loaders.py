@@ -56,7 +56,7 @@ class LoaderState:
 
     def __init__(self, *, end_of_dataloader: bool, remainder: int) -> None:
         """end_of_dataloader: whether the batch was the last one. remainder: samples of the last
-        batches of all ranks that had not been drawn before; 0 for all, -1 where nobody knows."""
+        batches of all ranks that had not been drawn before; 0 for all, -1 if unknown."""
         self.end_of_dataloader = end_of_dataloader
         self.remainder = remainder
 
@@ -144,8 +144,8 @@ class EpochBatches:
     def forget(self) -> None:
         """Let go of the last iterator, as the Trainer does at the end of training.
 
-        An iterator with workers ends them when nothing refers to it any more. Where the garbage
-        collector finds it instead, its queues may be gone by then: it waits 5 s for each worker.
+        Dropping the last reference stops the workers. Where the garbage collector finds the
+        iterator instead, its queues may be gone by then: it waits 5 s for each worker.
         """
         self._unbounded = None
         self._bounded = iter(())

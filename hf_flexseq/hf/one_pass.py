@@ -56,7 +56,7 @@ class LossInOnePass(StepLoss):
         check_examples(self._trainer, self._engine.args, resumes=resumes)
 
     def check_loader(self, dataloader: Any) -> None:
-        """Take any loader: a step is what all ranks have drawn for it."""
+        """No-op: uneven loaders are supported."""
 
     def attached(self) -> AbstractContextManager[None]:
         """Surround training or an evaluation: micro-batches have their share of the router loss

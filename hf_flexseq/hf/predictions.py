@@ -4,7 +4,7 @@ where the tokens are, gathered on the ranks that drew the samples.
 The plain Trainer has logits [B, S, V] of a padded batch on the rank that drew it. Here
 
 1. a batch        is collated as the plain Trainer would, with its padding
-2. its tokens     are planned and dispatched, its labels beside them
+2. its tokens     are planned and dispatched, with its labels
 3. the head       shows its logits a chunk of tokens at a time; the user's function is given
                   logits [1, chunk, V] and labels [1, chunk], and gives a few values for each token
 4. these values   are gathered, and stand where the padded batch has the tokens; padding is -100
@@ -41,7 +41,7 @@ from hf_flexseq.steps.micro_batches import RankMicroBatches
 # Runs the model on a micro-batch, whose loss is divided by a number of target tokens.
 Forward = Callable[[Inputs, torch.Tensor], torch.Tensor]
 
-# Columns beside the shifted labels: labels as the batch has them, and the targets of all samples.
+# Columns besides the shifted labels: labels as the batch has them, and the targets of all samples.
 _LABELS = "labels_for_metrics_"
 _TARGETS = "targets_for_metrics"
 _LOSS = "loss"

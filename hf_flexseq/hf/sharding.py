@@ -69,7 +69,7 @@ def fsdp_figures(
         return None
     if reduces_each_batch(accelerator):
         return None
-    # 1. memory beside the state
+    # 1. memory that the state leaves
     memory_bytes = device_memory_bytes(accelerator.device, topology.ranks_per_node)
     budget_bytes = min(cost.budget_bytes, MEMORY_FRACTION * memory_bytes)
     state_bytes = cost.state_bytes + cost.sharded_state_bytes / topology.world_size

@@ -265,7 +265,7 @@ class FlexSeqMixin(PartOfModelMixin):
         batch_size: int | None = None,
         **options: Any,
     ) -> Any:
-        """Plan the log-probabilities of a whole batch of samples together, in place of
+        """Plan the log-probabilities of a whole batch of samples together, instead of
         `batch_size` of them at a time. Only TRL's GRPO and RLOO call this."""
         assert isinstance(self._flexseq_loss, LossOnSourceRank), "GRPO and RLOO are known as such"
         with self._flexseq_loss.planned.answers.answering(self.model_wrapped):

@@ -1,7 +1,7 @@
 """The loss that a Trainer logs of steps whose loss is NaN or infinite.
 
 The Trainer adds up the losses of batches between two log lines. With `logging_nan_inf_filter` it
-adds, in place of a loss that is not finite, what it has added up so far over 1 + the steps since
+adds, instead of a loss that is not finite, what it has added up so far over 1 + the steps since
 the last line. It asks this of every rank's own loss.
 
 A rank's loss of a planned step is its share, of whatever tokens the plan has given it: a NaN would

@@ -3,7 +3,7 @@
 1. `take`, after a step's last backward and before the optimizer changes the weights: one flag for
    the loss and one for each gradient, made on the device and copied to the host in the device's
    own queue.
-2. `settle`, when the optimizer has had its turn: a step that fp16's loss scaling made it skip does
+2. `settle`, when the optimizer step is done: a step that fp16's loss scaling made it skip does
    not count, since that finds its scale by infinite gradients.
 3. `report` and `judge`, at the end of the next step or before a checkpoint: ranks tell each other
    what they have found, since each may have other rows (FSDP) or other layers (pipelines). All of
@@ -13,7 +13,7 @@ A gradient's flag comes from its 2-norm, which is infinite also where elements a
 large (1e19) that clipping to a norm would make zeros of all gradients.
 
 Rejected: to look for names only where the norm of all gradients is not finite, since gradients are
-gone by then; largest elements in place of norms, which take a CPU ten times as long.
+gone by then; largest elements instead of norms, which take a CPU ten times as long.
 """
 
 import logging
@@ -114,7 +114,7 @@ class _Flags:
 
 
 def _flagged(tensors: Mapping[str, torch.Tensor]) -> tuple[list[str], torch.Tensor]:
-    """Return the names of some tensors, and for each in turn whether it is not finite: bool
+    """Return the names of some tensors, and for each of them True if it is not finite: bool
     [tensors], on the device of the first one."""
     # 1. one launch for all tensors of a kind
     kinds: dict[Any, dict[str, torch.Tensor]] = {}

@@ -1,5 +1,5 @@
 """Draw, plan and dispatch optimizer steps before they run, so that planning and the exchange of
-tokens hide behind training.
+tokens overlap with training.
 
 The steps of one iterator are a queue of two stages:
 

@@ -91,7 +91,8 @@ class PlanTrace:
         Remarks are rare: one number says whether a rank has one, and only then all are gathered.
 
         measure: waits for the device of this rank. All ranks meet before they do so: a device
-        whose peer is lost never ends its work and tells nobody, and the host group names the peer.
+        whose peer is lost never ends its work, reports nothing, and the host group names the
+        peer.
         """
         host = self.communicator.host
         if self.communicator.transport.capabilities.waits_on_stream:

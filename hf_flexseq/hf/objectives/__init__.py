@@ -7,7 +7,7 @@ code runs unchanged, once per batch, with its own collectives and metrics.
 
     heads.py        what is asked of a model: log-probabilities of labels, or classes
     divergences.py  the same of two models: how far their distributions are apart (distillation)
-    reference.py    models that are asked without gradients, beside the trained one
+    reference.py    models that are asked without gradients, besides the trained one
     trainers.py     which calls a trainer's loss will make, so that they can be planned together
     planned.py      a step: first pass, the trainer's loss, second pass
     drawing.py      its batches, and the plan of their sequences
@@ -15,6 +15,6 @@ code runs unchanged, once per batch, with its own collectives and metrics.
     answers.py      the loss's calls of its models, answered from what the passes gave
     outputs.py      what such a call returns to a loss of the user's own
 
-A call itself is a padded batch (`steps/calls.py`), and is answered in place of the model
+A call itself is a padded batch (`steps/calls.py`), and is answered instead of the model
 (`steps/answering.py`).
 """

@@ -160,7 +160,7 @@ class Divergences:
     def _divergences(
         self, own: Callable[..., tuple[torch.Tensor, torch.Tensor]], *given: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return divergences and entropies, each [positions], in place of TRL's function.
+        """Return divergences and entropies, each [positions], instead of TRL's function.
 
         own: TRL's function. given: its arguments; the first are the student's hidden states,
         [positions, width], or [positions, 2] figures in their place.
@@ -230,7 +230,7 @@ class Divergences:
             self._found = {}
 
     def answer(self, call: Call, figures: Columns, given: Mapping[str, Any]) -> torch.Tensor:
-        """Return figures in place of hidden states: [B, kept, 2], divergences and entropies."""
+        """Return figures instead of hidden states: [B, kept, 2], divergences and entropies."""
         both = torch.stack([figures["divergence"], figures["entropy"]], dim=1)  # [tokens, 2]
         padded = call.padded(both)  # -> [B, S, 2]
         return padded[:, :-1][:, -given["logits_to_keep"] :]

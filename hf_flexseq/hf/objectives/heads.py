@@ -239,7 +239,7 @@ class Classes:
     """Logits of `AutoModelForSequenceClassification` and `AutoModelForTokenClassification`.
 
     The head runs on every token. Which token speaks for a sequence, and what the loss is, the
-    model's own forward says: it is run on padded logits in place of hidden states, with a head
+    model's own forward says: it is run on padded logits instead of hidden states, with a head
     that changes nothing.
     """
 

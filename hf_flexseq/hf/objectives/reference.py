@@ -1,4 +1,4 @@
-"""Models that a loss asks beside the trained one, without gradients: a reference model, or the
+"""Models that a loss asks besides the trained one, without gradients: a reference model, or the
 trained model with its adapter off."""
 
 from collections.abc import Iterator
