@@ -15,7 +15,7 @@ from hf_flexseq.attention import (
     sequence_parallel_attention,
     uploads,
 )
-from hf_flexseq.hf.attention import NAME, PIPELINE_NAME
+from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels import chunked_loss, fused
 from hf_flexseq.kernels.reference import Reference
@@ -317,7 +317,7 @@ def test_a_stage_never_waits(monkeypatch, ranks, ends, checkpointed):
     without_autocast(monkeypatch)
     plan = pipeline.plan_of(f"{pipeline.FORWARDS} {ends}", checkpointed)
     model = tiny_llama(torch.bfloat16, **SIZES)
-    model.set_attn_implementation(PIPELINE_NAME)
+    model.set_attn_implementation(NAME)
     stage = cut(model.train(), 0, 1)
     model.to(META)
     assert attach_chunked_loss(model) is not None

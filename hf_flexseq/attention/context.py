@@ -53,6 +53,10 @@ class SequenceContext:
             layout.parts, communicator, kernel, device, rewrite=rewrite
         )
 
+    def of_layer(self, layer: int | None, *, keeps_grad: bool) -> "SequenceContext":
+        """Return this: a micro-batch is the same for all layers."""
+        return self
+
     def carrying(self, *, keeps_grad: bool) -> None:
         """Return None: no sequence of a micro-batch is cut into chunks."""
         return

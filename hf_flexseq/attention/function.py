@@ -30,7 +30,7 @@ from hf_flexseq.program.instructions import LayerShape
 class AttentionContext(Protocol):
     """All that one layer's attention must know of the tokens that this rank works on.
 
-    `context.SequenceContext` says it of a micro-batch, `pipeline.context.LayerContext` of a chunk
+    `context.SequenceContext` says it of a micro-batch, `pipeline.context.LayerChunk` of a chunk
     in a pipeline's stage.
     """
 

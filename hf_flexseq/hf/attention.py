@@ -1,9 +1,9 @@
-"""Register `flexseq` and `flexseq-pipeline` as attention implementations of transformers.
+"""Register `flexseq` as an attention implementation of transformers.
 
-    model.set_attn_implementation("flexseq")            micro-batches of whole sequences
-    model.set_attn_implementation("flexseq-pipeline")   chunks on a pipeline stage
+    model.set_attn_implementation("flexseq")
 
-Both turn the tensors of transformers, [1, heads, tokens, head_dim], into the packed rows that
+It serves micro-batches of whole sequences, and chunks on a pipeline stage: `seq_ctx` says which.
+It turns the tensors of transformers, [1, heads, tokens, head_dim], into the packed rows that
 `sequence_parallel_attention` takes, [tokens, heads, head_dim], and back.
 
 Registering only the attention function, and no mask function, makes transformers build no mask:
@@ -19,12 +19,10 @@ from torch import nn
 from transformers import AttentionInterface
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
-from hf_flexseq.attention.function import AttentionContext
-from hf_flexseq.hf.model.calls import Asked, read_call
+from hf_flexseq.hf.model.calls import read_call
 from hf_flexseq.pipeline.context import ChunkContext
 
 NAME = "flexseq"
-PIPELINE_NAME = "flexseq-pipeline"
 
 
 def flexseq_attention(
@@ -34,12 +32,13 @@ def flexseq_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     *,
-    seq_ctx: SequenceContext | None = None,
+    seq_ctx: SequenceContext | ChunkContext | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within the sequences of a micro-batch, wherever their tokens are.
+    """Attend within the sequences of a micro-batch, wherever their tokens are, or from the tokens
+    of a pipeline's chunk to the chunk and to the carried keys before it.
 
     query [1, heads, tokens, D], key [1, kv_heads, tokens, D] and value [1, kv_heads, tokens, V]
     -> [1, tokens, heads, V]. Raises ValueError when called without `seq_ctx`, and
@@ -52,49 +51,12 @@ def flexseq_attention(
             "model.set_attn_implementation('sdpa')"
         )
     asked = read_call(module, attention_mask, {"dropout": dropout, **kwargs})
-    q, k, v = packed_rows(query, key, value)
-    return _attend((q, k, v), seq_ctx, asked, scaling), None
-
-
-def pipeline_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    *,
-    seq_ctx: ChunkContext | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend from the tokens of one chunk to the chunk and to the carried keys before it.
-
-    query [1, heads, tokens, D], key [1, kv_heads, tokens, D] and value [1, kv_heads, tokens, V]
-    -> [1, tokens, heads, V]. Raises ValueError when called without `seq_ctx`, and
-    NotImplementedError for attention that is not causal, with a window or in chunks.
-    """
-    if seq_ctx is None:
-        raise ValueError(
-            "a pipeline stage runs on chunks of hf_flexseq alone; it cannot be called or generate"
-        )
-    asked = read_call(module, attention_mask, {"dropout": dropout, **kwargs})
-    q, k, v = packed_rows(query, key, value)
-    given = (q, k, v) if asked.sinks is None else (q, k, v, asked.sinks)
+    qkv = packed_rows(query, key, value)
+    given = qkv if asked.sinks is None else (*qkv, asked.sinks)
     needs_grad = any(x.requires_grad for x in given)
-    keeps_grad = torch.is_grad_enabled() and needs_grad
-    context = seq_ctx.of_layer(module.layer_idx, keeps_grad=keeps_grad)
-    return _attend((q, k, v), context, asked, scaling), None
-
-
-def _attend(
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    context: AttentionContext,
-    asked: Asked,
-    scaling: float | None,
-) -> torch.Tensor:
-    """Return what a layer asks for of packed rows: q [tokens, heads, D], k [tokens, kv_heads, D]
-    and v [tokens, kv_heads, V] -> [1, tokens, heads, V]."""
+    context = seq_ctx.of_layer(
+        getattr(module, "layer_idx", None), keeps_grad=torch.is_grad_enabled() and needs_grad
+    )
     out = sequence_parallel_attention(
         *qkv,
         context,
@@ -103,11 +65,10 @@ def _attend(
         reach=asked.reach,
         sinks=asked.sinks,
     )  # [tokens, heads, V]
-    return out.unsqueeze(0)
+    return out.unsqueeze(0), None
 
 
 AttentionInterface.register(NAME, flexseq_attention)
-AttentionInterface.register(PIPELINE_NAME, pipeline_attention)
 
 
 def packed_rows(

@@ -5,7 +5,7 @@ A chunk's row is [the part of a cut sequence | whole sequences], either of which
 
     ChunkContext    the chunk on one stage, with the programs of its attention
     ChunkLayout     what these depend on: chunks of one layout share them
-    LayerContext    its attention in one layer
+    LayerChunk      its attention in one layer
     CutZone         the part of a cut sequence, which also reads the carry
     LocalZone       the whole sequences, as in a group of one rank
 
@@ -123,16 +123,14 @@ class ChunkContext:
             find_programs = programs_of_layouts(carry.kernel, sharing)
         self.programs = find_programs(_layout_of(chunk, lengths, sharing), device)
 
-    def of_layer(self, layer: int, *, keeps_grad: bool) -> "LayerContext":
+    def of_layer(self, layer: int | None, *, keeps_grad: bool) -> "LayerChunk":
         """Return the context of one layer's attention, for `sequence_parallel_attention`.
 
         layer: its index in the model
         keeps_grad: whether a backward will follow
         """
-        cut = None
-        if self._cut is not None:
-            cut = LayerCut(self, self._cut, layer, keeps_grad=keeps_grad)
-        return LayerContext(self.tokens, self.programs, cut)
+        assert layer is not None, "a layer without an index cannot carry keys and values"
+        return LayerChunk(self, self._cut, layer, keeps_grad=keeps_grad)
 
     def in_layer(self, layer: int) -> "ChunkInLayer":
         """Return the chunk as one run of one layer sees it. layer: its index in the model"""
@@ -274,7 +272,7 @@ class ChunkInLayer:
         self._calls = 0
         self._replay: Hook | None = None  # that runs now; None in the forward
 
-    def of_layer(self, layer: int, *, keeps_grad: bool) -> "LayerContext":
+    def of_layer(self, layer: int | None, *, keeps_grad: bool) -> "LayerChunk":
         """Return the context of attention; see `ChunkContext.of_layer`."""
         return self.chunk.of_layer(layer, keeps_grad=keeps_grad)
 
@@ -290,38 +288,41 @@ class ChunkInLayer:
         return self.chunk.carrying(self._layer, self._calls, keeps_grad=keeps_grad)
 
 
-class LayerContext:
-    """The context that `sequence_parallel_attention` asks for.
+class LayerChunk:
+    """A chunk as the attention of one layer sees it. The part of a cut sequence attends to the
+    carry, too; where a replay finds keys and values, so nothing is kept for it."""
 
-    Nothing is kept for a replay, which finds keys and values in the carry.
-    """
-
-    __slots__ = ("cut", "kept", "programs", "tokens")
+    __slots__ = (
+        "_carried",
+        "_chunk",
+        "_keeps_grad",
+        "_layer",
+        "_part",
+        "_runs_again",
+        "kept",
+        "programs",
+        "tokens",
+    )
 
     def __init__(
-        self, tokens: int, programs: MicroBatchPrograms, cut: CutAttention | None
+        self, chunk: ChunkContext, part: CutPart | None, layer: int, *, keeps_grad: bool
     ) -> None:
+        """Carry nothing yet. part: of a cut sequence; None where all are whole. keeps_grad: True
+        if a backward will follow."""
         self.kept = None
-        self.tokens = tokens
-        self.programs = programs
-        self.cut = cut
-
-
-class LayerCut:
-    """The part of a cut sequence in one layer: it attends to the carry, too."""
-
-    __slots__ = ("_carried", "_chunk", "_keeps_grad", "_layer", "_part", "_runs_again")
-
-    def __init__(
-        self, chunk: ChunkContext, part: CutPart, layer: int, *, keeps_grad: bool
-    ) -> None:
-        """Carry nothing yet. keeps_grad: whether a backward will follow."""
+        self.tokens = chunk.tokens
+        self.programs = chunk.programs
         self._chunk = chunk
         self._part = part
         self._layer = layer
         self._keeps_grad = keeps_grad
         self._runs_again = checkpointed_region() is not None
         self._carried: Carried | None = None
+
+    @property
+    def cut(self) -> CutAttention | None:
+        """Attention of the part of a cut sequence; None where all are whole."""
+        return None if self._part is None else self
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, reach: Reach
@@ -330,6 +331,7 @@ class LayerCut:
 
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]
         """
+        assert self._part is not None, "all sequences of this chunk are whole"
         self._carried = self._chunk.carried(
             self._part,
             self._layer,
@@ -352,6 +354,7 @@ class LayerCut:
 
         dout, q, out: [tokens, heads, head_dim]; lse: [heads, tokens]
         """
+        assert self._part is not None, "all sequences of this chunk are whole"
         assert self._carried is not None, "a backward without its forward"
         grads = self._carried.backward(self._part, dout, q, out, lse, scores, reach)
         return tuple(grad.to(lse.dtype) for grad in grads)

@@ -13,18 +13,15 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext
-from hf_flexseq.kernels.scans import Scan, Tensors, fla, gated_delta, kimi, mamba2
-from hf_flexseq.kernels.scans.choose import FLA, GATED_DELTA, KIMI_DELTA, choose_scan
+from hf_flexseq.kernels.scans import Scan, Tensors, fla, mamba2
+from hf_flexseq.kernels.scans.choose import FLA, choose_scan
 from hf_flexseq.kernels.scans.chunked import ChunkedScan
 from hf_flexseq.layers import RecurrentShape
-from hf_flexseq.recurrent import (
-    causal_convolution,
-    gated_delta_rule,
-    kimi_delta_rule,
-    mamba2_scan,
-)
+from hf_flexseq.recurrent import causal_convolution, mamba2_scan
+from hf_flexseq.recurrent.layers import DELTA_RULES, delta_rule
 
-Inputs = tuple[torch.Tensor, ...]
+# five: of a delta rule q, k, v, g and beta; of a Mamba 2 x, dt, A, B and C
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 MAMBA_OPTIONS: dict[str, Any] = {
     "dt_bias": None,
@@ -69,11 +66,9 @@ def run_layer(
     if sizes.kind == "convolution":
         return rows
     inputs = scan_inputs(sizes, rows)
-    first, second, third, fourth, fifth = inputs
     if sizes.kind == "mamba2":
-        return mamba2_scan(first, second, third, fourth, fifth, context, **MAMBA_OPTIONS)
-    rule = kimi_delta_rule if sizes.kind == "kimi_delta" else gated_delta_rule
-    return rule(first, second, third, fourth, fifth, context, l2norm=True)
+        return mamba2_scan(*inputs, context, **MAMBA_OPTIONS)
+    return delta_rule(sizes.kind, *inputs, context, l2norm=True)
 
 
 def scan_of(
@@ -81,22 +76,17 @@ def scan_of(
 ) -> tuple[Scan, Tensors]:
     """Return the scan that runs such a layer on one sequence, and what it takes, from what
     `scan_inputs` returns."""
-    first, second, third, fourth, fifth = inputs
+    first, *_ = inputs
     device = first.device
     if sizes.kind != "mamba2":
-        is_kimi = sizes.kind == "kimi_delta"
-        name = KIMI_DELTA if is_kimi else GATED_DELTA
-        if choose_scan(name, device, first.dtype, sizes.key_dim) == FLA:
-            rule = fla.kimi_delta_rule() if is_kimi else fla.gated_delta_rule()
-            return fla.FlaScan((first.shape[0],), device, rule, l2norm=True), inputs
+        chunk_inputs, fla_rule = DELTA_RULES[sizes.kind]
+        if choose_scan(sizes.kind, device, first.dtype, sizes.key_dim) == FLA:
+            return fla.FlaScan((first.shape[0],), device, fla_rule(), l2norm=True), inputs
     grid = context.programs.grid
     scan = ChunkedScan(grid)
     if sizes.kind == "mamba2":
-        return scan, mamba2.chunk_inputs(
-            first, second, third, fourth, fifth, grid, **MAMBA_OPTIONS
-        )
-    of_kind = kimi if sizes.kind == "kimi_delta" else gated_delta
-    return scan, of_kind.chunk_inputs(first, second, third, fourth, fifth, grid, l2norm=True)
+        return scan, mamba2.chunk_inputs(*inputs, grid, **MAMBA_OPTIONS)
+    return scan, chunk_inputs(*inputs, grid, l2norm=True)
 
 
 class ScanRun:

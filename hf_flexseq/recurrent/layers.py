@@ -11,7 +11,8 @@ chunk to chunk, and from rank to rank. On CUDA flash-linear-attention's kernels 
 are installed (`kernels/scans/choose.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -22,8 +23,16 @@ from hf_flexseq.kernels.scans.chunked import ChunkedScan
 from hf_flexseq.recurrent.rows import RecurrentContext, check_rows
 from hf_flexseq.recurrent.scan import run_scan
 
+ChunkInputs = Callable[..., Tensors]
+# by kind: what a chunk does to a state, and the kernels of flash-linear-attention
+DELTA_RULES: Mapping[str, tuple[ChunkInputs, Callable[[], fla.Rule]]] = {
+    GATED_DELTA: (gated_delta.chunk_inputs, fla.gated_delta_rule),
+    KIMI_DELTA: (kimi.chunk_inputs, fla.kimi_delta_rule),
+}
 
-def gated_delta_rule(
+
+def delta_rule(
+    kind: str,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -33,54 +42,32 @@ def gated_delta_rule(
     *,
     l2norm: bool,
 ) -> torch.Tensor:
-    """Run the gated delta rule through every sequence, wherever its tokens are.
+    """Run a delta rule through every sequence, wherever its tokens are.
 
     With a state S [K, V] for each head, zero before the first token, a token does
 
         S = exp(g) S;    S = S + k beta (v - k^T S)^T;    out = q^T S
 
-    q, k: [tokens, key_heads, K]; v: [tokens, heads, V]; g, the logarithm of the decay, and beta:
-    [tokens, heads]. Each key head serves heads / key_heads heads that follow each other. q is
-    multiplied by K ** -0.5; with `l2norm` q and k are made unit vectors before. Returns [tokens,
-    heads, V].
+    kind: `GATED_DELTA` or `KIMI_DELTA`. q, k: [tokens, key_heads, K]; v: [tokens, heads, V]; beta:
+    [tokens, heads]; g, the logarithm of the decay: [tokens, heads], or for Kimi's rule, with a
+    decay for every channel of a key, [tokens, heads, K]. Each key head serves heads / key_heads
+    heads that follow each other, in Kimi's rule one. q is multiplied by K ** -0.5; with `l2norm` q
+    and k are made unit vectors before. Returns [tokens, heads, V].
 
     Collective over the groups of the shard. Raises ValueError when q does not have the shard's
     number of tokens.
     """
     check_rows(q, seq_ctx)
-    if choose_scan(GATED_DELTA, q.device, q.dtype, q.shape[-1]) == FLA:
-        out = _fla(fla.gated_delta_rule, (q, k, v, g, beta), seq_ctx, l2norm=l2norm)
-    else:
-        grid = seq_ctx.programs.grid
-        inputs = gated_delta.chunk_inputs(q, k, v, g, beta, grid, l2norm=l2norm)
-        out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx, dtype=v.dtype))
-    return out
+    chunk_inputs, fla_rule = DELTA_RULES[kind]
+    if choose_scan(kind, q.device, q.dtype, q.shape[-1]) == FLA:
+        return _fla(fla_rule, (q, k, v, g, beta), seq_ctx, l2norm=l2norm)
+    grid = seq_ctx.programs.grid
+    inputs = chunk_inputs(q, k, v, g, beta, grid, l2norm=l2norm)
+    return grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx, dtype=v.dtype))
 
 
-def kimi_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    seq_ctx: RecurrentContext,
-    *,
-    l2norm: bool,
-) -> torch.Tensor:
-    """Run Kimi's delta rule through every sequence: `gated_delta_rule` with a decay for every
-    channel of a key.
-
-    q, k: [tokens, heads, K]; v: [tokens, heads, V]; g: [tokens, heads, K]; beta: [tokens, heads].
-    Returns [tokens, heads, V].
-    """
-    check_rows(q, seq_ctx)
-    if choose_scan(KIMI_DELTA, q.device, q.dtype, q.shape[-1]) == FLA:
-        out = _fla(fla.kimi_delta_rule, (q, k, v, g, beta), seq_ctx, l2norm=l2norm)
-    else:
-        grid = seq_ctx.programs.grid
-        inputs = kimi.chunk_inputs(q, k, v, g, beta, grid, l2norm=l2norm)
-        out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx, dtype=v.dtype))
-    return out
+gated_delta_rule = partial(delta_rule, GATED_DELTA)
+kimi_delta_rule = partial(delta_rule, KIMI_DELTA)
 
 
 def mamba2_scan(

@@ -32,7 +32,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.distributed.matching import Launches
 from hf_flexseq.distributed.threads import ThreadHub, ThreadTransport
-from hf_flexseq.hf.attention import PIPELINE_NAME
+from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.reduction import reduce_gradients
@@ -346,7 +346,7 @@ def _stage_executor(
     form: Pipeline, model: LlamaForCausalLM, communicator: Communicator, precision: Precision
 ) -> PipelineExecutor:
     """Return the executor of this rank's stages."""
-    model.set_attn_implementation(PIPELINE_NAME)
+    model.set_attn_implementation(NAME)
     index, place = divmod(communicator.rank, form.degree)
     stage = cut(model, index, form.stages, virtual=form.virtual)
     if stage.is_last:

@@ -151,7 +151,7 @@ def chunks_one_by_one(rank, world_size, tokens, changed):
     """(rows, logits, gradient) of this rank's part of every chunk, as above."""
     communicator = join()
     model = tiny_llama()
-    model.set_attn_implementation("flexseq-pipeline")
+    model.set_attn_implementation("flexseq")
     sharing = None
     if world_size > 1:
         sharing = Sharing(communicator, tuple(range(world_size)), rank)

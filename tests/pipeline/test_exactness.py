@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_flexseq.distributed.links import Neighbours
-from hf_flexseq.hf.attention import PIPELINE_NAME
+from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.executor import PipelineExecutor
@@ -53,7 +53,7 @@ def columns_of(plan, examples):
 
 def make_executor(model, stages, degree, communicator, virtual=1):
     """`degree` ranks share the chunks of each stage, of which each has `virtual`."""
-    model.set_attn_implementation(PIPELINE_NAME)
+    model.set_attn_implementation(NAME)
     model.train()
     index, place = divmod(communicator.rank, degree)
     stage = cut(model, index, stages, virtual=virtual)

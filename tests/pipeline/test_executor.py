@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_flexseq.hf.attention import PIPELINE_NAME
+from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.carry import WrongOrder
@@ -59,7 +59,7 @@ def plan_of(actions, checkpointed=0):
 
 def executor_of(kernel):
     model = tiny_llama(num_hidden_layers=LAYERS)
-    model.set_attn_implementation(PIPELINE_NAME)
+    model.set_attn_implementation(NAME)
     stage = cut(model.train(), 0, 1)
     attach_chunked_loss(model)
     return PipelineExecutor(stage, None, kernel)

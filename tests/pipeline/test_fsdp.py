@@ -12,7 +12,7 @@ import torch
 from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
-from hf_flexseq.hf.attention import PIPELINE_NAME
+from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.executor import PipelineExecutor
@@ -96,7 +96,7 @@ def held(model):
 
 
 def sharded_executor(model, index, communicator, **options):
-    model.set_attn_implementation(PIPELINE_NAME)
+    model.set_attn_implementation(NAME)
     stage = cut(model.train(), index, STAGES)
     if stage.is_last:
         attach_chunked_loss(model)

@@ -24,6 +24,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -268,75 +269,38 @@ def _convolution_dtype(hidden_states: torch.Tensor, weight: torch.Tensor) -> tor
     return weight.dtype
 
 
-def _gated_delta(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    *,
-    use_qk_l2norm_in_kernel: bool = False,
-    chunk_size: int | None = None,  # of transformers' own way; results do not depend on it
-    seq_ctx: RecurrentContext | NotesCalls,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Run the gated delta rule: query and key [1, tokens, key_heads, K], value [1, tokens, heads,
-    V], g and beta [1, tokens, heads] -> [1, tokens, heads, V], and no final state."""
-    return _delta(
-        ("gated_delta", gated_delta_rule),
-        (query, key, value, g, beta),
-        seq_ctx,
-        l2norm=use_qk_l2norm_in_kernel,
-        others=kwargs,
-    )
-
-
-def _kimi_delta(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    *,
-    use_qk_l2norm_in_kernel: bool = False,
-    chunk_size: int | None = None,  # of transformers' own way; results do not depend on it
-    seq_ctx: RecurrentContext | NotesCalls,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Run Kimi's delta rule: query, key and g [1, tokens, heads, K], value [1, tokens, heads, V],
-    beta [1, tokens, heads] -> [1, tokens, heads, V], and no final state."""
-    return _delta(
-        ("kimi_delta", kimi_delta_rule),
-        (query, key, value, g, beta),
-        seq_ctx,
-        l2norm=use_qk_l2norm_in_kernel,
-        others=kwargs,
-    )
+# by kind: what computes a delta rule
+DELTA_RULES: dict[str, Function] = {
+    "gated_delta": gated_delta_rule,
+    "kimi_delta": kimi_delta_rule,
+}
 
 
 def _delta(
-    rule: tuple[str, Function],
-    tensors: tuple[torch.Tensor, ...],
-    seq_ctx: RecurrentContext | NotesCalls,
+    kind: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
     *,
-    l2norm: bool,
-    others: dict[str, Any],
+    use_qk_l2norm_in_kernel: bool = False,
+    chunk_size: int | None = None,  # of transformers' own way; results do not depend on it
+    seq_ctx: RecurrentContext | NotesCalls,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Run a delta rule of (query, key, value, g, beta), each [1, tokens, ...].
-
-    rule: its kind, and what computes it. others: keywords of the call that change nothing, unless
-    they are known to.
-    """
-    kind, compute = rule
-    _refuse_states(kind.replace("_", " "), others)
-    query, key, value, _, _ = tensors
+    """Run a delta rule: query and key [1, tokens, key_heads, K], value [1, tokens, heads, V], g
+    and beta as `recurrent.delta_rule` takes them, after a 1 -> [1, tokens, heads, V], and no final
+    state."""
+    _refuse_states(kind.replace("_", " "), kwargs)
     if isinstance(seq_ctx, NotesCalls):
         sizes = (key.shape[2], value.shape[2], key.shape[3], value.shape[3])
         seq_ctx.note_recurrent(RecurrentCall(kind, *sizes))
         return torch.empty_like(value), None
     with _without_autocast(query):
-        rows = [x.squeeze(0) for x in tensors]  # [1, tokens, ...] -> [tokens, ...]
-        out = compute(*rows, seq_ctx, l2norm=l2norm)
+        # [1, tokens, ...] -> [tokens, ...]
+        rows = [x.squeeze(0) for x in (query, key, value, g, beta)]
+        out = DELTA_RULES[kind](*rows, seq_ctx, l2norm=use_qk_l2norm_in_kernel)
     return out.to(query.dtype).unsqueeze(0), None
 
 
@@ -386,8 +350,8 @@ def _mamba2_in_one(*args: Any, seq_ctx: Any, **kwargs: Any) -> None:
 
 _DISPATCHED: dict[str, Function] = {
     "causal_conv1d_fn": _convolution,
-    "torch_chunk_gated_delta_rule": _gated_delta,
-    "chunk_kimi_delta_attention": _kimi_delta,
+    "torch_chunk_gated_delta_rule": partial(_delta, "gated_delta"),
+    "chunk_kimi_delta_attention": partial(_delta, "kimi_delta"),
     "mamba2_chunk_scan": _mamba2,
     "mamba2_split_conv1d_scan_combined": _mamba2_in_one,
 }

@@ -30,7 +30,7 @@ from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
-from hf_flexseq.hf.attention import PIPELINE_NAME
+from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.executors import EngineSetup, planner_of
 from hf_flexseq.hf.model.facts import (
     autocast_dtype,
@@ -189,7 +189,7 @@ class StageExecutor:
         self._costs_of_run = None
         self.memory_limit = self._room(self.cost)
         self._former_attention = base.config._attn_implementation
-        base.set_attn_implementation(PIPELINE_NAME)
+        base.set_attn_implementation(NAME)
         if self.stage.is_last:
             self._chunked_loss = attach_chunked_loss(base)
         self._positions = attach_positions(base)

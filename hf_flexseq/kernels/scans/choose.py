@@ -17,7 +17,7 @@ from hf_flexseq.kernels.choose import why_not_triton
 
 logger = logging.getLogger(__name__)
 
-GATED_DELTA, KIMI_DELTA, MAMBA2 = "gated delta", "kimi delta", "mamba2"
+GATED_DELTA, KIMI_DELTA, MAMBA2 = "gated_delta", "kimi_delta", "mamba2"
 FLA, CHUNKED = "fla", "chunked"
 
 PACKAGE = "fla-core"
