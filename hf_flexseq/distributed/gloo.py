@@ -16,8 +16,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hf_flexseq.distributed.gloo_host import GlooHost
 from hf_flexseq.distributed.process_groups import (
-    GlooHost,
     OpenGroups,
     PendingTransfers,
     ProcessGroupRanks,
@@ -29,12 +29,12 @@ from hf_flexseq.distributed.transport import (
     Label,
     Lane,
     Message,
-    own_part,
+    NamedLanes,
     unnamed,
 )
 
 
-class GlooTransport:
+class GlooTransport(NamedLanes):
     """One rank's way to all others over gloo."""
 
     __slots__ = ("_groups", "_messages", "host", "rank", "world_size")
@@ -55,13 +55,6 @@ class GlooTransport:
         self._groups = OpenGroups(
             lambda parts: new_group(parts, "gloo", timeout, self.host), self.host
         )
-
-    def open_lane(
-        self, kind: str, parts: Sequence[Sequence[int]], *, peers: Sequence[int] = ()
-    ) -> Lane | None:
-        """See `Transport.open_lane`; nothing is made."""
-        own = own_part(parts, self.rank)
-        return None if own is None else Lane(kind, own)
 
     def open_group(self, parts: Sequence[Sequence[int]]) -> ProcessGroupRanks | None:
         """See `Transport.open_group`."""

@@ -19,8 +19,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hf_flexseq.distributed.gloo_host import GlooHost
 from hf_flexseq.distributed.process_groups import (
-    GlooHost,
     OpenGroups,
     PendingTransfers,
     ProcessGroupRanks,

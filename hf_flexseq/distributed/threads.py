@@ -22,7 +22,6 @@ device that all ranks share, each on a stream of its own. `matching.py` says whi
 together.
 """
 
-import json
 import random
 import sys
 import threading
@@ -43,11 +42,12 @@ from hf_flexseq.distributed.matching import (
     ThreadTransfers,
 )
 from hf_flexseq.distributed.transport import (
-    DEFAULT_TIMEOUT,
     Capabilities,
+    HostGroup,
     Label,
     Lane,
     Message,
+    NamedLanes,
     own_part,
     unnamed,
 )
@@ -245,7 +245,7 @@ def _places(threads: Sequence[threading.Thread]) -> str:
 # ---- one rank's way to the others
 
 
-class ThreadTransport:
+class ThreadTransport(NamedLanes):
     """One rank's way to all others in the same process."""
 
     def __init__(self, hub: ThreadHub, rank: int) -> None:
@@ -257,13 +257,6 @@ class ThreadTransport:
             ordered=is_ordered, waits_on_stream=hub.device.type == "cuda"
         )
         self.host = ThreadHost(self)
-
-    def open_lane(
-        self, kind: str, parts: Sequence[Sequence[int]], *, peers: Sequence[int] = ()
-    ) -> Lane | None:
-        """See `Transport.open_lane`; nothing is made."""
-        own = own_part(parts, self.rank)
-        return None if own is None else Lane(kind, own)
 
     def open_group(self, parts: Sequence[Sequence[int]]) -> "ThreadGroup | None":
         """See `Transport.open_group`; nothing is made."""
@@ -391,40 +384,22 @@ def _kind(tensor: torch.Tensor) -> str:
 # ---- the host
 
 
-class ThreadHost:
+class ThreadHost(HostGroup):
     """Exchanges of values between the ranks; see `HostGroup`.
 
-    Values are handed over as they are, so nobody may change them afterwards. No rank waits by the
+    Tensors are handed over as they are, so nobody may change them afterwards. No rank waits by the
     clock: the timeout is for those who wait for something else.
     """
 
-    __slots__ = ("_transport", "phase", "timeout")
+    __slots__ = ("_transport",)
 
     def __init__(self, transport: ThreadTransport) -> None:
+        super().__init__()
         self._transport = transport
-        self.phase = "the start"
-        self.timeout = DEFAULT_TIMEOUT
 
-    def gather_values(self, value: Any) -> list[Any]:
-        """See `HostGroup.gather_values`."""
-        return [json.loads(text) for text in self._gather(json.dumps(value))]
-
-    def gather_ints(self, values: list[int]) -> list[list[int]]:
-        """See `HostGroup.gather_ints`."""
-        return [list(of_rank) for of_rank in self._gather(list(values))]
-
-    def broadcast_value(self, value: Any) -> Any:
-        """See `HostGroup.broadcast_value`."""
-        return json.loads(self._gather(json.dumps(value))[0])
-
-    def broadcast_bytes(self, data: bytes) -> bytes:
-        """See `HostGroup.broadcast_bytes`."""
-        of_rank_0: bytes = self._gather(data)[0]
-        return of_rank_0
-
-    def gather_floats(self, values: Sequence[float]) -> torch.Tensor:
-        """See `HostGroup.gather_floats`."""
-        return torch.tensor(self._gather(list(values)), dtype=torch.float64)
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """See `HostGroup.gather_bytes`."""
+        return self._gather(data)
 
     def exchange_rows(
         self, rows: torch.Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]
@@ -442,14 +417,6 @@ class ThreadHost:
         """See `HostGroup.all_reduce`."""
         of_ranks = self._gather(tensor.clone())
         tensor.copy_(torch.stack(of_ranks).sum(0))  # [world, ...] -> [...]
-
-    def barrier(self) -> None:
-        """See `HostGroup.barrier`."""
-        self._gather(None)
-
-    def naming_lost(self) -> AbstractContextManager[None]:
-        """See `HostGroup.naming_lost`: threads are not lost, and the hub says who waits."""
-        return nullcontext()
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the value of every rank, by rank, as it is."""

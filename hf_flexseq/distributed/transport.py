@@ -27,12 +27,15 @@ Whoever posts keeps to three rules, on every transport:
   (docs/architecture.md says why).
 """
 
+import abc
+import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -144,35 +147,50 @@ class RankGroup(Protocol):
         """
 
 
-class HostGroup(Protocol):
+class HostGroup(abc.ABC):
     """Exchanges of values on the CPU between all ranks. Each is collective over the world.
 
     One that a rank does not come to raises LostRank on the others, which names the rank and
     `phase`. Values travel as JSON and as tensors, never as pickles: nothing that arrives is run.
     """
 
-    phase: str
-    """What the exchanges to come belong to, e.g. "step 12, gathering figures"."""
+    __slots__ = ("phase", "timeout")
 
-    timeout: timedelta
-    """How long a rank waits for the others in an exchange."""
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        self.timeout = timeout
+        """How long a rank waits for the others in an exchange."""
+        self.phase = "the start"
+        """What the next exchanges belong to, e.g. "step 12, gathering figures"."""
+
+    @abc.abstractmethod
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank, by rank; they may differ in length."""
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """Return the bytes of rank 0 on every rank; those of the others do not count."""
+        return self.gather_bytes(data)[0]
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
         """Return the list of every rank, by rank; the lists may differ in length."""
+        gathered = self.gather_bytes(np.array(values, dtype=np.int64).tobytes())
+        return [np.frombuffer(data, np.int64).tolist() for data in gathered]
+
+    def gather_floats(self, values: Sequence[float]) -> torch.Tensor:
+        """Return the values of every rank: float64 [world, values], as many from each."""
+        gathered = self.gather_bytes(np.array(values, dtype=np.float64).tobytes())
+        rows = [np.frombuffer(data, np.float64) for data in gathered]
+        return torch.from_numpy(np.stack(rows))  # [values] of each -> [world, values]
 
     def gather_values(self, value: Any) -> list[Any]:
         """Return the value of every rank, by rank: plain JSON values, in which tuples come back as
         lists. Raises TypeError for other ones."""
+        return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
 
     def broadcast_value(self, value: Any) -> Any:
         """Return the value of rank 0 on every rank, as `gather_values` does."""
+        return json.loads(self.broadcast_bytes(json.dumps(value).encode()))
 
-    def broadcast_bytes(self, data: bytes) -> bytes:
-        """Return the bytes of rank 0 on every rank; those of the others do not count."""
-
-    def gather_floats(self, values: Sequence[float]) -> torch.Tensor:
-        """Return the values of every rank: float64 [world, values], as many from each."""
-
+    @abc.abstractmethod
     def exchange_rows(
         self, rows: torch.Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]
     ) -> torch.Tensor:
@@ -184,15 +202,19 @@ class HostGroup(Protocol):
         and so on. Ranks that have no rows for each other do not meet here.
         """
 
+    @abc.abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace a CPU tensor of any shape by its sum over the ranks."""
 
     def barrier(self) -> None:
         """Wait until all ranks have come here."""
+        self.gather_bytes(b"")
 
     def naming_lost(self) -> AbstractContextManager[None]:
         """Surround exchanges of others: when one of DDP's or the Trainer's own fails, the error is
-        a LostRank, which names the ranks that do not answer and `phase`."""
+        a LostRank, which names the ranks that do not answer and `phase`. Does nothing where ranks
+        cannot be lost."""
+        return nullcontext()
 
 
 class Transport(Protocol):
@@ -246,6 +268,21 @@ class Transport(Protocol):
         Several messages for one peer must stand in the same order on both sides. Raises
         LostRank, as `Pending.wait` does, for a peer that is known to be gone.
         """
+
+
+class NamedLanes:
+    """`open_lane` of transports on which a lane is nothing but a name."""
+
+    __slots__ = ()
+
+    rank: int
+
+    def open_lane(
+        self, kind: str, parts: Sequence[Sequence[int]], *, peers: Sequence[int] = ()
+    ) -> Lane | None:
+        """See `Transport.open_lane`; nothing is made."""
+        own = own_part(parts, self.rank)
+        return None if own is None else Lane(kind, own)
 
 
 def failure(

@@ -5,16 +5,17 @@ the rank's own work: its kernels, and its host.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hf_flexseq.distributed.transport import (
     Capabilities,
+    HostGroup,
     Label,
     Lane,
     Message,
+    NamedLanes,
     own_part,
     unnamed,
 )
@@ -61,33 +62,18 @@ class StubGroup:
         return Over()
 
 
-class StubHost:
+class StubHost(HostGroup):
     """Exchanges in which all other ranks have the values of this one."""
 
     __slots__ = ("_world_size",)
 
     def __init__(self, world_size: int) -> None:
+        super().__init__()
         self._world_size = world_size
 
-    def gather_ints(self, values: list[int]) -> list[list[int]]:
-        """Return the list once for every rank."""
-        return [list(values) for _ in range(self._world_size)]
-
-    def gather_values(self, value: Any) -> list[Any]:
-        """Return the value once for every rank."""
-        return [value] * self._world_size
-
-    def broadcast_value(self, value: Any) -> Any:
-        """Return the value."""
-        return value
-
-    def broadcast_bytes(self, data: bytes) -> bytes:
-        """Return the bytes."""
-        return data
-
-    def gather_floats(self, values: Sequence[float]) -> torch.Tensor:
-        """Return the values once for every rank: float64 [world, values]."""
-        return torch.tensor([list(values)], dtype=torch.float64).repeat(self._world_size, 1)
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the bytes once for every rank."""
+        return [data] * self._world_size
 
     def exchange_rows(
         self, rows: torch.Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]
@@ -98,11 +84,8 @@ class StubHost:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Leave the tensor as it is."""
 
-    def barrier(self) -> None:
-        """Wait for nobody."""
 
-
-class StubTransport:
+class StubTransport(NamedLanes):
     """One rank's way to others that are not there."""
 
     __slots__ = ("host", "rank", "world_size")
@@ -113,13 +96,6 @@ class StubTransport:
         self.rank = rank
         self.world_size = world_size
         self.host = StubHost(world_size)
-
-    def open_lane(
-        self, kind: str, parts: Sequence[Sequence[int]], *, peers: Sequence[int] = ()
-    ) -> Lane | None:
-        """See `Transport.open_lane`; nothing is made."""
-        own = own_part(parts, self.rank)
-        return None if own is None else Lane(kind, own)
 
     def open_group(self, parts: Sequence[Sequence[int]]) -> StubGroup | None:
         """See `Transport.open_group`; nothing is made."""

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from hf_flexseq.distributed.process_groups import GlooHost
+from hf_flexseq.distributed.gloo_host import GlooHost
 
 
 class StubBackend:

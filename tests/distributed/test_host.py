@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_flexseq.distributed import process_groups
+from hf_flexseq.distributed import gloo_host
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.distributed.transport import Message
@@ -23,12 +23,12 @@ LOST, TIMEOUT_S = 2, 2
 # ---- values
 
 
-TOO_LONG = 2 * process_groups.INLINE_BYTES  # integers, for the message of a meeting
+TOO_LONG = 2 * gloo_host.INLINE_BYTES  # integers, for the message of a meeting
 
 
-def exchange_all(rank, world_size, inline_ranks=process_groups.INLINE_RANKS):
+def exchange_all(rank, world_size, inline_ranks=gloo_host.INLINE_RANKS):
     """Everything a host can do, each rank with something of another size."""
-    with mock.patch.object(process_groups, "INLINE_RANKS", inline_ranks):
+    with mock.patch.object(gloo_host, "INLINE_RANKS", inline_ranks):
         host = join().host
     own = list(range(rank))  # rank 0 has nothing
     counts = list(range(world_size))  # so many rows to each rank: none to rank 0

@@ -1,0 +1,207 @@
+"""Exchanges of values on the host, over a gloo group of all ranks."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from hf_flexseq.distributed.roll_call import roll_call
+from hf_flexseq.distributed.transport import HostGroup, LostRank
+from hf_flexseq.program.tags import MEETING, TOKENS
+
+# What gloo's errors have in them: the path of its sources, or this.
+_SIGNS_OF_GLOO = ("/gloo/", "pair closure")
+
+
+def _is_of_transfer(error: RuntimeError) -> bool:
+    """Tell if an error is one of a transfer, whoever has called it."""
+    if isinstance(error, dist.DistError):
+        return True
+    return any(sign in str(error) for sign in _SIGNS_OF_GLOO)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Return some ranks as an error names them."""
+    return ", ".join(f"rank {rank}" for rank in ranks)
+
+
+# Among so few ranks a value of so many bytes travels in the meeting's own messages.
+INLINE_RANKS = 16
+INLINE_BYTES = 1024
+COUNT = np.dtype("<i8")  # in front of a message: bytes of the value
+
+
+class GlooHost(HostGroup):
+    """Exchanges on the CPU over a gloo group of all ranks.
+
+    Every exchange but that of rows begins with a meeting: each rank sends every other one a
+    message of its own, with the size of its value and, among few ranks, a short value itself. So a
+    rank that does not come is known to all others, by its number. In a collective ranks wait for
+    each other in a chain, and none is told who broke it: it carries what is too long for a
+    message.
+    """
+
+    __slots__ = ("_group", "_rank", "_room", "_world_size")
+
+    def __init__(self, timeout: timedelta) -> None:
+        """Make the group. Collective over the world."""
+        super().__init__(timeout)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._rank = dist.get_rank()
+        self._world_size = dist.get_world_size()
+        # bytes of a value that a meeting's message has room for
+        self._room = INLINE_BYTES if self._world_size <= INLINE_RANKS else 0
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """See `HostGroup.gather_bytes`."""
+        met = self._meet(data)
+        longest = max(met.counts)
+        if longest <= self._room:
+            return [met.value(rank) for rank in range(self._world_size)]
+        # padded to the longest: [longest] -> one [longest] per rank
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
+        rows = [torch.empty_like(padded) for _ in met.counts]
+        with self._naming_phase():
+            dist.all_gather(rows, padded, group=self._group)
+        return [row.numpy()[:n].tobytes() for row, n in zip(rows, met.counts, strict=True)]
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """See `HostGroup.broadcast_bytes`."""
+        if self._rank != 0:
+            data = b""  # what other ranks have does not travel
+        met = self._meet(data)
+        if met.counts[0] <= self._room:
+            return met.value(0)
+        sent = torch.empty(met.counts[0], dtype=torch.uint8)
+        if self._rank == 0:
+            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        with self._naming_phase():
+            dist.broadcast(sent, src=0, group=self._group)
+        return sent.numpy().tobytes()
+
+    def exchange_rows(
+        self, rows: torch.Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]
+    ) -> torch.Tensor:
+        """See `HostGroup.exchange_rows`.
+
+        By messages, between those ranks alone that have rows for each other: whoever waits for a
+        rank that is lost can name it, which is not so in an all-to-all.
+        """
+        parts = rows.split(list(sent_counts))  # to each rank [its rows, width]
+        received = rows.new_empty(sum(received_counts), rows.shape[1])
+        places = received.split(list(received_counts))  # from each rank [its rows, width]
+        assert places[self._rank].shape == parts[self._rank].shape, "this rank's own rows differ"
+        places[self._rank].copy_(parts[self._rank])
+        self._swap(TOKENS, sent=parts, received=places)
+        return received
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """See `HostGroup.all_reduce`."""
+        self.barrier()
+        with self._naming_phase():
+            dist.all_reduce(tensor, group=self._group)
+
+    @contextmanager
+    def naming_lost(self) -> Iterator[None]:
+        """See `HostGroup.naming_lost`."""
+        try:
+            yield
+        except LostRank:
+            raise
+        except RuntimeError as error:
+            if not _is_of_transfer(error):
+                raise
+            others = [rank for rank in range(self._world_size) if rank != self._rank]
+            missing = self.roll_call(others)
+            if not missing:
+                raise
+            raise LostRank(
+                f"rank {self._rank}: {_named(missing)} did not answer in {self.phase}: {error}"
+            ) from error
+
+    def roll_call(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of `ranks` that do not answer."""
+        return roll_call(self._group, ranks)
+
+    # ---- how
+
+    def _meet(self, data: bytes) -> "_Meeting":
+        """Send every rank the size of `data`, and `data` itself if there is room for it. Returns
+        what all ranks have sent.
+
+        Raises LostRank that names the ranks which are gone, or the first one that is silent.
+        """
+        messages = np.zeros((self._world_size, COUNT.itemsize + self._room), dtype=np.uint8)
+        own = messages[self._rank]
+        own[: COUNT.itemsize].view(COUNT)[0] = len(data)
+        if len(data) <= self._room:
+            own[COUNT.itemsize :][: len(data)] = np.frombuffer(data, np.uint8)
+        by_rank = torch.from_numpy(messages).unbind()  # world x [bytes of a message]
+        self._swap(MEETING, sent=[by_rank[self._rank]] * self._world_size, received=by_rank)
+        return _Meeting(messages)
+
+    def _swap(
+        self, tag: int, *, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+    ) -> None:
+        """Send a tensor to every other rank and receive one from it; empty ones do not travel.
+
+        sent, received: by rank, contiguous. Raises LostRank as `_meet` does.
+        """
+        messages = []  # (peer, its message)
+        missing: list[int] = []
+        why: RuntimeError | None = None
+        for peer in range(self._world_size):
+            if peer == self._rank:
+                continue
+            try:
+                if received[peer].numel():
+                    messages.append((peer, dist.irecv(received[peer], peer, self._group, tag)))
+                if sent[peer].numel():
+                    messages.append((peer, dist.isend(sent[peer], peer, self._group, tag)))
+            except RuntimeError as error:  # it is known to be gone
+                missing.append(peer)
+                why = error
+        # Wait for all others, who want what this rank sends before it ends with an error.
+        for peer, message in messages:
+            try:
+                message.wait()
+            except RuntimeError as error:
+                # One that is too late makes gloo fail all later ones, whose ranks may be there.
+                if why is None:
+                    missing.append(peer)
+                    why = error
+        if why is not None:
+            raise LostRank(
+                f"rank {self._rank}: {_named(missing)} did not answer in {self.phase}: {why}"
+            ) from why
+
+    @contextmanager
+    def _naming_phase(self) -> Iterator[None]:
+        """Name the phase in the error of a rank that is lost after all have met."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise LostRank(
+                f"rank {self._rank}: a rank was lost in {self.phase}: {error}"
+            ) from error
+
+
+class _Meeting:
+    """What all ranks have sent in a meeting."""
+
+    __slots__ = ("_messages", "counts")
+
+    def __init__(self, messages: NDArray[np.uint8]) -> None:
+        """messages: [world, bytes of a message]."""
+        self._messages = messages
+        self.counts: list[int] = messages[:, : COUNT.itemsize].copy().view(COUNT)[:, 0].tolist()
+        """Bytes of each rank's value."""
+
+    def value(self, rank: int) -> bytes:
+        """Return the value of a rank, for which there was room."""
+        return self._messages[rank, COUNT.itemsize :][: self.counts[rank]].tobytes()
