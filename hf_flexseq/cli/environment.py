@@ -1,5 +1,5 @@
 """`env`: what is installed, which devices there are, and which attention kernels each has: the one
-that it would use, what the others lack, and what each guarantees."""
+that it would use, what the others lack, and what each can do."""
 
 import platform
 from argparse import Namespace
@@ -59,9 +59,9 @@ def _devices() -> list[str]:
 
 def _kernels(device: "torch.device", dtype: "torch.dtype") -> list[str]:
     """Return lines that name a device's kernels: which is chosen and why not the others, and what
-    each of those that could be chosen guarantees."""
-    from hf_flexseq.kernels.choose import explain, guarantees
+    each of those that could be chosen can do."""
+    from hf_flexseq.kernels.choose import capabilities, explain
 
     lines = [f"  kernel {line}" for line in explain(device, dtype, HEAD_DIM)]
-    lines += [f"  guaranteed by {line}" for line in guarantees(device, dtype, HEAD_DIM)]
+    lines += [f"  guaranteed by {line}" for line in capabilities(device, dtype, HEAD_DIM)]
     return lines

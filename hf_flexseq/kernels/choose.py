@@ -1,8 +1,8 @@
 """Choose the kernel that serves a device, a dtype, a head size and a kind of attention layer, and
 say why not the others.
 
-A fixed order per device, fastest first; the first one without an objection is taken. When all
-object the user hears every objection: falling back to a plain softmax would be right but so slow
+A fixed order per device, fastest first; the first one without a reason against it is taken. If all
+have one, the user reads every reason: falling back to a plain softmax would be right but so slow
 and large that nobody wants it silently.
 
 A package that is installed and not used has its reason in the list, too.
@@ -24,26 +24,26 @@ from typing import Protocol
 import torch
 
 from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels.capabilities import Calls, KernelCapabilities
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.cuda_flash import FLASH4_PROBLEM
 from hf_flexseq.kernels.flash_attn import FlashAttn
 from hf_flexseq.kernels.flash_attn3 import FlashAttn3
 from hf_flexseq.kernels.fused import Fused, TorchFused
-from hf_flexseq.kernels.guarantees import Calls, Guarantees
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 
 logger = logging.getLogger(__name__)
 
 
 class Candidate(Kernel, Protocol):
-    """A kernel that states what it guarantees, and can say why it does not fit."""
+    """A kernel that states what it can do, and can say why it does not fit."""
 
     @property
-    def guarantees(self) -> Guarantees:
+    def capabilities(self) -> KernelCapabilities:
         """What holds for every call that it serves."""
         ...
 
-    def why_not(self, calls: Calls) -> str | None:
+    def reason_unsupported(self, calls: Calls) -> str | None:
         """Say why this kernel cannot serve such calls, and what to change; None when it can."""
         ...
 
@@ -72,7 +72,7 @@ def choose_kernel(
     scores are capped.
 
     The choice is logged once at INFO, with the reasons. Raises ValueError, with every kernel's
-    objection, when there is none.
+    reason, when there is none.
     """
     return kernel_for(Calls(device, dtype, head_dim, window, softcap))
 
@@ -81,7 +81,7 @@ def kernel_for(calls: Calls) -> Kernel:
     """Return the fastest kernel for calls of one kind. See `choose_kernel`."""
     lines = tuple(_explain(calls))
     for kernel in _candidates(calls.device):
-        if kernel.why_not(calls) is None:
+        if kernel.reason_unsupported(calls) is None:
             _log_once(lines)
             return kernel
     raise ValueError(f"no attention kernel for {calls} on {calls.device}: " + "; ".join(lines))
@@ -96,7 +96,7 @@ def explain(
     softcap: bool = False,
 ) -> list[str]:
     """List one line per kernel of the device, in order of preference: chosen, not needed, or the
-    objection; then one per package that is installed and not used."""
+    reason; then one per package that is installed and not used."""
     return _explain(Calls(device, dtype, head_dim, window, softcap))
 
 
@@ -105,9 +105,9 @@ def _explain(calls: Calls) -> list[str]:
     lines = []
     is_chosen = False
     for kernel in _candidates(calls.device):
-        objection = kernel.why_not(calls)
-        if objection is not None:
-            lines.append(f"{kernel.name}: {objection}")
+        reason = kernel.reason_unsupported(calls)
+        if reason is not None:
+            lines.append(f"{kernel.name}: {reason}")
         elif is_chosen:
             lines.append(f"{kernel.name}: not needed")
         else:
@@ -119,14 +119,14 @@ def _explain(calls: Calls) -> list[str]:
     return lines
 
 
-def guarantees(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
+def capabilities(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
     """List one line per kernel that can serve such inputs on the device, in order of preference:
-    what it guarantees."""
+    what it can do."""
     calls = Calls(device, dtype, head_dim)
     return [
-        f"{kernel.name}: {kernel.guarantees.text()}"
+        f"{kernel.name}: {kernel.capabilities.text()}"
         for kernel in _candidates(device)
-        if kernel.why_not(calls) is None
+        if kernel.reason_unsupported(calls) is None
     ]
 
 
@@ -140,7 +140,7 @@ def choose_fused(device: torch.device) -> Fused:
     return _fused_for_cuda()
 
 
-def why_not_triton() -> str | None:
+def reason_without_triton() -> str | None:
     """Say why Triton's kernels cannot serve on CUDA, and what to install; None when they can."""
     if util.find_spec("triton") is None:
         return "triton is not installed; install the version that this torch names as its own"
@@ -155,9 +155,9 @@ def why_not_triton() -> str | None:
 @functools.cache
 def _fused_for_cuda() -> Fused:
     """Return the implementation for CUDA, and log which it is."""
-    objection = why_not_triton()
-    if objection is not None:
-        logger.warning("merging and packing take several launches each: %s", objection)
+    reason = reason_without_triton()
+    if reason is not None:
+        logger.warning("merging and packing take several launches each: %s", reason)
         return TorchFused()
     from hf_flexseq.kernels.triton_fused import TritonFused
 

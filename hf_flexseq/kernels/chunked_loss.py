@@ -58,7 +58,7 @@ class Backend(NamedTuple):
     name: str
     sum: Sum
     why: str
-    """The reason, and the objections to the others, in words for the log."""
+    """The reason, and the reasons against the others, in words for the log."""
 
 
 def chunked_cross_entropy_sum(
@@ -89,15 +89,15 @@ def chunked_cross_entropy_sum(
 def choose_backend(hidden: torch.Tensor, weight: torch.Tensor) -> Backend:
     """Choose the implementation that serves hidden [T, C] and weight [V, C]."""
     if hidden.dtype.itemsize == 2:
-        why_not_liger = _why_not_liger(hidden, weight)
-        if why_not_liger is None:
+        reason_without_liger = _reason_without_liger(hidden, weight)
+        if reason_without_liger is None:
             return Backend("liger", liger_sum, "16-bit on CUDA, and liger_kernel is installed")
         # torch's loss of 2,048 bfloat16 tokens was 0.05 to 0.4 percent off: it adds the chunks up
         # in bfloat16.
         return Backend(
             "loop",
             loop_sum,
-            f"F.linear_cross_entropy rounds 16-bit losses; liger: {why_not_liger}",
+            f"F.linear_cross_entropy rounds 16-bit losses; liger: {reason_without_liger}",
         )
     if hidden.device.type == "cpu":
         # A call of torch's goes through a registered operator: 0.3 ms that a few tokens notice,
@@ -110,7 +110,7 @@ def choose_backend(hidden: torch.Tensor, weight: torch.Tensor) -> Backend:
     )
 
 
-def _why_not_liger(hidden: torch.Tensor, weight: torch.Tensor) -> str | None:
+def _reason_without_liger(hidden: torch.Tensor, weight: torch.Tensor) -> str | None:
     """Say why Liger cannot serve hidden [T, C] and weight [V, C], or return None when it can."""
     if hidden.device.type != "cuda":
         return f"it runs on CUDA, not on {hidden.device.type}"

@@ -26,26 +26,26 @@ from collections.abc import Sequence
 import torch
 
 from hf_flexseq.kernels import KernelCall, lse_dtype
+from hf_flexseq.kernels.capabilities import Calls, KernelCapabilities
 from hf_flexseq.kernels.cpu_pieces import PiecewiseAttention, heads_first, tokens_first
-from hf_flexseq.kernels.guarantees import Calls, Guarantees
 
 
 class CpuFlash:
     """FlashAttention on the CPU."""
 
     name = "cpu_flash"
-    guarantees = Guarantees(
+    capabilities = KernelCapabilities(
         device="cpu",
         dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
         wide_gradients=True,
         windows=True,
         softcap=True,
     )
-    wide_gradients = guarantees.wide_gradients
+    wide_gradients = capabilities.wide_gradients
 
-    def why_not(self, calls: Calls) -> str | None:
+    def reason_unsupported(self, calls: Calls) -> str | None:
         """Say why this kernel cannot serve such calls, or return None when it can."""
-        return self.guarantees.objection(calls)
+        return self.capabilities.reason_unsupported(calls)
 
     def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`: -> out [Tq, H, D], lse [H, Tq]."""

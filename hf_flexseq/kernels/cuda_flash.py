@@ -28,10 +28,10 @@ import abc
 import torch
 
 from hf_flexseq.kernels import KernelCall, lse_dtype
-from hf_flexseq.kernels.guarantees import Guarantees
+from hf_flexseq.kernels.capabilities import KernelCapabilities
 from hf_flexseq.kernels.segments import Segments
 
-FLASH2 = Guarantees(
+FLASH2 = KernelCapabilities(
     device="cuda",
     dtypes=(torch.bfloat16, torch.float16),
     oldest=8,
@@ -42,7 +42,7 @@ FLASH2 = Guarantees(
     windows=True,
     softcap=True,
 )
-FLASH3 = Guarantees(
+FLASH3 = KernelCapabilities(
     device="cuda",
     dtypes=(torch.bfloat16, torch.float16),
     oldest=9,
@@ -67,7 +67,7 @@ class CudaFlash(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def guarantees(self) -> Guarantees:
+    def capabilities(self) -> KernelCapabilities:
         """What holds for every call that it serves."""
 
     @abc.abstractmethod
@@ -84,11 +84,11 @@ class CudaFlash(abc.ABC):
     def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`: -> out [Tq, H, D], lse [H, Tq]."""
         call.check()
-        guarantees = self.guarantees
+        capabilities = self.capabilities
         if not call.segments.has_work():
             return _nothing_to_read(call.q)
         out, lse = self.launch_forward(_rows_contiguous(call))
-        return out, _checked_lse(lse, call, guarantees)
+        return out, _checked_lse(lse, call, capabilities)
 
     def backward(
         self, call: KernelCall, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
@@ -148,12 +148,14 @@ def _nothing_to_read(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros_like(q), lse
 
 
-def _checked_lse(lse: torch.Tensor, call: KernelCall, guarantees: Guarantees) -> torch.Tensor:
+def _checked_lse(
+    lse: torch.Tensor, call: KernelCall, capabilities: KernelCapabilities
+) -> torch.Tensor:
     """Return the kernel's lse [H, Tq], changed in place to -inf for queries without keys."""
     tokens, heads, _ = call.q.shape
     assert lse.shape == (heads, tokens), (
         f"the kernel's lse is {tuple(lse.shape)}, not [heads, tokens]"
     )
-    if guarantees.keyless_lse != -torch.inf and call.segments.has_keyless():
-        lse.masked_fill_(lse == guarantees.keyless_lse, -torch.inf)
+    if capabilities.keyless_lse != -torch.inf and call.segments.has_keyless():
+        lse.masked_fill_(lse == capabilities.keyless_lse, -torch.inf)
     return lse

@@ -15,6 +15,7 @@ from types import ModuleType
 import torch
 
 from hf_flexseq.kernels import KernelCall
+from hf_flexseq.kernels.capabilities import Calls
 from hf_flexseq.kernels.cuda_flash import (
     FLASH2,
     CudaFlash,
@@ -22,7 +23,6 @@ from hf_flexseq.kernels.cuda_flash import (
     query_bound,
     window_sizes,
 )
-from hf_flexseq.kernels.guarantees import Calls
 
 _OLDEST = (2, 7)  # release of the package
 
@@ -31,12 +31,12 @@ class FlashAttn(CudaFlash):
     """FlashAttention-2 from the flash-attn package."""
 
     name = "flash_attn"
-    guarantees = FLASH2
+    capabilities = FLASH2
 
-    def why_not(self, calls: Calls) -> str | None:
+    def reason_unsupported(self, calls: Calls) -> str | None:
         """Say why this kernel cannot serve such calls, or return None when it can."""
         problem = package_problem()
-        return problem or FLASH2.objection(calls)
+        return problem or FLASH2.reason_unsupported(calls)
 
     def launch_forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
         """See `CudaFlash.launch_forward`."""

@@ -25,13 +25,13 @@ from collections.abc import Mapping
 import torch
 
 from hf_flexseq.kernels import KernelCall
+from hf_flexseq.kernels.capabilities import Calls
 from hf_flexseq.kernels.cuda_flash import (
     FLASH3,
     CudaFlash,
     empty_gradients,
     window_sizes,
 )
-from hf_flexseq.kernels.guarantees import Calls
 
 _INTERFACE = "flash_attn_interface"
 _LAUNCH = (
@@ -62,12 +62,12 @@ class FlashAttn3(CudaFlash):
     """FlashAttention-3 from its package."""
 
     name = "flash_attn3"
-    guarantees = FLASH3
+    capabilities = FLASH3
 
-    def why_not(self, calls: Calls) -> str | None:
+    def reason_unsupported(self, calls: Calls) -> str | None:
         """Say why this kernel cannot serve such calls, or return None when it can."""
         problem = package_problem()
-        return problem or FLASH3.objection(calls) or _lacking(calls)
+        return problem or FLASH3.reason_unsupported(calls) or _lacking(calls)
 
     def launch_forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
         """See `CudaFlash.launch_forward`."""

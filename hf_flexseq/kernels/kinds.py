@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from hf_flexseq.kernels import Kernel, KernelCall
+from hf_flexseq.kernels.capabilities import Calls
 from hf_flexseq.kernels.choose import kernel_for
-from hf_flexseq.kernels.guarantees import Calls
 
 
 class LayerCalls(NamedTuple):
@@ -42,7 +42,7 @@ def choose_kernels(
 ) -> Kernel:
     """Return a kernel that serves all kinds of layers, on inputs of `dtype` on `device`.
 
-    Raises ValueError, naming the layer, its head size and every kernel's objection, where no
+    Raises ValueError, naming the layer, its head size and every kernel's reason, where no
     kernel serves a kind, and where the kernels of two kinds have gradients of different dtypes.
     """
     assert kinds, "a model without attention layers needs no kernel"

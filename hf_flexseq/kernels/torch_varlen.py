@@ -8,8 +8,8 @@ with the arguments that every version from 2.11 on shares. They take windows, bu
 Behind these ops stands FlashAttention-2, unless `activate_flash_attention_impl` of
 `torch.nn.attention` has put another implementation there. So the registry is asked with every
 choice and every forward: what holds for FlashAttention-2 is not taken for granted of another.
-FlashAttention-3 has guarantees of its own, any other implementation is refused by name. A version
-of torch without the registry has FlashAttention-2 alone.
+FlashAttention-3 has capabilities of its own, any other implementation is refused by name. A
+version of torch without the registry has FlashAttention-2 alone.
 
 What the builds have in common is in cuda_flash.py. The reference implementation is reference.py;
 tests/kernels/test_cuda_kernels.py and scripts/gpu_check.py compare the two.
@@ -22,6 +22,7 @@ import torch
 from torch.nn import attention
 
 from hf_flexseq.kernels import KernelCall
+from hf_flexseq.kernels.capabilities import Calls, KernelCapabilities
 from hf_flexseq.kernels.cuda_flash import (
     FLASH2,
     FLASH3,
@@ -30,11 +31,10 @@ from hf_flexseq.kernels.cuda_flash import (
     query_bound,
     window_sizes,
 )
-from hf_flexseq.kernels.guarantees import Calls, Guarantees
 
 _NO_DROPOUT = 0.0
 # by the name under which torch's registry has an implementation; None is torch's own
-_KNOWN: Mapping[str | None, Guarantees] = {
+_KNOWN: Mapping[str | None, KernelCapabilities] = {
     None: dataclasses.replace(FLASH2, softcap=False),
     "FA3": dataclasses.replace(FLASH3, softcap=False),
 }
@@ -48,8 +48,8 @@ class TorchVarlen(CudaFlash):
     name = "torch_varlen"
 
     @property
-    def guarantees(self) -> Guarantees:
-        """What the active implementation guarantees.
+    def capabilities(self) -> KernelCapabilities:
+        """What the active implementation can do.
 
         Raises NotImplementedError for one that is not known here.
         """
@@ -58,17 +58,17 @@ class TorchVarlen(CudaFlash):
             raise NotImplementedError(_unknown(active))
         return _KNOWN[active]
 
-    def why_not(self, calls: Calls) -> str | None:
+    def reason_unsupported(self, calls: Calls) -> str | None:
         """Say why this kernel cannot serve such calls, or return None when it can."""
         if calls.device.type == "cuda" and not torch.backends.cuda.is_flash_attention_available():
             return "this build of torch has no FlashAttention"
         active = active_implementation()
         if active not in _KNOWN:
             return _unknown(active)
-        objection = _KNOWN[active].objection(calls)
-        if objection is not None and active is not None:
-            return f"{active} is active in torch: {objection}; or {_UNDO}"
-        return objection
+        reason = _KNOWN[active].reason_unsupported(calls)
+        if reason is not None and active is not None:
+            return f"{active} is active in torch: {reason}; or {_UNDO}"
+        return reason
 
     def launch_forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
         """See `CudaFlash.launch_forward`."""

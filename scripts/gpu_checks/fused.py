@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from gpu_checks.report import Section, Setting, table, verdict
-from hf_flexseq.kernels.choose import why_not_triton
+from hf_flexseq.kernels.choose import reason_without_triton
 from hf_flexseq.kernels.fused import Fused, TorchFused
 from hf_flexseq.schedule.head_layout import HeadLayout
 
@@ -176,7 +176,7 @@ def unpack_work(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Work:
 
 def fused_section(setting: Setting) -> Section:
     """Run every operation by Triton and by torch, and compare what they have written."""
-    refusal = why_not_here(setting.device)
+    refusal = reason_without_kernels(setting.device)
     if refusal is not None:
         return Section.not_run(TITLE, refusal)
     from hf_flexseq.kernels.triton_fused import TritonFused
@@ -230,10 +230,10 @@ def written_by(fused: Fused, make: Callable[[], Work]) -> list[torch.Tensor]:
     return work.written
 
 
-def why_not_here(device: torch.device) -> str | None:
+def reason_without_kernels(device: torch.device) -> str | None:
     """Say why Triton's kernels cannot run on the device; None when they can."""
     if device.type == "cuda":
-        return why_not_triton()
+        return reason_without_triton()
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if os.environ.get("TRITON_INTERPRET") != "1":

@@ -21,8 +21,8 @@ from torch.nn.attention import activate_flash_attention_impl, restore_flash_atte
 
 from gpu_checks.report import Section, Setting, table, verdict
 from hf_flexseq.kernels import Kernel, KernelCall
+from hf_flexseq.kernels.capabilities import Calls
 from hf_flexseq.kernels.choose import CANDIDATES
-from hf_flexseq.kernels.guarantees import Calls
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
@@ -88,7 +88,7 @@ def errors_of(device: torch.device, cases: dict[str, Case]) -> Section:
     rows = []
     holds = True
     for kernel in CANDIDATES[device.type]:
-        refusal = kernel.why_not(Calls(device, torch.bfloat16, HEAD_DIM))
+        refusal = kernel.reason_unsupported(Calls(device, torch.bfloat16, HEAD_DIM))
         if refusal:
             rows.append([kernel.name, f"not run: {refusal}"])
             continue
@@ -100,7 +100,7 @@ def errors_of(device: torch.device, cases: dict[str, Case]) -> Section:
                 window=case.window is not None,
                 softcap=case.softcap is not None,
             )
-            refusal = kernel.why_not(calls)
+            refusal = kernel.reason_unsupported(calls)
             if refusal:
                 rows.append([kernel.name, name, f"not run: {refusal}"])
                 continue
@@ -219,13 +219,13 @@ def kernel_seconds_section(setting: Setting) -> Section:
     columns = ["kernel", *(f"{count} x {tokens:,}" for count, tokens in packs)]
     rows: list[list[str]] = []
     for kernel in CANDIDATES[device.type]:
-        refusal = kernel.why_not(Calls(device, torch.bfloat16, HEAD_DIM))
+        refusal = kernel.reason_unsupported(Calls(device, torch.bfloat16, HEAD_DIM))
         if refusal:
             rows.append([kernel.name, f"not run: {refusal}"])
         else:
             rows.append([kernel.name, *_speeds(kernel, device, packs)])
     for name, package in OTHERS.items():
-        refusal = _why_not_timed(package, device)
+        refusal = _reason_not_timed(package, device)
         if refusal:
             rows.append([name, f"not run: {refusal}"])
             continue
@@ -292,7 +292,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _why_not_timed(package: str, device: torch.device) -> str | None:
+def _reason_not_timed(package: str, device: torch.device) -> str | None:
     """Say why another FlashAttention cannot be timed; None when it can."""
     if device.type != "cuda":
         return f"it runs on CUDA, not on {device.type}"

@@ -27,8 +27,8 @@ from transformers import (
 
 from gpu_checks.report import SCRIPT, Section, Setting, launch, table, this_script, verdict
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.kernels.capabilities import Calls
 from hf_flexseq.kernels.flash_attn import FlashAttn
-from hf_flexseq.kernels.guarantees import Calls
 
 TRAIN_PART = "train"  # the part that one row of the table runs
 FSDP2 = SCRIPT.parents[1] / "recipes/accelerate_configs/fsdp2.yaml"
@@ -133,7 +133,7 @@ def train(trainer_name: str, sizes: Sizes, **options: Any) -> dict[str, Any]:
         )
         set_seed(0)
         packed = "flash_attention_2"
-        if FlashAttn().why_not(Calls(args.device, torch.bfloat16, HEAD_DIM)):
+        if FlashAttn().reason_unsupported(Calls(args.device, torch.bfloat16, HEAD_DIM)):
             packed = "sdpa"
         clock = Clock(sizes.warmup)
         trainer = (FlexSeqTrainer if flexseq else Trainer)(

@@ -13,7 +13,7 @@ from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
 from hf_flexseq.hf.objectives.heads import TokenFigures, figures_of_logits
 from hf_flexseq.hf.objectives.outputs import PlannedOutput
 from hf_flexseq.hf.one_pass import LossInOnePass
-from hf_flexseq.kernels import token_figures as kernel
+from hf_flexseq.kernels import token_outputs as kernel
 from tests.hf.test_checks import OwnLoss, one_line
 from tests.hf.test_metrics import scaled
 from tests.hf.test_router import mixture
@@ -49,7 +49,7 @@ def test_figures_and_their_gradients_are_those_of_all_logits(monkeypatch, rows, 
     targets[::5] = -100
     weights = torch.randn(2, 19).double()
     gradients = []
-    for compute in (plain_figures, kernel.token_figures):
+    for compute in (plain_figures, kernel.token_outputs):
         leaves = [hidden, weight] + ([bias] if has_bias else [])
         leaves = [leaf.clone().requires_grad_() for leaf in leaves]
         found = compute(*leaves, *([] if has_bias else [None]), targets)
@@ -65,12 +65,12 @@ def test_figures_of_half_precision_are_added_up_in_float32():
     targets = torch.randint(VOCAB, (40,))
     wanted = plain_figures(hidden.double(), weight.double(), None, targets)
     for found, value in zip(
-        kernel.token_figures(hidden, weight, None, targets), wanted, strict=True
+        kernel.token_outputs(hidden, weight, None, targets), wanted, strict=True
     ):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), value, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="meet a head in"):
-        kernel.token_figures(hidden, weight.float(), None, targets)
+        kernel.token_outputs(hidden, weight.float(), None, targets)
 
 
 def test_a_head_gives_figures_in_place_of_logits():

@@ -10,7 +10,7 @@ import torch
 from torch.nn import attention
 
 from hf_flexseq.kernels import KernelCall, choose, flash_attn, flash_attn3, kinds
-from hf_flexseq.kernels.choose import choose_fused, choose_kernel, explain, guarantees
+from hf_flexseq.kernels.choose import capabilities, choose_fused, choose_kernel, explain
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.kinds import LayerCalls, choose_kernels
 from hf_flexseq.kernels.reference import Reference
@@ -231,7 +231,7 @@ def test_flash_attention_4_active_in_torch_is_refused(hopper, activate):
     assert said.startswith("FA4 is active in torch, and the releases of FlashAttention-4 differ")
 
 
-def test_flash_attention_3_active_in_torch_has_guarantees_of_its_own(
+def test_flash_attention_3_active_in_torch_has_capabilities_of_its_own(
     hopper, activate, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -313,8 +313,8 @@ def test_a_head_size_that_no_kernel_takes_is_refused_by_layer_size_and_kernels(h
 
 
 def test_a_window_that_no_kernel_has_is_refused_by_layer(monkeypatch):
-    narrow = dataclasses.replace(CpuFlash.guarantees, windows=False, softcap=False)
-    monkeypatch.setattr(CpuFlash, "guarantees", narrow)
+    narrow = dataclasses.replace(CpuFlash.capabilities, windows=False, softcap=False)
+    monkeypatch.setattr(CpuFlash, "capabilities", narrow)
     with pytest.raises(ValueError, match=r"layers\.0.*cpu_flash: it has no sliding windows"):
         choose_kernels(CPU, torch.float32, [FULL, SLIDING])
 
@@ -369,11 +369,11 @@ def test_kernels_whose_gradients_differ_in_dtype_do_not_go_together(monkeypatch)
         choose_kernels(CPU, torch.float64, [FULL, LayerCalls("b", 16, softcap=True)])
 
 
-# ---- what is said of the guarantees
+# ---- what is said of the capabilities
 
 
-def test_guarantees_of_the_kernels_that_fit(package3):
-    flash3, flash2 = guarantees(CUDA, torch.bfloat16, 128)
+def test_capabilities_of_the_kernels_that_fit(package3):
+    flash3, flash2 = capabilities(CUDA, torch.bfloat16, 128)
     assert flash3 == (
         "flash_attn3: bfloat16, float16; head size a multiple of 8 up to 256; compute capability "
         "9.x; lse -inf without keys; gradients in the inputs' dtype; sliding windows; "
@@ -386,12 +386,12 @@ def test_guarantees_of_the_kernels_that_fit(package3):
     )
 
 
-def test_a_kernel_that_does_not_fit_guarantees_nothing(hopper):
-    assert guarantees(CUDA, torch.float32, 128) == []
+def test_a_kernel_that_does_not_fit_states_no_capabilities(hopper):
+    assert capabilities(CUDA, torch.float32, 128) == []
 
 
-def test_guarantees_of_the_cpu_kernel():
-    (line,) = guarantees(CPU, torch.float32, 128)
+def test_capabilities_of_the_cpu_kernel():
+    (line,) = capabilities(CPU, torch.float32, 128)
     assert line == (
         "cpu_flash: float32, float64, bfloat16, float16; head size any number; lse -inf without "
         "keys; 16-bit inputs get float32 gradients; sliding windows; "

@@ -16,7 +16,7 @@ attached.
 Two things beside the loss are had in the same place, where logits exist chunk by chunk:
 
     handle.giving_figures()    the head returns log-probabilities and entropies, [B, S, 2]
-                               (kernels/token_figures.py), which stand where the outputs have
+                               (kernels/token_outputs.py), which stand where the outputs have
                                logits
     handle.reading(read)       `read` sees all logits, a chunk of tokens at a time
 
@@ -54,7 +54,7 @@ from hf_flexseq.kernels.chunked_loss import (
     chunk_rows,
     chunked_cross_entropy_sum,
 )
-from hf_flexseq.kernels.token_figures import token_figures
+from hf_flexseq.kernels.token_outputs import token_outputs
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.users_code import has_output_hook
 
@@ -270,7 +270,7 @@ class ChunkedLoss:
         if self._read is not None:
             self._show_logits(rows, self._read)
         if self._figures is not None:
-            found = torch.stack(self._with_head(token_figures, rows, targets), dim=1)
+            found = torch.stack(self._with_head(token_outputs, rows, targets), dim=1)
             self._figures.value = found.detach()  # [B * S, 2]
             call.loss = -self._figures.value[:, 0].sum()
             return found.view(*hidden.shape[:-1], 2)  # -> [B, S, 2]

@@ -3,8 +3,8 @@
     fla        flash-linear-attention's kernels, on CUDA, for both delta rules
     chunked    torch's operations, everywhere and for all kinds
 
-The first one without an objection is taken, as among attention kernels (`kernels/choose.py`);
-there is always one.
+The first one without a reason against it is taken, as among attention kernels
+(`kernels/choose.py`); there is always one.
 """
 
 import functools
@@ -13,7 +13,7 @@ from importlib import metadata, util
 
 import torch
 
-from hf_flexseq.kernels.choose import why_not_triton
+from hf_flexseq.kernels.choose import reason_without_triton
 
 logger = logging.getLogger(__name__)
 
@@ -31,21 +31,21 @@ def choose_scan(kind: str, device: torch.device, dtype: torch.dtype, key_channel
     dtype: of queries, keys and values. key_channels: of a key. On CUDA the choice is logged once
     at INFO, with the reasons.
     """
-    objection = why_not_fla(kind, device, dtype, key_channels)
+    reason = reason_without_fla(kind, device, dtype, key_channels)
     if device.type == "cuda":
         _log_once(tuple(explain(kind, device, dtype, key_channels)))
-    return FLA if objection is None else CHUNKED
+    return FLA if reason is None else CHUNKED
 
 
 def explain(kind: str, device: torch.device, dtype: torch.dtype, key_channels: int) -> list[str]:
-    """List one line per scan, in order of preference: chosen, not needed, or the objection."""
-    objection = why_not_fla(kind, device, dtype, key_channels)
-    if objection is None:
+    """List one line per scan, in order of preference: chosen, not needed, or the reason."""
+    reason = reason_without_fla(kind, device, dtype, key_channels)
+    if reason is None:
         return [f"{FLA}: chosen", f"{CHUNKED}: not needed"]
-    return [f"{FLA}: {objection}", f"{CHUNKED}: chosen"]
+    return [f"{FLA}: {reason}", f"{CHUNKED}: chosen"]
 
 
-def why_not_fla(
+def reason_without_fla(
     kind: str, device: torch.device, dtype: torch.dtype, key_channels: int
 ) -> str | None:
     """Say why flash-linear-attention cannot run such a scan, and what to change; None when it
@@ -58,11 +58,11 @@ def why_not_fla(
         return f"it computes in 16 bits, not in {str(dtype).removeprefix('torch.')}"
     if key_channels > MOST_KEYS:
         return f"its keys have at most {MOST_KEYS} channels, not {key_channels}"
-    return _why_not_installed() or why_not_triton()
+    return _reason_not_installed() or reason_without_triton()
 
 
 @functools.cache
-def _why_not_installed() -> str | None:
+def _reason_not_installed() -> str | None:
     """Say why the installed flash-linear-attention cannot be used; None when it can."""
     newest = f'install it with pip install "{PACKAGE}>={OLDEST[0]}.{OLDEST[1]}"'
     if util.find_spec("fla") is None:

@@ -143,12 +143,12 @@ def test_what_the_package_cannot_do_is_done_in_chunks(
     kind, device, dtype, channels, reason, monkeypatch
 ):
     monkeypatch.setattr(util, "find_spec", lambda name: None)
-    choose._why_not_installed.cache_clear()
+    choose._reason_not_installed.cache_clear()
     call = (kind, device, dtype, channels)
-    assert reason in choose.why_not_fla(*call)
+    assert reason in choose.reason_without_fla(*call)
     assert choose.choose_scan(*call) == choose.CHUNKED
     assert choose.explain(*call)[1] == "chunked: chosen"
-    choose._why_not_installed.cache_clear()
+    choose._reason_not_installed.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_what_the_package_cannot_do_is_done_in_chunks(
 def test_the_package_is_chosen_where_it_is_new_enough(version, chosen, monkeypatch):
     monkeypatch.setattr(util, "find_spec", lambda name: object())
     monkeypatch.setattr(metadata, "version", lambda name: version)
-    monkeypatch.setattr(choose, "why_not_triton", lambda: None)
-    choose._why_not_installed.cache_clear()
+    monkeypatch.setattr(choose, "reason_without_triton", lambda: None)
+    choose._reason_not_installed.cache_clear()
     assert choose.choose_scan(choose.KIMI_DELTA, CUDA, torch.bfloat16, 128) == chosen
-    choose._why_not_installed.cache_clear()
+    choose._reason_not_installed.cache_clear()

@@ -9,12 +9,13 @@ weights of both, without logits for all tokens at once.
 
 In shapes T is the tokens, C the width of the hidden states, V the vocabulary.
 
-A loss of these figures is known only after the forward, so that gradients cannot be finished in it
+A loss of these outputs is known only after the forward, so that gradients cannot be finished in it
 as those of the chunked loss are (`chunked_loss.py`): the backward computes every chunk's logits a
 second time, and keeps log(sum(exp(z))) and H, two numbers for each token. Rejected: keeping the
 logits, which is what chunks are there to avoid.
 
-The slow obvious twin, which makes all logits, is `plain_figures` in tests/hf/test_own_losses.py.
+The reference implementation, which makes all logits, is `plain_figures` in
+tests/hf/test_own_losses.py.
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from hf_flexseq.kernels.chunked_loss import chunk_rows
 from hf_flexseq.kernels.products import addmm_into, factor_dtype, mm_into, sum_dtype
 
 
-def token_figures(
+def token_outputs(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability of each token's target and the entropy of its distribution, both
@@ -43,11 +44,11 @@ def token_figures(
             f"hidden states in {hidden.dtype} meet a head in {weight.dtype}; cast one, or use "
             "autocast"
         )
-    log_probs, entropy = _TokenFigures.apply(hidden, weight, bias, targets)
+    log_probs, entropy = _TokenOutputs.apply(hidden, weight, bias, targets)
     return log_probs, entropy
 
 
-class _TokenFigures(torch.autograd.Function):
+class _TokenOutputs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -1,8 +1,8 @@
-"""State what an attention kernel guarantees, and say why it cannot serve a call.
+"""State what an attention kernel can do, and say why it cannot serve a call.
 
-Every kernel declares one `Guarantees`. `choose_kernel` asks it for an objection, and `flexseq env`
-prints it. Whether a package is installed or an operator there is another question, which each
-kernel answers in its own module.
+Every kernel declares its `KernelCapabilities`. `choose_kernel` asks them for a reason against a
+call, and `flexseq env` prints them. Each kernel answers in its own module if a package is
+installed or an operator exists.
 
 Rejected: trying a kernel and catching its error. Most of what is stated here fails in silence: a
 log-sum-exp of +inf, a gradient that is wrong.
@@ -36,7 +36,7 @@ class Calls(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Guarantees:
+class KernelCapabilities:
     """What holds for every call that a kernel serves."""
 
     device: str
@@ -61,36 +61,36 @@ class Guarantees:
     softcap: bool = False
     """Whether scores may be capped, in forward and backward."""
 
-    def objection(self, calls: Calls) -> str | None:
-        """Say which guarantee such calls lack, and what to change; None when they lack none."""
+    def reason_unsupported(self, calls: Calls) -> str | None:
+        """Say why such calls are not supported, and what to change; None if they are."""
         return (
-            self._device_objection(calls.device)
-            or self._dtype_objection(calls.dtype)
-            or self._head_dim_objection(calls.head_dim)
-            or self._generation_objection(calls.device)
-            or self._layer_objection(calls)
+            self._device_reason(calls.device)
+            or self._dtype_reason(calls.dtype)
+            or self._head_dim_reason(calls.head_dim)
+            or self._generation_reason(calls.device)
+            or self._layer_reason(calls)
         )
 
-    def _device_objection(self, device: torch.device) -> str | None:
+    def _device_reason(self, device: torch.device) -> str | None:
         if device.type == self.device:
             return None
         return f"it runs on {self.device}, not on {device.type}"
 
-    def _dtype_objection(self, dtype: torch.dtype) -> str | None:
+    def _dtype_reason(self, dtype: torch.dtype) -> str | None:
         if dtype in self.dtypes:
             return None
-        objection = f"it has no {_short(dtype)}, only {self._dtypes_text()}"
+        reason = f"it has no {_short(dtype)}, only {self._dtypes_text()}"
         if torch.bfloat16 in self.dtypes and dtype.is_floating_point:
-            objection += "; train with bf16=True"
-        return objection
+            reason += "; train with bf16=True"
+        return reason
 
-    def _head_dim_objection(self, head_dim: int) -> str | None:
+    def _head_dim_reason(self, head_dim: int) -> str | None:
         is_small_enough = self.most_head_dim is None or head_dim <= self.most_head_dim
         if is_small_enough and head_dim > 0 and head_dim % self.head_dim_step == 0:
             return None
         return f"a head size of {head_dim} is not {self._head_dims_text()}"
 
-    def _generation_objection(self, device: torch.device) -> str | None:
+    def _generation_reason(self, device: torch.device) -> str | None:
         if not self.oldest:
             return None
         major, minor = torch.cuda.get_device_capability(device)
@@ -99,8 +99,8 @@ class Guarantees:
         name = torch.cuda.get_device_name(device)
         return f"{name} has compute capability {major}.{minor}, not {self._generations_text()}"
 
-    def _layer_objection(self, calls: Calls) -> str | None:
-        """Object to what a kind of attention layer needs."""
+    def _layer_reason(self, calls: Calls) -> str | None:
+        """Say what a kind of attention layer needs and lacks."""
         if calls.window and not self.windows:
             return "it has no sliding windows"
         if calls.softcap and not self.softcap:
@@ -110,7 +110,7 @@ class Guarantees:
     # ---- in words
 
     def text(self) -> str:
-        """Return all guarantees in one line."""
+        """Return all capabilities in one line."""
         parts = [self._dtypes_text(), f"head size {self._head_dims_text()}"]
         if self.oldest:
             parts.append(f"compute capability {self._generations_text()}")
