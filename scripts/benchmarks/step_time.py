@@ -125,7 +125,7 @@ def recorded(chosen: LengthSet, seed: int) -> Recorded:
 class RecordedHost(StubHost):
     """Exchanges that give one rank what the others of a recorded step would give it."""
 
-    __slots__ = ("answer", "phase", "timeout")
+    __slots__ = ("answer",)
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
