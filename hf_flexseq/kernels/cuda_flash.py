@@ -113,6 +113,21 @@ def empty_gradients(call: KernelCall) -> dict[str, torch.Tensor]:
     return {name: x.new_empty(x.shape) for name, x in inputs.items()}
 
 
+def launch_options(call: KernelCall) -> dict[str, object]:
+    """Return the arguments of a launch that both packages have, by the names they give them."""
+    segments = call.segments
+    before, after = window_sizes(segments)
+    return {
+        "cu_seqlens_q": segments.cu_seqlens_q,
+        "cu_seqlens_k": segments.cu_seqlens_k,
+        "max_seqlen_k": segments.max_k,
+        "softmax_scale": call.scale,
+        "window_size_left": before,
+        "window_size_right": after,
+        "softcap": call.softcap or 0.0,
+    }
+
+
 def window_sizes(segments: Segments) -> tuple[int, int]:
     """Return how many keys a query reads before and after its own, as the packages want them: -1
     is any number. `causal` hides later keys by itself, and where there is a window both do."""

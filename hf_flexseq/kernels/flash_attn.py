@@ -20,8 +20,8 @@ from hf_flexseq.kernels.cuda_flash import (
     FLASH2,
     CudaFlash,
     empty_gradients,
+    launch_options,
     query_bound,
-    window_sizes,
 )
 
 _OLDEST = (2, 7)  # release of the package
@@ -67,19 +67,11 @@ class FlashAttn(CudaFlash):
 
 def _launch(call: KernelCall) -> dict[str, object]:
     """Collect the arguments that forward and backward share, by the package's names."""
-    segments = call.segments
-    before, after = window_sizes(segments)
     return {
-        "cu_seqlens_q": segments.cu_seqlens_q,
-        "cu_seqlens_k": segments.cu_seqlens_k,
-        "max_seqlen_q": query_bound(segments),
-        "max_seqlen_k": segments.max_k,
+        **launch_options(call),
+        "max_seqlen_q": query_bound(call.segments),
         "dropout_p": 0.0,
-        "softmax_scale": call.scale,
-        "causal": segments.causal,
-        "window_size_left": before,
-        "window_size_right": after,
-        "softcap": call.softcap or 0.0,
+        "causal": call.segments.causal,
         "alibi_slopes": None,
     }
 

@@ -30,7 +30,7 @@ from hf_flexseq.kernels.cuda_flash import (
     FLASH3,
     CudaFlash,
     empty_gradients,
-    window_sizes,
+    launch_options,
 )
 
 _INTERFACE = "flash_attn_interface"
@@ -98,18 +98,10 @@ class FlashAttn3(CudaFlash):
 
 def _launch(call: KernelCall) -> dict[str, object]:
     """Collect the arguments that forward and backward share, by the operators' names."""
-    segments = call.segments
-    before, after = window_sizes(segments)
     return {
-        "cu_seqlens_q": segments.cu_seqlens_q,
-        "cu_seqlens_k": segments.cu_seqlens_k,
-        "max_seqlen_q": segments.max_q,
-        "max_seqlen_k": segments.max_k,
-        "softmax_scale": call.scale,
-        "is_causal": segments.causal,
-        "window_size_left": before,
-        "window_size_right": after,
-        "softcap": call.softcap or 0.0,
+        **launch_options(call),
+        "max_seqlen_q": call.segments.max_q,
+        "is_causal": call.segments.causal,
     }
 
 

@@ -38,6 +38,7 @@ from hf_flexseq.kernels import Kernel, KernelCall, lse_dtype
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.layers import Reach, Scores
 from hf_flexseq.plan.shard import Slice
+from hf_flexseq.recurrent.carry import WrongOrder
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -80,11 +81,6 @@ class CutRead(NamedTuple):
 
     segments: Segments
     """Lengths of the kernel call over these keys."""
-
-
-class WrongOrder(RuntimeError):
-    """Raised when a chunk is not the next one of its sequence, or when something was left at the
-    end of a step."""
 
 
 class KVCarry:

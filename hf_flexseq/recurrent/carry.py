@@ -18,7 +18,7 @@ import torch
 Key = tuple[Hashable, int]  # (layer and call in it, sequence)
 
 
-class WrongChunk(RuntimeError):
+class WrongOrder(RuntimeError):
     """Raised when a chunk is not the next one of its sequence, or when something was left at the
     end of a step."""
 
@@ -52,12 +52,12 @@ class StateCarry:
 
     def given(self, key: Key, start: int) -> torch.Tensor | None:
         """Return what the chunk that begins at `start` goes on from; None at the start of the
-        sequence. Raises WrongChunk when nothing was stored there."""
+        sequence. Raises WrongOrder when nothing was stored there."""
         if start == 0:
             return None
         sequence = self._sequences.get(key)
         if sequence is None or start not in sequence.values:
-            raise WrongChunk(f"nothing is carried to token {start} of {_name(key)}")
+            raise WrongOrder(f"nothing is carried to token {start} of {_name(key)}")
         return sequence.values[start]
 
     def store(
@@ -66,13 +66,13 @@ class StateCarry:
         """Keep what the next chunk goes on from, unless this is a replay.
 
         keeps_grad: whether a backward will follow. runs_again: whether the part is in a
-        checkpointed region. Raises WrongChunk when the part is not the next one to go forward.
+        checkpointed region. Raises WrongOrder when the part is not the next one to go forward.
         """
         if part.start == 0 and key not in self._sequences:
             self._sequences[key] = _Sequence(part.length, goes_back=keeps_grad)
         sequence = self._sequences.get(key)
         if sequence is None or part.start > sequence.stored:
-            raise WrongChunk(f"the forward of {part} of {_name(key)} is not the next one")
+            raise WrongOrder(f"the forward of {part} of {_name(key)} is not the next one")
         if part.stop <= sequence.stored:
             return  # a replay
         sequence.stored = part.stop
@@ -88,10 +88,10 @@ class StateCarry:
 
     def gradient_after(self, key: Key, part: "Part") -> torch.Tensor | None:
         """Return the gradient of what this part has left for the next one; None after the last.
-        Raises WrongChunk when the part is not the next one to go backward."""
+        Raises WrongOrder when the part is not the next one to go backward."""
         sequence = self._sequences.get(key)
         if sequence is None or sequence.stored < part.length or part.stop != sequence.drained:
-            raise WrongChunk(f"the backward of {part} of {_name(key)} is not the next one")
+            raise WrongOrder(f"the backward of {part} of {_name(key)} is not the next one")
         return sequence.gradient
 
     def leave_gradient(self, key: Key, part: "Part", gradient: torch.Tensor) -> None:
@@ -114,12 +114,12 @@ class StateCarry:
         return total
 
     def check_empty(self) -> None:
-        """Raise WrongChunk unless every sequence that began has been drained. Afterwards nothing
+        """Raise WrongOrder unless every sequence that began has been drained. Afterwards nothing
         is carried."""
         left = [_name(key) for key, one in self._sequences.items() if not one.is_over]
         self._sequences.clear()
         if left:
-            raise WrongChunk(f"the step is over, but not drained: {', '.join(left)}")
+            raise WrongOrder(f"the step is over, but not drained: {', '.join(left)}")
 
 
 class Part(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.pipeline.stages import cut
-from hf_flexseq.recurrent.carry import Carrying, Part, StateCarry, WrongChunk
+from hf_flexseq.recurrent.carry import Carrying, Part, StateCarry, WrongOrder
 from tests.hf.hybrids import make_hybrid
 from tests.hf.test_reach import keep_float64
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
@@ -150,12 +150,12 @@ def test_without_gradients_nothing_is_left():
 
 def test_chunks_in_another_order_are_refused():
     carry = StateCarry()
-    with pytest.raises(WrongChunk, match=r"nothing is carried to token 4 of sequence 7"):
+    with pytest.raises(WrongOrder, match=r"nothing is carried to token 4 of sequence 7"):
         carrying(carry, 4, 10).given()
     carrying(carry, 0, 4).store(torch.ones(3))
-    with pytest.raises(WrongChunk, match=r"the forward of \[6, 10\)"):
+    with pytest.raises(WrongOrder, match=r"the forward of \[6, 10\)"):
         carrying(carry, 6, 10).store(torch.ones(3))
-    with pytest.raises(WrongChunk, match=r"the backward of \[0, 4\)"):
+    with pytest.raises(WrongOrder, match=r"the backward of \[0, 4\)"):
         carrying(carry, 0, 4).gradient_after()
-    with pytest.raises(WrongChunk, match="not drained: sequence 7"):
+    with pytest.raises(WrongOrder, match="not drained: sequence 7"):
         carry.check_empty()
