@@ -7,7 +7,7 @@ shifted products touches each row W times, block by block of what fits into a ca
 convolution wants the channels first, copies rows to and fro, and takes three times as long on a
 CPU. Sums are taken in float32 (float64 for float64).
 
-The slow, obvious twin is `torch.nn.functional.conv1d`, in tests/kernels/test_convolution.py.
+The slow reference is `torch.nn.functional.conv1d`, in tests/kernels/test_convolution.py.
 """
 
 from typing import Any

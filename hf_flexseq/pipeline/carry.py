@@ -21,7 +21,7 @@ prefix of the last chunk, which goes backward first and has the longest prefix; 
 where a layer reads less of it. It is in float32 (float64 for float64), because many chunks add to
 it.
 
-The slow, obvious twin is attention over the whole sequence, in `tests/pipeline/test_carry.py`.
+The slow reference is attention over the whole sequence, in `tests/pipeline/test_carry.py`.
 
 Rejected: transformers' cache, which appends, so that a replayed forward appends twice, and which
 its checkpointing drops without an error.

@@ -13,7 +13,7 @@ are divided as if they were one layer.
 Costs are integers, so that every rank finds the same split. Of equal splits the one with the
 fewest layers in front is taken, where most chunks are in flight.
 
-The slow, obvious twin, which tries every split, is in `tests/pipeline/test_divide.py`.
+The slow reference, which tries every split, is in `tests/pipeline/test_divide.py`.
 """
 
 from collections.abc import Sequence

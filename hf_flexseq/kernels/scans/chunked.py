@@ -18,7 +18,7 @@ are kept for the backward: K x V / C + V numbers for a token and head, beside th
 the inputs. Rejected: scanning again in the backward, which saves a quarter of this and takes a
 tenth longer.
 
-The slow, obvious twin goes token by token, in tests/kernels/scans.
+The slow reference goes token by token, in tests/kernels/scans.
 """
 
 from collections.abc import Sequence

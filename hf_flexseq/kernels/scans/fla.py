@@ -14,7 +14,7 @@ which would save the second forward, and change with every version.
 Inputs are a layer's own: q, k [tokens, key_heads, K], v [tokens, H, V], g [tokens, H] or [tokens,
 H, K], beta [tokens, H]; the output is rows, too, [tokens, H, V].
 
-The slow, obvious twin goes token by token, in tests/kernels/scans; with a stand-in for the package
+The slow reference goes token by token, in tests/kernels/scans; with a stand-in for the package
 that does the same, the calls are tested without a GPU.
 
 Mamba 2 has no such scan: `mamba_chunk_scan_combined` of mamba-ssm takes states for the rows of a

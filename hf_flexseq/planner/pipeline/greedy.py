@@ -21,7 +21,7 @@ One pass over the step, without a flush:
 There are other `Policy`s, each the best at times, and single actions can be put off
 (`deviations`): the best order of few chunks is seldom what any rule gives.
 
-The slow, obvious twin, a search over all orders, is `tests/planner/pipeline_exact.py`.
+The slow reference, a search over all orders, is `tests/planner/pipeline_exact.py`.
 
 Rejected as the only rule:
 

@@ -12,7 +12,7 @@ plan in which some rank waits for ever under these rules is a deadlock, and so i
 needs a reordered queue: an executor that posts receives in the order of its own list would hang
 there.
 
-The slow, obvious twin of `timed`, which pulls every edge of the plan's graph until nothing moves,
+The slow reference of `timed`, which pulls every edge of the plan's graph until nothing moves,
 is `relaxed` in tests/pipelines.py.
 """
 
