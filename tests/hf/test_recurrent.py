@@ -339,7 +339,7 @@ def test_a_mixer_with_the_forward_of_another():
     "family, options, message",
     [
         ("Lfm2", {"planner": "static", "sp_degree": 2}, "leave sp_degree out"),
-        ("Zamba2", {}, "of which layers share one attention"),
+        ("Zamba2", {}, "whose layers share one attention"),
     ],
 )
 def test_pipelines_that_could_not_carry_what_layers_need(tmp_path, family, options, message):
