@@ -72,14 +72,14 @@ def test_who_connects_to_a_rank_is_connected_to_by_it(monkeypatch):
     peers = {}
     for rank in range(topology.world_size):
         stub, _ = rank_of(monkeypatch, topology, rank)
-        inside, across, _ = lanes_of(stub)
+        inside, across = lanes_of(stub)
         peers[rank] = {peer for lane in (inside, across) for _, peer in lane.ran[1]}
     assert all(rank in peers[peer] for rank, others in peers.items() for peer in others)
 
 
 def test_a_single_message_is_a_batch(monkeypatch):
     stub, communicator = rank_of(monkeypatch, Topology(nodes=1, ranks_per_node=4), 1)
-    inside, _ = lanes_of(stub)
+    (inside,) = lanes_of(stub)
     Transfers(communicator, sends=[(torch.ones(3), 2)], recvs=[]).wait()
     assert inside.ran[-1] == [("send", 2)]
 
@@ -119,7 +119,7 @@ def test_a_start_on_1024_ranks_makes_few_groups(monkeypatch, rank, strategy):
     lanes = len(stub.groups)
     communicator.open_blocks(exchange_degrees(cost, topology, strategy=strategy, sp_degree=None))
     seconds = time.process_time() - began
-    assert lanes == 4  # the host's group, and three lanes
+    assert lanes == 3  # the host's group, and two lanes
     assert 1 <= len(stub.groups) - lanes <= 16
     assert all(rank in ranks for ranks in (group.ranks for group in stub.groups))
     assert seconds < 2, seconds
