@@ -15,7 +15,7 @@ def examples(count: int) -> int:
 
 
 def for_seeds(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test with `seed` from 0 to `count`, a tenth of that in the quick set, as one item.
+    """Run a test with every `seed` below `count`, as one item.
 
     A failure names its seed. The seeds share the fixtures of the test.
     """
@@ -23,7 +23,7 @@ def for_seeds(count: int) -> Callable[[Callable[..., None]], Callable[..., None]
     def decorated(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def of_all_seeds(**fixtures: object) -> None:
-            for seed in range(examples(count)):
+            for seed in range(count):
                 try:
                     test(seed=seed, **fixtures)
                 except BaseException as error:
@@ -40,7 +40,15 @@ def for_seeds(count: int) -> Callable[[Callable[..., None]], Callable[..., None]
 
 def others_nightly(cases: Iterable[object], tried: Container[object]) -> list[object]:
     """Return parameters for all `cases`; those that are not in `tried` run with `-m nightly`."""
-    found: list[object] = []
-    for case in cases:
-        found.append(case if case in tried else pytest.param(case, marks=pytest.mark.nightly))
-    return found
+    return _others_marked(cases, tried, pytest.mark.nightly)
+
+
+def others_slow(cases: Iterable[object], tried: Container[object]) -> list[object]:
+    """Return parameters for all `cases`; those that are not in `tried` are not quick."""
+    return _others_marked(cases, tried, pytest.mark.slow)
+
+
+def _others_marked(
+    cases: Iterable[object], tried: Container[object], mark: pytest.MarkDecorator
+) -> list[object]:
+    return [case if case in tried else pytest.param(case, marks=mark) for case in cases]

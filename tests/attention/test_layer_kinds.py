@@ -143,8 +143,8 @@ def run_every_kind(rank, world_size, checkpointed):
 @pytest.mark.parametrize(
     ("world_size", "checkpointed"),
     [
-        *((n, checkpointed) for n in range(1, 5) for checkpointed in (False, True)),
-        *(pytest.param(n, n % 2 == 0, marks=pytest.mark.slow) for n in (5, 8)),
+        *((n, checkpointed) for n in range(1, 4) for checkpointed in (False, True)),
+        *(pytest.param(n, n % 2 == 0, marks=pytest.mark.slow) for n in (4, 5, 8)),
         *(pytest.param(n, n % 2 == 0, marks=pytest.mark.nightly) for n in (6, 7)),
     ],
 )

@@ -115,8 +115,8 @@ def run_every_case(rank, world_size):
 @pytest.mark.parametrize(
     ("start", "world_size"),
     [
-        *((run_threads, world_size) for world_size in range(1, 5)),
-        *(pytest.param(run_threads, n, marks=pytest.mark.slow) for n in (5, 8)),
+        *((run_threads, world_size) for world_size in range(1, 4)),
+        *(pytest.param(run_threads, n, marks=pytest.mark.slow) for n in (4, 5, 8)),
         *(pytest.param(run_threads, n, marks=pytest.mark.nightly) for n in (6, 7)),
         *(pytest.param(run_ranks, n, marks=pytest.mark.processes) for n in (2, 4)),
     ],

@@ -186,6 +186,7 @@ def errors_in_stages(rank, world_size, family, degree, wanted):
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "degree"),
     [

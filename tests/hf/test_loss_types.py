@@ -83,7 +83,9 @@ def difference(make, folder):
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
-@pytest.mark.parametrize("wrap", [lambda model: model, adapted])
+@pytest.mark.parametrize(
+    "wrap", [lambda model: model, pytest.param(adapted, marks=pytest.mark.slow)]
+)
 def test_a_class_without_a_known_loss_is_named_with_what_makes_both_equal(
     tmp_path, caplog, make, wrap
 ):

@@ -245,6 +245,7 @@ def under_fsdp2(rank, world_size, nodes, seed, checkpointing, policy):
         (BY_LANE, True, FsdpPolicy(reduces_each=False, regathers=False)),
     ],
 )
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "nodes"), CASES)
 def test_plans_end_under_fsdp2_in_lockstep(launches, world_size, nodes, checkpointing, policy):
     seed = SEEDS[checkpointing]

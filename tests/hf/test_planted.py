@@ -57,6 +57,7 @@ def test_the_planted_pickles_would_run(tmp_path):
     assert len(marks(tmp_path)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", [pickled, saved_by_torch])
 def test_no_file_of_a_checkpoint_runs_code(tmp_path, plant):
     make_trainer(tmp_path, max_steps=2).train()

@@ -98,7 +98,8 @@ def test_a_group_across_nodes_equals_one_process(strategy, wanted, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "per_node", "use_blocks"), [(2, 1, True), (2, 2, True), (3, 2, False)]
+    ("nodes", "per_node", "use_blocks"),
+    [(2, 1, True), (2, 2, True), pytest.param(3, 2, False, marks=pytest.mark.slow)],
 )
 def test_random_plans_on_nodes_equal_one_process(nodes, per_node, use_blocks, wanted):
     topology = Topology(nodes=nodes, ranks_per_node=per_node)

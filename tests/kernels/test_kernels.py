@@ -248,7 +248,11 @@ def test_16_bit_error_is_at_most_twice_that_of_plain_softmax(kernel, dtype, caus
         assert (got.double() - true).abs().max() <= 2 * (rough.double() - true).abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_16_bit_gradients_do_not_lose_accuracy_with_length_or_shared_heads(dtype):
     """1,409 tokens and four query heads to a key head: as good as float32 math that is rounded
     once."""

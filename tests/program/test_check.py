@@ -66,6 +66,7 @@ def test_random_plans_come_to_their_end(seed, monkeypatch):
             check(programs, shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced", "ulysses", "hybrid"])
 def test_a_group_of_64_ranks_comes_to_its_end(strategy):
     topology = Topology(nodes=8, ranks_per_node=8)

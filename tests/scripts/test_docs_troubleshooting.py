@@ -61,6 +61,7 @@ def test_there_are_about_25():
     assert len(set(QUOTED)) == len(QUOTED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", [one for one in QUOTED if one not in OF_OTHERS])
 def test_a_quoted_error_is_one_of_the_code(message):
     assert is_printed(message)

@@ -280,6 +280,7 @@ def test_both_trainers_train_alike():
     assert sum("| ok |" in line for line in section.lines) == 2
 
 
+@pytest.mark.slow
 def test_a_strategy_is_held_to_the_error_of_a_kernel_call(monkeypatch):
     kinds = part("kinds")
     name = "window 128 with sinks"
@@ -291,6 +292,7 @@ def test_a_strategy_is_held_to_the_error_of_a_kernel_call(monkeypatch):
     assert not kinds.kinds_section(rehearsal()).holds
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_recurrence_are_held_to_the_error_of_one(monkeypatch):
     recurrent = part("recurrent")
     monkeypatch.setattr(recurrent, "KINDS", ("convolution", "gated delta"))

@@ -26,6 +26,7 @@ from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.planned_step import DrawnStep, PlannedStep
 from hf_flexseq.topology import Topology
 from tests.budget import examples as budget
+from tests.budget import others_slow
 from tests.hf.by_hand import CPU, TWO_NODES, drawn_row, summed_gradients
 from tests.hf.test_exactness import whole
 from tests.hf.tiny import (
@@ -258,7 +259,7 @@ def errors_of(rank, world_size, cases, wanted):
     return found
 
 
-@pytest.mark.parametrize("world_size", TOPOLOGIES)
+@pytest.mark.parametrize("world_size", others_slow(TOPOLOGIES, tried=[2]))
 def test_gradients_of_any_loss_equal_one_process(world_size):
     cases = cases_of(world_size, max(budget(16), 8))
     wanted = [
