@@ -75,7 +75,15 @@ def compiled(plan, index, topology, passes, shape):
 
 
 @pytest.mark.parametrize("remap", [False, True])
-@pytest.mark.parametrize(("nodes", "ranks"), [(2, 4), (2, 8), (3, 6), (4, 8)])
+@pytest.mark.parametrize(
+    ("nodes", "ranks"),
+    [
+        (2, 4),
+        pytest.param(3, 6, marks=pytest.mark.slow),
+        pytest.param(4, 8, marks=pytest.mark.slow),
+        pytest.param(2, 8, marks=pytest.mark.nightly),
+    ],
+)
 def test_programs_end_on_the_strictest_transport(nodes, ranks, remap):
     rng = random.Random(nodes * ranks)
     topology = Topology(nodes=nodes, ranks_per_node=ranks // nodes)
@@ -172,7 +180,7 @@ def test_a_ring_and_a_remapping_are_the_same_to_the_bit(start):
     assert assert_same(by_rank) == len(cases)
 
 
-@pytest.mark.parametrize(("nodes", "ranks"), [(2, 4), (3, 6)])
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 4), pytest.param(3, 6, marks=pytest.mark.slow)])
 def test_random_plans_are_the_same_to_the_bit(nodes, ranks):
     rng = random.Random(nodes)
     cases = []
