@@ -42,7 +42,7 @@ def resolve_sync(
 
 def _reduces_by_itself(accelerator: Accelerator) -> bool:
     """Return True if DeepSpeed or a communication hook reduces gradients, instead of
-    `hf_flexseq/steps/reduction.py`."""
+    `hf_flexseq/hf/reduction.py`."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return True
     hook = getattr(accelerator.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
