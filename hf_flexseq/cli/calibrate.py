@@ -36,8 +36,6 @@ def _summary(record: dict[str, Any]) -> str:
     speeds = ", ".join(f"{degree}: {speed / 1e9:.3g}" for degree, speed in cost["bandwidths"])
     linear_us = 1e6 * cost["linear_s"]
     micro_batch_ms = 1e3 * cost["micro_batch_s"]
-    mean_percent = 100 * errors["mean"]
-    p95_percent = 100 * errors["p95"]
     lines = (
         f"{record['model']} in {record['dtype']} on {nodes} x {ranks_per_node} "
         f"{record['device']}, torch {record['torch']}",
@@ -46,8 +44,8 @@ def _summary(record: dict[str, Any]) -> str:
         *_kinds(cost),
         f"GB/s by degree: {speeds}",
         _host(record),
-        f"on {errors['micro_batches']} micro-batches held out of the fit: off by "
-        f"{mean_percent:.1f} % on average, {p95_percent:.1f} % at the 95th percentile",
+        f"on {len(errors['errors'])} micro-batches held out of the fit: off by "
+        f"{100 * errors['median']:.1f} % at the median",
     )
     return "\n".join(lines)
 
@@ -86,13 +84,11 @@ def _host(record: dict[str, Any]) -> str:
     nodes, ranks_per_node = record["topology"]
     if nodes * ranks_per_node == 1:
         return "launches and posts of groups: estimated, since one rank has no group"
-    names = ("launch_s", "post_s", "message_s")
-    launch_us, post_us, message_us = (1e6 * record["host"][name] for name in names)
-    contact_s = record["cost_model"]["contact_s"]
-    contact = f"{contact_s:.3g} s to connect two ranks at their first message"
-    if not contact_s:
-        contact = "all ranks are connected at the start"
+    cost = record["cost_model"]
+    launch_us, post_us, message_us = (
+        1e6 * cost[name] for name in ("launch_s", "post_s", "message_s")
+    )
     return (
-        f"the host: {launch_us:.3g} us per launch, {post_us:.3g} us per post, {message_us:.3g} us "
-        f"per message; {contact}"
+        f"the host, all layers: {launch_us:.3g} us per launch, {post_us:.3g} us per post, "
+        f"{message_us:.3g} us per message"
     )

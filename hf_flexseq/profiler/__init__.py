@@ -1,16 +1,13 @@
 """Measure what steps cost on the machine at hand, and fit a `CostModel` to it.
 
-    calibrate.py  the door: design, measure, fit
-    design.py     decides which micro-batches are run, and how large, from an amount of work that
-                  is counted beforehand
-    bench.py      makes their runs, with copies of the model
-    measure.py    times these on all ranks in turns, and gathers medians
-    host.py       seconds of the host per launch, post and message, from next to no tokens
-    runs.py       the parts of a layer that are run alone: attention, all-to-alls, ring transfers
-    fit.py        non-negative least squares: the constants of the closed form, and their errors on
-                  other micro-batches
+    calibrate.py  design, measure, fit: the entry point
+    design.py     decides which micro-batches and transfers are timed, and how large
+    measure.py    times them on all ranks in turns, and gathers medians
+    transfers.py  the transfers that are timed alone
+    fit.py        one linear system for all constants, solved by non-negative least squares
+    estimate.py   the cost model that arithmetic gives
     cache.py      keeps fits between runs
 
-Nothing here knows how a model is built: `hf/calibration/probe.py` hands over a `ProbeFactory`,
+The profiler does not know how a model is built: `hf/calibration/probe.py` passes a `ProbeFactory`,
 whose copies of the model run one micro-batch.
 """

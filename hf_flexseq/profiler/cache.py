@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hf_flexseq.cost import CostModel
 
-FORMAT = 5  # version of what is measured and how; raised when older fits must not be used any more
+FORMAT = 6  # version of what is measured and how; raised when older fits must not be used any more
 
 
 def cache_path(folder: Path, key: Mapping[str, object]) -> Path:

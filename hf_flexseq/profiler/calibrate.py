@@ -1,17 +1,16 @@
 """Measure what training a model costs on the machine at hand, and fit a `CostModel` to it.
 
 1. design.py decides what is run.
-2. measure.py runs it on all ranks, with copies of the model that the caller's `ProbeFactory`
-   makes: the profiler itself does not know how a model is built.
+2. measure.py runs it on all ranks, with copies of the model from the caller's `ProbeFactory`.
 3. fit.py turns the seconds into constants, on rank 0, and tells how far they are off on other
    micro-batches.
 
 Bytes per token and memory stay those of the estimate: they are arithmetic, not measurements. So
-does whether the device hides what the host does.
+does whether the device hides what the host does, and the seconds of a first message.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,9 @@ import torch
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.profiler.bench import ProbeFactory
-from hf_flexseq.profiler.design import Design, Effort, make_design, timed_bytes
-from hf_flexseq.profiler.fit import fit_compute, fit_links, of_depth, relative_errors
-from hf_flexseq.profiler.host import HostSeconds, fit_host
-from hf_flexseq.profiler.measure import Timings, device_name, measure
-from hf_flexseq.topology import Topology
+from hf_flexseq.profiler.design import Effort, make_design
+from hf_flexseq.profiler.fit import Terms, fit, price, relative_errors
+from hf_flexseq.profiler.measure import ProbeFactory, device_name, measure
 
 MAX_ERROR = 0.5  # mean relative error on other micro-batches above which a fit makes no sense
 
@@ -37,28 +33,16 @@ class Calibration:
     cost: CostModel
     errors: tuple[float, ...]
     """|predicted - measured| / measured of each micro-batch held out of the fit."""
-    latencies_s: tuple[tuple[int, float], ...]
-    """(degree, seconds that the all-to-alls of one layer take whatever they move). The cost model
-    has the mean of what is not the host's work."""
-    ring_latencies_s: tuple[tuple[int, float], ...]
-    """(degree, the same of the transfers of one layer in a ring)."""
-    host: HostSeconds
-    """What the host takes for launches, posts and messages, in one layer."""
     tokens: int
-    """The most tokens that a rank had in one whole micro-batch."""
+    """Tokens of a rank in the largest micro-batch of the deepest copy."""
 
     @property
-    def hold_out_mean(self) -> float:
-        """Mean of the errors."""
-        return float(np.mean(self.errors))
-
-    @property
-    def hold_out_p95(self) -> float:
-        """95th percentile of the errors."""
-        return float(np.percentile(self.errors, 95))
+    def median_error(self) -> float:
+        """Median of the errors."""
+        return float(np.median(self.errors))
 
     def objection(self) -> str | None:
-        """Say why the fit makes no sense, or return None when it does."""
+        """Say why the fit makes no sense, or return None if it does."""
         attention_s = self.cost.attention_s + sum(kind.attention_s for kind in self.cost.kinds)
         if self.cost.attention_share and not attention_s > 0:
             return "attention takes no measurable time"
@@ -66,51 +50,27 @@ class Calibration:
             # A convolution takes so little that it may fit as nothing.
             if kind.kind != "convolution" and not kind.token_s > 0:
                 return f"{kind.kind} layers take no measurable time"
-        if not self.hold_out_mean <= MAX_ERROR:
-            return (
-                f"micro-batches held out of the fit are off by {self.hold_out_mean:.0%} on average"
-            )
+        mean = float(np.mean(self.errors))
+        if not mean <= MAX_ERROR:
+            return f"micro-batches held out of the fit are off by {mean:.0%} on average"
         return None
 
-    def parts(self) -> dict[str, Any]:
-        """Return all fields as plain JSON values; `from_parts` is the inverse."""
+    def to_record(self) -> dict[str, Any]:
+        """Return plain JSON values: the cost model and how far it is off."""
         return {
-            "cost": self.cost.to_record(),
-            "errors": list(self.errors),
-            "latencies_s": [list(pair) for pair in self.latencies_s],
-            "ring_latencies_s": [list(pair) for pair in self.ring_latencies_s],
-            "host": asdict(self.host),
+            "cost_model": self.cost.to_record(),
+            "hold_out": {"median": self.median_error, "errors": list(self.errors)},
             "tokens": self.tokens,
         }
 
     @classmethod
-    def from_parts(cls, parts: dict[str, Any]) -> "Calibration":
-        """Return the calibration whose `parts` these are."""
+    def from_record(cls, record: dict[str, Any]) -> "Calibration":
+        """Return the calibration whose `to_record` this is."""
         return cls(
-            cost=CostModel.from_record(parts["cost"]),
-            errors=tuple(parts["errors"]),
-            latencies_s=tuple((degree, seconds) for degree, seconds in parts["latencies_s"]),
-            ring_latencies_s=tuple(
-                (degree, seconds) for degree, seconds in parts["ring_latencies_s"]
-            ),
-            host=HostSeconds(**parts["host"]),
-            tokens=parts["tokens"],
+            cost=CostModel.from_record(record["cost_model"]),
+            errors=tuple(record["hold_out"]["errors"]),
+            tokens=record["tokens"],
         )
-
-    def to_record(self) -> dict[str, Any]:
-        """Return plain JSON values: the cost model and the figures that say how good it is."""
-        return {
-            "cost_model": self.cost.to_record(),
-            "hold_out": {
-                "mean": self.hold_out_mean,
-                "p95": self.hold_out_p95,
-                "micro_batches": len(self.errors),
-            },
-            "latencies_s": [list(pair) for pair in self.latencies_s],
-            "ring_latencies_s": [list(pair) for pair in self.ring_latencies_s],
-            "host": asdict(self.host),
-            "tokens": self.tokens,
-        }
 
 
 def calibrate(
@@ -129,64 +89,29 @@ def calibrate(
     timings allow no fit at all.
     """
     topology = communicator.topology
-    design = make_design(shape, estimate, topology, effort)
-    timings = measure(
-        design, probes, shape, estimate, communicator, device=device, rounds=effort.rounds
-    )
+    model = probes.layers
+    design = make_design(model, shape, estimate, topology, effort)
+    terms = Terms.of(estimate, shape)
+    timings = measure(design, probes, terms, communicator, device=device, rounds=effort.rounds)
 
-    def fit() -> Calibration:
-        return _fit(design, timings, shape, estimate, topology, name=device_name(device))
+    def fitted() -> Calibration:
+        seconds = fit(timings.samples, terms)
+        measured = replace(
+            estimate,
+            name=f"measured-{device_name(device)}",
+            ring_overlap=timings.overlap,
+            all_to_all_overlap=timings.overlap,
+            nics_per_node=timings.nics_per_node,
+            transfer_s=timings.transfer_s,
+        )
+        copy = price(seconds, measured, model, design.copies[0])
+        return Calibration(
+            cost=price(seconds, measured, model, model),
+            errors=relative_errors(copy, design.mixes, timings.mix_seconds, topology),
+            tokens=design.tokens,
+        )
 
-    return _on_rank_0(fit, communicator)
-
-
-def _fit(
-    design: Design,
-    timings: Timings,
-    shape: ModelShape,
-    estimate: CostModel,
-    topology: Topology,
-    *,
-    name: str,
-) -> Calibration:
-    """Fit the constants for the whole model, and test them on the mixes. name: of the device."""
-    # 1. constants of one layer and of everything around the layers
-    one_layer = [kind.one_layer(shape.layers) for kind in estimate.recurrent]
-    compute = fit_compute(timings.samples, one_layer)
-    links = fit_links(
-        timings.samples, estimate, moved=timed_bytes(estimate, shape), overlap=timings.overlap
-    )
-    host = fit_host(timings.small, HostSeconds.of(estimate, shape.layers))
-
-    # 2. the mixes, as predicted for the deepest copy, which ran them
-    depth = max(design.depths)
-    number = design.depths.index(depth)
-    mixers = design.mixers[number]
-    copy = of_depth(estimate, shape.layers, depth, without_attention=mixers.without_attention)
-    copy = compute.fill(copy, depth, design.reaches[number], mixers)
-    copy = host.fill(links.fill(copy, depth, host), depth)
-    errors = relative_errors(copy, design.mixes, timings.mix_seconds, topology)
-
-    # 3. the whole model
-    cost = compute.fill(estimate, shape.layers, shape.reaches, shape.mixers)
-    cost = links.fill(cost, shape.layers, host)
-    cost = host.fill(cost, shape.layers)
-    contact_s = estimate.contact_s if timings.contact_s is None else timings.contact_s
-    cost = replace(
-        cost,
-        name=f"measured-{name}",
-        nics_per_node=timings.nics_per_node,
-        transfer_s=timings.transfer_s,
-        contact_s=contact_s,
-    )
-    return Calibration(
-        cost=cost,
-        errors=errors,
-        latencies_s=links.latencies_s,
-        ring_latencies_s=links.ring_latencies_s,
-        host=host,
-        tokens=design.sizes.tokens,
-    )
+    return _on_rank_0(fitted, communicator)
 
 
 def _on_rank_0(function: Callable[[], Calibration], communicator: Communicator) -> Calibration:
@@ -194,14 +119,13 @@ def _on_rank_0(function: Callable[[], Calibration], communicator: Communicator) 
 
     Least squares may differ in their last bits between machines.
     """
-    calibration, problem = None, ""
+    record, problem = None, ""
     if communicator.rank == 0:
         try:
-            calibration = function()
+            record = function().to_record()
         except ValueError as error:
             problem = str(error)
-    parts = None if calibration is None else calibration.parts()
-    parts, problem = communicator.host.broadcast_value((parts, problem))
-    if parts is None:
+    record, problem = communicator.host.broadcast_value((record, problem))
+    if record is None:
         raise ValueError(problem)
-    return Calibration.from_parts(parts)
+    return Calibration.from_record(record)

@@ -1,53 +1,49 @@
-"""Fit the constants of the cost model to timed runs, by non-negative least squares in plain numpy.
+"""Fit the constants of the cost model to timed runs: one linear system, for all of them.
 
-1. Attention, linear layers and constants, from micro-batches that every rank runs alone, with k
-   layers each, and from the attention kernel alone, which may be far longer than a whole model
-   could be:
+Every run is an equation. Its row has the amount of each *term*, its solution the seconds of one:
 
-       seconds(model)  = k a1 S2 + k a2 S1 + k c + head S1 + b        S2, S1: sums of squared
-                                                                      lengths and of lengths
-       seconds(kernel) =   a1 S2 + k1 S1 + k0                         k1, k0: the kernel's share of
-                                                                      a2 and c
+    copy of a model    linear       tokens x layers           head         tokens
+                       layer        layers                    micro-batch  1
+                       a reach      squared tokens, or two pairs of a window or chunk
+                       scan, again  tokens of a kind of recurrent layers, with chunks filled up;
+                                    again where ranks share a sequence
+    its groups, and    launch, post, message   as `cost/launches.py` counts them, layers x
+    bare transfers     group        exchanging layers
+                       (strategy, degree)      bytes that a rank moves
 
-   Of a model whose layers do not all read all keys, k a1 S2 is a sum over reaches: with k_r layers
-   of reach r, a1 of its own and the pairs P_r that it leaves of a sequence, k_r a_r 2 P_r.
-   Recurrent layers add k_r t_r S1 for each kind, of which
+A model of any depth is priced by the same terms, so that models too large to be run whole are
+measured with a few layers. Every equation is divided by its seconds: relative errors count, and a
+short run as much as a long one.
 
-       seconds(scan)   =   t_r S1 + a constant                        convolution and scan alone
-       seconds(again)  =   t'_r S1 + a constant                       the second pass alone
+On one processor for host and device, such as a CPU, a post holds the latency of the link, too:
+nothing else goes on meanwhile. Whether launches hide under attention is not measured: it is the
+estimate's. How much of a transfer attention hides is measured separately.
 
-   so that models too large to be run whole are measured with two depths and priced at any other.
-2. Bandwidth of each degree, from the all-to-alls of one layer alone: bytes / v + latency; and what
-   a ring's bytes are worth at that bandwidth, from the ring transfers of one layer alone. What of
-   the latencies is no work of the host (`host.py`) is a group's own. How much of the transfers
-   attention hides is measured separately.
-
-Every equation is divided by its measured seconds: relative errors count, and a short run as much
-as a long one. The best of all subsets of unknowns is taken, the others being zero: there are few,
-so this is exact and obvious.
-
-Rejected: iterating over active sets (Lawson and Hanson), which pays from dozens of unknowns on;
-and taking transfers from what whole micro-batches in groups take beyond their arithmetic, which is
-a small difference of two large, noisy numbers.
+Rejected: SciPy's `nnls`, which does the same and would be a dependency for these thirty lines.
+Rejected: clipping of plain least squares, whose other unknowns then compensate for what was
+clipped.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_flexseq.cost import CostModel, lockstep_ns
-from hf_flexseq.cost.analytic import NO_MIXERS, Mixers
-from hf_flexseq.cost.kinds import NearLayers
-from hf_flexseq.cost.recurrent import RecurrentLayers, scan_chunk
+from hf_flexseq.cost.analytic import ModelShape
+from hf_flexseq.cost.kinds import busiest_pairs, halos
+from hf_flexseq.cost.launches import EXCHANGES, LayerWork, halo_work, layer_work, segments_work
+from hf_flexseq.cost.recurrent import filled, scan_chunk
+from hf_flexseq.cost.rings import RING_PASSES
 from hf_flexseq.layers import FULL, Reach
-from hf_flexseq.profiler.design import LayersOfReach, ProbeLayout
+from hf_flexseq.profiler.design import Layers, LayerType, ProbeLayout, ProbeShape
 from hf_flexseq.topology import Topology
 
 Floats = NDArray[np.float64]
+Term = Hashable
+Row = dict[Term, float]  # the amount of each term in a run
 
 # A latency explains at most the other half of the longest transfer. Without this bound, timings
 # that hardly grow with the bytes would fit a latency and no bytes at all, an endless bandwidth.
@@ -58,367 +54,246 @@ RING_FACTORS = (0.1, 10.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A timed run in which every working rank does the same."""
+    """A timed run."""
 
-    strategy: str
-    """`local`: a model on each rank. `kernel`: the attention of one layer on each rank. `scan`:
-    convolution and scan of one recurrent layer, and `again` the second pass of that. `ulysses` or
-    `zigzag`: the bare transfers of one layer in groups of `degree` ranks. In host.py: the
-    attention of one layer by that strategy, or one of its names for bare transfers."""
-    degree: int
-    """Ranks of a group."""
-    layers: int
-    """Layers of the model for `local`, else 1."""
-    lengths: tuple[int, ...]
-    """Tokens of each sequence of one group."""
+    shape: ProbeShape
     seconds: float
     """Seconds of forward and backward together."""
-    reaches: LayersOfReach = ()
-    """The layers that do not read all keys."""
-    mixers: Mixers = NO_MIXERS
-    """The recurrent layers, and those without attention."""
 
-    @property
-    def tokens(self) -> int:
-        """Sum of the lengths."""
-        return sum(self.lengths)
 
-    @property
-    def squares(self) -> int:
-        """Sum of the squared lengths."""
-        return sum(length * length for length in self.lengths)
+# ---- rows
 
-    def pairs(self, reach: Reach) -> int:
-        """Return twice the (query, key) pairs of all layers of a reach; of full ones the squared
-        tokens."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """Counts the terms of runs."""
+
+    exchanged: float
+    """Bytes that Ulysses moves in a layer for each token of a group."""
+    passed_on: float
+    """Bytes that a ring of two moves in a layer for each token of a group."""
+    estimate: CostModel
+    """The model's estimate, whose heads stretch attention under Ulysses."""
+
+    @classmethod
+    def of(cls, estimate: CostModel, shape: ModelShape) -> "Terms":
+        """Return those of a model. A layer without attention counts as one that moves its hidden
+        states."""
+        hidden = float(EXCHANGES * shape.hidden * shape.dtype_bytes)
+        layers = max(1, shape.attention_count)
+        return cls(
+            exchanged=estimate.all_to_all_bytes / layers or hidden,
+            passed_on=(estimate.ring_bytes or 0.0) / layers or hidden,
+            estimate=estimate,
+        )
+
+    def row(self, shape: ProbeShape) -> Row:
+        """Return the amount of each term of a run."""
+        if not shape.layers:
+            return self._transfers(shape)
+        tokens = sum(shape.lengths) / shape.degree
+        depth = sum(shape.layers.values())
+        row: Row = {"linear": depth * tokens, "head": tokens, "layer": depth, "micro-batch": 1}
+        for kind, count in shape.layers.items():
+            for term, amount in self._layer(kind, shape):
+                row[term] = row.get(term, 0.0) + count * amount
+        return row
+
+    def _layer(self, kind: LayerType, shape: ProbeShape) -> Iterator[tuple[Term, float]]:
+        """Yield what one layer of a type adds to a run."""
+        degree, strategy = shape.degree, shape.strategy
+        s = np.array(shape.lengths, dtype=np.float64)  # [sequences]
+        if kind.reach is not None:
+            yield kind.reach, self._pairs(kind.reach, s, degree, strategy)
+            if degree > 1:
+                is_near = not kind.reach.is_full and strategy == "zigzag"
+                work = halo_work if is_near else layer_work
+                yield from _host(work(strategy, degree))
+                moved: float = self.bytes_moved(shape)
+                if is_near:
+                    moved = self.passed_on * float(halos(kind.reach, s, degree, strategy).sum())
+                yield (strategy, degree), moved
+        if kind.recurrent is not None:
+            scanned = float(filled(s, scan_chunk(kind.recurrent), degree, strategy).sum())
+            yield ("scan", kind.recurrent), scanned
+            if degree > 1:
+                yield from _host(segments_work(kind.recurrent, strategy, degree))
+                if kind.recurrent != "convolution":
+                    yield ("again", kind.recurrent), scanned
+
+    def _pairs(self, reach: Reach, s: Floats, degree: int, strategy: str) -> float:
+        """Return twice the pairs of the busiest rank; of layers that read all keys the squared
+        tokens. s: [sequences] tokens."""
+        stretch = self.estimate.head_stretch(degree) if strategy == "ulysses" else 1.0
         if reach == FULL:
-            full_layers = self.layers - self.mixers.without_attention
-            full_layers -= sum(layers for layers, _ in self.reaches)
-            return full_layers * self.squares
-        layers = {one: count for count, one in self.reaches}.get(reach, 0)
-        return 2 * layers * sum(reach.pairs(length) for length in self.lengths)
+            return float((s * s).sum()) / degree * stretch
+        slices = 1 if strategy == "ulysses" else degree
+        pairs = busiest_pairs(reach, s, slices, strategy)
+        return float(pairs.sum()) * slices / degree * stretch
 
-    def scanned(self, kind: str) -> int:
-        """Return the tokens of all recurrent layers of a kind, with chunks filled up."""
-        layers = {one: count for count, one in self.mixers.recurrent}.get(kind, 0)
-        chunk = scan_chunk(kind)
-        return layers * sum(-(-length // chunk) * chunk for length in self.lengths)
+    def bytes_moved(self, shape: ProbeShape) -> int:
+        """Return the bytes that a rank of a group moves in one layer."""
+        tokens = sum(shape.lengths) / shape.degree
+        if shape.strategy == "ulysses":
+            return int(self.exchanged * tokens)
+        return int(self.passed_on * tokens) * (shape.degree - 1)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compute:
-    """Seconds of a micro-batch that one rank runs alone, in the constants of step 1."""
-
-    attention_s: float
-    """Seconds of a full layer per squared token (a1)."""
-    linear_s: float
-    """Seconds of a layer per token (a2)."""
-    layer_s: float
-    """Seconds of a layer whatever tokens it has (c)."""
-    head_s: float
-    """Seconds per token outside of the layers (head)."""
-    base_s: float
-    """Seconds of a model without layers or tokens (b)."""
-    near_s: tuple[tuple[Reach, float], ...] = ()
-    """(reach, seconds of a layer per two pairs) of layers that do not read all keys."""
-    recurrent: tuple[RecurrentLayers, ...] = ()
-    """One recurrent layer of each kind."""
-
-    def fill(
-        self,
-        model: CostModel,
-        layers: int,
-        reaches: LayersOfReach = (),
-        mixers: Mixers = NO_MIXERS,
-    ) -> CostModel:
-        """Return `model` with these constants for a model of `layers` layers, some of which do not
-        read all keys, are recurrent, or have no attention. Raises ValueError for a model whose
-        tokens take no time."""
-        if not layers * self.linear_s + self.head_s > 0:
-            raise ValueError(
-                "more tokens take no more time: something else has used this machine meanwhile; "
-                "measure when it is idle, or take cost_model='estimate'"
-            )
-        seconds = dict(self.near_s)
-        full_layers = with_attention = layers - mixers.without_attention
-        kinds = []
-        for count, reach in reaches:
-            full_layers -= count
-            kinds.append(
-                NearLayers(
-                    reach=reach, share=count / with_attention, attention_s=count * seconds[reach]
-                )
-            )
-        one_layer = {one.kind: one for one in self.recurrent}
-        recurrent = [one_layer[kind].of_layers(count, layers) for count, kind in mixers.recurrent]
-        return replace(
-            model,
-            kinds=tuple(kinds),
-            recurrent=tuple(recurrent),
-            attention_share=with_attention / layers,
-            attention_s=full_layers * self.attention_s,
-            linear_s=layers * self.linear_s + self.head_s,
-            micro_batch_s=layers * self.layer_s + self.base_s,
-        )
+    def _transfers(self, shape: ProbeShape) -> Row:
+        """Return the terms of one layer's transfers alone, as transfers.py makes them."""
+        posts, messages_of_post = EXCHANGES, 2 * (shape.degree - 1)
+        if shape.strategy == "zigzag":
+            posts, messages_of_post = RING_PASSES * (shape.degree - 1), 2
+        work = LayerWork(calls=0, launches=0, posts=posts, messages=posts * messages_of_post)
+        return {(shape.strategy, shape.degree): self.bytes_moved(shape), **dict(_host(work))}
 
 
-class HostTransfers(Protocol):
-    """What the host takes for transfers: `HostSeconds` in host.py."""
-
-    def transfers_s(self, strategy: str, degree: int) -> float:
-        """Return the seconds of the host for one layer's transfers of a group."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FittedLinks:
-    """Transfers between ranks, in the constants of step 2."""
-
-    bandwidths: tuple[tuple[int, float], ...]
-    """(degree, bytes/s that a rank moves), ascending by degree."""
-    latencies_s: tuple[tuple[int, float], ...]
-    """(degree, seconds that the all-to-alls of one layer take whatever bytes they move)."""
-    ring_latencies_s: tuple[tuple[int, float], ...]
-    """(degree, the same of a layer's transfers in a ring)."""
-    ring_factor: float
-    """How many times as long a byte takes in a ring as in an all-to-all."""
-    overlap: float
-    """Share of a transfer that attention hides, 0 to 1; `ring_overlap` in `CostModel`."""
-
-    def fill(self, model: CostModel, layers: int, host: HostTransfers) -> CostModel:
-        """Return `model`, which has `layers` layers, with these transfers.
-
-        Bytes of rings count as many as they are worth at the pace of an all-to-all. Latencies
-        count by the mean, over strategies and degrees, of what they have beyond the host's work.
-        """
-        beyond = []
-        for strategy, latencies_s in (
-            ("ulysses", self.latencies_s),
-            ("zigzag", self.ring_latencies_s),
-        ):
-            for degree, seconds in latencies_s:
-                beyond.append(max(0.0, seconds - host.transfers_s(strategy, degree)))
-        latency_s = float(np.mean(beyond)) if beyond else 0.0
-        ring_bytes = model.ring_bytes
-        if ring_bytes is not None:
-            ring_bytes = ring_bytes * self.ring_factor
-        return replace(
-            model,
-            bandwidths=self.bandwidths,
-            group_s=layers * _exchanging_share(model) * latency_s,
-            ring_bytes=ring_bytes,
-            query_bytes=model.query_bytes * self.ring_factor,
-            ring_overlap=self.overlap,
-            all_to_all_overlap=self.overlap,
-        )
-
-
-def _exchanging_share(model: CostModel) -> float:
-    """Return how often a layer exchanges something, on average: attention and scan both do."""
-    return model.attention_share + sum(kind.share for kind in model.recurrent)
+def _host(work: LayerWork) -> Iterator[tuple[Term, float]]:
+    """Yield the terms of one exchange of a layer besides its bytes."""
+    yield "launch", work.launches
+    yield "post", work.posts
+    yield "message", work.messages
+    yield "group", 1
 
 
 # ---- least squares
 
 
 def nnls(rows: Floats, seconds: Floats) -> Floats:
-    """Return the x >= 0, [unknowns], that minimises ||rows x - seconds||.
+    """Return the x >= 0, [unknowns], that minimises ||rows x - seconds||, by Lawson and Hanson.
 
-    rows: [equations, unknowns], some ten unknowns at most. seconds: [equations].
+    rows: [equations, unknowns]. seconds: [equations].
     """
-    unknowns = rows.shape[1]
     # Columns differ by many orders of magnitude (a constant, a squared length): scaled to 1.
     scale = np.maximum(np.abs(rows).max(axis=0), np.finfo(np.float64).tiny)  # [unknowns]
-    best = np.zeros(unknowns)
-    least = float(seconds @ seconds)  # squared error of x = 0
-    for count in range(1, unknowns + 1):
-        for subset in combinations(range(unknowns), count):
-            columns = list(subset)
-            scaled = rows[:, columns] / scale[columns]  # [equations, count]
-            solution = np.linalg.lstsq(scaled, seconds, rcond=None)[0]  # [count]
-            error = float(np.square(scaled @ solution - seconds).sum())
-            if (solution >= 0).all() and error < least:
-                least = error
-                best = np.zeros(unknowns)
-                best[columns] = solution / scale[columns]
-    return best
+    scaled = rows / scale
+    x = np.zeros(rows.shape[1])
+    free = np.zeros(rows.shape[1], dtype=bool)  # which unknowns may be positive
+    for _ in range(10 * len(x)):
+        slope = scaled.T @ (seconds - scaled @ x)  # of the squared error, downwards
+        slope[free] = 0.0
+        if slope.max() <= 1e-10 * np.abs(seconds).max():
+            break
+        free[slope.argmax()] = True
+        while True:
+            wanted = np.zeros_like(x)
+            wanted[free] = np.linalg.lstsq(scaled[:, free], seconds, rcond=None)[0]
+            negative = free & (wanted < 0)
+            if not negative.any():
+                break
+            # Go towards `wanted` until the first unknown is 0, and leave that one there.
+            step = (x[negative] / (x[negative] - wanted[negative])).min(initial=1.0)
+            x = x + step * (wanted - x)
+            free &= ~(negative & (x <= 1e-14 * x.max()))
+            x[~free] = 0.0
+        x = wanted
+    found: Floats = x / scale
+    return found
 
 
-def relative_nnls(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Solve `nnls` with each equation divided by its seconds, so that relative errors count."""
-    measured = np.array(seconds)  # [equations]
-    relative_rows = np.array(rows, dtype=np.float64) / measured[:, None]  # [equations, unknowns]
-    ones = np.ones_like(measured)  # the seconds, divided by themselves
-    solution: list[float] = nnls(relative_rows, ones).tolist()
-    return solution
+def fit(samples: Sequence[Sample], terms: Terms) -> dict[Term, float]:
+    """Return the seconds of one of each term, 0 for terms that take no time."""
+    rows = [terms.row(sample.shape) for sample in samples]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    measured = np.array([sample.seconds for sample in samples])  # [equations]
+    amounts = np.array([[row.get(name, 0.0) for name in names] for row in rows], dtype=np.float64)
+    # Divided by the seconds, so that relative errors count.
+    solution = nnls(amounts / measured[:, None], np.ones_like(measured))
+    found = dict(zip(names, solution.tolist(), strict=True))
+    for sample, row in zip(samples, rows, strict=True):
+        link = (sample.shape.strategy, sample.shape.degree)
+        if not sample.shape.layers and row[link]:  # with bytes
+            found[link] = max(found[link], LEAST_BYTE_SHARE * sample.seconds / row[link])
+    return found
 
 
-# ---- step 1
+# ---- the cost model
 
 
-def fit_compute(samples: Sequence[Sample], recurrent: Sequence[RecurrentLayers] = ()) -> Compute:
-    """Fit the constants of step 1 to the samples of degree 1.
-
-    recurrent: one layer of each kind, whose bytes are right.
-    Raises ValueError when no sample is of the model or none of the kernel.
-    """
-    alone = [sample for sample in samples if sample.degree == 1 and sample.strategy != "again"]
-    if {sample.strategy for sample in alone} - {"scan"} != {"kernel", "local"}:
-        raise ValueError(
-            "a fit needs timings of the attention kernel and of the model on one rank"
-        )
-    one_layer = {one.kind: one for one in recurrent}
-    near = list(dict.fromkeys(reach for sample in alone for _, reach in sample.reaches))
-    kinds = list(dict.fromkeys(kind for sample in alone for _, kind in sample.mixers.recurrent))
-    rows = [_compute_row(sample, near, kinds) for sample in alone]
-    seconds = [sample.seconds for sample in alone]
-    # The last two unknowns are the kernel's own, k1 and k0: parts of the linear and the constant
-    # term that the model's equations count already.
-    found = relative_nnls(rows, seconds)
-    attention_s, linear_s, layer_s, head_s, base_s = found[:5]
-    near_s = found[7 : 7 + len(near)]
-    scans_s = found[7 + len(near) : 7 + len(near) + len(kinds)]
-    recurrent = []
-    for kind, token_s in zip(kinds, scans_s, strict=True):
-        recurrent.append(
-            replace(one_layer[kind], token_s=token_s, again_s=_fit_again(samples, kind))
-        )
-    return Compute(
-        attention_s=attention_s,
-        linear_s=linear_s,
-        layer_s=layer_s,
-        head_s=head_s,
-        base_s=base_s,
-        near_s=tuple(zip(near, near_s, strict=True)),
-        recurrent=tuple(recurrent),
-    )
-
-
-def _fit_again(samples: Sequence[Sample], kind: str) -> float:
-    """Return the seconds per token of a layer's second pass; 0 for a kind without one."""
-    again = [one for one in samples if one.strategy == "again" and one.scanned(kind)]
-    if not again:
-        return 0.0
-    rows = [[float(one.scanned(kind)), 1.0] for one in again]
-    return relative_nnls(rows, [one.seconds for one in again])[0]
-
-
-def _compute_row(sample: Sample, near: Sequence[Reach], kinds: Sequence[str]) -> list[float]:
-    """Return the factors of (a1, a2, c, head, b, k1, k0) in the sample's equation, those of a_r
-    for every reach of `near`, and those of t_r and of the constant of a run for every kind of
-    recurrent layer."""
-    k = sample.layers
-    s1 = sample.tokens
-    squares = sample.pairs(FULL)
-    pairs = [sample.pairs(reach) for reach in near]
-    scans = [sample.scanned(kind) for kind in kinds]
-    is_run = [sample.strategy == "scan" and bool(tokens) for tokens in scans]
-    own = [*pairs, *scans, *map(int, is_run)]
-    if sample.strategy == "kernel":
-        return [squares, 0, 0, 0, 0, s1, 1, *own]
-    if sample.strategy == "scan":
-        return [0, 0, 0, 0, 0, 0, 0, *own]
-    return [squares, k * s1, k, s1, 1, 0, 0, *own]
-
-
-# ---- step 2
-
-
-def fit_links(
-    samples: Sequence[Sample],
-    estimate: CostModel,
-    *,
-    moved: tuple[float, float],
-    overlap: float,
-) -> FittedLinks:
-    """Fit the constants of step 2 to the samples of bare transfers.
-
-    estimate: cost model of the model. moved: bytes that the samples of Ulysses, and of rings of
-    two, move for each token of a group. overlap: share of a transfer that attention hides,
-    measured separately. Without groups of two ranks and more the transfers of `estimate` are kept.
-    """
-    degrees = sorted({sample.degree for sample in samples if sample.strategy == "ulysses"})
-    if not degrees:
-        return FittedLinks(
-            bandwidths=estimate.bandwidths,
-            latencies_s=(),
-            ring_latencies_s=(),
-            ring_factor=1.0,
-            overlap=estimate.ring_overlap,
-        )
-
-    exchanged, passed_on = moved
-    bandwidths = []
-    latencies_s = []
-    ring_latencies_s = []
-    ring_factors = []  # a degree's seconds per byte in a ring over those in an all-to-all
-    for degree in degrees:
-        byte_s, latency_s = _fit_transfers(samples, "ulysses", degree, exchanged)
-        bandwidths.append((degree, 1 / byte_s))
-        latencies_s.append((degree, latency_s))
-        if estimate.ring_bytes is None:
-            ring_factors.append(1.0)
-        else:
-            ring_byte_s, ring_latency_s = _fit_transfers(
-                samples, "zigzag", degree, passed_on * (degree - 1)
-            )
-            ring_latencies_s.append((degree, ring_latency_s))
-            ring_factors.append(ring_byte_s / byte_s)
-    return FittedLinks(
-        bandwidths=tuple(bandwidths),
-        latencies_s=tuple(latencies_s),
-        ring_latencies_s=tuple(ring_latencies_s),
-        ring_factor=float(np.clip(np.mean(ring_factors), *RING_FACTORS)),
-        overlap=overlap,
-    )
-
-
-def _fit_transfers(
-    samples: Sequence[Sample], strategy: str, degree: int, token_bytes: float
-) -> tuple[float, float]:
-    """Fit seconds per byte, and seconds whatever is moved, of transfers of one kind and degree.
-
-    token_bytes: bytes that a group moves in one layer for each of its tokens.
-    """
-    rank_bytes = []  # bytes that a rank moves in each sample
-    seconds = []
-    for sample in samples:
-        if sample.strategy == strategy and sample.degree == degree:
-            rank_bytes.append(token_bytes * sample.tokens / degree)
-            seconds.append(sample.seconds)
-    rows = [[nbytes, 1.0] for nbytes in rank_bytes]
-    byte_s, latency_s = relative_nnls(rows, seconds)
-    most_bytes, longest_s = max(zip(rank_bytes, seconds, strict=True))
-    return max(byte_s, LEAST_BYTE_SHARE * longest_s / most_bytes), latency_s
-
-
-# ---- how well the fit holds
-
-
-def of_depth(
-    estimate: CostModel, layers: int, depth: int, *, without_attention: int = 0
+def price(
+    seconds: Mapping[Term, float], estimate: CostModel, model: Layers, layers: Layers
 ) -> CostModel:
-    """Return `estimate` with the bytes that attention moves in a copy of `depth` of its `layers`
-    layers, and with what the host does there.
+    """Return the cost model of a copy, or of the whole model, with the fitted constants.
 
-    without_attention: layers of the copy that have none.
+    seconds: as `fit` returns them. estimate: of the whole model; bytes and memory stay its own.
+    model: layers of the whole model. layers: of the copy. Raises ValueError for a model whose
+    tokens take no time.
     """
-    share = depth / layers
-    moving = share
-    if estimate.attention_share:
-        moving = (depth - without_attention) / (layers * estimate.attention_share)
-    ring_bytes = estimate.ring_bytes
-    if ring_bytes is not None:
-        ring_bytes = ring_bytes * moving
-    return replace(
+    depth = sum(layers.values())
+    linear_s = depth * seconds["linear"] + seconds["head"]
+    if not linear_s > 0:
+        raise ValueError(
+            "more tokens take no more time: something else has used this machine meanwhile; "
+            "measure when it is idle, or take cost_model='estimate'"
+        )
+    attention = with_attention(layers)
+    share = attention / max(1, with_attention(model))  # of the bytes that the whole model moves
+    reaches = Counter[Reach]()
+    scans = Counter[str]()
+    for kind, count in layers.items():
+        if kind.reach is not None:
+            reaches[kind.reach] += count
+        if kind.recurrent is not None:
+            scans[kind.recurrent] += count
+
+    near = []
+    for one in estimate.kinds:
+        if count := reaches[one.reach]:
+            attention_s = count * seconds[one.reach]
+            near.append(replace(one, share=count / attention, attention_s=attention_s))
+    recurrent = []
+    for of_model in estimate.recurrent:
+        if count := scans[of_model.kind]:
+            layer = replace(
+                of_model.one_layer(sum(model.values())),
+                token_s=seconds["scan", of_model.kind],
+                again_s=seconds.get(("again", of_model.kind), 0.0),
+            )
+            recurrent.append(layer.of_layers(count, depth))
+    cost = replace(
         estimate,
-        all_to_all_bytes=estimate.all_to_all_bytes * moving,
-        ring_bytes=ring_bytes,
-        query_bytes=estimate.query_bytes * moving,
-        launch_s=estimate.launch_s * share,
-        post_s=estimate.post_s * share,
-        message_s=estimate.message_s * share,
+        attention_s=reaches[FULL] * seconds.get(FULL, 0.0),
+        linear_s=linear_s,
+        micro_batch_s=depth * seconds["layer"] + seconds["micro-batch"],
+        all_to_all_bytes=share * estimate.all_to_all_bytes,
+        query_bytes=share * estimate.query_bytes,
+        ring_bytes=None if estimate.ring_bytes is None else share * estimate.ring_bytes,
+        kinds=tuple(near),
+        recurrent=tuple(recurrent),
+        attention_share=attention / depth,
     )
+    if "post" not in seconds:  # one rank, which shares nothing
+        return cost
+    return _with_groups(cost, seconds, depth)
+
+
+def _with_groups(cost: CostModel, seconds: Mapping[Term, float], depth: int) -> CostModel:
+    """Return `cost`, of `depth` layers, with what groups take besides the work of their
+    sequences. Bytes of rings count as many as they are worth at the speed of an all-to-all."""
+    degrees = sorted(
+        term[1] for term in seconds if isinstance(term, tuple) and term[0] == "ulysses"
+    )
+    ratios = []
+    for degree in degrees:
+        ring_byte_s = seconds.get(("zigzag", degree))
+        if ring_byte_s is not None:
+            ratios.append(ring_byte_s / seconds["ulysses", degree])
+    factor = float(np.clip(np.mean(ratios), *RING_FACTORS)) if ratios else 1.0
+    exchanging = cost.attention_share + sum(kind.share for kind in cost.recurrent)
+    return replace(
+        cost,
+        bandwidths=tuple((degree, 1 / seconds["ulysses", degree]) for degree in degrees),
+        ring_bytes=None if cost.ring_bytes is None else factor * cost.ring_bytes,
+        query_bytes=factor * cost.query_bytes,
+        group_s=depth * exchanging * seconds["group"],
+        launch_s=depth * seconds["launch"],
+        post_s=depth * seconds["post"],
+        message_s=depth * seconds["message"],
+    )
+
+
+def with_attention(layers: Layers) -> int:
+    """Count the layers that have attention."""
+    return sum(count for kind, count in layers.items() if kind.reach is not None)
 
 
 def relative_errors(

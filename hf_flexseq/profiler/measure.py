@@ -5,38 +5,61 @@ Ranks start each run together. A rank's figure is the median over the rounds; th
 where memory is allocated and kernels are chosen, does not count.
 
     measure          everything a calibration needs: samples for the fit, seconds of the mixes,
-                     overlap of transfers and attention, NICs of a node, the host's work
+                     overlap of transfers and computation, NICs of a node
     median_seconds   the timing itself
-    ring_overlap, measured_nics, first_contact_s
+    ring_overlap, measured_nics
 """
 
 import platform
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import NO_MIXERS, Mixers, ModelShape
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.profiler.bench import Bench, ProbeFactory
 from hf_flexseq.profiler.design import (
     Design,
-    LayersOfReach,
+    Layers,
+    ProbeLayout,
     ProbeShape,
-    all_reaches,
-    alone,
+    disjoint_blocks,
+    in_groups,
 )
-from hf_flexseq.profiler.fit import Sample
-from hf_flexseq.profiler.host import small_shapes
-from hf_flexseq.profiler.runs import REPEATS, HopRun, RingRun, Run
-from hf_flexseq.topology import Topology
+from hf_flexseq.profiler.fit import Sample, Terms
+from hf_flexseq.profiler.transfers import AllToAllRun, HopRun, RingRun, own_group
 
+Run = Callable[[], object]
+
+MORE_ROUNDS = 2  # times as many rounds of runs on next to no tokens, which take no time
 HOP_S = 0.01  # estimated seconds of the transfer that counts NICs
 MOST_HOP_BYTES = 1 << 28  # and its bytes at most, which every rank has to allocate
+MATRIX = 512  # rows and columns of the matrices that are multiplied during a transfer
+
+
+class Probe(Protocol):
+    """A copy of the model, made to be timed."""
+
+    def run(self, layout: ProbeLayout) -> Run:
+        """Return a function that runs one micro-batch, forward and backward."""
+        ...
+
+
+class ProbeFactory(Protocol):
+    """The maker of copies of a model; the only thing the profiler knows about the model itself."""
+
+    @property
+    def layers(self) -> Layers:
+        """How many layers of each type the model has."""
+        ...
+
+    def __call__(self, layers: Layers) -> Probe:
+        """Make a copy with so many layers of each type."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,23 +71,17 @@ class Timings:
     mix_seconds: tuple[tuple[float, ...], ...]
     """[mix][rank]: seconds of the micro-batches that test the fit."""
     overlap: float
-    """Share of a transfer that attention hides, 0 to 1."""
+    """Share of a transfer that computation hides, 0 to 1."""
     nics_per_node: int
     """Links between nodes that the ranks of a node have."""
     transfer_s: float
     """Seconds of a transfer between nodes that moves next to nothing."""
-    small: tuple[Sample, ...]
-    """Runs on next to no tokens, for the host's seconds."""
-    contact_s: float | None
-    """Seconds of a first message between two ranks beyond those of the next one; None where no
-    two could be measured."""
 
 
 def measure(
     design: Design,
     probes: ProbeFactory,
-    shape: ModelShape,
-    estimate: CostModel,
+    terms: Terms,
     communicator: Communicator,
     *,
     device: torch.device,
@@ -72,133 +89,58 @@ def measure(
 ) -> Timings:
     """Make all runs of `design`, and return their seconds. Collective.
 
-    shape: of the whole model. estimate: its cost model, which knows the bytes that are moved.
-    rounds: timings of each run that count.
+    terms: count the bytes that are moved. rounds: timings of each run that count.
     """
-    # Before anything else, for all runs connect ranks.
-    contact_s = first_contact_s(communicator, device)
     topology = communicator.topology
-    bench = Bench(design, probes, shape, estimate, communicator, device)
+    degrees = {shape.degree for shape in design.shapes if not shape.layers}
+    communicator.open_fast_blocks(sorted(degrees))
+    copies = {_key(layers): probes(layers) for layers in design.copies}
 
-    exchanging = [shape.degree for shape in design.shapes if shape.strategy == "ulysses"]
-    communicator.open_fast_blocks(exchanging)
+    def run_of(shape: ProbeShape) -> Run:
+        if shape.layers:
+            return copies[_key(shape.layers)].run(in_groups(shape, topology))
+        kind = AllToAllRun if shape.strategy == "ulysses" else RingRun
+        ranks = own_group(communicator, disjoint_blocks(topology, shape.degree))
+        return kind(communicator, ranks, terms.bytes_moved(shape), device)
 
-    # 1. the design's own runs: those for the fit first, then the mixes
-    shapes, runs = _runs_for_fit(design, bench, topology)
-    for mix in design.mixes:
-        runs.append(bench.whole_run(mix, max(design.depths)))
-    seconds = median_seconds(runs, communicator, device, rounds)  # [run][rank]
+    # 1. runs on many tokens, and the mixes in the same rounds; then those on few, in more rounds
+    many = [shape for shape in design.shapes if not shape.has_few_tokens]
+    few = [shape for shape in design.shapes if shape.has_few_tokens]
+    deepest = copies[_key(design.copies[0])]
+    mixes = [deepest.run(mix) for mix in design.mixes]
+    of_many = median_seconds([*map(run_of, many), *mixes], communicator, device, rounds)
+    of_few = median_seconds([*map(run_of, few)], communicator, device, MORE_ROUNDS * rounds)
+    seconds = [*of_many[: len(many)], *of_few]  # [run][rank]
 
     # 2. the mean over the ranks that had a part in a run
     samples = []
-    for (probe_shape, layers), by_rank in zip(shapes, seconds[: len(shapes)], strict=True):
-        sample = _sample(probe_shape, layers, by_rank)
-        reaches = _reaches(design, probe_shape, layers)
-        mixers = _mixers(design, probe_shape, layers)
-        samples.append(replace(sample, reaches=reaches, mixers=mixers))
+    for shape, by_rank in zip((*many, *few), seconds, strict=True):
+        blocks = disjoint_blocks(topology, shape.degree)
+        working = [by_rank[rank] for ranks in blocks for rank in ranks]
+        samples.append(Sample(shape=shape, seconds=statistics.mean(working)))
 
-    # 3. the host, which few tokens show
-    few_tokens = small_shapes(topology, estimate.ring_bytes is not None)
-    small = _small_samples(bench, few_tokens, communicator, device, rounds)
-
-    # 4. transfers beside attention, where rings are possible; and links between nodes
-    overlap = estimate.ring_overlap
-    if estimate.ring_bytes is not None and communicator.world_size > 1:
-        overlap = ring_overlap(
-            communicator,
-            bench.kernel_run(design.sizes.sequence, all_reaches(shape)[0]),
-            bytes_moved=bench.ring_bytes(design.sizes.sequence, communicator.world_size),
-            device=device,
-            rounds=rounds,
-        )
-    nics_per_node = 1
-    transfer_s = 0.0
+    # 3. transfers during computation, and links between nodes
+    overlap = terms.estimate.ring_overlap
+    if terms.estimate.ring_bytes is not None and communicator.world_size > 1:
+        bytes_moved = int(terms.passed_on * design.sequence)
+        overlap = ring_overlap(communicator, bytes_moved, device=device, rounds=rounds)
+    nics_per_node, transfer_s = 1, 0.0
     if topology.nodes > 1:
-        bandwidth = estimate.bandwidth(communicator.world_size, True)
         nics_per_node, transfer_s = measured_nics(
-            communicator,
-            bytes_moved=min(int(HOP_S * bandwidth), MOST_HOP_BYTES),
-            device=device,
-            rounds=rounds,
+            communicator, terms.estimate, device=device, rounds=rounds
         )
     return Timings(
         samples=tuple(samples),
-        mix_seconds=tuple(tuple(by_rank) for by_rank in seconds[len(shapes) :]),
+        mix_seconds=tuple(tuple(by_rank) for by_rank in of_many[len(many) :]),
         overlap=overlap,
         nics_per_node=nics_per_node,
         transfer_s=transfer_s,
-        small=small,
-        contact_s=contact_s,
     )
 
 
-def _runs_for_fit(
-    design: Design, bench: Bench, topology: Topology
-) -> tuple[list[tuple[ProbeShape, int]], list[Run]]:
-    """Return the shape of each run for the fit, with the layers of the copy that runs it, and the
-    runs: parts of a layer first, then whole micro-batches."""
-    shapes: list[tuple[ProbeShape, int]] = []
-    runs: list[Run] = []
-    for probe_shape in design.shapes:
-        if probe_shape.strategy != "local":
-            shapes.append((probe_shape, 1))
-            runs.append(bench.layer_run(probe_shape))
-    for layers in design.depths:
-        for probe_shape in design.shapes:
-            if probe_shape.strategy == "local":
-                layout = alone(probe_shape.lengths, topology)
-                shapes.append((probe_shape, layers))
-                runs.append(bench.whole_run(layout, layers))
-    return shapes, runs
-
-
-def _small_samples(
-    bench: Bench,
-    shapes: Sequence[ProbeShape],
-    communicator: Communicator,
-    device: torch.device,
-    rounds: int,
-) -> tuple[Sample, ...]:
-    """Time runs on next to no tokens. Collective over the world."""
-    runs = [bench.small_run(shape) for shape in shapes]
-    seconds = median_seconds(runs, communicator, device, rounds)  # [run][rank]
-    samples = []
-    for shape, by_rank in zip(shapes, seconds, strict=True):
-        sample = _sample(shape, 1, by_rank)
-        samples.append(replace(sample, seconds=sample.seconds / REPEATS))
-    return tuple(samples)
-
-
-def _reaches(design: Design, shape: ProbeShape, layers: int) -> LayersOfReach:
-    """Return the layers of a run that do not read all keys. layers: of the copy that runs it."""
-    if shape.strategy == "local":
-        return design.reaches[design.depths.index(layers)]
-    return () if shape.reach.is_full else ((1, shape.reach),)
-
-
-def _mixers(design: Design, shape: ProbeShape, layers: int) -> Mixers:
-    """Return the recurrent layers of a run, and those without attention. layers: of the copy that
-    runs it."""
-    if shape.strategy == "local":
-        return design.mixers[design.depths.index(layers)]
-    return Mixers(((1, shape.recurrent),), 1) if shape.recurrent else NO_MIXERS
-
-
-def _sample(shape: ProbeShape, layers: int, by_rank: Sequence[float]) -> Sample:
-    """Make a sample with the mean seconds of the ranks that have such a group.
-
-    by_rank: seconds of every rank.
-    """
-    working: list[float] = []
-    for start in shape.starts:
-        working.extend(by_rank[start : start + shape.degree])
-    return Sample(
-        strategy=shape.strategy,
-        degree=shape.degree,
-        layers=layers,
-        lengths=shape.lengths,
-        seconds=statistics.mean(working),
-    )
+def _key(layers: Layers) -> frozenset[object]:
+    """Return what tells copies apart."""
+    return frozenset(layers.items())
 
 
 # ---- timing
@@ -215,18 +157,14 @@ def median_seconds(
     for _ in range(rounds + 1):
         for run, seconds in zip(runs, timed, strict=True):
             communicator.host.gather_ints([0])  # all start together
-            seconds.append(_seconds(run, device))
+            _finish(device)
+            began = time.perf_counter()
+            run()
+            _finish(device)
+            seconds.append(time.perf_counter() - began)
     medians = [statistics.median(seconds[1:]) for seconds in timed]
     by_rank = communicator.host.gather_values(medians)  # [rank][run]
     return [list(of_run) for of_run in zip(*by_rank, strict=True)]
-
-
-def _seconds(run: Run, device: torch.device) -> float:
-    _finish(device)
-    began = time.perf_counter()
-    run()
-    _finish(device)
-    return time.perf_counter() - began
 
 
 def _finish(device: torch.device) -> None:
@@ -236,21 +174,18 @@ def _finish(device: torch.device) -> None:
 
 
 def ring_overlap(
-    communicator: Communicator,
-    compute: Run,
-    *,
-    bytes_moved: int,
-    device: torch.device,
-    rounds: int,
+    communicator: Communicator, bytes_moved: int, *, device: torch.device, rounds: int
 ) -> float:
-    """Measure the share, 0 to 1, of a transfer to the next rank that `compute` hides.
+    """Measure the share, 0 to 1, of a transfer of `bytes_moved` to the next rank that computation
+    of about the same seconds hides. Collective over the world."""
+    ranks = range(communicator.world_size)
+    ring = RingRun(communicator, ranks, bytes_moved * (len(ranks) - 1), device)
+    matrix = torch.ones(MATRIX, MATRIX, device=device)
+    products = 1
 
-    Both run alone and together. The share is of the shorter one of the two. bytes_moved: by a
-    rank in all transfers of a layer, of which one is timed. Collective over the world.
-    """
-    ring = RingRun(
-        communicator, (0,), communicator.world_size, bytes_moved=bytes_moved, device=device
-    )
+    def compute() -> None:
+        for _ in range(products):
+            torch.mm(matrix, matrix)
 
     def transfer() -> None:
         ring.post().wait()
@@ -260,21 +195,27 @@ def ring_overlap(
         compute()
         transfers.wait()
 
-    by_run = median_seconds([compute, transfer, both], communicator, device, rounds)
-    compute_s, transfer_s, both_s = (statistics.mean(by_rank) for by_rank in by_run)
+    def mean_seconds(*runs: Run) -> list[float]:
+        return [statistics.mean(s) for s in median_seconds(runs, communicator, device, rounds)]
+
+    one_s, transfer_s = mean_seconds(compute, transfer)
+    products = max(1, round(transfer_s / one_s))
+    compute_s, transfer_s, both_s = mean_seconds(compute, transfer, both)
     hidden = (compute_s + transfer_s - both_s) / min(compute_s, transfer_s)
     return min(max(hidden, 0.0), 1.0)
 
 
 def measured_nics(
-    communicator: Communicator, *, bytes_moved: int, device: torch.device, rounds: int
+    communicator: Communicator, estimate: CostModel, *, device: torch.device, rounds: int
 ) -> tuple[int, float]:
     """Count the links between nodes that a node's ranks have, and time a transfer of one byte.
 
     A node's ranks that send all together take as many times as long as one of them alone as there
-    are ranks to a link. Returns (links, seconds). Collective over the world; for two nodes and
-    more.
+    are ranks to a link. Returns (links, seconds). estimate: how fast they are, about. Collective
+    over the world; for two nodes and more.
     """
+    bandwidth = estimate.bandwidth(communicator.world_size, True)
+    bytes_moved = min(int(HOP_S * bandwidth), MOST_HOP_BYTES)
     runs = [
         HopRun(communicator, lone=True, bytes_moved=bytes_moved, device=device),
         HopRun(communicator, lone=False, bytes_moved=bytes_moved, device=device),
@@ -287,28 +228,6 @@ def measured_nics(
     slowdown = max(1.0, (together_s - transfer_s) / (lone_s - transfer_s))
     ranks_per_node = communicator.topology.ranks_per_node
     return max(1, round(ranks_per_node / slowdown)), transfer_s
-
-
-def first_contact_s(communicator: Communicator, device: torch.device) -> float | None:
-    """Time a first message between two ranks, beyond the next one. Collective over the world.
-
-    0 on a transport that connects all ranks at the start. None on one that does not, where all
-    ranks are connected all the same: on one node, or with one rank on each.
-    """
-    topology = communicator.topology
-    if not communicator.transport.capabilities.connects_lazily:
-        return 0.0
-    if topology.nodes == 1 or topology.ranks_per_node == 1:
-        return None
-    run = HopRun(communicator, lone=True, bytes_moved=1, device=device, shift=1)
-    seconds = []
-    for _ in range(2):
-        communicator.host.gather_ints([0])  # all start together
-        seconds.append(_seconds(run, device))
-    first_s, next_s = (
-        max(by_rank) for by_rank in zip(*communicator.host.gather_values(seconds), strict=True)
-    )
-    return max(0.0, first_s - next_s)
 
 
 def device_name(device: torch.device) -> str:

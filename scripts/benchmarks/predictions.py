@@ -188,7 +188,8 @@ def execute(
     with engine.attached(model.train()):
         assert engine.cost is not None, "an attached engine has a cost model"
         for step in islice(engine.steps(batches), args.steps):
-            for index, inputs in step.step.inputs():
+            micro_batches = engine.micro_batches(step.step, model)
+            for index, inputs in zip(step.step.indices, micro_batches, strict=True):
                 run = partial(forward_backward, model, inputs, step.step.targets)
                 (by_rank,) = median_seconds(
                     [run], engine.communicator, engine.accelerator.device, args.rounds
@@ -200,6 +201,7 @@ def execute(
                 yield Pair(
                     kind=kind(micro_batch), predicted_s=predicted[0] / 1e9, executed_s=max(by_rank)
                 )
+                step.step.add(torch.zeros(()))  # a loss that nobody reads
 
 
 def forward_backward(model: nn.Module, inputs: Inputs, targets: int) -> None:
@@ -230,20 +232,19 @@ def heading(args: argparse.Namespace, record: dict[str, Any]) -> list[str]:
 def calibration_lines(turn: int, record: dict[str, Any], seconds: float) -> list[str]:
     cost, held_out = record["cost_model"], record["hold_out"]
     links = ", ".join(
-        f"degree {degree}: {speed / 1e6:.3g} MB/s and {1e3 * wait:.2g} ms a layer"
-        for (degree, speed), (_, wait) in zip(
-            cost["bandwidths"], record["latencies_s"], strict=True
-        )
+        f"degree {degree}: {speed / 1e6:.3g} MB/s" for degree, speed in cost["bandwidths"]
+    )
+    host = ", ".join(
+        f"{1e3 * cost[name]:.3g} ms a {name.removesuffix('_s')}"
+        for name in ("launch_s", "post_s", "message_s", "group_s")
     )
     return [
         f"* calibration {turn + 1}, load {os.getloadavg()[0]:.1f}: {seconds:.1f} s, at most "
-        f"{record['tokens']} tokens "
-        f"a rank; {held_out['micro_batches']} micro-batches held out: {held_out['mean']:.1%} off, "
-        f"p95 "
-        f"{held_out['p95']:.1%}",
+        f"{record['tokens']} tokens a rank; {len(held_out['errors'])} micro-batches held out: "
+        f"{held_out['median']:.1%} off at the median",
         f"  attention {1e9 * cost['attention_s']:.3g} ns/token^2, linear "
         f"{1e6 * cost['linear_s']:.3g} us/token, "
-        f"micro-batch {1e3 * cost['micro_batch_s']:.3g} ms; {links}; ring "
+        f"micro-batch {1e3 * cost['micro_batch_s']:.3g} ms; {host}; {links}; ring "
         f"{cost['ring_bytes'] / 2**10:.3g} KiB/token, "
         f"overlap {cost['ring_overlap']:.2f}",
         *(

@@ -31,7 +31,7 @@ from hf_flexseq.hf.model.facts import ModelFacts, model_shape
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.profiler.design import THOROUGH, Effort, alone, types_of_copy
+from hf_flexseq.profiler.design import THOROUGH, Effort, ProbeShape, in_groups
 from hf_flexseq.profiler.estimate import estimated_cost_model
 from hf_flexseq.topology import Topology
 
@@ -89,13 +89,13 @@ def calibration_section(setting: Setting) -> Section:
     except ValueError as error:  # a fit that is off by half and more
         line = f"{error}: {_judged(setting, False)}."
         return Section(title=title, lines=(line,), holds=setting.rehearse)
-    hold_out = record["hold_out"]
-    holds = setting.rehearse or hold_out["mean"] <= HOLD_OUT_BOUND
+    errors = record["hold_out"]["errors"]
+    mean = statistics.mean(errors)
+    holds = setting.rehearse or mean <= HOLD_OUT_BOUND
     return Section(
         title=title,
         lines=(
-            f"{hold_out['micro_batches']} micro-batches held out of the fit are off by "
-            f"{hold_out['mean']:.1%} on average, {hold_out['p95']:.1%} at the 95th percentile "
+            f"{len(errors)} micro-batches held out of the fit are off by {mean:.1%} on average "
             f"(bound {HOLD_OUT_BOUND:.0%}): {_judged(setting, holds)}.",
         ),
         holds=holds,
@@ -162,13 +162,13 @@ def _facts(config: LlamaConfig) -> ModelFacts:
 def _steps(facts: ModelFacts, device: torch.device) -> Callable[[int], Callable[[], None]]:
     """Return what makes a training step, optimizer included, of one sequence of some tokens."""
     communicator = Communicator()
-    types = types_of_copy(facts.shape, facts.shape.layers)
-    probe = ModelProbes(facts, communicator, device)(types)
+    probes = ModelProbes(facts, communicator, device)
+    probe = probes(probes.layers)
     optimizer = torch.optim.AdamW(probe.model.parameters())
-    kernel = choose_kernel(device, torch.bfloat16, facts.shape.head_dim)
 
     def step_of(tokens: int) -> Callable[[], None]:
-        forward_backward = probe.run(alone((tokens,), communicator.topology), kernel)
+        alone = ProbeShape(strategy="local", degree=1, lengths=(tokens,))
+        forward_backward = probe.run(in_groups(alone, communicator.topology))
 
         def step() -> None:
             forward_backward()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -261,16 +262,16 @@ def test_calibrate_passes_its_options_on_and_reports(
 
     def measured(model: str, **options: object) -> dict[str, object]:
         asked.append((model, options))
-        hold_out = {"mean": 0.031, "p95": 0.08, "micro_batches": 16}
+        hold_out = {"median": 0.031, "errors": [0.031, 0.08, 0.02]}
         machine = {
             "device": "cpu",
             "topology": [1, 2],
-            "host": {"launch_s": 7e-6, "post_s": 9.5e-5, "message_s": 0.0},
             "model": "Llama",
             "dtype": "float32",
             "torch": "2",
         }
-        return {"cost_model": FLEXSP.to_record(), "hold_out": hold_out, **machine}
+        cost = replace(FLEXSP, launch_s=7e-6, post_s=9.5e-5)
+        return {"cost_model": cost.to_record(), "hold_out": hold_out, **machine}
 
     monkeypatch.setattr(measuring, "calibrate", measured)
     path = str(tmp_path / "cost.json")
@@ -284,8 +285,8 @@ def test_calibrate_passes_its_options_on_and_reports(
         ("some/model", {"dtype": "auto", "output": path, "checkpointing": False, "zero_stage": 3})
     ]
     said = capsys.readouterr().out
-    assert "off by 3.1 % on average" in said
-    assert "the host: 7 us per launch, 95 us per post, 0 us per message; all ranks are" in said
+    assert "on 3 micro-batches held out of the fit: off by 3.1 % at the median" in said
+    assert "the host, all layers: 7 us per launch, 95 us per post, 0 us per message" in said
     assert "--json" in failed(["calibrate", "some/model"], capsys)
 
 

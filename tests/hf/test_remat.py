@@ -22,10 +22,10 @@ from torch.utils.checkpoint import (
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.attention import SequenceContext, replay, sequence_parallel_attention
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.kernels import Kernel, KernelCall
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.profiler.runs import CountingKernel
 from tests.hf.test_exactness import whole
 from tests.hf.test_trainer import OPTIONS, dataset, training_arguments
 from tests.hf.tiny import VOCAB, tiny_llama
@@ -51,6 +51,25 @@ GROUPS = {
     ),
 }
 ALONE = (Group(ranks=(0,), sequences=(0, 1, 2), strategy="local"),)
+
+
+class CountingKernel:
+    """A kernel that counts its calls."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.name = kernel.name
+        self.wide_gradients = kernel.wide_gradients
+        self.forwards = 0
+        self._kernel = kernel
+
+    def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+        self.forwards += 1
+        return self._kernel.forward(call)
+
+    def backward(
+        self, call: KernelCall, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._kernel.backward(call, *gradients)
 
 
 def make_context(groups=ALONE, rank=0, communicator=None, **options):

@@ -11,9 +11,7 @@ from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_flexseq.cli.calibrate import _attention
-from hf_flexseq.cost import lockstep_ns
 from hf_flexseq.cost.analytic import DEVICES, HeadShape, ModelShape, analytic_cost_model
-from hf_flexseq.cost.kinds import NearLayers
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.choose import fit_key
 from hf_flexseq.hf.calibration.probe import ModelProbes, kept_layers, shortened
@@ -26,19 +24,7 @@ from hf_flexseq.hf.model.facts import (
 from hf_flexseq.hf.model.layer_kinds import layer_kinds
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.layers import FULL, Reach
-from hf_flexseq.profiler.design import (
-    Effort,
-    LayersOfReach,
-    LayerType,
-    ProbeShape,
-    all_reaches,
-    alone,
-    make_design,
-    reaches_of_copy,
-    types_of_copy,
-)
-from hf_flexseq.profiler.fit import Compute, Sample, fit_compute
-from hf_flexseq.profiler.runs import KernelRun, LayerCall
+from hf_flexseq.profiler.design import LayerType, ProbeLayout, ProbeShape, in_groups
 from hf_flexseq.topology import Topology
 
 WINDOW = Reach(window=512)
@@ -55,14 +41,10 @@ SHAPE = ModelShape(
     params=200_000_000,
     reaches=((15, WINDOW), (3, CHUNK)),
 )
-TRUTH = Compute(
-    attention_s=2e-10,
-    linear_s=3e-7,
-    layer_s=1e-4,
-    head_s=5e-7,
-    base_s=2e-3,
-    near_s=((WINDOW, 3e-10), (CHUNK, 1.5e-10)),
-)
+
+
+def alone(*lengths: int) -> ProbeLayout:
+    return in_groups(ProbeShape(strategy="local", degree=1, lengths=lengths), ONE)
 
 
 def sized(model_type: str, **options: Any) -> Any:
@@ -70,79 +52,6 @@ def sized(model_type: str, **options: Any) -> Any:
         model_type, vocab_size=61, hidden_size=32, intermediate_size=48, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, **options
     )  # fmt: skip
-
-
-def synthetic(shape: ProbeShape, layers: int, reaches: LayersOfReach) -> Sample:
-    """Time a shape by the closed form of `TRUTH`."""
-    if shape.strategy == "local":
-        estimate = analytic_cost_model(SHAPE, DEVICES["CPU"], ONE)
-        cost = TRUTH.fill(estimate, layers, reaches)
-        layout = alone(shape.lengths, ONE)
-        (nanoseconds,) = lockstep_ns(cost, [layout.micro_batch], layout.lengths, ONE)
-        seconds = nanoseconds / 1e9
-    else:
-        (tokens,) = shape.lengths
-        pairs = 2 * shape.reach.pairs(tokens) if not shape.reach.is_full else tokens * tokens
-        layer_s = dict(TRUTH.near_s).get(shape.reach, TRUTH.attention_s)
-        seconds = layer_s * pairs + 1e-8 * tokens + 1e-5
-        reaches = () if shape.reach.is_full else ((1, shape.reach),)
-    return Sample(
-        strategy=shape.strategy,
-        degree=1,
-        layers=layers,
-        lengths=shape.lengths,
-        seconds=seconds,
-        reaches=reaches,
-    )
-
-
-def test_a_fit_recovers_a_coefficient_for_every_reach() -> None:
-    design = make_design(SHAPE, analytic_cost_model(SHAPE, DEVICES["H100"], ONE), ONE, Effort())
-    samples = []
-    for shape in design.shapes:
-        if shape.strategy == "kernel":
-            samples.append(synthetic(shape, 1, ()))
-    for layers, reaches in zip(design.depths, design.reaches, strict=True):
-        for shape in design.shapes:
-            if shape.strategy == "local":
-                samples.append(synthetic(shape, layers, reaches))
-    found = fit_compute(samples)
-    assert found.attention_s == pytest.approx(TRUTH.attention_s, rel=0.01)
-    assert found.linear_s == pytest.approx(TRUTH.linear_s, rel=0.01)
-    for reach, seconds in TRUTH.near_s:
-        assert dict(found.near_s)[reach] == pytest.approx(seconds, rel=0.02)
-    cost = found.fill(analytic_cost_model(SHAPE, DEVICES["CPU"], ONE), 24, SHAPE.reaches)
-    assert cost.attention_s == 6 * found.attention_s
-    assert cost.kinds[0] == NearLayers(
-        reach=WINDOW, share=15 / 24, attention_s=15 * dict(found.near_s)[WINDOW]
-    )
-
-
-def test_the_kernel_is_timed_with_every_reach() -> None:
-    design = make_design(SHAPE, analytic_cost_model(SHAPE, DEVICES["CPU"], ONE), ONE, Effort())
-    timed = {shape.reach for shape in design.shapes if shape.strategy == "kernel"}
-    assert timed == {FULL, WINDOW, CHUNK}
-    only_windows = dataclasses.replace(SHAPE, reaches=((24, WINDOW),))
-    assert all_reaches(only_windows) == (WINDOW,)
-
-
-@pytest.mark.parametrize(
-    "reaches, depth, expected",
-    [
-        (((15, WINDOW), (3, CHUNK)), 1, ((1, WINDOW),)),
-        (((15, WINDOW), (3, CHUNK)), 3, ((1, WINDOW), (1, CHUNK))),
-        (((20, WINDOW),), 3, ((2, WINDOW),)),
-        (((12, WINDOW),), 3, ((2, WINDOW),)),
-        (((4, WINDOW),), 3, ((1, WINDOW),)),
-        (((24, WINDOW),), 3, ((3, WINDOW),)),
-        (((15, WINDOW), (3, CHUNK)), 24, ((15, WINDOW), (3, CHUNK))),
-        ((), 3, ()),
-    ],
-)
-def test_a_copy_has_each_reach_and_more_of_the_most(
-    reaches: LayersOfReach, depth: int, expected: LayersOfReach
-) -> None:
-    assert reaches_of_copy(dataclasses.replace(SHAPE, reaches=reaches), depth) == expected
 
 
 def test_a_shortened_config_keeps_the_layers_that_were_chosen() -> None:
@@ -178,44 +87,26 @@ def test_a_copy_runs_windows_and_full_layers() -> None:
     model = AutoModelForCausalLM.from_config(config)
     facts = model_facts(model, Accelerator(cpu=True))
     assert facts.shape.reaches == ((10, Reach(window=16)),)
-    communicator = Communicator()
-    probes = ModelProbes(facts, communicator, torch.device("cpu"))
-    kernel = Recording()
-    probe = probes(types_of_copy(facts.shape, 3))
-    probe.run(alone((40, 3), ONE), kernel)()
+    probes = ModelProbes(facts, Communicator(), torch.device("cpu"))
+    window, full = LayerType(Reach(window=16), None), LayerType(FULL, None)
+    assert probes.layers == {window: 10, full: 2}
+    probe = probes({window: 2, full: 1})
+    probe.kernel = kernel = Recording()
+    probe.run(alone(40, 3))()
     assert kernel.windows == [16, 16, None]
 
 
-def test_kernels_are_timed_with_the_softcap_and_the_heads_of_their_layers() -> None:
+def test_kernels_are_timed_with_the_softcap_of_their_layers() -> None:
     config = sized("gemma2", num_hidden_layers=2, sliding_window=16, attn_logit_softcapping=7.0)
     model = AutoModelForCausalLM.from_config(config)
-    facts = model_facts(model, Accelerator(cpu=True))
-    probes = ModelProbes(facts, Communicator(), torch.device("cpu"))
-    call = LayerCall(query_heads=4, kv_heads=2, head_dim=8, softcap=7.0)
-    assert probes.calls == {Reach(window=16): call, FULL: call}
-    kernel = Recording()
-    probes(types_of_copy(facts.shape, 2)).run(alone((40,), ONE), kernel)()
-    assert (kernel.windows, kernel.softcaps) == ([16, None], [7.0, 7.0])
-    probes(types_of_copy(facts.shape, 2)).run(alone((40,), ONE), probes.kernel())()
-
-
-@pytest.mark.parametrize("reach", [FULL, Reach(window=3), Reach(chunk=4)], ids=str)
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_a_timed_kernel_reads_what_the_layer_reads(reach: Reach, softcap: float | None) -> None:
-    run = KernelRun(
-        Reference(),
-        10,
-        LayerCall(query_heads=2, kv_heads=1, head_dim=8, softcap=softcap),
-        forwards=1,
-        reach=reach,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+    probes = ModelProbes(
+        model_facts(model, Accelerator(cpu=True)), Communicator(), torch.device("cpu")
     )
-    run()
-    pairs = 0
-    for length in run.call.segments.k_lens:
-        pairs += Reach(window=run.call.segments.window).pairs(length)
-    assert pairs == reach.pairs(10)
+    probe = probes(probes.layers)
+    probe.run(alone(40))()
+    probe.kernel = kernel = Recording()
+    probe.run(alone(40))()
+    assert (kernel.windows, kernel.softcaps) == ([16, None], [7.0, 7.0])
 
 
 def test_a_model_without_kinds_has_the_key_of_earlier_versions() -> None:

@@ -11,7 +11,8 @@ from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.layers import RecurrentShape
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.profiler.recurrent_runs import ScanRun
+from hf_flexseq.recurrent import causal_convolution, mamba2_scan
+from hf_flexseq.recurrent.layers import delta_rule
 from tests.ranks import join, run_threads
 
 SIZES = {
@@ -41,6 +42,26 @@ class Counting(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
+def run_layer(sizes: RecurrentShape, rows: torch.Tensor, context: SequenceContext) -> torch.Tensor:
+    """The convolution and the scan of one layer, of rows [tokens, channels]."""
+    weight = rows.new_full((sizes.channels, sizes.width), 1 / sizes.width, requires_grad=True)
+    rows = causal_convolution(rows, weight, None, context)
+    if sizes.kind == "convolution":
+        return rows
+    tokens, keys = rows.shape[0], sizes.key_heads * sizes.key_dim
+    values = sizes.value_heads * sizes.value_dim
+    q, k, v = rows[:, : 2 * keys + values].split((keys, keys, values), dim=1)
+    q, k = (x.reshape(tokens, sizes.key_heads, sizes.key_dim) for x in (q, k))
+    v = v.reshape(tokens, sizes.value_heads, sizes.value_dim)
+    ones = rows.new_ones(tokens, sizes.value_heads)
+    if sizes.kind == "mamba2":
+        return mamba2_scan(
+            v, -3 * ones, -ones[0], k, q, context,
+            dt_bias=None, dt_softplus=True, dt_limit=(0.0, float("inf")),
+        )  # fmt: skip
+    return delta_rule(sizes.kind, q, k, v, -0.05 * ones, 0.5 * ones, context, l2norm=True)
+
+
 def launched(rank: int, world: int, kind: str, strategy: str) -> int:
     """The operations of one layer, forward and backward, on slices of one chunk."""
     tokens = 128 if strategy == "zigzag" else 64
@@ -50,7 +71,12 @@ def launched(rank: int, world: int, kind: str, strategy: str) -> int:
     shard = make_shard(MicroBatch(groups=(group,)), (tokens * world,), rank)
     cpu = torch.device("cpu")
     context = SequenceContext(shard, join(), Reference(), cpu)
-    run = ScanRun(SIZES[kind], context, tokens, replays=False, dtype=torch.float64, device=cpu)
+    sizes = SIZES[kind]
+    rows = torch.ones(tokens, sizes.channels, dtype=torch.float64, requires_grad=True)
+
+    def run() -> None:
+        run_layer(sizes, rows, context).sum().backward()
+
     run()  # which compiles the programs
     with torch.autograd.set_multithreading_enabled(False), Counting() as counting:
         run()

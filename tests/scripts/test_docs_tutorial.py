@@ -17,9 +17,8 @@ import pytest
 # What every forked rank would import again.
 import hf_flexseq.hf.trainer  # noqa: F401
 from hf_flexseq.cli import main
-from hf_flexseq.hf.calibration import command as measuring
+from hf_flexseq.hf.calibration import choose
 from hf_flexseq.profiler.calibrate import Calibration
-from hf_flexseq.profiler.host import HostSeconds
 from tests.ranks import run_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs/tutorial.md").read_text(encoding="utf-8")
@@ -49,10 +48,7 @@ def smaller(text):
 
 def estimated(probes, shape, estimate, communicator, **options):
     """A calibration that finds what was estimated."""
-    host = HostSeconds(launch_s=1e-4, post_s=1e-4, message_s=0.0)
-    return Calibration(
-        cost=estimate, errors=(0.1,), latencies_s=(), ring_latencies_s=(), host=host, tokens=1
-    )
+    return Calibration(cost=estimate, errors=(0.1,), tokens=1)
 
 
 def run(rank, world_size, folder, words):
@@ -60,7 +56,7 @@ def run(rank, world_size, folder, words):
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     sys.modules.pop("data", None)  # another program has a module of this name
-    measuring.profiler.calibrate = estimated
+    choose.calibrate = estimated
     program, *rest = words
     if program == "-m":
         assert rest[0] == "hf_flexseq.cli"

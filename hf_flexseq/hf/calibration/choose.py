@@ -32,7 +32,7 @@ from hf_flexseq.hf.calibration.probe import ModelProbes
 from hf_flexseq.hf.model.facts import ModelFacts, model_facts
 from hf_flexseq.hf.model.loss import has_chunkable_loss
 from hf_flexseq.profiler.cache import cache_path, load_cached, save_whole
-from hf_flexseq.profiler.calibrate import calibrate
+from hf_flexseq.profiler.calibrate import Calibration, calibrate
 from hf_flexseq.profiler.design import Effort
 from hf_flexseq.profiler.estimate import estimated_cost_model
 from hf_flexseq.profiler.measure import device_name
@@ -144,46 +144,42 @@ def make_cost(
             USUAL_DURATION,
             path,
         )
-    facts = subject.facts
-    probes = ModelProbes(facts, communicator, subject.device)
-    measured = _measured(probes, facts.shape, estimate, communicator, subject.device)
-    if measured is None:
-        return estimate, "estimated, for want of a measurement"
-    cost = with_gathering(
-        measured, facts.shape, subject.topology, facts.zero_stage, replicas=facts.replicas
-    )
-    if communicator.rank == 0:
-        _keep(cost, path)
-    return cost, "measured now"
-
-
-def _measured(
-    probes: ModelProbes,
-    shape: ModelShape,
-    estimate: CostModel,
-    communicator: Communicator,
-    device: torch.device,
-) -> CostModel | None:
-    """Fit a cost model now, or return None, with a warning that says why it makes no sense."""
     began = time.perf_counter()
     try:
-        calibration = calibrate(
-            probes, shape, estimate, communicator, device=device, effort=Effort()
-        )
-        objection = calibration.objection()
+        calibration = measured(subject, communicator, Effort())
     except ValueError as error:
-        objection = str(error)
-    if objection is not None:
         logger.warning(
-            "the cost model is an estimate, for its measurement makes no sense: %s", objection
+            "the cost model is an estimate, for its measurement makes no sense: %s", error
         )
-        return None
+        return estimate, "estimated, for want of a measurement"
     logger.info(
-        "cost model measured in %.1f s; micro-batches held out are off by %.1f %% on average",
+        "cost model measured in %.1f s; micro-batches held out are off by %.1f %% at the median",
         time.perf_counter() - began,
-        100 * calibration.hold_out_mean,
+        100 * calibration.median_error,
     )
-    return calibration.cost
+    if communicator.rank == 0:
+        _keep(calibration.cost, path)
+    return calibration.cost, "measured now"
+
+
+def measured(subject: CostSubject, communicator: Communicator, effort: Effort) -> Calibration:
+    """Fit a cost model now. Collective over the world.
+
+    Raises ValueError, on all ranks, if the timings allow no fit, or if it makes no sense.
+    """
+    facts = subject.facts
+    calibration = calibrate(
+        ModelProbes(facts, communicator, subject.device),
+        facts.shape,
+        subject.estimate,
+        communicator,
+        device=subject.device,
+        effort=effort,
+    )
+    objection = calibration.objection()
+    if objection is not None:
+        raise ValueError(f"{objection}; measure on an idle machine")
+    return replace(calibration, cost=with_gathering(calibration.cost, subject))
 
 
 def fit_key(facts: ModelFacts, topology: Topology, device: torch.device) -> Mapping[str, object]:
@@ -235,21 +231,20 @@ def with_memory_of(estimate: CostModel, cost: CostModel) -> CostModel:
     )
 
 
-def with_gathering(
-    cost: CostModel, shape: ModelShape, topology: Topology, zero_stage: int, *, replicas: int = 1
-) -> CostModel:
+def with_gathering(cost: CostModel, subject: CostSubject) -> CostModel:
     """Return `cost` with the seconds that sharded parameters add to every micro-batch.
 
     Parameters are gathered twice, and their gradients scattered. The copies that are timed are
-    not sharded, so these transfers are counted and not measured. replicas: of what is sharded.
+    not sharded, so these transfers are counted and not measured.
     """
-    if zero_stage < 3:
+    facts = subject.facts
+    if facts.zero_stage < 3:
         return cost
     trip_s = trip_seconds(
         cost,
-        moved_bytes=shape.params * shape.dtype_bytes,
-        topology=topology,
-        replicas=replicas,
+        moved_bytes=facts.shape.params * facts.shape.dtype_bytes,
+        topology=subject.topology,
+        replicas=facts.replicas,
     )
     return replace(cost, micro_batch_s=cost.micro_batch_s + TRIPS * trip_s)
 

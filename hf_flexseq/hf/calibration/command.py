@@ -7,7 +7,6 @@ all of its ranks and their links.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,10 @@ import torch
 from accelerate import Accelerator
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
-from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.calibration.choose import with_gathering
-from hf_flexseq.hf.calibration.probe import ModelProbes
+from hf_flexseq.hf.calibration.choose import CostSubject, measured
 from hf_flexseq.hf.model.facts import ModelFacts, model_shape
-from hf_flexseq.profiler import calibrate as profiler
 from hf_flexseq.profiler.design import THOROUGH, Effort
-from hf_flexseq.profiler.estimate import device_spec
 from hf_flexseq.profiler.measure import device_name
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -47,37 +42,15 @@ def calibrate(
     ValueError for an unknown model, dtype or sharding, and when the timings, or their errors, make
     no sense; OSError when the config cannot be read or the result not written.
     """
-    # 1. the facts about a model that is not there
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     communicator = Communicator()
     topology = communicator.topology
     device = accelerator.device
     facts = _facts(_config(model), _dtype(dtype, device), checkpointing, zero_stage)
-
-    # 2. the estimate that a measurement starts from; its bytes and memory stay in the result
-    estimate = analytic_cost_model(
-        facts.shape,
-        device_spec(device, topology.ranks_per_node),
-        topology,
-        checkpointing=checkpointing,
-        zero_stage=zero_stage,
-    )
-
-    # 3. the measurement, and the gathering of sharded parameters, which copies do not show
-    probes = ModelProbes(facts, communicator, device)
-    calibration = profiler.calibrate(
-        probes, facts.shape, estimate, communicator, device=device, effort=effort
-    )
-    cost = with_gathering(calibration.cost, facts.shape, topology, zero_stage)
-    calibration = replace(calibration, cost=cost)
-    # 4. the result, or why there is none
-    objection = calibration.objection()
-    if objection is not None:
-        raise ValueError(
-            f"the measurement makes no sense: {objection}; measure on an idle machine"
-        )
+    subject = CostSubject(facts=facts, has_chunked_loss=True, topology=topology, device=device)
+    calibration = measured(subject, communicator, effort)
     if output is not None and communicator.rank == 0:
-        cost.save(output)
+        calibration.cost.save(output)
     return {
         **calibration.to_record(),
         "device": device_name(device),

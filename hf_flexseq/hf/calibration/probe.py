@@ -7,9 +7,10 @@ the same checkpointing.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from transformers import PreTrainedConfig
@@ -17,17 +18,16 @@ from transformers import PreTrainedConfig
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME
-from hf_flexseq.hf.model.facts import ModelFacts, attention_shape, layer_calls
-from hf_flexseq.hf.model.layer_kinds import layer_kinds, layers_of
+from hf_flexseq.hf.model.facts import ModelFacts, layer_calls
+from hf_flexseq.hf.model.layer_kinds import layers_of
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
-from hf_flexseq.layers import FULL, Reach, RecurrentShape
 from hf_flexseq.plan.shard import Shard, make_shard
-from hf_flexseq.profiler.design import LayerType, ProbeLayout
-from hf_flexseq.profiler.runs import LayerCall, Run
+from hf_flexseq.profiler.design import Layers, LayerType, ProbeLayout
+from hf_flexseq.profiler.measure import Run
 from hf_flexseq.steps.inputs import inputs_of
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 
@@ -42,43 +42,18 @@ class ModelProbes:
         self._communicator = communicator
         self._device = device
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype that attention computes in."""
-        return self._facts.compute_dtype
+    @cached_property
+    def layers(self) -> Counter[LayerType]:
+        """How many layers of each type the model has."""
+        return Counter(layer_types(self._facts.config))
 
-    @property
-    def calls(self) -> dict[Reach, LayerCall]:
-        """What the attention of the layers of each reach is called with, by the first of them."""
-        calls: dict[Reach, LayerCall] = {}
-        for kind in layer_kinds(self._facts.config.get_text_config()):
-            call = LayerCall(kind.query_heads, kind.kv_heads, kind.width, kind.softcap)
-            calls.setdefault(kind.reach, call)
-        if not calls:  # what is measured of attention then is in no price
-            heads = attention_shape(self._facts.config.get_text_config())
-            calls[FULL] = LayerCall(*heads)
-        return calls
-
-    @property
-    def recurrent(self) -> dict[str, RecurrentShape]:
-        """The sizes of the recurrent layers of each kind, by the first of them."""
-        return {sizes.kind: sizes for _, sizes in self._facts.shape.recurrent}
-
-    @property
-    def replays(self) -> bool:
-        """Whether layers compute again in the backward."""
-        return self._facts.checkpointing
-
-    def kernel(self) -> Kernel:
-        """Choose the kernel that serves all layers. Raises ValueError, naming the layer, where
-        there is none."""
+    def __call__(self, layers: Layers) -> "ModelProbe":
+        """Make a copy with so many layers of each type. Raises ValueError, naming the layer, if
+        no kernel serves all layers."""
         calls = layer_calls(self._facts.config)
-        return choose_kernels(self._device, self.compute_dtype, calls)
-
-    def __call__(self, types: Mapping[LayerType, int]) -> "ModelProbe":
-        """Make a copy with so many layers of each type."""
-        kept = kept_layers(self._facts.config, types)
-        return ModelProbe(self._facts, kept, self._communicator, self._device)
+        kernel = choose_kernels(self._device, self._facts.compute_dtype, calls)
+        kept = kept_layers(self._facts.config, layers)
+        return ModelProbe(self._facts, kept, kernel, self._communicator, self._device)
 
 
 class ModelProbe:
@@ -91,11 +66,13 @@ class ModelProbe:
         self,
         facts: ModelFacts,
         kept: Sequence[int],
+        kernel: Kernel,
         communicator: Communicator,
         device: torch.device,
     ) -> None:
         """kept: indices of the layers that the copy has."""
         self.facts = facts
+        self.kernel = kernel
         self.communicator = communicator
         self.device = device
         # 1. the copy, with random weights
@@ -112,7 +89,7 @@ class ModelProbe:
             model.enable_input_require_grads()  # else there would be no backward at all
         self.model = model
 
-    def run(self, layout: ProbeLayout, kernel: Kernel) -> Run:
+    def run(self, layout: ProbeLayout) -> Run:
         """Return a function that runs one micro-batch, forward and backward, whenever called."""
         shard = make_shard(layout.micro_batch, layout.lengths, self.communicator.rank)
         inputs = inputs_of(
@@ -122,7 +99,7 @@ class ModelProbe:
             partial(
                 SequenceContext,
                 communicator=self.communicator,
-                kernel=kernel,
+                kernel=self.kernel,
                 device=self.device,
                 save_attention_output=self.facts.save_attention_output,
             ),
@@ -169,19 +146,24 @@ class ModelProbe:
         return columns
 
 
-def kept_layers(config: PreTrainedConfig, types: Mapping[LayerType, int]) -> list[int]:
+def layer_types(config: PreTrainedConfig) -> list[LayerType]:
+    """Return the type of each layer of a model."""
+    types = []
+    for layer in layers_of(config.get_text_config()):
+        reach = None if layer.attention is None else layer.attention.reach
+        recurrent = None if layer.recurrent is None else layer.recurrent.kind
+        types.append(LayerType(reach, recurrent))
+    return types
+
+
+def kept_layers(config: PreTrainedConfig, layers: Layers) -> list[int]:
     """Choose the first layers of a model with so many of each type."""
-    left = dict(types)
+    left = Counter(layers)
     kept = []
-    for index, layer in enumerate(layers_of(config.get_text_config())):
-        kind = LayerType(
-            reach=None if layer.attention is None else layer.attention.reach,
-            recurrent=None if layer.recurrent is None else layer.recurrent.kind,
-        )
-        if left.get(kind, 0):
+    for index, kind in enumerate(layer_types(config)):
+        if left[kind]:
             left[kind] -= 1
             kept.append(index)
-    assert not any(left.values()), f"{config.model_type} has not the layers of its shape: {left}"
     return kept
 
 
@@ -199,6 +181,8 @@ def shortened(config: PreTrainedConfig, kept: Sequence[int]) -> PreTrainedConfig
         return short
     text.num_hidden_layers = len(kept)
     for name, value in list(vars(text).items()):
+        if name == "time_step_limit":  # two numbers, whatever the layers
+            continue
         if isinstance(value, list | tuple) and len(value) == layers:
             setattr(text, name, [value[index] for index in kept])
     for name in ("attn_layer_indices", "hybrid_layer_ids"):
