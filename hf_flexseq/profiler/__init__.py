@@ -5,7 +5,7 @@
     measure.py    times them on all ranks in turns, and gathers medians
     transfers.py  the transfers that are timed alone
     fit.py        one linear system for all constants, solved by non-negative least squares
-    estimate.py   the cost model that arithmetic gives
+    estimate.py   figures of the device at hand, for the estimate
     cache.py      keeps fits between runs
 
 The profiler does not know how a model is built: `hf/calibration/probe.py` passes a `ProbeFactory`,

@@ -1,8 +1,4 @@
-"""Estimate a cost model from a model's sizes, the device and the sharding.
-
-This is the cost model that `cost_model="estimate"` asks for, and the one that a measurement
-(`cost_model="auto"`) starts from: bytes and memory are never measured.
-"""
+"""Figures of the device that a rank computes on, which an estimate starts from."""
 
 import logging
 import os
@@ -10,46 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import DEVICES, DeviceSpec, ModelShape, analytic_cost_model
-from hf_flexseq.topology import Topology
+from hf_flexseq.cost.analytic import DEVICES, DeviceSpec
 
 logger = logging.getLogger(__name__)
-
-
-def estimated_cost_model(
-    shape: ModelShape,
-    device: torch.device,
-    topology: Topology,
-    *,
-    checkpointing: bool,
-    zero_stage: int,
-    replicas: int,
-    chunked_loss: bool,
-) -> CostModel:
-    """Estimate what steps of a model cost on ranks with devices like `device`.
-
-    checkpointing: whether layers are computed again in the backward.
-    zero_stage: how training is sharded, in ZeRO's numbers; FSDP is 3.
-    replicas: of what is sharded; more than 1 in HSDP.
-    chunked_loss: whether the loss does without the logits of all tokens.
-    """
-    spec = device_spec(device, topology.ranks_per_node)
-    cost = analytic_cost_model(
-        shape,
-        spec,
-        topology,
-        checkpointing=checkpointing,
-        chunked_loss=chunked_loss,
-        zero_stage=zero_stage,
-        replicas=replicas,
-    )
-    logger.debug(
-        "cost model estimated for %s with parameters sharded as in ZeRO stage %d",
-        spec.name,
-        zero_stage,
-    )
-    return cost
 
 
 def device_spec(device: torch.device, ranks_per_node: int) -> DeviceSpec:

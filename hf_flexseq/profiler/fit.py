@@ -24,7 +24,6 @@ Rejected: clipping of plain least squares, whose other unknowns then compensate 
 clipped.
 """
 
-from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,9 +32,9 @@ from numpy.typing import NDArray
 
 from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.cost.analytic import ModelShape
-from hf_flexseq.cost.kinds import busiest_pairs, halos
+from hf_flexseq.cost.kinds import NearLayers, busiest_pairs, halos
 from hf_flexseq.cost.launches import EXCHANGES, LayerWork, halo_work, layer_work, segments_work
-from hf_flexseq.cost.recurrent import filled, scan_chunk
+from hf_flexseq.cost.recurrent import RecurrentLayers, filled, scan_chunk
 from hf_flexseq.cost.rings import RING_PASSES
 from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.profiler.design import Layers, LayerType, ProbeLayout, ProbeShape
@@ -227,43 +226,52 @@ def price(
         )
     attention = with_attention(layers)
     share = attention / max(1, with_attention(model))  # of the bytes that the whole model moves
-    reaches = Counter[Reach]()
-    scans = Counter[str]()
-    for kind, count in layers.items():
-        if kind.reach is not None:
-            reaches[kind.reach] += count
-        if kind.recurrent is not None:
-            scans[kind.recurrent] += count
-
-    near = []
-    for one in estimate.kinds:
-        if count := reaches[one.reach]:
-            attention_s = count * seconds[one.reach]
-            near.append(replace(one, share=count / attention, attention_s=attention_s))
-    recurrent = []
-    for of_model in estimate.recurrent:
-        if count := scans[of_model.kind]:
-            layer = replace(
-                of_model.one_layer(sum(model.values())),
-                token_s=seconds["scan", of_model.kind],
-                again_s=seconds.get(("again", of_model.kind), 0.0),
-            )
-            recurrent.append(layer.of_layers(count, depth))
+    full = sum(count for kind, count in layers.items() if kind.reach == FULL)
     cost = replace(
         estimate,
-        attention_s=reaches[FULL] * seconds.get(FULL, 0.0),
+        attention_s=full * seconds.get(FULL, 0.0),
         linear_s=linear_s,
         micro_batch_s=depth * seconds["layer"] + seconds["micro-batch"],
         all_to_all_bytes=share * estimate.all_to_all_bytes,
         query_bytes=share * estimate.query_bytes,
         ring_bytes=None if estimate.ring_bytes is None else share * estimate.ring_bytes,
-        kinds=tuple(near),
-        recurrent=tuple(recurrent),
+        kinds=_near(seconds, estimate, layers),
+        recurrent=_recurrent(seconds, estimate, model, layers),
         attention_share=attention / depth,
     )
     if "post" not in seconds:  # one rank, which shares nothing
         return cost
     return _with_groups(cost, seconds, depth)
+
+
+def _near(
+    seconds: Mapping[Term, float], estimate: CostModel, layers: Layers
+) -> tuple[NearLayers, ...]:
+    """Return the layers of a copy that read a window or a chunk."""
+    near = []
+    for one in estimate.kinds:
+        count = sum(count for kind, count in layers.items() if kind.reach == one.reach)
+        if count:
+            share = count / with_attention(layers)
+            near.append(replace(one, share=share, attention_s=count * seconds[one.reach]))
+    return tuple(near)
+
+
+def _recurrent(
+    seconds: Mapping[Term, float], estimate: CostModel, model: Layers, layers: Layers
+) -> tuple[RecurrentLayers, ...]:
+    """Return the recurrent layers of a copy."""
+    recurrent = []
+    for one in estimate.recurrent:
+        count = sum(count for kind, count in layers.items() if kind.recurrent == one.kind)
+        if count:
+            layer = replace(
+                one.one_layer(sum(model.values())),
+                token_s=seconds["scan", one.kind],
+                again_s=seconds.get(("again", one.kind), 0.0),
+            )
+            recurrent.append(layer.of_layers(count, sum(layers.values())))
+    return tuple(recurrent)
 
 
 def _with_groups(cost: CostModel, seconds: Mapping[Term, float], depth: int) -> CostModel:

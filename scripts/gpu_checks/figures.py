@@ -25,6 +25,7 @@ from gpu_checks.several import host_waits_nowhere
 from gpu_checks.stub import StubTransport
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.calibration.choose import CostSubject
 from hf_flexseq.hf.calibration.command import calibrate
 from hf_flexseq.hf.calibration.probe import ModelProbes
 from hf_flexseq.hf.model.facts import ModelFacts, model_shape
@@ -32,7 +33,6 @@ from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.profiler.design import THOROUGH, Effort, ProbeShape, in_groups
-from hf_flexseq.profiler.estimate import estimated_cost_model
 from hf_flexseq.topology import Topology
 
 HOLD_OUT_BOUND = 0.05
@@ -114,15 +114,8 @@ def memory_section(setting: Setting) -> Section:
     device = setting.device
     topology = Topology(nodes=1, ranks_per_node=1)
     facts = _facts(LlamaConfig(**(TINY if setting.rehearse else SMALL)))
-    estimate = estimated_cost_model(
-        facts.shape,
-        device,
-        topology,
-        checkpointing=True,
-        zero_stage=0,
-        replicas=1,
-        chunked_loss=True,
-    )
+    subject = CostSubject(facts=facts, has_chunked_loss=True, topology=topology, device=device)
+    estimate = subject.estimate
     step_of = _steps(facts, device)
     rows = []
     holds = True

@@ -1,6 +1,6 @@
 """Make the cost model that `cost_model="auto"` or `"estimate"` asks for.
 
-`estimate` is arithmetic (`profiler/estimate.py`). `auto` is measured on this machine, now or by an
+`estimate` is arithmetic (`cost/analytic.py`). `auto` is measured on this machine, now or by an
 earlier run:
 
     1. the facts about the model, and the estimate that they give
@@ -25,7 +25,7 @@ from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedModel
 
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import ModelShape
+from hf_flexseq.cost.analytic import ModelShape, analytic_cost_model
 from hf_flexseq.cost.sharding import TRIPS, trip_seconds
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.probe import ModelProbes
@@ -34,7 +34,7 @@ from hf_flexseq.hf.model.loss import has_chunkable_loss
 from hf_flexseq.profiler.cache import cache_path, load_cached, save_whole
 from hf_flexseq.profiler.calibrate import Calibration, calibrate
 from hf_flexseq.profiler.design import Effort
-from hf_flexseq.profiler.estimate import estimated_cost_model
+from hf_flexseq.profiler.estimate import device_spec
 from hf_flexseq.profiler.measure import device_name
 from hf_flexseq.topology import Topology
 
@@ -82,9 +82,9 @@ class CostSubject:
     @cached_property
     def estimate(self) -> CostModel:
         """The cost model that arithmetic gives, bytes included."""
-        return estimated_cost_model(
+        return analytic_cost_model(
             self.facts.shape,
-            self.device,
+            device_spec(self.device, self.topology.ranks_per_node),
             self.topology,
             checkpointing=self.facts.checkpointing,
             zero_stage=self.facts.zero_stage,
