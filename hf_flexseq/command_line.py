@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import NoReturn
 
+from hf_flexseq.base.reading import DEFAULT_LIMITS, Limits
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.base.values import LINE, MAX_COUNT, one_line, quoted
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.reading import DEFAULT_LIMITS, Limits
-from hf_flexseq.topology import Topology
-from hf_flexseq.values import LINE, MAX_COUNT, one_line, quoted
 
 # Errors of the user's input, of files, and of packages that are not installed.
 REFUSALS = (ValueError, OSError, NotImplementedError, ModuleNotFoundError)

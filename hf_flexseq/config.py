@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields
 from os import PathLike, fspath
 from typing import Any, Self
 
-from hf_flexseq import plan_options
-from hf_flexseq.plan_options import PlanOptions
-from hf_flexseq.registry import PIPELINE_SCHEDULES, entry_of
-from hf_flexseq.values import MAX_RANKS, flag, one_of, quoted, whole
+from hf_flexseq.base.registry import PIPELINE_SCHEDULES, entry_of
+from hf_flexseq.base.values import MAX_RANKS, flag, one_of, quoted, whole
+from hf_flexseq.plan import options as plan_options
+from hf_flexseq.plan.options import PlanOptions
 
 # The values of the options.
 SYNCS = ("auto", *plan_options.SYNCS)

@@ -3,9 +3,9 @@
 import random
 from collections.abc import Sequence
 
+from hf_flexseq.base.registry import STRATEGIES
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan import Group, MicroBatch, Plan, check, widest_first
-from hf_flexseq.registry import STRATEGIES
-from hf_flexseq.topology import Topology
 
 
 def random_plan(

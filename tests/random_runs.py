@@ -30,22 +30,21 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from hf_flexseq import recurrent
-from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.attention import SequenceContext, recurrent, sequence_parallel_attention
+from hf_flexseq.base.layers import FULL, Reach
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.matching import Launches
 from hf_flexseq.distributed.threads import ThreadGroup
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.scans import grid
-from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.plan import Plan
+from hf_flexseq.plan import attention_schedule as schedule
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import heads as head_pieces
 from hf_flexseq.program import ring_steps
 from hf_flexseq.published.zeppelin.routes import routed_posts
-from hf_flexseq.schedule import attention as schedule
-from hf_flexseq.topology import Topology
 from tests.attention.dense import dense_attention
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan

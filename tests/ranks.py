@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.matching import Launches
 from hf_flexseq.distributed.threads import ThreadHub, ThreadTransport
-from hf_flexseq.topology import Topology
 
 DIED = "the process died"
 

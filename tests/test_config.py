@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hf_flexseq import FlexSeqConfig
+from hf_flexseq.base.registry import PLANNERS, STRATEGIES
 from hf_flexseq.config import REMOVED, FlexSeqArguments
-from hf_flexseq.registry import PLANNERS, STRATEGIES
 
 
 def test_defaults_are_valid_and_documented() -> None:
@@ -98,7 +98,8 @@ def test_flexsp_without_its_solver_is_refused_when_configured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "hf_flexseq.registry.find_spec", lambda module: None if module == "highspy" else object()
+        "hf_flexseq.base.registry.find_spec",
+        lambda module: None if module == "highspy" else object(),
     )
     with pytest.raises(ValueError, match=r'needs highspy.*pip install "hf_flexseq\[planner\]"'):
         FlexSeqArguments(planner="flexsp")

@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hf_flexseq import recurrent
 from hf_flexseq.attention import (
     SequenceContext,
+    recurrent,
     remat,
     replay,
     sequence_parallel_attention,
     uploads,
 )
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels import chunked_loss, fused
@@ -32,7 +33,6 @@ from hf_flexseq.plan.pipeline import Chunk
 from hf_flexseq.plan.shard import Slice, make_shard
 from hf_flexseq.program import heads, ulysses
 from hf_flexseq.steps.inputs import inputs_of
-from hf_flexseq.topology import Topology
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.no_sync import META, HostSync, NoHostSync, alone
 from tests.pipeline import test_executor as pipeline

@@ -20,9 +20,9 @@ from torch.nn import functional
 from hf_flexseq.attention.programs import MicroBatchPrograms, layer_shape
 from hf_flexseq.attention.remat import Kept, KeptAttention, Region, in_shapes, kept_region
 from hf_flexseq.attention.replay import CutAttention, Tensors
+from hf_flexseq.base.layers import FULL, Reach, Scores
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.cuda_flash import rows_contiguous
-from hf_flexseq.layers import FULL, Reach, Scores
 from hf_flexseq.program.compile import BACKWARD, BACKWARD_OF_ROWS, FORWARD
 from hf_flexseq.program.instructions import LayerShape
 

@@ -7,10 +7,10 @@ import torch
 
 from hf_flexseq.attention.replay import BoundProgram
 from hf_flexseq.attention.uploads import Uploads
+from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.scans.grid import ChunkGrid
-from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.program.compile import FORWARD, Parts, compile_program
 from hf_flexseq.program.instructions import LayerShape, Program, RowShape
 from hf_flexseq.program.passes import ProgramPass

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hf_flexseq.attention.uploads import Uploads
+from hf_flexseq.base.layers import Reach, Scores
 from hf_flexseq.distributed.all_to_all import all_to_all
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import Label, Lane, Message, Pending
@@ -21,7 +22,7 @@ from hf_flexseq.kernels import Kernel, KernelCall, lse_dtype
 from hf_flexseq.kernels.choose import choose_fused
 from hf_flexseq.kernels.fused import Rows
 from hf_flexseq.kernels.segments import Segments
-from hf_flexseq.layers import Reach, Scores
+from hf_flexseq.plan.head_layout import HeadLayout
 from hf_flexseq.program.instructions import (
     INPUT,
     WIDE,
@@ -33,7 +34,6 @@ from hf_flexseq.program.instructions import (
     Program,
 )
 from hf_flexseq.program.instructions import Rows as RowsSpec
-from hf_flexseq.schedule.head_layout import HeadLayout
 
 Tensors = tuple[torch.Tensor, ...]
 

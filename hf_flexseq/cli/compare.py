@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from hf_flexseq.base.lengths import read_lengths
+from hf_flexseq.base.registry import PLANNERS
 from hf_flexseq.cli.plan import in_steps, planned
 from hf_flexseq.cli.progress import Progress
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import load_cost_model
-from hf_flexseq.lengths import read_lengths
 from hf_flexseq.plan import Plan
-from hf_flexseq.registry import PLANNERS
 from hf_flexseq.view import timeline_of
 
 # Columns of the table, and their widths.

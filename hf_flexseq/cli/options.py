@@ -4,6 +4,7 @@ import argparse
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 
+from hf_flexseq.base.registry import PLANNERS, STRATEGIES
 from hf_flexseq.cli.calibrate import calibrate
 from hf_flexseq.cli.compare import SOLVER_SEQUENCES, compare
 from hf_flexseq.cli.environment import env
@@ -20,8 +21,7 @@ from hf_flexseq.command_line import (
     topology_option,
 )
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.plan_options import SYNCS
-from hf_flexseq.registry import PLANNERS, STRATEGIES
+from hf_flexseq.plan.options import SYNCS
 
 # Removed commands, and what to write instead. An entry stays for one release.
 REMOVED = {

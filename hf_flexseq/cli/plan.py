@@ -5,12 +5,12 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hf_flexseq.base.lengths import read_lengths
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import load_cost_model
-from hf_flexseq.lengths import read_lengths
 from hf_flexseq.plan import Plan
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.pipeline import PipelinePlan
-from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 
 

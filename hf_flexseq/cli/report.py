@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_flexseq import __version__
+from hf_flexseq.base.lengths import parse_lengths, read_lengths
+from hf_flexseq.base.reading import BeyondLimit, read_text
+from hf_flexseq.base.values import printable
 from hf_flexseq.cli.compare import COLUMNS, Result, results_of
 from hf_flexseq.cli.plan import in_steps, summary
 from hf_flexseq.cli.view import drawn
 from hf_flexseq.command_line import say
 from hf_flexseq.cost.presets import load_cost_model
-from hf_flexseq.lengths import parse_lengths, read_lengths
 from hf_flexseq.plan.files import PlannedStep, StepsFile, parse_steps
 from hf_flexseq.plan.pipeline import PipelinePlan
-from hf_flexseq.reading import BeyondLimit, read_text
-from hf_flexseq.values import printable
 from hf_flexseq.view.picture import picture_of
 from hf_flexseq.view.report import (
     ROWS,

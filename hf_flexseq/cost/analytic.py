@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from hf_flexseq.base.layers import FULL, Reach, RecurrentShape
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import PIECE_ROWS, CostModel
 from hf_flexseq.cost.kinds import NearLayers, halo_tokens
 from hf_flexseq.cost.launches import EXCHANGES
 from hf_flexseq.cost.recurrent import SCAN_CHUNK, RecurrentLayers, scan_chunk
 from hf_flexseq.cost.sharding import TRIPS, shards_span_nodes
-from hf_flexseq.layers import FULL, Reach, RecurrentShape
-from hf_flexseq.topology import Topology
 
 # Bytes of one parameter, all float32: the weight, its gradient, and Adam's two moments.
 WEIGHT_BYTES = 4

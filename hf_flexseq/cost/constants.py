@@ -11,21 +11,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from hf_flexseq.cost.kinds import (
-    NearLayers,
-    check_kinds,
-    full_share,
-    kinds_of_records,
-    percents,
-)
-from hf_flexseq.cost.launches import MOST_PER_RANK
-from hf_flexseq.cost.recurrent import (
-    RecurrentLayers,
-    check_recurrent,
-    recurrent_of_records,
-)
-from hf_flexseq.reading import parse_json, read_text
-from hf_flexseq.values import (
+from hf_flexseq.base.reading import parse_json, read_text
+from hf_flexseq.base.values import (
     MAX_BYTES,
     MAX_RANKS,
     MAX_SECONDS,
@@ -40,6 +27,19 @@ from hf_flexseq.values import (
     quoted,
     whole,
     word,
+)
+from hf_flexseq.cost.kinds import (
+    NearLayers,
+    check_kinds,
+    full_share,
+    kinds_of_records,
+    percents,
+)
+from hf_flexseq.cost.launches import MOST_PER_RANK
+from hf_flexseq.cost.recurrent import (
+    RecurrentLayers,
+    check_recurrent,
+    recurrent_of_records,
 )
 
 # Query heads x tokens that a piece must have to be worth a kernel call of its own: on the CPU of

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.model import CostModel, Int64Array
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.topology import Topology
 
 # In this file `lengths` always are the tokens of every sequence of the plan, by sequence id.
 

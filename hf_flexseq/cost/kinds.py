@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_flexseq.layers import Reach
+from hf_flexseq.base.layers import Reach
+from hf_flexseq.base.values import MAX_TOKENS, duration, fields_of, items, number, whole
 from hf_flexseq.plan.rings import chunks_per_rank
-from hf_flexseq.values import MAX_TOKENS, duration, fields_of, items, number, whole
 
 FloatArray = NDArray[np.float64]
 

@@ -42,10 +42,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_flexseq.base.registry import RINGS
 from hf_flexseq.cost.recurrent import EXCHANGES_EACH_WAY, segments_of_rank
 from hf_flexseq.cost.rings import RING_PASSES, ring_costs
 from hf_flexseq.plan.rings import Round, chunks_per_rank, ring_named
-from hf_flexseq.registry import RINGS
 
 # Launches besides the calls: counts of the programs, which change with them.
 ULYSSES_LAUNCHES = 6  # heads in one piece

@@ -75,12 +75,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_flexseq.base.registry import RINGS
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.kinds import FloatArray, busiest_pairs, full_share
 from hf_flexseq.cost.launches import LayerWork, halo_work, layer_work, segments_work
 from hf_flexseq.cost.rings import ring_costs
 from hf_flexseq.cost.transfers import CostTransfers, nodes_spanned
-from hf_flexseq.registry import RINGS
-from hf_flexseq.topology import Topology
 
 Int64Array = NDArray[np.int64]
 

@@ -15,10 +15,10 @@
 from dataclasses import replace
 from pathlib import Path
 
+from hf_flexseq.base.layers import Reach, RecurrentShape
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import DEVICES, DeviceSpec, ModelShape, analytic_cost_model
-from hf_flexseq.layers import Reach, RecurrentShape
-from hf_flexseq.topology import Topology
 
 MIB = 2**20
 

@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
+from hf_flexseq.base.layers import RECURRENT_KINDS
+from hf_flexseq.base.values import MAX_TOKENS, duration, fields_of, items, number, quoted, whole
 from hf_flexseq.cost.kinds import FloatArray
-from hf_flexseq.layers import RECURRENT_KINDS
 from hf_flexseq.plan.rings import chunks_per_rank
-from hf_flexseq.values import MAX_TOKENS, duration, fields_of, items, number, quoted, whole
 
 # Tokens of a chunk of a scan (`kernels/scans`).
 SCAN_CHUNK = 64

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hf_flexseq.registry import RINGS, object_of
+from hf_flexseq.base.registry import RINGS, object_of
 
 RING_PASSES = 3  # trips of keys and values: forward and backward, and their gradients
 ZIGZAG_LAUNCHES = 10  # besides the attention calls

@@ -30,10 +30,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.base.values import MAX_BYTES, duration, fields_of, number, positive
 from hf_flexseq.cost.model import CostModel
 from hf_flexseq.plan import Plan
-from hf_flexseq.topology import Topology
-from hf_flexseq.values import MAX_BYTES, duration, fields_of, number, positive
 
 # Trips of a micro-batch that leaves none of them out.
 TRIPS = 3

@@ -32,11 +32,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_flexseq.cost.kinds import FloatArray, reach_of, record_of
-from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES, CostModel
-from hf_flexseq.layers import Reach
-from hf_flexseq.plan.pipeline import MAX_STAGES, Chunk
-from hf_flexseq.values import (
+from hf_flexseq.base.layers import Reach
+from hf_flexseq.base.values import (
     MAX_BYTES,
     VERSION,
     fields_of,
@@ -45,6 +42,9 @@ from hf_flexseq.values import (
     positive,
     whole,
 )
+from hf_flexseq.cost.kinds import FloatArray, reach_of, record_of
+from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES, CostModel
+from hf_flexseq.plan.pipeline import MAX_STAGES, Chunk
 
 # Nanoseconds of a token, of a pair or of a chunk: those of `MAX_SECONDS`.
 MAX_NS = 1e18

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.distributed.hosts import topology_of
 from hf_flexseq.distributed.transport import (
@@ -34,7 +35,6 @@ from hf_flexseq.distributed.transport import (
     unnamed,
 )
 from hf_flexseq.program.tags import UNTAGGED
-from hf_flexseq.topology import Topology
 
 # ---- the ranks of a job
 

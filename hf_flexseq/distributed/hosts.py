@@ -14,8 +14,8 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.transport import Transport
-from hf_flexseq.topology import Topology
 
 VARIABLE = "LOCAL_WORLD_SIZE"
 

@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
-from hf_flexseq.values import fields_of, whole
+from hf_flexseq.base.values import fields_of, whole
 
 # Where the Trainer decides which samples are drawn.
 _DRAWING = ("get_train_dataloader", "_get_train_sampler", "_get_dataloader")

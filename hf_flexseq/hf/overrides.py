@@ -20,6 +20,7 @@ from typing import Any
 
 from transformers import Trainer
 
+from hf_flexseq.base.values import listed
 from hf_flexseq.hf.losses import has_planned_loss
 from hf_flexseq.steps.users_code import (
     is_known,
@@ -27,7 +28,6 @@ from hf_flexseq.steps.users_code import (
     users_method,
     users_methods,
 )
-from hf_flexseq.values import listed
 
 WHOLE_SAMPLES = "flexseq_loss_on_whole_samples = True"
 

@@ -29,6 +29,8 @@ from transformers import PreTrainedModel
 
 import hf_flexseq.hf.attention  # noqa: F401  registers "flexseq"
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.base.registry import STRATEGIES
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.threads import ThreadHub, ThreadTransport
 from hf_flexseq.hf.model.facts import layer_calls
@@ -39,9 +41,7 @@ from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.shard import Slice, make_shard
-from hf_flexseq.registry import STRATEGIES
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
-from hf_flexseq.topology import Topology
 
 CPU = torch.device("cpu")
 TOPOLOGY = Topology(nodes=2, ranks_per_node=2)

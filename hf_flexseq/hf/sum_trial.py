@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.overrides import IN_PARTS, WHOLE_SAMPLES
@@ -41,7 +42,6 @@ from hf_flexseq.steps.users_code import (
     users_methods,
     users_modules,
 )
-from hf_flexseq.values import listed
 
 logger = logging.getLogger(__name__)
 

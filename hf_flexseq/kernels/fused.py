@@ -21,7 +21,7 @@ import torch
 
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.merge import merge_into
-from hf_flexseq.schedule.head_layout import HeadLayout, HeadRun
+from hf_flexseq.plan.head_layout import HeadLayout, HeadRun
 
 # Some rows of a tensor: a slice without a step, or int64 [n] on the tensor's device.
 Rows: TypeAlias = slice | torch.Tensor

@@ -22,7 +22,7 @@ from hf_flexseq.kernels.triton_kernels import (
     rows_kernel,
     unpack_kernel,
 )
-from hf_flexseq.schedule.head_layout import HeadLayout
+from hf_flexseq.plan.head_layout import HeadLayout
 
 TILE = 2048  # elements that a program does, at least one row
 MOST_COLUMNS = 1024  # of a tile

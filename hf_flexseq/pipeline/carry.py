@@ -34,11 +34,11 @@ from typing import NamedTuple
 
 import torch
 
+from hf_flexseq.attention.recurrent.carry import WrongOrder
+from hf_flexseq.base.layers import Reach, Scores
 from hf_flexseq.kernels import Kernel, KernelCall, lse_dtype
 from hf_flexseq.kernels.segments import Segments
-from hf_flexseq.layers import Reach, Scores
 from hf_flexseq.plan.shard import Slice
-from hf_flexseq.recurrent.carry import WrongOrder
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -20,10 +20,11 @@ from typing import NamedTuple
 import torch
 
 from hf_flexseq.attention.programs import MicroBatchPrograms
+from hf_flexseq.attention.recurrent.carry import Carrying, Part, StateCarry
 from hf_flexseq.attention.remat import Hook, checkpointed_region
 from hf_flexseq.attention.replay import CutAttention, Tensors
+from hf_flexseq.base.layers import Reach, Scores
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.layers import Reach, Scores
 from hf_flexseq.pipeline.carry import Carried, CutPart, KVCarry
 from hf_flexseq.pipeline.ulysses import Sharing, shared_chunk
 from hf_flexseq.plan import Group
@@ -36,7 +37,6 @@ from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.weave import ZoneSteps
 from hf_flexseq.program.zones import Sinks, ZoneAttention
-from hf_flexseq.recurrent.carry import Carrying, Part, StateCarry
 
 # Layouts whose programs a stage keeps: equal sequences are cut alike, in every step.
 KEPT_LAYOUTS = 64

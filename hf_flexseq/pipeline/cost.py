@@ -14,10 +14,10 @@ stage's ranks share chunks with a rank of another node.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.stages import WEIGHT_CHUNK, PipelineCost, StageCost
 from hf_flexseq.pipeline.stages import Stage
-from hf_flexseq.topology import Topology
 
 NS = 1e9  # nanoseconds of a second
 

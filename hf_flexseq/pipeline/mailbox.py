@@ -8,7 +8,7 @@ from the plan.
 
 Why nothing can hang
 --------------------
-The actions of all ranks are numbered by `schedule/pipeline/walk.py`: in this order all of them can
+The actions of all ranks are numbered by `cost/walk.py`: in this order all of them can
 happen, ranks side by side. A message has the number of the action that sends it.
 
 1. Before a rank begins its action of number n, it posts all receives of messages below n, of both

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from hf_flexseq.base.values import listed
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.files import write_json, write_tensors
 from hf_flexseq.pipeline.optimizer_files import (
@@ -40,7 +41,6 @@ from hf_flexseq.pipeline.optimizer_files import (
 )
 from hf_flexseq.pipeline.sharding import divided_like, whole
 from hf_flexseq.pipeline.stages import Stage
-from hf_flexseq.values import listed
 
 FOLDER = "flexseq_optimizer"
 WHOLE = "optimizer.pt"

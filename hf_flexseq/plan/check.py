@@ -2,11 +2,11 @@
 
 `Plan.check_form` holds what a plan must be anywhere; here stand the rules that need to know the
 machine. A pipeline's plan has its own rules: `PipelinePlan.check_form`, and
-`hf_flexseq/schedule/pipeline/check.py` for those that walk through its actions.
+`hf_flexseq/cost/pipeline_check.py` for those that walk through its actions.
 """
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan.sequences import Plan
-from hf_flexseq.topology import Topology
 
 
 def check(plan: Plan, topology: Topology, max_tokens_per_rank: int | None = None) -> None:

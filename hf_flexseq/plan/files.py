@@ -9,12 +9,12 @@ A training run that was killed may leave a torn line. Such lines are named and s
 from dataclasses import dataclass
 from typing import Any
 
+from hf_flexseq.base.reading import Limits, parse_json, read_text
+from hf_flexseq.base.values import MAX_SECONDS, duration, items, one_line, quoted, whole
 from hf_flexseq.plan.pipeline import KEYS as PIPELINE_KEYS
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.sequences import KEYS as PLAN_KEYS
 from hf_flexseq.plan.sequences import Plan
-from hf_flexseq.reading import Limits, parse_json, read_text
-from hf_flexseq.values import MAX_SECONDS, duration, items, one_line, quoted, whole
 
 # Broken lines that a message names.
 LINES_NAMED = 5

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_flexseq.registry import STRATEGIES
-from hf_flexseq.values import fields_of, items, quoted
+from hf_flexseq.base.registry import STRATEGIES
+from hf_flexseq.base.values import fields_of, items, quoted
 
 # The keys of a group's record.
 GROUP_KEYS = ("ranks", "sequences", "strategy")

@@ -24,7 +24,7 @@ pipeline validator accepts it. `PipelinePlan.check_form` refuses it:
               of the I's, since stage 0 and every carry run the whole backward in it
 
 Whether neighbours can exchange in the order of their lists, and what fits into memory, takes a
-walk through the actions: `schedule/pipeline/check.py`.
+walk through the actions: `cost/pipeline_check.py`.
 
 Rejected: sends and receives as actions of their own. They follow from the order of the others, and
 a list that says the same twice can contradict itself.
@@ -36,9 +36,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hf_flexseq.plan.records import Record
-from hf_flexseq.plan.shard import Slice
-from hf_flexseq.values import (
+from hf_flexseq.base.values import (
     MAX_TOKENS,
     VERSION,
     duration,
@@ -49,6 +47,8 @@ from hf_flexseq.values import (
     wholes,
     word,
 )
+from hf_flexseq.plan.records import Record
+from hf_flexseq.plan.shard import Slice
 
 # Forward, whole backward, gradient of the input, gradient of the weights.
 KINDS = ("F", "B", "I", "W")
@@ -153,7 +153,7 @@ class PipelinePlan(Record):
     """Name of the schedule that made the plan."""
     objective_s: float
     """Modelled seconds of the step; for `auto` at most a wait or two above what
-    `schedule/pipeline/walk.py` finds."""
+    `cost/walk.py` finds."""
     planning_s: float
     """Seconds that planning took; not in the digest."""
 
@@ -213,7 +213,7 @@ class PipelinePlan(Record):
     def check_form(self) -> None:
         """Raise ValueError, naming chunk or action, unless chunks and lists of actions are legal.
 
-        A plan of legal form can still hang: see `schedule/pipeline/check.py`.
+        A plan of legal form can still hang: see `cost/pipeline_check.py`.
         """
         if self.ranks < 1 or self.stages < self.ranks or self.stages % self.ranks:
             raise ValueError(

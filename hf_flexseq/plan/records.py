@@ -22,7 +22,7 @@ import json
 from abc import ABC, abstractmethod
 from typing import Any, Protocol, Self
 
-from hf_flexseq.reading import parse_json
+from hf_flexseq.base.reading import parse_json
 
 DIGEST_CHARACTERS = 16  # 64 bits: enough to tell the plans of a run from each other
 

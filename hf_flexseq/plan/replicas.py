@@ -9,9 +9,9 @@ all are done, so that the replicas need not have equally many chunks.
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_flexseq.base.values import MAX_TOKENS, VERSION, fields_of, items, quoted, wholes, words
 from hf_flexseq.plan.pipeline import Chunk, PipelinePlan
 from hf_flexseq.plan.records import Record
-from hf_flexseq.values import MAX_TOKENS, VERSION, fields_of, items, quoted, wholes, words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ rounds (`Ring`), which `registry.RINGS` names. The core has one:
     zigzag     A rank holds two chunks, one from each half of the sequence, and computes for its
                own queries only. This choice of chunks gives all ranks equal work.
 
-`schedule/attention.py` lists the calls that follow from the rounds.
+`plan/attention_schedule.py` lists the calls that follow from the rounds.
 
 Rejected: handing keys and values on from rank to rank around the ring. A chunk is fetched straight
 from its owner, and only when some query of the worker reads it: the zigzag schedule moves a
@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hf_flexseq.registry import RINGS, object_of
+from hf_flexseq.base.registry import RINGS, object_of
 
 FRONT, BACK = 0, 1  # positions of a rank's two chunks in its row
 

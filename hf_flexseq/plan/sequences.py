@@ -18,15 +18,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from hf_flexseq.plan.groups import (
-    Group,
-    MicroBatch,
-    check_laminar,
-    micro_batch_of,
-    micro_batch_record,
-)
-from hf_flexseq.plan.records import Record
-from hf_flexseq.values import (
+from hf_flexseq.base.values import (
     MAX_RANKS,
     MAX_TOKENS,
     VERSION,
@@ -39,6 +31,14 @@ from hf_flexseq.values import (
     word,
     words,
 )
+from hf_flexseq.plan.groups import (
+    Group,
+    MicroBatch,
+    check_laminar,
+    micro_batch_of,
+    micro_batch_record,
+)
+from hf_flexseq.plan.records import Record
 
 # The keys of a plan's record, besides `notes` and `version`.
 KEYS = ("lengths", "micro_batches", "objective_s", "lower_bound_s", "planner", "planning_s")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, Int64Array
-from hf_flexseq.topology import Topology
 
 # Most ranks for which all ranges are blocks.
 ALL_RANGES = 8

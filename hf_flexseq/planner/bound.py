@@ -12,9 +12,9 @@ the rank that works longest works in one.
 
 import numpy as np
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, Int64Array
 from hf_flexseq.planner.problem import NEVER, cheapest
-from hf_flexseq.topology import Topology
 
 
 def bound_ns(

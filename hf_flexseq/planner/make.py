@@ -21,15 +21,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hf_flexseq.base.registry import PLANNERS, object_of
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import MicroBatch, Plan, PlanInfeasible, check
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner.bound import bound_ns
 from hf_flexseq.planner.notes import degree_note
 from hf_flexseq.planner.order import best_order
 from hf_flexseq.planner.task import PlanTask
-from hf_flexseq.registry import PLANNERS, object_of
-from hf_flexseq.topology import Topology
 
 DEFAULTS = PlanOptions()
 

@@ -8,9 +8,9 @@ a link that it leaves alone.
 
 from collections.abc import Sequence
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.plan import MicroBatch
-from hf_flexseq.topology import Topology
 
 
 def best_order(

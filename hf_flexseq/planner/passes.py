@@ -1,9 +1,9 @@
 """The passes that planners add to their plans, by name in the registry (`program/passes.py`)."""
 
+from hf_flexseq.base.registry import PLANNERS, object_of
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.program.passes import PlanPasses
-from hf_flexseq.registry import PLANNERS, object_of
-from hf_flexseq.topology import Topology
 
 
 def passes_of(

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, Int64Array
 from hf_flexseq.plan import Group, MicroBatch, widest_first
 from hf_flexseq.planner.blocks import Blocks, blocks_of
-from hf_flexseq.topology import Topology
 
 # Nanoseconds or tokens of what is not possible; four of them still fit 64 bits.
 NEVER = 2**60

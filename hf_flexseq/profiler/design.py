@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hf_flexseq.base.layers import Reach
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.cost.analytic import ModelShape
-from hf_flexseq.layers import Reach
 from hf_flexseq.plan import Group, MicroBatch, widest_first
-from hf_flexseq.topology import Topology
 
 MOST_TOKENS = 16384  # tokens of a rank in a micro-batch of the deepest copy
 LONGEST = 32768  # tokens of the longest sequence of a copy of one layer

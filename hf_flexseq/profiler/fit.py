@@ -30,15 +30,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_flexseq.base.layers import FULL, Reach
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.cost.kinds import NearLayers, busiest_pairs, halos
 from hf_flexseq.cost.launches import EXCHANGES, LayerWork, halo_work, layer_work, segments_work
 from hf_flexseq.cost.recurrent import RecurrentLayers, filled, scan_chunk
 from hf_flexseq.cost.rings import RING_PASSES
-from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.profiler.design import Layers, LayerType, ProbeLayout, ProbeShape
-from hf_flexseq.topology import Topology
 
 Floats = NDArray[np.float64]
 Term = Hashable

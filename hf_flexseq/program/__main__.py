@@ -6,6 +6,9 @@ import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
+from hf_flexseq.base.layers import FULL, Reach
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.base.values import MAX_COUNT, quoted
 from hf_flexseq.command_line import (
     OneLineParser,
     limit_option,
@@ -16,7 +19,6 @@ from hf_flexseq.command_line import (
     set_run,
     topology_option,
 )
-from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.files import read_steps
 from hf_flexseq.plan.shard import Shard, make_shard
@@ -32,8 +34,6 @@ from hf_flexseq.program.compile import (
     of_rows,
 )
 from hf_flexseq.program.instructions import ITEM_BYTES, LayerShape, Program, RowShape
-from hf_flexseq.topology import Topology
-from hf_flexseq.values import MAX_COUNT, quoted
 
 LAYER = "32x8x128"  # Llama 3.1 8B
 

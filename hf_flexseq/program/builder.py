@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_flexseq.plan.head_layout import HeadLayout
 from hf_flexseq.program.instructions import (
     INPUT,
     WIDE,
@@ -25,7 +26,6 @@ from hf_flexseq.program.instructions import (
     Value,
     last_uses,
 )
-from hf_flexseq.schedule.head_layout import HeadLayout
 
 IntArray = NDArray[np.int64]
 Values = tuple[Value, ...]

@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_flexseq.layers import Reach
+from hf_flexseq.base.layers import Reach
+from hf_flexseq.base.registry import RINGS
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan.shard import Shard, Zone, cuts
 from hf_flexseq.program import segments
 from hf_flexseq.program.builder import Builder, Tables, Values
@@ -38,8 +40,6 @@ from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.ulysses import ulysses_zone
 from hf_flexseq.program.weave import run_zones
 from hf_flexseq.program.zones import LayerRows, NoZone, Sinks, ZoneAttention
-from hf_flexseq.registry import RINGS
-from hf_flexseq.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,10 +15,10 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hf_flexseq.plan.head_layout import HeadLayout
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel, Label
 from hf_flexseq.program.instructions import AllToAllSpec, Value
-from hf_flexseq.schedule.head_layout import HeadLayout
 
 HeadRanges = Sequence[Sequence[slice]]  # by tensor, by rank
 

@@ -22,7 +22,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_flexseq.layers import FULL, Reach
+from hf_flexseq.base.layers import FULL, Reach
+from hf_flexseq.plan.attention_schedule import ChunkKey
 from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
 from hf_flexseq.program.builder import Builder, IntArray, Tables, Values
 from hf_flexseq.program.exchange import Channel
@@ -34,7 +35,6 @@ from hf_flexseq.program.ring_steps import ZoneLayout, make_ring_steps
 from hf_flexseq.program.ulysses import Span, UlyssesZone
 from hf_flexseq.program.weave import ZoneSteps
 from hf_flexseq.program.zones import Attention, LayerRows, Sinks
-from hf_flexseq.schedule.attention import ChunkKey
 
 # The part of the zone's time in which the ring computes. The exchanges of heads have the rest.
 RING_SPAN = Span(0.25, 0.75)

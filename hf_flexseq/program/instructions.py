@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from hf_flexseq.layers import FULL, Reach
+from hf_flexseq.base.layers import FULL, Reach
 
 Saved = TypeVar("Saved")
 

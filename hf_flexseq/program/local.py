@@ -7,7 +7,7 @@ into a few calls of about equal work: every wait for a transfer has something to
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hf_flexseq.layers import FULL, Reach
+from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.program.builder import Builder, Tables, Values
 from hf_flexseq.program.instructions import Value
 from hf_flexseq.program.weave import ZoneSteps

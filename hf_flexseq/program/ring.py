@@ -2,7 +2,7 @@
 
 A *step* of a ring is at most one attention call of this rank: some queries against some keys and
 values of the same sequences. Either side may be held by another rank; which one, and when, is
-decided by `schedule/attention.py`.
+decided by `plan/attention_schedule.py`.
 
 Forward, at every step of this rank:
 
@@ -46,6 +46,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from hf_flexseq.plan.attention_schedule import ChunkKey
 from hf_flexseq.program.builder import Builder, Tables, Values
 from hf_flexseq.program.exchange import Channel, Exchange, Label, post
 from hf_flexseq.program.instructions import INPUT, WIDE, Rows, Value
@@ -61,7 +62,6 @@ from hf_flexseq.program.sums import RunningResult, Total
 from hf_flexseq.program.tags import ring_fetch, ring_return
 from hf_flexseq.program.weave import END, ZoneSteps
 from hf_flexseq.program.zones import LayerRows, Sinks
-from hf_flexseq.schedule.attention import ChunkKey
 
 AHEAD = 2  # steps whose inputs are on their way when a step begins
 

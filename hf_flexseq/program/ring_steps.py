@@ -1,6 +1,6 @@
 """A ring schedule made concrete for one rank and one micro-batch: which rows go where, and when.
 
-    BlockCall  (schedule/attention.py)          RingStep  (here)
+    BlockCall  (plan/attention_schedule.py)          RingStep  (here)
     chunks of one sequence               ->     rows of this rank, of all sequences of a direction
     indices in the group                 ->     global ranks
     no lengths                           ->     lengths of one kernel call
@@ -32,10 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_flexseq.plan.shard import Cut, held_chunks
-from hf_flexseq.program.builder import Tables
-from hf_flexseq.program.instructions import Rows
-from hf_flexseq.schedule.attention import (
+from hf_flexseq.plan.attention_schedule import (
     BlockCall,
     ChunkKey,
     Direction,
@@ -43,6 +40,9 @@ from hf_flexseq.schedule.attention import (
     directions_of,
     interleaved,
 )
+from hf_flexseq.plan.shard import Cut, held_chunks
+from hf_flexseq.program.builder import Tables
+from hf_flexseq.program.instructions import Rows
 
 DIAGONAL_TIME = 0  # time of a schedule at which every rank attends to its own chunks
 

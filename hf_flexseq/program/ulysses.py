@@ -31,8 +31,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.cost import HEAD_PIECES
-from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan.shard import Zone, contiguous_part
 from hf_flexseq.program import tags
 from hf_flexseq.program.builder import Builder, Tables, Values

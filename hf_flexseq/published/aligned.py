@@ -18,8 +18,8 @@ tests/published/test_flexsp.py tries random sets of degrees.
 
 from collections.abc import Iterable, Sequence
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.planner.task import PlanTask
-from hf_flexseq.topology import Topology
 
 
 def aligned_degrees(topology: Topology) -> tuple[int, ...]:

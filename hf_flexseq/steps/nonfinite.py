@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.reduction import local
-from hf_flexseq.values import listed
 
 logger = logging.getLogger(__name__)
 

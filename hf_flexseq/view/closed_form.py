@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, group_ns, linear_ns
 from hf_flexseq.plan import Group, Plan
-from hf_flexseq.topology import Topology
 from hf_flexseq.view.timeline import Recorder, Timeline
 
 EXPOSED = "exposed transfers and launches"

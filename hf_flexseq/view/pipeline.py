@@ -3,7 +3,7 @@
     pipeline_timeline(plan, cost)    a Timeline in nanoseconds
     report(plan, cost)               seconds, bubble and peaks in one record
 
-Times are the longest path through the plan's actions (`schedule/pipeline/walk.py`), so they are
+Times are the longest path through the plan's actions (`cost/walk.py`), so they are
 exact for the given cost of each action. They leave out transfers that disturb each other and
 stages that disturb their own computing.
 """
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_flexseq.cost.stages import PipelineCost, StageCost
+from hf_flexseq.cost.walk import Done, timed
 from hf_flexseq.plan.pipeline import KINDS, PipelinePlan
-from hf_flexseq.schedule.pipeline.walk import Done, timed
 from hf_flexseq.view.timeline import ACTION_KINDS, Event, Memory, Timeline
 
 EVENT_KINDS = dict(zip(KINDS, ACTION_KINDS, strict=True))  # kind of an action -> of its event

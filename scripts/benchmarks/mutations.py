@@ -35,15 +35,15 @@ from pathlib import Path
 from typing import Any
 
 from common import argument_parser, machine, table, write_record
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cli import main as flexseq
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import Plan, check
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.pipeline.pipeline_plan import make_pipeline_plan
-from hf_flexseq.topology import Topology
 
 LINE = 300  # characters of a message
 MOST_S = 10.0

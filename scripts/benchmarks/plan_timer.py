@@ -11,9 +11,9 @@ import json
 import sys
 import time
 
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.topology import Topology
 
 try:
     from hf_flexseq.cost.presets import load_cost_model

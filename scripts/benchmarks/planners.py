@@ -24,12 +24,12 @@ from pathlib import Path
 import numpy as np
 
 from common import HERE, argument_parser, machine, table_head, table_row, write_record
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.published.flexsp.milp import CHECKPOINTS, GAP, NODES
-from hf_flexseq.topology import Topology
 from lengths import DOCUMENTS, WIKIPEDIA, Draw, K, batch, common_crawl_like
 
 RESULTS = HERE / "data" / "flexsp_figures.json"

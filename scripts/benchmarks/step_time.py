@@ -49,7 +49,7 @@ from hf_flexseq.hf.contexts import ModelContexts
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan, check
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.steps.exchange import SourceRow
 from hf_flexseq.steps.planned_step import DrawnStep

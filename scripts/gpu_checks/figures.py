@@ -24,6 +24,7 @@ from gpu_checks.report import Section, Setting, table, verdict
 from gpu_checks.several import host_waits_nowhere
 from gpu_checks.stub import StubTransport
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.choose import CostSubject
 from hf_flexseq.hf.calibration.command import calibrate
@@ -33,7 +34,6 @@ from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.profiler.design import THOROUGH, Effort, ProbeShape, in_groups
-from hf_flexseq.topology import Topology
 
 HOLD_OUT_BOUND = 0.05
 MEMORY_BOUND = 0.03

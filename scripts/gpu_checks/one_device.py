@@ -27,6 +27,7 @@ from gpu_checks.kernels import synchronize
 from gpu_checks.report import Section, Setting, table, verdict
 from gpu_checks.subject import Gradients, Precision
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
@@ -44,7 +45,6 @@ from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.steps.exchange import RowExchange, common_dtypes, source_row
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
-from hf_flexseq.topology import Topology
 
 RANKS = 8
 REHEARSED_RANKS = 4

@@ -17,8 +17,9 @@ import torch
 
 from gpu_checks.kernels import median_s
 from gpu_checks.report import Section, Setting, table, verdict
-from hf_flexseq import recurrent
-from hf_flexseq.attention import SequenceContext
+from hf_flexseq.attention import SequenceContext, recurrent
+from hf_flexseq.attention.recurrent.scan import run_scan
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.threads import ThreadHub, ThreadTransport
 from hf_flexseq.kernels.reference import Reference
@@ -26,8 +27,6 @@ from hf_flexseq.kernels.scans import Scan, Tensors
 from hf_flexseq.kernels.scans.choose import GATED_DELTA, KIMI_DELTA, MAMBA2, choose_scan
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.recurrent.scan import run_scan
-from hf_flexseq.topology import Topology
 
 RANKS = 4
 TOPOLOGY = Topology(nodes=2, ranks_per_node=2)

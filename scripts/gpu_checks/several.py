@@ -39,10 +39,10 @@ from gpu_checks.report import Section, Setting, launch, table, this_script, torc
 from gpu_checks.subject import Gradients, Precision
 from hf_flexseq import FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.attention import function as attention_function
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan import Plan
 from hf_flexseq.planner.process.client import Planner
-from hf_flexseq.topology import Topology
 
 LAYERS = 2
 WARM_UP = 3  # plans before the host may no longer wait

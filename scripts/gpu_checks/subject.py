@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gpu_checks.report import SCRIPT, Setting
 from hf_flexseq import DataCollatorForFlexSeq
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
@@ -36,7 +37,6 @@ from hf_flexseq.plan import MicroBatch, Plan
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.published.zeppelin.passes import ZeppelinPasses
 from hf_flexseq.published.zeppelin.remap import remapped_shards
-from hf_flexseq.topology import Topology
 
 sys.path.append(str(SCRIPT.parents[1]))
 

@@ -3,7 +3,7 @@ computes on ranks."""
 
 import torch
 
-from hf_flexseq.layers import FULL, Reach
+from hf_flexseq.base.layers import FULL, Reach
 
 
 def dense_attention(

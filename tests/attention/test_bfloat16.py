@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.topology import Topology
 from tests.budget import others_slow
 from tests.ranks import join, run_threads
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.topology import Topology
 from tests.ranks import join, run_threads
 
 CPU, HEAD_DIM, CHUNK = torch.device("cpu"), 128, 16

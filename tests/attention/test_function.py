@@ -9,11 +9,11 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.attention.replay import Replay
+from hf_flexseq.base.registry import STRATEGIES
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.registry import STRATEGIES
-from hf_flexseq.topology import Topology
 from tests.published.zeppelin.always import Always
 from tests.ranks import join, run_threads
 

@@ -9,13 +9,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.base.layers import FULL, Reach
+from hf_flexseq.base.registry import STRATEGIES
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.reference import Reference
-from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.registry import STRATEGIES
-from hf_flexseq.topology import Topology
 from tests.attention.dense import dense_attention
 from tests.plans import random_plan
 from tests.ranks import join, run_threads

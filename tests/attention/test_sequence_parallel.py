@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.base.registry import STRATEGIES
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan import attention_schedule as attention
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import ring_steps
-from hf_flexseq.registry import STRATEGIES
-from hf_flexseq.schedule import attention
-from hf_flexseq.topology import Topology
 from tests.attention.dense import dense_attention
 from tests.plans import random_plan
 from tests.ranks import join, run_ranks, run_threads

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from hf_flexseq.base.registry import PLANNERS
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cli import compare as comparing
 from hf_flexseq.cli import main
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Plan, check
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.registry import PLANNERS
-from hf_flexseq.topology import Topology
 from tests.cli.refused import failed
 
 MACHINE = ["--topology", "2x4", "--cost-model", "flexsp-gpt-7b-a100"]

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cli import main
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Plan
 from hf_flexseq.planner import make_plan
-from hf_flexseq.topology import Topology
 from tests.cli.refused import failed
 
 MACHINE = ["--topology", "2x4", "--cost-model", "llama-3.1-8b-h200"]

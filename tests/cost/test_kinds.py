@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hf_flexseq.base.layers import FULL, Reach
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, nodes_spanned
 from hf_flexseq.cost.analytic import (
     BLOCK_KEYS,
@@ -16,8 +18,6 @@ from hf_flexseq.cost.analytic import (
 from hf_flexseq.cost.kinds import NearLayers, busiest_pairs, doubled_pairs, halos
 from hf_flexseq.cost.presets import PRESETS, SHAPES
 from hf_flexseq.cost.stages import PipelineCost, StageCost
-from hf_flexseq.layers import FULL, Reach
-from hf_flexseq.topology import Topology
 
 REACHES = [Reach(window=1), Reach(window=5), Reach(window=64), Reach(chunk=1), Reach(chunk=7)]
 RINGS = ["zigzag", "balanced"]

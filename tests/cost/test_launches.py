@@ -2,6 +2,9 @@
 
 import pytest
 
+from hf_flexseq.base.layers import Reach
+from hf_flexseq.base.registry import STRATEGIES
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.launches import (
     MOST_PER_RANK,
     RING_AHEAD,
@@ -9,7 +12,6 @@ from hf_flexseq.cost.launches import (
     halo_work,
     layer_work,
 )
-from hf_flexseq.layers import Reach
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import ring
@@ -17,8 +19,6 @@ from hf_flexseq.program.compile import Machine, MicroBatchLayout, backward, forw
 from hf_flexseq.program.heads import PIECE_ROWS
 from hf_flexseq.program.instructions import LayerShape
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
-from hf_flexseq.registry import STRATEGIES
-from hf_flexseq.topology import Topology
 
 SHAPE = LayerShape(query_heads=32, kv_heads=8, head_dim=16, dtype="bfloat16")
 TOKENS = 64  # of a rank

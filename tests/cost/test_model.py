@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import (
     CostModel,
     free_ns,
@@ -22,9 +23,8 @@ from hf_flexseq.cost.launches import layer_work
 from hf_flexseq.cost.model import HOST_CONSTANTS
 from hf_flexseq.cost.presets import PRESETS, load_cost_model
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.topology import Topology
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 H200 = PRESETS["llama-3.1-8b-h200"]

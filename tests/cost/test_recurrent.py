@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hf_flexseq.base.layers import RecurrentShape
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost.launches import segments_work
@@ -16,11 +18,10 @@ from hf_flexseq.cost.recurrent import (
     summaries,
 )
 from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.layers import RecurrentShape
 from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.segments import chains_of
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.program.compile import (
     HALO,
@@ -32,7 +33,6 @@ from hf_flexseq.program.compile import (
     of_rows,
 )
 from hf_flexseq.program.instructions import RowShape
-from hf_flexseq.topology import Topology
 
 STRATEGIES = ["ulysses", "zigzag", "balanced", "hybrid"]
 SCAN = RecurrentLayers(

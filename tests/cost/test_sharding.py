@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.analytic import DEVICES, analytic_cost_model
 from hf_flexseq.cost.presets import LLAMA_8B, PRESETS
 from hf_flexseq.cost.sharding import (
@@ -18,9 +19,8 @@ from hf_flexseq.cost.sharding import (
     trip_seconds,
 )
 from hf_flexseq.plan import Group, MicroBatch, Plan, PlanInfeasible
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner.process.jobs import GroupsJob
-from hf_flexseq.topology import Topology
 from tests.plans import random_plan
 
 KEEPS = FsdpPolicy(regathers=False)

@@ -2,10 +2,10 @@
 
 import pytest
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed import hosts
 from hf_flexseq.distributed.hosts import topology_of
 from hf_flexseq.distributed.lone import LoneTransport
-from hf_flexseq.topology import Topology
 
 
 class Answers:

@@ -6,13 +6,13 @@ import time
 import pytest
 import torch
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.distributed import connect as connecting
 from hf_flexseq.distributed.communicator import Communicator, Transfers
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.planner.blocks import exchange_degrees
-from hf_flexseq.topology import Topology
 from tests.distributed.stub import StubDistributed, StubJob
 
 CUDA = torch.device("cuda", 0)

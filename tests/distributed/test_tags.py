@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import HEAD_PIECES, PIECE_ROWS
 from hf_flexseq.distributed import links
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import Capabilities, Lane, own_part
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan import attention_schedule as schedule
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import tags
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from hf_flexseq.published.zeppelin.routes import routed_posts
-from hf_flexseq.schedule import attention as schedule
-from hf_flexseq.topology import Topology
 from tests.plans import random_plan
 from tests.published.zeppelin.always import Always
 

@@ -5,20 +5,20 @@ import torch
 
 from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.base.layers import FULL
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import attention_shape
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.kernels.choose import choose_kernel
-from hf_flexseq.layers import FULL
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.program.hybrid import Reordered
 from hf_flexseq.program.ulysses import UlyssesZone
 from hf_flexseq.steps.exchange import RowExchange, common_dtypes, source_row
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
 from hf_flexseq.steps.token_columns import with_token_columns
-from hf_flexseq.topology import Topology
 from tests.hf.tiny import taken_gradients
 
 CPU = torch.device("cpu")

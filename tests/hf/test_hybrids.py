@@ -12,9 +12,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from hf_flexseq.base.registry import STRATEGIES
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan import Group, MicroBatch, Plan
-from hf_flexseq.registry import STRATEGIES
-from hf_flexseq.topology import Topology
 from tests.budget import examples, others_nightly
 from tests.hf.by_hand import TWO_NODES, attach, run_plan
 from tests.hf.hybrids import HYBRIDS, LENGTHS, make_hybrid

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.pipeline.carry import KVCarry
 from hf_flexseq.pipeline.context import ChunkContext
@@ -13,7 +14,6 @@ from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.pipeline import Chunk
 from hf_flexseq.plan.shard import Slice, make_shard
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
-from hf_flexseq.topology import Topology
 from tests.hf.by_hand import CPU, rows_of, ways_between_nodes
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.published.zeppelin.always import Always

@@ -4,6 +4,8 @@ import pytest
 import torch
 import transformers
 
+from hf_flexseq.base.layers import FULL, Reach
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.hf.model.facts import attention_shape
 from hf_flexseq.hf.model.images import check_text_alone
 from hf_flexseq.hf.model.layer_kinds import (
@@ -13,8 +15,6 @@ from hf_flexseq.hf.model.layer_kinds import (
     layer_reach,
     reach_counts,
 )
-from hf_flexseq.layers import FULL, Reach
-from hf_flexseq.topology import Topology
 from tests.ranks import join, run_threads
 
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.cost.sharding import PLAIN, FsdpPolicy
 from hf_flexseq.distributed.matching import Launches
@@ -27,7 +28,6 @@ from hf_flexseq.hf.sharding import FsdpPolicies
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.layout import PlanLayout
-from hf_flexseq.topology import Topology
 from tests.hf.by_hand import inputs_by_micro_batch, rows_of
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.plans import random_plan

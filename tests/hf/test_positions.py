@@ -19,13 +19,13 @@ from transformers.models.kosmos2_5.modeling_kosmos2_5 import (
 )
 
 from hf_flexseq import DataCollatorForFlexSeq
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.steps.counting import UnreadableForward, count_in
 from hf_flexseq.steps.exchange import SourceRow
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS, with_token_columns
-from hf_flexseq.topology import Topology
 from tests.hf.by_hand import run_plan
 from tests.hf.test_checks import EXPERTS, SIZES
 from tests.hf.test_reach import stays_in_float64  # noqa: F401  (a fixture)

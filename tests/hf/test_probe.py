@@ -14,9 +14,9 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 import hf_flexseq.hf.attention as hf_attention
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.hf.model import recurrent
 from hf_flexseq.hf.probe import SEQUENCES, SHARED, probe_model
-from hf_flexseq.layers import FULL, Reach
 from tests.hf.hybrids import HYBRIDS
 from tests.hf.test_checks import EXPERTS, SIZES
 

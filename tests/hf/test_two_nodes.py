@@ -5,10 +5,10 @@ import random
 
 import pytest
 
+from hf_flexseq.base.registry import STRATEGIES
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
-from hf_flexseq.registry import STRATEGIES
-from hf_flexseq.topology import Topology
 from tests.hf.by_hand import (
     TWO_NODES,
     attach,

@@ -24,7 +24,7 @@ from triton.runtime.jit import native_specialize_impl
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hf_flexseq.kernels import triton_fused
-from hf_flexseq.schedule.head_layout import HeadLayout
+from hf_flexseq.plan.head_layout import HeadLayout
 from tests.kernels.fused_cases import HEAD_RANGES, added, gathered, merged, packed
 
 TARGET = GPUTarget("cuda", 80, 32)  # an A100; what compiles for it does for newer ones

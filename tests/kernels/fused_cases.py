@@ -4,7 +4,7 @@ import torch
 
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.fused import Fused, Rows
-from hf_flexseq.schedule.head_layout import HeadLayout
+from hf_flexseq.plan.head_layout import HeadLayout
 
 ROWS: dict[str, tuple[Rows, int]] = {  # a selection of 11 rows, and how many it has
     "a slice": (slice(3, 9), 6),

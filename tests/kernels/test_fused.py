@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_flexseq.kernels.fused import TorchFused
-from hf_flexseq.schedule.head_layout import HeadLayout
+from hf_flexseq.plan.head_layout import HeadLayout
 from tests.kernels.fused_cases import HEAD_RANGES, ROWS, added, gathered, merged, normal
 
 FUSED = TorchFused()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_flexseq.kernels.fused import TorchFused
-from hf_flexseq.schedule.head_layout import HeadLayout
+from hf_flexseq.plan.head_layout import HeadLayout
 from tests.kernels.fused_cases import HEAD_RANGES, ROWS, added, gathered, merged, normal, packed
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")

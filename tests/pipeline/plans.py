@@ -3,10 +3,10 @@ them."""
 
 from itertools import pairwise
 
+from hf_flexseq.cost.pipeline_check import check
 from hf_flexseq.plan.pipeline import Action, Chunk, PipelinePlan
 from hf_flexseq.plan.shard import Slice
-from hf_flexseq.schedule.pipeline.check import check
-from hf_flexseq.schedule.pipeline.orders import interleaved
+from hf_flexseq.planner.pipeline.orders import interleaved
 
 
 def random_pipeline_plan(

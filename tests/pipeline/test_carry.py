@@ -5,11 +5,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import sequence_parallel_attention
+from hf_flexseq.base.layers import Reach
 from hf_flexseq.kernels import KernelCall
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
-from hf_flexseq.layers import Reach
 from hf_flexseq.pipeline.carry import KVCarry, WrongOrder
 from hf_flexseq.pipeline.context import ChunkContext
 from hf_flexseq.plan.pipeline import Chunk

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from hf_flexseq.base.layers import Reach
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.kinds import NearLayers
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.recurrent import RecurrentLayers
-from hf_flexseq.layers import Reach
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost
 from hf_flexseq.pipeline.stages import cut
-from hf_flexseq.topology import Topology
 from tests.hf.tiny import tiny_llama
 
 COST = PRESETS["flexsp-gpt-7b-a100"]

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hf_flexseq.attention.recurrent.carry import Carrying, Part, StateCarry, WrongOrder
 from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.pipeline.stages import cut
-from hf_flexseq.recurrent.carry import Carrying, Part, StateCarry, WrongOrder
 from tests.hf.hybrids import make_hybrid
 from tests.hf.test_reach import keep_float64
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama

@@ -6,16 +6,16 @@ from unittest import mock
 import pytest
 import torch
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.analytic import DEVICES, analytic_cost_model
 from hf_flexseq.cost.stages import PipelineCost, StageCost
+from hf_flexseq.cost.walk import timed
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.facts import model_shape
 from hf_flexseq.hf.pipeline.executor import token_bytes
 from hf_flexseq.pipeline import executor as executor_module
 from hf_flexseq.pipeline.cost import pipeline_cost
 from hf_flexseq.planner.pipeline import make_pipeline_plan
-from hf_flexseq.schedule.pipeline.walk import timed
-from hf_flexseq.topology import Topology
 from tests.budget import others_nightly
 from tests.hf.tiny import documents, tiny_llama
 from tests.pipeline.live import LiveBytes

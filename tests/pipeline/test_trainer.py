@@ -9,17 +9,17 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.base.reading import Limits
 from hf_flexseq.cli import main
+from hf_flexseq.cost.pipeline_check import check
 from hf_flexseq.cost.stages import PipelineCost
+from hf_flexseq.cost.walk import makespan_ns
 from hf_flexseq.hf.pipeline import executor as executor_module
 from hf_flexseq.hf.pipeline.executor import StageExecutor
 from hf_flexseq.hf.trainer import OVERRIDDEN, FlexSeqMixin
 from hf_flexseq.plan.files import read_steps
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.process.client import InlinePlanner
-from hf_flexseq.reading import Limits
-from hf_flexseq.schedule.pipeline.check import check
-from hf_flexseq.schedule.pipeline.walk import makespan_ns
 from tests.hf.test_trainer import (
     dataset,
     float64_loss,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan import Group, MicroBatch, Plan, check, widest_first
-from hf_flexseq.topology import Topology
 from plans import random_plan
 
 NODE = Topology(nodes=1, ranks_per_node=4)

@@ -12,11 +12,11 @@ from itertools import combinations, product
 
 import numpy as np
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.plan import Group, MicroBatch, widest_first
 from hf_flexseq.planner.problem import NEVER, Problem
 from hf_flexseq.planner.search.place import ANY_SHAPE, FIT_RANKS, Candidates
-from hf_flexseq.topology import Topology
 
 Block = tuple[int, int]
 Lengths = tuple[int, ...]

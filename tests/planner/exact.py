@@ -21,8 +21,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, Int64Array
-from hf_flexseq.topology import Topology
 
 NEVER = 2**60
 FEWEST_LEVELS = 16  # steps of memory for many sequences

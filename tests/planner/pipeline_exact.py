@@ -10,7 +10,7 @@ beat the best.
 
 from itertools import accumulate
 
-from hf_flexseq.schedule.pipeline.orders import backward_names
+from hf_flexseq.planner.pipeline.orders import backward_names
 
 
 def shortest(sizes, costs, memory_limit):

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.bound import bound_ns
-from hf_flexseq.topology import Topology
 from planner.brute import best_lockstep_ns
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]

@@ -7,10 +7,10 @@ from itertools import product
 
 import pytest
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.topology import Topology
 from planner.brute import best_lockstep_ns, best_of_one_micro_batch_ns
 from planner.exact import least_lockstep_ns
 from tests.budget import for_seeds

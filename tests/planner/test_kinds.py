@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from hf_flexseq.base.layers import Reach
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import step_ns
 from hf_flexseq.cost.kinds import NearLayers
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.layers import Reach
 from hf_flexseq.plan import Plan
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.topology import Topology
 
 GEMMA = PRESETS["gemma-3-27b-h100"]
 TOPOLOGY = Topology(nodes=2, ranks_per_node=4)

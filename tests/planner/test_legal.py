@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.topology import Topology
 from tests.budget import examples
 
 EXAMPLES = int(os.environ.get("PLAN_EXAMPLES", "100"))

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Plan, PlanInfeasible, check
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.bound import bound_ns
-from hf_flexseq.topology import Topology
 from planner.brute import best_lockstep_ns
 from tests.budget import examples
 
@@ -288,7 +288,7 @@ PRINT_DIGESTS = """
 import random
 from hf_flexseq.planner import make_plan
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.topology import Topology
+from hf_flexseq.base.topology import Topology
 rng = random.Random(0)
 for nodes, ranks in ((8, 8), (1, 6)):
     topology = Topology(nodes=nodes, ranks_per_node=ranks)

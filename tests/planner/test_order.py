@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import step_ns
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.planner.order import best_order
-from hf_flexseq.topology import Topology
 from plans import random_plan
 from tests.budget import for_seeds
 

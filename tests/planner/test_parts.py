@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import step_ns
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.blocks import ALL_RANGES, blocks_of
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
@@ -19,7 +20,6 @@ from hf_flexseq.planner.search.repair import repair
 from hf_flexseq.planner.search.targets import starting_candidates
 from hf_flexseq.planner.static import static_micro_batches
 from hf_flexseq.planner.task import PlanTask
-from hf_flexseq.topology import Topology
 from planner.brute import least_rise_by_search, placed_one_by_one, poured_one_by_one
 from tests.budget import for_seeds
 

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from hf_flexseq.base.registry import PIPELINE_SCHEDULES
+from hf_flexseq.cost.pipeline_check import check, check_memory
 from hf_flexseq.cost.stages import ChunkCosts, PipelineCost, chunk_costs, shape_of
+from hf_flexseq.cost.walk import peak_bytes
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.planner.pipeline.cuts import CUTS, TILE, UNEVEN, CutWork, cut, on_tiles
 from hf_flexseq.planner.pipeline.greedy import Policy, actions_of, play
 from hf_flexseq.planner.pipeline.pack import chunked_units, first_fit, level_units, whole_units
 from hf_flexseq.planner.pipeline.replicas import make_step_plan
-from hf_flexseq.registry import PIPELINE_SCHEDULES
-from hf_flexseq.schedule.pipeline.check import check, check_memory
-from hf_flexseq.schedule.pipeline.walk import peak_bytes
 from pipelines import relaxed, stage_cost
 from planner.pipeline_exact import shortest
 from tests.budget import examples, for_seeds

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import FsdpFigures
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.process import client
 from hf_flexseq.planner.process.client import PlannerWorker, _environment
 from hf_flexseq.planner.process.jobs import GroupsJob, StagesJob, job_from_record
 from hf_flexseq.planner.process.worker import serve
-from hf_flexseq.topology import Topology
 from tests.pipelines import even_cost
 
 NODE = Topology(nodes=1, ranks_per_node=4)
@@ -137,10 +137,10 @@ def test_close_ends_the_process_and_may_be_repeated(worker: PlannerWorker) -> No
 
 LEAVES_IT_OPEN = """
 from hf_flexseq.planner.process.client import PlannerWorker
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.topology import Topology
+from hf_flexseq.base.topology import Topology
 topology = Topology(nodes=1, ranks_per_node=64)
 cost = PRESETS["flexsp-gpt-7b-a100"]
 worker = PlannerWorker(GroupsJob(topology=topology, cost=cost, options=PlanOptions()))

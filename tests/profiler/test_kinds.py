@@ -10,6 +10,8 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_flexseq.base.layers import FULL, Reach
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cli.calibrate import _attention
 from hf_flexseq.cost.analytic import DEVICES, HeadShape, ModelShape, analytic_cost_model
 from hf_flexseq.distributed.communicator import Communicator
@@ -23,9 +25,7 @@ from hf_flexseq.hf.model.facts import (
 )
 from hf_flexseq.hf.model.layer_kinds import layer_kinds
 from hf_flexseq.kernels.reference import Reference
-from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.profiler.design import LayerType, ProbeLayout, ProbeShape, in_groups
-from hf_flexseq.topology import Topology
 
 WINDOW = Reach(window=512)
 CHUNK = Reach(chunk=700)

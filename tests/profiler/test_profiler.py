@@ -14,6 +14,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from hf_flexseq.base.layers import FULL, Reach, RecurrentShape
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.distributed.communicator import Communicator
@@ -21,7 +23,6 @@ from hf_flexseq.hf.calibration import choose
 from hf_flexseq.hf.calibration.choose import cost_model_for, fit_key
 from hf_flexseq.hf.calibration.command import calibrate
 from hf_flexseq.hf.model.facts import model_facts
-from hf_flexseq.layers import FULL, Reach, RecurrentShape
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.profiler import calibrate as profiler
 from hf_flexseq.profiler import measure
@@ -39,7 +40,6 @@ from hf_flexseq.profiler.design import (
 )
 from hf_flexseq.profiler.fit import Sample, Term, Terms, fit, nnls, price
 from hf_flexseq.profiler.transfers import AllToAllRun, HopRun, RingRun
-from hf_flexseq.topology import Topology
 from tests.hf.tiny import tiny_llama
 from tests.ranks import run_ranks
 

@@ -10,6 +10,8 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_flexseq.base.layers import FULL, RecurrentShape
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cli.calibrate import _summary
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
@@ -17,12 +19,10 @@ from hf_flexseq.hf.calibration.command import calibrate
 from hf_flexseq.hf.calibration.probe import kept_layers, layer_types, shortened
 from hf_flexseq.hf.model.facts import model_facts
 from hf_flexseq.hf.model.layer_kinds import layers_of
-from hf_flexseq.layers import FULL, RecurrentShape
 from hf_flexseq.profiler import calibrate as profiler
 from hf_flexseq.profiler.calibrate import Calibration
 from hf_flexseq.profiler.design import Effort, LayerType
 from hf_flexseq.profiler.fit import Sample, Term, Terms, fit
-from hf_flexseq.topology import Topology
 
 ONE = Topology(nodes=1, ranks_per_node=1)
 DELTA = RecurrentShape(

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from hf_flexseq.layers import FULL, Reach
+from hf_flexseq.base.layers import FULL, Reach
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import heads, ring_steps
@@ -21,7 +22,6 @@ from hf_flexseq.program.compile import (
     of_rows,
 )
 from hf_flexseq.program.instructions import LayerShape, RowShape
-from hf_flexseq.topology import Topology
 from tests.budget import for_seeds
 from tests.plans import random_plan
 from tests.program.check import ProgramError, check

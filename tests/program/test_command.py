@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hf_flexseq.base.layers import FULL, Reach
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.stages import PipelineCost, StageCost
-from hf_flexseq.layers import FULL, Reach
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.planner.pipeline import make_pipeline_plan
@@ -25,7 +26,6 @@ from hf_flexseq.program.compile import (
     of_rows,
 )
 from hf_flexseq.program.instructions import LayerShape, RowShape
-from hf_flexseq.topology import Topology
 from tests.cli.refused import failed
 
 LLAMA = LayerShape(query_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")

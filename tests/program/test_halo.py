@@ -2,13 +2,13 @@
 
 import pytest
 
-from hf_flexseq.layers import Reach
+from hf_flexseq.base.layers import Reach
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.rings import chunks_per_rank
 from hf_flexseq.plan.shard import group_slices, make_shard
 from hf_flexseq.program.compile import Machine, MicroBatchLayout, backward, forward
 from hf_flexseq.program.instructions import LayerShape
-from hf_flexseq.topology import Topology
 from tests.program.memory import nbytes
 
 HALO_STRATEGIES = ("zigzag", "balanced")

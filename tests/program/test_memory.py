@@ -5,6 +5,7 @@ The figures are those that torch's allocator was measured to need.
 
 import pytest
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program.compile import (
@@ -15,7 +16,6 @@ from hf_flexseq.program.compile import (
     forward,
 )
 from hf_flexseq.program.instructions import LayerShape
-from hf_flexseq.topology import Topology
 from tests.program.memory import nbytes, places_of
 
 SHAPE = LayerShape(query_heads=32, kv_heads=8, head_dim=64, dtype="bfloat16")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan import attention_schedule as attention
 from hf_flexseq.plan.shard import cuts, make_shard
 from hf_flexseq.program.builder import Tables
 from hf_flexseq.program.ring_steps import (
@@ -16,7 +17,6 @@ from hf_flexseq.program.ring_steps import (
     backward_order,
     make_ring_steps,
 )
-from hf_flexseq.schedule import attention
 
 PACKS = [(1,), (2, 1), (17,), (40, 3, 29), tuple(random.Random(0).choices(range(1, 9), k=12))]
 

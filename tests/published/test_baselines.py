@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import PlanInfeasible, check
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.published.baselines.batch_rebalance import rebalanced
-from hf_flexseq.topology import Topology
 from tests.budget import examples
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]

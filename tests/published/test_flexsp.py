@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import step_ns
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import check
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.task import PlanTask
 from hf_flexseq.published.aligned import aligned_degrees, fit_together, rank_ranges
@@ -21,7 +22,6 @@ from hf_flexseq.published.blaster import blast
 from hf_flexseq.published.flexsp.buckets import bucketed
 from hf_flexseq.published.flexsp.milp import Chosen, GroupingTask, slowest_ns, solve
 from hf_flexseq.published.flexsp.planner import FlexSP
-from hf_flexseq.topology import Topology
 from tests.budget import examples
 
 MODEL = replace(PRESETS["flexsp-gpt-7b-a100"], micro_batch_s=0.05)
@@ -208,7 +208,7 @@ def test_it_beats_the_best_single_degree_and_repeats_itself() -> None:
 
 
 def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_flexseq.registry.find_spec", lambda module: None)
+    monkeypatch.setattr("hf_flexseq.base.registry.find_spec", lambda module: None)
     with pytest.raises(
         ValueError,
         match=r'needs pulp and highspy.*pip install "hf_flexseq\[planner\]"',

@@ -6,15 +6,15 @@ import random
 
 import pytest
 
+from hf_flexseq.cost.pipeline_check import check, check_memory
 from hf_flexseq.cost.stages import PipelineCost
+from hf_flexseq.cost.walk import peak_bytes
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.planner.pipeline.cuts import CutWork
 from hf_flexseq.published.infinipipe import checkpointing
 from hf_flexseq.published.infinipipe.checkpointing import CheckpointingTask, solve
 from hf_flexseq.published.infinipipe.chunking import infinipipe_units
-from hf_flexseq.schedule.pipeline.check import check, check_memory
-from hf_flexseq.schedule.pipeline.walk import peak_bytes
 from pipelines import stage_cost
 
 LINEAR = CutWork(linear=1.0, square=0.0)

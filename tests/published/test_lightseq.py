@@ -1,13 +1,13 @@
 """LightSeq's balanced ring: its rounds, and its costs against its schedule.
 
-Its attention is tested with all other strategies, in tests/attention, tests/schedule and tests/hf.
+Its attention is tested with all other strategies, in tests/attention, tests/plan and tests/hf.
 """
 
 from dataclasses import replace
 
 import pytest
 
-from hf_flexseq.schedule.attention import attention_schedule
+from hf_flexseq.plan.attention_schedule import attention_schedule
 from tests.cost.test_model import SIMPLE
 
 every_degree = pytest.mark.parametrize("degree", [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16])

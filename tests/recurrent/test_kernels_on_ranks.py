@@ -3,8 +3,8 @@ goes token by token."""
 
 import pytest
 
+from hf_flexseq.attention.recurrent import layers
 from hf_flexseq.kernels.scans.choose import FLA
-from hf_flexseq.recurrent import layers
 from tests.kernels.scans.test_fla import package  # noqa: F401
 from tests.random_runs import MOST_ERROR, AttentionRun, draw, run_attention
 

@@ -6,13 +6,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.attention.recurrent import causal_convolution, mamba2_scan
+from hf_flexseq.attention.recurrent.layers import delta_rule
+from hf_flexseq.base.layers import RecurrentShape
 from hf_flexseq.cost.launches import segments_work
 from hf_flexseq.kernels.reference import Reference
-from hf_flexseq.layers import RecurrentShape
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.recurrent import causal_convolution, mamba2_scan
-from hf_flexseq.recurrent.layers import delta_rule
 from tests.ranks import join, run_threads
 
 SIZES = {

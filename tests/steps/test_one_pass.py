@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.steps.micro_batches import check_known
-from hf_flexseq.topology import Topology
 from tests.hf.tiny import documents, relative_errors
 from tests.plans import random_plan
 from tests.ranks import join, run_threads

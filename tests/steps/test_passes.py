@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.layout import PlanLayout
@@ -24,7 +25,6 @@ from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.planned_step import DrawnStep, PlannedStep
-from hf_flexseq.topology import Topology
 from tests.budget import examples as budget
 from tests.budget import others_slow
 from tests.hf.by_hand import CPU, TWO_NODES, drawn_row, summed_gradients

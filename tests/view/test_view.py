@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.planner import make_plan
-from hf_flexseq.topology import Topology
 from hf_flexseq.view import (
     chrome,
     chrome_text,

@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedModel
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import ModelShape, analytic_cost_model
 from hf_flexseq.cost.sharding import TRIPS, trip_seconds
@@ -36,7 +37,6 @@ from hf_flexseq.profiler.calibrate import Calibration, calibrate
 from hf_flexseq.profiler.design import Effort
 from hf_flexseq.profiler.estimate import device_spec
 from hf_flexseq.profiler.measure import device_name
-from hf_flexseq.topology import Topology
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.hf.model.layer_kinds import UnknownLayers, layer_reach
-from hf_flexseq.layers import FULL, Reach
 
 # Keywords with which a layer asks for attention that is not computed here. Each of them changes
 # the result, so none may be dropped.

@@ -22,6 +22,8 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from hf_flexseq.base.layers import RecurrentShape
+from hf_flexseq.base.values import listed
 from hf_flexseq.hf.model.facts import is_classifier, is_reentrant_layer, is_tensor_parallel
 from hf_flexseq.hf.model.layer_kinds import (
     Layer,
@@ -39,9 +41,7 @@ from hf_flexseq.hf.model.router import (
     router_facts,
 )
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, Call, MixerRun, Trial, try_model
-from hf_flexseq.layers import RecurrentShape
 from hf_flexseq.steps.users_code import nonlinear_gradient_hooks, users_accumulation_hooks
-from hf_flexseq.values import listed
 
 # Options of the configuration that must not be set, and the reason.
 _REFUSED_OPTIONS = {

@@ -26,6 +26,7 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
 )
 
+from hf_flexseq.base.layers import Reach, RecurrentShape
 from hf_flexseq.cost.analytic import HeadShape, ModelShape
 from hf_flexseq.hf.model.layer_kinds import (
     Layer,
@@ -36,7 +37,6 @@ from hf_flexseq.hf.model.layer_kinds import (
     reach_counts,
 )
 from hf_flexseq.kernels.kinds import LayerCalls
-from hf_flexseq.layers import Reach, RecurrentShape
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
+from hf_flexseq.base.layers import FULL, Reach, RecurrentShape
 from hf_flexseq.hf.model.recurrent_shapes import CONVOLUTIONS, SCANS, recurrent_shape
-from hf_flexseq.layers import FULL, Reach, RecurrentShape
 
 # Configurations do not say which layers have sinks: by model_type, the types of such layers.
 _EVERY_LAYER = ("full_attention", "sliding_attention")

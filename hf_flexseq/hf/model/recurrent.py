@@ -31,13 +31,13 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from hf_flexseq.recurrent import (
+from hf_flexseq.attention.recurrent import (
     causal_convolution,
     gated_delta_rule,
     kimi_delta_rule,
     mamba2_scan,
 )
-from hf_flexseq.recurrent.rows import RecurrentContext
+from hf_flexseq.attention.recurrent.rows import RecurrentContext
 
 Function = Callable[..., Any]
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
-from hf_flexseq.layers import RecurrentShape
+from hf_flexseq.base.layers import RecurrentShape
 
 # Types of layers, in the words of configurations, that are a scan behind a convolution, and a
 # convolution alone.

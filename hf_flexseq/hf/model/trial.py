@@ -28,6 +28,7 @@ from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.integrations import deepspeed
 from transformers.masking_utils import AttentionMaskInterface
 
+from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.hf.model.calls import Asked, UnsupportedAttention, number_of, read_call
 from hf_flexseq.hf.model.recurrent import (
     RecurrentCall,
@@ -36,7 +37,6 @@ from hf_flexseq.hf.model.recurrent import (
     mixers,
 )
 from hf_flexseq.hf.model.router import asks_for_router_loss
-from hf_flexseq.layers import FULL, Reach
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 
+from hf_flexseq.base.refusals import Refusal, has, option, refuse
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.refusals.rule import Refusal, has, option, refuse
 
 
 class Setup(NamedTuple):

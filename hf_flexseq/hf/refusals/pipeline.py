@@ -7,12 +7,12 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedModel, Trainer
 
+from hf_flexseq.base.refusals import Refusal, has, option, refuse
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.model.facts import has_sharded_modules
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.router import NO_ROUTER_LOSS, OPTION, asks_for_router_loss
 from hf_flexseq.hf.model.trial import try_model
-from hf_flexseq.hf.refusals.rule import Refusal, has, option, refuse
 from hf_flexseq.steps.users_code import users_forward_hooks
 
 ONE_STAGE = "set pipeline_parallel_size=1"

@@ -7,13 +7,13 @@ import torch
 from transformers import PreTrainedModel, Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from hf_flexseq.base.refusals import Refusal, refuse
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.losses import has_fused_head, reads_figures
 from hf_flexseq.hf.model.facts import compute_dtype, is_classifier
 from hf_flexseq.hf.model.loss import ChunkedLoss
 from hf_flexseq.hf.model.router import asks_for_router_loss
-from hf_flexseq.hf.refusals.rule import Refusal, refuse
 
 
 def wants_predictions(trainer: Any, *, predicts: bool) -> bool:

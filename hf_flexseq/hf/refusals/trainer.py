@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, Trainer
 
+from hf_flexseq.base.refusals import Refusal, has, option, refuse
 from hf_flexseq.config import FlexSeqArguments, refuse_removed
 from hf_flexseq.distributed.connect import capabilities_on
 from hf_flexseq.hf.losses import (
@@ -29,7 +30,6 @@ from hf_flexseq.hf.model.router import (
     router_facts,
 )
 from hf_flexseq.hf.overrides import check_overrides, runs_other_code
-from hf_flexseq.hf.refusals.rule import Refusal, has, option, refuse
 from hf_flexseq.hf.sync import resolve_sync
 
 logger = logging.getLogger(__name__)

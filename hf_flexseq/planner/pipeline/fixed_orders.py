@@ -6,9 +6,9 @@ seq1f1b    sequences in chunks (arXiv 2406.03488), also over several stages per 
 
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.pipeline.cuts import CutWork
+from hf_flexseq.planner.pipeline.orders import interleaved, one_forward_one_backward
 from hf_flexseq.planner.pipeline.pack import chunked_units, whole_units
 from hf_flexseq.planner.pipeline.units import PipelineAnswer, PipelineTask
-from hf_flexseq.schedule.pipeline.orders import interleaved, one_forward_one_backward
 
 SEQ1F1B_CHUNKS = 4  # chunks of the longest sequence: Seq1F1B's own setting at 64K tokens
 

@@ -41,7 +41,7 @@ from itertools import accumulate
 
 from hf_flexseq.cost.stages import ChunkCosts
 from hf_flexseq.plan.pipeline import KINDS, Action
-from hf_flexseq.schedule.pipeline.orders import backward_names, forward_names
+from hf_flexseq.planner.pipeline.orders import backward_names, forward_names
 
 # Rule 5, in chunks of the step. It bounds planning time, which the benchmark of pipelines
 # (scripts/benchmarks/pipeline.py --parts planning) prints.

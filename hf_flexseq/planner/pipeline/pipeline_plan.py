@@ -15,13 +15,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hf_flexseq.base.registry import PIPELINE_SCHEDULES, entry_of, object_of
+from hf_flexseq.cost.pipeline_check import check_memory
 from hf_flexseq.cost.stages import PipelineCost
+from hf_flexseq.cost.walk import makespan_ns
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.planner.pipeline.units import PipelineAnswer, PipelineTask, chunks_of
-from hf_flexseq.registry import PIPELINE_SCHEDULES, entry_of, object_of
-from hf_flexseq.schedule.pipeline.check import check_memory
-from hf_flexseq.schedule.pipeline.walk import makespan_ns
 
 
 def make_pipeline_plan(

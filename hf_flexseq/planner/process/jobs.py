@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Protocol
 
+from hf_flexseq.base.registry import PIPELINE_SCHEDULES
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.sharding import FsdpFigures
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import Plan, PlanInfeasible
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.replicas import StepPlan
-from hf_flexseq.plan_options import PlanOptions
 from hf_flexseq.planner.make import make_plan
 from hf_flexseq.planner.pipeline.replicas import make_step_plan
-from hf_flexseq.registry import PIPELINE_SCHEDULES
-from hf_flexseq.topology import Topology
 
 
 class Job(Protocol):

@@ -21,9 +21,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
 from hf_flexseq.cost.stages import ChunkCosts, chunk_costs
+from hf_flexseq.cost.walk import makespan_ns
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.pipeline import Action, PipelinePlan
 from hf_flexseq.planner.pipeline.cuts import CutWork
+from hf_flexseq.planner.pipeline.orders import backward_names, one_forward_one_backward
 from hf_flexseq.planner.pipeline.units import (
     Layers,
     Moment,
@@ -34,8 +36,6 @@ from hf_flexseq.planner.pipeline.units import (
     shapes_of,
 )
 from hf_flexseq.published.infinipipe.chunking import infinipipe_units
-from hf_flexseq.schedule.pipeline.orders import backward_names, one_forward_one_backward
-from hf_flexseq.schedule.pipeline.walk import makespan_ns
 
 COUNTS = range(1, 97)  # the K that are tried
 

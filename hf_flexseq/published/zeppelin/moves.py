@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_flexseq.topology import Topology
+from hf_flexseq.base.topology import Topology
 
 Ints = NDArray[np.int64]
 

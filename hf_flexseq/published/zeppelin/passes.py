@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import Shard
@@ -16,7 +17,6 @@ from hf_flexseq.published.zeppelin.remap import (
 )
 from hf_flexseq.published.zeppelin.routes import RoutePass
 from hf_flexseq.published.zeppelin.routing import NicFigures, links_of
-from hf_flexseq.topology import Topology
 
 
 class ZeppelinPasses:

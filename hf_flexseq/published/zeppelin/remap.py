@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, groups_ns, linear_ns, slowest_ns
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import Shard, Slice, make_shard
@@ -29,7 +30,6 @@ from hf_flexseq.program.exchange import Exchange, Label, post
 from hf_flexseq.program.instructions import LayerShape, Program, RowShape, Value
 from hf_flexseq.program.tags import PASS_TAGS
 from hf_flexseq.published.zeppelin.moves import Move, moved_tokens, transport, transport_arrays
-from hf_flexseq.topology import Topology
 
 PeerRows = tuple[tuple[int, int], ...]  # (peer, rows), in the order of the rows
 

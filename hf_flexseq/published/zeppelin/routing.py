@@ -34,8 +34,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
-from hf_flexseq.topology import Topology
 
 MOST_PACKETS = 8  # packets of a path
 LEAST_GAIN = 0.1  # part of the straight seconds; a smaller gain is not worth the messages

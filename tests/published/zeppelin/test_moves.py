@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.published.zeppelin.moves import (
     Move,
     even_layout,
@@ -12,7 +13,6 @@ from hf_flexseq.published.zeppelin.moves import (
     transport,
     transport_arrays,
 )
-from hf_flexseq.topology import Topology
 from tests.budget import examples
 
 SHAPES = st.sampled_from([(1, 1), (1, 4), (2, 2), (2, 3), (3, 2), (4, 1)])

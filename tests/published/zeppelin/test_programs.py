@@ -8,6 +8,7 @@ import torch
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.attention.programs import layer_shape
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
@@ -22,7 +23,6 @@ from hf_flexseq.program.compile import (
 from hf_flexseq.program.instructions import LayerShape
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from hf_flexseq.published.zeppelin.routes import routed_posts
-from hf_flexseq.topology import Topology
 from tests.plans import random_plan
 from tests.program.check import ProgramError, check
 from tests.published.zeppelin.always import Always

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import slowest_ns
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.plan_options import PlanOptions
+from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.published.zeppelin.passes import ZeppelinPasses
 from hf_flexseq.published.zeppelin.remap import remapped_ns, remapped_shards
-from hf_flexseq.topology import Topology
 
 NODE = Topology(nodes=1, ranks_per_node=4)
 LENGTHS = (16_000, *[500] * 30)

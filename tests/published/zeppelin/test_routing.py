@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.analytic import DEVICES, analytic_cost_model
 from hf_flexseq.cost.presets import LLAMA_8B, PRESETS
 from hf_flexseq.published.zeppelin.routing import (
@@ -16,7 +17,6 @@ from hf_flexseq.published.zeppelin.routing import (
     links_of,
     make_routing,
 )
-from hf_flexseq.topology import Topology
 
 MB = 1_000_000
 TWO_BY_TWO = NicFigures(

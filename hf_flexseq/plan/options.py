@@ -6,9 +6,9 @@ has no meaning. `check_on` refuses what does not go with the ranks.
 
 from dataclasses import dataclass
 
-from hf_flexseq.registry import PLANNERS, STRATEGIES, entry_of
-from hf_flexseq.topology import Topology
-from hf_flexseq.values import MAX_RANKS, MAX_TOKENS_PER_RANK, one_of, quoted, whole
+from hf_flexseq.base.registry import PLANNERS, STRATEGIES, entry_of
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.base.values import MAX_RANKS, MAX_TOKENS_PER_RANK, one_of, quoted, whole
 
 SYNCS = ("lockstep", "free")
 

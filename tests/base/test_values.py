@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hf_flexseq import values
+from hf_flexseq.base import values
 
 
 @pytest.mark.parametrize("value", [True, None, "3", 3.0, [3], -1, 11, 10**4000])

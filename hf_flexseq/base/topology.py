@@ -8,7 +8,7 @@ as every launcher does.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hf_flexseq.values import MAX_RANKS, whole
+from hf_flexseq.base.values import MAX_RANKS, whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """Recurrent layers of a sequence whose tokens lie on several ranks: `convolution.py`, `layers.py`;
 `scan.py` has the idea, `rows.py` what travels."""
 
-from hf_flexseq.recurrent.convolution import causal_convolution
-from hf_flexseq.recurrent.layers import gated_delta_rule, kimi_delta_rule, mamba2_scan
+from hf_flexseq.attention.recurrent.convolution import causal_convolution
+from hf_flexseq.attention.recurrent.layers import gated_delta_rule, kimi_delta_rule, mamba2_scan
 
 __all__ = ["causal_convolution", "gated_delta_rule", "kimi_delta_rule", "mamba2_scan"]

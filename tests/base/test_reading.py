@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_flexseq.reading import Limits, parse_json, read_text
+from hf_flexseq.base.reading import Limits, parse_json, read_text
 
 SMALL = Limits(bytes=1000)
 

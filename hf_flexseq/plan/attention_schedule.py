@@ -18,8 +18,8 @@ Which calls there are follows from the rounds of a strategy (`plan/rings.py`):
     attention_schedule    the calls of all ranks, in time that grows with its square: for checks,
                           simulation and pictures
 
-`check` below is the slow and obvious test of a schedule; `tests/schedule/test_attention.py` runs
-it on every strategy, and compares the calls of each rank with the whole schedule.
+`check` below is the slow and obvious test of a schedule. `tests/plan/test_attention_schedule.py`
+runs it on every strategy, and compares the calls of each rank with the whole schedule.
 """
 
 import functools

@@ -15,8 +15,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from hf_flexseq.reading import DEFAULT_LIMITS, Limits, parse_json, read_text
-from hf_flexseq.values import MAX_TOKENS, are_whole, quoted
+from hf_flexseq.base.reading import DEFAULT_LIMITS, Limits, parse_json, read_text
+from hf_flexseq.base.values import MAX_TOKENS, are_whole, quoted
 
 # Columns that are taken when the user names none, in this order.
 USUAL_COLUMNS = ("length", "input_ids")

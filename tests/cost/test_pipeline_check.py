@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from hf_flexseq.cost.pipeline_check import check, check_memory, check_step
 from hf_flexseq.plan.pipeline import parse
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.plan.shard import Slice
-from hf_flexseq.schedule.pipeline.check import check, check_memory, check_step
 from pipelines import even_cost, plan_of
 
 FIRST = "0F0.0 0F0.1 0F1.0 0I0.1 0I0.0 0W0.1 0W0.0 0B1.0"

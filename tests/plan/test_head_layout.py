@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_flexseq.schedule.head_layout import HeadLayout
+from hf_flexseq.plan.head_layout import HeadLayout
 from tests.kernels.fused_cases import HEAD_RANGES
 
 

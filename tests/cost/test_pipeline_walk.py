@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_flexseq.base.layers import Reach
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.cost.stages import PipelineCost, chunk_costs, shape_of
-from hf_flexseq.layers import Reach
+from hf_flexseq.cost.walk import makespan_ns, peak_bytes, timed
 from hf_flexseq.plan.pipeline import parse
 from hf_flexseq.planner.pipeline import make_pipeline_plan
-from hf_flexseq.schedule.pipeline.walk import makespan_ns, peak_bytes, timed
 from pipelines import even_cost, plan_of, relaxed, stage_cost
 from tests.budget import examples
 

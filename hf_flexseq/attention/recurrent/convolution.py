@@ -12,9 +12,9 @@ each way.
 
 import torch
 
+from hf_flexseq.attention.recurrent.rows import RecurrentContext, carried_halo, check_rows, halo
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.convolution import causal_convolution_of_rows
-from hf_flexseq.recurrent.rows import RecurrentContext, carried_halo, check_rows, halo
 
 
 def causal_convolution(

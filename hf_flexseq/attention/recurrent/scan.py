@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from hf_flexseq.attention.recurrent.carry import Carrying
+from hf_flexseq.attention.recurrent.rows import RecurrentContext, exchange
 from hf_flexseq.attention.remat import Kept, Region, kept_region
 from hf_flexseq.kernels.scans import Scan, Tensors, apply_transition, apply_transposed
 from hf_flexseq.program.compile import SUMMARIES_AFTER, SUMMARIES_BEFORE
 from hf_flexseq.program.segments import Neighbours
-from hf_flexseq.recurrent.carry import Carrying
-from hf_flexseq.recurrent.rows import RecurrentContext, exchange
 
 
 def run_scan(

@@ -3,7 +3,7 @@ served."""
 
 import pytest
 
-from hf_flexseq.schedule.attention import Schedule, attention_schedule, calls_of_rank, check
+from hf_flexseq.plan.attention_schedule import Schedule, attention_schedule, calls_of_rank, check
 
 DEGREES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16]
 

@@ -19,7 +19,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hf_flexseq.values import quoted, whole
+from hf_flexseq.base.values import quoted, whole
 
 PIECE = 1 << 20  # bytes that are read at a time
 

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
+from hf_flexseq.cost.pipeline_check import check
+from hf_flexseq.cost.walk import makespan_ns, peak_bytes
 from hf_flexseq.plan.pipeline import text
-from hf_flexseq.schedule.pipeline.check import check
-from hf_flexseq.schedule.pipeline.orders import interleaved, one_forward_one_backward
-from hf_flexseq.schedule.pipeline.walk import makespan_ns, peak_bytes
+from hf_flexseq.planner.pipeline.orders import interleaved, one_forward_one_backward
 from pipelines import even_cost, plan_of
 from tests.budget import for_seeds
 

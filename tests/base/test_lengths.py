@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_flexseq.lengths import read_lengths
-from hf_flexseq.reading import Limits
+from hf_flexseq.base.lengths import read_lengths
+from hf_flexseq.base.reading import Limits
 
 LENGTHS = [5, 1, 300]
 ROWS = [{"length": n, "input_ids": [0] * (n + 1), "text": "x"} for n in LENGTHS]

@@ -11,11 +11,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hf_flexseq.attention.programs import MicroBatchPrograms
+from hf_flexseq.attention.recurrent.carry import Carrying
 from hf_flexseq.attention.remat import Kept, KeptAttention, Region, kept_region
-from hf_flexseq.layers import Scores
+from hf_flexseq.base.layers import Scores
 from hf_flexseq.program.compile import HALO, HALO_RETURN
 from hf_flexseq.program.instructions import RowShape
-from hf_flexseq.recurrent.carry import Carrying
 
 NO_SCORES = Scores(1.0)  # which programs without attention do not read
 

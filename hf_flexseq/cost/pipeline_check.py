@@ -9,9 +9,9 @@ memory     no rank above its bytes
 from collections.abc import Sequence
 
 from hf_flexseq.cost.stages import PipelineCost
+from hf_flexseq.cost.walk import timed, walk
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.replicas import StepPlan
-from hf_flexseq.schedule.pipeline.walk import timed, walk
 
 
 def check(plan: PipelinePlan) -> None:

@@ -17,7 +17,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from hf_flexseq.values import one_of
+from hf_flexseq.base.values import one_of
 
 # ---- strategies
 

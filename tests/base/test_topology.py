@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_flexseq.topology import Topology
+from hf_flexseq.base.topology import Topology
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(0, 8), (1, 0), (-1, 2)])

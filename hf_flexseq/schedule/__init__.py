@@ -1,1 +1,0 @@
-"""Schedules as data: who computes what, when, and whom it needs for that."""
