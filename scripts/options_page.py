@@ -11,7 +11,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import get_args
 
-from hf_flexseq import config, registry
+from hf_flexseq import config
+from hf_flexseq.base import registry
 from hf_flexseq.config import FlexSeqArguments
 
 PAGE = Path(__file__).parents[1] / "docs/options.md"
