@@ -1,7 +1,7 @@
 """The options of a run: one dataclass, usable alone or mixed into `TrainingArguments`.
 
-Values and combinations that never make sense are refused when the options are created, with what
-to change. What depends on the ranks or on the model is checked where those are known.
+Invalid values and combinations are refused when the options are created, with what to change.
+Checks that depend on the ranks or on the model follow when these are known.
 """
 
 from dataclasses import dataclass, field, fields
@@ -41,10 +41,10 @@ IGNORE_INDEX = -100
 
 @dataclass
 class FlexSeqArguments:
-    """Options of hf_flexseq; the `help` of each field says what it does.
+    """Options of hf_flexseq, each explained by the `help` of its field.
 
-    Creating them raises ValueError for values that make no sense, and NotImplementedError for
-    combinations that are not available.
+    Creating them raises ValueError for invalid values, and NotImplementedError for unsupported
+    combinations.
     """
 
     planner: str = field(
@@ -52,7 +52,7 @@ class FlexSeqArguments:
         metadata={
             "help": (
                 "Planner that forms each step's groups: `auto`, or `static` (one degree for the "
-                "run). The others are published systems, to compare with; `flexsp` takes seconds, "
+                "run). The others are published systems, for comparison; `flexsp` takes seconds "
                 'and needs `pip install "hf_flexseq[planner]"`.'
             )
         },
@@ -61,23 +61,23 @@ class FlexSeqArguments:
         default="auto",
         metadata={
             "help": (
-                "How a group shares attention: `auto` (the cheapest per group), `ulysses` (heads "
-                "for tokens), `zigzag` (a ring with even work), `balanced` (LightSeq's ring with "
-                "helpers), `hybrid` (Ulysses inside nodes, a ring across them), or `local` (no "
-                "sequence is ever split)."
+                "Sharing of attention in a group: `auto` (the cheapest per group), `ulysses` "
+                "(heads for tokens), `zigzag` (a ring with even work), `balanced` (LightSeq's "
+                "ring with helpers), `hybrid` (Ulysses inside nodes, a ring across them), or "
+                "`local` (sequences are never split)."
             )
         },
     )
     sp_degree: int | None = field(
         default=None,
-        metadata={"help": "Ranks per sequence; needed by planner='static' and refused otherwise."},
+        metadata={"help": "Ranks per sequence; required by planner='static' and refused otherwise."},
     )
     max_tokens_per_rank: int | None = field(
         default=None,
         metadata={
             "help": (
-                "Most tokens one rank may hold in a micro-batch. Default: what the memory model "
-                "says."
+                "Maximum tokens of one rank in a micro-batch. Default: the limit of the memory "
+                "model."
             )
         },
     )
@@ -85,9 +85,9 @@ class FlexSeqArguments:
         default="auto",
         metadata={
             "help": (
-                "`auto` (measured here once, which takes seconds, and kept), `estimate` "
-                "(computed from the sizes of the model and the device), the name of a preset, or "
-                "a JSON file."
+                "Source of predicted costs: `auto` (measured on this machine once, which takes "
+                "seconds, and kept), `estimate` (computed from the sizes of the model and the "
+                "device), the name of a preset, or the path of a JSON file."
             )
         },
     )
@@ -95,8 +95,8 @@ class FlexSeqArguments:
         default=4,
         metadata={
             "help": (
-                "How many optimizer steps are planned ahead of the one that runs; 0 plans in "
-                "place."
+                "Number of optimizer steps planned ahead of the running one; 0 plans each step "
+                "when it is needed."
             )
         },
     )
@@ -104,9 +104,9 @@ class FlexSeqArguments:
         default="auto",
         metadata={
             "help": (
-                "`lockstep`: all ranks run every micro-batch together (FSDP, ZeRO-2/3); `free`: "
-                "ranks meet only in their groups and at the step's end (DDP, ZeRO-1). `auto` "
-                "picks by the sharding in use."
+                "Meeting of ranks: `lockstep` (all ranks run every micro-batch together: FSDP, "
+                "ZeRO-2/3), `free` (ranks meet only in their groups and at the step's end: DDP, "
+                "ZeRO-1), or `auto` (by the sharding in use)."
             )
         },
     )
@@ -114,8 +114,7 @@ class FlexSeqArguments:
         default=None,
         metadata={
             "help": (
-                "JSONL file, in a folder that is there, that receives every step's plan with its "
-                "measured seconds."
+                "Path of a JSONL file for plans and measured seconds; its directory must exist."
             )
         },
     )
@@ -132,8 +131,8 @@ class FlexSeqArguments:
         default=1,
         metadata={
             "help": (
-                "Stages that the model's layers are divided into; it must divide the number of "
-                "ranks."
+                "Number of stages that the model's layers are divided into; it must divide the "
+                "number of ranks."
             )
         },
     )
@@ -152,9 +151,9 @@ class FlexSeqArguments:
         default="raise",
         metadata={
             "help": (
-                "What a loss or a gradient that is NaN or infinite does: `raise` ends training "
-                "one optimizer step later, on all ranks and before anything is saved; `warn` logs "
-                "it and goes on. Steps that fp16's loss scaling skips do not count."
+                "Reaction to NaN or infinity in a loss or a gradient: `raise` ends training one "
+                "optimizer step later, on all ranks and before anything is saved; `warn` logs it "
+                "and continues. Steps that fp16's loss scaling skips do not count."
             )
         },
     )
@@ -209,7 +208,7 @@ class FlexSeqArguments:
         return PIPELINE_SCHEDULES[self.pipeline_schedule].stages_per_rank
 
     def _check_pipeline(self) -> None:
-        """Raise ValueError, or NotImplementedError, for options that make no pipeline."""
+        """Raise ValueError for pipeline options that do not fit together."""
         whole("pipeline_parallel_size", self.pipeline_parallel_size, least=1, most=MAX_RANKS)
         entry_of("pipeline_schedule", self.pipeline_schedule, PIPELINE_SCHEDULES)
         if self.pipeline_parallel_size == 1 and self.pipeline_schedule != "auto":

@@ -52,26 +52,26 @@ OF_TYPES = {
     type(None): "`None`",
 }
 
-# What a help text has no room for.
+# Links and details for the page only.
 MORE = {
     "planner": "[Planners and plans](planners.md) compares them.",
     "strategy": "[What a rank does](layers.md#what-a-rank-does) in layers of other kinds.",
     "max_tokens_per_rank": (
-        "Set it when the [estimate](limits.md#estimates) is wrong for you. In a pipeline it "
+        "Set it if the [estimate](limits.md#estimates) is wrong for you. In a pipeline it "
         "bounds a chunk."
     ),
     "cost_model": "Presets and files: [cost models](cost_models.md).",
     "lookahead": (
-        "The step that makes its own samples, as GRPO's, is planned when it runs, and later ones "
-        "that go on with them ahead."
+        "A step that makes its own samples, as with GRPO, is planned when it runs; later steps "
+        "that reuse them are planned ahead."
     ),
-    "plan_trace": "[What a line says](planners.md#the-plan-trace).",
+    "plan_trace": "[Fields of a line](planners.md#the-plan-trace).",
     "sync": (
         "`free` is refused under FSDP and ZeRO-2/3, and on NCCL under any DeepSpeed and with a "
         "communication hook of DDP ([why](architecture.md#why-no-plan-can-deadlock))."
     ),
-    "on_nonfinite": "The plain Trainer [goes on, and saves](differences.md).",
-    "pipeline_parallel_size": "[Pipelines](pipelines.md) says what a pipeline refuses.",
+    "on_nonfinite": "The plain Trainer [continues, and saves](differences.md).",
+    "pipeline_parallel_size": "[Refused settings](refusals.md#pipelines) lists what a pipeline refuses.",
 }
 
 
@@ -84,7 +84,7 @@ def with_options(page: str) -> str:
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     if not after:
-        raise ValueError(f"the page has no line {BEGIN!r} with {END!r} behind it")
+        raise ValueError(f"the page lacks the line {BEGIN!r}, or {END!r} after it")
     return before + BEGIN + "\n" + options_text() + "\n" + END + after
 
 
@@ -119,7 +119,7 @@ def section(option: Field) -> list[str]:
 
 
 def values_of(option: Field) -> str:
-    """Return what an option may be, as Markdown."""
+    """Return the values of an option, as Markdown."""
     if option.name in VALUES:
         return ", ".join(f"`{value}`" for value in VALUES[option.name])
     # Not option.type: HfArgumentParser takes the None out of it when a program parses arguments.

@@ -1,9 +1,9 @@
-"""Write docs/overrides.md: what a user may override or register, and what becomes of it.
+"""Write docs/overrides.md: what a user may override or register, and its effect.
 
     python scripts/overrides_page.py
 
 Rules for methods of trainers are those of `hf_flexseq/hf/overrides.py`. The other tables are data
-below. A test compares their names with the classes of transformers and torch, so that what is new
+below. A test compares their names with the classes of transformers and torch, so that a new method
 there needs an entry here.
 """
 
@@ -19,29 +19,29 @@ PAGE = Path(__file__).parents[1] / "docs/overrides.md"
 HONOURED = "honoured"
 REFUSED = "refused"
 LOGGED = "named in the log"
-TRIED = "honoured where a trial passes, else refused"
+TRIED = "honoured if a trial passes, otherwise refused"
 HARMLESS = "harmless"
 
-# Arguments of the Trainer's constructor, but for `model` and `args`.
+# Arguments of the Trainer's constructor, except `model` and `args`.
 ARGUMENTS = {
     "data_collator": (
         TRIED,
-        "it is called with one example at a time; one that makes other rows of two examples "
-        "together than of each is named in the log",
+        "it is called with one example at a time; the log names a collator whose rows depend on "
+        "the other examples of a batch",
     ),
     "train_dataset": (
         HONOURED,
-        "data that follow training, or draw from torch's random numbers, are drawn in place",
+        "data that depend on training, or on torch's random numbers, are not drawn ahead",
     ),
-    "eval_dataset": (HONOURED, "a set, or a dictionary of sets"),
+    "eval_dataset": (HONOURED, "a data set, or a dictionary of data sets"),
     "processing_class": (HONOURED, "saved with the model"),
     "model_init": (HONOURED, "the model of each run is checked when it is attached"),
     "compute_loss_func": (HONOURED, "it gets whole samples; under SFTTrainer it is refused"),
     "compute_metrics": (HONOURED, "with `preprocess_logits_for_metrics`"),
     "callbacks": (HONOURED, "see the events below"),
-    "optimizers": (HONOURED, "one that updates weights in every backward is refused"),
+    "optimizers": (HONOURED, "an optimizer that updates weights in every backward is refused"),
     "optimizer_cls_and_kwargs": (HONOURED, "as `optimizers`"),
-    "preprocess_logits_for_metrics": (HONOURED, "it gets the logits of some tokens at a time"),
+    "preprocess_logits_for_metrics": (HONOURED, "it gets the logits of a few tokens at a time"),
 }
 
 # Where a user can put a function on a module or a parameter.
@@ -65,14 +65,15 @@ HOOKS = {
     ),
 }
 
-# What a user can set on a model of transformers.
+# Attributes that a user can set on a model of transformers.
 MODEL = {
     "loss_function": (TRIED, "it must use `shift_labels` and divide by `num_items_in_batch`"),
-    "forward": (TRIED, "of the model or of a module, in a subclass or on the instance"),
-    "loss_type": (LOGGED, "where it decides what the plain Trainer divides by"),
+    "forward": (TRIED, "that of the model or of a module, in a subclass or on the instance"),
+    "loss_type": (LOGGED, "if it changes the divisor of the plain Trainer's loss"),
     "set_attn_implementation": (
         HONOURED,
-        "what is set when training begins serves calls between steps, and comes back afterwards",
+        "the implementation set before training serves calls between steps, and is restored "
+        "afterwards",
     ),
 }
 
@@ -84,7 +85,7 @@ EVENTS = {
     "on_epoch_begin": (HONOURED, ""),
     "on_epoch_end": (HONOURED, ""),
     "on_step_begin": (HONOURED, ""),
-    "on_pre_optimizer_step": (HONOURED, "gradients of the whole step, for any change of them"),
+    "on_pre_optimizer_step": (HONOURED, "sees the gradients of the whole step, and may change them"),
     "on_optimizer_step": (HONOURED, ""),
     "on_substep_end": (LOGGED, "the batches of a step are trained together, after this event"),
     "on_step_end": (HONOURED, ""),
@@ -99,21 +100,21 @@ EVENTS = {
 TABLES = {
     "Arguments of the constructor": ("argument", ARGUMENTS),
     "Hooks on modules and parameters": ("method", HOOKS),
-    "What is set on a model": ("name", MODEL),
+    "Attributes of a model": ("name", MODEL),
     "Events of a callback": ("event", EVENTS),
 }
 
 INTRODUCTION = """\
 # What you may override
 
-A subclass of a trainer, a hook on a module, a callback or a collator is code of yours that runs
-during a step. On planned steps such code does what it does under the plain Trainer, or the trainer
-refuses it with one line that names it and says what to change, at the latest in the first step.
-Where hf_flexseq differs on purpose, the log names it once, and [differences](differences.md) says
-why. This page lists every place, as of transformers 5.23 and TRL 1.16.
+Subclasses of a trainer, hooks on modules, callbacks and collators run your own code during a step.
+On planned steps such code works as under the plain Trainer. Otherwise the trainer refuses it, at the
+latest in the first step, with one line that names it and says what to change. The log names each
+intended difference once, and [differences](differences.md) gives the reason. This page lists every
+place for such code in transformers 5.23 and TRL 1.16.
 
-Code is taken for yours by the package that it is defined in, so a function that is put on one
-trainer, or on a class of transformers, counts as well.
+Code counts as yours if it is defined outside of the known packages. So a function that you assign to
+a trainer, or to a class of transformers, counts as well.
 
 ## The trial
 
@@ -122,24 +123,24 @@ it is a sum over tokens divided by `num_items_in_batch`:
 
     L(A and B in one row) = L(A) + L(B) = L(A and B as rows of a padded batch)
 
-and a row without labels has the loss 0. Before the first step these losses are computed on nine
-tokens, where code of yours is in the way of the loss: methods marked below, modules and `forward`s
-of your own, and hooks. `compute_loss` is therefore called twelve times more than you would expect.
-If they do not agree, training ends with an error that shows the numbers. A class that sets
+and a row without labels has the loss 0. If your code takes part in the loss, these losses are
+computed on nine tokens before the first step. Such code is a method marked below, your own module or
+`forward`, or a hook. So `compute_loss` is called twelve additional times. If the losses disagree,
+training ends with an error that shows the numbers. A class that sets
 `flexseq_loss_on_whole_samples = True` gets [whole samples](objectives/own.md) instead, for any
 loss.
 
-A trial on nine tokens cannot see a module that mixes tokens within one sequence, which a plan may
-cut, nor code that changes its behaviour later in training.
+A trial on nine tokens cannot detect a module that mixes tokens within one sequence, which a plan may
+cut. Nor can it detect code that changes its behaviour later in training.
 
 ## Calls of the model between steps
 
-A callback may call the model and generate with it, as under the plain Trainer: a call without
+A callback may call the model and generate with it, as under the plain Trainer. A call without
 `seq_ctx` runs with the model's own attention and its own loss.
 
 ## Methods of a trainer
 
-"In one pass" is next-token loss, with `Trainer` and SFTTrainer; "on samples" are the
+"In one pass" is next-token loss, with `Trainer` and SFTTrainer. "On samples" are the
 [objectives](objectives/index.md) whose loss the trainer computes on its own batches.
 """
 
@@ -156,11 +157,11 @@ def page_text() -> str:
     called = ", ".join(f"`{name}`" for name in methods_without_rule())
     lines += [
         "",
-        f"In a [pipeline](pipelines.md) these are refused, too: {pipelines}, every `compute_loss` "
-        "but the Trainer's, and forward hooks.",
+        f"A [pipeline](pipelines.md) also refuses these: {pipelines}, every `compute_loss` except "
+        "the Trainer's, and forward hooks.",
         "",
-        "All other methods of `Trainer` and of TRL's SFT, DPO and GRPO trainers are called at the "
-        f"places and as often as by the plain trainer: {called}.",
+        "All other methods of `Trainer` and of TRL's SFT, DPO and GRPO trainers are called exactly "
+        f"as by the plain trainer: {called}.",
     ]
     for title, (kind, entries) in TABLES.items():
         lines += ["", f"## {title}", "", f"| {kind} | | |", "|---|---|---|"]

@@ -19,9 +19,8 @@ INTRODUCTION = """\
 
 hf_flexseq raises an error when a trainer or an engine is made if training would not be exact, or
 if a setting would have no effect. The error names the setting, its value, the reason and what to
-change. The tables below list these errors. Models are on a page of their own
-([models](models.md)), and so are methods, hooks and callbacks of yours
-([what you may override](overrides.md)).
+change. The tables below list these errors. Two other pages list refused [models](models.md), and
+your own methods, hooks and callbacks ([what you may override](overrides.md)).
 """
 
 TABLES: dict[str, tuple[Refusal[Any], ...]] = {

@@ -1,13 +1,13 @@
-"""What a user may override on a trainer, and what becomes of it on planned steps.
+"""Methods that a user may override on a trainer, and their treatment on planned steps.
 
 Every method of `Trainer` and of TRL's SFT, DPO and GRPO trainers has a rule here, or is called as
 the plain trainer calls it (`CALLED`); a test compares the lists with the classes. A rule has a
 standing for each of the two ways in which a step's loss is computed (`step_loss.py`):
 
     CALLED      at the same places, with the same arguments, and its result is used
-    CHANGED     it is called, but sees something else than in the plain Trainer; the page says what
-    IN_PARTS    it is called for each micro-batch of the plan, and not for each batch. That changes
-                nothing where its loss is a sum over tokens, which `sum_trial.py` tries
+    CHANGED     it is called, with a difference from the plain Trainer that the page names
+    IN_PARTS    it is called for each micro-batch of the plan instead of each batch. That has no
+                effect if its loss is a sum over tokens, which `sum_trial.py` tests
     REFUSED     it would not be called, or its result would be ignored: an error names it
 
 `docs/overrides.md` is written from these rules by `scripts/overrides_page.py`.
@@ -33,7 +33,7 @@ WHOLE_SAMPLES = "flexseq_loss_on_whole_samples = True"
 
 
 class Standing(Enum):
-    """What becomes of an override."""
+    """Treatment of an override."""
 
     CALLED = "honoured"
     CHANGED = "honoured, with a difference"
@@ -43,22 +43,22 @@ class Standing(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """What becomes of an override of some methods."""
+    """Treatment of an override of some methods."""
 
     names: tuple[str, ...]
     """The methods."""
 
     in_one_pass: Standing
-    """Where the loss is a sum over tokens."""
+    """Treatment if the loss is a sum over tokens."""
 
     on_samples: Standing
-    """Where the trainer computes its loss on its own batches, between two passes."""
+    """Treatment if the trainer computes its loss on its own batches, between two passes."""
 
     why: str
-    """The difference, or the reason of the refusal."""
+    """Difference, or reason of the refusal."""
 
     instead: str = ""
-    """What the user can do instead."""
+    """Advice: what the user can do instead."""
 
 
 RULES = (
@@ -66,7 +66,7 @@ RULES = (
         names=("get_batch_samples",),
         in_one_pass=Standing.REFUSED,
         on_samples=Standing.REFUSED,
-        why="batches are drawn, planned and exchanged before it would be called",
+        why="batches are drawn, planned and dispatched before it would be called",
         instead="change samples in the dataset, the sampler or the data_collator",
     ),
     Rule(
@@ -106,33 +106,33 @@ RULES = (
         names=("training_step",),
         in_one_pass=Standing.IN_PARTS,
         on_samples=Standing.CHANGED,
-        why="gradients are complete when the last micro-batch has run: changes of gradients "
-        "inside it are refused in one pass, and on samples it sees no gradients",
+        why="gradients are complete after the last micro-batch: changes of gradients inside it "
+        "are refused in one pass, and on samples it sees no gradients",
         instead="change gradients in the callback event on_pre_optimizer_step",
     ),
     Rule(
         names=("floating_point_ops", "_track_num_input_tokens"),
         in_one_pass=Standing.CHANGED,
         on_samples=Standing.CALLED,
-        why="the last batch of a step brings all tokens that the rank has drawn for it, without "
-        "padding, and the batches before it bring none",
+        why="the last batch of a step has all tokens that the rank has drawn for the step, "
+        "without padding, and the previous batches are empty",
     ),
     Rule(
         names=("evaluation_loop",),
         in_one_pass=Standing.CHANGED,
         on_samples=Standing.CALLED,
-        why="its batches are planned steps, which prediction_step alone can run; the loss in its "
+        why="its batches are planned steps, which only prediction_step can run; the loss in its "
         "metrics is replaced by the mean over all target tokens",
     ),
     Rule(
         names=("_get_per_token_logps_and_entropies",),
         in_one_pass=Standing.CALLED,
         on_samples=Standing.CHANGED,
-        why="it gets a whole batch of samples, and not batch_size of them at a time",
+        why="it gets a whole batch of samples instead of batch_size at a time",
     ),
 )
 
-# What `PartOfModelMixin` overrides for pipelines (`pipeline/overrides.py`).
+# Methods that `PartOfModelMixin` overrides for pipelines (`pipeline/overrides.py`).
 OF_PART_OF_MODEL = (
     "_wrap_model",
     "floating_point_ops",
@@ -145,7 +145,7 @@ OF_PART_OF_MODEL = (
     "_load_optimizer_and_scheduler",
 )
 
-# Methods that a pipeline replaces: no override of the user's is called there.
+# Methods that a pipeline replaces: it calls no override of the user's.
 REFUSED_IN_PIPELINES = (
     *OF_PART_OF_MODEL,
     "training_step",
@@ -156,15 +156,15 @@ REFUSED_IN_PIPELINES = (
     "compute_loss_context_manager",
 )
 
-# Methods through which every micro-batch of a loss in one pass goes.
+# Methods that run for every micro-batch of a loss in one pass.
 IN_PARTS = tuple(
     name for rule in RULES if rule.in_one_pass is Standing.IN_PARTS for name in rule.names
 )
 
 
 def runs_other_code(trainer: Any) -> bool:
-    """Tell if a micro-batch goes through other code than `Trainer`'s own: a subclass's
-    `compute_loss`, or anything of the user's."""
+    """Return True if a micro-batch runs code other than `Trainer`'s own: a subclass's
+    `compute_loss`, or any code of the user's."""
     is_stock = type(trainer).compute_loss is Trainer.compute_loss
     return not is_stock or bool(users_methods(trainer, IN_PARTS))
 
@@ -189,8 +189,8 @@ def check_overrides(trainer: Any, *, pipeline_parallel_size: int) -> None:
 
 
 def remarks(trainer: Any) -> Iterator[str]:
-    """Yield a line for each piece of the user's code that sees something else than under the plain
-    Trainer, and that nothing else refuses or tries."""
+    """Yield a line for each piece of the user's code with other inputs than under the plain
+    Trainer, if it is neither refused nor tried."""
     where = users_method(trainer, "training_step")
     if where is not None and has_planned_loss(trainer):
         yield (

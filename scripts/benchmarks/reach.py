@@ -417,19 +417,18 @@ def said(answer: Answer, *, link: bool = False) -> str:
 
 DOCS_HEAD = """# Models
 
-Which causal language models of {versions} hf_flexseq takes, and why not the others; asked on
-{today}. `python scripts/benchmarks/reach.py --write-docs` writes this page.
+This page lists the causal language models of {versions} that hf_flexseq trains, and the reasons for
+the others, as of {today}. `python scripts/benchmarks/reach.py --write-docs` writes it.
 
-* *Default configuration* is what transformers makes of a family without being told more.
-* *Published checkpoints* have the kinds of layers that their configurations say; the link leads to
-  where that can be read. Families without one are marked *default only*.
-  What transformers names beside a family's defaults need not have the same layers.
-* *After a setting*: taken once a training option is changed as the refusal says.
-* *Given*: what the default configuration lacks so that a model could be built of it.
-* *Not built*: no model comes of the default configuration.
-* Tiny models of every family that is taken were compared with one process by
-  `python scripts/benchmarks/reach.py --probe`: outputs, gradients, and what changes when one token
-  does.
+* *Default configuration* is transformers' configuration of a family without arguments.
+* *Published checkpoints* have the kinds of layers of their published configuration; the link leads
+  to it. Families without one are marked *default only*. The checkpoint that transformers names next
+  to a family's defaults may have other layers.
+* *After a setting*: taken after the change of a training option that the refusal names.
+* *Given*: values that the default configuration lacks and that a model needs.
+* *Not built*: a model cannot be built from the default configuration.
+* `python scripts/benchmarks/reach.py --probe` compared a tiny model of every taken family with one
+  process: outputs, gradients, and the effect of a change in one token.
 * Encoders, and encoder-decoders with a decoder's class, are not counted.
 
 {shares}
@@ -437,28 +436,28 @@ Which causal language models of {versions} hf_flexseq takes, and why not the oth
 
 TOWERS = """## Models with towers for images, video or audio
 
-These train on text alone, where they are taken: a step with tokens that stand for something else
-is refused on all ranks. Classes of AutoModelForImageTextToText were asked, too, with their default
-configurations; those in the lists below have not been run.
+The taken models train on text alone: a step with tokens that stand for images, video or audio is
+refused on all ranks. The classes of AutoModelForImageTextToText were checked with their default
+configurations; the models in the lists below have not been run.
 
-Many are refused because their `forward` takes no `num_items_in_batch`, so that their loss is a
-mean of its own: `Qwen3_5ForConditionalGeneration` and `Gemma4ForConditionalGeneration`, for
-example. Train the causal language model of the same text instead, where transformers has one: it
-stands behind *text* below, and the table of families says whether it is taken. The same checkpoint
-has its weights:
+Many are refused because their `forward` does not take `num_items_in_batch`, so their loss is a mean
+over the batch. Examples are `Qwen3_5ForConditionalGeneration` and `Gemma4ForConditionalGeneration`.
+Train the causal language model of the same text instead, if transformers has one. The lists below
+name it after *text*, and the table of families shows its support. The same checkpoint has its
+weights:
 
 ```python
-# transformers knows where the weights of the text are
+# transformers finds the weights of the text model
 model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3.5-27B")  # a Qwen3_5ForCausalLM
 
-# here it does not, and would make new weights: say it
+# without key_mapping transformers would make new weights here
 model = Gemma4ForCausalLM.from_pretrained(
     "google/gemma-4-31B", key_mapping={r"^model\\.language_model\\.": "model."}
 )
 ```
 
-Whatever is loaded, look for `MISSING` in what transformers prints. Without a causal language model
-of their own (Qwen2.5-VL, Qwen3-VL, GLM-4V and others) such models cannot be trained here.
+Always look for `MISSING` in transformers' output. Models without a separate causal language model
+(Qwen2.5-VL, Qwen3-VL, GLM-4V and others) cannot be trained with hf_flexseq.
 
 """
 
