@@ -70,7 +70,7 @@ class FlexSeqArguments:
     )
     sp_degree: int | None = field(
         default=None,
-        metadata={"help": "Ranks per sequence; required by planner='static' and refused otherwise."},
+        metadata={"help": "Ranks per sequence; needed by planner='static' and refused otherwise."},
     )
     max_tokens_per_rank: int | None = field(
         default=None,

@@ -71,7 +71,9 @@ MORE = {
         "communication hook of DDP ([why](architecture.md#why-no-plan-can-deadlock))."
     ),
     "on_nonfinite": "The plain Trainer [continues, and saves](differences.md).",
-    "pipeline_parallel_size": "[Refused settings](refusals.md#pipelines) lists what a pipeline refuses.",
+    "pipeline_parallel_size": (
+        "[Refused settings](refusals.md#pipelines) lists what a pipeline refuses."
+    ),
 }
 
 

@@ -85,7 +85,7 @@ EVENTS = {
     "on_epoch_begin": (HONOURED, ""),
     "on_epoch_end": (HONOURED, ""),
     "on_step_begin": (HONOURED, ""),
-    "on_pre_optimizer_step": (HONOURED, "sees the gradients of the whole step, and may change them"),
+    "on_pre_optimizer_step": (HONOURED, "it sees and may change the gradients of the whole step"),
     "on_optimizer_step": (HONOURED, ""),
     "on_substep_end": (LOGGED, "the batches of a step are trained together, after this event"),
     "on_step_end": (HONOURED, ""),
@@ -108,13 +108,13 @@ INTRODUCTION = """\
 # What you may override
 
 Subclasses of a trainer, hooks on modules, callbacks and collators run your own code during a step.
-On planned steps such code works as under the plain Trainer. Otherwise the trainer refuses it, at the
-latest in the first step, with one line that names it and says what to change. The log names each
-intended difference once, and [differences](differences.md) gives the reason. This page lists every
-place for such code in transformers 5.23 and TRL 1.16.
+On planned steps such code works as under the plain Trainer. Otherwise the trainer refuses it, at
+the latest in the first step, with one line that names it and says what to change. The log names
+each intended difference once, and [differences](differences.md) gives the reason. This page lists
+every place for such code in transformers 5.23 and TRL 1.16.
 
-Code counts as yours if it is defined outside of the known packages. So a function that you assign to
-a trainer, or to a class of transformers, counts as well.
+Code counts as yours if it is defined outside of the known packages. So a function that you assign
+to a trainer, or to a class of transformers, counts as well.
 
 ## The trial
 
@@ -124,14 +124,14 @@ it is a sum over tokens divided by `num_items_in_batch`:
     L(A and B in one row) = L(A) + L(B) = L(A and B as rows of a padded batch)
 
 and a row without labels has the loss 0. If your code takes part in the loss, these losses are
-computed on nine tokens before the first step. Such code is a method marked below, your own module or
-`forward`, or a hook. So `compute_loss` is called twelve additional times. If the losses disagree,
-training ends with an error that shows the numbers. A class that sets
+computed on nine tokens before the first step. Such code is a method marked below, your own module
+or `forward`, or a hook. So `compute_loss` is called twelve additional times. If the losses
+disagree, training ends with an error that shows the numbers. A class that sets
 `flexseq_loss_on_whole_samples = True` gets [whole samples](objectives/own.md) instead, for any
 loss.
 
-A trial on nine tokens cannot detect a module that mixes tokens within one sequence, which a plan may
-cut. Nor can it detect code that changes its behaviour later in training.
+A trial on nine tokens cannot detect a module that mixes tokens within one sequence, which a plan
+may cut. Nor can it detect code that changes its behaviour later in training.
 
 ## Calls of the model between steps
 
@@ -160,8 +160,8 @@ def page_text() -> str:
         f"A [pipeline](pipelines.md) also refuses these: {pipelines}, every `compute_loss` except "
         "the Trainer's, and forward hooks.",
         "",
-        "All other methods of `Trainer` and of TRL's SFT, DPO and GRPO trainers are called exactly "
-        f"as by the plain trainer: {called}.",
+        "All other methods of `Trainer` and of TRL's SFT, DPO and GRPO trainers are called as by "
+        f"the plain trainer: {called}.",
     ]
     for title, (kind, entries) in TABLES.items():
         lines += ["", f"## {title}", "", f"| {kind} | | |", "|---|---|---|"]

@@ -417,13 +417,13 @@ def said(answer: Answer, *, link: bool = False) -> str:
 
 DOCS_HEAD = """# Models
 
-This page lists the causal language models of {versions} that hf_flexseq trains, and the reasons for
-the others, as of {today}. `python scripts/benchmarks/reach.py --write-docs` writes it.
+This page lists the causal language models of {versions} that hf_flexseq trains, and the reasons
+for the others, as of {today}. `python scripts/benchmarks/reach.py --write-docs` writes it.
 
 * *Default configuration* is transformers' configuration of a family without arguments.
-* *Published checkpoints* have the kinds of layers of their published configuration; the link leads
-  to it. Families without one are marked *default only*. The checkpoint that transformers names next
-  to a family's defaults may have other layers.
+* *Published checkpoints* have the kinds of layers of their published configuration; the link
+  leads to it. Families without one are marked *default only*. The checkpoint that transformers
+  names next to a family's defaults may have other layers.
 * *After a setting*: taken after the change of a training option that the refusal names.
 * *Given*: values that the default configuration lacks and that a model needs.
 * *Not built*: a model cannot be built from the default configuration.
@@ -440,11 +440,11 @@ The taken models train on text alone: a step with tokens that stand for images, 
 refused on all ranks. The classes of AutoModelForImageTextToText were checked with their default
 configurations; the models in the lists below have not been run.
 
-Many are refused because their `forward` does not take `num_items_in_batch`, so their loss is a mean
-over the batch. Examples are `Qwen3_5ForConditionalGeneration` and `Gemma4ForConditionalGeneration`.
-Train the causal language model of the same text instead, if transformers has one. The lists below
-name it after *text*, and the table of families shows its support. The same checkpoint has its
-weights:
+Many are refused because their `forward` does not take `num_items_in_batch`, so their loss is a
+mean over the batch. Examples are `Qwen3_5ForConditionalGeneration` and
+`Gemma4ForConditionalGeneration`. Train the causal language model of the same text instead, if
+transformers has one. The lists below name it after *text*, and the table of families shows its
+support. The same checkpoint has its weights:
 
 ```python
 # transformers finds the weights of the text model
