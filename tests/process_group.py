@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _set_thread_isolation_mode
 from torch.autograd import Variable
 
-from hf_flexseq.distributed.threads import ThreadPending, ThreadTransport
 from tests.ranks import join, run_threads
+from tests.threads import ThreadPending, ThreadTransport
 
 BACKEND = "flexseq_threads"
 

@@ -33,8 +33,6 @@ from torch.utils.checkpoint import checkpoint
 from hf_flexseq.attention import SequenceContext, recurrent, sequence_parallel_attention
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.distributed.matching import Launches
-from hf_flexseq.distributed.threads import ThreadGroup
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.scans import grid
 from hf_flexseq.pipeline.reduction import reduce_gradients
@@ -47,12 +45,14 @@ from hf_flexseq.program import ring_steps
 from hf_flexseq.published.zeppelin.routes import routed_posts
 from tests.attention.dense import dense_attention
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
+from tests.matching import Launches
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import columns_of, make_executor
 from tests.plans import random_plan
 from tests.published.zeppelin.always import Always
 from tests.ranks import join, run_threads
 from tests.recurrent import stepwise
+from tests.threads import ThreadGroup
 
 CPU = torch.device("cpu")
 MOST_ERROR = 1e-10

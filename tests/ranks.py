@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.matching import Launches
-from hf_flexseq.distributed.threads import ThreadHub, ThreadTransport
+from tests.matching import Launches
+from tests.threads import ThreadHub, ThreadTransport
 
 DIED = "the process died"
 

@@ -2,8 +2,9 @@
 
     gloo.py       CPU: messages carry tags, and `wait` blocks the host
     nccl.py       CUDA: a lane carries out one post after the other, and `wait` blocks the stream
-    threads.py    all ranks are threads of one process: any of these promises, held to the letter
     lone.py       one rank, which has nobody to talk to
+
+`tests/threads.py` keeps any of these promises to the letter, for ranks that are threads.
 
 A transport moves tensors in two ways:
 

@@ -13,3 +13,8 @@
 Every part runs in a process of its own, so that one that dies leaves the others, and leaves no
 memory on the GPU. On a CPU all of them can be rehearsed, with small sizes.
 """
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # ranks as threads and plans are tests'

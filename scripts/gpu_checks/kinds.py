@@ -16,12 +16,12 @@ from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.threads import ThreadHub, ThreadTransport
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import Slice, make_shard
+from tests.threads import ThreadHub, ThreadTransport
 
 RANKS = 4
 TOPOLOGY = Topology(nodes=2, ranks_per_node=2)

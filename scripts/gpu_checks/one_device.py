@@ -31,8 +31,6 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
-from hf_flexseq.distributed.matching import Launches
-from hf_flexseq.distributed.threads import ThreadHub, ThreadTransport
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.pipeline.executor import PipelineExecutor
@@ -45,6 +43,8 @@ from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.steps.exchange import RowExchange, common_dtypes, source_row
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
+from tests.matching import Launches
+from tests.threads import ThreadHub, ThreadTransport
 
 RANKS = 8
 REHEARSED_RANKS = 4

@@ -13,7 +13,6 @@ float64. What a plan gives is judged in two ways:
 
 import copy
 import random
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +23,7 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gpu_checks.report import SCRIPT, Setting
+from gpu_checks.report import Setting
 from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
@@ -37,9 +36,6 @@ from hf_flexseq.plan import MicroBatch, Plan
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.published.zeppelin.passes import ZeppelinPasses
 from hf_flexseq.published.zeppelin.remap import remapped_shards
-
-sys.path.append(str(SCRIPT.parents[1]))
-
 from tests import plans
 
 VOCAB = 509

@@ -9,14 +9,14 @@ import pytest
 
 from hf_flexseq.attention.replay import Replay
 from hf_flexseq.distributed.links import StageLink
-from hf_flexseq.distributed.matching import Launches
-from hf_flexseq.distributed.threads import ThreadPending, ThreadTransport
 from hf_flexseq.program import ring
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.ring import Fetches
 from tests import random_runs
+from tests.matching import Launches
 from tests.random_runs import MOST_ERROR, AttentionRun, PipelineRun, draw, error_of
 from tests.ranks import this_rank
+from tests.threads import ThreadPending, ThreadTransport
 
 MOST_RUNS = 40  # among the first so many a fault must show
 

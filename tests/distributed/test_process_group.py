@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_flexseq.distributed.matching import Launches
+from tests.matching import Launches
 from tests.process_group import needs_new_names, run_threads_with_groups
 
 pytestmark = needs_new_names

@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from hf_flexseq.distributed.matching import Launches, poison
-from hf_flexseq.distributed.threads import ThreadHub
 from hf_flexseq.distributed.transport import Message
+from tests.matching import Launches, poison
+from tests.threads import ThreadHub
 
 EVERYONE = "everyone"
 ALL_DTYPES = (

@@ -16,12 +16,12 @@ from hf_flexseq import (
     FlexSeqEngine,
     FlexSeqTrainer,
 )
-from hf_flexseq.distributed.matching import Launches
 from hf_flexseq.steps import rank_step as steps
 from hf_flexseq.steps.stopwatch import Stopwatch
 from tests.hf.test_nonfinite import PARAMETER, STEPS, loop
 from tests.hf.test_trainer import OPTIONS, dataset
 from tests.hf.tiny import RandomPlanner, documents, tiny_llama
+from tests.matching import Launches
 from tests.ranks import join, run_threads
 
 # ---- any plans, on ranks that run different numbers of micro-batches

@@ -20,7 +20,6 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.cost.sharding import PLAIN, FsdpPolicy
-from hf_flexseq.distributed.matching import Launches
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.reduction import average_gradients, instead_of_ddp
@@ -30,6 +29,7 @@ from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.layout import PlanLayout
 from tests.hf.by_hand import inputs_by_micro_batch, rows_of
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
+from tests.matching import Launches
 from tests.plans import random_plan
 from tests.process_group import needs_new_names, run_threads_with_groups
 from tests.published.zeppelin.always import Always

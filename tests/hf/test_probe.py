@@ -122,6 +122,21 @@ def test_wrong_attention_is_seen(name, planted, is_seen_by_changes, monkeypatch)
     assert any("otherwise than in one process" in line for line in wrong) == is_seen_by_changes
 
 
+def test_the_error_of_a_rank_ends_the_others(monkeypatch):
+    read_call = hf_attention.read_call
+    calls = []
+
+    def fail_once(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise ValueError("the third call of a layer")
+        return read_call(*args)
+
+    monkeypatch.setattr(hf_attention, "read_call", fail_once)
+    with pytest.raises(ValueError, match="the third call of a layer"):
+        found(tiny("Llama"))
+
+
 @pytest.mark.parametrize("name", ["Llama4", "Phi3"])
 def test_positions_counted_from_the_row_are_seen(name):
     """Llama 4 scales by a count, longrope chooses by the longest position."""

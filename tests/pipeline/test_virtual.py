@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from hf_flexseq.distributed.matching import Launches
 from hf_flexseq.pipeline.executor import _ChunkRun
 from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.pipeline.sharding import whole
 from tests.hf.test_trainer import float64_loss, logged, plain_run, update_error
 from tests.hf.tiny import documents, noting_figures, relative_errors, tiny_llama
+from tests.matching import Launches
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import (
     CASES,

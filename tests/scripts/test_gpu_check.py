@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.distributed.matching import Launches
 from hf_flexseq.kernels import fused
 from hf_flexseq.kernels.choose import CANDIDATES
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.fused import TorchFused
+from tests.matching import Launches
 
 SCRIPT = Path(__file__).parents[2] / "scripts/gpu_check.py"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}

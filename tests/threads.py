@@ -33,14 +33,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_flexseq.distributed.matching import (
-    Combine,
-    Launches,
-    Matcher,
-    ThreadCollective,
-    ThreadPost,
-    ThreadTransfers,
-)
 from hf_flexseq.distributed.transport import (
     Capabilities,
     HostGroup,
@@ -50,6 +42,14 @@ from hf_flexseq.distributed.transport import (
     NamedLanes,
     own_part,
     unnamed,
+)
+from tests.matching import (
+    Combine,
+    Launches,
+    Matcher,
+    ThreadCollective,
+    ThreadPost,
+    ThreadTransfers,
 )
 
 STUCK_S = 60.0  # seconds after which a rank that does not pass its turn on is given up
