@@ -6,8 +6,8 @@
    layers.
 2. Sizes. All runs scale with two sizes: the most tokens of the deepest copy, and the longest
    sequence of a copy of one layer, since kernels are slower per pair where sequences are short.
-   Each size is the largest power of two whose *estimated* seconds stay below half of a budget.
-   Work is counted and not timed, so sizes do not depend on how busy the machine is.
+   Each size is the largest power of two whose *estimated* seconds stay below its share of a
+   budget. Work is counted and not timed, so sizes do not depend on how busy the machine is.
 3. Shapes for the fit. Every rank alone: long sequences determine attention, short ones linear
    layers, and next to no tokens the constants. Groups on next to no tokens: launches, posts and
    messages. Transfers alone, with many bytes and with none: bandwidths and latency. With recurrent
@@ -33,6 +33,10 @@ LONGEST = 32768  # tokens of the longest sequence of a copy of one layer
 FEWEST_TOKENS = 64  # both sizes stop here, however small the budget is
 FEW_TOKENS = 16  # tokens of a rank that take no time; a zigzag has some for both of its chunks
 
+# Shares of the budget by size; the mixes take about the rest.
+DEEP_SHARE = 1 / 3
+LONG_SHARE = 1 / 2
+
 SMALL = 50_000_000  # parameters up to which a model is copied whole
 DEEP = 3  # layers of the deepest copy of a larger model, if all its layers are of one type
 
@@ -42,7 +46,7 @@ class Effort:
     """Amount of measuring, which trades seconds for accuracy."""
 
     budget_s: float = 8.0
-    """Estimated seconds of all runs that are made for the fit."""
+    """Estimated seconds of all runs."""
     rounds: int = 3
     """Timings of each run that count; one more comes first and does not count."""
     held_out: int = 4
@@ -135,9 +139,9 @@ def make_design(
 
     # Half of a rank's memory; a token takes less in a copy.
     held = int(estimate.budget_bytes / 2 / estimate.token_bytes)
-    tokens = _largest(seconds_of(deep_shapes), MOST_TOKENS, effort.budget_s / 2)
+    tokens = _largest(seconds_of(deep_shapes), MOST_TOKENS, DEEP_SHARE * effort.budget_s)
     longest = max(tokens, min(LONGEST, 1 << held.bit_length() >> 1))
-    sequence = _largest(seconds_of(long_shapes), longest, effort.budget_s / 2)
+    sequence = _largest(seconds_of(long_shapes), longest, LONG_SHARE * effort.budget_s)
     return Design(
         copies=copies,
         shapes=(*deep_shapes(tokens), *long_shapes(sequence)),
