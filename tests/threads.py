@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from hf_flexseq.distributed.transport import (
     Capabilities,
-    HostGroup,
+    CpuGroup,
     Label,
     Lane,
     Message,
@@ -256,7 +256,7 @@ class ThreadTransport(NamedLanes):
         self.capabilities = Capabilities(
             ordered=is_ordered, waits_on_stream=hub.device.type == "cuda"
         )
-        self.host = ThreadHost(self)
+        self.cpu_group = ThreadCpuGroup(self)
 
     def open_group(self, parts: Sequence[Sequence[int]]) -> "ThreadGroup | None":
         """See `Transport.open_group`; nothing is made."""
@@ -381,11 +381,11 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-# ---- the host
+# ---- values between CPUs
 
 
-class ThreadHost(HostGroup):
-    """Exchanges of values between the ranks; see `HostGroup`.
+class ThreadCpuGroup(CpuGroup):
+    """Exchanges of values between the ranks; see `CpuGroup`.
 
     Tensors are handed over as they are, so nobody may change them afterwards. No rank waits by the
     clock: the timeout is for those who wait for something else.
@@ -398,13 +398,13 @@ class ThreadHost(HostGroup):
         self._transport = transport
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """See `HostGroup.gather_bytes`."""
+        """See `CpuGroup.gather_bytes`."""
         return self._gather(data)
 
     def exchange_rows(
         self, rows: torch.Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]
     ) -> torch.Tensor:
-        """See `HostGroup.exchange_rows`; refuses ranks that expect other numbers of rows."""
+        """See `CpuGroup.exchange_rows`; refuses ranks that expect other numbers of rows."""
         rank = self._transport.rank
         parts = [of_rank[rank] for of_rank in self._gather(rows.split(list(sent_counts)))]
         sent = [part.shape[0] for part in parts]
@@ -414,7 +414,7 @@ class ThreadHost(HostGroup):
         return torch.cat(parts)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """See `HostGroup.all_reduce`."""
+        """See `CpuGroup.all_reduce`."""
         of_ranks = self._gather(tensor.clone())
         tensor.copy_(torch.stack(of_ranks).sum(0))  # [world, ...] -> [...]
 
@@ -440,7 +440,7 @@ class Meetings:
         self._hub.wait_until(
             rank,
             lambda: len(values) == self._hub.world_size,
-            lambda: f"rank {rank} is in exchange {number} of the host",
+            lambda: f"rank {rank} is in exchange {number} of the CPU group",
         )
         # Who comes to the exchange after the next one has read this one, as has everybody else.
         self._values.pop(number - 2, None)

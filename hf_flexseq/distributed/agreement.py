@@ -5,7 +5,7 @@ that they never learn.
 
     with Attempt() as reading:
         text = Path(name).read_text()
-    reading.raise_together(host.gather_values, "reading the file")
+    reading.raise_together(cpu_group.gather_values, "reading the file")
 
 1. `Attempt` keeps what its block raises. The block exchanges nothing.
 2. All ranks show each other what they have kept, in an exchange made for it, or, where an exchange

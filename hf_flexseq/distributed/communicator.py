@@ -25,7 +25,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.distributed.hosts import topology_of
 from hf_flexseq.distributed.transport import (
-    HostGroup,
+    CpuGroup,
     Label,
     Lane,
     Message,
@@ -94,9 +94,9 @@ class Communicator:
         return self.topology.world_size
 
     @property
-    def host(self) -> HostGroup:
+    def cpu_group(self) -> CpuGroup:
         """Exchanges of values on the CPU."""
-        return self.transport.host
+        return self.transport.cpu_group
 
     def open_blocks(self, degrees: Iterable[int]) -> None:
         """Make a group for the aligned blocks of these degrees. Collective over the world.

@@ -1,9 +1,9 @@
 """The transport over gloo, for CPUs: tagged messages on one group of all ranks.
 
 Posts are independent of each other, and `wait` blocks the host. So all lanes are one process
-group, which spares sockets, and messages are told apart by their tags (`tags.py`). The host has
-another one: a message that comes too late breaks all later ones of its group, and the host's must
-still be there to find who is lost.
+group, which spares sockets, and messages are told apart by their tags (`tags.py`). The CPU
+group is another one: a message that comes too late breaks all later ones of its group, and the CPU
+group must still be there to find who is lost.
 
 Facts about gloo that others rely on: a transfer is over only when it has been waited for, and a
 second wait for it would block until the timeout. Its uneven all-to-all sends the two directions of
@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hf_flexseq.distributed.gloo_host import GlooHost
+from hf_flexseq.distributed.gloo_cpu_group import GlooCpuGroup
 from hf_flexseq.distributed.process_groups import (
     OpenGroups,
     PendingTransfers,
@@ -37,7 +37,7 @@ from hf_flexseq.distributed.transport import (
 class GlooTransport(NamedLanes):
     """One rank's way to all others over gloo."""
 
-    __slots__ = ("_groups", "_messages", "host", "rank", "world_size")
+    __slots__ = ("_groups", "_messages", "cpu_group", "rank", "world_size")
 
     capabilities = Capabilities(ordered=False, waits_on_stream=False)
     meshes = 2  # groups in which each rank is connected to every other one
@@ -50,10 +50,10 @@ class GlooTransport(NamedLanes):
         assert device.type == "cpu", f"gloo carries no messages on {device.type}"
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.host = GlooHost(timeout)
+        self.cpu_group = GlooCpuGroup(timeout)
         self._messages = dist.new_group(backend="gloo", timeout=timeout)
         self._groups = OpenGroups(
-            lambda parts: new_group(parts, "gloo", timeout, self.host), self.host
+            lambda parts: new_group(parts, "gloo", timeout, self.cpu_group), self.cpu_group
         )
 
     def open_group(self, parts: Sequence[Sequence[int]]) -> ProcessGroupRanks | None:

@@ -27,7 +27,7 @@ def topology_of(transport: Transport) -> Topology:
     are not numbered node by node, and where launcher and hosts contradict each other.
     """
     own = (os.environ.get(VARIABLE), socket.gethostname())
-    answers = transport.host.gather_values(own)
+    answers = transport.cpu_group.gather_values(own)
     sizes = [size for size, _ in answers]
     hosts = [host for _, host in answers]
     if all(size is None for size in sizes):

@@ -6,7 +6,7 @@ import torch
 
 from hf_flexseq.distributed.transport import (
     Capabilities,
-    HostGroup,
+    CpuGroup,
     Label,
     Lane,
     Message,
@@ -17,7 +17,7 @@ from hf_flexseq.distributed.transport import (
 )
 
 
-class LoneHost(HostGroup):
+class LoneCpuGroup(CpuGroup):
     """Exchanges of one rank with itself."""
 
     __slots__ = ()
@@ -39,14 +39,14 @@ class LoneHost(HostGroup):
 class LoneTransport(NamedLanes):
     """The way of a single rank to all others, of which there are none."""
 
-    __slots__ = ("host",)
+    __slots__ = ("cpu_group",)
 
     rank = 0
     world_size = 1
     capabilities = Capabilities(ordered=False, waits_on_stream=False)
 
     def __init__(self) -> None:
-        self.host = LoneHost()
+        self.cpu_group = LoneCpuGroup()
 
     def open_group(self, parts: Sequence[Sequence[int]]) -> RankGroup | None:
         """Return no group: one rank needs none."""

@@ -10,7 +10,7 @@ used once by all of its ranks, and a lane also sends a message between the pairs
 again and again (`open_lane` is told them).
 
 When a rank is lost NCCL's `wait` does not fail: the process is ended by a watchdog after the
-timeout, without a word about who was lost. The host group, over gloo, names it (`HostGroup`).
+timeout, without a word about who was lost. The CPU group, over gloo, names it.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hf_flexseq.distributed.gloo_host import GlooHost
+from hf_flexseq.distributed.gloo_cpu_group import GlooCpuGroup
 from hf_flexseq.distributed.process_groups import (
     OpenGroups,
     PendingTransfers,
@@ -49,7 +49,7 @@ class NcclTransport:
         "_groups",
         "_opened",
         "_timeout",
-        "host",
+        "cpu_group",
         "rank",
         "world_size",
     )
@@ -57,21 +57,21 @@ class NcclTransport:
     capabilities = Capabilities(
         ordered=True, waits_on_stream=True, fast_collectives=True, connects_lazily=True
     )
-    meshes = 1  # groups in which each rank has a socket to every other one: that of the host
+    meshes = 1  # groups in which each rank has a socket to every other one: that of the CPUs
 
     def __init__(self, timeout: timedelta, device: torch.device) -> None:
-        """Make the host's group. Collective over the world.
+        """Make the CPU group. Collective over the world.
 
         device: CUDA device of this rank.
         """
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.host = GlooHost(timeout)
+        self.cpu_group = GlooCpuGroup(timeout)
         self._timeout = timeout
         self._device = device
         self._opened: dict[tuple[str, Parts], Lane | None] = {}
         self._communicators: dict[Lane, dist.ProcessGroup] = {}
-        self._groups = OpenGroups(self._new_group, self.host)
+        self._groups = OpenGroups(self._new_group, self.cpu_group)
 
     def open_lane(
         self, kind: str, parts: Sequence[Sequence[int]], *, peers: Sequence[int] = ()
@@ -95,7 +95,7 @@ class NcclTransport:
 
     def _new_group(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """Make this rank's communicator of disjoint ones, and use it once."""
-        group = new_group(parts, "nccl", self._timeout, self.host)
+        group = new_group(parts, "nccl", self._timeout, self.cpu_group)
         if group is not None:
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         return group

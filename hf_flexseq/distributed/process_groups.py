@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hf_flexseq.distributed.gloo_host import GlooHost
+from hf_flexseq.distributed.gloo_cpu_group import GlooCpuGroup
 from hf_flexseq.distributed.transport import (
     Label,
     LostRank,
@@ -45,7 +45,7 @@ def reserve_descriptors(sockets: int) -> None:
 
 
 def new_group(
-    parts: Sequence[Sequence[int]], backend: str, timeout: timedelta, host: GlooHost
+    parts: Sequence[Sequence[int]], backend: str, timeout: timedelta, cpu_group: GlooCpuGroup
 ) -> dist.ProcessGroup | None:
     """Make a process group for each of some disjoint sets of ranks, and return this rank's, if it
     has one. Collective over the world.
@@ -63,7 +63,7 @@ def new_group(
     if own is not None and len(own) == dist.get_world_size():
         return dist.new_group(backend=backend, timeout=timeout)
     group: dist.ProcessGroup
-    counts = host.gather_ints([len(dist.distributed_c10d._world.pg_names)])  # by rank
+    counts = cpu_group.gather_ints([len(dist.distributed_c10d._world.pg_names)])  # by rank
     if all(count == counts[0] for count in counts):
         group = dist.new_group(
             list(own or (rank,)), backend=backend, timeout=timeout, use_local_synchronization=True
@@ -170,16 +170,16 @@ class PendingTransfers:
 class OpenGroups:
     """The groups of one transport for collectives, each made once."""
 
-    __slots__ = ("_groups", "_host", "_make")
+    __slots__ = ("_cpu_group", "_groups", "_make")
 
     def __init__(
         self,
         make: Callable[[Sequence[Sequence[int]]], dist.ProcessGroup | None],
-        host: GlooHost,
+        cpu_group: GlooCpuGroup,
     ) -> None:
         """make: makes this rank's process group of disjoint sets of ranks. Collective."""
         self._make = make
-        self._host = host
+        self._cpu_group = cpu_group
         self._groups: dict[Parts, ProcessGroupRanks | None] = {}
 
     def open(self, parts: Sequence[Sequence[int]]) -> "ProcessGroupRanks | None":
@@ -187,20 +187,22 @@ class OpenGroups:
         key = as_tuples(parts)
         if key not in self._groups:
             group = self._make(parts)
-            self._groups[key] = None if group is None else ProcessGroupRanks(group, self._host)
+            self._groups[key] = (
+                None if group is None else ProcessGroupRanks(group, self._cpu_group)
+            )
         return self._groups[key]
 
 
 class ProcessGroupRanks:
     """Collectives over a process group of torch.distributed."""
 
-    __slots__ = ("_host", "process_group", "ranks")
+    __slots__ = ("_cpu_group", "process_group", "ranks")
 
-    def __init__(self, process_group: dist.ProcessGroup, host: GlooHost) -> None:
-        """host: finds who is missing when a collective fails."""
+    def __init__(self, process_group: dist.ProcessGroup, cpu_group: GlooCpuGroup) -> None:
+        """cpu_group: finds who is missing when a collective fails."""
         self.process_group = process_group
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
-        self._host = host
+        self._cpu_group = cpu_group
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See `RankGroup.all_reduce`."""
@@ -246,7 +248,7 @@ class ProcessGroupRanks:
     def missing(self) -> list[int]:
         """Return the other ranks of the group that do not answer; all where every one does."""
         others = [rank for rank in self.ranks if rank != dist.get_rank()]
-        return self._host.roll_call(others) or others
+        return self._cpu_group.roll_call(others) or others
 
 
 class PendingCollective:

@@ -11,7 +11,7 @@ A transport moves tensors in two ways:
     post     some sends and receives on a *lane*, at once; `wait` ends them
     group    collectives over fixed ranks
 
-and Python values, on the host alone, by its `host`.
+and Python values between CPUs, by its `cpu_group`.
 
 A lane is a queue of its own. On a transport that is *ordered* a lane carries out its posts in the
 order in which they were posted, and a post is over when all of its messages are: a post that waits
@@ -45,7 +45,7 @@ Label = Callable[[int, bool], str]
 
 Parts = tuple[tuple[int, ...], ...]  # disjoint sets of global ranks
 
-# of exchanges on the host where no process group says otherwise; that of torch's own groups
+# of exchanges between CPUs where no process group says otherwise; that of torch's own groups
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
@@ -148,7 +148,7 @@ class RankGroup(Protocol):
         """
 
 
-class HostGroup(abc.ABC):
+class CpuGroup(abc.ABC):
     """Exchanges of values on the CPU between all ranks. Each is collective over the world.
 
     One that a rank does not come to raises LostRank on the others, which names the rank and
@@ -234,7 +234,7 @@ class Transport(Protocol):
         """What this transport promises."""
 
     @property
-    def host(self) -> HostGroup:
+    def cpu_group(self) -> CpuGroup:
         """Exchanges of values on the CPU."""
 
     def open_lane(

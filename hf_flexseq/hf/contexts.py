@@ -55,6 +55,6 @@ def kernel_of_run(setup: EngineSetup, model: PreTrainedModel) -> Kernel:
     others have."""
     with Attempt() as choosing:
         kernel = kernel_of(setup, model)
-    host = setup.communicator.host
-    choosing.raise_together(host.gather_values, "choosing the attention kernel")
+    cpu_group = setup.communicator.cpu_group
+    choosing.raise_together(cpu_group.gather_values, "choosing the attention kernel")
     return kernel

@@ -345,7 +345,7 @@ class FlexSeqEngine:
         with Attempt() as starting:  # a process may be one too many for the machine
             if self.communicator.rank == 0:
                 made = planner() if planner else self.executor.planner(ahead=lookahead > 0)
-        starting.raise_together(self.communicator.host.gather_values, "starting the planner")
+        starting.raise_together(self.communicator.cpu_group.gather_values, "starting the planner")
         return PrefetchedSteps(
             self.communicator,
             made,
@@ -430,7 +430,7 @@ class FlexSeqEngine:
         if step.stopwatch.is_behind:
             due, self._unread = self._unread, step
         self._gather(due)
-        self.communicator.host.phase = f"what follows on step {step.number}"
+        self.communicator.cpu_group.phase = f"what follows on step {step.number}"
 
     def gather_figures(self) -> None:
         """Gather the figures of the last step, if `finish` has put it off; wait for the device.
@@ -453,12 +453,12 @@ class FlexSeqEngine:
     def _gather(self, due: Step | None) -> None:
         """Gather what ranks have found that is not finite, and with it the figures of a step, None
         for none. Collective over the world."""
-        host = self.communicator.host
+        cpu_group = self.communicator.cpu_group
         own = self._watch.report()
         if due is None:
-            self._watch.judge(host.gather_values(own))
+            self._watch.judge(cpu_group.gather_values(own))
             return
-        host.phase = f"step {due.number}, gathering its figures"
+        cpu_group.phase = f"step {due.number}, gathering its figures"
         due.remark = own
         figures = self.executor.figures(due, self._trace)
         self.last_figures = figures

@@ -63,7 +63,7 @@ class EvaluationLoss:
         """Return the mean loss over all target tokens of all ranks; nan without any. Collective
         over the world."""
         total = self._sum.cpu()
-        communicator.host.all_reduce(total)  # [] -> []
+        communicator.cpu_group.all_reduce(total)  # [] -> []
         if not self._targets:
             return math.nan
         return float(total) / communicator.world_size / self._targets

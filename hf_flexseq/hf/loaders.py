@@ -115,7 +115,7 @@ def lengths_of(dataloader: Any, communicator: Communicator) -> list[int]:
     """Return the number of batches that each rank's loader has, NO_LENGTH where it is not known.
     Collective over the world."""
     own = len(dataloader) if has_length(dataloader) else NO_LENGTH
-    return [length for (length,) in communicator.host.gather_ints([own])]
+    return [length for (length,) in communicator.cpu_group.gather_ints([own])]
 
 
 class EpochBatches:

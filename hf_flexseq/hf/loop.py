@@ -73,7 +73,7 @@ class TrainingItem(LoopItem):
         options: dict[str, Any] = {}
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             options["scale_wrt_gas"] = False
-        with self._executor.setup.communicator.host.naming_lost():
+        with self._executor.setup.communicator.cpu_group.naming_lost():
             for inputs in self._micro_batches(self.step, model):
                 # DDP, FSDP and DeepSpeed average gradients over ranks, as the loss is.
                 loss = self._loss(model, inputs)

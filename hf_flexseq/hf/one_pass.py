@@ -151,7 +151,7 @@ class LossInOnePass(StepLoss):
         """Raise, on all ranks, what a rank's watch has noted. Collective over the world where a
         rank has code of the user's."""
         if self._trial.has_code_anywhere:
-            self._watch.raise_together(self._engine.communicator.host)
+            self._watch.raise_together(self._engine.communicator.cpu_group)
 
     # ---- evaluation
 

@@ -142,7 +142,7 @@ def _used_anywhere(
     """Return those parameters that have a gradient on some rank. Collective over the world."""
     has_gradient = [parameter.grad is not None for parameter in parameters]
     users = torch.tensor(has_gradient, dtype=torch.int64)  # [parameters], on the CPU
-    communicator.host.all_reduce(users)
+    communicator.cpu_group.all_reduce(users)
     used = []
     for parameter, count in zip(parameters, users.tolist(), strict=True):
         if count:

@@ -50,14 +50,14 @@ def choose_checkpoint(
     with Attempt() as looking:
         if communicator.rank == 0:
             found = _chosen(asked, output_dir)
-    looking.raise_together(communicator.host.gather_values, "looking for a checkpoint")
-    found = communicator.host.broadcast_value(found)
+    looking.raise_together(communicator.cpu_group.gather_values, "looking for a checkpoint")
+    found = communicator.cpu_group.broadcast_value(found)
     if found is None:
         return None
     if "error" in found:
         raise ValueError(found["error"])
     folder = found["folder"]
-    sees = communicator.host.gather_values(Path(folder).is_dir())
+    sees = communicator.cpu_group.gather_values(Path(folder).is_dir())
     if not all(sees):
         raise ValueError(
             f"rank {sees.index(False)} does not see {folder}: all ranks must read one folder"

@@ -45,15 +45,15 @@ def saved_whole(
 
     marker: what the checkpoint is of, plain JSON values.
     """
-    host = communicator.host
-    host.phase = f"saving {folder.name}"
+    cpu_group = communicator.cpu_group
+    cpu_group.phase = f"saving {folder.name}"
     writes = communicator.rank == 0
     flushes = communicator.rank % communicator.topology.ranks_per_node == 0  # for its machine
     with Attempt() as beginning:
         if writes:
             begin(folder, marker)
     # No rank writes before the marker is there.
-    beginning.raise_together(host.gather_values, f"beginning {folder.name}")
+    beginning.raise_together(cpu_group.gather_values, f"beginning {folder.name}")
     is_finished = False
 
     def finish_once() -> None:
@@ -62,10 +62,10 @@ def saved_whole(
         if is_finished:
             return
         is_finished = True
-        host.barrier()
+        cpu_group.barrier()
         if flushes:
             flush_files(folder)
-        host.barrier()
+        cpu_group.barrier()
         if writes:
             finish(folder, marker)
             if (trainer.args.save_total_limit or 0) > 0:

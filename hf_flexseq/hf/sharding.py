@@ -90,7 +90,7 @@ def fsdp_figures(
         gradient_bytes=float(trained_elements(model) * max(GRADIENT_BYTES, shape.dtype_bytes)),
         trip_s=trip_s,
     )
-    return FsdpFigures.from_record(communicator.host.broadcast_value(own_figures.to_record()))
+    return FsdpFigures.from_record(communicator.cpu_group.broadcast_value(own_figures.to_record()))
 
 
 class FsdpPolicies:

@@ -69,7 +69,7 @@ def draws_in_place(trainer: Trainer, dataloader: Any, communicator: Communicator
     random = draws_random_numbers(trainer, dataloader)
     if found is None and random is not None:
         found = f"{random} draws from torch's random numbers, as dropout and evaluations do"
-    findings = communicator.host.gather_values(found)
+    findings = communicator.cpu_group.gather_values(found)
     for rank, finding in enumerate(findings):
         if finding is None:
             continue

@@ -104,10 +104,10 @@ class SumTrial:
         """
         if not self._is_due:
             return
-        host = self._engine.communicator.host
+        cpu_group = self._engine.communicator.cpu_group
         is_new = self._code != self._passed
         own = [is_new and bool(self._code.of_model), is_new and bool(self._code.methods)]
-        of_ranks = host.gather_ints([*map(int, own), len(row.lengths), int(self.has_code)])
+        of_ranks = cpu_group.gather_ints([*map(int, own), len(row.lengths), int(self.has_code)])
         self.has_code_anywhere = any(of_rank[3] for of_rank in of_ranks)
         has_model_code = any(of_rank[0] for of_rank in of_ranks)
         has_methods = any(of_rank[1] for of_rank in of_ranks) and figures is None
@@ -123,7 +123,7 @@ class SumTrial:
                 self._try_model(losses, figures)
             if has_methods:
                 self._try_methods(losses)
-        trying.raise_together(host.gather_values, "trying if the loss is a sum over tokens")
+        trying.raise_together(cpu_group.gather_values, "trying if the loss is a sum over tokens")
         self._passed = self._code
 
     def _try_model(self, losses: LossesOfTwo, figures: Figures | None) -> None:

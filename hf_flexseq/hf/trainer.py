@@ -190,14 +190,14 @@ class FlexSeqMixin(PartOfModelMixin):
         resumed = self._flexseq_resumed
         with Attempt() as checking:
             self._flexseq_loss.check_datasets(resumes=resumed is not None)
-        host = self.flexseq.communicator.host
-        checking.raise_together(host.gather_values, "looking at the datasets")
+        cpu_group = self.flexseq.communicator.cpu_group
+        checking.raise_together(cpu_group.gather_values, "looking at the datasets")
         if resumed is None:
             self.flexseq.bring_cost(None, None)
         else:
             check_factors(resumed.folder, resumed.marker, Factors.of(self), order_of(self))
             self.flexseq.bring_cost(resumed.folder, resumed.marker.get("cost_model"))
-        with host.naming_lost(), self._attached(), ExitStack() as self._flexseq_loaders:
+        with cpu_group.naming_lost(), self._attached(), ExitStack() as self._flexseq_loaders:
             output = super()._inner_training_loop(*args, **kwargs)
             self.flexseq.check_finite()
             return output
@@ -304,7 +304,7 @@ class FlexSeqMixin(PartOfModelMixin):
         self._flexseq_loss.settle(self._tr_loss)
         communicator = self.flexseq.communicator
         total = self._tr_loss.double().cpu()
-        communicator.host.all_reduce(total)  # [] -> []
+        communicator.cpu_group.all_reduce(total)  # [] -> []
         self._tr_loss.fill_(float(total) / communicator.world_size)
         return super()._finalize_training(*args, **kwargs)
 

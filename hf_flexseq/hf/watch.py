@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.agreement import Attempt
-from hf_flexseq.distributed.transport import HostGroup
+from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.overrides import WHOLE_SAMPLES
 from hf_flexseq.steps.inputs import LABELS, Inputs
@@ -32,13 +32,13 @@ class Watch:
         self._noted: NotImplementedError | None = None
         self._who = listed(methods) if methods else f"{type(trainer).__name__} or a hook"
 
-    def raise_together(self, host: HostGroup) -> None:
+    def raise_together(self, cpu_group: CpuGroup) -> None:
         """Raise what was noted on any rank, on all of them. Collective over the world."""
         with Attempt() as watching:
             if self._noted is not None:
                 raise self._noted
         self._noted = None
-        watching.raise_together(host.gather_values, "running a micro-batch")
+        watching.raise_together(cpu_group.gather_values, "running a micro-batch")
 
     @contextmanager
     def calls(self, micro_batch: Inputs, *, notes: bool = True) -> Iterator[None]:

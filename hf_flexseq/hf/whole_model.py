@@ -295,7 +295,9 @@ class WholeModelExecutor:
             )
         with Attempt() as choosing:
             kernel = kernel_of(self.setup, model)
-        host = self.setup.communicator.host
-        choosing.raise_together(host.gather_values, f"choosing the attention kernel of {name}")
+        cpu_group = self.setup.communicator.cpu_group
+        choosing.raise_together(
+            cpu_group.gather_values, f"choosing the attention kernel of {name}"
+        )
         self._attached_model.need_columns(needed_columns(model))
         return ModelContexts(self.setup, kernel, self._passes)

@@ -65,7 +65,7 @@ def save_stage(member: StageMember, folder: str) -> None:
     file = FILE.format(part=stage.index + 1, parts=stage.count)
     tensors = _owned_tensors(member)
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    written = communicator.host.gather_values((file, sizes))
+    written = communicator.cpu_group.gather_values((file, sizes))
 
     # 2. the folder is there, and empty of what is old
     if communicator.rank == 0:
@@ -73,12 +73,12 @@ def save_stage(member: StageMember, folder: str) -> None:
         _remove_stale(path)
         _save_config(stage, path)
         _save_index(path, written)
-    communicator.host.barrier()
+    communicator.cpu_group.barrier()
 
     # 3. each stage's tensors, in a file of their own
     if tensors:
         write_tensors(path / file, tensors, metadata={"format": "pt"})
-    communicator.host.barrier()
+    communicator.cpu_group.barrier()
 
 
 def _owned_tensors(member: StageMember) -> dict[str, torch.Tensor]:

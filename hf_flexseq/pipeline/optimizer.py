@@ -60,14 +60,14 @@ def save_optimizer(member: StageMember, optimizer: Any, scheduler: Any, folder: 
     # 1. the folder is there, and empty of what is old
     if communicator.rank == 0:
         clear(path)
-    communicator.host.barrier()
+    communicator.cpu_group.barrier()
 
     # 2. each stage's tensors, in a file of their own
     file = TENSORS.format(part=stage.index + 1, parts=stage.count)
     if tensors:
         write_tensors(path / file, tensors)
     files = dict.fromkeys(tensors, file)
-    written = communicator.host.gather_values((files, values))
+    written = communicator.cpu_group.gather_values((files, values))
 
     # 3. the index, when all files are there
     if communicator.rank == 0:
@@ -78,7 +78,7 @@ def save_optimizer(member: StageMember, optimizer: Any, scheduler: Any, folder: 
             all_values.update(values_of_rank)
         _save_scheduler(scheduler.state_dict(), Path(folder))
         write_index(path, all_files, all_values)
-    communicator.host.barrier()
+    communicator.cpu_group.barrier()
 
 
 def _save_scheduler(state: dict[str, Any], folder: Path) -> None:
@@ -179,8 +179,8 @@ def _check_same_parameters(
     known = saved.keys()
     missing = {key for key in keys if key not in known}
     if member is not None:
-        trained = set().union(*member.communicator.host.gather_values(sorted(trained)))
-        missing = set().union(*member.communicator.host.gather_values(sorted(missing)))
+        trained = set().union(*member.communicator.cpu_group.gather_values(sorted(trained)))
+        missing = set().union(*member.communicator.cpu_group.gather_values(sorted(missing)))
     of_saved = parameters_of(known)
     lacking = trained - of_saved
     surplus = of_saved - trained
@@ -225,7 +225,7 @@ def load_whole_optimizer(
 def trained_names(member: StageMember) -> set[str]:
     """Return the global names of all stages' trained parameters. Collective over the world."""
     own = [name for name, p in member.stage.global_parameters() if p.requires_grad]
-    return set().union(*member.communicator.host.gather_values(own))
+    return set().union(*member.communicator.cpu_group.gather_values(own))
 
 
 def _state_of_stage(

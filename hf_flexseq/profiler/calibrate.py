@@ -125,7 +125,7 @@ def _on_rank_0(function: Callable[[], Calibration], communicator: Communicator) 
             record = function().to_record()
         except ValueError as error:
             problem = str(error)
-    record, problem = communicator.host.broadcast_value((record, problem))
+    record, problem = communicator.cpu_group.broadcast_value((record, problem))
     if record is None:
         raise ValueError(problem)
     return Calibration.from_record(record)

@@ -156,14 +156,14 @@ def median_seconds(
     timed: list[list[float]] = [[] for _ in runs]  # [run][round]
     for _ in range(rounds + 1):
         for run, seconds in zip(runs, timed, strict=True):
-            communicator.host.gather_ints([0])  # all start together
+            communicator.cpu_group.gather_ints([0])  # all start together
             _finish(device)
             began = time.perf_counter()
             run()
             _finish(device)
             seconds.append(time.perf_counter() - began)
     medians = [statistics.median(seconds[1:]) for seconds in timed]
-    by_rank = communicator.host.gather_values(medians)  # [rank][run]
+    by_rank = communicator.cpu_group.gather_values(medians)  # [rank][run]
     return [list(of_run) for of_run in zip(*by_rank, strict=True)]
 
 

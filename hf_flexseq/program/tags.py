@@ -16,9 +16,9 @@ All tags are below 2^31, because transports take a signed 32-bit number.
     passes over a whole program        2^30 + [0, 8)                     PASS_TAGS
     links between stages               3 * 2^29 + [0, 2^29)              link_tag
     measurements of the profiler       0 and up                          UNTAGGED
-    roll call, on the host's group     0                                 ROLL_CALL
-    meetings, on the host's group      1                                 MEETING
-    tokens, on the host's group        2                                 TOKENS
+    roll call, on the CPU group        0                                 ROLL_CALL
+    meetings, on the CPU group         1                                 MEETING
+    tokens, on the CPU group           2                                 TOKENS
 
 Why no two messages between the same two ranks are mistaken for each other:
 

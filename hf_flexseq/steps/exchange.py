@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.transport import HostGroup
+from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.plan.shard import Slice
@@ -99,7 +99,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def common_dtypes(row: SourceRow, host: HostGroup) -> dict[str, str]:
+def common_dtypes(row: SourceRow, cpu_group: CpuGroup) -> dict[str, str]:
     """Return the name of the dtype of each column that the rows of all ranks have, as a rank has
     them that drew something. Collective over the world.
 
@@ -107,14 +107,14 @@ def common_dtypes(row: SourceRow, host: HostGroup) -> dict[str, str]:
     """
     known: dict[str, str] = {}
     known_of = 0  # the rank that has them
-    for rank, dtypes in enumerate(host.gather_values(row.dtypes)):
+    for rank, dtypes in enumerate(cpu_group.gather_values(row.dtypes)):
         if not dtypes:
             continue
         if not known:
             known, known_of = dtypes, rank
         if dtypes != known:
             raise ValueError(
-                f"ranks drew different columns in {host.phase}: "
+                f"ranks drew different columns in {cpu_group.phase}: "
                 f"rank {known_of} {_beside(known, dtypes)}, rank {rank} {_beside(dtypes, known)}"
             )
     return known
@@ -224,7 +224,7 @@ class TokenExchange:
         """
         # [sent, words of a token], by target -> [received, words of a token], by source
         tokens = _TokenWords(columns)
-        received = self.communicator.host.exchange_rows(
+        received = self.communicator.cpu_group.exchange_rows(
             tokens.joined.index_select(0, torch.from_numpy(sent.tokens)),
             sent.counts.tolist(),
             self._counts_by_source(wanted),
@@ -249,7 +249,7 @@ class TokenExchange:
         tokens = _TokenWords(joined)
         by_source = torch.empty_like(tokens.joined)
         by_source[torch.from_numpy(_order_of(wanted))] = tokens.joined
-        returned = self.communicator.host.exchange_rows(
+        returned = self.communicator.cpu_group.exchange_rows(
             by_source, self._counts_by_source(wanted), sent.counts.tolist()
         )
         row = torch.empty_like(returned)

@@ -45,7 +45,7 @@ class StepLosses:
             return
         losses = torch.stack(self._shares).double().cpu()  # [steps]
         self._shares = []
-        communicator.host.all_reduce(losses)
+        communicator.cpu_group.all_reduce(losses)
         losses /= communicator.world_size
         if torch.isfinite(losses).all():
             return

@@ -232,7 +232,7 @@ class RankMicroBatches(RankStep[Plan]):
             totals = share.clone()
             for earlier in shares:
                 totals += earlier
-            self._exchange.communicator.host.all_reduce(totals)  # [n] -> [n]
+            self._exchange.communicator.cpu_group.all_reduce(totals)  # [n] -> [n]
             loss.know(totals)
 
         # 2. second pass
@@ -372,7 +372,7 @@ class RankMicroBatches(RankStep[Plan]):
             for index, own in found.items():
                 if self._counts[index]:  # else the one token of a dummy
                     total += own[name].detach().cpu()
-            self._exchange.communicator.host.all_reduce(total)
+            self._exchange.communicator.cpu_group.all_reduce(total)
             figures[name] = total
         return figures
 
@@ -381,7 +381,7 @@ class RankMicroBatches(RankStep[Plan]):
         Collective over the world."""
         names = sorted(figures)
         used = [int(name in gradients) for name in names]
-        of_all = self._exchange.communicator.host.gather_ints(used)
+        of_all = self._exchange.communicator.cpu_group.gather_ints(used)
         agreed = {}
         for name, *flags in zip(names, *of_all, strict=True):
             if name in gradients:
@@ -396,7 +396,7 @@ class RankMicroBatches(RankStep[Plan]):
         taken = {}
         for name in sorted(gradients.keys() & set(totals)):
             taken[name] = gradients.pop(name).clone()
-            self._exchange.communicator.host.all_reduce(taken[name])
+            self._exchange.communicator.cpu_group.all_reduce(taken[name])
         return taken
 
     # ---- random numbers: dropout is the same in both passes

@@ -128,7 +128,7 @@ class PrefetchedSteps:
         """
         if not self._lookahead or self._iterator is None or self._dispatched is not None:
             return
-        phase = self.communicator.host.phase
+        phase = self.communicator.cpu_group.phase
         dispatched: Future[Step | None] = Future()
         number = self._next_number
         step = None
@@ -162,7 +162,7 @@ class PrefetchedSteps:
 
     def _set_phase(self, phase: str) -> None:
         """Say what the exchanges to come belong to."""
-        self.communicator.host.phase = phase
+        self.communicator.cpu_group.phase = phase
 
     # ---- from one stage to the next
 
@@ -197,11 +197,11 @@ class PrefetchedSteps:
             own = [row.signature, *counts, *row.lengths, *row.targets]
 
         # 2. what all ranks have drawn
-        host = self.communicator.host
-        host.phase = f"{self._what} {number}, gathering its lengths"
-        gathered = host.gather_ints(own)
+        cpu_group = self.communicator.cpu_group
+        cpu_group.phase = f"{self._what} {number}, gathering its lengths"
+        gathered = cpu_group.gather_ints(own)
         if any(numbers[0] == FAILED for numbers in gathered):
-            drawing.raise_together(host.gather_values, f"drawing {self._what} {number}")
+            drawing.raise_together(cpu_group.gather_values, f"drawing {self._what} {number}")
         padding_targets = other_rows = 0
         lengths: list[int] = []
         targets: list[int] = []
@@ -244,20 +244,20 @@ class PrefetchedSteps:
         if len(drawn) == 1:
             (signature,) = drawn
             if signature not in self._dtypes:
-                self._dtypes[signature] = common_dtypes(row, self.communicator.host)
+                self._dtypes[signature] = common_dtypes(row, self.communicator.cpu_group)
             return self._dtypes[signature]
-        return common_dtypes(row, self.communicator.host)  # raises
+        return common_dtypes(row, self.communicator.cpu_group)  # raises
 
     def _plan(self, step: DrawnStep) -> PlannedStep:
         """Return a submitted step with its plan, on every rank. Collective over the world."""
-        host = self.communicator.host
-        host.phase = f"{self._what} {step.number}, sending its plan"
+        cpu_group = self.communicator.cpu_group
+        cpu_group.phase = f"{self._what} {step.number}, sending its plan"
         began = time.perf_counter()
         planning = Attempt()
         kind = "waiting"
         while kind == "waiting":
             waited_s = time.perf_counter() - began
-            answer = host.broadcast_bytes(self._answer(step, waited_s, planning))
+            answer = cpu_group.broadcast_bytes(self._answer(step, waited_s, planning))
             head, _, data = answer.partition(b"\n")
             kind, reason = json.loads(head)
         waited_s = time.perf_counter() - began
@@ -278,7 +278,7 @@ class PrefetchedSteps:
         """
         if self._planner is None:
             return b""
-        timeout_s = self.communicator.host.timeout.total_seconds()
+        timeout_s = self.communicator.cpu_group.timeout.total_seconds()
         round_s = min(ROUND_S, timeout_s / ROUNDS)
         late = self._planner.wait(step.request, min(round_s, timeout_s - waited_s))
         if late is not None and waited_s + round_s < timeout_s:

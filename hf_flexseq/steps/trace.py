@@ -40,7 +40,7 @@ class PlanTrace:
         with Attempt() as opening:
             if path is not None and communicator.rank == 0:
                 self._file = TraceFile(path)
-        opening.raise_together(communicator.host.gather_values, "opening the plan trace")
+        opening.raise_together(communicator.cpu_group.gather_values, "opening the plan trace")
         # All steps share one cost model, whose digest takes longer than a line.
         self._digest = functools.lru_cache(maxsize=1)(CostModel.digest)
 
@@ -91,15 +91,15 @@ class PlanTrace:
         Remarks are rare: one number says whether a rank has one, and only then all are gathered.
 
         measure: waits for the device of this rank. All ranks meet before they do so: a device
-        whose peer is lost never ends its work, reports nothing, and the host group names the
+        whose peer is lost never ends its work, reports nothing, and the CPU group names the
         peer.
         """
-        host = self.communicator.host
+        cpu_group = self.communicator.cpu_group
         if self.communicator.transport.capabilities.waits_on_stream:
-            host.barrier()
-        gathered = host.gather_floats([float(step.remark is not None), *measure()])
+            cpu_group.barrier()
+        gathered = cpu_group.gather_floats([float(step.remark is not None), *measure()])
         if gathered[:, 0].any():
-            step.remarks = host.gather_values(step.remark)
+            step.remarks = cpu_group.gather_values(step.remark)
         else:
             step.remarks = [None] * self.communicator.world_size
         return gathered[:, 1:]

@@ -4,8 +4,8 @@
     python scripts/benchmarks/step_time.py --steps 2 --profile "1024 x 8192"
 
 Steps are planned by `make_plan` as in a run, and then run, all but the model, as one rank of many
-that is all alone: what it would get from the others is there at once (`RecordedHost`). So times
-are those of the rank's own work, the wire apart:
+that is all alone: what it would get from the others is there at once (`RecordedCpuGroup`). So
+times are those of the rank's own work, the wire apart:
 
     plan        received, on a rank other than rank 0
     dispatch    shards, tokens exchanged, inputs of the model; without contexts
@@ -59,7 +59,7 @@ from lengths import DOCUMENTS, WIKIPEDIA, K, batch, common_crawl_like
 from planners import CAP, COST, SETS, LengthSet
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from gpu_checks.stub import StubHost, StubTransport
+from gpu_checks.stub import StubCpuGroup, StubTransport
 
 CPU = torch.device("cpu")
 HEAD_DIM = 16
@@ -122,7 +122,7 @@ def recorded(chosen: LengthSet, seed: int) -> Recorded:
     return Recorded(chosen=chosen, record=plan.to_json(), plan=plan)
 
 
-class RecordedHost(StubHost):
+class RecordedCpuGroup(StubCpuGroup):
     """Exchanges that give one rank what the others of a recorded step would give it."""
 
     __slots__ = ("answer",)
@@ -159,7 +159,7 @@ class OneRank:
     def __init__(self, chosen: LengthSet, rank: int) -> None:
         self.rank = rank
         transport = StubTransport(rank, chosen.topology.world_size)
-        self.host = transport.host = RecordedHost(chosen.topology.world_size)
+        self.cpu_group = transport.cpu_group = RecordedCpuGroup(chosen.topology.world_size)
         self.communicator = Communicator(chosen.topology, transport=transport)
         setup = SimpleNamespace(
             args=FlexSeqArguments(),
@@ -177,7 +177,7 @@ class OneRank:
 
     def run(self, step: Recorded) -> dict[str, float]:
         """Run one step, all but the model, and return its milliseconds by part."""
-        self.host.answer = json.dumps(["plan", ""]).encode() + b"\n" + step.plan.to_bytes()
+        self.cpu_group.answer = json.dumps(["plan", ""]).encode() + b"\n" + step.plan.to_bytes()
         clock = Clock()
         drawn = self._drawn(step)
         steps = PrefetchedSteps(

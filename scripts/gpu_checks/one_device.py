@@ -214,7 +214,7 @@ def _step(
     row = source_row(subject.drawn_by(communicator.rank, world_size, examples))
     passes = subject.EagerPasses(communicator.topology) if way.passes else None
     layout = PlanLayout(plan, communicator.rank, passes and passes.shards)
-    row = row.with_columns(common_dtypes(row, communicator.host))
+    row = row.with_columns(common_dtypes(row, communicator.cpu_group))
     columns = RowExchange(communicator)(row, layout, sources)
 
     # 2. forward and backward of every micro-batch

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hf_flexseq.distributed.transport import (
     Capabilities,
-    HostGroup,
+    CpuGroup,
     Label,
     Lane,
     Message,
@@ -62,7 +62,7 @@ class StubGroup:
         return Over()
 
 
-class StubHost(HostGroup):
+class StubCpuGroup(CpuGroup):
     """Exchanges in which all other ranks have the values of this one."""
 
     __slots__ = ("_world_size",)
@@ -88,14 +88,14 @@ class StubHost(HostGroup):
 class StubTransport(NamedLanes):
     """One rank's way to others that are not there."""
 
-    __slots__ = ("host", "rank", "world_size")
+    __slots__ = ("cpu_group", "rank", "world_size")
 
     capabilities = Capabilities(ordered=True, waits_on_stream=True)
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.host = StubHost(world_size)
+        self.cpu_group = StubCpuGroup(world_size)
 
     def open_group(self, parts: Sequence[Sequence[int]]) -> StubGroup | None:
         """See `Transport.open_group`; nothing is made."""

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from hf_flexseq.distributed.gloo_host import GlooHost
+from hf_flexseq.distributed.gloo_cpu_group import GlooCpuGroup
 
 
 class StubBackend:
@@ -98,7 +98,9 @@ class StubDistributed:
         store = StubStore(rank, world_size)
         monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
         # All ranks have made equally many groups.
-        monkeypatch.setattr(GlooHost, "gather_ints", lambda host, values: [values] * world_size)
+        monkeypatch.setattr(
+            GlooCpuGroup, "gather_ints", lambda cpu_group, values: [values] * world_size
+        )
 
     def new_group(
         self, ranks=None, *, backend, timeout, use_local_synchronization=False, **unknown

@@ -12,12 +12,12 @@ FAILS_ON = 1
 
 def attempts(rank, world_size, errors):
     """What a rank raises whose attempt ends in the error under its number, if there is one."""
-    host = join().host
+    cpu_group = join().cpu_group
     with Attempt() as trying:
         if rank in errors:
             raise errors[rank]
     try:
-        trying.raise_together(host.gather_values, "trying it")
+        trying.raise_together(cpu_group.gather_values, "trying it")
     except (ValueError, RuntimeError) as error:
         return type(error), str(error), error.__cause__
     return None

@@ -13,7 +13,7 @@ class Answers:
 
     def __init__(self, sizes, names):
         self.world_size = len(names)
-        self.host = self
+        self.cpu_group = self
         self._answers = list(zip(sizes, names, strict=True))
 
     def gather_values(self, own):

@@ -119,7 +119,7 @@ def test_a_start_on_1024_ranks_makes_few_groups(monkeypatch, rank, strategy):
     lanes = len(stub.groups)
     communicator.open_blocks(exchange_degrees(cost, topology, strategy=strategy, sp_degree=None))
     seconds = time.process_time() - began
-    assert lanes == 3  # the host's group, and two lanes
+    assert lanes == 3  # the CPU group, and two lanes
     assert 1 <= len(stub.groups) - lanes <= 16
     assert all(rank in ranks for ranks in (group.ranks for group in stub.groups))
     assert seconds < 2, seconds

@@ -68,7 +68,7 @@ def test_what_is_received_is_poison_until_it_is_waited_for(dtype):
             pending = send(transport, received, 1)
         else:
             pending = recv(transport, received, 0)
-        transport.host.barrier()
+        transport.cpu_group.barrier()
         early = received.clone()
         pending.wait()
         return early, received
@@ -291,18 +291,18 @@ def test_a_collective_that_a_rank_leaves_out_is_named():
 
 def test_the_host_exchanges_values():
     def rank(transport):
-        host = transport.host
+        cpu_group = transport.cpu_group
         mine = transport.rank
-        host.barrier()
+        cpu_group.barrier()
         # [rows, width]: one row for rank 0, two for rank 1
         rows = torch.arange(6).view(3, 2) + 10 * mine
-        received = host.exchange_rows(rows, [1, 2], [mine + 1] * 2)
+        received = cpu_group.exchange_rows(rows, [1, 2], [mine + 1] * 2)
         total = torch.tensor([mine + 1])
-        host.all_reduce(total)
+        cpu_group.all_reduce(total)
         return (
-            host.gather_ints([mine] * mine),
-            host.gather_values({"rank": mine}),
-            host.broadcast_value(f"of rank {mine}"),
+            cpu_group.gather_ints([mine] * mine),
+            cpu_group.gather_values({"rank": mine}),
+            cpu_group.broadcast_value(f"of rank {mine}"),
             received.tolist(),
             total.tolist(),
         )
@@ -315,7 +315,7 @@ def test_the_host_exchanges_values():
 
 def test_ranks_that_expect_other_numbers_of_rows_are_refused():
     def rank(transport):
-        transport.host.exchange_rows(torch.zeros(3, 1), [1, 2], [transport.rank + 1, 1])
+        transport.cpu_group.exchange_rows(torch.zeros(3, 1), [1, 2], [transport.rank + 1, 1])
 
     with pytest.raises(AssertionError, match=r"rank 1 expects \[2, 1\] rows and is sent \[2, 2\]"):
         run(rank)
@@ -324,9 +324,9 @@ def test_ranks_that_expect_other_numbers_of_rows_are_refused():
 def test_a_rank_that_does_not_come_to_the_host_is_missed():
     def rank(transport):
         if transport.rank == 0:
-            transport.host.barrier()
+            transport.cpu_group.barrier()
 
-    with pytest.raises(RuntimeError, match="rank 0 is in exchange 0 of the host"):
+    with pytest.raises(RuntimeError, match="rank 0 is in exchange 0 of the CPU group"):
         run(rank)
 
 
@@ -383,7 +383,7 @@ def test_many_short_turns_are_no_hang():
     def rank(transport):
         for _ in range(8):
             time.sleep(0.1)
-            transport.host.barrier()
+            transport.cpu_group.barrier()
 
     ThreadHub(2).run(rank, seconds=0.5)
 

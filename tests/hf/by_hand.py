@@ -52,7 +52,7 @@ def run_plan(model, plan, examples, communicator, *, passes=None):
     # 2. forward and backward of every micro-batch
     shape = attention_shape(model.config.get_text_config())
     kernel = choose_kernel(CPU, torch.float64, shape.head_dim)
-    targets = sum(count for (count,) in communicator.host.gather_ints([sum(row.targets)]))
+    targets = sum(count for (count,) in communicator.cpu_group.gather_ints([sum(row.targets)]))
     loss = torch.zeros((), dtype=torch.float64)
     contexts = []
     for inputs in inputs_by_micro_batch(
@@ -69,7 +69,7 @@ def run_plan(model, plan, examples, communicator, *, passes=None):
         contexts.append(inputs["seq_ctx"])
 
     # 3. sums over ranks
-    communicator.host.all_reduce(loss)
+    communicator.cpu_group.all_reduce(loss)
     return float(loss), summed_gradients(model, communicator), contexts
 
 
@@ -89,14 +89,14 @@ def drawn_row(examples, sources, communicator):
         if source == communicator.rank
     ]
     row = source_row([DataCollatorForFlexSeq()(drawn)] if drawn else [])
-    return row.with_columns(common_dtypes(row, communicator.host))
+    return row.with_columns(common_dtypes(row, communicator.cpu_group))
 
 
 def summed_gradients(model, communicator):
     """Gradients by parameter name, added up over ranks; the model has none afterwards."""
     gradients = taken_gradients(model)
     for gradient in gradients.values():
-        communicator.host.all_reduce(gradient)
+        communicator.cpu_group.all_reduce(gradient)
     return gradients
 
 

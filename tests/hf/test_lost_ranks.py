@@ -162,11 +162,11 @@ def test_the_other_names_the_rank_that_is_lost_in_a_forward(tmp_path, kind, dies
 
 def errors_of_others(rank, world_size):
     """What becomes of errors that are raised where ranks would be named."""
-    host = connect(torch.device("cpu"), timeout=None).host
-    host.phase = "step 7"
+    cpu_group = connect(torch.device("cpu"), timeout=None).cpu_group
+    cpu_group.phase = "step 7"
     said = []
     for message in ("out of memory", "[/gloo/pair.cc:1] Connection closed by peer"):
-        with pytest.raises(RuntimeError) as raised, host.naming_lost():
+        with pytest.raises(RuntimeError) as raised, cpu_group.naming_lost():
             raise RuntimeError(message)
         said.append((type(raised.value) is RuntimeError, str(raised.value) == message))
     return said

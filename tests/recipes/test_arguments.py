@@ -244,7 +244,7 @@ def agreed(rank, world_size, refused_on, is_bug):
                 with Attempt() as attempt:
                     if rank in refused_on:
                         int("x") if is_bug else FlexSeqConfig(cost_model="")
-                attempt.raise_together(join().host.gather_values, "collating")
+                attempt.raise_together(join().cpu_group.gather_values, "collating")
         except SystemExit:
             return said.getvalue()
         except ValueError:

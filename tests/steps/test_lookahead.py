@@ -186,7 +186,7 @@ def raised_by(rank, batches, steps=0, planner=None, timeout_s=None):
     """Draw until an error, and return it with the number of steps before it."""
     lookahead = lookahead_of(rank, steps, planner)
     if timeout_s is not None:
-        lookahead.communicator.host.timeout = timedelta(seconds=timeout_s)
+        lookahead.communicator.cpu_group.timeout = timedelta(seconds=timeout_s)
     iterator = iter(batches)
     drawn = []
     with pytest.raises((ValueError, RuntimeError)) as raised:
@@ -315,7 +315,7 @@ def test_a_planner_that_never_answers_fails_on_all_ranks_after_the_timeout(timeo
 def test_a_planner_that_is_merely_slow_is_waited_for():
     def draw(rank, world_size):
         lookahead = lookahead_of(rank, planner=Echo(waits=3))
-        lookahead.communicator.host.timeout = timedelta(seconds=1.0)
+        lookahead.communicator.cpu_group.timeout = timedelta(seconds=1.0)
         step = lookahead.next(iter([batch_of(3)]), 1)
         return step.number, step.planned.plan, step.planned.waited_s
 

@@ -253,7 +253,7 @@ def errors_of(rank, world_size, cases, wanted):
         step = pass_step(plan, documents(LENGTHS), sources, communicator, lockstep=lockstep)
         objective = RandomObjective(model, rank, uses, seed)
         loss = run_passes(step, objective)
-        communicator.host.all_reduce(loss)
+        communicator.cpu_group.all_reduce(loss)
         errors = relative_errors(summed_gradients(model, communicator), one[1])
         found.append((max(abs(float(loss) / one[0] - 1), *errors.values()), objective.calls))
     return found

@@ -46,8 +46,8 @@ def prefetched_steps(rank, lookahead, *, refused=None, log=None, lost_in=None):
         drawn = planned.drawn
         if drawn.number == lost_in:
             raise LostRank("rank 1 is gone")
-        communicator.host.gather_values(["dispatch", drawn.number])
-        log.append(f"dispatched {drawn.number} in {communicator.host.phase}")
+        communicator.cpu_group.gather_values(["dispatch", drawn.number])
+        log.append(f"dispatched {drawn.number} in {communicator.cpu_group.phase}")
         return SimpleNamespace(number=drawn.number, lengths=drawn.lengths)
 
     return PrefetchedSteps(
@@ -110,15 +110,15 @@ def test_the_next_step_is_dispatched_in_this_one_and_handed_out_without_an_excha
     def draw(rank, world_size):
         log = []
         steps = prefetched_steps(rank, 1, log=log)
-        host = steps.communicator.host
+        cpu_group = steps.communicator.cpu_group
         meetings = steps.communicator.transport.hub.meetings
         iterator = iter([batch_of(3) for _ in range(5)])
         for _ in range(2):
             number = steps.next(iterator, 1).number
-            log.append(f"run {number} in {host.phase}")
-            host.phase = f"the middle of step {number}"
+            log.append(f"run {number} in {cpu_group.phase}")
+            cpu_group.phase = f"the middle of step {number}"
             steps.prefetch()
-            assert host.phase == f"the middle of step {number}"
+            assert cpu_group.phase == f"the middle of step {number}"
         before = meetings._next[rank]
         assert steps.next(iterator, 1).number == 2
         assert meetings._next[rank] == before

@@ -15,14 +15,14 @@ from tests.ranks import join, run_threads
 def test_ranks_meet_before_they_wait_for_devices(monkeypatch, waits_on_stream):
     """A device whose peer is lost never ends its work, and only the host can say who is lost."""
     done = []
-    host = SimpleNamespace(
+    cpu_group = SimpleNamespace(
         barrier=lambda: done.append("meet"),
         gather_values=lambda own: [own],
         gather_floats=lambda own: done.append("gather") or torch.tensor([own, own]),
     )
     capabilities = Capabilities(ordered=waits_on_stream, waits_on_stream=waits_on_stream)
     transport = SimpleNamespace(capabilities=capabilities)
-    communicator = SimpleNamespace(rank=1, world_size=2, host=host, transport=transport)
+    communicator = SimpleNamespace(rank=1, world_size=2, cpu_group=cpu_group, transport=transport)
     step = SimpleNamespace(
         number=3,
         plan=None,

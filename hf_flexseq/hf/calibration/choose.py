@@ -132,7 +132,7 @@ def make_cost(
     folder = folder or Path(HF_HOME) / "hf_flexseq"
     path = cache_path(folder, subject.key())
     kept = load_cached(path) if communicator.rank == 0 else None
-    record = communicator.host.broadcast_value(None if kept is None else kept.to_record())
+    record = communicator.cpu_group.broadcast_value(None if kept is None else kept.to_record())
     if record is not None:
         return with_memory_of(estimate, CostModel.from_record(record)), f"measured earlier, {path}"
 

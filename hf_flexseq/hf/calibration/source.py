@@ -99,8 +99,8 @@ def named_cost(asked: str, communicator: Communicator) -> CostModel | None:
     with Attempt() as loading:
         if communicator.rank == 0:
             record = load_cost_model(asked).to_record()
-    loading.raise_together(communicator.host.gather_values, "loading the cost model")
-    return CostModel.from_record(communicator.host.broadcast_value(record))
+    loading.raise_together(communicator.cpu_group.gather_values, "loading the cost model")
+    return CostModel.from_record(communicator.cpu_group.broadcast_value(record))
 
 
 class CostSource:
@@ -161,7 +161,7 @@ class CostSource:
         own = subject.estimate
         if self._named is not None:
             own = replicated(self._named, subject.facts.replicas)
-        return CostModel.from_record(self._communicator.host.broadcast_value(own.to_record()))
+        return CostModel.from_record(self._communicator.cpu_group.broadcast_value(own.to_record()))
 
     def find(self, subject: CostSubject) -> CostModel:
         """Return the cost model of the run, that of rank 0 on all ranks. Collective over the
@@ -176,7 +176,7 @@ class CostSource:
         else:
             own, origin = make_cost(self._asked, subject, self._communicator)
         # A file of a cost model may differ from node to node.
-        cost = CostModel.from_record(self._communicator.host.broadcast_value(own.to_record()))
+        cost = CostModel.from_record(self._communicator.cpu_group.broadcast_value(own.to_record()))
         self._used = SavedCost(cost=cost, made_for=made_for)
         if self._communicator.rank == 0:
             logger.info("cost model %s, digest %s: %s", cost.name, cost.digest(), origin)
@@ -200,7 +200,7 @@ class CostSource:
             return None
         name, brought = self._brought
         # the ranks of a node may have devices of their own: rank 0's count
-        differences = self._communicator.host.broadcast_value(brought.differences(made_for))
+        differences = self._communicator.cpu_group.broadcast_value(brought.differences(made_for))
         if not differences:
             return brought
         self._warn(

@@ -39,7 +39,7 @@ def check_text_alone(
         return
     with Attempt() as looking:
         _check_columns(config, columns)
-    looking.raise_together(communicator.host.gather_values, "looking for tokens of images")
+    looking.raise_together(communicator.cpu_group.gather_values, "looking for tokens of images")
 
 
 def _check_columns(config: PreTrainedConfig, columns: Mapping[str, torch.Tensor]) -> None:

@@ -216,7 +216,7 @@ class Drawing:
             own = _NOT_PLANNED
         elif not all(map(Call.same_as, calls, expected)):
             own = _CHANGED
-        of_all = self._engine.communicator.host.gather_ints([own])
+        of_all = self._engine.communicator.cpu_group.gather_ints([own])
         return max(of_rank[0] for of_rank in of_all)
 
     def _calls_to_come(self, num_batches: int) -> Iterator[list[Call]]:

@@ -179,13 +179,13 @@ class StageExecutor:
         with Attempt() as choosing:  # a machine may lack what the others have
             dtype = compute_dtype(base, accelerator)
             kernel = choose_kernels(accelerator.device, dtype, layer_calls(base.config))
-        host = self.setup.communicator.host
-        choosing.raise_together(host.gather_values, "choosing the attention kernel")
+        cpu_group = self.setup.communicator.cpu_group
+        choosing.raise_together(cpu_group.gather_values, "choosing the attention kernel")
         with Attempt() as calling:  # while rank 0 measures what the model costs
             if self.stage.is_last and has_chunkable_loss(base):
                 _call_loss_once(accelerator.device, dtype)
         self.cost = self.setup.costs.find(self._cost_subject)
-        calling.raise_together(host.gather_values, "calling the loss for the first time")
+        calling.raise_together(cpu_group.gather_values, "calling the loss for the first time")
         self._costs_of_run = None
         self.memory_limit = self._room(self.cost)
         self._former_attention = base.config._attn_implementation
@@ -194,7 +194,7 @@ class StageExecutor:
             self._chunked_loss = attach_chunked_loss(base)
         self._positions = attach_positions(base)
         self._recurrent = attach_recurrent(base)
-        of_stages = host.gather_values(needed_columns(base))
+        of_stages = cpu_group.gather_values(needed_columns(base))
         self._token_columns = sorted({name for names in of_stages for name in names})
         self._pipeline = PipelineExecutor(
             self.stage, self.neighbours, kernel, sharing=self.sharing

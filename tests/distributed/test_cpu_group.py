@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_flexseq.distributed import gloo_host
+from hf_flexseq.distributed import gloo_cpu_group
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.distributed.transport import Message
@@ -23,29 +23,29 @@ LOST, TIMEOUT_S = 2, 2
 # ---- values
 
 
-TOO_LONG = 2 * gloo_host.INLINE_BYTES  # integers, for the message of a meeting
+TOO_LONG = 2 * gloo_cpu_group.INLINE_BYTES  # integers, for the message of a meeting
 
 
-def exchange_all(rank, world_size, inline_ranks=gloo_host.INLINE_RANKS):
-    """Everything a host can do, each rank with something of another size."""
-    with mock.patch.object(gloo_host, "INLINE_RANKS", inline_ranks):
-        host = join().host
+def exchange_all(rank, world_size, inline_ranks=gloo_cpu_group.INLINE_RANKS):
+    """Everything a CPU group can do, each rank with something of another size."""
+    with mock.patch.object(gloo_cpu_group, "INLINE_RANKS", inline_ranks):
+        cpu_group = join().cpu_group
     own = list(range(rank))  # rank 0 has nothing
     counts = list(range(world_size))  # so many rows to each rank: none to rank 0
     rows = torch.arange(2 * sum(counts)).view(-1, 2) + 100 * rank
-    received = host.exchange_rows(rows, counts, [rank] * world_size)
+    received = cpu_group.exchange_rows(rows, counts, [rank] * world_size)
     total = torch.tensor([float(rank), 1.0])
-    host.all_reduce(total)
-    host.barrier()
+    cpu_group.all_reduce(total)
+    cpu_group.barrier()
     return {
-        "ints": host.gather_ints(own),
-        "long ints": host.gather_ints([rank] * rank * TOO_LONG),
-        "objects": host.gather_values({"of": rank, "text": "x" * 100 * rank}),
-        "broadcast": host.broadcast_value({"plan": "y" * 10} if rank == 0 else rank),
-        "long broadcast": host.broadcast_value("y" * TOO_LONG if rank == 0 else rank),
-        "bytes": host.broadcast_bytes(b"\x00plan\n" if rank == 0 else b""),
-        "floats": host.gather_floats([0.25 * rank, 1.0]).tolist(),
-        "no floats": host.gather_floats([]).shape,
+        "ints": cpu_group.gather_ints(own),
+        "long ints": cpu_group.gather_ints([rank] * rank * TOO_LONG),
+        "objects": cpu_group.gather_values({"of": rank, "text": "x" * 100 * rank}),
+        "broadcast": cpu_group.broadcast_value({"plan": "y" * 10} if rank == 0 else rank),
+        "long broadcast": cpu_group.broadcast_value("y" * TOO_LONG if rank == 0 else rank),
+        "bytes": cpu_group.broadcast_bytes(b"\x00plan\n" if rank == 0 else b""),
+        "floats": cpu_group.gather_floats([0.25 * rank, 1.0]).tolist(),
+        "no floats": cpu_group.gather_floats([]).shape,
         "rows": received.tolist(),
         "sum": total.tolist(),
     }
@@ -90,9 +90,9 @@ def test_exchanges_of_more_processes_than_send_values_in_their_meetings():
 
 def exchange_until_one_is_lost(rank, world_size, exchange, dies):
     """How long this rank was left waiting, and with which words it gave up."""
-    host = Communicator().host
-    host.phase = "step 12, doing something"
-    host.gather_ints([rank])
+    cpu_group = Communicator().cpu_group
+    cpu_group.phase = "step 12, doing something"
+    cpu_group.gather_ints([rank])
     if rank == LOST:
         if dies:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -101,13 +101,13 @@ def exchange_until_one_is_lost(rank, world_size, exchange, dies):
     if dies:
         time.sleep(0.2 * rank)  # some post before it is gone, some after
     calls = {
-        "gather_ints": lambda: host.gather_ints([rank]),
-        "gather_values": lambda: host.gather_values(rank),
-        "broadcast_bytes": lambda: host.broadcast_bytes(b"plan"),
-        "gather_floats": lambda: host.gather_floats([0.5]),
-        "exchange_rows": lambda: host.exchange_rows(torch.zeros(4, 1), [1] * 4, [1] * 4),
-        "all_reduce": lambda: host.all_reduce(torch.ones(2)),
-        "barrier": host.barrier,
+        "gather_ints": lambda: cpu_group.gather_ints([rank]),
+        "gather_values": lambda: cpu_group.gather_values(rank),
+        "broadcast_bytes": lambda: cpu_group.broadcast_bytes(b"plan"),
+        "gather_floats": lambda: cpu_group.gather_floats([0.5]),
+        "exchange_rows": lambda: cpu_group.exchange_rows(torch.zeros(4, 1), [1] * 4, [1] * 4),
+        "all_reduce": lambda: cpu_group.all_reduce(torch.ones(2)),
+        "barrier": cpu_group.barrier,
     }
     began = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
@@ -157,13 +157,17 @@ def wait_for_a_silent_rank(rank, world_size):
     assert connect(torch.device("cpu")) is not transport
     group = transport.open_group([range(world_size)])
     lane = transport.open_lane("inside nodes", [range(world_size)])
-    transport.host.barrier()
+    transport.cpu_group.barrier()
     if rank == 1:
         be_silent()
         return None
     seconds = []
     receive = transport.post(lane, sends=[], recvs=[Message(torch.ones(1), 1, 0)])
-    for wait in (receive.wait, transport.host.barrier, lambda: group.all_reduce(torch.ones(1))):
+    for wait in (
+        receive.wait,
+        transport.cpu_group.barrier,
+        lambda: group.all_reduce(torch.ones(1)),
+    ):
         began = time.monotonic()
         with pytest.raises(RuntimeError):
             wait()

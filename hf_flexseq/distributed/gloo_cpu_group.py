@@ -1,4 +1,4 @@
-"""Exchanges of values on the host, over a gloo group of all ranks."""
+"""Exchanges of values between CPUs, over a gloo group of all ranks."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from hf_flexseq.distributed.roll_call import roll_call
-from hf_flexseq.distributed.transport import HostGroup, LostRank
+from hf_flexseq.distributed.transport import CpuGroup, LostRank
 from hf_flexseq.program.tags import MEETING, TOKENS
 
 # What gloo's errors have in them: the path of its sources, or this.
@@ -35,7 +35,7 @@ INLINE_BYTES = 1024
 COUNT = np.dtype("<i8")  # in front of a message: bytes of the value
 
 
-class GlooHost(HostGroup):
+class GlooCpuGroup(CpuGroup):
     """Exchanges on the CPU over a gloo group of all ranks.
 
     Every exchange but that of rows begins with a meeting: each rank sends every other one a
@@ -57,7 +57,7 @@ class GlooHost(HostGroup):
         self._room = INLINE_BYTES if self._world_size <= INLINE_RANKS else 0
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """See `HostGroup.gather_bytes`."""
+        """See `CpuGroup.gather_bytes`."""
         met = self._meet(data)
         longest = max(met.counts)
         if longest <= self._room:
@@ -71,7 +71,7 @@ class GlooHost(HostGroup):
         return [row.numpy()[:n].tobytes() for row, n in zip(rows, met.counts, strict=True)]
 
     def broadcast_bytes(self, data: bytes) -> bytes:
-        """See `HostGroup.broadcast_bytes`."""
+        """See `CpuGroup.broadcast_bytes`."""
         if self._rank != 0:
             data = b""  # what other ranks have does not travel
         met = self._meet(data)
@@ -87,7 +87,7 @@ class GlooHost(HostGroup):
     def exchange_rows(
         self, rows: torch.Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]
     ) -> torch.Tensor:
-        """See `HostGroup.exchange_rows`.
+        """See `CpuGroup.exchange_rows`.
 
         By messages, between those ranks alone that have rows for each other: whoever waits for a
         rank that is lost can name it, which is not so in an all-to-all.
@@ -101,14 +101,14 @@ class GlooHost(HostGroup):
         return received
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """See `HostGroup.all_reduce`."""
+        """See `CpuGroup.all_reduce`."""
         self.barrier()
         with self._naming_phase():
             dist.all_reduce(tensor, group=self._group)
 
     @contextmanager
     def naming_lost(self) -> Iterator[None]:
-        """See `HostGroup.naming_lost`."""
+        """See `CpuGroup.naming_lost`."""
         try:
             yield
         except LostRank:
