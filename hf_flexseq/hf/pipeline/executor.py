@@ -47,7 +47,7 @@ from hf_flexseq.hf.model.recurrent import RecurrentFunctions, attach_recurrent
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
-from hf_flexseq.hf.pipeline.loading import empty_twin, stage_of
+from hf_flexseq.hf.pipeline.loading import stage_of, whole_meta_model
 from hf_flexseq.hf.refusals.pipeline import check_divides, check_pipeline_trainer
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from hf_flexseq.kernels.kinds import choose_kernels
@@ -100,7 +100,7 @@ class StageExecutor:
         communicator.open_fast_blocks([self.degree])
 
         # 2. what the cost model of the whole is to be made for, then this rank's stage of it
-        whole = model if stage_of(model) is None else empty_twin(model)
+        whole = model if stage_of(model) is None else whole_meta_model(model)
         self._cost_subject = setup.costs.subject(whole)
         self.cost: CostModel | None = None  # found when training begins
         self._costs_of_run: PipelineCost | None = None  # made with the figures of its first step

@@ -74,7 +74,7 @@ def _tied_names(kind: type[PreTrainedModel]) -> dict[str, str]:
     return {f"^{source}$": head for head, source in tied.items()}
 
 
-def empty_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the whole model that `model` is a stage of, without memory."""
+def whole_meta_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the whole model that `model` is a stage of, on the meta device."""
     with torch.device("meta"):
         return type(model)(model.config).to(model.dtype)
