@@ -38,7 +38,7 @@ from hf_flexseq.distributed.transport import (
     CpuGroup,
     Label,
     Lane,
-    Message,
+    Messages,
     NamedLanes,
     own_part,
     unnamed,
@@ -264,12 +264,7 @@ class ThreadTransport(NamedLanes):
         return None if own is None else ThreadGroup(self, own)
 
     def post(
-        self,
-        lane: Lane,
-        *,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        label: Label = unnamed,
+        self, lane: Lane, *, sends: Messages, recvs: Messages, label: Label = unnamed
     ) -> "ThreadPending":
         """See `Transport.post`."""
         post = ThreadTransfers(self.rank, lane, sends=sends, recvs=recvs, label=label)

@@ -28,7 +28,7 @@ from hf_flexseq.distributed.transport import (
     Capabilities,
     Label,
     Lane,
-    Message,
+    Messages,
     NamedLanes,
     unnamed,
 )
@@ -61,12 +61,7 @@ class GlooTransport(NamedLanes):
         return self._groups.open(parts)
 
     def post(
-        self,
-        lane: Lane,
-        *,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        label: Label = unnamed,
+        self, lane: Lane, *, sends: Messages, recvs: Messages, label: Label = unnamed
     ) -> PendingTransfers:
         """See `Transport.post`."""
         return post_one_by_one(self._messages, sends, recvs, label)

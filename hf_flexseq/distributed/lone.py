@@ -9,7 +9,7 @@ from hf_flexseq.distributed.transport import (
     CpuGroup,
     Label,
     Lane,
-    Message,
+    Messages,
     NamedLanes,
     Pending,
     RankGroup,
@@ -53,12 +53,7 @@ class LoneTransport(NamedLanes):
         return None
 
     def post(
-        self,
-        lane: Lane,
-        *,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        label: Label = unnamed,
+        self, lane: Lane, *, sends: Messages, recvs: Messages, label: Label = unnamed
     ) -> Pending:
         """Refuse: there is no peer."""
         raise AssertionError("a job of one rank has nobody to exchange messages with")

@@ -32,6 +32,7 @@ from hf_flexseq.distributed.transport import (
     Label,
     Lane,
     Message,
+    Messages,
     Parts,
     as_tuples,
     own_part,
@@ -101,12 +102,7 @@ class NcclTransport:
         return group
 
     def post(
-        self,
-        lane: Lane,
-        *,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        label: Label = unnamed,
+        self, lane: Lane, *, sends: Messages, recvs: Messages, label: Label = unnamed
     ) -> PendingTransfers:
         """See `Transport.post`."""
         return post_batch(self._communicators[lane], sends, recvs, label)

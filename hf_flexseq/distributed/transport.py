@@ -100,6 +100,9 @@ class Message(NamedTuple):
     """Whether nobody reads the tensor after it has been sent."""
 
 
+Messages = Sequence[Message]
+
+
 class LostRank(RuntimeError):
     """Says that an exchange has failed, and which rank is gone or does not answer."""
 
@@ -257,12 +260,7 @@ class Transport(Protocol):
         """
 
     def post(
-        self,
-        lane: Lane,
-        *,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        label: Label = unnamed,
+        self, lane: Lane, *, sends: Messages, recvs: Messages, label: Label = unnamed
     ) -> Pending:
         """Start some transfers between this rank and others of the lane.
 

@@ -36,7 +36,7 @@ from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.lone import LoneTransport
-from hf_flexseq.distributed.transport import Label, Lane, Message, unnamed
+from hf_flexseq.distributed.transport import Label, Lane, Message, Messages, unnamed
 from hf_flexseq.hf.model.facts import layer_calls
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
@@ -340,12 +340,7 @@ class _ThreadTransport(LoneTransport):
         self.mail = mail
 
     def post(
-        self,
-        lane: Lane,
-        *,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        label: Label = unnamed,
+        self, lane: Lane, *, sends: Messages, recvs: Messages, label: Label = unnamed
     ) -> "_Receives":
         """Send copies, see `Transport.post`."""
         for message in sends:

@@ -14,7 +14,7 @@ from hf_flexseq.distributed.transport import (
     CpuGroup,
     Label,
     Lane,
-    Message,
+    Messages,
     NamedLanes,
     own_part,
     unnamed,
@@ -103,12 +103,7 @@ class StubTransport(NamedLanes):
         return None if own is None else StubGroup(own)
 
     def post(
-        self,
-        lane: Lane,
-        *,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        label: Label = unnamed,
+        self, lane: Lane, *, sends: Messages, recvs: Messages, label: Label = unnamed
     ) -> Over:
         """See `Transport.post`; nothing moves."""
         return Over()
