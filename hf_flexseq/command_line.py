@@ -1,8 +1,6 @@
-"""What all commands share: a parser that reports a mistake in one line, the options that several
-have, and how a command ends.
+"""Parser, options and exit status shared by all commands.
 
-A command exits with 0, or with 2 and one line on stderr for bad input and for plans that cannot
-be.
+A command exits with 0. Bad input and infeasible plans exit with 2 and one line on stderr.
 """
 
 import re
@@ -22,7 +20,7 @@ REFUSALS = (ValueError, OSError, NotImplementedError, ModuleNotFoundError)
 
 
 class OneLineParser(ArgumentParser):
-    """An argument parser that reports a mistake in one line."""
+    """An argument parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         hint = f" (see {self.prog} --help)"
@@ -42,7 +40,7 @@ def run_command(parser: ArgumentParser, argv: Sequence[str]) -> int:
         _set_limits(options)
         options.run(options)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of the output has closed it
+        sys.stderr.close()  # the reader closed the pipe
     except REFUSALS as error:
         kind = "infeasible: " if isinstance(error, PlanInfeasible) else ""
         say(options, f"{kind}{error}")
@@ -70,7 +68,7 @@ def topology(text: str) -> Topology:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return a reader of whole numbers from `least` on."""
+    """Return a parser of integers, at least `least`."""
 
     def number(text: str) -> int:
         try:
@@ -108,7 +106,7 @@ def plan_option(parser: ArgumentParser) -> None:
 
 
 def number_option(parser: ArgumentParser, name: str, what: str) -> None:
-    """Add an option that counts something from 0."""
+    """Add an option for a count, 0 by default."""
     parser.add_argument(
         f"--{name}", type=at_least(0), default=0, metavar="N", help=f"{what} (default 0)"
     )

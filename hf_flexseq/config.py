@@ -1,4 +1,4 @@
-"""The options of a run: one dataclass, usable alone or mixed into `TrainingArguments`.
+"""Options of a run: one dataclass, usable alone or mixed into `TrainingArguments`.
 
 Invalid values and combinations are refused when the options are created, with what to change.
 Checks that depend on the ranks or on the model follow when these are known.
@@ -13,15 +13,14 @@ from hf_flexseq.base.values import MAX_RANKS, flag, one_of, quoted, whole
 from hf_flexseq.plan import options as plan_options
 from hf_flexseq.plan.options import PlanOptions
 
-# The values of the options.
 SYNCS = ("auto", *plan_options.SYNCS)
 ON_NONFINITE = ("raise", "warn")
 
-# Optimizer steps that may be planned ahead: their token ids wait in memory.
+# Optimizer steps that may be planned ahead: their token ids stay in memory.
 MAX_LOOKAHEAD = 1 << 16
 
-# Options of the previous release, and values as `name='value'`: what to write instead. An entry
-# stays for one release.
+# Options of the previous release, and removed values as `name='value'`, with their replacement. An
+# entry stays for one release.
 REMOVED = {
     "attention_remat": "write save_attention_output, with the same value",
     "pipeline_chunks": "leave it out; max_tokens_per_rank bounds the tokens of a chunk",
@@ -31,8 +30,8 @@ REMOVED = {
     ),
     "flexseq_loss_at_home": "write flexseq_loss_on_whole_samples = True in the trainer's class",
     "strategy='allgather'": "write strategy='zigzag', which moves fewer bytes, or 'auto'",
-    "remap": "leave it out; planner='zeppelin' remaps where the cost model says that it pays",
-    "routing": "leave it out; planner='zeppelin' routes where the cost model says that it pays",
+    "remap": "leave it out; planner='zeppelin' remaps if the cost model predicts a gain",
+    "routing": "leave it out; planner='zeppelin' routes if the cost model predicts a gain",
 }
 
 # The label of a token without a target, as in transformers and torch.
@@ -159,8 +158,8 @@ class FlexSeqArguments:
     )
 
     def __new__(cls, *given: object, **named: object) -> Self:
-        """Raise ValueError for an option that was removed; all else is left to `__init__`, which
-        dataclasses write anew for each class that has these options."""
+        """Raise ValueError for removed options. `__init__` cannot: `dataclass` writes a new one
+        for each subclass."""
         for name in named:
             refuse_removed(name)
         return super().__new__(cls)
@@ -183,16 +182,15 @@ class FlexSeqArguments:
             self.plan_trace = fspath(self.plan_trace)
         flag("save_attention_output", self.save_attention_output)
         self._check_pipeline()
-        # Mixed into another dataclass (TrainingArguments), the next one in line has its own checks
-        # to run.
+        # A mixin (TrainingArguments) has checks of its own.
         following: Any = getattr(super(), "__post_init__", None)
         if following is not None:
             following()
 
     def plan_options(self, sync: str = "lockstep") -> PlanOptions:
-        """Return how steps are planned. Raises ValueError for options that do not go together.
+        """Return the options of planning. Raises ValueError for contradicting options.
 
-        sync: "lockstep" or "free", where `self.sync` may leave that to the sharding.
+        sync: "lockstep" or "free". `self.sync` may be "auto", which depends on the sharding.
         """
         return PlanOptions(
             planner=self.planner,
@@ -204,7 +202,7 @@ class FlexSeqArguments:
 
     @property
     def stages_per_rank(self) -> int:
-        """Number of stages that each rank of a pipeline has."""
+        """Number of stages per rank of a pipeline."""
         return PIPELINE_SCHEDULES[self.pipeline_schedule].stages_per_rank
 
     def _check_pipeline(self) -> None:
@@ -219,13 +217,13 @@ class FlexSeqArguments:
 
 
 def refuse_removed(option: str) -> None:
-    """Raise ValueError, with what to write instead, if `option` is one of `REMOVED`."""
+    """Raise ValueError with the replacement if `option` is in `REMOVED`."""
     if option in REMOVED:
         raise ValueError(f"{option} was removed: {REMOVED[option]}")
 
 
 def arguments_on(args: Any) -> FlexSeqArguments:
-    """Return the options found on training arguments. Raises ValueError when they carry none."""
+    """Return the options of training arguments. Raises ValueError if they have none."""
     names = [option.name for option in fields(FlexSeqArguments)]
     if not all(hasattr(args, name) for name in names):
         raise ValueError(

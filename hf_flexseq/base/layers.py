@@ -1,13 +1,12 @@
-"""What tells the attention layers of a model apart, as data: how far back their queries read, and
-how they make their scores.
+"""Attention patterns and scores of a model's layers, as data.
 
     full      a query reads all tokens of its sequence up to its own
     window    the last w of these, its own among them (Mistral, Gemma, gpt-oss)
     chunk     those from the last multiple of c on, counted from the start (Llama 4)
 
-A `Reach` says which. Attention over some queries of a sequence then is attention over *spans*:
-queries that follow each other, and the keys that they read, which end with the last of the
-queries. A span is a sequence of one kernel call, causal, with a window where there is one:
+`Reach` describes the pattern. Attention over some queries of a sequence is attention over *spans*:
+consecutive queries and the keys that they read, which end with the last query. A span is a
+sequence of one kernel call, causal, possibly with a window:
 
     window 4, queries 6 to 8        keys   3  4  5  6  7  8
                                     query 6: x  x  x  x
@@ -20,38 +19,35 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Queries of a sequence that follow each other, and the keys that they read; all are
-    positions in the sequence."""
+    """Consecutive queries of a sequence and the keys that they read, as positions in the
+    sequence."""
 
     first_key: int
     first_query: int
     stop: int
-    """One past the last query, which is the last key, too."""
+    """Position after the last query, which is also the last key."""
 
     @property
     def queries(self) -> int:
-        """The number of queries."""
         return self.stop - self.first_query
 
     @property
     def keys(self) -> int:
-        """The number of keys."""
         return self.stop - self.first_key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reach:
-    """Which keys of its sequence a query reads, up to its own.
+    """The attention pattern: keys that a query reads, up to its own position.
 
     Raises ValueError for a window or a chunk below 1, and for both at once.
     """
 
     window: int | None = None
-    """Tokens before the query that it reads, itself among them; None for all."""
+    """Number of tokens that a query reads, its own included; None for all."""
 
     chunk: int | None = None
-    """Tokens of a chunk of the sequence, outside of which the query reads nothing; None for the
-    whole sequence."""
+    """Tokens of a chunk, outside of which the query reads nothing; None for the whole sequence."""
 
     def __post_init__(self) -> None:
         for name, size in (("window", self.window), ("chunk", self.chunk)):
@@ -62,22 +58,22 @@ class Reach:
         if self.window is not None and self.chunk is not None:
             raise ValueError(
                 f"an attention layer has a window of {self.window} and a chunk of {self.chunk} "
-                "tokens; give it one of them"
+                "tokens: set one of them"
             )
 
     @property
     def is_full(self) -> bool:
-        """Whether a query reads all keys up to its own."""
+        """True if a query reads all keys up to its own."""
         return self.window is None and self.chunk is None
 
     def within(self, length: int) -> "Reach":
-        """Return the reach as sequences of at most `length` tokens know it: full, where it goes
-        back to their start from everywhere."""
+        """Return the pattern for sequences of at most `length` tokens: full if every query
+        reads back to the start."""
         size = self.window or self.chunk
         return FULL if size is not None and size >= length else self
 
     def first_key(self, query: int) -> int:
-        """Return the first key that the query at this position reads."""
+        """Return the first key that a query reads."""
         if self.window is not None:
             return max(0, query - self.window + 1)
         if self.chunk is not None:
@@ -85,8 +81,7 @@ class Reach:
         return 0
 
     def spans(self, start: int, stop: int) -> list[Span]:
-        """Return what queries [start, stop) of a sequence read: one span, or one for each chunk
-        that they are in."""
+        """Return the spans of queries [start, stop): one, or one per chunk."""
         if start == stop:
             return []
         if self.chunk is None:
@@ -99,7 +94,7 @@ class Reach:
         return spans
 
     def pairs(self, length: int) -> int:
-        """Return the (query, key) pairs of a sequence of `length` tokens."""
+        """Return the number of (query, key) pairs of a sequence of `length` tokens."""
         if self.window is not None:
             short = min(length, self.window)  # queries that read all keys up to their own
             return short * (short + 1) // 2 + (length - short) * self.window
@@ -120,17 +115,17 @@ FULL = Reach()
 
 
 class Scores(NamedTuple):
-    """How a layer makes the scores of its softmax from products of queries and keys."""
+    """Scaling of a layer's attention scores."""
 
     scale: float
-    """What the products are multiplied with."""
+    """Factor of the products of queries and keys."""
 
     softcap: float | None = None
-    """A scaled score s becomes softcap x tanh(s / softcap); None leaves it as it is."""
+    """Softcap c: a scaled score s becomes c x tanh(s / c). None leaves it unchanged."""
 
 
-# Recurrent layers: a delta rule with one decay of a head (Gated DeltaNet), or with one of each key
-# channel (KDA), a state space (Mamba 2), and a short convolution with gates alone (LFM2).
+# Recurrent layers: a delta rule with one decay per head (Gated DeltaNet) or per key channel (KDA),
+# a state space (Mamba 2), and a gated short convolution alone (LFM2).
 RECURRENT_KINDS = ("gated_delta", "kimi_delta", "mamba2", "convolution")
 
 
@@ -145,19 +140,19 @@ class RecurrentShape:
     """One of `RECURRENT_KINDS`."""
 
     key_heads: int = 0
-    """Heads of queries and keys; of a Mamba 2, its groups of B and C."""
+    """Heads of queries and keys; for Mamba 2, its groups of B and C."""
 
     value_heads: int = 0
     """Heads of values, and of the state."""
 
     key_dim: int = 0
-    """Size of a head of queries and keys; of a Mamba 2, that of its state."""
+    """Size of a head of queries and keys; for Mamba 2, of its state."""
 
     value_dim: int = 0
     """Size of a head of values."""
 
     width: int
-    """Rows that the convolution before the scan reads, the token's own among them."""
+    """Rows read by the convolution before the scan, including the token's own."""
 
     channels: int
     """Columns of these rows."""
@@ -165,18 +160,19 @@ class RecurrentShape:
     def __post_init__(self) -> None:
         if self.kind not in RECURRENT_KINDS:
             raise ValueError(
-                f"a recurrent layer of the kind {self.kind!r} is not known here; these are: "
+                f"unknown kind {self.kind!r} of recurrent layer: expected one of "
                 f"{', '.join(RECURRENT_KINDS)}"
             )
 
     @property
     def state_numbers(self) -> int:
-        """Numbers in the state of all heads."""
+        """Numbers in the states of all heads."""
         return self.value_heads * self.key_dim * self.value_dim
 
     @property
     def transition_numbers(self) -> int:
-        """Numbers in what takes the state before a segment to the one behind it, all heads."""
+        """Numbers in a segment's transition, which maps the state before it to the state after
+        it; all heads."""
         if self.kind in ("gated_delta", "kimi_delta"):
             return self.value_heads * self.key_dim * self.key_dim
         return self.value_heads if self.kind == "mamba2" else 0

@@ -1,12 +1,12 @@
-"""Read sequence lengths from what a user has.
+"""Read sequence lengths from a file.
 
 * text: one integer per line, a JSON list, or JSON lines with a column; each also as `.gz`;
 * a Parquet file (needs pyarrow) or a saved HuggingFace dataset (a directory; needs datasets) with
   a column.
 
-A column holds the lengths themselves, or lists (token ids), whose lengths count. Without a name,
-`length` or `input_ids` is taken. Everything that is no list of positive lengths raises ValueError
-in one line, and so does what is beyond the limits (`reading.Limits`), which hold while reading.
+A column holds lengths, or lists (token ids) whose lengths count. The default column is `length` or
+`input_ids`. Anything but positive lengths raises ValueError in one line, and so does input above
+the limits (`reading.Limits`), which are checked while reading.
 """
 
 import importlib
@@ -18,15 +18,15 @@ from typing import Any
 from hf_flexseq.base.reading import DEFAULT_LIMITS, Limits, parse_json, read_text
 from hf_flexseq.base.values import MAX_TOKENS, are_whole, quoted
 
-# Columns that are taken when the user names none, in this order.
+# Default columns, in order of preference.
 USUAL_COLUMNS = ("length", "input_ids")
 
-COLUMNS_NAMED = 8  # columns that a message names
+COLUMNS_NAMED = 8  # columns named in a message
 
-# Rows of a column that are in memory at a time.
+# Rows of a column in memory at a time.
 ROWS_AT_A_TIME = 1024
 
-# What the datasets library raises for files that are no saved dataset, besides ValueError.
+# Errors of the datasets library for a broken dataset, besides ValueError.
 UNREADABLE = (AttributeError, FileNotFoundError, IndexError, KeyError, RecursionError, TypeError)
 
 
@@ -35,8 +35,8 @@ def read_lengths(
 ) -> list[int]:
     """Return the lengths in `path`, in its order.
 
-    Raises ValueError, naming the file, and OSError when it cannot be read. column: name of the
-    column, None for a usual one. limits: how much is read.
+    Raises ValueError naming the file, and OSError if it cannot be read. column: name of the
+    column, None for the default. limits: on reading.
     """
     path = Path(path)
     try:
@@ -68,7 +68,7 @@ def _text(text: str, column: str | None, limits: Limits) -> Sequence[Any]:
         values: list[Any] = _json(text, "the JSON list", limits)
         limits.refuse_above("lengths", len(values), f"has {len(values):,} lengths")
         return values
-    # one on each line: counted before there is a string for each of them
+    # one on each line: counted before splitting
     count = text.count("\n") + 1
     limits.refuse_above("lengths", count, f"has {count:,} lines")
     if first == "{":
@@ -84,7 +84,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _json(text: str, where: str, limits: Limits) -> Any:
-    """Return the JSON value in `text`. Raises ValueError, saying where, for other text."""
+    """Return the JSON value in `text`. Raises ValueError, naming the place, for other text."""
     try:
         return parse_json(text, limits)
     except ValueError as error:
@@ -96,7 +96,7 @@ def _integer(line: str, number: int) -> int:
     try:
         return int(line)
     except ValueError:
-        raise ValueError(f"line {number} is no integer: {quoted(line.strip())}") from None
+        raise ValueError(f"line {number} is not an integer: {quoted(line.strip())}") from None
 
 
 def _from_rows(
@@ -121,9 +121,9 @@ def _from_rows(
 def _parquet(path: Path, column: str | None, limits: Limits) -> Sequence[Any]:
     """Return the lengths in a column of a Parquet file.
 
-    A few bytes of a file can stand for billions of equal values, so rows are counted before they
-    are unpacked, and token ids while they are. How many ids one row has is not known before: what
-    the file says of its columns ends the whole process where it is broken (pyarrow 26).
+    A few bytes can encode billions of equal values. So rows are counted before unpacking, and
+    token ids during it. Column statistics are not used: a broken one aborts the process (pyarrow
+    26).
     """
     parquet = _imported("pyarrow.parquet", "Parquet files need pyarrow")
     pyarrow = _imported("pyarrow", "Parquet files need pyarrow")
@@ -142,7 +142,7 @@ def _parquet(path: Path, column: str | None, limits: Limits) -> Sequence[Any]:
                 lengths += _lengths_of(values)
             return lengths
     except (pyarrow.ArrowException, OverflowError) as error:
-        raise ValueError(f"is no Parquet file that pyarrow reads ({error})") from error
+        raise ValueError(f"is not a readable Parquet file ({error})") from error
 
 
 def _saved_dataset(path: Path, column: str | None, limits: Limits) -> Sequence[Any]:
@@ -150,10 +150,10 @@ def _saved_dataset(path: Path, column: str | None, limits: Limits) -> Sequence[A
     datasets = _imported("datasets", "saved datasets need the datasets library")
     pyarrow = _imported("pyarrow", "saved datasets need pyarrow")
     if not (path / "state.json").exists() and not (path / "dataset_dict.json").exists():
-        raise ValueError("is no saved dataset")
+        raise ValueError("is not a saved dataset")
     logs = datasets.utils.logging
     verbosity = logs.get_verbosity()
-    logs.set_verbosity_error()  # it remarks on strange files at any length
+    logs.set_verbosity_error()  # it logs long warnings about unknown files
     try:
         dataset = datasets.load_from_disk(str(path))
         if isinstance(dataset, datasets.DatasetDict):
@@ -162,33 +162,30 @@ def _saved_dataset(path: Path, column: str | None, limits: Limits) -> Sequence[A
             )
         name = _chosen(column, dataset.column_names)
         limits.refuse_above("lengths", len(dataset), f"has {len(dataset):,} rows")
-        # The table as it lies in the file: no format, whose fingerprint would take a pickle.
+        # The raw table: a format's fingerprint would need a pickle.
         return _lengths_of(dataset.data.column(name))
     except UNREADABLE as error:
-        raise ValueError(f"is no saved dataset that can be read ({error!r})") from error
+        raise ValueError(f"is not a readable saved dataset ({error!r})") from error
     except pyarrow.ArrowException as error:
-        raise ValueError(f"is no saved dataset that can be read ({error})") from error
+        raise ValueError(f"is not a readable saved dataset ({error})") from error
     finally:
         logs.set_verbosity(verbosity)
 
 
 def _lengths_of(values: Any) -> Sequence[Any]:
-    """Return the values of an arrow column, or the lengths of its lists.
-
-    Lists are measured where they are, without making Python lists of them.
-    """
+    """Return the values of an arrow column, or the lengths of its lists without unpacking them."""
     types = _imported("pyarrow.types", "columns need pyarrow")
     compute = _imported("pyarrow.compute", "columns need pyarrow")
     if types.is_list(values.type) or types.is_large_list(values.type):
         values = compute.list_value_length(values)
     elif not types.is_integer(values.type):
-        raise ValueError(f"holds values of type {values.type}: lengths are whole numbers")
+        raise ValueError(f"holds values of type {values.type}: expected whole numbers")
     column: list[Any] = values.to_pylist()
     return column
 
 
 def _imported(module: str, need: str) -> Any:
-    """Return a module. Raises ValueError, saying what to install, where it is missing."""
+    """Return a module. Raises ValueError with the install command if it is missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -196,7 +193,7 @@ def _imported(module: str, need: str) -> Any:
 
 
 def _chosen(column: str | None, names: Sequence[str]) -> str:
-    """Return the column to read. Raises ValueError when `names` do not have it."""
+    """Return the column to read. Raises ValueError if `names` lacks it."""
     wanted = USUAL_COLUMNS if column is None else (column,)
     for name in wanted:
         if name in names:
@@ -218,7 +215,7 @@ def _length_of(value: Any) -> Any:
 
 
 def _checked(values: Sequence[Any]) -> list[int]:
-    """Return the lengths that are, or that lists have. Raises ValueError for other values."""
+    """Return the lengths. Raises ValueError for invalid values."""
     lengths = [_length_of(value) for value in values]
     if not lengths:
         raise ValueError("holds no lengths")
@@ -226,7 +223,7 @@ def _checked(values: Sequence[Any]) -> list[int]:
         return lengths
     for index, length in enumerate(lengths):
         if isinstance(length, bool) or not isinstance(length, int):
-            raise ValueError(f"sequence {index} has length {quoted(length)}, which is no integer")
+            raise ValueError(f"sequence {index} has length {quoted(length)}: expected an integer")
         if length < 1:
             raise ValueError(
                 f"sequence {index} has length {quoted(length)}: every sequence needs at least one "

@@ -1,13 +1,13 @@
-"""Read what a user hands over: text and JSON, with limits that hold while reading.
+"""Read user files: text and JSON, with limits that are checked while reading.
 
     read_text(path, limits)    a file or stdin, gzipped or not: never more than `limits.bytes`
     parse_json(text)           one JSON value: finite numbers, no key twice, not too deep
 
-A file can be anything: an endless device, a small archive of gigabytes, JSON that is nested a
-million deep. What goes beyond a limit is refused in one line that says how to raise it.
+A file can be an endless device, a small archive of gigabytes, or JSON nested a million deep. Input
+above a limit raises an error that says how to raise the limit.
 
-Rejected: a limit on the size that the file system reports. Devices and pipes report none, and an
-archive's says nothing of its content.
+Rejected: a limit on the reported file size. Devices and pipes report none, and the size of an
+archive does not bound its content.
 """
 
 import gzip
@@ -21,25 +21,24 @@ from typing import Any, BinaryIO
 
 from hf_flexseq.base.values import quoted, whole
 
-PIECE = 1 << 20  # bytes that are read at a time
+PIECE = 1 << 20  # bytes per read
 
 # Bytes of text per list or object in it: a list takes up to 250 bytes of memory, from 3 of text.
 BYTES_PER_CONTAINER = 64
 
-# The most that a limit can be raised to.
+# Upper bound of a limit.
 MAX_LIMIT = 2**50
 
 
 class BeyondLimit(ValueError):
-    """Something is more work than a limit allows; the message says how to raise it."""
+    """Input exceeds a limit; the message says how to raise the limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """How much work a command takes on; each can be raised, see `beyond`.
+    """Limits on the work of a command; `beyond` says how to raise them.
 
-    With the defaults everything that is read or decided stays within about a gigabyte of memory
-    and ten seconds on one core.
+    With the defaults, reading and planning take about a gigabyte and ten seconds on one core.
     """
 
     bytes: int = 64 << 20
@@ -47,29 +46,29 @@ class Limits:
     lengths: int = 4_000_000
     """Sequences in a file."""
     tokens: int = 1_000_000_000
-    """Token ids in a column of a Parquet file, whose lists are counted."""
+    """Token ids in a list column of a Parquet file."""
     sequences: int = 8192
-    """Sequences of one step that is planned: the planner takes seconds for these."""
+    """Sequences of one planned step; the planner takes seconds for these."""
     ranks: int = 4096
     """Ranks of a topology or of a plan."""
     work: int = 500_000
-    """Events of the timelines of a file: about ten microseconds each."""
+    """Events of the timelines of a file, about ten microseconds each."""
 
     def __post_init__(self) -> None:
         for one in fields(self):
             whole(one.name, getattr(self, one.name), least=1, most=MAX_LIMIT)
 
     def refuse_above(self, name: str, amount: int, what: str) -> None:
-        """Raise BeyondLimit when `amount` is above the limit `name`.
+        """Raise BeyondLimit if `amount` is above the limit `name`.
 
-        what: that there are so many of, such as "8x8 has 64 ranks".
+        what: the quantity in words, such as "8x8 has 64 ranks".
         """
         limit = getattr(self, name)
         if amount > limit:
             raise BeyondLimit(f"{what}: {beyond(name, limit, amount)}")
 
     def with_values(self, values: list[tuple[str, int]]) -> "Limits":
-        """Return these limits with some of them set to other values, as (name, value) pairs."""
+        """Return these limits with some values replaced, given as (name, value) pairs."""
         return replace(self, **dict(values))
 
 
@@ -77,8 +76,8 @@ DEFAULT_LIMITS = Limits()
 
 
 def beyond(name: str, limit: int, enough: int | None = None) -> str:
-    """Return the words that say what a limit is and how to raise it. enough: a value that would
-    do, None when nobody knows."""
+    """Return the text that names a limit and how to raise it. enough: a sufficient value, None
+    if unknown."""
     value = "N" if enough is None else str(enough)
     return f"the limit is {limit:,} {name}, raise it with --limit {name}={value}"
 
@@ -89,7 +88,7 @@ def beyond(name: str, limit: int, enough: int | None = None) -> str:
 def read_text(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> str:
     """Return the text of a file, gzipped or not; `-` is stdin.
 
-    Raises ValueError for what is no text or above `limits.bytes`, and OSError.
+    Raises OSError, and ValueError if it is not text or exceeds `limits.bytes`.
     """
     if str(path) == "-":
         return _decoded(_standard_input(limits.bytes))
@@ -100,15 +99,14 @@ def read_text(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> str:
 
 
 def _standard_input(limit: int) -> bytes:
-    """Return the bytes that come from stdin."""
     binary = getattr(sys.stdin, "buffer", None)
-    if binary is None:  # a stand-in that has only text
+    if binary is None:  # a replaced stdin with text only
         return _bytes_of(BytesIO(sys.stdin.read(limit + 1).encode()), limit)
     return _bytes_of(binary, limit)
 
 
 def _bytes_of(file: BinaryIO, limit: int) -> bytes:
-    """Return all bytes of a file. Raises ValueError as soon as there are more than `limit`."""
+    """Return all bytes of a file. Raises ValueError above `limit`, without reading on."""
     pieces = []
     count = 0
     while piece := file.read(PIECE):
@@ -120,7 +118,7 @@ def _bytes_of(file: BinaryIO, limit: int) -> bytes:
 
 
 def _unpacked(file: BinaryIO, limit: int) -> bytes:
-    """Return the unpacked bytes of a gzipped file, of which there are at most `limit`."""
+    """Return the unpacked bytes of a gzipped file. Raises ValueError above `limit`."""
     try:
         with gzip.GzipFile(fileobj=file) as unpacked:
             return _bytes_of(unpacked, limit)  # type: ignore[arg-type]
@@ -129,12 +127,12 @@ def _unpacked(file: BinaryIO, limit: int) -> bytes:
 
 
 def _decoded(data: bytes) -> str:
-    """Return bytes as text. Raises ValueError for other than UTF-8."""
+    """Return bytes as text. Raises ValueError unless they are UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"is no text in UTF-8 (byte {error.start} is {data[error.start]:#04x})"
+            f"is not UTF-8 text (byte {error.start} is {data[error.start]:#04x})"
         ) from error
 
 
@@ -144,16 +142,15 @@ def _decoded(data: bytes) -> str:
 def parse_json(text: str, limits: Limits = DEFAULT_LIMITS) -> Any:
     """Return the JSON value in `text`.
 
-    Raises ValueError for other text, for NaN and infinity, a key that an object has twice, numbers
-    of thousands of digits, values nested hundreds deep, and more lists and objects than memory
-    holds.
+    Raises ValueError for invalid JSON, NaN and infinity, repeated keys, numbers of thousands of
+    digits, values nested hundreds deep, and more lists and objects than fit into memory.
     """
     containers = text.count("[") + text.count("{")
     most = max(1000, limits.bytes // BYTES_PER_CONTAINER)
     if containers > most:
         enough = containers * BYTES_PER_CONTAINER
         raise ValueError(
-            f"has {containers:,} lists and objects, at most {most:,} are taken: "
+            f"has {containers:,} lists and objects, more than {most:,}: "
             f"{beyond('bytes', limits.bytes, enough)}"
         )
     try:
@@ -163,24 +160,24 @@ def parse_json(text: str, limits: Limits = DEFAULT_LIMITS) -> Any:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         if "\n" not in text.strip():
-            where = f"column {error.colno}"  # a line of a file, which has another number there
+            where = f"column {error.colno}"  # one line of a file: the caller names its number
         raise ValueError(f"is not JSON ({error.msg}: {where})") from error
     except RecursionError:
-        raise ValueError("is not read: lists or objects are nested too deep") from None
+        raise ValueError("nests lists or objects too deep") from None
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"is not JSON ({name} is no number)")
+    raise ValueError(f"is not JSON ({name} is not a number)")
 
 
 def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these (key, value) pairs. Raises ValueError for a key that is there
-    twice: which of its values counts differs from reader to reader."""
+    """Return the object of these (key, value) pairs. Raises ValueError for a repeated key:
+    readers differ in which value counts."""
     made = dict(pairs)
     if len(made) < len(pairs):
         seen = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"is not read: an object has the key {quoted(key)} twice")
+                raise ValueError(f"has an object with the key {quoted(key)} twice")
             seen.add(key)
     return made

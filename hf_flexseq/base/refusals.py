@@ -19,8 +19,7 @@ class Refusal(Generic[Case]):
     """Name of the setting, for the documentation."""
 
     found: Callable[[Case], str | None]
-    """Function that returns the setting with its value, as the error names it. None if the run
-    does not have the setting."""
+    """Function that returns the setting with its value for the error, or None if it is not set."""
 
     why: str
     """Reason of the refusal."""
@@ -51,7 +50,7 @@ def option(
     """Return a function that finds an attribute with a refused value.
 
     name: the attribute; one that is missing counts as None.
-    is_refused: tells if a value is refused.
+    is_refused: True for a refused value.
     holder: the attribute of the case that holds it. Default: the case itself.
     """
 
@@ -64,8 +63,8 @@ def option(
 
 
 def has(text: str, is_asked_for: Callable[[Any], Any]) -> Callable[[Any], str | None]:
-    """Return a function that finds what has no value to show.
+    """Return a function that finds a setting without a value to show.
 
-    text: the name of what is refused. is_asked_for: tells if a case has it.
+    text: name of the setting. is_asked_for: True for a case that has it.
     """
     return lambda case: text if is_asked_for(case) else None

@@ -2,13 +2,13 @@
 systems.
 
     STRATEGIES           how the ranks of a group share attention
-    RINGS                how ranks hand keys and values round: `plan.rings`, `cost.rings`
+    RINGS                how ranks exchange keys and values: `plan.rings`, `cost.rings`
     PLANNERS             functions that form the groups of a step, for `make_plan`
     PIPELINE_SCHEDULES   functions that form chunks and actions, for `make_pipeline_plan`
 
 The options of a run, `make_plan`, the planning process, `compare` and the command line read these
-records. Objects are dotted names that are imported when they are first asked for. So the core
-imports no published system (an import contract holds this), and no solver that is not used.
+records. Objects are dotted names that are imported on first use. So the core imports neither
+published systems (an import contract checks this) nor an unused solver.
 """
 
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ from hf_flexseq.base.values import one_of
 
 # ---- strategies
 
-# How the ranks of a group share the attention of a sequence. attention/ runs them, plan/shard.py
-# says which tokens each rank holds.
+# How the ranks of a group share the attention of a sequence. attention/ runs the strategies,
+# plan/shard.py defines which tokens each rank holds.
 STRATEGIES = (
     "local",  # one rank, no sharing
-    "ulysses",  # tokens are exchanged for heads: each rank attends with some heads to all tokens
-    "zigzag",  # a ring: keys and values go round, each rank has a front and a back chunk
-    "balanced",  # LightSeq's ring: ranks that are done help those with more keys to see
+    "ulysses",  # tokens are exchanged for heads: each rank computes some heads over all tokens
+    "zigzag",  # a ring: each rank has a front and a back chunk, keys and values travel
+    "balanced",  # LightSeq's ring: ranks that are done help ranks with more keys to read
     "hybrid",  # Ulysses inside nodes, a ring across them
 )
 
@@ -67,11 +67,11 @@ class PlannerEntry:
     """`module:function` that plans. A planner of groups takes a `PlanTask` and returns
     micro-batches; a schedule takes a `PipelineTask` and returns a `PipelineAnswer`."""
     needs_solver: bool = False
-    """True if it solves integer programs: it needs the solver, and takes seconds."""
+    """True if it needs the solver for integer programs, and seconds per plan."""
     splits: bool = True
     """True if ranks may share a sequence."""
     stages_per_rank: int = 1
-    """Number of stages that each rank of a pipeline has."""
+    """Number of pipeline stages per rank."""
     passes: str | None = None
     """`module:class` of the passes over its plans and their programs (`program/passes.py`)."""
 
@@ -116,9 +116,6 @@ PIPELINE_SCHEDULES: Mapping[str, PlannerEntry] = {
 }
 
 
-# ---- what an entry names
-
-
 def object_of(dotted: str) -> Any:
     """Return the object named `module:name`."""
     module, name = dotted.split(":")
@@ -128,13 +125,14 @@ def object_of(dotted: str) -> Any:
 def entry_of(option: str, name: object, entries: Mapping[str, PlannerEntry]) -> PlannerEntry:
     """Return the entry that an option names.
 
-    Raises ValueError for another name, and, with what to install, for a solver that is missing.
+    Raises ValueError for an unknown name, and for a missing solver with the command that installs
+    it.
     """
     entry = entries[one_of(option, name, entries)]
     missing = [module for module in SOLVER if find_spec(module) is None]
     if entry.needs_solver and missing:
         raise ValueError(
-            f"{option}={name!r} needs {' and '.join(missing)}, not installed here: "
+            f"{option}={name!r} needs {' and '.join(missing)}, which is not installed:  "
             f'pip install "hf_flexseq[planner]", or choose another {option}'
         )
     return entry

@@ -1,8 +1,7 @@
-"""The ranks of a job and the nodes they sit on.
+"""The ranks of a job and their nodes.
 
-Everything that is decided before a step (groups, costs, schedules) needs no more of the machine
-than this: how many nodes there are and how many ranks each holds. Ranks are numbered node by node,
-as every launcher does.
+Planning needs only the number of nodes and of ranks per node. Ranks are numbered node by node, as
+every launcher does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,12 +12,12 @@ from hf_flexseq.base.values import MAX_RANKS, whole
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """Equal machines; rank r sits on node r // ranks_per_node."""
+    """Equal nodes; rank r is on node r // ranks_per_node."""
 
     nodes: int
-    """Number of machines."""
+    """Number of nodes."""
     ranks_per_node: int
-    """Number of ranks on each machine."""
+    """Number of ranks per node."""
 
     def __post_init__(self) -> None:
         for name, value in (("nodes", self.nodes), ("ranks_per_node", self.ranks_per_node)):
@@ -31,15 +30,13 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.nodes * self.ranks_per_node
 
     @classmethod
     def from_world(cls, world_size: int, local_world_size: int) -> "Topology":
-        """Return the topology a launcher reports: `world_size` ranks, `local_world_size` of them
-        on each node.
+        """Return the topology of `world_size` ranks, `local_world_size` per node.
 
-        Raises ValueError when the ranks cannot be spread evenly.
+        Raises ValueError if the nodes would differ in size.
         """
         if local_world_size < 1 or world_size % local_world_size:
             raise ValueError(
@@ -52,8 +49,8 @@ class Topology:
     def from_hosts(cls, hosts: Sequence[str]) -> "Topology":
         """Return the topology of ranks on these hosts, by rank.
 
-        Raises ValueError when hosts have different numbers of ranks, or ranks are not numbered
-        host by host.
+        Raises ValueError if hosts have different numbers of ranks, or ranks are not numbered host
+        by host.
         """
         ranks_per_node = hosts.count(hosts[0])
         topology = cls.from_world(len(hosts), ranks_per_node)
@@ -68,7 +65,7 @@ class Topology:
         return topology
 
     def node_of(self, rank: int) -> int:
-        """Return the node that `rank` sits on."""
+        """Return the node of `rank`."""
         return rank // self.ranks_per_node
 
     def node_ranks(self) -> list[range]:
@@ -77,12 +74,11 @@ class Topology:
         return [range(node * per_node, (node + 1) * per_node) for node in range(self.nodes)]
 
     def spans_nodes(self, start: int, stop: int) -> bool:
-        """Return whether ranks [start, stop) sit on more than one node."""
+        """Return True if ranks [start, stop) are on more than one node."""
         return self.node_of(start) != self.node_of(stop - 1)
 
     def allows(self, start: int, stop: int) -> bool:
-        """Return whether ranks [start, stop) may form a group: inside one node, or made of whole
-        nodes."""
+        """Return True if ranks [start, stop) may form a group: inside one node, or whole nodes."""
         if not 0 <= start < stop <= self.world_size:
             return False
         # Half of one node and half of the next would share links that no cost model prices.
@@ -90,7 +86,7 @@ class Topology:
         return whole_nodes or not self.spans_nodes(start, stop)
 
     def degrees(self) -> list[int]:
-        """Return the degrees, ascending, of which equal groups cover all ranks."""
+        """Return the degrees for which equal groups cover all ranks, ascending."""
         node = self.ranks_per_node
         degrees = []
         for degree in range(1, self.world_size + 1):
@@ -100,11 +96,10 @@ class Topology:
         return degrees
 
     def aligned_blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield the rank ranges [start, stop) that deserve a process group of their own, widest
-        first.
+        """Yield the rank ranges [start, stop) with a process group of their own, widest first.
 
-        They are aligned powers of two of two ranks and more, inside a node and then of whole
-        nodes, each node and the world. Their number is below `world_size`.
+        These are aligned powers of two from two ranks on, inside a node and then of whole nodes,
+        each node and the world. There are fewer than `world_size`.
         """
         per_node = self.ranks_per_node
         # A set, since a range may be found twice: a single node is the world.
@@ -119,8 +114,8 @@ class Topology:
         yield from sorted(blocks, key=lambda block: (block[0] - block[1], block))
 
     def blocks_of(self, degree: int) -> list[tuple[int, int]]:
-        """Return the aligned blocks [start, stop) of `degree` ranks, which are disjoint; none
-        where that is no degree of a block."""
+        """Return the disjoint aligned blocks [start, stop) of `degree` ranks; empty if blocks
+        never have that degree."""
         blocks = []
         for start, stop in self.aligned_blocks():
             # A node of 6 ranks has blocks of 6, 4 and 2; of two nodes, the 12 stand alone.
@@ -130,8 +125,8 @@ class Topology:
 
 
 def _aligned_ranges(count: int) -> Iterator[tuple[int, int]]:
-    """Yield [k*w, (k+1)*w) inside [0, count) for every power of two w >= 2, and [0, count) itself
-    when it holds two."""
+    """Yield [k*w, (k+1)*w) inside [0, count) for every power of two w >= 2, and [0, count)
+    itself from 2 on."""
     if count >= 2:
         yield 0, count
     width = 2

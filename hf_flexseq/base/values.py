@@ -1,8 +1,8 @@
-"""Check values that come from outside: types, bounds, keys and versions of records.
+"""Check external values: types, bounds, keys and versions of records.
 
-Files, pipes and options bring values of any type and size. A value that passes here is finite, and
-so small that sums of it are exact in 63 bits. Every check raises ValueError with one line, shorter
-than `LINE` characters, that names the value.
+Files, pipes and options bring values of any type and size. A value that passes is finite, and
+small enough that sums of it are exact in 63 bits. A failed check raises ValueError with one line,
+shorter than `LINE` characters, that names the value.
 """
 
 import reprlib
@@ -12,35 +12,35 @@ from typing import Any
 
 # ---- bounds
 
-# Tokens of a sequence: positions are int32 on devices, and the square of a length fits 63 bits.
+# Tokens of a sequence: positions are int32 on devices, and a squared length fits 63 bits.
 MAX_TOKENS = 2**31 - 1
 
-# Tokens that a rank may be allowed: with any number of ranks they fit 63 bits.
+# Token limit of a rank: fits 63 bits times any number of ranks.
 MAX_TOKENS_PER_RANK = 2**40
 
-# Ranks of a job: more than any machine has, and few enough to count them one by one.
+# Ranks of a job: more than any machine has, few enough to loop over.
 MAX_RANKS = 2**20
 
-# Everything else that is counted: steps, layers, chunks, heads.
+# Other counts: steps, layers, chunks, heads.
 MAX_COUNT = 2**31 - 1
 
-# Seconds of a step, or of anything in it (31 years): some of them, in nanoseconds, fit 63 bits.
+# Seconds of a step or a part of it (31 years): sums in nanoseconds fit 63 bits.
 MAX_SECONDS = 1e9
 
-# Bytes, and bytes per second: a few times as many fit 63 bits.
+# Bytes, and bytes per second: sums fit 63 bits.
 MAX_BYTES = 2.0**60
 
 # Characters of a name, and of a note for people.
 MAX_NAME = 200
 MAX_NOTE = 2000
 
-# The version of every record that this package writes. Records without one are of version 1.
+# Version of every record written here. Records without a version are of version 1.
 VERSION = 1
 
 # ---- messages
 
 LINE = 300  # characters of a message
-QUOTED = 60  # characters of a wrong value that a message repeats
+QUOTED = 60  # characters of a rejected value in a message
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 2
@@ -48,14 +48,14 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = QUOTED
 
 
 def quoted(value: object) -> str:
-    """Return the `repr` of a value, shortened where it is long or deep, fit to be printed."""
+    """Return the printable `repr` of a value, shortened if it is long or deep."""
     return printable(_SHORT.repr(value))
 
 
 def printable(text: str) -> str:
-    """Return `text` with everything that is no visible character or space written out.
+    """Return `text` with non-printable characters escaped.
 
-    Escape codes would otherwise act on the terminal that a message comes to.
+    Escape codes would otherwise act on the terminal.
     """
     if text.isprintable():
         return text
@@ -73,7 +73,7 @@ def one_line(text: str, most: int = LINE) -> str:
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return the first names, and how many others there are, on one line."""
+    """Return the first names and the number of the others, on one line."""
     first = ", ".join(names[:most])
     return first if len(names) <= most else f"{first} and {len(names) - most} others"
 
@@ -112,8 +112,7 @@ def positive(name: str, value: Any, *, most: float = MAX_BYTES) -> float:
 
 
 def duration(name: str, value: Any) -> float:
-    """Return `value`. Raises ValueError unless it can be the seconds of a step, or a part of
-    one."""
+    """Return `value`. Raises ValueError unless it is a valid number of seconds."""
     return number(name, value, most=MAX_SECONDS)
 
 
@@ -132,7 +131,8 @@ def flag(name: str, value: Any) -> bool:
 
 
 def word(name: str, value: Any, *, most: int = MAX_NAME) -> str:
-    """Return `value`. Raises ValueError unless it is a string of one line without codes."""
+    """Return `value`. Raises ValueError unless it is a one-line string without control
+    characters."""
     if not isinstance(value, str):
         raise ValueError(f"{name}={quoted(value)}: must be a string")
     if len(value) > most:
@@ -146,7 +146,7 @@ def word(name: str, value: Any, *, most: int = MAX_NAME) -> str:
 
 
 def items(name: str, value: Any) -> Sequence[Any]:
-    """Return `value`. Raises ValueError unless it is a list, or a tuple."""
+    """Return `value`. Raises ValueError unless it is a list or a tuple."""
     if not isinstance(value, list | tuple):
         raise ValueError(f"{name}={quoted(value)}: must be a list")
     return value
@@ -155,7 +155,7 @@ def items(name: str, value: Any) -> Sequence[Any]:
 def wholes(name: str, value: Any, *, least: int = 0, most: int = MAX_COUNT) -> tuple[int, ...]:
     """Return a list as a tuple. Raises ValueError unless it holds whole numbers in [least, most].
 
-    The message names the first one that is something else.
+    The message names the first other value.
     """
     numbers = tuple(items(name, value))
     if not are_whole(numbers, least=least, most=most):
@@ -165,17 +165,17 @@ def wholes(name: str, value: Any, *, least: int = 0, most: int = MAX_COUNT) -> t
 
 
 def are_whole(values: Sequence[Any], *, least: int, most: int) -> bool:
-    """Return whether all values are whole numbers in [least, most]; True for none at all."""
+    """Return True if all values are whole numbers in [least, most], or if there are no values."""
     if not values:
         return True
-    # No Python call for each value; `type` knows True from 1.
+    # No Python call per value; `type` tells True from 1.
     if countOf(map(type, values), int) < len(values):
         return False
     return bool(least <= min(values) and max(values) <= most)
 
 
 def words(name: str, value: Any, *, most: int = MAX_NOTE) -> tuple[str, ...]:
-    """Return a list as a tuple. Raises ValueError unless it holds strings of one line each."""
+    """Return a list as a tuple. Raises ValueError unless it holds one-line strings."""
     if not isinstance(value, list | tuple):
         raise ValueError(f"{name}={quoted(value)}: must be a list of strings")
     return tuple(word(f"{name}[{index}]", one, most=most) for index, one in enumerate(value))
@@ -187,13 +187,13 @@ def words(name: str, value: Any, *, most: int = MAX_NOTE) -> tuple[str, ...]:
 def fields_of(
     record: Any, what: str, *, needed: Iterable[str], optional: Iterable[str] = ()
 ) -> Mapping[str, Any]:
-    """Return `record`. Raises ValueError unless it is a JSON object with these keys, of a version
-    that can be read.
+    """Return `record`. Raises ValueError unless it is a JSON object with these keys and a
+    supported version.
 
     what: its name in messages, such as "a plan".
     """
     if not isinstance(record, Mapping):
-        raise ValueError(f"not {what}: that is a JSON object, got {type(record).__name__}")
+        raise ValueError(f"not {what}: expected a JSON object, got {type(record).__name__}")
     check_version(record, what)
     needed = set(needed)
     missing = needed - record.keys()
@@ -206,7 +206,7 @@ def fields_of(
 
 
 def check_version(record: Mapping[str, Any], what: str) -> None:
-    """Raise ValueError unless the record's version is the one that can be read."""
+    """Raise ValueError unless this release reads the record's version."""
     version = record.get("version", 1)
     if type(version) is not int or version != VERSION:
         raise ValueError(

@@ -9,7 +9,7 @@ shards.
     check.py       check: whether a topology can run a plan of groups
     shard.py       which tokens each rank holds of a micro-batch
 
-Nothing in this package decides anything: planners make plans, the executing half obeys them.
+Planners make the decisions; this package only stores and checks them.
 """
 
 from hf_flexseq.plan.check import check

@@ -1,24 +1,22 @@
 """Attention over a group as a list of blocks: which rank computes what, when, from whom.
 
 In a group every rank holds some *chunks* of each sequence: their queries, keys and values.
-A `BlockCall` is one attention call. Three ranks have a part in it:
+A `BlockCall` is one attention call. Three ranks take part:
 
     worker    computes the call
     reader    holds the queries of the call
     source    holds the keys and values of the call
 
-What travels follows from these three. Keys and values travel to a worker that is not their source.
-Queries travel to a worker that is not their reader (the worker is then a *helper*), and the
-partial result travels back from there. The compiler in `program/ring.py` knows nothing else.
+The messages follow from these three. Keys and values travel to a worker that is not their source.
+Queries travel to a worker that is not their reader (a *helper*), and the partial result travels
+back. The compiler in `program/ring.py` uses nothing else.
 
-Which calls there are follows from the rounds of a strategy (`plan/rings.py`):
+The calls follow from the rounds of a strategy (`plan/rings.py`):
 
-    calls_of_rank         the calls in which one rank has a part, in time that grows with the
-                          degree: what a rank needs
-    attention_schedule    the calls of all ranks, in time that grows with its square: for checks,
-                          simulation and pictures
+    calls_of_rank         the calls of one rank, in time linear in the degree
+    attention_schedule    the calls of all ranks, in quadratic time: for checks and pictures
 
-`check` below is the slow and obvious test of a schedule. `tests/plan/test_attention_schedule.py`
+`check` below is the reference test of a schedule. `tests/plan/test_attention_schedule.py`
 runs it on every strategy, and compares the calls of each rank with the whole schedule.
 """
 
@@ -35,9 +33,9 @@ from hf_flexseq.plan.shard import Cut, held_chunks
 Item = TypeVar("Item")
 ChunkKey = tuple[int, int]  # (index of the sequence in the group, chunk of that sequence)
 
-# Tokens of a chunk, summed over the sequences of a direction, from which on every chunk has a call
-# and a transfer of its own: larger chunks overlap better, smaller ones would pay a message's
-# latency, and on CUDA more launches than their attention hides (some 3 ms of it for 4,096 tokens).
+# Tokens per chunk, summed over the sequences of a direction, from which every chunk has its own
+# call and transfer. Larger chunks overlap better. Smaller ones would pay a message's latency, and
+# on CUDA more launches than their attention hides (some 3 ms of it for 4,096 tokens).
 LARGE = {"cpu": 1024, "cuda": 4096}
 
 
@@ -58,10 +56,10 @@ class BlockCall(NamedTuple):
     """Index in the group of the rank that holds the keys and values."""
 
     queries: tuple[int, ...]
-    """Chunks of the queries: some of the reader's chunks, in the order of the reader's rows."""
+    """Chunks of the queries, all of the reader, in the order of its rows."""
 
     keys: tuple[int, ...]
-    """Chunks of the keys: some of the source's chunks, in the order of the source's rows."""
+    """Chunks of the keys, all of the source, in the order of its rows."""
 
     causal: bool
     """True: queries and keys are the same chunks, and no query reads a later token.
@@ -69,7 +67,7 @@ class BlockCall(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Return the work of the call, in halves of a square of one chunk by one chunk."""
+        """Return the work of the call, in half squares of a chunk by a chunk."""
         halves_per_square = 1 if self.causal else 2
         return len(self.queries) * len(self.keys) * halves_per_square
 
@@ -92,10 +90,10 @@ class Schedule:
     """The attention of one sequence over a group."""
 
     chunks: tuple[tuple[int, ...], ...]
-    """The chunks that each rank of the group holds, by rank index."""
+    """Chunks of each rank of the group, by rank index."""
 
     calls: tuple[BlockCall, ...]
-    """All calls, sorted by time and then by worker; a worker may have none at a time."""
+    """All calls, sorted by time and then by worker; a worker may idle at a time."""
 
     @property
     def degree(self) -> int:
@@ -106,9 +104,9 @@ class Schedule:
         return 1 + max(call.time for call in self.calls)
 
     def critical_path(self) -> float:
-        """Return how many times as long the schedule takes as a perfect split of its work.
+        """Return the schedule's time relative to a perfect split of its work.
 
-        Chunks count as equally large. Every time lasts as long as its busiest rank works.
+        Chunks count as equally large. A time step lasts as long as its busiest rank.
         """
         busiest = [0] * self.times
         for call in self.calls:
@@ -132,15 +130,15 @@ class Schedule:
 def calls_of_rank(
     strategy: str, degree: int, index: int, *, mirrored: bool = False, chunk_by_chunk: bool = False
 ) -> tuple[tuple[BlockCall, ...], ...]:
-    """Return, by time, the calls whose worker, reader or source is the rank of `index`.
+    """Return, by time, the calls in which the rank of `index` takes part.
 
-    They are those of `attention_schedule`, in its order, found without the others.
+    These are the calls of `attention_schedule`, in its order, found without the others.
     """
     calls = _Calls(strategy, degree, mirrored)
     place = calls.place(index)
     by_time = []
     for time, one_round in enumerate(ring_rounds(strategy, degree, chunk_by_chunk=chunk_by_chunk)):
-        # this rank's own call, and that of the worker whose partner this rank is
+        # the rank's own call, and the call of the worker whose partner it is
         places = {place, (place + one_round.distance) % degree}
         found = [calls.of_worker(time, one_round, worker) for worker in places]
         by_time.append(tuple(sorted(call for call in found if call is not None)))
@@ -153,8 +151,8 @@ def attention_schedule(
 ) -> Schedule:
     """Return the schedule of a ring strategy over `degree` ranks.
 
-    mirrored: build it for a sequence whose first chunk is held by the last rank.
-    chunk_by_chunk: let a call read one chunk of another rank's keys at a time.
+    mirrored: True if the last rank holds the first chunk. chunk_by_chunk: True if a call reads one
+    chunk of another rank's keys at a time.
     """
     calls = _Calls(strategy, degree, mirrored)
     of_all = []
@@ -168,7 +166,7 @@ def attention_schedule(
 
 
 class _Calls:
-    """Makes the calls of a ring: rounds know *places*, the ranks in the order of their tokens."""
+    """Makes the calls of a ring from rounds, which count *places*: the ranks in token order."""
 
     def __init__(self, strategy: str, degree: int, mirrored: bool) -> None:
         self._strategy = strategy
@@ -184,7 +182,7 @@ class _Calls:
         return held_chunks(self._strategy, place, self._degree)
 
     def of_worker(self, time: int, one_round: Round, worker: int) -> BlockCall | None:
-        """Return the call of the worker at a place in the round of `time`; None for no call."""
+        """Return the call of the worker at a place in the round of `time`, or None."""
         partner = worker - one_round.distance
         role = one_round.earlier
         if partner < 0:
@@ -211,17 +209,17 @@ class _Calls:
 
 
 class Direction(NamedTuple):
-    """The sequences of a group that lie the same way round, and so share every call."""
+    """Sequences of a group with the same order of chunks, which share every call."""
 
     mirrored: bool
-    """Whether the last rank holds the first chunk of these sequences."""
+    """True if the last rank holds the first chunk of these sequences."""
 
     sequences: tuple[int, ...]
     """Indices of these sequences in the group."""
 
     chunk_by_chunk: bool
-    """Whether the chunks of all sequences together are worth a call and a transfer each.
-    Then one chunk travels, or its gradient does, while the call on the other chunk runs."""
+    """True if each chunk of all sequences together is worth its own call and transfer. Then one
+    chunk (or its gradient) travels while the call on the other one runs."""
 
     def schedule(self, strategy: str, degree: int) -> Schedule:
         return attention_schedule(
@@ -230,10 +228,10 @@ class Direction(NamedTuple):
 
 
 def directions_of(group_cuts: Sequence[Cut], device: str = "cuda") -> list[Direction]:
-    """Return the directions of a group: one, or two where its sequences lie both ways round.
+    """Return the one or two directions of a group.
 
-    group_cuts: the cut of every sequence of the group. device: "cpu" or "cuda", which decides
-        which chunks are large.
+    group_cuts: cut of every sequence of the group. device: "cpu" or "cuda", which sets the size of
+    a large chunk.
     """
     large = LARGE["cpu" if device == "cpu" else "cuda"]
     directions = []
@@ -253,8 +251,7 @@ def directions_of(group_cuts: Sequence[Cut], device: str = "cuda") -> list[Direc
 def interleaved(by_direction: Sequence[Sequence[Item]]) -> list[Item]:
     """Return the items of all directions in one list: all first items, then all second ones.
 
-    by_direction: for each direction its items, by time. All ranks number their exchanges in this
-        order.
+    by_direction: items of each direction, by time. All ranks number their exchanges in this order.
     """
     items = []
     for at_one_time in zip_longest(*by_direction):
@@ -268,13 +265,14 @@ def interleaved(by_direction: Sequence[Sequence[Item]]) -> list[Item]:
 
 
 def check(schedule: Schedule) -> None:
-    """Raise ValueError, saying where, unless `schedule` computes causal attention exactly once.
+    """Raise ValueError, naming the place, unless `schedule` computes causal attention exactly
+    once.
 
-    1. Readers and sources hold the chunks that calls take from them.
+    1. Readers and sources hold the chunks of their calls.
     2. No worker has two calls at one time.
     3. Every block of queries and keys that are not later is computed exactly once.
     """
-    # 1. chunks are where calls look for them
+    # 1. chunks are on their ranks
     chunks = schedule.chunks
     for call in schedule.calls:
         reader_holds = set(call.queries) <= set(chunks[call.reader])
@@ -309,7 +307,7 @@ def check(schedule: Schedule) -> None:
 def _blocks(call: BlockCall) -> Iterator[tuple[int, int, bool]]:
     """Yield (query chunk, key chunk, causal) of every square that a call computes.
 
-    Of the squares on the diagonal of a causal call only a triangle is computed.
+    A causal call computes only a triangle of its diagonal squares.
     """
     for index, query in enumerate(call.queries):
         keys = call.keys[: index + 1] if call.causal else call.keys

@@ -1,8 +1,7 @@
 """Refuse a plan of groups that a topology cannot run.
 
-`Plan.check_form` holds what a plan must be anywhere; here stand the rules that need to know the
-machine. A pipeline's plan has its own rules: `PipelinePlan.check_form`, and
-`hf_flexseq/cost/pipeline_check.py` for those that walk through its actions.
+`Plan.check_form` has the rules that need no topology. A pipeline's plan has its own rules:
+`PipelinePlan.check_form`, and `hf_flexseq/cost/pipeline_check.py` for those that walk its actions.
 """
 
 from hf_flexseq.base.topology import Topology
@@ -10,11 +9,11 @@ from hf_flexseq.plan.sequences import Plan
 
 
 def check(plan: Plan, topology: Topology, max_tokens_per_rank: int | None = None) -> None:
-    """Raise ValueError, saying where, unless `plan` is legal on `topology`.
+    """Raise ValueError, naming the place, unless `plan` is legal on `topology`.
 
     A legal plan has every sequence in exactly one group; groups allowed by the topology, laminar
-    and widest first in each micro-batch; and no rank above `max_tokens_per_rank` tokens in a
-    micro-batch, if that is given.
+    and widest first in each micro-batch; and at most `max_tokens_per_rank` tokens per rank and
+    micro-batch, if given.
     """
     plan.check_form()
     _check_ranks(plan, topology)
@@ -26,7 +25,7 @@ def check(plan: Plan, topology: Topology, max_tokens_per_rank: int | None = None
 
 def _check_ranks(plan: Plan, topology: Topology) -> None:
     """Raise ValueError for a group that is neither inside one node nor made of whole nodes."""
-    allowed: set[tuple[int, int]] = set()  # many groups are of the same ranks
+    allowed: set[tuple[int, int]] = set()  # many groups have the same ranks
     for index, micro_batch in enumerate(plan.micro_batches):
         for group in micro_batch.groups:
             ends = (group.start, group.stop)
@@ -42,7 +41,7 @@ def _check_ranks(plan: Plan, topology: Topology) -> None:
 
 
 def _check_memory(tokens: tuple[int, ...], max_tokens_per_rank: int, where: str) -> None:
-    """Raise ValueError naming the fullest rank when it holds too much. tokens: [world_size]."""
+    """Raise ValueError, naming the fullest rank, if it exceeds the limit. tokens: [world_size]."""
     fullest = tokens.index(max(tokens))
     if tokens[fullest] > max_tokens_per_rank:
         raise ValueError(

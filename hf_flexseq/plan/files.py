@@ -1,9 +1,9 @@
 """Files of plans: one plan as JSON, several as JSON lines, or a plan trace.
 
 A line of a trace is a plan with more keys: the step's number, its measured seconds, and others.
-What is read is a plan that could run somewhere: its values are checked, and its form.
+Values and form of every plan are checked.
 
-A training run that was killed may leave a torn line. Such lines are named and skipped.
+A killed run may leave a torn line. Broken lines are skipped with a remark.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.sequences import KEYS as PLAN_KEYS
 from hf_flexseq.plan.sequences import Plan
 
-# Broken lines that a message names.
+# Broken lines named in a message.
 LINES_NAMED = 5
 
 
@@ -25,12 +25,12 @@ class PlannedStep:
     """A step of a file."""
 
     number: int
-    """Number of the step as the training run counts it, or else its index in the file."""
+    """Number of the step in the training run, or else its index in the file."""
     plan: Plan | PipelinePlan
     measured_s: tuple[float, ...] | None
     """Seconds of each micro-batch, or of a pipeline's whole step; None if unknown."""
     cost: dict[str, Any] | None = None
-    """Record of the cost of the pipeline's stages (`PipelineCost`); None if the file has none."""
+    """Cost record of the pipeline's stages (`PipelineCost`); None if the file has none."""
     replica: int = 0
     """Index of the pipeline replica that runs the plan."""
     passes: int = 1
@@ -55,7 +55,7 @@ class StepsFile:
         return self.steps[index]
 
     def remark(self) -> str:
-        """Return one line about the broken lines, or "" without any."""
+        """Return one line about the broken lines, or ""."""
         if not self.broken:
             return ""
         numbers = [str(number) for number, _ in self.broken[:LINES_NAMED]]
@@ -96,7 +96,7 @@ def parse_steps(text: str, limits: Limits) -> StepsFile:
         except ValueError as error:
             broken.append((number, one_line(str(error))))
             if number == lines[0][0] and line.strip() in ("{", "["):
-                break  # one value on many lines
+                break  # one value over many lines
     if steps:
         return StepsFile(steps=steps, broken=broken)
     try:
@@ -115,7 +115,7 @@ def _step(index: int, record: Any, limits: Limits) -> PlannedStep:
         raise ValueError(f"not a plan: expected a JSON object, got {type(record).__name__}")
     pipeline = "actions" in record
     number = whole("step", record.get("step", index))
-    # A line of a trace may say more than a plan does.
+    # A trace has keys besides those of a plan.
     plan_record = record
     if "step" in record:
         known = ("version", "notes", *(PIPELINE_KEYS if pipeline else PLAN_KEYS))
@@ -143,7 +143,7 @@ def _pipeline_step(
     number: int, record: dict[str, Any], plan_record: dict[str, Any], limits: Limits
 ) -> PlannedStep:
     """Return the step of a record that holds a pipeline's actions."""
-    # A word of text becomes a tuple with a dozen times its bytes.
+    # A word of text becomes a tuple of a dozen times its bytes.
     texts = [line for line in items("actions", record["actions"]) if isinstance(line, str)]
     actions = sum(line.count(" ") + 1 for line in texts)
     limits.refuse_above("work", actions, f"step {number} has {actions:,} actions")
@@ -163,14 +163,14 @@ def _pipeline_step(
 
 
 def _waited(record: dict[str, Any]) -> float | None:
-    """Return the seconds that training waited for a record's plan, None where it has none."""
+    """Return the seconds that training waited for a record's plan, or None."""
     if record.get("waited_s") is None:
         return None
     return duration("waited_s", record["waited_s"])
 
 
 def _measured(record: dict[str, Any]) -> tuple[float, ...] | None:
-    """Return the measured seconds in a record, None where it has none."""
+    """Return the measured seconds in a record, or None."""
     if record.get("measured_s") is None:
         return None
     measured = []

@@ -1,9 +1,9 @@
-"""Groups of ranks, and the micro-batches that they make up: the parts of a plan.
+"""Groups of ranks and micro-batches of groups: the parts of a plan.
 
     MicroBatch = Group, Group, ...              at the same time, widest first
     Group = contiguous ranks + sequences + strategy
 
-`sequences.py` has the plan, and says what groups that stand together must be.
+`sequences.py` has the plan and its rules.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from typing import Any
 from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.values import fields_of, items, quoted
 
-# The keys of a group's record.
 GROUP_KEYS = ("ranks", "sequences", "strategy")
 
 
@@ -22,7 +21,7 @@ class Group:
     """Ranks that share the attention of some sequences in one micro-batch."""
 
     ranks: tuple[int, ...]
-    """The ranks that work together: contiguous, ascending."""
+    """Ranks of the group: contiguous, ascending."""
     sequences: tuple[int, ...]
     """Ids of the group's sequences: indices into `Plan.lengths`."""
     strategy: str
@@ -42,7 +41,7 @@ class Group:
             raise ValueError(f"the group of ranks {quoted(ranks)} holds no sequence")
         if self.strategy not in STRATEGIES:
             raise ValueError(
-                f"strategy {quoted(self.strategy)} is none of {', '.join(STRATEGIES)}"
+                f"strategy {quoted(self.strategy)} must be one of {', '.join(STRATEGIES)}"
             )
         if (self.strategy == "local") != (degree == 1):
             raise ValueError(
@@ -51,7 +50,6 @@ class Group:
 
     @property
     def degree(self) -> int:
-        """Number of ranks in the group."""
         return len(self.ranks)
 
     @property
@@ -61,18 +59,18 @@ class Group:
 
     @property
     def stop(self) -> int:
-        """First rank behind the group."""
+        """Rank after the last."""
         return self.ranks[-1] + 1
 
     def tokens(self, lengths: Sequence[int]) -> int:
-        """Return the tokens of the group's sequences together.
+        """Return the total tokens of the group's sequences.
 
         lengths: tokens of every sequence of the plan.
         """
         return sum(lengths[sequence] for sequence in self.sequences)
 
     def tokens_per_rank(self, lengths: Sequence[int]) -> int:
-        """Return the most tokens a rank of the group holds for it: ceil(tokens / degree)."""
+        """Return the maximum tokens per rank of the group: ceil(tokens / degree)."""
         return -(-self.tokens(lengths) // self.degree)
 
 
@@ -84,14 +82,12 @@ class MicroBatch:
     """The groups, widest first."""
 
     def groups_of(self, rank: int) -> tuple[Group, ...]:
-        """Return the groups `rank` works in, widest first."""
+        """Return the groups of `rank`, widest first."""
         return tuple(group for group in self.groups if group.start <= rank < group.stop)
 
     def tokens_per_rank(self, lengths: Sequence[int], world_size: int) -> tuple[int, ...]:
-        """Return an upper bound on the tokens of each rank, [world_size].
-
-        The bound is the sum of ceil(tokens / degree) over the groups of the rank.
-        """
+        """Return an upper bound on the tokens of each rank, [world_size]: the sum of
+        ceil(tokens / degree) over its groups."""
         tokens = [0] * world_size
         for group in self.groups:
             share = group.tokens_per_rank(lengths)
@@ -101,7 +97,7 @@ class MicroBatch:
 
 
 def widest_first(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Return the groups in a micro-batch's order: by falling degree, equal ones as given."""
+    """Return the groups by falling degree, stably."""
     return tuple(sorted(groups, key=lambda group: -group.degree))
 
 
@@ -123,14 +119,14 @@ def micro_batch_record(micro_batch: MicroBatch) -> dict[str, Any]:
 
 
 def micro_batch_of(record: Any, index: int) -> MicroBatch:
-    """Return micro-batch `index` of a plan's record; the numbers in it are checked later, all at
+    """Return micro-batch `index` of a plan's record. Its numbers are checked later, all at
     once."""
     where = f"micro-batch {index}"
-    # `remap` in records of older versions asked for a layout that this one never needs.
+    # Records of older versions may have `remap`, for a layout that is not needed.
     record = fields_of(record, where, needed=("groups",), optional=("remap",))
     groups = []
     for group in items(f"{where}, groups", record["groups"]):
-        # Plans come from the planner's process in every step: no call for what is right.
+        # Plans arrive from the planning process in every step: no call per valid record.
         try:
             made = Group(
                 ranks=tuple(group["ranks"]),
@@ -146,8 +142,8 @@ def micro_batch_of(record: Any, index: int) -> MicroBatch:
 
 
 def _no_group(record: Any) -> str:
-    """Return what is wrong with the record of a group."""
-    return f"{quoted(record)} is no group, which has the keys {', '.join(GROUP_KEYS)}"
+    """Return the error message for the record of a group."""
+    return f"{quoted(record)} is not a group: expected the keys {', '.join(GROUP_KEYS)}"
 
 
 # ---- the form
@@ -156,15 +152,17 @@ def _no_group(record: Any) -> str:
 def check_laminar(micro_batch: MicroBatch, where: str) -> None:
     """Raise ValueError unless the groups stand widest first and any two are disjoint or nested.
 
-    A sweep over the groups by their first rank keeps a stack of the groups that are still open: a
-    group must end before the innermost of those does.
+    A sweep over the groups by first rank keeps a stack of open groups: a group must end before the
+    innermost open one.
     """
     degrees = [group.degree for group in micro_batch.groups]
     if degrees != sorted(degrees, reverse=True):
-        raise ValueError(f"{where}: groups must stand widest first, got degrees {quoted(degrees)}")
-    # A group of one rank is inside another one or beside it, wherever it is.
+        raise ValueError(
+            f"{where}: groups must be ordered widest first, got degrees {quoted(degrees)}"
+        )
+    # A group of one rank is always nested or disjoint.
     shared = [group for group in micro_batch.groups if group.degree > 1]
-    open_stops: list[int] = []  # where each open group ends, the innermost last
+    open_stops: list[int] = []  # ends of the open groups, the innermost last
     for group in sorted(shared, key=lambda group: (group.start, -group.stop)):
         while open_stops and open_stops[-1] <= group.start:
             open_stops.pop()  # ended before this group begins

@@ -1,4 +1,4 @@
-"""Where the heads of several tensors lie in one flat buffer that is cut into parts.
+"""Positions of the heads of several tensors in one flat buffer that is cut into parts.
 
 Ulysses sends every rank its heads of q, k and v in one message. The message, a *part* of the
 buffer, is [tokens, heads of the part, head_dim], with its heads of all tensors side by side. For
@@ -9,7 +9,7 @@ example q of four heads and k of two, on two ranks:
 
 A *slot* is the place of one head of one token. With T tokens part 0 has slots 0 to 3T - 1, and
 head q1 of token n is in slot 1 + 3n. So a head of a part is a *column* of slots: a first one and a
-stride. Columns that lie alike in part after part are a *run*.
+stride. Columns with the same pattern in consecutive parts are a *run*.
 
 `kernels/fused.py` packs tensors into such a buffer, run by run, and unpacks them again;
 `kernels/triton_kernels.py` does so column by column.
@@ -27,21 +27,21 @@ class HeadColumn(NamedTuple):
 
     tensor: int
     head: int
-    slot: int  # of token 0
-    stride: int  # slots from a token to the next one
+    slot: int  # slot for token 0
+    stride: int  # slots between consecutive tokens
 
 
 class HeadRun(NamedTuple):
-    """Some heads that lie side by side, in as many parts of the buffer as have them alike."""
+    """Adjacent heads, in consecutive parts of the buffer with the same pattern."""
 
     tensor: int
     head: int  # the first head in the first part
     heads: int  # in each part
-    slot: int  # of that first head and token 0
-    stride: int  # slots from a token to the next one
+    slot: int  # slot of the first head and token 0
+    stride: int  # slots between consecutive tokens
     parts: int
-    head_step: int  # heads from a part to the next one
-    slot_step: int  # slots from a part to the next one
+    head_step: int  # heads between consecutive parts
+    slot_step: int  # slots between consecutive parts
 
     def columns(self) -> Iterator[HeadColumn]:
         """Yield the columns of the run, part after part."""
@@ -58,15 +58,12 @@ class HeadLayout:
     __slots__ = ("columns", "heads", "numbers", "runs", "shared", "slots", "tokens")
 
     def __str__(self) -> str:
-        """Return how many heads there are, by tensor."""
+        """Return the number of heads of each tensor."""
         return f"{' + '.join(map(str, self.heads))} heads in {len(self.slots)} parts"
 
     def __init__(self, head_ranges: Sequence[Sequence[slice]], tokens: int) -> None:
-        """Lay out the heads.
-
-        head_ranges: by tensor, by part, the heads of the tensor that the part has. A head may be
-        in several parts, but must be in one.
-        """
+        """head_ranges: by tensor, by part, the heads of the tensor in the part. A head is in at
+        least one part."""
         slots, runs = _runs(head_ranges, tokens)
         columns: list[HeadColumn] = []
         for run in runs:
@@ -77,17 +74,17 @@ class HeadLayout:
         self.tokens = tokens
         self.runs = tuple(runs)
         self.columns = len(columns)
-        """How many columns there are."""
+        """Number of columns."""
         self.slots = tuple(slots)
-        """Slots of each part; times head_dim they are its elements."""
+        """Slots of each part; times head_dim they are elements."""
         self.heads = tuple(_all_heads(ranges) for ranges in head_ranges)
         """Heads of each tensor."""
         self.shared = tuple(_is_shared(ranges) for ranges in head_ranges)
-        """By tensor, whether several parts have some head."""
+        """True for each tensor with heads in several parts."""
         self.numbers: NDArray[np.int64] = _numbers(columns, self.heads)
-        """The columns as integers: [columns, 4], the fields of each, sorted by tensor and head;
-        then, by tensor and head, the number of its first column, and at the end `columns`. One
-        array of one dimension, int64."""
+        """The columns as integers, in one flat int64 array: [columns, 4], the fields of each,
+        sorted by tensor and head; then, by tensor and head, the number of its first column, and
+        at the end `columns`."""
 
 
 def _runs(head_ranges: Sequence[Sequence[slice]], tokens: int) -> tuple[list[int], list[HeadRun]]:
@@ -100,7 +97,7 @@ def _runs(head_ranges: Sequence[Sequence[slice]], tokens: int) -> tuple[list[int
     for ranges_of_part in zip(*head_ranges, strict=True):
         stride = sum(_heads_in(one) for one in ranges_of_part)
         starts.append(end)
-        before = 0  # heads of the tensors before
+        before = 0  # heads of previous tensors
         for number, one in enumerate(ranges_of_part):
             heads = _heads_in(one)
             if heads:
@@ -109,7 +106,7 @@ def _runs(head_ranges: Sequence[Sequence[slice]], tokens: int) -> tuple[list[int
             before += heads
         slots.append(tokens * stride)
         end += tokens * stride
-    # 2. parts that go on alike are joined
+    # 2. parts with the same pattern are joined
     runs: list[HeadRun] = []
     for of_tensor in single:
         joined: list[HeadRun] = []
@@ -124,7 +121,7 @@ def _runs(head_ranges: Sequence[Sequence[slice]], tokens: int) -> tuple[list[int
 
 
 def _longer(run: HeadRun, following: HeadRun) -> HeadRun | None:
-    """Return a run with another part at its end; None where that one does not lie alike.
+    """Return a run extended by another part, or None if its pattern differs.
 
     following: a run of one part.
     """
@@ -133,7 +130,7 @@ def _longer(run: HeadRun, following: HeadRun) -> HeadRun | None:
     head_step = following.head - run.head - (run.parts - 1) * run.head_step
     slot_step = following.slot - run.slot - (run.parts - 1) * run.slot_step
     if run.parts == 1:
-        # Parts that share a head are not a run: they could not be added to it at once.
+        # Parts that share a head are separate: one addition would lose the other.
         is_alike = head_step >= run.heads
     else:
         is_alike = (head_step, slot_step) == (run.head_step, run.slot_step)
@@ -143,7 +140,7 @@ def _longer(run: HeadRun, following: HeadRun) -> HeadRun | None:
 
 
 def _all_heads(ranges: Sequence[slice]) -> int:
-    """Return how many heads a tensor has; each must be in some part."""
+    """Return the number of heads of a tensor; each must be in some part."""
     heads: set[int] = set()
     for one in ranges:
         heads.update(range(one.start, one.stop))
@@ -152,12 +149,11 @@ def _all_heads(ranges: Sequence[slice]) -> int:
 
 
 def _is_shared(ranges: Sequence[slice]) -> bool:
-    """Return True where several parts have some head."""
+    """Return True if several parts have a common head."""
     return sum(_heads_in(one) for one in ranges) > _all_heads(ranges)
 
 
 def _heads_in(heads: slice) -> int:
-    """Return how many heads a range has."""
     return int(heads.stop - heads.start)
 
 

@@ -1,8 +1,8 @@
-"""Where the tokens of a plan stand: what one rank holds of each micro-batch, and which ranks hold
-the sequences that it has drawn.
+"""Token layout of a plan: the shard of a rank in each micro-batch, and the ranks that hold its
+drawn sequences.
 
-Tokens are sent straight to where norms, MLP and head run on them. That is the layout of attention
-(`shard.make_shard`), unless a planner's pass has another one.
+Tokens are sent to the layout of norms, MLP and head. It equals the layout of attention
+(`shard.make_shard`), unless a planner's pass has its own.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -11,20 +11,19 @@ from hf_flexseq.plan.groups import MicroBatch
 from hf_flexseq.plan.sequences import Plan
 from hf_flexseq.plan.shard import Shard, Slice, make_shard, placed
 
-# (micro-batch, tokens of every sequence) -> the shards of all ranks, or None for those of
-# `make_shard`
+# (micro-batch, tokens of every sequence) -> the shards of all ranks, or None for `make_shard`
 AllShards = Callable[[MicroBatch, Sequence[int]], list[Shard] | None]
 
 
 class PlanLayout:
-    """The layout of a plan, seen from one rank."""
+    """Layout of a plan on one rank."""
 
     def __init__(self, plan: Plan, rank: int, all_shards: AllShards | None = None) -> None:
-        """all_shards: of a planner's pass; None for no other layout than that of attention."""
+        """all_shards: the layout of a planner's pass; None for that of attention."""
         self._plan = plan
         self._all_shards: list[list[Shard] | None] = []  # by micro-batch
         self.shards: list[Shard] = []
-        """What the rank holds of each micro-batch."""
+        """Shard of the rank in each micro-batch."""
         for micro_batch in plan.micro_batches:
             shards = all_shards and all_shards(micro_batch, plan.lengths)
             self._all_shards.append(shards)
@@ -32,8 +31,8 @@ class PlanLayout:
             self.shards.append(own)
 
     def placed(self, sequences: Collection[int]) -> Iterator[tuple[int, Slice]]:
-        """Yield (rank, slice) of everything that ranks hold of some sequences; the slices of one
-        rank by micro-batch, and there in the order of its row.
+        """Yield (rank, slice) for each slice of some sequences; the slices of one rank are in row
+        order, micro-batch by micro-batch.
 
         sequences: ids, best as a set.
         """

@@ -1,7 +1,7 @@
-"""The options of a plan, and which of them go together: the one place of these rules.
+"""The options of a plan, and the rules on their combinations.
 
-The options of a run (`config.py`) and of the commands become a `PlanOptions`, which refuses what
-has no meaning. `check_on` refuses what does not go with the ranks.
+The options of a run (`config.py`) and of the commands become a `PlanOptions`, which refuses
+contradictions. `check_on` refuses options that do not fit the ranks.
 """
 
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ class PlanOptions:
     planner: str = "auto"
     """Name of the planner, one of `PLANNERS`."""
     strategy: str = "auto"
-    """Strategy that groups of two ranks and more may use, one of `STRATEGIES`; "auto" for any."""
+    """Strategy of groups of two or more ranks, one of `STRATEGIES`; "auto" for any."""
     sp_degree: int | None = None
     """Ranks per sequence, for planner="static" only."""
     max_tokens_per_rank: int | None = None
-    """Most tokens of a rank in a micro-batch; None for what the cost model's memory allows."""
+    """Maximum tokens per rank in a micro-batch; None for the limit of the cost model's memory."""
     sync: str = "lockstep"
     """"lockstep" if all ranks run every micro-batch together, "free" if they meet in groups."""
 
@@ -42,7 +42,7 @@ class PlanOptions:
         self._check_degree()
 
     def _check_degree(self) -> None:
-        """Raise ValueError if `sp_degree` does not go with the planner or the strategy."""
+        """Raise ValueError if `sp_degree` contradicts the planner or the strategy."""
         if self.planner != "static":
             if self.sp_degree is not None:
                 raise ValueError(
@@ -72,7 +72,7 @@ class PlanOptions:
             )
 
     def widest_degree(self, topology: Topology) -> int:
-        """Return the most ranks that may share a sequence."""
+        """Return the maximum number of ranks per sequence."""
         if self.sp_degree is not None:
             return self.sp_degree
         if self.strategy == "local" or not PLANNERS[self.planner].splits:

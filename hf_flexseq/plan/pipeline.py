@@ -1,21 +1,19 @@
-"""A pipelined optimizer step as data: chunks of sequences, and for each rank the list of what it
-does with them.
+"""A pipelined optimizer step as data: chunks of sequences, and the list of actions of each rank.
 
-    unit    one cut sequence with whatever is packed beside it, or a pack of whole sequences
-    chunk   one forward and one backward of a stage: a few slices of sequences, `index` counts them
+    unit    one cut sequence with sequences packed along, or a pack of whole sequences
+    chunk   one forward and one backward of a stage: a few slices of sequences, numbered by `index`
             inside the unit
     action  2F0.1: stage 2 runs the Forward of unit 0's chunk 1
 
 Kinds are those of zero-bubble schedules (arXiv 2401.10241, section 2): F forward, B the whole
-backward, or its two parts, I for the gradient of the input, which the stage before waits for, and
-W for the gradient of the weights, which no other stage waits for. Sends and receives are implied:
-F takes its input from the stage before and hands its output to the stage after, B and I the other
-way round.
+backward, or its two parts, I for the gradient of the input, which the previous stage needs, and W
+for the gradient of the weights, which no other stage needs. Sends and receives are implied: F
+receives from the previous stage and sends to the next one, B and I the reverse.
 
-Inside a unit a chunk's attention reads the keys and values of the chunks before it, so forwards
-ascend and backwards descend (Seq1F1B, arXiv 2406.03488). A first-in-first-out backward through
-carried keys and values gives gradients that are wrong by two thirds, in silence; torch's own
-pipeline validator accepts it. `PipelinePlan.check_form` refuses it:
+Inside a unit a chunk's attention reads the keys and values of previous chunks, so forwards ascend
+and backwards descend (Seq1F1B, arXiv 2406.03488). A first-in-first-out backward through carried
+keys and values gives silently wrong gradients (by two thirds); torch's own pipeline validator
+accepts it. `PipelinePlan.check_form` refuses it:
 
     chunks    every token in exactly one chunk; the parts of a cut sequence are the chunks of one
               unit, in order
@@ -26,8 +24,8 @@ pipeline validator accepts it. `PipelinePlan.check_form` refuses it:
 Whether neighbours can exchange in the order of their lists, and what fits into memory, takes a
 walk through the actions: `cost/pipeline_check.py`.
 
-Rejected: sends and receives as actions of their own. They follow from the order of the others, and
-a list that says the same twice can contradict itself.
+Rejected: sends and receives as actions. They follow from the order of the others, and redundant
+lists can contradict themselves.
 """
 
 import re
@@ -53,10 +51,10 @@ from hf_flexseq.plan.shard import Slice
 # Forward, whole backward, gradient of the input, gradient of the weights.
 KINDS = ("F", "B", "I", "W")
 
-# stage, kind, unit, chunk: 2F0.1; nothing has as many as 10 digits tell
+# stage, kind, unit, chunk: 2F0.1; numbers have fewer than 10 digits
 _TEXT = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})\.([0-9]{1,9})")
 
-# The keys of a plan's record, besides `version`.
+# Keys of a plan's record, besides `version`.
 KEYS = (
     "lengths",
     "ranks",
@@ -69,35 +67,33 @@ KEYS = (
     "planning_s",
 )
 
-# Stages of a pipeline: each has a layer at least, and no model has as many.
+# Maximum stages of a pipeline, one layer each.
 MAX_STAGES = 1 << 14
 
 
 class Action(NamedTuple):
-    """One thing a stage does with one chunk.
+    """Work of a stage on one chunk.
 
-    A tuple and no dataclass, since a step may have tens of thousands.
+    A tuple instead of a dataclass, since a step may have tens of thousands.
     """
 
     stage: int
-    """The stage that acts."""
     kind: str
     """One of `KINDS`."""
     unit: int
-    """The unit of the chunk."""
     chunk: int
-    """The index of the chunk in its unit."""
+    """Index of the chunk in its unit."""
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.unit}.{self.chunk}"
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Return the action whose `str` is `text`. Raises ValueError for any other text."""
+        """Inverse of `str`. Raises ValueError for any other text."""
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ValueError(
-                f"{quoted(text)} is no action: expected stage, one of {', '.join(KINDS)}, "
+                f"{quoted(text)} is not an action: expected stage, one of {', '.join(KINDS)}, "
                 "unit.chunk, as 2F0.1"
             )
         stage, kind, unit, chunk = match.groups()
@@ -109,22 +105,19 @@ class Chunk:
     """The tokens of one forward and one backward; its name is `unit.index`."""
 
     unit: int
-    """The unit the chunk belongs to."""
     index: int
-    """The chunk's number in its unit, from 0."""
+    """Number of the chunk in its unit, from 0."""
     slices: tuple[Slice, ...]
-    """Slices in the order of the row. At most one is a part of a sequence, and then it comes
-    first; the others are whole sequences."""
+    """Slices in row order. At most one is a part of a sequence, and it comes first."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of all slices."""
         return sum(part.tokens for part in self.slices)
 
     def cut(self, lengths: tuple[int, ...]) -> Slice | None:
         """Return the slice that is only a part of its sequence, or None.
 
-        The attention of that slice crosses chunks. lengths: tokens of every sequence of the plan.
+        Its attention crosses chunks. lengths: tokens of every sequence of the plan.
         """
         first = self.slices[0]
         if first.tokens < lengths[first.sequence]:
@@ -139,7 +132,7 @@ class PipelinePlan(Record):
     lengths: tuple[int, ...]
     """Tokens of each sequence; a sequence's id is its index."""
     ranks: int
-    """Number of ranks in the pipeline (of one replica)."""
+    """Number of ranks of the pipeline (one replica)."""
     stages: int
     """Number of stages, a multiple of `ranks`; stage s is on rank s % ranks."""
     chunks: tuple[Chunk, ...]
@@ -147,13 +140,12 @@ class PipelinePlan(Record):
     actions: tuple[tuple[Action, ...], ...]
     """[ranks] The actions of each rank, in order."""
     checkpointed: tuple[tuple[int, ...], ...] = ()
-    """[stages, chunks] Layers of the stage that drop their activations of the chunk and compute
-    them again; () for none anywhere."""
+    """[stages, chunks] Checkpointed layers of the stage, which recompute the chunk; () for
+    none."""
     schedule: str
     """Name of the schedule that made the plan."""
     objective_s: float
-    """Modelled seconds of the step; for `auto` at most a wait or two above what
-    `cost/walk.py` finds."""
+    """Predicted seconds of the step; for `auto` at most a wait or two above `cost/walk.py`."""
     planning_s: float
     """Seconds that planning took; not in the digest."""
 
@@ -162,7 +154,7 @@ class PipelinePlan(Record):
         return {(chunk.unit, chunk.index): index for index, chunk in enumerate(self.chunks)}
 
     def layers_checkpointed(self, stage: int, chunk: int) -> int:
-        """Return how many layers of `stage` compute a chunk again in their backward.
+        """Return the number of layers of `stage` that recompute a chunk.
 
         chunk: index in `chunks`.
         """
@@ -187,7 +179,7 @@ class PipelinePlan(Record):
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "PipelinePlan":
-        """Return the plan `to_record` was called on. Raises ValueError for any other record."""
+        """Inverse of `to_record`. Raises ValueError for any other record."""
         values = fields_of(record, "a plan of a pipeline", needed=KEYS)
         return cls(
             lengths=wholes("lengths", values["lengths"], least=1, most=MAX_TOKENS),
@@ -211,7 +203,7 @@ class PipelinePlan(Record):
         )
 
     def check_form(self) -> None:
-        """Raise ValueError, naming chunk or action, unless chunks and lists of actions are legal.
+        """Raise ValueError, naming chunk or action, unless chunks and actions are legal.
 
         A plan of legal form can still hang: see `cost/pipeline_check.py`.
         """
@@ -251,7 +243,7 @@ def _chunk(record: Any, where: str) -> Chunk:
     for number, numbers in enumerate(items(f"{where}, slices", record["slices"])):
         if len(items(f"{where}, slices[{number}]", numbers)) != 3:
             raise ValueError(
-                f"{where}: {quoted(numbers)} is no slice, which is [sequence, start, stop]"
+                f"{where}: {quoted(numbers)} is not a slice: expected [sequence, start, stop]"
             )
         # `check_form` compares them with the lengths
         sequence, start, stop = wholes(f"{where}, slices[{number}]", numbers, most=MAX_TOKENS)
@@ -264,7 +256,7 @@ def _chunk(record: Any, where: str) -> Chunk:
 
 
 def _text_of(line: Any, name: str) -> str:
-    """Return a rank's line of actions. Raises ValueError for what is no text."""
+    """Return a rank's line of actions. Raises ValueError unless it is text."""
     if not isinstance(line, str):
         raise ValueError(f"{name}={quoted(line)}: must be a string of actions, such as 0F0.0")
     return line
@@ -275,20 +267,20 @@ def _text_of(line: Any, name: str) -> str:
 
 def _check_chunks(plan: PipelinePlan) -> None:
     """Raise ValueError unless the chunks hold every token once, in the order of their names."""
-    # 1. names are without gaps
+    # 1. numbers have no gaps
     next_names = [(0, 0)]
     for chunk in plan.chunks:
         if (chunk.unit, chunk.index) not in next_names:
             raise ValueError("chunks must be numbered unit by unit: 0.0, 0.1, ..., 1.0, ...")
         next_names = [(chunk.unit, chunk.index + 1), (chunk.unit + 1, 0)]
-    # 2. every chunk goes on where those before it ended
-    reached = [0] * len(plan.lengths)  # tokens of each sequence in the chunks so far
+    # 2. every chunk continues where previous ones ended
+    reached = [0] * len(plan.lengths)  # tokens of each sequence in previous chunks
     before: Chunk | None = None
     for chunk in plan.chunks:
         _check_slices(chunk, plan, reached)
         _check_cut(chunk, before, plan)
         before = chunk
-    # 3. no token is left
+    # 3. all tokens are in chunks
     for sequence, (length, stop) in enumerate(zip(plan.lengths, reached, strict=True)):
         if stop != length:
             raise ValueError(
@@ -297,16 +289,16 @@ def _check_chunks(plan: PipelinePlan) -> None:
 
 
 def _check_slices(chunk: Chunk, plan: PipelinePlan, reached: list[int]) -> None:
-    """Raise ValueError unless every slice goes on where the chunks before ended.
+    """Raise ValueError unless every slice continues where previous chunks ended.
 
-    reached: [sequences] tokens that the chunks before hold; those of `chunk` are added.
+    reached: [sequences] tokens in previous chunks; those of `chunk` are added.
     """
     name = f"chunk {chunk.unit}.{chunk.index}"
     if not chunk.slices:
         raise ValueError(f"{name} holds no token")
     for index, part in enumerate(chunk.slices):
         if not (0 <= part.sequence < len(plan.lengths) and 0 <= part.start < part.stop):
-            raise ValueError(f"{name}: {part} is no slice of a sequence")
+            raise ValueError(f"{name}: {part} is not a slice of a sequence")
         if part.start != reached[part.sequence]:
             raise ValueError(f"{name}: {part} must begin at token {reached[part.sequence]}")
         if index > 0 and part.tokens < plan.lengths[part.sequence]:
@@ -319,20 +311,21 @@ def _check_slices(chunk: Chunk, plan: PipelinePlan, reached: list[int]) -> None:
 def _check_cut(chunk: Chunk, before: Chunk | None, plan: PipelinePlan) -> None:
     """Raise ValueError unless a unit of several chunks is one cut sequence.
 
-    The sequence goes from its first token in chunk 0 to its last token in the last chunk. before:
-    the chunk that stands before `chunk` in the plan.
+    The sequence runs from chunk 0 to the last chunk. before: the plan's previous chunk.
     """
     name = f"chunk {chunk.unit}.{chunk.index}"
     cut = chunk.cut(plan.lengths)
     begins = cut is None or cut.start == 0
     if begins != (chunk.index == 0):
         raise ValueError(
-            f"{name}: a cut sequence begins in chunk 0 of its unit and goes on in the others"
+            f"{name}: a cut sequence must begin in chunk 0 of its unit and be in all others"
         )
     if cut is None or chunk.index == 0 or before is None:
-        return  # nothing to go on from
+        return
     if before.slices[0].sequence != cut.sequence:
-        raise ValueError(f"{name}: sequence {cut.sequence} does not go on from the chunk before")
+        raise ValueError(
+            f"{name}: sequence {cut.sequence} does not continue from the previous chunk"
+        )
 
 
 def _check_checkpointed(plan: PipelinePlan) -> None:
@@ -357,26 +350,26 @@ def _unit_sizes(chunks: Iterable[Chunk]) -> dict[int, int]:
 
 @dataclass(slots=True)
 class _Progress:
-    """How far one stage has come in its list of actions."""
+    """Progress of one stage in its list of actions."""
 
     forwards: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    """Chunks whose F is done, by unit."""
+    """Number of chunks whose F is done, by unit."""
     backwards: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    """Chunks whose B or I is done, by unit."""
+    """Number of chunks whose B or I is done, by unit."""
     owed: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Chunks whose W is due, by unit, in the order of their I's."""
+    """Chunks whose W is pending, by unit, in the order of their I's."""
 
 
 def _check_rank(plan: PipelinePlan, rank: int, actions: Iterable[Action]) -> None:
     """Raise ValueError, naming the action, unless `rank` runs every chunk on all of its stages."""
     sizes = _unit_sizes(plan.chunks)
-    # Stages of a rank are `ranks` apart; each has a progress of its own.
+    # Stages of a rank are `ranks` apart.
     stages = {stage: _Progress() for stage in range(rank, plan.stages, plan.ranks)}
     for action in actions:
         if action.stage not in stages:
             raise ValueError(f"{action}: stage {action.stage} is not on rank {rank}")
         if action.kind not in KINDS or not 0 <= action.chunk < sizes.get(action.unit, 0):
-            raise ValueError(f"{action}: there is no such kind, or no such chunk")
+            raise ValueError(f"{action}: unknown kind or chunk")
         problem = _advance(stages[action.stage], action, sizes[action.unit])
         if problem:
             raise ValueError(f"{action}: {problem}")
@@ -385,7 +378,7 @@ def _check_rank(plan: PipelinePlan, rank: int, actions: Iterable[Action]) -> Non
 
 
 def _advance(progress: _Progress, action: Action, size: int) -> str:
-    """Count one action as done, and return what is wrong with it, or "".
+    """Count one action as done, and return an error or "".
 
     size: chunks of the action's unit.
     """
@@ -426,7 +419,7 @@ def _advance_backward(progress: _Progress, action: Action, size: int) -> str:
 
 
 def _check_complete(stage: int, progress: _Progress, sizes: dict[int, int]) -> None:
-    """Raise ValueError, naming an action that is missing, unless `stage` is done."""
+    """Raise ValueError, naming a missing action, unless `stage` is done."""
     for unit, size in sizes.items():
         if progress.forwards[unit] < size:
             raise ValueError(f"stage {stage} has no {stage}F{unit}.{progress.forwards[unit]}")

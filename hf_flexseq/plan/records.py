@@ -1,20 +1,19 @@
-"""The base of everything that is decided as data: records, JSON, digests, and a check of the form.
+"""Base of all decisions stored as data: records, JSON, digests, and a check of the form.
 
-    record    plain JSON values: what a file, a trace and a pipe between processes hold
-    bytes     the same as ranks send it to each other
-    decision  the record without what two runs of one decision may differ in: the seconds that
-              planning took, and the notes for people
+    record    plain JSON values, as in files, traces and pipes between processes
+    bytes     the same as sent between ranks
+    decision  the record without the planning seconds and the notes, which may differ between runs
     digest    a hash of the decision: equal on every rank and in every run
 
-A record says its `version` (`values.VERSION`); those from before it are of version 1. Whatever is
-read back is checked value by value, so that nothing else needs to ask what a file may hold.
+A record has a `version` (`values.VERSION`), 1 if it is missing. All values are checked on reading,
+so other code need not check them again.
 
-A `Record` is a frozen dataclass. A plan of a whole optimizer step, made of groups or of pipelines,
-also is an `AnyPlan`: that is all an engine needs to know of it.
+A `Record` is a frozen dataclass. A plan of an optimizer step, of groups or of pipelines, is an
+`AnyPlan`, the interface that the engine uses.
 
 Rejected: `dataclasses.asdict` as the record. It copies every tuple recursively, which takes longer
-than planning where a pipeline has tens of thousands of actions, and it would turn each name of a
-field into a part of the file format.
+than planning a pipeline of tens of thousands of actions, and it ties the file format to field
+names.
 """
 
 import hashlib
@@ -24,26 +23,26 @@ from typing import Any, Protocol, Self
 
 from hf_flexseq.base.reading import parse_json
 
-DIGEST_CHARACTERS = 16  # 64 bits: enough to tell the plans of a run from each other
+DIGEST_CHARACTERS = 16  # 64 bits tell the plans of a run apart
 
 
 class Record(ABC):
-    """Something that was decided. Subclasses are frozen dataclasses."""
+    """A decision. Subclasses are frozen dataclasses."""
 
     __slots__ = ()
 
     @abstractmethod
     def to_record(self) -> dict[str, Any]:
-        """Return everything that was decided as plain JSON values."""
+        """Return the record as plain JSON values."""
 
     @classmethod
     @abstractmethod
     def from_record(cls, record: dict[str, Any]) -> Self:
-        """Return what `to_record` was called on. Raises ValueError for any other record."""
+        """Inverse of `to_record`. Raises ValueError for any other record."""
 
     @abstractmethod
     def check_form(self) -> None:
-        """Raise ValueError, saying where, unless the parts fit each other.
+        """Raise ValueError, naming the place, unless the parts are consistent.
 
         The check needs no topology, no cost model and no walk through actions.
         """
@@ -54,22 +53,22 @@ class Record(ABC):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return what `to_json` was called on. Raises ValueError for any other text."""
+        """Inverse of `to_json`. Raises ValueError for any other text."""
         return cls.from_record(parse_json(text))
 
     def to_bytes(self) -> bytes:
-        """Return everything that was decided as rank 0 sends it to the others."""
+        """Return the record as bytes, for other ranks."""
         return self.to_json().encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Return what `to_bytes` was called on. Raises ValueError for any other bytes."""
+        """Inverse of `to_bytes`. Raises ValueError for any other bytes."""
         return cls.from_json(data.decode())
 
     def decision(self) -> dict[str, Any]:
-        """Return the record without what is no part of the decision."""
+        """Return the record without planning seconds and notes."""
         record = self.to_record()
-        # The key stays, with a constant: digests in old traces were computed so.
+        # The key stays, with a constant: digests in old traces include it.
         record["planning_s"] = 0.0
         record.pop("notes", None)
         record.pop("version", None)
@@ -86,11 +85,11 @@ class AnyPlan(Protocol):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence of the step; the index is the sequence's id."""
+        """Tokens of each sequence, by sequence id."""
 
     @property
     def objective_s(self) -> float:
-        """Modelled seconds of the step."""
+        """Predicted seconds of the step."""
 
     @property
     def planner(self) -> str:
@@ -102,7 +101,7 @@ class AnyPlan(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Reasons of the decision, one line for people each."""
+        """Reasons of the decision, one line each."""
 
     def to_record(self) -> dict[str, Any]:
         """Return everything that was decided as plain JSON values."""

@@ -2,8 +2,8 @@
 each replica.
 
 The ranks are stages x replicas x degree: member m of replica r on stage s is rank (s x replicas +
-r) x degree + m. A replica is a pipeline of its own. Gradients are summed over replicas once, when
-all are done, so that the replicas need not have equally many chunks.
+r) x degree + m. A replica is a pipeline of its own. Gradients are summed over replicas once at the
+end, so replicas may have different numbers of chunks.
 """
 
 from dataclasses import dataclass, replace
@@ -21,16 +21,16 @@ class StepPlan(Record):
     lengths: tuple[int, ...]
     """Tokens of each sequence of the step; a sequence's id is its index."""
     members: tuple[tuple[int, ...], ...]
-    """[replicas] Ids of each replica's sequences, ascending. The replica's own plan counts its
-    sequences from 0, in this order."""
+    """[replicas] Ids of each replica's sequences, ascending. The replica's plan numbers them
+    from 0."""
     plans: tuple[PipelinePlan, ...]
     """[replicas] The plan of each replica."""
     notes: tuple[str, ...] = ()
-    """Reasons of the decision, one line for people each; not in the digest."""
+    """Reasons of the decision, one line each; not in the digest."""
 
     @property
     def objective_s(self) -> float:
-        """Modelled seconds of the step: those of the slowest replica."""
+        """Predicted seconds of the step, those of the slowest replica."""
         return max((plan.objective_s for plan in self.plans), default=0.0)
 
     @property
@@ -41,12 +41,12 @@ class StepPlan(Record):
 
     @property
     def planning_s(self) -> float:
-        """Seconds that planning took: replicas are planned one after the other."""
+        """Seconds that planning took, summed over replicas."""
         return sum(plan.planning_s for plan in self.plans)
 
     def chunks(self, replica: int) -> tuple[Chunk, ...]:
-        """Return the replica's chunks, with the sequence ids of the whole step."""
-        sequence_of = self.members[replica]  # [index in the replica's plan] -> id in the step
+        """Return the replica's chunks, with sequence ids of the whole step."""
+        sequence_of = self.members[replica]  # index in the replica's plan -> id in the step
         chunks = []
         for chunk in self.plans[replica].chunks:
             slices = tuple(
@@ -56,7 +56,6 @@ class StepPlan(Record):
         return tuple(chunks)
 
     def to_record(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values."""
         return {
             "version": VERSION,
             "lengths": list(self.lengths),
@@ -67,7 +66,7 @@ class StepPlan(Record):
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "StepPlan":
-        """Return the plan `to_record` was called on. Raises ValueError for any other record."""
+        """Inverse of `to_record`. Raises ValueError for any other record."""
         needed = ("lengths", "members", "plans")
         values = fields_of(record, "a step of pipelines", needed=needed, optional=("notes",))
         lengths = wholes("lengths", values["lengths"], least=1, most=MAX_TOKENS)
@@ -84,7 +83,7 @@ class StepPlan(Record):
         )
 
     def decision(self) -> dict[str, Any]:
-        """Return the record without what is no part of the decision, in the step or a replica."""
+        """Return the record without planning seconds and notes."""
         return {
             "lengths": list(self.lengths),
             "members": [list(ids) for ids in self.members],
@@ -92,8 +91,8 @@ class StepPlan(Record):
         }
 
     def check_form(self) -> None:
-        """Raise ValueError unless every sequence is on one replica, whose plan is of legal form
-        and for just these sequences."""
+        """Raise ValueError unless every sequence is on one replica, and each replica's plan is
+        legal and has the lengths of its sequences."""
         placed = sorted(sequence for ids in self.members for sequence in ids)
         if placed != list(range(len(self.lengths))):
             raise ValueError(
@@ -102,9 +101,8 @@ class StepPlan(Record):
             )
         if len(self.members) != len(self.plans):
             raise ValueError(
-                f"{len(self.plans)} plans for {len(self.members)} replicas: give each its own"
+                f"expected one plan per replica, got {len(self.plans)} for {len(self.members)}"
             )
-        # Each replica's plan is for its own sequences, counted from 0.
         for replica, (ids, plan) in enumerate(zip(self.members, self.plans, strict=True)):
             lengths = tuple(self.lengths[sequence] for sequence in ids)
             if plan.lengths != lengths:

@@ -1,18 +1,18 @@
-"""Rings: strategies whose ranks hold chunks of each sequence, and read others' round by round.
+"""Rings: strategies whose ranks hold chunks of each sequence and read those of others in rounds.
 
-In a *round* every worker has a call with one *partner*, the rank that many indices before it,
-counted around the end; the round says what the call is where the partner holds earlier tokens than
-the worker, and where it holds later ones. So a new ring is a new function from a degree to its
-rounds (`Ring`), which `registry.RINGS` names. The core has one:
+In a *round* every worker has a call with one *partner*, the rank at a fixed distance before it,
+modulo the degree. The round defines the call for a partner with earlier tokens than the worker,
+and for one with later tokens. So a new ring is a function from a degree to its rounds (`Ring`),
+registered in `registry.RINGS`. The core has one:
 
     zigzag     A rank holds two chunks, one from each half of the sequence, and computes for its
                own queries only. This choice of chunks gives all ranks equal work.
 
-`plan/attention_schedule.py` lists the calls that follow from the rounds.
+`plan/attention_schedule.py` derives the calls from the rounds.
 
-Rejected: handing keys and values on from rank to rank around the ring. A chunk is fetched straight
-from its owner, and only when some query of the worker reads it: the zigzag schedule moves a
-quarter less than the ring of the same name.
+Rejected: passing keys and values from rank to rank around the ring. A chunk is fetched directly
+from its owner, and only if a query of the worker reads it. That moves a quarter less than the ring
+of the same name.
 """
 
 import functools
@@ -25,31 +25,31 @@ FRONT, BACK = 0, 1  # positions of a rank's two chunks in its row
 
 
 class Role(NamedTuple):
-    """What a worker does in a round with the chunks of its partner and its own."""
+    """Work of a worker in a round, on the chunks of its partner and its own."""
 
     helps: bool
     """True: the worker computes for the partner's queries, with its own keys.
     False: it computes for its own queries, with the partner's keys."""
 
     queries: tuple[int, ...]
-    """Which of the reader's chunks are the queries: positions in the reader's row."""
+    """Positions of the queries among the reader's chunks."""
 
     keys: tuple[int, ...]
-    """Which of the source's chunks are the keys: positions in the source's row."""
+    """Positions of the keys among the source's chunks."""
 
 
 class Round(NamedTuple):
-    """What all workers do at one time."""
+    """Work of all workers at one time."""
 
     distance: int
-    """How many indices before a worker its partner is, counted around the end. At 0 a worker is
-    its own partner, and its call is causal."""
+    """Distance from a worker to its partner before it, modulo the degree. At 0 a worker is its
+    own partner, and its call is causal."""
 
     earlier: Role | None
-    """What a worker does whose partner holds earlier tokens; None for nothing."""
+    """Role if the partner holds earlier tokens; None for no call."""
 
     later: Role | None
-    """What a worker does whose partner, past the end, holds later tokens; None for nothing."""
+    """Role if the partner wraps around and holds later tokens; None for no call."""
 
 
 class Ring(NamedTuple):
@@ -63,7 +63,7 @@ class Ring(NamedTuple):
 
 
 def zigzag_rounds(degree: int) -> list[Round]:
-    """Return the rounds after the first in which each rank reads from all others in turn.
+    """Return the rounds after the first in which each rank reads from all others.
 
     A rank of index i holds chunks i and 2d-1-i. A source before it has one chunk that all of its
     queries follow. A source after it has two chunks that only its back queries follow. Either way
@@ -79,7 +79,7 @@ ZIGZAG = Ring(chunks_per_rank=2, rounds=zigzag_rounds)
 
 @functools.cache
 def ring_named(strategy: str) -> Ring:
-    """Return the ring of a strategy that is one of `registry.RINGS`."""
+    """Return the ring of a strategy in `registry.RINGS`."""
     ring: Ring = object_of(RINGS[strategy].ring)
     return ring
 
@@ -99,9 +99,8 @@ def chunks_per_rank(strategy: str) -> int:
 def ring_rounds(strategy: str, degree: int, *, chunk_by_chunk: bool) -> tuple[Round, ...]:
     """Return the rounds of a ring strategy over `degree` ranks, by time.
 
-    At time 0 every rank attends to its own chunks. chunk_by_chunk: every later round becomes as
-    many as a rank holds chunks, with one chunk of the keys in each; a worker with fewer key chunks
-    idles in the rest of them.
+    At time 0 every rank attends to its own chunks. chunk_by_chunk: split every later round into
+    one per chunk of a rank, with one key chunk each; a worker with fewer key chunks idles.
     """
     ring = ring_named(strategy)
     all_chunks = tuple(range(ring.chunks_per_rank))
@@ -118,7 +117,7 @@ def ring_rounds(strategy: str, degree: int, *, chunk_by_chunk: bool) -> tuple[Ro
 
 
 def _with_one_key_chunk(role: Role | None, position: int) -> Role | None:
-    """Return the role with its key chunk at `position` alone; None where it has fewer."""
+    """Return the role with only its key chunk at `position`, or None if it has fewer."""
     if role is None or position >= len(role.keys):
         return None
     return role._replace(keys=(role.keys[position],))

@@ -1,14 +1,14 @@
-"""Where the tokens of a sequence lie, one rank after the other.
+"""The ranks of a sequence's tokens, in token order.
 
-Attention may look at tokens in any order. A recurrence may not: it goes through a sequence from
-its first token to its last, on whichever ranks these are. A *segment* is what a rank holds without
-a gap; the segments of a sequence, in the order of its tokens, are its *chain*:
+Attention may read tokens in any order. A recurrence must go from the first token of a sequence to
+its last, across ranks. A *segment* is a contiguous range of tokens on one rank; the segments of a
+sequence, in token order, are its *chain*:
 
     zigzag on two ranks, 8 tokens       0 0 1 1 1 1 0 0
     chain                               rank 0 [0, 2), rank 1 [2, 6), rank 0 [6, 8)
 
-Neighbouring chunks of one rank are one segment. `tests/plan/test_segments.py` finds the chains
-again from the slices of all ranks.
+Adjacent chunks of one rank are one segment. `tests/plan/test_segments.py` compares the chains with
+the slices of all ranks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,10 +19,10 @@ from hf_flexseq.plan.shard import Zone, contiguous_part, cuts
 
 
 class Segment(NamedTuple):
-    """Tokens of one sequence that follow each other on one rank."""
+    """Consecutive tokens of one sequence on one rank."""
 
     holder: int
-    """Index in its group of the rank that holds it."""
+    """Index of its rank in the group."""
     start: int
     """First token, counted in the sequence."""
     stop: int
@@ -30,7 +30,6 @@ class Segment(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens."""
         return self.stop - self.start
 
 
@@ -46,23 +45,23 @@ class HeldSegment(NamedTuple):
 
 
 class Chains(NamedTuple):
-    """The sequences of which a rank holds a part in one group."""
+    """The chains of a rank's sequences in one group."""
 
     chains: dict[int, tuple[Segment, ...]]
-    """By index of the sequence in the group, its chain."""
+    """Chain of each sequence, by index of the sequence in the group."""
     held: tuple[HeldSegment, ...]
-    """This rank's segments, in the order of its rows."""
+    """This rank's segments, in row order."""
 
 
 def chains_of(zone: Zone) -> Chains:
-    """Return the chains of all sequences of which the rank of this zone holds a part."""
+    """Return the chains of all sequences with tokens in this zone."""
     chains: dict[int, tuple[Segment, ...]] = {}
     held = []
     row = 0
     cuts_chunks = chunks_per_rank(zone.group.strategy) > 0
     tokens = sum(zone.lengths)
     first, last = contiguous_part(tokens, zone.index, zone.group.degree)
-    offset = 0  # of the sequence in the concatenation of all
+    offset = 0  # offset of the sequence in the concatenation
     for member, length in enumerate(zone.lengths):
         if cuts_chunks:
             parts = _chunks(zone.group.strategy, zone.lengths, member, zone.group.degree)
@@ -82,8 +81,8 @@ def chains_of(zone: Zone) -> Chains:
 
 
 def _chain(parts: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Return the parts of a sequence, in the order of its tokens, without empty ones, and with
-    neighbours of one rank joined."""
+    """Return the parts of a sequence in token order, without empty ones, adjacent ones of a
+    rank joined."""
     chain: list[Segment] = []
     for part in parts:
         if part.start == part.stop:
@@ -98,7 +97,7 @@ def _chain(parts: Iterable[Segment]) -> tuple[Segment, ...]:
 def _chunks(
     strategy: str, lengths: tuple[int, ...], member: int, degree: int
 ) -> Iterator[Segment]:
-    """Yield the chunks of a sequence, which may be empty; see `shard.held_chunks`."""
+    """Yield the chunks of a sequence, possibly empty; see `shard.held_chunks`."""
     cut = cuts(strategy, lengths, degree)[member]
     chunks = chunks_per_rank(strategy) * degree
     for chunk in range(chunks):
@@ -108,12 +107,12 @@ def _chunks(
 
 
 def _contiguous(offset: int, length: int, tokens: int, degree: int) -> Iterator[Segment]:
-    """Yield the parts of a sequence where the concatenation of all sequences is cut.
+    """Yield the parts of a sequence if the concatenation of all sequences is cut.
 
     offset: of the sequence in the concatenation. tokens: of all sequences.
     """
     end = offset + length
-    index = ((offset + 1) * degree - 1) // tokens  # of the part that holds the first token
+    index = ((offset + 1) * degree - 1) // tokens  # index of the part with the first token
     start = offset
     while start < end:
         _, part_stop = contiguous_part(tokens, index, degree)

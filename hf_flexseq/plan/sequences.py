@@ -4,13 +4,11 @@
     MicroBatch = Group, Group, ...              at the same time, widest first
     Group = contiguous ranks + sequences + strategy
 
-A rank may be in several groups of a micro-batch, but any two groups either share no rank or one
-contains the other (a laminar family). Every rank walks through its groups in the plan's order,
-widest first, so two ranks that share several groups meet in the same order. docs/architecture.md
-shows from there that no plan can deadlock.
+A rank may be in several groups of a micro-batch, but any two groups are disjoint or nested (a
+laminar family). Every rank runs its groups in the plan's order, widest first, so ranks that share
+several groups meet in the same order. docs/architecture.md derives that no plan can deadlock.
 
-Nothing here decides anything: planners make plans, `check.py` refuses the illegal ones, `shard.py`
-says what each rank holds, the executing half obeys.
+Planners make plans, `check.py` refuses illegal ones, and `shard.py` maps them to tokens of ranks.
 """
 
 from collections import Counter
@@ -40,14 +38,14 @@ from hf_flexseq.plan.groups import (
 )
 from hf_flexseq.plan.records import Record
 
-# The keys of a plan's record, besides `notes` and `version`.
+# Keys of the record, besides `notes` and `version`.
 KEYS = ("lengths", "micro_batches", "objective_s", "lower_bound_s", "planner", "planning_s")
 
 
 class PlanInfeasible(ValueError):
     """No plan can hold these sequences.
 
-    The message names the binding limit, the sequence and what to raise.
+    The message names the limit, the sequence and the option to raise.
     """
 
 
@@ -58,25 +56,24 @@ class Plan(Record):
     lengths: tuple[int, ...]
     """Tokens of each sequence; a sequence's id is its index."""
     micro_batches: tuple[MicroBatch, ...]
-    """The micro-batches, in the order in which they run."""
+    """Micro-batches, in execution order."""
     objective_s: float
-    """Modelled seconds of the step."""
+    """Predicted seconds of the step."""
     lower_bound_s: float
-    """Modelled seconds that no plan of these sequences can undercut."""
+    """Lower bound on the predicted seconds of any plan of these sequences."""
     planner: str
-    """Name of the planner that made the plan."""
+    """Name of the planner."""
     planning_s: float
     """Seconds that planning took; not in the digest."""
     notes: tuple[str, ...] = ()
-    """Reasons of the decision, one line for people each; not in the digest."""
+    """Reasons of the decision, one line each; not in the digest."""
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups of all micro-batches."""
         return tuple(chain.from_iterable(batch.groups for batch in self.micro_batches))
 
     def degrees(self) -> dict[int, int]:
-        """Return how many groups of each degree the plan has, ascending by degree."""
+        """Return the number of groups of each degree, ascending by degree."""
         counts = Counter(group.degree for group in self.groups)
         return dict(sorted(counts.items()))
 
@@ -95,7 +92,7 @@ class Plan(Record):
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Plan":
-        """Return the plan `to_record` was called on. Raises ValueError for any other record."""
+        """Inverse of `to_record`. Raises ValueError for any other record."""
         values = fields_of(record, "a plan", needed=KEYS, optional=("notes",))
         batches = items("micro_batches", values["micro_batches"])
         made = [micro_batch_of(batch, index) for index, batch in enumerate(batches)]
@@ -127,12 +124,12 @@ class Plan(Record):
 def _check_numbers(plan: Plan) -> None:
     """Raise ValueError unless all ranks and sequences in the plan's groups are whole numbers.
 
-    A plan may have a thousand groups: one look at all their numbers takes a tenth of one at each.
+    One check of all numbers of a plan takes a tenth of one check per group.
     """
     groups = plan.groups
     ranks = tuple(chain.from_iterable(group.ranks for group in groups))
     sequences = tuple(chain.from_iterable(group.sequences for group in groups))
-    # The constructor of a group has compared its ranks, but 1.0 and True are equal to 1.
+    # The constructor of a group compared its ranks, but 1.0 and True equal 1.
     if are_whole(ranks, least=0, most=MAX_RANKS - 1) and are_whole(
         sequences, least=0, most=len(plan.lengths) - 1
     ):
@@ -148,7 +145,7 @@ def _check_numbers(plan: Plan) -> None:
 def _check_coverage(plan: Plan) -> None:
     """Raise ValueError unless every sequence has a token and is in exactly one group."""
     placed = Counter(chain.from_iterable(group.sequences for group in plan.groups))
-    # Messages name the ids, since a planner's mistake is found by its sequences.
+    # Ids help to find a planner's mistake.
     wanted = set(range(len(plan.lengths)))
     missing = sorted(wanted - set(placed))
     repeated = sorted(sequence for sequence, count in placed.items() if count > 1)

@@ -59,11 +59,10 @@ class Slice:
     start: int
     """First token, counted in the sequence."""
     stop: int
-    """First token behind the slice."""
+    """Token after the last."""
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in the slice."""
         return self.stop - self.start
 
 
@@ -82,7 +81,7 @@ class Zone:
     start: int
     """First row of the zone."""
     stop: int
-    """First row behind the zone."""
+    """Row after the last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,16 +91,15 @@ class Shard:
     rank: int
     """The rank that holds the tokens."""
     zones: tuple[Zone, ...]
-    """The rank's zones, one after the other in its row; () for a rank with nothing to do."""
+    """The rank's zones, in row order; () for an idle rank."""
 
     @property
     def tokens(self) -> int:
-        """Number of tokens."""
         return self.zones[-1].stop if self.zones else 0
 
     @property
     def slices(self) -> tuple[Slice, ...]:
-        """All slices in the order of the row."""
+        """All slices, in row order."""
         return tuple(chain.from_iterable(zone.slices for zone in self.zones))
 
 
@@ -132,8 +130,8 @@ def make_shard(micro_batch: MicroBatch, lengths: Sequence[int], rank: int) -> Sh
 def placed(
     micro_batch: MicroBatch, lengths: Sequence[int], sequences: Collection[int]
 ) -> Iterator[tuple[int, Slice]]:
-    """Yield (rank, slice) of everything that ranks hold of some sequences; the slices of one rank
-    in the order of its row.
+    """Yield (rank, slice) for each slice of some sequences; the slices of one rank are in row
+    order.
 
     lengths: tokens of every sequence of the plan. sequences: ids, best as a set.
     """
@@ -147,7 +145,7 @@ def placed(
 
 
 def group_slices(group: Group, lengths: Sequence[int], index: int) -> tuple[Slice, ...]:
-    """Return the slices that the rank of `index` in `group` holds, in the order of its row.
+    """Return the slices of the rank of `index` in `group`, in row order.
 
     lengths: tokens of every sequence of the plan, by sequence id.
     """
@@ -169,8 +167,8 @@ def _lengths_of(group: Group, lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Part(NamedTuple):
-    """Tokens [start, stop) of a group's sequence; there may be none. A tuple, since planning and
-    dealing make one for every sequence and rank."""
+    """Tokens [start, stop) of a group's sequence, possibly empty. A tuple, since there is one
+    per sequence and rank."""
 
     member: int
     """Index of the sequence in the group."""
@@ -181,16 +179,16 @@ class _Part(NamedTuple):
 def _chunk_parts(
     strategy: str, lengths: tuple[int, ...], index: int, degree: int
 ) -> Iterator[_Part]:
-    """Yield the parts of the rank of `index` where every sequence is cut into chunks."""
+    """Yield the parts of the rank of `index` if every sequence is cut into chunks."""
     for member, cut in enumerate(cuts(strategy, lengths, degree)):
         for chunk in held_chunks(strategy, index, degree, mirrored=cut.mirrored):
             yield _Part(member, cut.bounds[chunk], cut.bounds[chunk + 1])
 
 
 def _contiguous_parts(lengths: tuple[int, ...], index: int, degree: int) -> Iterator[_Part]:
-    """Yield the parts of the rank of `index` where the concatenation of all sequences is cut."""
+    """Yield the parts of the rank of `index` if the concatenation of all sequences is cut."""
     part_start, part_stop = contiguous_part(sum(lengths), index, degree)
-    offset = 0  # of the sequence in the concatenation
+    offset = 0  # offset of the sequence in the concatenation
     for member, length in enumerate(lengths):
         start = max(part_start - offset, 0)
         stop = min(part_stop - offset, length)
@@ -199,9 +197,9 @@ def _contiguous_parts(lengths: tuple[int, ...], index: int, degree: int) -> Iter
 
 
 def contiguous_part(tokens: int, index: int, degree: int) -> tuple[int, int]:
-    """Return [start, stop) of part `index` when `tokens` are cut into `degree` parts.
+    """Return [start, stop) of part `index` of `tokens` cut into `degree` parts.
 
-    The parts differ by at most one token.
+    Parts differ by at most one token.
     """
     return index * tokens // degree, (index + 1) * tokens // degree
 
@@ -216,17 +214,17 @@ class Cut:
     bounds: tuple[int, ...]
     """[chunks + 1] Chunk c has tokens [bounds[c], bounds[c + 1])."""
     mirrored: bool
-    """Whether the last rank holds the first chunk."""
+    """True if the last rank holds the first chunk."""
 
     def tokens(self, chunks: Iterable[int]) -> int:
-        """Return the tokens of some chunks together."""
+        """Return the number of tokens in some chunks."""
         return sum(self.bounds[chunk + 1] - self.bounds[chunk] for chunk in chunks)
 
 
 def held_chunks(
     strategy: str, index: int, degree: int, *, mirrored: bool = False
 ) -> tuple[int, ...]:
-    """Return the chunks of a sequence that the rank of `index` holds, in the order of its row."""
+    """Return the chunks of a sequence on the rank of `index`, in row order."""
     front = degree - 1 - index if mirrored else index
     if chunks_per_rank(strategy) == 1:
         return (front,)
@@ -238,15 +236,14 @@ def held_chunks(
 def cuts(strategy: str, lengths: tuple[int, ...], degree: int) -> tuple[Cut, ...]:
     """Return the cut of each sequence of a group.
 
-    Tokens are dealt to ranks as cards are, one sequence after the other without a new start, so
-    that the rounding of many short sequences does not pile up on one rank: over the whole group
-    every rank holds its fair share to within one token. With two chunks per rank a rank's share is
-    then halved into its front and its back chunk.
+    Tokens are distributed round robin, continuing from sequence to sequence. So the rounding of
+    many short sequences does not accumulate on one rank: each rank holds its fair share to within
+    one token. With two chunks per rank, that share is halved into a front and a back chunk.
 
     lengths: tokens of each sequence of the group.
     """
     group_cuts = []
-    dealt = 0  # tokens of the sequences before
+    dealt = 0  # tokens of previous sequences
     for length, is_mirrored in zip(lengths, mirrored(lengths), strict=True):
         sizes = _dealt_shares(dealt, length, degree)  # by rank
         if is_mirrored:
@@ -262,13 +259,13 @@ def cuts(strategy: str, lengths: tuple[int, ...], degree: int) -> tuple[Cut, ...
 
 
 def mirrored(lengths: Sequence[int]) -> tuple[bool, ...]:
-    """Return for each sequence of a group whether it lies the other way round.
+    """Return for each sequence of a group whether its chunks are in reverse rank order.
 
-    Longest first, each sequence joins the side with fewer tokens. No sequence lies the other way
-    round where the lighter side would have less than 1 / `MIRRORED_SHARE` of the tokens.
+    Longest first, each sequence joins the side with fewer tokens. All keep the forward order if
+    the lighter side would have less than 1 / `MIRRORED_SHARE` of the tokens.
     """
     flags = [False] * len(lengths)
-    tokens = [0, 0]  # of the sequences that lie in order, and of those that lie the other way
+    tokens = [0, 0]  # tokens of the forward and of the mirrored sequences
     for member in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         flags[member] = tokens[True] < tokens[False]
         tokens[flags[member]] += lengths[member]
@@ -278,9 +275,9 @@ def mirrored(lengths: Sequence[int]) -> tuple[bool, ...]:
 
 
 def _dealt_shares(dealt: int, length: int, degree: int) -> list[int]:
-    """Return how many tokens of a sequence each rank is dealt, [degree].
+    """Return the number of tokens of a sequence on each rank, [degree].
 
-    dealt: tokens that were dealt before this sequence. length: tokens of the sequence.
+    dealt: tokens distributed before this sequence. length: tokens of the sequence.
     """
     shares = []
     for index in range(degree):
@@ -291,6 +288,6 @@ def _dealt_shares(dealt: int, length: int, degree: int) -> list[int]:
 
 
 def _dealt_to(tokens: int, index: int, degree: int) -> int:
-    """Return how many of `tokens`, dealt round robin to `degree` ranks, the rank of `index` has
-    got."""
+    """Return how many of `tokens`, distributed round robin over `degree` ranks, the rank of
+    `index` has."""
     return (tokens + degree - 1 - index) // degree

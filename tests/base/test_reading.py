@@ -72,11 +72,11 @@ def test_what_is_no_text_is_refused(tmp_path: Path, name: str, data: bytes) -> N
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("[" * 100_000, "nested too deep|lists and objects"),
-        ("[" * 5000 + "]" * 5000, "lists and objects|nested too deep"),
-        ('{"a":' * 900, "nested too deep|not JSON"),
-        ("NaN", "NaN is no number"),
-        ('{"a": [-Infinity]}', "-Infinity is no number"),
+        ("[" * 100_000, "too deep|lists and objects"),
+        ("[" * 5000 + "]" * 5000, "lists and objects|too deep"),
+        ('{"a":' * 900, "too deep|not JSON"),
+        ("NaN", "NaN is not a number"),
+        ('{"a": [-Infinity]}', "-Infinity is not a number"),
         ('{"a": 1, "a": 2}', "the key 'a' twice"),
         ("9" * 5000, "4300 digits"),
         ('{"a": 1', "is not JSON"),
@@ -90,9 +90,7 @@ def test_json_that_is_none_or_means_two_things_is_refused(text: str, message: st
 
 def test_more_lists_than_memory_holds_are_counted_before_they_are_made() -> None:
     text = json.dumps([[]] * 1000)
-    with pytest.raises(
-        ValueError, match="1,001 lists and objects, at most 1,000 are taken"
-    ) as bad:
+    with pytest.raises(ValueError, match="1,001 lists and objects, more than 1,000") as bad:
         parse_json(text, SMALL)
     enough = int(str(bad.value).rpartition("bytes=")[2])
     assert parse_json(text, Limits(bytes=enough)) == [[]] * 1000

@@ -338,7 +338,7 @@ def test_what_cannot_be_reported_is_one_line(
     lengths, other = str(tmp_path / "lengths"), trace(tmp_path, [line(plan, 0, 1.0)])
     for argv, message in (
         ([lengths, *html], "holds lengths: to plan them, give --topology and --cost-model"),
-        ([str(tmp_path / "bad"), *html, *MACHINE], "line 2 is no integer"),
+        ([str(tmp_path / "bad"), *html, *MACHINE], "line 2 is not an integer"),
         ([str(tmp_path / "empty"), *html, *MACHINE], "holds no lengths"),
         ([str(tmp_path / "none.json"), *html], "not a plan: missing keys"),
         ([str(tmp_path / "absent"), *html], "No such file"),

@@ -204,7 +204,7 @@ def test_presets_from_before_there_were_kinds_have_their_digests() -> None:
     [
         ([{"share": 0.5, "attention_s": 1.0}], "full layers are in attention_s"),
         ([{"share": 0.5, "attention_s": 1.0, "window": 0}], "kinds, window=0"),
-        ([{"share": 0.5, "attention_s": 1.0, "window": 2, "chunk": 2}], "give it one of them"),
+        ([{"share": 0.5, "attention_s": 1.0, "window": 2, "chunk": 2}], "set one of them"),
         ([{"share": 1.5, "attention_s": 1.0, "window": 2}], "window 2, share=1.5"),
         ([{"share": 0.5, "attention_s": -1.0, "window": 2}], "window 2, attention_s=-1.0"),
         ([{"share": 0.5, "attention_s": 1.0, "window": 2}] * 2, "window 2 is listed twice"),

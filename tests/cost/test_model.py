@@ -357,7 +357,7 @@ def test_digest_sees_every_constant() -> None:
         ({"linear_s": "fast"}, "linear_s='fast'"),
         ({"linear_s": 0}, "linear_s=0"),
         ({"attention_s": -1.0}, "attention_s=-1.0"),
-        ({"budget_bytes": float("nan")}, "NaN is no number"),
+        ({"budget_bytes": float("nan")}, "NaN is not a number"),
         ({"budget_bytes": 1e300}, "budget_bytes=1e.300: must be at most"),
         ({"attention_s": True}, "attention_s=True: must be a finite number"),
         ({"attention_s": 10**400}, "attention_s=1000.*: must be at most"),

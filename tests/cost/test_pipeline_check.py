@@ -56,7 +56,7 @@ def test_the_unchanged_plan_is_legal():
         ({"last": LAST.replace("1F1.0 1I1.0 1W1.0", "")}, "no 1F1.0"),
         ({"first": FIRST + " 0B1.0"}, "0B1.0: backwards of a unit"),
         ({"first": FIRST + " 0F1.0"}, "0F1.0: forwards of a unit"),
-        ({"first": FIRST + " 0F2.0"}, "0F2.0: there is no such"),
+        ({"first": FIRST + " 0F2.0"}, "0F2.0: unknown kind"),
         ({"first": FIRST + " 1F0.0"}, "1F0.0: stage 1 is not on rank 0"),
         (
             {"first": "0F1.0 0F0.0 0F0.1 0I0.1 0I0.0 0W0.1 0W0.0 0B1.0"},
@@ -89,8 +89,8 @@ def chunks_with(place, slices):
         (1, [(0, 8, 16), (1, 0, 8)], "chunk 1.0: .* must begin at token 8"),
         (1, [(1, 0, 8), (0, 8, 16)], "chunk 0.1: only the first slice may be a part"),
         (1, [], "chunk 0.1 holds no token"),
-        (1, [(7, 0, 8)], "chunk 0.1: .* is no slice of a sequence"),
-        (0, [(0, 0, 16)], "chunk 0.1: .* is no slice|must begin at token 16"),
+        (1, [(7, 0, 8)], "chunk 0.1: .* is not a slice of a sequence"),
+        (0, [(0, 0, 16)], "chunk 0.1: .* is not a slice|must begin at token 16"),
     ],
 )
 def test_wrong_slices_are_named(place, slices, problem):
@@ -102,7 +102,7 @@ def test_a_cut_sequence_stays_in_its_unit():
     chunks = plan().chunks
     torn = (chunks[0], replace(chunks[1], unit=1, index=0), replace(chunks[2], unit=2))
     with pytest.raises(
-        ValueError, match="chunk 1.0: a cut sequence begins in chunk 0 of its unit"
+        ValueError, match="chunk 1.0: a cut sequence must begin in chunk 0 of its unit"
     ):
         check(plan(chunks=torn))
 

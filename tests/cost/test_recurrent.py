@@ -270,7 +270,7 @@ def test_a_mamba_2_has_the_summaries_of_a_decay_and_a_convolution_none() -> None
 
 
 def test_an_unknown_kind_of_recurrent_layer_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ValueError, match="'rwkv' is not known here; these are: gated_delta"):
+    with pytest.raises(ValueError, match="'rwkv' of recurrent layer: expected one of gated_delta"):
         replace(DELTA, kind="rwkv")
 
 

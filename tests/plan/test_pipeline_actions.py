@@ -42,7 +42,7 @@ def test_the_text_form_names_stage_kind_unit_and_chunk():
 
 @pytest.mark.parametrize("word", ["2X0.1", "F0.1", "2F0", "2F0.1x", "-1F0.0", ""])
 def test_other_words_are_refused(word):
-    with pytest.raises(ValueError, match="no action"):
+    with pytest.raises(ValueError, match="not an action"):
         Action.parse(word)
 
 

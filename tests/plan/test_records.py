@@ -107,7 +107,7 @@ def test_a_form_without_a_topology_is_refused() -> None:
         replace(OF_GROUPS, lengths=(9, 2, 1)).check_form()
     with pytest.raises(ValueError, match="replicas must hold each of 3 sequences once"):
         replace(OF_PIPELINES, lengths=(9, 2, 1)).check_form()
-    with pytest.raises(ValueError, match="1 plans for 2 replicas"):
+    with pytest.raises(ValueError, match="expected one plan per replica, got 1 for 2"):
         replace(OF_PIPELINES, plans=OF_PIPELINES.plans[:1]).check_form()
     torn = replace(replica(2, 0.5), actions=(parse("0F0.0"),))
     with pytest.raises(ValueError, match="stage 0 has no 0B0.0"):

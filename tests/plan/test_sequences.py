@@ -82,7 +82,7 @@ def test_refuses_what_is_no_plan(text: str) -> None:
         ((0, 2), (0,), "ulysses", "contiguous"),
         ((1, 0), (0,), "ulysses", "contiguous"),
         ((0, 1), (), "ulysses", "no sequence"),
-        ((0, 1), (0,), "ring", "none of"),
+        ((0, 1), (0,), "ring", "must be one of"),
         ((0, 1), (0,), "local", "does not fit degree 2"),
         ((0,), (0,), "zigzag", "does not fit degree 1"),
     ],
