@@ -100,10 +100,14 @@ def columns_of(parts, examples):
     return {name: torch.tensor(value, dtype=torch.int64) for name, value in columns.items()}
 
 
-def micro_batches(communicator, plan, examples, *, lockstep):
-    """Inputs of the model for every micro-batch that this rank runs."""
-    passes = Always(communicator.topology)
-    shards = PlanLayout(plan, communicator.rank, passes.shards).shards
+def micro_batches(communicator, plan, examples, *, lockstep, has_passes=True):
+    """Inputs of the model for every micro-batch that this rank runs.
+
+    has_passes: True if every micro-batch is remapped, which gives every rank tokens of it.
+    """
+    passes = Always(communicator.topology) if has_passes else None
+    all_shards = None if passes is None else passes.shards
+    shards = PlanLayout(plan, communicator.rank, all_shards).shards
     columns = [columns_of(parts, examples) for parts in rows_of(shards)]
     kernel = choose_kernel(CPU, torch.float64, 8)
     return inputs_by_micro_batch(
@@ -286,7 +290,9 @@ def reduced_by_ddp(rank, world_size):
     communicator = join(Topology(nodes=1, ranks_per_node=world_size))
     model = llama()
     ddp = DistributedDataParallel(model, **SMALL_BUCKETS)
-    *earlier, last = micro_batches(communicator, plan_that_ends_apart(), examples, lockstep=False)
+    *earlier, last = micro_batches(
+        communicator, plan_that_ends_apart(), examples, lockstep=False, has_passes=False
+    )
     for inputs in earlier:
         with ddp.no_sync():
             backward(ddp, inputs, examples, world_size)
@@ -312,7 +318,9 @@ def reduced_by_us(rank, world_size, early):
     communicator = join(Topology(nodes=1, ranks_per_node=world_size))
     model = llama()
     ddp = DistributedDataParallel(model)
-    *earlier, last = micro_batches(communicator, plan_that_ends_apart(), examples, lockstep=True)
+    *earlier, last = micro_batches(
+        communicator, plan_that_ends_apart(), examples, lockstep=True, has_passes=False
+    )
     with ddp.no_sync():
         for inputs in earlier:
             backward(ddp, inputs, examples, world_size)
