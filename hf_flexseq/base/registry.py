@@ -132,7 +132,7 @@ def entry_of(option: str, name: object, entries: Mapping[str, PlannerEntry]) -> 
     missing = [module for module in SOLVER if find_spec(module) is None]
     if entry.needs_solver and missing:
         raise ValueError(
-            f"{option}={name!r} needs {' and '.join(missing)}, which is not installed:  "
+            f"{option}={name!r} needs {' and '.join(missing)}, not installed: "
             f'pip install "hf_flexseq[planner]", or choose another {option}'
         )
     return entry
