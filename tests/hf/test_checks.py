@@ -93,7 +93,11 @@ def make_trainer(folder, *, model=None, data=DATA, collator=None, trainer=None, 
             ValueError,
             "cost_model='no-such-model' is neither a file nor one of",
         ),
-        ({"planner": "static", "sp_degree": 2}, ValueError, "sp_degree=2 does not divide 1 ranks"),
+        (
+            {"planner": "static", "sp_degree": 2},
+            ValueError,
+            "sp_degree=2 does not divide 1 nodes of 1 ranks",
+        ),
         ({"plan_trace": "/"}, ValueError, "plan_trace='/' is a folder"),
         (
             {"label_smoothing_factor": 0.1},
@@ -252,7 +256,9 @@ def degree_of_three(rank, world_size, folder):
 
 @pytest.mark.processes
 def test_a_degree_that_does_not_divide_the_ranks(tmp_path):
-    with pytest.raises(AssertionError, match="ValueError: sp_degree=3 does not divide 2 ranks"):
+    with pytest.raises(
+        AssertionError, match="ValueError: sp_degree=3 does not divide 1 nodes of 2 ranks"
+    ):
         run_ranks(degree_of_three, 2, tmp_path)
 
 

@@ -146,7 +146,7 @@ class CountsPlans(TrainerCallback):
         self.engine = None
 
     def on_step_end(self, args, state, control, **given):
-        self.counts.append(self.engine._training.lookahead._next_request)
+        self.counts.append(self.engine._training._next_request)
 
 
 def trained(folder, lookahead, cls=True):

@@ -289,13 +289,15 @@ import random
 from hf_flexseq.planner import make_plan
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.base.topology import Topology
+from hf_flexseq.plan.options import PlanOptions
 rng = random.Random(0)
 for nodes, ranks in ((8, 8), (1, 6)):
     topology = Topology(nodes=nodes, ranks_per_node=ranks)
     lengths = [int(rng.lognormvariate(6.9, 1.5)) + 1 for _ in range(128)]
     for sync in ("lockstep", "free"):
         cost = PRESETS["flexsp-gpt-7b-a100"]
-        plan = make_plan(lengths, topology, cost, max_tokens_per_rank=20000, sync=sync)
+        options = PlanOptions(max_tokens_per_rank=20000, sync=sync)
+        plan = make_plan(lengths, topology, cost, options)
         print(plan.digest())
 """
 

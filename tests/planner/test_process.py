@@ -104,7 +104,9 @@ def test_a_killed_worker_is_reported(worker: PlannerWorker) -> None:
 
 @pytest.mark.processes
 def test_a_worker_that_fails_shows_its_last_words() -> None:
-    worker = PlannerWorker(groups_job(colour="blue"))
+    worker = PlannerWorker(
+        StagesJob(cost=PIPELINE, options={"schedule": "infinipipe", "colour": "blue"})
+    )
     worker.submit(0, [1])
     with pytest.raises(
         RuntimeError,
