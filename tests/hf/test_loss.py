@@ -1,10 +1,10 @@
 """The chunked loss against the twin that makes all logits, and what it leaves alone."""
 
-import ast
 import itertools
 import json
 import logging
 import pickle
+import re
 import types
 from pathlib import Path
 
@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.hf.model.head_trial import try_head
 from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
-from hf_flexseq.hf.model.loss_source import KeepsOwnLoss, head_in
 from hf_flexseq.kernels import chunked_loss
 from hf_flexseq.kernels.chunked_loss import choose_backend, chunk_rows, chunked_cross_entropy_sum
 from tests.ranks import run_ranks
@@ -384,10 +384,10 @@ def split_head(model: nn.Module) -> None:
     ("change", "reason"),
     [
         (own_loss, "its loss is <lambda>"),
-        (low_rank_head, "lm_head is no plain"),
-        (saved_head, "lm_head is no plain"),
-        (no_head, "lm_head is no plain"),
-        (hooked_head, "forward of its own"),
+        (low_rank_head, "expected a plain nn.Linear"),
+        (saved_head, "expected a plain nn.Linear"),
+        (no_head, "expected a plain nn.Linear"),
+        (hooked_head, "replaced forward"),
         (own_forward, "forward has been replaced"),
         (split_head, "tensor parallelism"),
     ],
@@ -409,80 +409,113 @@ def test_a_forward_wrapped_by_accelerate_is_looked_through():
     assert difference(model(**batch).loss, full_loss(make_model(), batch)) < 1e-6
 
 
-class Twice(transformers.LlamaForCausalLM):
+class Llama(transformers.LlamaForCausalLM):
+    """A model whose parts can be changed one by one."""
+
     def forward(self, input_ids, labels=None, **kwargs):
-        logits = self.lm_head(self.model(input_ids).last_hidden_state)
-        logits.mul_(2)
-        loss = (
-            None
-            if labels is None
-            else self.loss_function(logits=logits, labels=labels, vocab_size=61, **kwargs)
-        )
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.logits_of(hidden)
+        loss = None if labels is None else self.loss_of(logits, labels, **kwargs)
         return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
+    def logits_of(self, hidden):
+        return self.lm_head(hidden)
 
-class Forgetful(transformers.LlamaForCausalLM):
-    def forward(self, input_ids, labels=None, **kwargs):
-        logits = self.lm_head(self.model(input_ids).last_hidden_state)
-        loss = (
-            None
-            if labels is None
-            else self.loss_function(logits=logits, labels=labels, vocab_size=61)
+    def loss_of(self, logits, labels, **kwargs):
+        return self.loss_function(logits=logits, labels=labels, vocab_size=61, **kwargs)
+
+
+class InPlace(Llama):
+    def logits_of(self, hidden):
+        return self.lm_head(hidden).mul_(2)
+
+
+class Wide(Llama):
+    def logits_of(self, hidden):
+        return self.lm_head(hidden).float()
+
+
+class Scaled(Llama):
+    def logits_of(self, hidden):
+        return self.lm_head(hidden) / 2
+
+
+class HeadTwice(Llama):
+    def logits_of(self, hidden):
+        return self.lm_head(hidden + self.lm_head(hidden).sum())
+
+
+class Forgetful(Llama):
+    def loss_of(self, logits, labels, num_items_in_batch=None, **kwargs):
+        return super().loss_of(logits, labels, **kwargs)
+
+
+class Unshifted(Llama):
+    def loss_of(self, logits, labels, shift_labels=None, **kwargs):
+        return super().loss_of(logits, labels, **kwargs)
+
+
+class Relabelling(Llama):
+    def loss_of(self, logits, labels, **kwargs):
+        return super().loss_of(logits, labels.flip(1), **kwargs)
+
+
+class LogitsInLoss(Llama):
+    def loss_of(self, logits, labels, **kwargs):
+        return super().loss_of(logits, labels, **kwargs) + logits.logsumexp(-1).mean()
+
+
+class SecondLoss(Llama):
+    def loss_of(self, logits, labels, **kwargs):
+        other = F.cross_entropy(self.model.embed_tokens.weight, labels[0, :1].expand(61))
+        return super().loss_of(logits, labels, **kwargs) + other
+
+
+class LossTwice(Llama):
+    def loss_of(self, logits, labels, **kwargs):
+        return 2 * super().loss_of(logits, labels, **kwargs) - super().loss_of(
+            logits, labels, **kwargs
         )
-        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
 
-class Relabelling(transformers.LlamaForCausalLM):
-    def forward(self, input_ids, labels=None, **kwargs):
-        logits = self.lm_head(self.model(input_ids).last_hidden_state)
-        labels = None if labels is None else labels.flip(1)
-        loss = (
-            None
-            if labels is None
-            else self.loss_function(logits=logits, labels=labels, vocab_size=61, **kwargs)
-        )
-        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+class LossOfItsOwn(Llama):
+    def loss_of(self, logits, labels, **kwargs):
+        return nn.CrossEntropyLoss()(logits.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("cls", [Twice, Forgetful, Relabelling])
-def test_forwards_that_would_be_computed_wrongly_are_refused(cls):
-    assert attach_chunked_loss(cls(transformers.LlamaConfig(**SMALL))) is None
-
-
-SUITABLE = """
-def forward(self, input_ids, labels=None, logits_to_keep=0, **kwargs):
-    outputs = self.model(input_ids, **kwargs)
-    hidden = outputs.last_hidden_state
-    logits = self.lm_head(hidden[:, -logits_to_keep:])
-    loss = None
-    if labels is not None:
-        loss = self.loss_function(logits=logits, labels=labels, **kwargs)
-    if output_router_logits:
-        loss += self.router_aux_loss_coef * aux_loss
-    return CausalLMOutputWithPast(loss=loss, logits=logits)
-"""
-
-
-def test_the_head_is_read_from_the_source():
-    assert head_in(ast.parse(SUITABLE)) == "lm_head"
+class NeedsNumbers(Llama):
+    def loss_of(self, logits, labels, **kwargs):
+        return super().loss_of(logits, labels, **kwargs) * labels.max().item()
 
 
 @pytest.mark.parametrize(
-    "line, replaced_by, reason",
+    ("cls", "reason"),
     [
-        ("self.lm_head(hidden[:, -logits_to_keep:])", "self.lm_head(hidden).float()", "line 5"),
-        ("loss = None", "logits = logits / self.config.logits_scaling", "line 6"),
-        ("self.lm_head(hidden", "self.lm_head(self.lm_head(hidden)", "head twice"),
-        ("loss = None", "labels = labels[:, 1:]", "changes the labels"),
-        ("labels=labels, **kwargs)", "labels=labels)", "no `self.loss_function"),
-        ("self.loss_function(logits=logits", "F.cross_entropy(logits", "no `self.loss_function"),
+        (InPlace, r"more with the logits than to pass them on \(mul_\)"),
+        (Wide, "more with the logits"),
+        (Scaled, "more with the logits"),
+        (HeadTwice, "calls its lm_head 2 times"),
+        (Forgetful, "does not give num_items_in_batch"),
+        (Unshifted, "does not give shift_labels"),
+        (Relabelling, "changes the labels"),
+        (LogitsInLoss, r"more with the logits than to pass them on \(logsumexp\)"),
+        (SecondLoss, "loss_function just once"),
+        (LossTwice, "loss_function just once"),
+        (LossOfItsOwn, "loss_function just once"),
+        (NeedsNumbers, "could not be tried with labels"),
     ],
 )
-def test_a_source_that_does_more_with_logits_is_refused(line, replaced_by, reason):
-    changed = SUITABLE.replace(line, replaced_by)
-    assert changed != SUITABLE
-    with pytest.raises(KeepsOwnLoss, match=reason):
-        head_in(ast.parse(changed))
+def test_forwards_that_would_be_computed_wrongly_are_refused(cls, reason):
+    model = cls(transformers.LlamaConfig(**SMALL))
+    assert attach_chunked_loss(model) is None
+    assert re.search(reason, try_head(model).reason)
+
+
+def test_a_forward_that_passes_its_logits_on_is_not():
+    model, batch = Llama(transformers.LlamaConfig(**SMALL)).double(), make_batch()
+    assert try_head(model).head == "lm_head"
+    assert attach_chunked_loss(model) is not None
+    assert_chunked_equals_full(model, batch)
 
 
 def test_something_else_than_a_transformers_model_is_refused():

@@ -5,11 +5,11 @@ not.
 2. layers        attention over all of a sequence, a window or chunks, and recurrent layers of
                  known kinds (`layer_kinds.py`)
 3. options       nothing in the configuration that attention or loss would have to compute
-4. positions     counted from 0 in every sequence, and by no module itself (`positions.py`)
+4. positions     counted from 0 in every sequence (`positions.py`)
 5. modules       nothing on the model itself: compilation, reentrant checkpointing, mixers of
                  others
-6. a trial       one forward of an empty twin (`trial.py`), which sees what the layers really ask
-                 for, and that it is what the configuration says
+6. a trial       one forward of an empty copy (`trial.py`) shows what the layers really ask for;
+                 it must be what the configuration says, and no module may count positions
 
 The configuration comes first, since it gives reasons in words that a user can act on.
 """
@@ -25,13 +25,14 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from hf_flexseq.base.layers import RecurrentShape
 from hf_flexseq.base.values import listed
 from hf_flexseq.hf.model.facts import is_classifier, is_reentrant_layer, is_tensor_parallel
+from hf_flexseq.hf.model.head_trial import try_head
 from hf_flexseq.hf.model.layer_kinds import (
     Layer,
     LayerKind,
     UnknownLayers,
     layers_of,
 )
-from hf_flexseq.hf.model.positions import unsuitable_positions
+from hf_flexseq.hf.model.positions import unsuitable_count, unsuitable_positions
 from hf_flexseq.hf.model.recurrent import RecurrentCall, replaced_mixer
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
@@ -108,9 +109,9 @@ def _unsuitable_kind(model: PreTrainedModel) -> str | None:
             "its forward does not take num_items_in_batch (**kwargs), so its loss would be a "
             "mean of its own"
         )
-    if _has_own_loss(model):
+    if try_head(model).has_own_loss:
         return (
-            "its forward computes a cross entropy of its own, a mean over its batch, and not the "
+            "its forward computes a loss of its own, a mean over its batch, and does not call the "
             "model's loss_function, which divides by num_items_in_batch"
         )
     return None
@@ -124,16 +125,6 @@ def _unsuitable_hooks(model: PreTrainedModel) -> str | None:
         f"{listed(hooks)} changes gradients of each micro-batch, before those of the step are "
         "complete; remove the hook, and use the callback event on_pre_optimizer_step"
     )
-
-
-def _has_own_loss(model: PreTrainedModel) -> bool:
-    """Tell whether the forward of `model` computes a loss without transformers' loss function."""
-    try:
-        source = inspect.getsource(inspect.unwrap(type(model).forward))
-    except (OSError, TypeError):  # made without a file
-        return False
-    computes = "CrossEntropyLoss(" in source or "cross_entropy(" in source
-    return computes and "loss_function" not in source
 
 
 def _unsuitable_options(config: Any) -> str | None:
@@ -185,18 +176,21 @@ def _unsuitable_modules(model: PreTrainedModel) -> str | None:
 
 def _unsuitable_layers(model: PreTrainedModel, layers: Sequence[Layer]) -> str | None:
     """Return the reason why the attention or the recurrent layers of a model are not ours to
-    compute, from one forward of an empty twin.
+    compute, from one forward of an empty copy.
 
     layers: what the configuration says of the layers.
     """
     trial = try_model(model)
+    counting = unsuitable_count(trial.counts)
+    if counting is not None:
+        return counting
     if trial.refusal is not None:
         return trial.refusal
     for call in trial.calls:
         contradiction = _contradiction(call, trial.calls, layers)
         if contradiction is not None:
             return contradiction
-    # A twin that did not go on may have ended inside its last mixer.
+    # A trial that ended early may have ended inside its last mixer.
     for run in trial.mixers if trial.fault is None else trial.mixers[:-1]:
         contradiction = _recurrent_contradiction(run, layers)
         if contradiction is not None:

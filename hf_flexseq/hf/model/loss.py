@@ -25,9 +25,9 @@ under FSDP2 and ZeRO-3. The head divides by the number of items itself, though t
 could: accelerate's FSDP2 casts a unit's outputs, and their gradients, to 16 bits, and 1/items
 would be off by up to 0.4 % in every gradient. The loss's value goes around that cast, too.
 
-A model is suitable when its head is a plain nn.Linear and nothing else happens to its logits. The
-second is read from the source of its `forward` (loss_source.py), and no hook of the user's may see
-what the head returns.
+A model is suitable if its head is a plain nn.Linear and nothing else happens to its logits. An
+empty copy of the model shows the second (head_trial.py), and no hook of the user's may see what
+the head returns.
 
 Rejected: a list of known models, which ages; replacing the model's `forward`, which differs from
 model to model and fights with accelerate, which replaces it as well; and calling the base model
@@ -48,7 +48,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.facts import is_tensor_parallel, unsharded_class
-from hf_flexseq.hf.model.loss_source import KeepsOwnLoss, head_name
+from hf_flexseq.hf.model.head_trial import try_head
 from hf_flexseq.kernels.chunked_loss import (
     choose_backend,
     chunk_rows,
@@ -59,6 +59,11 @@ from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.users_code import has_output_hook
 
 logger = logging.getLogger(__name__)
+
+
+class KeepsOwnLoss(Exception):
+    """A model must keep its own loss; the message is the reason."""
+
 
 # Sees logits [rows, V] of tokens that come one behind the other.
 Read = Callable[[torch.Tensor], None]
@@ -365,13 +370,16 @@ def _suitable_head(model: nn.Module) -> nn.Linear:
     replaced = vars(model).get("_original_forward", vars(model).get("forward"))
     if replaced is not None and getattr(replaced, "__func__", replaced) is not type(model).forward:
         raise KeepsOwnLoss("its forward has been replaced by another one")
-    name = head_name(type(model))
-    head = getattr(model, name, None)
+    trial = try_head(model)
+    if trial.head is None:
+        raise KeepsOwnLoss(trial.reason)
+    head = model.get_submodule(trial.head)
     kind = unsharded_class(head)
     if kind is not nn.Linear or "forward" in vars(head):
         raise KeepsOwnLoss(
-            f"its {name} is no plain nn.Linear but {kind.__name__}, or has a forward of its own"
+            f"its {trial.head} is a {kind.__name__} or has a replaced forward; expected a plain "
+            "nn.Linear"
         )
     if has_output_hook(head):
-        raise KeepsOwnLoss(f"a hook is registered on its {name}, which sees logits")
+        raise KeepsOwnLoss(f"a hook on its {trial.head} reads logits")
     return head

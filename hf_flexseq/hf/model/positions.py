@@ -9,7 +9,7 @@ the others right while it is attached.
 
 Both come as columns beside `input_ids` (`steps/token_columns.py`), and so reach decoder and layers
 as keyword arguments of the call itself, in the replay of a checkpointed layer, too. Whatever else
-counts positions (`steps/counting.py`) is refused.
+counts positions (`trial.py`) is refused.
 
 Rejected: other rotary modules in place of the model's. Its own are called, twice, so that every
 number is theirs.
@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.hf.model.facts import is_classifier
-from hf_flexseq.steps.counting import UnreadableForward, count_in
+from hf_flexseq.hf.model.trial import Count
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 
 # Modules that count positions with the help of a cache, which can tell them where they are:
@@ -38,24 +38,13 @@ _TABLES = ("transformers.models.xglm.modeling_xglm.XGLMSinusoidalPositionalEmbed
 # A method of position embeddings that begin behind their `padding_idx`, as fairseq's do.
 _FROM_PADDING = "create_position_ids_from_input_ids"
 
-# Names of parts of models that never run on columns of tokens alone.
-_TOWERS = {
-    *("vision_tower", "vision_model", "vision_encoder", "visual", "image_embed"),
-    *("audio_tower", "audio_model", "audio_embed"),
-}
-
-
 # ---- what is refused
 
 
 def unsuitable_positions(model: PreTrainedModel, config: Any) -> str | None:
     """Return the reason why `model`, with the text configuration `config`, would not know the
     positions of its tokens; None without one."""
-    return (
-        _unsuitable_rotary(model, config)
-        or _unsuitable_embeddings(model)
-        or _counting_module(model)
-    )
+    return _unsuitable_rotary(model, config) or _unsuitable_embeddings(model)
 
 
 def _unsuitable_rotary(model: PreTrainedModel, config: Any) -> str | None:
@@ -100,28 +89,19 @@ def _unsuitable_embeddings(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _counting_module(model: PreTrainedModel) -> str | None:
-    for name, module in model.named_modules():
-        if _TOWERS.intersection(name.split(".")) or _is_one_of(
-            (*_TOLD_BY_CACHE, *_TABLES), module
-        ):
+def unsuitable_count(counts: Sequence[Count]) -> str | None:
+    """Return the first of `counts`, seen in a trial, that would be wrong in a row; None if all are
+    made right, or there are none."""
+    for count in counts:
+        if _is_one_of((*_TOLD_BY_CACHE, *_TABLES), count.module):
             continue
-        if is_classifier(module):  # it finds the last token of padded rows, which we give it
+        if is_classifier(count.module):  # it looks for the last token, which we give it
             continue
-        kind = type(module).__name__
-        try:
-            count = count_in(module)
-        except UnreadableForward as reason:
-            return (
-                f"whether {name or 'the model'} ({kind}) counts positions itself cannot be read "
-                f"from its source ({reason})"
-            )
-        if count is not None:
-            return (
-                f"{name or 'the model'} ({kind}) counts positions itself, in {count.where}: "
-                f"{count.text}; on a part of a sequence it would begin at 0, so it has to take "
-                "them from position_ids"
-            )
+        kind = type(count.module).__name__
+        return (
+            f"{count.name or 'the model'} ({kind}) counts positions itself, in {count.where}: "
+            f"{count.text}; part of a sequence would begin at 0, so take them from position_ids"
+        )
     return None
 
 

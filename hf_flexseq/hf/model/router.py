@@ -18,22 +18,19 @@ once per step.
     RouterSums    counts C and P in every micro-batch; sums that a loss on the source ranks may use
     RouterLoss    adds each micro-batch its share of the loss, for a model that predicts tokens
 
-Coefficient and k are read from the source of the model's `forward`, and its own function is tried
+An empty copy of the model shows coefficient and k (head_trial.py), and its own function is tried
 on a few numbers: a family with another router loss is refused by name.
 
 Rejected: the loss of each micro-batch by itself, as stock has it of each batch. It depends on what
 lies beside what, and on a rank's part of a long sequence it asks for balance within that part.
 """
 
-import ast
 import inspect
 import math
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
@@ -41,6 +38,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.hf.model.facts import unsharded_class
+from hf_flexseq.hf.model.head_trial import ROUTER_LOSS, try_head
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.exchange import Columns
 from hf_flexseq.steps.inputs import Inputs, without_labels
@@ -56,7 +54,6 @@ OPTION = "output_router_logits"
 NO_ROUTER_LOSS = (
     "set config.output_router_logits=False, or for TRL's trainers router_aux_loss_coef=0.0"
 )
-_FUNCTION = "load_balancing_loss_func"
 
 
 # ---- what a model's router loss is
@@ -68,12 +65,12 @@ class UnknownRouterLoss(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterFacts:
-    """What a model's forward gives to its router loss."""
+    """Arguments of the router loss."""
 
     top_k: int
-    """Experts that a token goes to."""
+    """Experts per token."""
     coefficient: float
-    """What the loss is multiplied by before the model adds it to its own."""
+    """Factor of the router loss in the loss of the model."""
 
 
 def asks_for_router_loss(model: PreTrainedModel) -> bool:
@@ -83,71 +80,27 @@ def asks_for_router_loss(model: PreTrainedModel) -> bool:
 
 def router_facts(model: PreTrainedModel) -> RouterFacts:
     """Return the facts of a model's router loss. Raises UnknownRouterLoss for another one."""
-    top_k, coefficient = _read_forward(unsharded_class(model))
-    facts = RouterFacts(
-        top_k=int(_value_of(model, top_k)), coefficient=float(_value_of(model, coefficient))
-    )
-    _try(model, facts.top_k)
-    return facts
+    trial = try_head(model)
+    if trial.top_k is None:
+        raise UnknownRouterLoss(f"its forward does not add a {ROUTER_LOSS} of its routers")
+    _compare_function(model, trial.top_k)
+    return RouterFacts(top_k=trial.top_k, coefficient=trial.coefficient)
 
 
-def _read_forward(cls: type[PreTrainedModel]) -> tuple[str, str]:
-    """Return the attributes, such as `config.router_aux_loss_coef`, from which a class's forward
-    takes k and the coefficient of its router loss."""
-    try:
-        source = inspect.getsource(inspect.unwrap(cls.forward))
-        tree = ast.parse(textwrap.dedent(source))
-    except (OSError, TypeError, SyntaxError) as error:
-        raise UnknownRouterLoss(f"the source of its forward cannot be read ({error})") from error
-    top_k, coefficient = None, None
-    for node in ast.walk(tree):
-        match node:
-            # aux_loss = load_balancing_loss_func(outputs.router_logits, E, self.<k>, mask)
-            case ast.Call(func=ast.Name(id=name), args=[_, _, third, *_]) if name == _FUNCTION:
-                top_k = _attribute_of_self(third)
-            # loss += self.<coefficient> * aux_loss...
-            case ast.AugAssign(
-                target=ast.Name("loss"), op=ast.Add(), value=ast.BinOp(left=left, op=ast.Mult())
-            ):
-                coefficient = _attribute_of_self(left)
-    if top_k is None or coefficient is None:
-        raise UnknownRouterLoss(
-            f"its forward has no `{_FUNCTION}(logits, experts, self.<k>, mask)` of which it adds "
-            "a multiple to the loss"
-        )
-    return top_k, coefficient
-
-
-def _attribute_of_self(node: ast.expr) -> str | None:
-    """Return `a.b` of an expression `self.a.b`; None for any other."""
-    names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.insert(0, node.attr)
-        node = node.value
-    is_of_self = isinstance(node, ast.Name) and node.id == "self"
-    return ".".join(names) if is_of_self and names else None
-
-
-def _value_of(model: PreTrainedModel, attribute: str) -> Any:
-    """Return the value of `a.b` of a model."""
-    return reduce(getattr, attribute.split("."), model)
-
-
-def _try(model: PreTrainedModel, top_k: int) -> None:
+def _compare_function(model: PreTrainedModel, top_k: int) -> None:
     """Raise UnknownRouterLoss unless the function that the model calls gives what is computed
     here, on two layers of a few tokens."""
     experts = max(2 * top_k, 4)
     generator = torch.Generator().manual_seed(0)
     layers = tuple(torch.randn(7, experts, generator=generator) for _ in range(2))
-    function = getattr(sys.modules[unsharded_class(model).__module__], _FUNCTION, None)
-    if function is None:
-        raise UnknownRouterLoss(f"its {_FUNCTION} is not in the module of its class")
+    function = getattr(sys.modules[unsharded_class(model).__module__], ROUTER_LOSS)
     theirs = float(function(layers, experts, top_k, None))
     sums = router_sums(layers, top_k)
     ours = float(router_loss(sums[COUNTS], sums[PROBABILITIES], top_k))
     if not math.isclose(theirs, ours, rel_tol=1e-4):
         raise UnknownRouterLoss(
-            f"its {_FUNCTION} gives {theirs:.6f} where transformers' for Mixtral gives {ours:.6f}"
+            f"its {ROUTER_LOSS} gives {theirs:.6f} where transformers' for Mixtral gives "
+            f"{ours:.6f}"
         )
 
 

@@ -1,47 +1,51 @@
-"""Run one forward of an empty twin of a model, and note what its attention layers and its
-recurrent ones ask for.
+"""Run one forward of an empty copy of a model (`meta_model.py`), and note what its layers ask for.
 
-The twin lives on the meta device, in training mode: it takes a tenth of a second and no memory.
-Its attention returns empty tensors, and so do its recurrent functions (`recurrent.py`) and its
-experts, whose routing would need numbers.
+attention    Its attention returns empty tensors, and so do its recurrent functions
+             (`recurrent.py`) and its experts, whose routing would need numbers.
+masks        In some models only the mask tells which keys a layer reads. So the meta model has a
+             mask function, too. It reads the rule that transformers would have made a mask of,
+             and compares it with what would be computed of the same call (`calls.py`).
+positions    The model is given `position_ids`, as in training. A range over as many numbers as
+             there are tokens, or a running sum over a mask, counts positions nevertheless:
 
-Which keys a layer may read stands in its mask, and in some models nowhere else. So the twin gets
-a mask function, too, as transformers' own attention has: it reads the rule from which transformers
-would have made a mask, part by part, and knows the parts listed in `_rule_of`. A mask is compared
-with what would be computed of the same call (`calls.py`).
+                 positions = torch.arange(hidden_states.shape[1])
+                 positions = torch.cumsum(attention_mask, dim=1)
+
+             A rank's row begins anywhere in a sequence and goes on with another one, so such a
+             count is wrong. transformers makes its masks so; no mask is made in training.
 """
 
-import copy
 import inspect
+import linecache
 import logging
+import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
-from transformers.integrations import deepspeed
 from transformers.masking_utils import AttentionMaskInterface
 
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.hf.model.calls import Asked, UnsupportedAttention, number_of, read_call
+from hf_flexseq.hf.model.meta_model import FAULTS, TOKENS, copy_users_modules, meta_model
 from hf_flexseq.hf.model.recurrent import (
     RecurrentCall,
     UnsupportedRecurrence,
     attach_recurrent,
     mixers,
 )
-from hf_flexseq.hf.model.router import asks_for_router_loss
 
 logger = logging.getLogger(__name__)
 
-_TRIAL = "flexseq-trial"  # name of the twin's implementation of attention and masks
-TOKENS = 2
+_TRIAL = "flexseq-trial"  # name of the meta model's implementation of attention and masks
 
 # Families whose trial ends early, and that are known to be exact all the same: by model_type of
 # the text configuration, where it ends. Such a trial has seen some of the layers, or none; the
@@ -52,7 +56,7 @@ PROBED_FAMILIES: dict[str, str] = {
     "jetmoe": "experts are cut by how many tokens each has",
 }
 
-_RULE = "flexseq_rule"  # attribute of the twin's masks: the function they would be made with
+_RULE = "flexseq_rule"  # attribute of such a mask: the function it would be made with
 
 
 class Call(NamedTuple):
@@ -84,6 +88,19 @@ class MixerRun:
     """Calls of recurrent functions, in their order; [] where it has hidden them."""
 
 
+class Count(NamedTuple):
+    """A line that counts positions."""
+
+    name: str
+    """Name of the module that counts, "" for the model."""
+    module: nn.Module
+    """The module, in the empty copy."""
+    where: str
+    """File and line, such as `modeling_llama4.py:361`."""
+    text: str
+    """The line."""
+
+
 @dataclass(slots=True)
 class Trial:
     """What was seen of a model."""
@@ -92,10 +109,12 @@ class Trial:
     """Calls of attention, in their order."""
     mixers: list[MixerRun] = field(default_factory=list)
     """Runs of recurrent mixers, in their order."""
+    counts: list[Count] = field(default_factory=list)
+    """Lines that count positions, in their order."""
     refusal: str | None = None
     """Why a layer's attention is not ours to compute, in one line."""
     fault: str | None = None
-    """Why the twin could not go on to its end; the layers up to there have been seen."""
+    """Why the meta model could not go on to its end; the layers up to there have been seen."""
     keys: list[torch.Tensor] = field(default_factory=list)
     """Keys of the calls, which tell shared ones apart from equal ones."""
 
@@ -107,59 +126,115 @@ class Trial:
 
 
 def try_model(model: PreTrainedModel) -> Trial:
-    """Run one forward of an empty twin of `model`, and return what was seen."""
+    """Run one forward of an empty copy of `model`, and return what was seen."""
     seen = Trial()
-    config = copy.deepcopy(model.config)
-    config._attn_implementation = _TRIAL
-    if asks_for_router_loss(model):  # which counts, and the twin has no numbers
-        config.get_text_config().output_router_logits = False
+    has_users_modules = _run(model, seen)
+    if seen.fault is None or not has_users_modules:
+        return seen
+    # A module of the user's may need numbers: the layers of the class are tried without it.
+    of_class = Trial(counts=seen.counts)
+    _run(model, of_class, copies_users_modules=False)
+    return of_class
+
+
+def _run(model: PreTrainedModel, seen: Trial, *, copies_users_modules: bool = True) -> bool:
+    """Run one forward of an empty copy of `model`, and note in `seen` what it does. Returns True
+    if the copy had modules of the user's."""
     attached = None
+    has_users_modules = False
     try:
-        with torch.device("meta"), torch.no_grad(), _without_sharding():
-            twin = type(model)(config).to(torch.bfloat16).train()
-            for module in twin.modules():
-                if type(module).__name__.endswith("Experts"):
-                    module.forward = _trial_experts
-            for mixer in mixers(twin):
-                mixer.module.register_forward_pre_hook(partial(_begin_mixer, seen))
-            attached = attach_recurrent(twin)
-            tokens = torch.zeros(1, TOKENS, dtype=torch.int64)  # [rows, tokens]
-            # Told that nothing is padding, transformers does not look for documents in a row. It
-            # reads the numbers of this where it makes masks of recurrent layers.
-            shown = torch.ones(1, TOKENS, dtype=torch.int64, device="cpu")
-            twin(input_ids=tokens, attention_mask=shown, use_cache=False, seq_ctx=seen)
+        tried = meta_model(model, attention=_TRIAL)
+        if copies_users_modules:
+            has_users_modules = copy_users_modules(model, tried)
+        tried.config.get_text_config().output_router_logits = False  # it needs numbers
+        for module in tried.modules():
+            if type(module).__name__.endswith("Experts"):
+                module.forward = _trial_experts
+        for mixer in mixers(tried):
+            mixer.module.register_forward_pre_hook(partial(_begin_mixer, seen))
+        attached = attach_recurrent(tried)
+        with torch.device("meta"), torch.no_grad(), _Counting(tried, seen):
+            tried(**_trial_row(), use_cache=False, seq_ctx=seen)
     except (UnsupportedAttention, UnsupportedRecurrence) as reason:
         seen.refusal = str(reason)
-    except KeyError as error:
-        # A table of its own classes of attention, which has no row for the twin's.
-        if error.args != (_TRIAL,):
-            seen.fault = f"KeyError: {error}"
-    # The twin itself may be at fault, while the model is fine.
-    except (
-        *(RuntimeError, TypeError, ValueError, AttributeError, IndexError),
-        *(NotImplementedError, ImportError, AssertionError),
-    ) as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
-        seen.fault = f"{what}, in {Path(place.filename).name}:{place.lineno}"
-        logger.debug("the trial of %s ended early: %s", type(model).__name__, seen.fault)
+    except FAULTS as error:  # The meta model itself may be at fault, while the model is fine.
+        # A model's own table of attention classes does not have this one.
+        if not isinstance(error, KeyError) or error.args != (_TRIAL,):
+            seen.fault = _fault(error)
+            logger.debug("the trial of %s ended early: %s", type(model).__name__, seen.fault)
     finally:
         if attached is not None:
             attached.detach()
     seen.keys.clear()
-    return seen
+    return has_users_modules
 
 
-@contextmanager
-def _without_sharding() -> Iterator[None]:
-    """Let models that are made inside the block be whole, also under ZeRO-3: DeepSpeed would take
-    the weights of a model inside a model, such as a classifier's, off the meta device."""
-    former = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = former
+def _trial_row() -> dict[str, torch.Tensor]:
+    """Return the arguments of a forward on one row of tokens, each [1, tokens]."""
+    return {
+        "input_ids": torch.zeros(1, TOKENS, dtype=torch.int64),
+        "position_ids": torch.zeros(1, TOKENS, dtype=torch.int64),
+        # With a mask that hides nothing, transformers does not look for documents in the row. It
+        # reads the mask's numbers for recurrent layers, so these are on the CPU.
+        "attention_mask": torch.ones(1, TOKENS, dtype=torch.int64, device="cpu"),
+    }
+
+
+def _fault(error: BaseException) -> str:
+    """Return an exception in one line, with the file and line that raised it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    what = f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{what}, in {Path(place.filename).name}:{place.lineno}"
+
+
+class _Counting(TorchFunctionMode):
+    """Notes which modules of a meta model count positions."""
+
+    def __init__(self, tried: nn.Module, seen: Trial) -> None:
+        super().__init__()
+        self._names = {module: name for name, module in tried.named_modules()}
+        self._seen = seen
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, and note it if it counts."""
+        result = func(*args, **(kwargs or {}))
+        if _counts(func, args, result):
+            self._note()
+        return result
+
+    def _note(self) -> None:
+        """Note the innermost module that runs, and its line."""
+        caller: FrameType | None = sys._getframe(1)
+        frames = []
+        while caller is not None:
+            package = caller.f_globals.get("__name__", "").partition(".")[0]
+            if package not in ("torch", "hf_flexseq"):
+                frames.append(caller)
+            caller = caller.f_back
+        for frame in frames:
+            if frame.f_globals.get("__name__") == masking_utils.__name__:
+                return
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and module in self._names:
+                path, line = frames[0].f_code.co_filename, frames[0].f_lineno
+                where = f"{Path(path).name}:{line}"
+                text = linecache.getline(path, line).strip()
+                self._seen.counts.append(Count(self._names[module], module, where, text))
+                return
+
+
+def _counts(func: Any, args: Sequence[Any], result: Any) -> bool:
+    """Tell if a function of torch has numbered the tokens of a row.
+
+    args: its arguments. result: what it has returned.
+    """
+    if func in (torch.arange, torch.range, torch.linspace):
+        return bool(result.numel() == TOKENS)
+    if func in (torch.cumsum, torch.Tensor.cumsum):
+        return not args[0].is_floating_point() and TOKENS in result.shape
+    return False
 
 
 def _begin_mixer(seen: Trial, module: nn.Module, args: Any) -> None:
@@ -167,7 +242,7 @@ def _begin_mixer(seen: Trial, module: nn.Module, args: Any) -> None:
     seen.mixers.append(MixerRun(type(module).__name__, number_of(module)))
 
 
-# ---- what stands in the twin for attention, masks and experts
+# ---- stand-ins for attention, masks and experts
 
 
 def _trial_attention(
@@ -258,28 +333,37 @@ def _compare_with_mask(name: str, asked: Asked, mask: torch.Tensor) -> None:
 
 def _reach_of(name: str, rule: Callable[..., Any]) -> Reach:
     """Return which keys a causal mask shows that transformers would make with `rule`."""
-    parts = list(_parts_of(rule))
-    unknown = []
     reach = FULL
     is_causal = False
-    for part in parts:
-        closure = inspect.getclosurevars(part).nonlocals
+    unknown = set()
+    for part in _parts_of(rule):
+        shown = _reach_of_part(part)
         if part is masking_utils.causal_mask_function:
             is_causal = True
-        elif _is_made_by(part, masking_utils.sliding_window_overlay):
-            reach = Reach(window=closure["sliding_window"])
-        elif _is_made_by(part, masking_utils.chunked_overlay):
-            reach = Reach(chunk=closure["chunk_size"])
-        # Documents are kept apart by seq_ctx.
-        elif not _is_made_by(part, masking_utils.packed_sequence_mask_function):
-            unknown.append(part.__qualname__.split(".")[0])
-    if unknown or not is_causal:
-        what = ", ".join(sorted(set(unknown))) or "no causal rule"
-        raise UnsupportedAttention(
-            f"{name} asks for a mask made with {what}; hf_flexseq computes causal attention, "
-            "with a window or in chunks"
-        )
-    return reach
+        elif shown is None:
+            unknown.add(part.__qualname__.split(".")[0])
+        elif not shown.is_full:
+            reach = shown
+    if is_causal and not unknown:
+        return reach
+    what = ", ".join(sorted(unknown)) or "no causal rule"
+    raise UnsupportedAttention(
+        f"{name} asks for a mask made with {what}; hf_flexseq computes causal attention, with a "
+        "window or in chunks"
+    )
+
+
+def _reach_of_part(part: Callable[..., Any]) -> Reach | None:
+    """Return which keys a part of a rule shows; None if the part is unknown."""
+    closure = inspect.getclosurevars(part).nonlocals
+    if _is_made_by(part, masking_utils.sliding_window_overlay):
+        return Reach(window=closure["sliding_window"])
+    if _is_made_by(part, masking_utils.chunked_overlay):
+        return Reach(chunk=closure["chunk_size"])
+    # Documents are kept apart by seq_ctx.
+    if _is_made_by(part, masking_utils.packed_sequence_mask_function):
+        return FULL
+    return None
 
 
 def _parts_of(rule: Callable[..., Any]) -> list[Callable[..., Any]]:

@@ -1,0 +1,84 @@
+"""Make an empty copy of a model on the meta device, to see what its forward does.
+
+A meta model is made from class and configuration, in training mode and bfloat16. It has shapes,
+but neither numbers nor memory, so that every size of model takes a tenth of a second or so.
+
+Modules that the user has put into the model can be copied into it. Adapters and quantized layers
+are not: they work on each token by itself, and may need numbers.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations import deepspeed
+
+from hf_flexseq.hf.model.facts import unsharded_class
+
+TOKENS = 53
+"""Length of the row that a meta model runs on: a prime unlike any size of features."""
+
+# What a forward raises that needs numbers, or another kind of machine.
+FAULTS = (
+    *(RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError),
+    *(NotImplementedError, ImportError, AssertionError),
+)
+
+# Packages whose modules are not copied: adapters, quantization, and what every model has.
+_NOT_COPIED = ("torch", "transformers", "peft", "bitsandbytes")
+
+
+def meta_model(model: PreTrainedModel, attention: str | None = None) -> PreTrainedModel:
+    """Return an empty model of the class and configuration of `model`.
+
+    attention: name of its implementation of attention; None for that of `model`.
+    """
+    config = copy.deepcopy(model.config)
+    if attention is not None:
+        config._attn_implementation = attention
+    with torch.device("meta"), _without_sharding():
+        result: PreTrainedModel = unsharded_class(model)(config)
+    return result.to(torch.bfloat16).train()
+
+
+def copy_users_modules(model: nn.Module, target: nn.Module) -> bool:
+    """Copy into `target`, the meta model of `model`, what the user has put into `model`. Returns
+    True if there was anything."""
+    expected = {name: type(module) for name, module in target.named_modules()}
+    copied: list[str] = []
+    for name, module in model.named_modules():
+        kind = unsharded_class(module)
+        package = kind.__module__.partition(".")[0]
+        is_inside = any(name.startswith(f"{outer}.") for outer in copied)
+        has_place = name.rpartition(".")[0] in expected  # not inside of an adapter
+        if is_inside or not has_place or package in _NOT_COPIED or kind is expected.get(name):
+            continue
+        target.set_submodule(name, _empty_copy(module).to(torch.bfloat16))
+        copied.append(name)
+    return bool(copied)
+
+
+def _empty_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of a module with empty parameters and buffers."""
+    empty: dict[int, torch.Tensor] = {}
+    for parameter in module.parameters():
+        shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        empty[id(parameter)] = nn.Parameter(shape, requires_grad=False)
+    for buffer in module.buffers():
+        empty[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+    return copy.deepcopy(module, empty)
+
+
+@contextmanager
+def _without_sharding() -> Iterator[None]:
+    """Let models that are made inside the block be whole, also under ZeRO-3: DeepSpeed would take
+    the weights of a model inside a model, such as a classifier's, off the meta device."""
+    former = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = former
