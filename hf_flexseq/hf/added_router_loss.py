@@ -1,4 +1,4 @@
-"""The router loss of a step, added to what a Trainer's `compute_loss` gives on micro-batches."""
+"""Adds the step's router loss to the result of `compute_loss` on each micro-batch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,25 +11,24 @@ from hf_flexseq.hf.model.router import RouterLoss
 
 
 class AddedRouterLoss:
-    """Adds to each micro-batch's loss its share of the step's router loss, whatever computes the
-    rest."""
+    """Adds each micro-batch's share of the step's router loss to its loss."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer
-        self._router: RouterLoss | None = None  # the one that is added
-        self._is_metric = False  # whether it is among the trainer's own metrics
+        self._router: RouterLoss | None = None
+        self._is_metric = False  # True if the trainer logs the router loss
 
     @contextmanager
     def adding(self, router: RouterLoss) -> Iterator[None]:
-        """Add shares of `router` inside the block; nothing happens inside another such block.
+        """Add shares of `router` inside the block; a nested block is a no-op.
 
-        SFTTrainer, which would add that of the micro-batch itself, is told that there is none.
+        SFTTrainer's own router loss is disabled inside the block.
         """
         if self._router is not None:
             yield
             return
         trainer = self._trainer
-        own = vars(trainer)  # where the user may have set a function of theirs, too
+        own = vars(trainer)  # the user may have set `compute_loss` on the instance
         former = own.get("compute_loss")
         own_loss = trainer.compute_loss
         # SFTTrainer's coefficient is not always the model's.
@@ -61,7 +60,7 @@ class AddedRouterLoss:
             self._is_metric = False
 
     def note(self, mode: str) -> None:
-        """Leave the router loss of a step where SFTTrainer keeps its metrics.
+        """Append the router loss of a step to SFTTrainer's metrics.
 
         mode: "train" or "eval".
         """

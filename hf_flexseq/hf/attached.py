@@ -1,16 +1,16 @@
-"""What a whole model is given while it runs on planned steps, and gives back.
+"""What is attached to a whole model while it runs planned steps.
 
-| given | by |
+| attached | by |
 |---|---|
 | attention of the plan's groups | `attention.py`, registered with transformers |
 | loss in chunks, inside the head's own call | `model/loss.py` |
 | positions and lengths of whole sequences | `model/positions.py` |
 | recurrent layers over a sequence's ranks | `model/recurrent.py` |
 | router loss of the whole step | `model/router.py` |
-| DDP buckets that are reduced early | `model/buckets.py` |
+| DDP buckets with early reduction | `model/buckets.py` |
 
-A call without `seq_ctx` is not part of a planned step: a callback generates a sample, for example.
-During such a call the model has its own attention and its own loss.
+A call without `seq_ctx` is outside of planned steps, for example when a callback generates a
+sample. Such a call uses the model's own attention and loss.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
 
 
 class AttachedModel:
-    """A model that runs on planned steps, until it is detached."""
+    """A model that runs planned steps until it is detached."""
 
     def __init__(self, model: nn.Module, base: PreTrainedModel, accelerator: Accelerator) -> None:
         """model: may be a PEFT model, with `base` inside."""
@@ -44,10 +44,10 @@ class AttachedModel:
         self._positions = attach_positions(base)
         self._recurrent = attach_recurrent(base)
         self.router = RouterLoss(model, base) if asks_for_router_loss(base) else None
-        """The router loss of a model that asks for one."""
+        """Router loss, if the model computes one."""
         self.token_columns = needed_columns(base)
-        """The columns that are dispatched with every token, besides those that were drawn."""
-        self._other_call: tuple[nn.Module, ExitStack] | None = None  # one without `seq_ctx`
+        """Columns to dispatch with every token, besides those that were drawn."""
+        self._other_call: tuple[nn.Module, ExitStack] | None = None  # call without `seq_ctx`
         self._hooks: list[Any] = []
         for entry in {base, base.base_model}:  # the second one is the decoder below the head
             self._hooks += [
@@ -56,7 +56,7 @@ class AttachedModel:
             ]
 
     def detach(self) -> None:
-        """Give the model its own attention and loss back, and accelerate its DDP handler."""
+        """Restore the model's attention and loss, and accelerate's DDP handler."""
         self.base.set_attn_implementation(self._former_attention)
         self._accelerator.ddp_handler = self._former_ddp
         if self._chunked_loss is not None:
@@ -69,7 +69,7 @@ class AttachedModel:
             hook.remove()
 
     def _begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Give the model its own attention and loss for a call without `seq_ctx`."""
+        """Restore the model's own attention and loss for a call without `seq_ctx`."""
         is_planned = self.base.config._attn_implementation == NAME
         if kwargs.get("seq_ctx") is not None or not is_planned:
             return
@@ -80,19 +80,19 @@ class AttachedModel:
         self._other_call = (module, own)
 
     def _end_call(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
-        """End what `_begin_call` has begun with the same module."""
+        """Undo `_begin_call` of the same module."""
         if self._other_call is not None and self._other_call[0] is module:
             _, own = self._other_call
             self._other_call = None
             own.close()
 
     def need_columns(self, names: Iterable[str]) -> None:
-        """Have more columns dispatched with every token from now on."""
-        self.token_columns = tuple(dict.fromkeys((*self.token_columns, *names)))  # each once
+        """Dispatch more columns, without duplicates, with every token from now on."""
+        self.token_columns = tuple(dict.fromkeys((*self.token_columns, *names)))
 
     @contextmanager
     def own_attention(self) -> Iterator[None]:
-        """Give the model its own attention back inside the block, to generate with."""
+        """Restore the model's own attention inside the block, for generation."""
         self.base.set_attn_implementation(self._former_attention)
         try:
             yield
@@ -101,8 +101,7 @@ class AttachedModel:
 
     @contextmanager
     def planned_attention(self) -> Iterator[None]:
-        """Give the model our attention inside the block, also where `own_attention` has taken it
-        away."""
+        """Use our attention inside the block, even within `own_attention`."""
         former = self.base.config._attn_implementation
         if former == NAME:
             yield

@@ -2,14 +2,13 @@
 
     model.set_attn_implementation("flexseq")
 
-It serves micro-batches of whole sequences, and chunks on a pipeline stage: `seq_ctx` says which.
-It turns the tensors of transformers, [1, heads, tokens, head_dim], into the packed rows that
-`sequence_parallel_attention` takes, [tokens, heads, head_dim], and back.
+It serves micro-batches of whole sequences and chunks on a pipeline stage, depending on `seq_ctx`.
+It converts the tensors of transformers, [1, heads, tokens, head_dim], to the packed rows of
+`sequence_parallel_attention`, [tokens, heads, head_dim], and back.
 
-Registering only the attention function, and no mask function, makes transformers build no mask:
-documents are kept apart by the context `seq_ctx`, and a mask [tokens, tokens] never exists. What a
-mask would say about windows and chunks, the configuration says, too (`model/layer_kinds.py`); both
-are compared when a model is attached (`model/trial.py`).
+No mask function is registered, so transformers never builds a mask [tokens, tokens]: `seq_ctx`
+separates documents. Windows and chunks are read from the configuration (`model/layer_kinds.py`)
+and compared with the model's own masks when it is attached (`model/trial.py`).
 """
 
 from typing import Any
@@ -37,17 +36,17 @@ def flexseq_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within the sequences of a micro-batch, wherever their tokens are, or from the tokens
-    of a pipeline's chunk to the chunk and to the carried keys before it.
+    """Attend within the sequences of a micro-batch, across ranks, or from a pipeline's chunk to
+    itself and to the carried keys before it.
 
     query [1, heads, tokens, D], key [1, kv_heads, tokens, D] and value [1, kv_heads, tokens, V]
-    -> [1, tokens, heads, V]. Raises ValueError when called without `seq_ctx`, and
-    NotImplementedError for attention that is not causal, with a window or in chunks.
+    -> [1, tokens, heads, V]. Raises ValueError without `seq_ctx`, and NotImplementedError for
+    attention that is not causal, with a window or in chunks.
     """
     if seq_ctx is None:
         raise ValueError(
-            "the attention implementation 'flexseq' works on batches of hf_flexseq alone; to call "
-            "or generate with this model yourself, first do "
+            "the attention implementation 'flexseq' needs a batch of hf_flexseq; to call the "
+            "model directly or to generate, first do "
             "model.set_attn_implementation('sdpa')"
         )
     asked = read_call(module, attention_mask, {"dropout": dropout, **kwargs})
@@ -74,10 +73,10 @@ AttentionInterface.register(NAME, flexseq_attention)
 def packed_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Turn each tensor, [1, heads, tokens, D], into [tokens, heads, D] of the compute dtype."""
+    """Convert each tensor, [1, heads, tokens, D], to [tokens, heads, D] in the compute dtype."""
     device_type = query.device.type
     dtype = value.dtype
-    # Under autocast the rotary embedding has promoted queries and keys, but not values.
+    # Under autocast the rotary embedding promotes queries and keys, but not values.
     if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
     return _rows(query, dtype), _rows(key, dtype), _rows(value, dtype)

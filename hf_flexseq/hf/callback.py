@@ -1,4 +1,4 @@
-"""Switch hf_flexseq on in a Trainer that exists already:
+"""Switch hf_flexseq on in an existing Trainer:
 `trainer.add_callback(FlexSeqCallback(trainer))`."""
 
 from typing import Any
@@ -13,20 +13,19 @@ class FlexSeqCallback(TrainerCallback):
     """Makes `trainer` plan its steps.
 
     Args:
-        trainer: The trainer to switch on; not one that plans already.
-        args: The options; None for those on `trainer.args`, or the defaults.
+        trainer: The trainer to switch on; not a FlexSeq trainer.
+        args: The options; None takes those on `trainer.args`, or the defaults.
     """
 
     def __init__(self, trainer: Trainer, args: FlexSeqArguments | None = None) -> None:
-        """Raises ValueError or NotImplementedError as `FlexSeqTrainer` does; the trainer then has
-        its own class again."""
+        """Raises ValueError or NotImplementedError as `FlexSeqTrainer` does, and leaves the
+        trainer unchanged then."""
         if isinstance(trainer, FlexSeqMixin):
             raise ValueError(
                 f"{type(trainer).__name__} plans its steps already; leave the callback out"
             )
-        # The events of a callback come too late to change how batches are drawn, and the trainer
-        # is made already: its class is changed, for this instance. Subclass, mixin and callback
-        # are thereby one code path.
+        # Callback events come too late to change how batches are drawn, so the class of this
+        # instance is changed. Subclass, mixin and callback thereby share one code path.
         former = type(trainer)
         trainer.__class__ = type(f"FlexSeq{former.__name__}", (FlexSeqMixin, former), {})
         try:

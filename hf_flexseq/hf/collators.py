@@ -1,4 +1,4 @@
-"""Which collator a Trainer gets in place of its own."""
+"""Collators that replace a Trainer's own."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from hf_flexseq.steps.collator import DataCollatorForFlexSeq, PaddedCollator
 
 
 def flexseq_collator(given: Any) -> DataCollatorForFlexSeq:
-    """Return our own collator as it is, one of ours in place of the Trainer's defaults, which only
-    pad, and one of ours around any other."""
+    """Return our own collator unchanged, a new one instead of the Trainer's defaults, which only
+    pad, and a wrapper around any other."""
     if isinstance(given, DataCollatorForFlexSeq):
         return given
     if given is default_data_collator or type(given) is DataCollatorWithPadding:
@@ -21,10 +21,10 @@ def flexseq_collator(given: Any) -> DataCollatorForFlexSeq:
 
 
 def padded_collator(given: Any, ours: DataCollatorForFlexSeq) -> Any:
-    """Return what makes padded batches: the user's own collator as it is, and one of ours where
-    the Trainer's defaults only pad, or ours was given.
+    """Return the collator of padded batches: the user's own, or `PaddedCollator` if the given one
+    is ours or a default of the Trainer.
 
-    ours: what `flexseq_collator` made of the given one.
+    ours: result of `flexseq_collator(given)`.
     """
     is_own = ours is not given and ours.example_collator is given
     return given if is_own else PaddedCollator(ours)

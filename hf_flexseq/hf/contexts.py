@@ -1,4 +1,4 @@
-"""The kernel of a model's attention, and what its layers are told about each micro-batch."""
+"""Attention kernel of a model, and the contexts of its micro-batches."""
 
 from transformers import PreTrainedModel
 
@@ -14,18 +14,18 @@ from hf_flexseq.program.passes import PlanPasses
 
 
 class ModelContexts:
-    """Makes the contexts of one model, micro-batch after micro-batch."""
+    """Makes the contexts of one model's micro-batches."""
 
     def __init__(self, setup: EngineSetup, kernel: Kernel, passes: PlanPasses | None) -> None:
-        """passes: of the planner; None for a planner without."""
+        """passes: the planner's passes, if it has any."""
         self._setup = setup
         self._kernel = kernel
         self._passes = passes
         self._former_programs: MicroBatchPrograms | None = None  # of the last context
 
     def __call__(self, shard: Shard) -> SequenceContext:
-        """Return what attention is told about one shard, with the programs that the layers of the
-        micro-batch before have asked for."""
+        """Return the context of one shard, with programs for the layers seen in the previous
+        micro-batch."""
         args = self._setup.args
         context = SequenceContext(
             shard,
@@ -42,7 +42,7 @@ class ModelContexts:
 
 
 def kernel_of(setup: EngineSetup, model: PreTrainedModel) -> Kernel:
-    """Return a kernel for all layers of a model. Raises ValueError where there is none."""
+    """Return a kernel for all layers of a model. Raises ValueError if there is none."""
     return choose_kernels(
         setup.accelerator.device,
         compute_dtype(model, setup.accelerator),
@@ -51,8 +51,8 @@ def kernel_of(setup: EngineSetup, model: PreTrainedModel) -> Kernel:
 
 
 def kernel_of_run(setup: EngineSetup, model: PreTrainedModel) -> Kernel:
-    """Return the kernel of all steps. Collective over the world: a machine may lack what the
-    others have."""
+    """Return the kernel of all steps; errors are raised on all ranks. Collective over the
+    world."""
     with Attempt() as choosing:
         kernel = kernel_of(setup, model)
     cpu_group = setup.communicator.cpu_group

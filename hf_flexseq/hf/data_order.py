@@ -1,16 +1,16 @@
-"""Whether a run with other factors draws the same samples in the same optimizer steps.
+"""Check that a resumed run draws the same samples in the same optimizer steps.
 
-A step draws per_device_train_batch_size x gradient_accumulation_steps x processes samples. Where
-the product is the same, other factors may still change the order:
+A step draws per_device_train_batch_size x gradient_accumulation_steps x processes samples. With
+the same product, other factors may still change the order:
 
-* The end of an epoch. accelerate deals rounds of batch x processes samples, and fills the last one
-  with samples from the beginning (`even_batches`, more than one process), or drops it
-  (`dataloader_drop_last`). Everything before is the same, so the order is the same exactly when
-  an epoch draws as many samples in all.
-* The sampler. That of the default strategy is seeded by the epoch, and knows no factors.
-  `group_by_length` sorts within batch x accumulation samples, and draws from the process's own
-  random numbers, as the default does without `use_seedable_sampler`: for another number of
-  processes nothing tells that these are the same.
+* The end of an epoch. accelerate distributes rounds of batch x processes samples. It fills the
+  last round with samples from the beginning (`even_batches`, more than one process), or drops it
+  (`dataloader_drop_last`). So the order is the same exactly if an epoch draws the same number of
+  samples in total.
+* The sampler. The default one is seeded by the epoch and does not depend on the factors.
+  `group_by_length` sorts within batch x accumulation samples. It draws from the process's own
+  random numbers, as the default does without `use_seedable_sampler`; these may differ with the
+  number of processes.
 * Streams, other samplers and other loaders may depend on anything.
 
 `tests/hf/test_data_order.py` compares this with what accelerate's loaders draw.
@@ -26,20 +26,20 @@ from transformers.trainer_utils import has_length
 
 from hf_flexseq.base.values import fields_of, whole
 
-# Where the Trainer decides which samples are drawn.
+# Trainer methods that decide which samples are drawn.
 _DRAWING = ("get_train_dataloader", "_get_train_sampler", "_get_dataloader")
 _STRATEGIES = ("random", "sequential", "group_by_length")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Factors:
-    """What the number of samples of an optimizer step is the product of."""
+    """Factors of the number of samples in an optimizer step."""
 
     batch: int
-    """Samples that a process draws at once: `per_device_train_batch_size`."""
+    """`per_device_train_batch_size`."""
 
     accumulation: int
-    """Draws of a step: `gradient_accumulation_steps`."""
+    """`gradient_accumulation_steps`."""
 
     processes: int
 
@@ -64,7 +64,7 @@ class Factors:
 
     @classmethod
     def from_record(cls, record: Any) -> "Factors":
-        """Return the factors `to_record` was called on. Raises ValueError for anything else."""
+        """Inverse of `to_record`. Raises ValueError for an invalid record."""
         names = ("batch", "accumulation", "processes")
         fields = fields_of(record, "factors of an optimizer step", needed=names)
         return cls(**{name: whole(name, fields[name], least=1) for name in names})
@@ -78,26 +78,25 @@ class Factors:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataOrder:
-    """What decides, beside the factors, which samples an optimizer step has."""
+    """Everything besides the factors that decides which samples a step draws."""
 
     rows: int = 0
     """Samples of the dataset."""
 
     drop_last: bool = False
-    """Whether the last round of an epoch is dropped where it is not full."""
+    """True if an incomplete last round of an epoch is dropped."""
 
     even_batches: bool = True
-    """Whether it is filled where there are several processes."""
+    """True if it is filled, given more than one process."""
 
     processes_matter: str | None = None
-    """What draws other samples for another number of processes; None where nothing does."""
+    """Description of a sampler that depends on the number of processes, if any."""
 
     unknown: str | None = None
-    """What may draw other samples for other factors, in a way that is not known; None where all
-    is known."""
+    """Description of a source with an unknown order, if any."""
 
     def drawn(self, factors: Factors) -> int:
-        """Return how many samples all processes together draw in an epoch."""
+        """Return the number of samples that all processes draw in an epoch."""
         round_size = factors.batch * factors.processes
         if self.drop_last:
             return self.rows // round_size * round_size
@@ -106,8 +105,7 @@ class DataOrder:
         return self.rows
 
     def change(self, former: Factors, now: Factors) -> str | None:
-        """Return what would change the order, in a clause; None where every optimizer step has
-        the same samples with both factors.
+        """Return a clause that says why the order would change; None if it would not.
 
         former, now: both of the same number of samples.
         """
@@ -125,8 +123,8 @@ class DataOrder:
         return None
 
     def fitting(self, former: Factors, now: Factors) -> Factors | None:
-        """Return the factors for as many processes as `now` has that keep the order of `former`,
-        those with the batch nearest to that of `now`; None where no factors do."""
+        """Return factors that keep the order of `former` on the processes of `now`, with the
+        batch size nearest to that of `now`; None if there are none."""
         if former.processes == now.processes:
             return former
         kept = []
@@ -137,7 +135,7 @@ class DataOrder:
 
 
 def _with_processes(samples: int, processes: int) -> Iterator[Factors]:
-    """Yield all factors of a number of samples that have so many processes."""
+    """Yield all factorizations of `samples` with the given number of processes."""
     own, rest = divmod(samples, processes)
     if rest:
         return
@@ -151,7 +149,7 @@ def _processes(count: int) -> str:
 
 
 def order_of(trainer: Trainer) -> DataOrder:
-    """Return what decides which samples the optimizer steps of a trainer have."""
+    """Return the data order of a trainer."""
     args = trainer.args
     unknown = _unknown_source(trainer)
     if unknown is not None:
@@ -171,8 +169,8 @@ def order_of(trainer: Trainer) -> DataOrder:
 
 
 def _unknown_source(trainer: Trainer) -> str | None:
-    """Return what draws a trainer's samples where that is not known to keep any order; None where
-    the Trainer's own methods draw from a dataset with a length."""
+    """Return the source of a trainer's samples if its order is unknown; None if the Trainer's own
+    methods draw from a dataset with a length."""
     for name in _DRAWING:
         method = getattr(trainer, name)
         if getattr(method, "__func__", None) is not getattr(Trainer, name):
@@ -186,15 +184,15 @@ def _unknown_source(trainer: Trainer) -> str | None:
 
 
 def check_factors(folder: str, marker: Mapping[str, Any], now: Factors, order: DataOrder) -> None:
-    """Raise ValueError, with the values that fit, for a run that would not draw the samples that a
-    checkpoint's run would have drawn.
+    """Raise ValueError, with values that fit, if a run would draw other samples than the
+    checkpoint's run.
 
     Args:
         folder: The checkpoint.
-        marker: What it knows of itself. One of an earlier version has the product of the factors
-            alone, and one of the plain Trainer nothing: what it does not know is not checked.
+        marker: Its metadata. Earlier versions saved only the product of the factors, and the
+            plain Trainer saves nothing; missing values are not checked.
         now: The factors of this run.
-        order: How it draws.
+        order: The data order of this run.
     """
     samples = marker.get("sequences_per_step", now.samples)
     former = None
@@ -210,15 +208,15 @@ def check_factors(folder: str, marker: Mapping[str, Any], now: Factors, order: D
     if change is not None:
         raise ValueError(
             f"{folder} was trained with {former}, this run has {now}: the data order would "
-            f"change, for {change}; {_advice(samples, former, now, order)}"
+            f"change: {change}; {_advice(samples, former, now, order)}"
         )
 
 
 def _advice(samples: int, former: Factors | None, now: Factors, order: DataOrder) -> str:
-    """Return which values keep the order of a checkpoint on as many processes as there are now.
+    """Return advice on values that keep the order of a checkpoint on the current processes.
 
-    samples: of an optimizer step of the checkpoint. former: its factors; None where it has kept
-    the product alone.
+    samples: samples per optimizer step of the checkpoint. former: its factors; None if it saved
+    only their product.
     """
     here = _processes(now.processes)
     if former is None:

@@ -1,9 +1,8 @@
-"""What a dataset must hold: examples, each with tokens and labels and with room on the ranks.
+"""Checks of datasets: every example needs tokens and labels and must fit on the ranks.
 
-`check_labels` is called when a trainer is made, `check_examples` before it trains: both leave
-alone what would have to be read as a whole, or is made at random. `check_first_step` looks at the
-first step that is drawn. All ranks have the same datasets and draw the same steps, so they raise
-together.
+`check_labels` runs when a trainer is made, `check_examples` before it trains; both skip datasets
+that they would have to read completely and random ones. `check_first_step` checks the first drawn
+step. All ranks have the same datasets and draw the same steps, so they raise together.
 """
 
 import logging
@@ -25,18 +24,15 @@ from hf_flexseq.steps.whole_batches import random_numbers_kept
 
 logger = logging.getLogger(__name__)
 
-# Over-long examples that are collated, at most: padding or a collator may make each one shorter.
+# Most over-long examples to collate: padding or a collator may shorten each.
 COLLATED = 8
 
-# Rows of a table that are looked at for each example of a dataset that selects some of them.
+# Most table rows to read per example of a dataset with an index selection.
 MOST_OF_TABLE = 10
 
 
 def check_labels(trainer: Trainer, collator: DataCollatorForFlexSeq) -> None:
-    """Raise ValueError when examples have no labels and no collator is there to make them.
-
-    collator: the one that the trainer will have.
-    """
+    """Raise ValueError if examples have no labels and `collator` does not make them."""
     if collator.example_collator is not None:
         return
     for name, dataset in _datasets(trainer):
@@ -50,16 +46,14 @@ def check_labels(trainer: Trainer, collator: DataCollatorForFlexSeq) -> None:
 
 def check_examples(trainer: Trainer, args: FlexSeqArguments, *, resumes: bool) -> None:
     """Raise ValueError for datasets without examples or tokens, and PlanInfeasible for an example
-    that fits nowhere, where this can be known before training.
+    that does not fit, if this is known before training.
 
-    resumes: whether the run goes on from a checkpoint, and draws what was left.
+    resumes: True if the run resumes from a checkpoint and draws only the rest.
     """
     training = trainer.train_dataset
     draws_from_it = type(trainer).get_train_dataloader is Trainer.get_train_dataloader
     if draws_from_it and _is_map_style(training) and len(training) == 0:
-        raise ValueError(
-            "train_dataset is empty: it has 0 examples; look at what filtered them out"
-        )
+        raise ValueError("train_dataset is empty (0 examples): check the filters of the dataset")
     for name, dataset in _datasets(trainer):
         if dataset is training:
             is_read = not resumes and _draws_all(trainer)
@@ -75,8 +69,8 @@ def check_examples(trainer: Trainer, args: FlexSeqArguments, *, resumes: bool) -
 
 
 def check_sides(trainer: Trainer, args: FlexSeqArguments) -> None:
-    """Raise PlanInfeasible for an example of which a sequence fits nowhere, where a loss compares
-    sequences, and where this can be known before training."""
+    """Raise PlanInfeasible for an example with a sequence that does not fit, for losses that
+    compare sequences, if this is known before training."""
     for name, dataset in _datasets(trainer):
         longest = _longest_sides(dataset)
         if longest is not None and len(longest):
@@ -84,20 +78,20 @@ def check_sides(trainer: Trainer, args: FlexSeqArguments) -> None:
 
 
 def check_first_step(step: RankStep[Any] | None) -> None:
-    """Raise ValueError when a training run has no first step; warn when that step holds nothing to
-    learn, which in a run of small steps may be as it should.
+    """Raise ValueError if a training run has no first step; warn if that step has no labels,
+    which can be intended in a run of small steps.
 
-    step: the same one on all ranks; None when no rank has drawn an example.
+    step: the same on all ranks; None if no rank has drawn an example.
     """
     if step is None:
         raise ValueError(
-            "train_dataset gave no example to any rank: it is empty, or all of it was filtered out"
+            "no rank drew an example: train_dataset is empty, or all of it was filtered out"
         )
     if step.targets == 0:
         logger.warning(
             "the first step has nothing to learn: all labels of its %d sequences are -100 (a "
-            "sequence's first token is never predicted); if that is so in all steps, look at how "
-            "labels are masked",
+            "sequence's first token is never predicted); if this holds for all steps, check the "
+            "label masks",
             len(step.plan.lengths),
         )
 
@@ -106,7 +100,7 @@ def check_first_step(step: RankStep[Any] | None) -> None:
 
 
 def _datasets(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    """Yield the trainer's datasets with their names in messages."""
+    """Yield the trainer's datasets with their names for messages."""
     yield "train_dataset", trainer.train_dataset
     evaluation = trainer.eval_dataset
     if not isinstance(evaluation, dict):
@@ -117,10 +111,10 @@ def _datasets(trainer: Trainer) -> Iterator[tuple[str, Any]]:
 
 
 def _draws_all(trainer: Trainer) -> bool:
-    """Tell if a run surely draws every example of its training dataset."""
+    """Return True if a run is known to draw every example of its training dataset."""
     args = trainer.args
     cls = type(trainer)
-    # A sampler of the user may leave examples out.
+    # A user's sampler may skip examples.
     if cls.get_train_dataloader is not Trainer.get_train_dataloader:
         return False
     if cls._get_train_sampler is not Trainer._get_train_sampler:
@@ -134,15 +128,15 @@ def _draws_all(trainer: Trainer) -> bool:
 
 
 def _is_map_style(dataset: Any) -> bool:
-    """Tell if examples have indices, and are counted."""
+    """Return True if the dataset has indices and a length."""
     if isinstance(dataset, IterableDataset):
         return False
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
 def _columns(dataset: Any) -> set[str] | None:
-    """Return the columns of a dataset, from its first example; of a stream, which is left alone,
-    only if it knows them. None where they are not known."""
+    """Return the columns of a dataset, from its first example; for a stream only if it declares
+    them. None if unknown."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         names = getattr(dataset, "column_names", None)
         return set(names) if names else None
@@ -153,21 +147,21 @@ def _columns(dataset: Any) -> set[str] | None:
 
 
 def _example(dataset: Any, index: int) -> Any:
-    """Return an example. It may be made at random: the run does not notice."""
+    """Return an example without advancing the run's random number generators."""
     with random_numbers_kept():
         return dataset[index]
 
 
 def draws_random_numbers(trainer: Trainer, dataloader: Any) -> str | None:
-    """Return which of the dataset and the collator draws from random numbers that training draws
-    from, too; None for neither, and where the dataset cannot be looked at.
+    """Return which of the dataset and the collator uses the random number generators of training;
+    None for neither, and if the dataset cannot be inspected.
 
-    dataloader: what the trainer draws from. Its workers have random numbers of their own.
+    dataloader: the trainer's. Its workers have their own generators.
     """
     dataset = trainer.train_dataset
     if getattr(dataloader, "num_workers", 0) or not _is_map_style(dataset) or not len(dataset):
         return None
-    with Attempt(), random_numbers_kept():  # an error comes again when examples are drawn
+    with Attempt(), random_numbers_kept():  # an error is raised again when examples are drawn
         before = torch.get_rng_state()
         example = dataset[0]
         if not torch.equal(before, torch.get_rng_state()):
@@ -182,8 +176,8 @@ def draws_random_numbers(trainer: Trainer, dataloader: Any) -> str | None:
 
 
 def _token_counts(dataset: Any, column: str = "input_ids") -> np.ndarray | None:
-    """Return [examples] the length of each example's `column`, padding included; None where
-    finding them would read every example."""
+    """Return the lengths [examples] of `column`, padding included; None if this would read every
+    example."""
     if isinstance(dataset, list | tuple):
         if not all(isinstance(example, Mapping) and column in example for example in dataset):
             return None
@@ -197,7 +191,7 @@ def _token_counts(dataset: Any, column: str = "input_ids") -> np.ndarray | None:
     is_table = isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
     if not is_table or column not in dataset.column_names:
         return None
-    # With indices of its own a dataset is a selection of its table, which can be far larger.
+    # A dataset with indices is a selection from its table, which can be far larger.
     if len(dataset.data) > MOST_OF_TABLE * len(dataset):
         return None
     import pyarrow.compute
@@ -212,7 +206,7 @@ def _token_counts(dataset: Any, column: str = "input_ids") -> np.ndarray | None:
     return lengths
 
 
-# Columns that stand one behind the other in a sequence, as TRL's trainers leave a dataset.
+# Columns that are concatenated to a sequence, in the datasets of TRL's trainers.
 _SIDES = (
     ("prompt_ids", "chosen_ids"),
     ("prompt_ids", "rejected_ids"),
@@ -223,8 +217,8 @@ _SIDES = (
 
 
 def _longest_sides(dataset: Any) -> np.ndarray | None:
-    """Return [examples] the tokens of the longest sequence of each example that has several; None
-    where finding them would read every example."""
+    """Return [examples] the length of each example's longest sequence; None if this would read
+    every example."""
     longest = None
     for columns in _SIDES:
         counts = []
@@ -259,7 +253,7 @@ def _check_room(
 ) -> None:
     """Raise PlanInfeasible for an example that does not fit on the ranks that may share it.
 
-    lengths: [examples]. tokens_of: those of an example, after the collator.
+    lengths: [examples]. tokens_of: returns an example's tokens after collation.
     """
     cap = args.max_tokens_per_rank
     if cap is None or args.pipeline_parallel_size > 1:
@@ -283,7 +277,7 @@ def _check_room(
 
 
 def _collated_tokens(example: Mapping[str, Any], trainer: Trainer) -> int:
-    """Return the tokens of an example without its padding, and as a collator may have cut it."""
+    """Return the number of tokens of an example after collation, without padding."""
     columns = _read_columns(example, trainer)
     with random_numbers_kept():
         tokens: int = trainer.data_collator([columns])[LENGTHS][0]
@@ -291,7 +285,7 @@ def _collated_tokens(example: Mapping[str, Any], trainer: Trainer) -> int:
 
 
 def _read_columns(example: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
-    """Return the columns of an example that the Trainer gives to its collator."""
+    """Return the columns of an example that the Trainer passes to its collator."""
     columns = dict(example)
     if trainer.args.remove_unused_columns:
         trainer._set_signature_columns_if_needed()
@@ -300,7 +294,7 @@ def _read_columns(example: Mapping[str, Any], trainer: Trainer) -> dict[str, Any
 
 
 def _longest_row(example: Mapping[str, Any], trainer: Trainer) -> int:
-    """Return the tokens of the longest sequence that the trainer's collator makes of an
+    """Return the length of the longest sequence that the trainer's collator makes of an
     example."""
     with random_numbers_kept():
         batch = trainer.data_collator([dict(example)])

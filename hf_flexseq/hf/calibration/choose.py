@@ -1,15 +1,15 @@
-"""Make the cost model that `cost_model="auto"` or `"estimate"` asks for.
+"""Cost models for `cost_model="auto"` and `"estimate"`.
 
-`estimate` is arithmetic (`cost/analytic.py`). `auto` is measured on this machine, now or by an
+`estimate` is computed (`cost/analytic.py`). `auto` is measured on this machine, now or by an
 earlier run:
 
-    1. the facts about the model, and the estimate that they give
-    2. a measurement that is kept for exactly these facts, this machine and these versions
-    3. otherwise a measurement now, which takes seconds, by the profiler (profiler/calibrate.py)
-       with copies of the model (probe.py); it is kept for the next run
+    1. facts about the model, and an estimate from them
+    2. a cached measurement for exactly these facts, this machine and these versions
+    3. otherwise the profiler (profiler/calibrate.py) measures copies of the model (probe.py),
+       which takes seconds, and caches the result
 
-Measurements are kept in the folder `hf_flexseq` of the HuggingFace cache, one file each. Rank 0
-reads and writes; all ranks get its model.
+Measurements are cached in the folder `hf_flexseq` of the HuggingFace cache, one file each. Rank 0
+reads and writes; all ranks use its cost model.
 """
 
 import logging
@@ -40,16 +40,16 @@ from hf_flexseq.profiler.measure import device_name
 
 logger = logging.getLogger(__name__)
 
-# Values of `cost_model=` for which a cost model is made; every other one is a preset or a file.
+# Values of `cost_model=` other than presets and files.
 MADE_FOR_THE_MODEL = ("auto", "estimate")
 
-# Of a measurement, of which the runs of `Effort` are a part.
+# Duration of a whole measurement, including the runs of `Effort`.
 USUAL_DURATION = "for 3 to 30 s"
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: the estimate is kept
 class CostSubject:
-    """A model as it is to be trained on some devices: what a cost model is made for."""
+    """A model and its training setup, for which a cost model is made."""
 
     facts: ModelFacts
 
@@ -81,7 +81,7 @@ class CostSubject:
 
     @cached_property
     def estimate(self) -> CostModel:
-        """The cost model that arithmetic gives, bytes included."""
+        """Computed cost model, memory included."""
         return analytic_cost_model(
             self.facts.shape,
             device_spec(self.device, self.topology.ranks_per_node),
@@ -106,7 +106,7 @@ def cost_model_for(
     *,
     save_attention_output: bool = True,
 ) -> CostModel:
-    """Return the cost model of training `model`, as `make_cost` does for its subject."""
+    """Return the cost model for training `model`; see `make_cost`."""
     subject = CostSubject.of(
         model, accelerator, communicator.topology, save_attention_output=save_attention_output
     )
@@ -117,18 +117,17 @@ def cost_model_for(
 def make_cost(
     name: str, subject: CostSubject, communicator: Communicator, folder: Path | None = None
 ) -> tuple[CostModel, str]:
-    """Return a cost model, `estimate` by arithmetic and `auto` measured, and in a few words where
-    it comes from.
+    """Return a cost model and a short description of its origin. Collective over the world.
 
-    folder: where measurements are kept. A measurement that makes no sense is dropped, with a
-    warning, for the estimate. Collective over the world.
+    name: "estimate" or "auto". folder: cache of measurements. An implausible measurement is
+    replaced by the estimate, with a warning.
     """
     # 1. the estimate
     estimate = subject.estimate
     if name == "estimate":
         return estimate, "estimated"
 
-    # 2. an earlier measurement; the other ranks may have another disk or none
+    # 2. an earlier measurement, read by rank 0: other ranks may not see its disk
     folder = folder or Path(HF_HOME) / "hf_flexseq"
     path = cache_path(folder, subject.key())
     kept = load_cached(path) if communicator.rank == 0 else None
@@ -139,8 +138,8 @@ def make_cost(
     # 3. a measurement now
     if communicator.rank == 0:
         logger.warning(
-            "cost_model='auto' measures this model on this machine once, %s as a rule, and keeps "
-            "the result in %s; cost_model='estimate', a preset or a file measures nothing",
+            "cost_model='auto' measures this model once on this machine, usually %s, and caches "
+            "the result in %s; cost_model='estimate', a preset or a file needs no measurement",
             USUAL_DURATION,
             path,
         )
@@ -149,11 +148,11 @@ def make_cost(
         calibration = measured(subject, communicator, Effort())
     except ValueError as error:
         logger.warning(
-            "the cost model is an estimate, for its measurement makes no sense: %s", error
+            "the measured cost model is implausible, so the estimate is used: %s", error
         )
-        return estimate, "estimated, for want of a measurement"
+        return estimate, "estimated, since the measurement failed"
     logger.info(
-        "cost model measured in %.1f s; micro-batches held out are off by %.1f %% at the median",
+        "cost model measured in %.1f s; median error on held-out micro-batches: %.1f %%",
         time.perf_counter() - began,
         100 * calibration.median_error,
     )
@@ -165,7 +164,7 @@ def make_cost(
 def measured(subject: CostSubject, communicator: Communicator, effort: Effort) -> Calibration:
     """Fit a cost model now. Collective over the world.
 
-    Raises ValueError, on all ranks, if the timings allow no fit, or if it makes no sense.
+    Raises ValueError, on all ranks, if the fit fails or is implausible.
     """
     facts = subject.facts
     calibration = calibrate(
@@ -204,8 +203,10 @@ def fit_key(facts: ModelFacts, topology: Topology, device: torch.device) -> Mapp
 
 
 def _shape_key(shape: ModelShape) -> dict[str, object]:
-    """Return a model's sizes as plain JSON values; kinds of layers and experts only where it has
-    them, as in the checkpoints of versions that did not know these."""
+    """Return a model's sizes as plain JSON values.
+
+    Layer kinds and experts are left out if the model has none, as in older checkpoints.
+    """
     sizes = asdict(shape)
     if not shape.reaches:
         del sizes["reaches"]
@@ -218,10 +219,7 @@ def _shape_key(shape: ModelShape) -> dict[str, object]:
 
 
 def with_memory_of(estimate: CostModel, cost: CostModel) -> CostModel:
-    """Return `cost` with the bytes of `estimate`.
-
-    How much memory there is may have changed since `cost` was measured.
-    """
+    """Return `cost` with the bytes of `estimate`: free memory may have changed since."""
     return replace(
         cost,
         token_bytes=estimate.token_bytes,
@@ -234,8 +232,8 @@ def with_memory_of(estimate: CostModel, cost: CostModel) -> CostModel:
 def with_gathering(cost: CostModel, subject: CostSubject) -> CostModel:
     """Return `cost` with the seconds that sharded parameters add to every micro-batch.
 
-    Parameters are gathered twice, and their gradients scattered. The copies that are timed are
-    not sharded, so these transfers are counted and not measured.
+    Parameters are gathered twice, and gradients scattered once. The timed copies are not sharded,
+    so these transfers are computed, not measured.
     """
     facts = subject.facts
     if facts.zero_stage < 3:
@@ -253,4 +251,4 @@ def _keep(cost: CostModel, path: Path) -> None:
     try:
         save_whole(cost, path)
     except OSError as error:
-        logger.warning("the measured cost model is not kept for the next run: %s", error)
+        logger.warning("the measured cost model could not be cached for the next run: %s", error)

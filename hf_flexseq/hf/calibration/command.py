@@ -1,9 +1,9 @@
-"""Measure the cost model of a model that need not exist, since only its sizes matter.
+"""Measure the cost model of a model from its configuration; weights are not needed.
 
     record = calibrate("meta-llama/Llama-3.1-8B", dtype="bfloat16", output="cost.json")
 
-This is the command `flexseq calibrate`. It runs alone, for one device, or under `torchrun`, for
-all of its ranks and their links.
+This is the command `flexseq calibrate`. It runs in one process for one device, or under `torchrun`
+for all of its ranks and their links.
 """
 
 from collections.abc import Mapping
@@ -32,15 +32,14 @@ def calibrate(
     zero_stage: int = 0,
     effort: Effort = THOROUGH,
 ) -> dict[str, Any]:
-    """Measure, fit, and write the cost model to `output`. Collective over the ranks that torchrun
-    started.
+    """Measure, fit, and write the cost model to `output`. Collective over the world.
 
-    model: hub id or folder of a model or a config.json, or the config's sizes with its
-    `model_type`. dtype: of its parameters; auto: bfloat16 on a GPU, float32 on a CPU. zero_stage:
-    how training will be sharded (FSDP: 3). Returns plain JSON values, the same on every rank: the
-    cost model, its errors on micro-batches held out of the fit, and what was measured on. Raises
-    ValueError for an unknown model, dtype or sharding, and when the timings, or their errors, make
-    no sense; OSError when the config cannot be read or the result not written.
+    model: hub id or folder of a model or a config.json, or the config's values with its
+    `model_type`. dtype: dtype of the parameters; auto: bfloat16 on a GPU, float32 on a CPU.
+    zero_stage: sharding of the training (FSDP: 3). Returns plain JSON values, the same on every
+    rank: the cost model, its errors on held-out micro-batches, and the setup of the measurement.
+    Raises ValueError for an unknown model, dtype or sharding, and for implausible timings; OSError
+    if the config cannot be read or the result cannot be written.
     """
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     communicator = Communicator()
@@ -64,10 +63,10 @@ def calibrate(
 
 def _config(model: str | Mapping[str, Any]) -> PreTrainedConfig:
     if isinstance(model, str):
-        # None would ask on the terminal whether a model's own code may run
+        # None would prompt on the terminal before running a model's own code
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     if "model_type" not in model:
-        raise ValueError("a model given by its sizes needs its model_type, such as llama")
+        raise ValueError("a model given as a config needs a model_type, such as llama")
     return AutoConfig.for_model(**model)
 
 
@@ -75,7 +74,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in DTYPES:
-        raise ValueError(f"dtype={name!r} is none of auto, {', '.join(DTYPES)}")
+        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}; got {name!r}")
     return getattr(torch, name)
 
 
@@ -85,10 +84,10 @@ def _facts(
     """Collect the facts about the causal language model that `config` describes."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
-            f"model_type={config.model_type!r} is no causal language model of transformers"
+            f"model_type={config.model_type!r} is not a causal language model of transformers"
         )
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    with torch.device("meta"):  # sizes without memory
+    with torch.device("meta"):
         shape = model_shape(kind(config).to(dtype))
     return ModelFacts(
         kind=kind,

@@ -1,9 +1,8 @@
-"""Make small copies of a model to be timed: the same layers, but fewer of them, with weights of no
-meaning.
+"""Small copies of a model for timing: the same layers, but fewer, with random weights.
 
 A copy runs micro-batches exactly as training does: packed rows with their sequence context, the
-attention of the plan's groups, the chunked loss, the backward; under the same autocast and with
-the same checkpointing.
+attention of the plan's groups, the chunked loss and the backward, with the same autocast and
+checkpointing.
 """
 
 import copy
@@ -44,12 +43,12 @@ class ModelProbes:
 
     @cached_property
     def layers(self) -> Counter[LayerType]:
-        """How many layers of each type the model has."""
+        """Number of layers of each type."""
         return Counter(layer_types(self._facts.config))
 
     def __call__(self, layers: Layers) -> "ModelProbe":
-        """Make a copy with so many layers of each type. Raises ValueError, naming the layer, if
-        no kernel serves all layers."""
+        """Make a copy with the given number of layers of each type. Raises ValueError, naming the
+        layer, if no kernel serves all layers."""
         calls = layer_calls(self._facts.config)
         kernel = choose_kernels(self._device, self._facts.compute_dtype, calls)
         kept = kept_layers(self._facts.config, layers)
@@ -59,7 +58,7 @@ class ModelProbes:
 class ModelProbe:
     """A copy of a model with some of its layers on `device`.
 
-    The random numbers of the run stay as they are.
+    The random number generators of the run are not changed.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class ModelProbe:
         communicator: Communicator,
         device: torch.device,
     ) -> None:
-        """kept: indices of the layers that the copy has."""
+        """kept: indices of the layers of the copy."""
         self.facts = facts
         self.kernel = kernel
         self.communicator = communicator
@@ -78,7 +77,7 @@ class ModelProbe:
         # 1. the copy, with random weights
         with untouched_random_numbers(device), torch.device(device):
             model = facts.kind(shortened(facts.config, kept)).to(facts.dtype).train()
-        # 2. everything that changes its seconds in training
+        # 2. everything that changes its timing in training
         model.set_attn_implementation(NAME)
         attach_chunked_loss(model)
         attach_positions(model)
@@ -86,11 +85,11 @@ class ModelProbe:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if facts.frozen:
             model.requires_grad_(False)
-            model.enable_input_require_grads()  # else there would be no backward at all
+            model.enable_input_require_grads()  # otherwise nothing requires grad
         self.model = model
 
     def run(self, layout: ProbeLayout) -> Run:
-        """Return a function that runs one micro-batch, forward and backward, whenever called."""
+        """Return a function that runs forward and backward of one micro-batch."""
         shard = make_shard(layout.micro_batch, layout.lengths, self.communicator.rank)
         inputs = inputs_of(
             shard,
@@ -105,7 +104,7 @@ class ModelProbe:
             ),
         )
         items = sum(layout.lengths)
-        autocast = torch.autocast(  # may be entered again and again
+        autocast = torch.autocast(  # reusable
             self.device.type, self.facts.autocast, enabled=self.facts.autocast is not None
         )
 
@@ -120,11 +119,10 @@ class ModelProbe:
         return forward_backward
 
     def _columns(self, shard: Shard, lengths: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Make tokens and labels of no meaning for the shard, each column [tokens].
+        """Make arbitrary tokens and labels for the shard, each column [tokens].
 
-        lengths: tokens of every sequence, by id.
-        Tokens stand at the positions that they have in their sequences, as far as the model knows
-        such positions.
+        lengths: tokens of every sequence, by id. Positions are those in the sequences, clamped to
+        the largest position that the model supports.
         """
         config = self.facts.config.get_text_config()
         last_position = (getattr(config, "max_position_embeddings", None) or 2**31) - 1
@@ -157,7 +155,7 @@ def layer_types(config: PreTrainedConfig) -> list[LayerType]:
 
 
 def kept_layers(config: PreTrainedConfig, layers: Layers) -> list[int]:
-    """Choose the first layers of a model with so many of each type."""
+    """Return the indices of the first layers of each type, as many as `layers` asks for."""
     left = Counter(layers)
     kept = []
     for index, kind in enumerate(layer_types(config)):
@@ -170,9 +168,8 @@ def kept_layers(config: PreTrainedConfig, layers: Layers) -> list[int]:
 def shortened(config: PreTrainedConfig, kept: Sequence[int]) -> PreTrainedConfig:
     """Copy `config`, with only the layers at the indices `kept`.
 
-    Every list with an entry for each layer keeps those of these. Layers that read the keys of
-    others, and dense ones at the start of a model with experts, are replaced by what most layers
-    are.
+    Lists with one entry per layer are shortened accordingly. Layers with shared keys, and dense
+    first layers of a model with experts, are replaced by the most common kind.
     """
     short = copy.deepcopy(config)
     text = short.get_text_config()
@@ -181,7 +178,7 @@ def shortened(config: PreTrainedConfig, kept: Sequence[int]) -> PreTrainedConfig
         return short
     text.num_hidden_layers = len(kept)
     for name, value in list(vars(text).items()):
-        if name == "time_step_limit":  # two numbers, whatever the layers
+        if name == "time_step_limit":  # always two numbers
             continue
         if isinstance(value, list | tuple) and len(value) == layers:
             setattr(text, name, [value[index] for index in kept])
@@ -197,7 +194,7 @@ def shortened(config: PreTrainedConfig, kept: Sequence[int]) -> PreTrainedConfig
 
 @contextmanager
 def untouched_random_numbers(device: torch.device) -> Iterator[None]:
-    """Put the generators of the CPU and of `device` back to their state before the block."""
+    """Restore the random number generators of the CPU and of `device` after the block."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield

@@ -1,12 +1,12 @@
-"""Where the cost model of a run comes from, in this order:
+"""Source of a run's cost model, in this order:
 
-    1. `cost_model=` names one: a preset or a file
-    2. the checkpoint that the run goes on from brings one, for the same model on the same devices
-    3. it is made (`choose.py`)
+    1. the preset or file named by `cost_model=`
+    2. the checkpoint that the run resumes from, for the same model on the same devices
+    3. an estimate or a measurement (`choose.py`)
 
-Plans depend on the cost model. A measurement differs a little each time, so a resumed run that
-made its own would run other plans, which add up numbers in another order. Where the run cannot
-take over the checkpoint's, one warning says why.
+Plans depend on the cost model, and measurements vary: a resumed run with a new measurement would
+run other plans, with another summation order. If the checkpoint's cost model cannot be used, one
+warning says why.
 """
 
 import json
@@ -28,22 +28,21 @@ from hf_flexseq.hf.calibration.choose import MADE_FOR_THE_MODEL, CostSubject, ma
 
 logger = logging.getLogger(__name__)
 
-# Parts of a fit's key that may differ: a run goes on as it began with other versions, too, and no
-# number of threads makes a plan wrong.
+# Parts of a fit's key that may differ: versions and threads never make a plan wrong.
 MAY_DIFFER = ("threads", "torch", "constants")
 MEMORY = "memory_bytes"
-SAME_MEMORY = 0.01  # share by which a machine's memory differs from start to start
-SHOWN_CHARACTERS = 40  # of a value in a warning
+SAME_MEMORY = 0.01  # relative difference of a machine's memory between starts
+SHOWN_CHARACTERS = 40  # per value in a warning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedCost:
-    """The cost model of a run, as its checkpoints keep it."""
+    """Cost model of a run as saved in its checkpoints."""
 
     cost: CostModel
 
     made_for: Mapping[str, Any]
-    """Model, devices and `cost_model=` that it was made for, as plain JSON values."""
+    """Model, devices and `cost_model=` of the saving run, as plain JSON values."""
 
     def to_record(self) -> dict[str, Any]:
         """Return the cost model as plain JSON values."""
@@ -55,17 +54,16 @@ class SavedCost:
 
     @classmethod
     def from_record(cls, record: Any) -> "SavedCost":
-        """Return the cost model `to_record` was called on. Raises ValueError for anything else."""
+        """Inverse of `to_record`. Raises ValueError for an invalid record."""
         if not isinstance(record, dict) or not isinstance(record.get("made_for"), dict):
-            raise ValueError("it is no record of a cost model")
+            raise ValueError("not a record of a cost model")
         cost = CostModel.from_record(record.get("record"))
         if record.get("digest") != cost.digest():
-            raise ValueError("its digest is of other figures")
+            raise ValueError("its digest does not match its values")
         return cls(cost=cost, made_for=record["made_for"])
 
     def differences(self, made_for: Mapping[str, Any]) -> list[str]:
-        """Return the names of all in which this run differs, with both values where these are
-        short."""
+        """Return the names of differing entries, with both values if they are short."""
         found = []
         for name, now in made_for.items():
             then = self.made_for.get(name)
@@ -79,7 +77,7 @@ class SavedCost:
 
 
 def _shown(then: Any, now: Any) -> str:
-    """Return both values in brackets; nothing where they are long."""
+    """Return both values in brackets; an empty string if they are long."""
     values = [json.dumps(then), json.dumps(now)]
     if max(len(value) for value in values) > SHOWN_CHARACTERS:
         return ""
@@ -87,11 +85,10 @@ def _shown(then: Any, now: Any) -> str:
 
 
 def named_cost(asked: str, communicator: Communicator) -> CostModel | None:
-    """Return the cost model that the option `cost_model` names, as rank 0 has it: a file may
-    differ from machine to machine, or be on one alone. None for one that is to be made. Collective
-    over the world.
+    """Return rank 0's cost model for a preset or a file; None for "auto" and "estimate".
 
-    Raises ValueError, on all ranks, for one that does not exist on rank 0's machine.
+    Raises ValueError, on all ranks, if it does not exist on rank 0's machine. Collective over the
+    world.
     """
     if asked in MADE_FOR_THE_MODEL:
         return None
@@ -104,8 +101,7 @@ def named_cost(asked: str, communicator: Communicator) -> CostModel | None:
 
 
 class CostSource:
-    """Finds the cost model of a run. Its methods are collective over the world where they say
-    so."""
+    """Finds the cost model of a run."""
 
     __slots__ = ("_accelerator", "_asked", "_brought", "_communicator", "_named", "_used")
 
@@ -121,13 +117,13 @@ class CostSource:
         self._named = named
         self._accelerator = accelerator
         self._communicator = communicator
-        self._brought: tuple[str, SavedCost] | None = None  # checkpoint, and what it brings
+        self._brought: tuple[str, SavedCost] | None = None  # checkpoint, its cost model
         self._used: SavedCost | None = None
 
     def bring(self, checkpoint: str | None, record: Any) -> None:
-        """Offer the cost model that a checkpoint has kept; None for no checkpoint.
+        """Offer the cost model saved in a checkpoint; None without a checkpoint.
 
-        record: as `SavedCost.to_record` gives it; None where the checkpoint has kept none.
+        record: result of `SavedCost.to_record`; None if the checkpoint has none.
         """
         self._brought = None
         if checkpoint is None or record is None:
@@ -139,7 +135,7 @@ class CostSource:
             self._warn(f"the cost model of {name} is not used: {error}")
 
     def to_record(self) -> dict[str, Any] | None:
-        """Return the cost model that was found last, for a checkpoint; None before."""
+        """Return the last cost model found, for a checkpoint; None before."""
         return None if self._used is None else self._used.to_record()
 
     def subject(
@@ -155,17 +151,15 @@ class CostSource:
         )
 
     def expected(self, subject: CostSubject) -> CostModel:
-        """Return a cost model with the bytes of the one to come, on all ranks that of rank 0:
-        machines may have memories of different sizes. Nothing is measured. Collective over the
-        world."""
+        """Return rank 0's cost model for memory checks before the real one is found. Nothing is
+        measured. Collective over the world."""
         own = subject.estimate
         if self._named is not None:
             own = replicated(self._named, subject.facts.replicas)
         return CostModel.from_record(self._communicator.cpu_group.broadcast_value(own.to_record()))
 
     def find(self, subject: CostSubject) -> CostModel:
-        """Return the cost model of the run, that of rank 0 on all ranks. Collective over the
-        world."""
+        """Return rank 0's cost model of the run. Collective over the world."""
         made_for = self._made_for(subject)
         brought = self._taken_over(made_for)
         if self._named is not None:
@@ -175,7 +169,7 @@ class CostSource:
             own, origin = brought.cost, f"from {self._name_of_checkpoint()}"
         else:
             own, origin = make_cost(self._asked, subject, self._communicator)
-        # A file of a cost model may differ from node to node.
+        # A cost model's file may differ between nodes.
         cost = CostModel.from_record(self._communicator.cpu_group.broadcast_value(own.to_record()))
         self._used = SavedCost(cost=cost, made_for=made_for)
         if self._communicator.rank == 0:
@@ -183,7 +177,7 @@ class CostSource:
         return cost
 
     def _made_for(self, subject: CostSubject) -> dict[str, Any]:
-        """Return model, devices and the option, in the values that JSON gives back."""
+        """Return model, devices and the option as plain JSON values."""
         made_for: dict[str, Any] = {"cost_model": self._asked}
         if self._named is None:
             made_for[MEMORY] = subject.estimate.budget_bytes
@@ -194,29 +188,29 @@ class CostSource:
         return values
 
     def _taken_over(self, made_for: Mapping[str, Any]) -> SavedCost | None:
-        """Return what the checkpoint brings, if this run can use it. Collective over the world
-        where a checkpoint brings something."""
+        """Return the checkpoint's cost model if this run can use it. Collective over the world
+        if a checkpoint has one."""
         if self._brought is None or self._named is not None:
             return None
         name, brought = self._brought
-        # the ranks of a node may have devices of their own: rank 0's count
+        # devices may differ between ranks: rank 0 decides
         differences = self._communicator.cpu_group.broadcast_value(brought.differences(made_for))
         if not differences:
             return brought
         self._warn(
-            f"the cost model of {name} is not used, so that plans may differ from those it was "
-            f"trained with: this run differs in {', '.join(differences)}"
+            f"the cost model of {name} is not used, so plans may differ from the checkpoint's "
+            f"run: this run differs in {', '.join(differences)}"
         )
-        self._brought = None  # an evaluation attaches the model again, and would warn again
+        self._brought = None  # warn once: an evaluation attaches the model again
         return None
 
     def _compare_named(self, own: CostModel) -> None:
-        """Warn where the run names another cost model than the checkpoint was trained with."""
+        """Warn if the run names another cost model than the checkpoint's."""
         if self._brought is not None and self._brought[1].cost.digest() != own.digest():
             name, brought = self._brought
             self._warn(
-                f"cost_model={self._asked!r} is used, not {brought.cost.name!r} of {name}: plans "
-                "may differ from those it was trained with"
+                f"cost_model={self._asked!r} is used instead of {brought.cost.name!r} of {name}: "
+                "plans may differ from the checkpoint's run"
             )
             self._brought = None  # as above
 
@@ -225,6 +219,6 @@ class CostSource:
         return self._brought[0]
 
     def _warn(self, text: str) -> None:
-        """Warn, by rank 0."""
+        """Warn on rank 0."""
         if self._communicator.rank == 0:
             logger.warning("%s", text)
