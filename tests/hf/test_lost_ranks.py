@@ -74,7 +74,7 @@ def train_until_the_planner_is_stopped(rank, world_size):
 
     def after(engine, step):
         if rank == 0 and step == LOST_AFTER:
-            planner = engine._training.lookahead.planner
+            planner = engine._training._planner
             planners.append(planner._process)
             os.kill(planner._process.pid, signal.SIGSTOP)
 
