@@ -306,7 +306,8 @@ def other_memory(monkeypatch):
         ),
         (
             lambda monkeypatch: {"cost_model": "flexsp-gpt-7b-a100"},
-            r"cost_model='flexsp-gpt-7b-a100' is used, not '.*' of checkpoint-2: plans may differ",
+            r"cost_model='flexsp-gpt-7b-a100' is used instead of '.*' of checkpoint-2: "
+            "plans may differ",
         ),
     ],
 )
