@@ -91,9 +91,6 @@ class Mixers(NamedTuple):
     """Layers that have no attention."""
 
 
-NO_MIXERS = Mixers()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """A Llama-like decoder in numbers."""

@@ -12,7 +12,6 @@ from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
@@ -197,10 +196,6 @@ def test_random_plans_compute_every_kind_exactly(world_size):
     ):
         errors[case] = error
     assert {case: error for case, error in errors.items() if error > 1e-12} == {}
-
-
-def join_alone():
-    return Communicator(Topology(nodes=1, ranks_per_node=1))
 
 
 @pytest.mark.parametrize(

@@ -12,22 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from tests.budget import examples
+from tests.planner.small_model import rings
 
 EXAMPLES = int(os.environ.get("PLAN_EXAMPLES", "100"))
-SMALL = ModelShape(
-    layers=4,
-    hidden=256,
-    heads=8,
-    kv_heads=2,
-    head_dim=32,
-    intermediate=1024,
-    vocab=4096,
-    params=6_000_000,
-)
 
 
 def problems(record: dict, nodes: int, per_node: int, cap: int) -> list[str]:
@@ -79,7 +69,7 @@ def test_plans_are_legal(
     planner: str, lengths: list[int], nodes: int, per_node: int, strategy: str, spare: float
 ) -> None:
     topology = Topology(nodes=nodes, ranks_per_node=per_node)
-    cost = analytic_cost_model(SMALL, DEVICES["H100"], topology)
+    cost = rings(topology)
     cap = int(-(-max(lengths) // topology.world_size) * spare)
     plan = make_plan(
         lengths,

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, step_ns
-from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Plan, PlanInfeasible, check
 from hf_flexseq.plan.options import PlanOptions
@@ -22,6 +21,7 @@ from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.bound import bound_ns
 from planner.brute import best_lockstep_ns
 from tests.budget import examples
+from tests.planner.small_model import rings
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 CLUSTER = Topology(nodes=8, ranks_per_node=8)
@@ -42,20 +42,6 @@ TOPOLOGIES = [
     (3, 4),
     (4, 8),
 ]
-SMALL = ModelShape(
-    layers=4,
-    hidden=256,
-    heads=8,
-    kv_heads=2,
-    head_dim=32,
-    intermediate=1024,
-    vocab=4096,
-    params=6_000_000,
-)
-
-
-def rings(topology: Topology) -> CostModel:
-    return analytic_cost_model(SMALL, DEVICES["H100"], topology)
 
 
 def long_tailed(count: int, seed: int, limit: int) -> list[int]:

@@ -9,31 +9,17 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, step_ns
-from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import PlanInfeasible, check
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.published.baselines.batch_rebalance import rebalanced
 from tests.budget import examples
+from tests.planner.small_model import rings
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 CLUSTER = Topology(nodes=8, ranks_per_node=8)
 SHAPES = [(1, 1), (1, 3), (1, 6), (1, 8), (2, 2), (2, 6), (3, 4), (4, 8), (6, 8)]
-SMALL = ModelShape(
-    layers=4,
-    hidden=256,
-    heads=8,
-    kv_heads=2,
-    head_dim=32,
-    intermediate=1024,
-    vocab=4096,
-    params=6_000_000,
-)
-
-
-def rings(topology: Topology) -> CostModel:
-    return analytic_cost_model(SMALL, DEVICES["H100"], topology)
 
 
 @settings(deadline=None, max_examples=examples(100))
