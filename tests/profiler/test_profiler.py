@@ -462,7 +462,7 @@ def test_auto_measures_once_and_keeps_it(world_size: int, tmp_path: Path) -> Non
     (kept_in,) = tmp_path.iterdir()
     (first, second), *others = (told for _, told, _, _ in results)
     assert [len(first), second] == [1, []]
-    assert f"keeps the result in {kept_in};" in first[0]
+    assert f"caches the result in {kept_in};" in first[0]
     assert others == [[[], []]] * (world_size - 1)
 
 
