@@ -99,14 +99,14 @@ def main() -> None:
         record = calibrate(
             model.config.to_dict(), dtype="float32", checkpointing=False, effort=effort
         )
-        lines = calibration_lines(turn, record, time.perf_counter() - began)
+        line = calibration_line(turn, record, time.perf_counter() - began)
         engine = calibrated_engine(
             accelerator, record, args.strategy, training.max_tokens_per_rank
         )
         pairs += execute(engine, model, batches, args)
         records.append(record)
         if accelerator.is_main_process:
-            print("\n".join(lines if turn else [*heading(args, record), *lines]))
+            print("\n".join([line] if turn else [*heading(args, record), line]))
     if accelerator.is_main_process:
         print(f"\n{error_table(pairs)}")
         figures = {"micro_batches": [asdict(pair) for pair in pairs], "calibrations": records}
@@ -229,36 +229,13 @@ def heading(args: argparse.Namespace, record: dict[str, Any]) -> list[str]:
     ]
 
 
-def calibration_lines(turn: int, record: dict[str, Any], seconds: float) -> list[str]:
-    cost, held_out = record["cost_model"], record["hold_out"]
-    links = ", ".join(
-        f"degree {degree}: {speed / 1e6:.3g} MB/s" for degree, speed in cost["bandwidths"]
-    )
-    host = ", ".join(
-        f"{1e3 * cost[name]:.3g} ms a {name.removesuffix('_s')}"
-        for name in ("launch_s", "post_s", "message_s", "group_s")
-    )
-    return [
+def calibration_line(turn: int, record: dict[str, Any], seconds: float) -> str:
+    held_out = record["hold_out"]
+    return (
         f"* calibration {turn + 1}, load {os.getloadavg()[0]:.1f}: {seconds:.1f} s, at most "
         f"{record['tokens']} tokens a rank; {len(held_out['errors'])} micro-batches held out: "
-        f"{held_out['median']:.1%} off at the median",
-        f"  attention {1e9 * cost['attention_s']:.3g} ns/token^2, linear "
-        f"{1e6 * cost['linear_s']:.3g} us/token, "
-        f"micro-batch {1e3 * cost['micro_batch_s']:.3g} ms; {host}; {links}; ring "
-        f"{cost['ring_bytes'] / 2**10:.3g} KiB/token, "
-        f"overlap {cost['ring_overlap']:.2f}",
-        *(
-            f"  window {kind['window']}, {kind['share']:.0%} of the layers: "
-            f"{1e9 * kind['attention_s']:.3g} ns/two pairs"
-            for kind in cost["kinds"]
-        ),
-        *(
-            f"  {kind['kind']}, {kind['share']:.0%} of the layers: "
-            f"{1e6 * kind['token_s']:.3g} us/token, {1e6 * kind['again_s']:.3g} us/token more "
-            f"where ranks share a sequence, {kind['summary_bytes'] / 2**10:.3g} KiB a summary"
-            for kind in cost["recurrent"]
-        ),
-    ]
+        f"{held_out['median']:.1%} off at the median"
+    )
 
 
 def error_table(pairs: list[Pair]) -> str:

@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,31 +51,6 @@ def now() -> Clocks:
     return Clocks(time.perf_counter(), time.process_time())
 
 
-class TimedKernel:
-    """The kernel of this machine, with a list of the seconds of its calls."""
-
-    def __init__(self) -> None:
-        self._kernel = choose_kernel(CPU, torch.float32, HEAD_DIM)
-        self.name = self._kernel.name
-        self.wide_gradients = self._kernel.wide_gradients
-        self.forward_s: list[float] = []
-        self.backward_s: list[float] = []
-
-    def forward(self, *args: object, **kwargs: object):
-        return timed(self.forward_s, lambda: self._kernel.forward(*args, **kwargs))
-
-    def backward(self, *args: object, **kwargs: object):
-        return timed(self.backward_s, lambda: self._kernel.backward(*args, **kwargs))
-
-
-def timed(seconds: list[float], function: Callable[[], object]) -> object:
-    """Call a function, append its seconds on the processor to `seconds`, return its result."""
-    began = time.process_time()
-    result = function()
-    seconds.append(time.process_time() - began)
-    return result
-
-
 class Bench:
     """The decoder layers and their input. `run` does one forward and backward."""
 
@@ -94,10 +68,9 @@ class Bench:
         )
         self.model = LlamaModel(config).train()
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.kernel = TimedKernel()
+        self.kernel = choose_kernel(CPU, torch.float32, HEAD_DIM)
         group = Group(ranks=(0,), sequences=(0,), strategy="local")
         self.shard = make_shard(MicroBatch(groups=(group,)), [tokens], 0)
-        self.forward_s: list[float] = []
         self.row = torch.arange(tokens)[None]
 
     def run(self, *, remat: bool) -> Clocks:
@@ -111,7 +84,7 @@ class Bench:
             "use_cache": False,
         }
         began = now()
-        hidden = timed(self.forward_s, lambda: self.model(**inputs).last_hidden_state)
+        hidden = self.model(**inputs).last_hidden_state
         hidden.backward(torch.ones_like(hidden))
         ended = now()
         self.model.zero_grad()
@@ -159,10 +132,6 @@ class Measured(NamedTuple):
     """Forward and backward with save_attention_output, one per pair."""
     recomputed: list[Clocks]
     """The same without."""
-    attention_share: float
-    """Attention's share of the forward's seconds."""
-    backward_ratio: float
-    """Attention's backward over its forward."""
     peak_mib: dict[bool, float]
     """Peak memory, by save_attention_output."""
     kernel: str
@@ -174,21 +143,15 @@ def measure(args: argparse.Namespace) -> Measured:
     # 1. warm up
     for remat in (True, False):
         bench.run(remat=remat)
-    for seconds in (bench.forward_s, bench.kernel.forward_s, bench.kernel.backward_s):
-        seconds.clear()
     # 2. the pairs; which setting comes first changes from pair to pair
     clocks: dict[bool, list[Clocks]] = {True: [], False: []}
     for number in range(args.pairs):
         first = number % 2 == 0
         for remat in (first, not first):
             clocks[remat].append(bench.run(remat=remat))
-    # 3. shares of the same runs
-    kernel_forward_s = statistics.median(bench.kernel.forward_s)
     return Measured(
         kept=clocks[True],
         recomputed=clocks[False],
-        attention_share=args.layers * kernel_forward_s / statistics.median(bench.forward_s),
-        backward_ratio=statistics.median(bench.kernel.backward_s) / kernel_forward_s,
         peak_mib={remat: measured_peak(args, remat) / 2**20 for remat in (True, False)},
         kernel=bench.kernel.name,
     )
@@ -217,8 +180,6 @@ def page(args: argparse.Namespace, found: Measured) -> str:
         "",
         f"* faster by the wall clock {spread(wall_gain)}",
         f"* faster on the processor {spread(cpu_gain)}",
-        f"* attention is {found.attention_share:.2f} of the forward, its backward takes "
-        f"{found.backward_ratio:.2f} times its forward",
     ]
     return "\n".join(lines)
 

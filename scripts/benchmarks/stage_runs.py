@@ -26,7 +26,6 @@ import random
 import shutil
 import statistics
 import tempfile
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ from forked import main_or_rank, start_ranks
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 
 STAGES = 2
-TRACE = "plan_trace.jsonl"
 VOCABULARY = 1024
 TIMEOUT_S = 600  # of every exchange
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -48,13 +46,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "seq1f1b": {"pipeline_schedule": "seq1f1b"},
 }
 # name of a figure, and what it is
-FIGURES = {
-    "run_s": "run, wall",
-    "step_s": "its median step, wall",
-    "outside_s": "run but its steps, wall",
-    "first_s": "first step over the median, wall",
-    "planning_s": "of that the planner waited for, wall",
-}
+FIGURES = {"run_s": "run", "step_s": "its median step"}
 COLUMNS = ("seconds", *SCHEDULES, "1f1b over seq1f1b")
 
 
@@ -81,7 +73,6 @@ def train(schedule: str, asked: argparse.Namespace, folder: Path, rank: int) -> 
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
-        plan_trace=str(folder / TRACE),
         pipeline_parallel_size=STAGES,
         **SCHEDULES[schedule],
     )
@@ -123,26 +114,9 @@ def one_run(schedule: str, asked: argparse.Namespace) -> dict[str, Any]:
     if any(codes):
         raise RuntimeError(f"a run failed: see {folder}/rank*.log")
     ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(STAGES)]
-    lines = (folder / TRACE).read_text().splitlines()
     shutil.rmtree(folder)
-    return figures_of(ranks, planning_s=sum(json.loads(line)["waited_s"] for line in lines))
-
-
-def figures_of(ranks: Sequence[dict[str, Any]], *, planning_s: float) -> dict[str, Any]:
-    """Return the figures of a run, from what each rank wrote down. planning_s: seconds that the
-    steps waited for their plans."""
-    first = ranks[0]
-    steps_s = first["steps_s"]
-    step_s = statistics.median(steps_s)
-    wall = {
-        "run_s": first["run_s"],
-        "step_s": step_s,
-        "outside_s": first["run_s"] - sum(steps_s),
-        "first_s": steps_s[0] - step_s,
-        "planning_s": planning_s,
-    }
-    made_of = {"steps_s": steps_s, "losses": first["losses"], "load": os.getloadavg()}
-    return wall | made_of
+    step_s = statistics.median(ranks[0]["steps_s"])
+    return ranks[0] | {"step_s": step_s, "load": os.getloadavg()}
 
 
 def print_figures(runs: dict[str, list[dict[str, Any]]]) -> None:
@@ -151,8 +125,8 @@ def print_figures(runs: dict[str, list[dict[str, Any]]]) -> None:
     print(table_head(COLUMNS, numbers=(1, 2, 3)))
     for name, meaning in FIGURES.items():
         medians = [statistics.median(run[name] for run in runs[key]) for key in SCHEDULES]
-        ratio = f"{medians[0] / medians[1]:.3f}" if name in ("run_s", "step_s") else ""
-        print(table_row((meaning, *(f"{median:.3f}" for median in medians), ratio)))
+        cells = [f"{figure:.3f}" for figure in (*medians, medians[0] / medians[1])]
+        print(table_row((meaning, *cells)))
 
 
 def main() -> None:

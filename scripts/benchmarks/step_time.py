@@ -1,7 +1,7 @@
 """Measured: what the host of one rank does for a step outside of the model.
 
     python scripts/benchmarks/step_time.py
-    python scripts/benchmarks/step_time.py --steps 2 --profile "1024 x 8192"
+    python scripts/benchmarks/step_time.py --steps 2 --only "1024 x 8192"
 
 Steps are planned by `make_plan` as in a run, and then run, all but the model, as one rank of many
 that is all alone: what it would get from the others is there at once (`RecordedCpuGroup`). So
@@ -18,10 +18,8 @@ time of the thread, of the steps and ranks; each step is run once, for a run nev
 Costs are those of the preset flexsp-gpt-7b-a100.
 """
 
-import cProfile
 import gc
 import json
-import pstats
 import sys
 import time
 from collections.abc import Iterator
@@ -253,26 +251,12 @@ def measured(chosen: LengthSet, steps: int) -> dict[str, Any]:
     return found
 
 
-def profile(chosen: LengthSet) -> None:
-    """Print where the time of one step goes."""
-    step = recorded(chosen, 0)
-    rank = OneRank(chosen, step.ranks()[2])
-    rank.run(recorded(chosen, 1))
-    with cProfile.Profile() as profiler:
-        rank.run(step)
-    pstats.Stats(profiler).sort_stats("cumulative").print_stats(45)
-
-
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--steps", type=int, default=6, help="of each size")
     parser.add_argument("--only", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--profile", choices=SIZES, help="show where the time of one step goes")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    if asked.profile:
-        profile(SIZES[asked.profile])
-        return
     print(f"step_time.py {' '.join(sys.argv[1:])}\non {machine('torch')}, load {load_average()}\n")
     print(table_head(COLUMNS))
     figures = {}

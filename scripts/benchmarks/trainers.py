@@ -4,11 +4,13 @@
     python scripts/benchmarks/trainers.py --ranks-per-node 2 --methods flexseq alst plain
     python scripts/benchmarks/trainers.py --model windows --methods flexseq plain
     python scripts/benchmarks/trainers.py --model hybrid --methods flexseq plain
+    python scripts/benchmarks/trainers.py --model pairs --methods flexseq plain
 
 Two emulated nodes with 133 Mbit/s between them (see scripts/emulated_cluster.py; it needs root).
 Every run is a fresh process per rank, one thread each. All methods (see peers/train.py) train the
 same 4-layer, 256-wide Llama, a Gemma 3 of windows or a Qwen3.5 of recurrent layers, on the same
-sequences per optimizer step.
+sequences per optimizer step; with `--model pairs` the Llama learns by DPO from pairs of 4,096
+tokens a side, one a rank and step, where flexseq may hold half of a sequence on a rank.
 Methods take turns within a round, and ratios are taken within rounds, so that a machine that
 others use as well is as busy for the one as for the other. `static` is tried at every degree; its
 best counts.
@@ -29,6 +31,7 @@ from common import HERE, ROOT, argument_parser, machine, table, write_record
 from peers.corpus import write_steps
 
 CLUSTER = ROOT / "scripts/emulated_cluster.py"
+MODELS = ("llama", "windows", "hybrid", "pairs")
 METHODS = ("flexseq", "static1", "static2", "static4", "plain", "alst")
 COLUMNS = ("method", "tokens/s, median", "flexseq over it, median of ratios", "rounds")
 Round = dict[str, float | None]  # tokens per second by method; None: it cannot hold a sequence
@@ -97,9 +100,11 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=2, help="optimizer steps that count, after one that does not"
     )
-    parser.add_argument("--model", choices=("llama", "windows", "hybrid"), default="llama")
+    parser.add_argument("--model", choices=MODELS, default="llama")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     asked = parser.parse_args()
+    if asked.model == "pairs" and not {"flexseq", "plain"}.issuperset(asked.methods):
+        parser.error("--model pairs compares --methods flexseq plain")
     methods = [method for method in asked.methods if possible(method, 2 * asked.ranks_per_node)]
     print(f"trainers.py {' '.join(sys.argv[1:])}")
     print(f"on {machine('numpy')}, load {os.getloadavg()[0]:.1f}; {asked.inter}\n")

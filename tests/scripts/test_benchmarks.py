@@ -14,7 +14,6 @@ SHARED = {
     "common",
     "forked",
     "lengths",
-    "plan_timer",
     "reach_models",
     "tiny",
 }  # modules that the benchmarks import

@@ -1,4 +1,4 @@
-"""scripts/benchmarks/planning_time.py: two checkouts that are one plan the same steps alike."""
+"""scripts/benchmarks/planning_time.py: the steps that it plans."""
 
 import importlib.util
 import sys
@@ -19,21 +19,6 @@ def planning_time(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.mark.processes
-def test_a_checkout_beside_itself_plans_the_same_steps(planning_time):
-    timers = [planning_time.Timer(ROOT, "flexsp-gpt-7b-a100") for _ in range(2)]
-    chosen = planning_time.SETS["fewer than ranks"]
-    here, there = planning_time.timed_in_turns(timers, [(chosen, seed) for seed in range(2)])
-    for timer in timers:
-        timer.close()
-    for one, other in zip(here, there, strict=True):
-        assert one[1:] == other[1:]
-        assert one.milliseconds > 0
-        assert one.lower_bound_s <= one.objective_s
-    assert planning_time.times_row(64, here).startswith("| 64 | 24 | 2 | ")
-    assert planning_time.ratios_row(64, here, there).endswith(" | 1.0000 |")
 
 
 def test_the_steps_of_both_larger_clusters_are_counted_apart(planning_time):

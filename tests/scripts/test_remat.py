@@ -24,7 +24,7 @@ def starts_by_forks(monkeypatch):
 
 
 @pytest.mark.usefixtures("starts_by_forks")
-def test_it_states_the_gain_the_share_and_the_memory():
+def test_it_states_the_gain_and_the_memory():
     options = ["--tokens", 64, "--layers", 2, "--pairs", 2]
     printed = run_program(ROOT / "scripts/benchmarks/remat.py", *options)
     assert "one document of 64 tokens; 2 pairs" in printed
@@ -34,4 +34,4 @@ def test_it_states_the_gain_the_share_and_the_memory():
         "True",
         "False",
     ]
-    assert all(words in printed for words in ("faster on the processor", "of the forward"))
+    assert "faster on the processor" in printed

@@ -9,7 +9,8 @@
 
 All train the same small model on the same sequences per optimizer step: a Llama, a Gemma 3 in
 which five layers of six read a window of 512 tokens, or a Qwen3.5 in which three layers of four
-are recurrent (Gated DeltaNet). The clock starts when the first step, which warms up, is over on
+are recurrent (Gated DeltaNet). With `--model pairs` flexseq and plain train the Llama by DPO on
+pairs (peers/pairs.py). The clock starts when the first step, which warms up, is over on
 all ranks, and stops when the last one is.
 """
 
@@ -40,6 +41,7 @@ from transformers import (
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.config import IGNORE_INDEX
 from peers.corpus import LONGEST, PER_STEP, VOCABULARY, read_steps
+from peers.pairs import SIDE_TOKENS, dpo_trainer
 
 CAP = 4096  # tokens per rank and micro-batch, for flexseq and static
 Rows = list[dict[str, list[int]]]
@@ -91,7 +93,12 @@ def small_hybrid() -> Qwen3_5ForCausalLM:
     return Qwen3_5ForCausalLM._from_config(config, attn_implementation="sdpa")
 
 
-MODELS = {"llama": small_llama, "windows": small_windows, "hybrid": small_hybrid}
+MODELS = {
+    "llama": small_llama,
+    "windows": small_windows,
+    "hybrid": small_hybrid,
+    "pairs": small_llama,
+}
 
 
 def row(ids: list[int]) -> dict[str, list[int]]:
@@ -266,12 +273,17 @@ def main() -> None:
     world = int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
     model = MODELS[asked.model]()
-    trainer = make_trainer(asked.method, model, steps, world, str(asked.out.parent / "run"))
+    run = str(asked.out.parent / "run")
+    if asked.model == "pairs":
+        trainer = dpo_trainer(asked.method, model, small_llama(), world, len(steps), run, **COMMON)
+        tokens = 2 * SIDE_TOKENS * world * (len(steps) - 1)
+    else:
+        trainer = make_trainer(asked.method, model, steps, world, run)
+        tokens = sum(len(ids) for step in steps[1:] for ids in step)
     clock = Clock()
     trainer.add_callback(clock)
     trainer.train()
     if dist.get_rank() == 0:
-        tokens = sum(len(ids) for step in steps[1:] for ids in step)
         asked.out.write_text(
             json.dumps({"tokens_per_s": tokens / clock.seconds, "seconds": clock.seconds})
         )
