@@ -1,7 +1,5 @@
 """Pipeline costs and plans for tests."""
 
-from itertools import accumulate
-
 from hf_flexseq.cost.stages import PipelineCost, StageCost, chunk_costs, shape_of
 from hf_flexseq.plan.pipeline import Chunk, PipelinePlan
 from hf_flexseq.plan.shard import Slice
@@ -54,8 +52,10 @@ def even_cost(stages, *, forward_ns=1000, tokens=8):
     return PipelineCost.even(stages, stage)
 
 
-def firsts(sizes):
-    return list(accumulate(sizes, initial=0))[:-1]
+def costs_of(plan, cost):
+    """Nanoseconds and bytes of every chunk of a plan on every stage."""
+    shapes = [shape_of(chunk, plan.lengths) for chunk in plan.chunks]
+    return chunk_costs(cost, shapes, plan.checkpointed)
 
 
 def duration(action, place, costs):
@@ -70,9 +70,7 @@ def duration(action, place, costs):
 
 def relaxed(plan, cost):
     """When each action stops: every edge of the graph is pulled until nothing moves."""
-    costs = chunk_costs(
-        cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks], plan.checkpointed
-    )
+    costs = costs_of(plan, cost)
     places = plan.places()
     stops = {action: 0 for actions in plan.actions for action in actions}
     gives = {

@@ -1,11 +1,32 @@
-"""Random legal plans, for tests that must hold under any of them."""
+"""Plans for tests: by hand, by a planner, and random legal ones for what must hold under any."""
 
 import random
 from collections.abc import Sequence
 
 from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import Group, MicroBatch, Plan, check, widest_first
+from hf_flexseq.plan.options import PlanOptions
+from hf_flexseq.planner import make_plan
+
+
+def group(start: int, stop: int, *sequences: int, strategy: str = "ulysses") -> Group:
+    """The ranks [start, stop) with these sequences; a rank alone is local."""
+    name = "local" if stop - start == 1 else strategy
+    return Group(ranks=tuple(range(start, stop)), sequences=sequences, strategy=name)
+
+
+def plan_of_groups(lengths: Sequence[int], *micro_batches: Sequence[Group], **fields) -> Plan:
+    """A plan of micro-batches that are given as their groups."""
+    values = {"objective_s": 0.0, "lower_bound_s": 0.0, "planner": "test", "planning_s": 0.0}
+    made = tuple(MicroBatch(groups=tuple(groups)) for groups in micro_batches)
+    return Plan(lengths=tuple(lengths), micro_batches=made, **values | fields)
+
+
+def planned(lengths: Sequence[int], topology: Topology, cost: CostModel, **options) -> Plan:
+    """The plan of `make_plan` with these options."""
+    return make_plan(lengths, topology, cost, PlanOptions(**options))
 
 
 def random_plan(
@@ -27,26 +48,15 @@ def random_plan(
     bins: list[list[int]] = [[] for _ in range(count)]
     for sequence in range(len(lengths)):
         rng.choice(bins).append(sequence)
-    plan = Plan(
-        lengths=tuple(lengths),
-        micro_batches=tuple(
-            _random_micro_batch(members, topology, rng, shared) for members in bins if members
-        ),
-        objective_s=0.0,
-        lower_bound_s=0.0,
-        planner="random",
-        planning_s=0.0,
-    )
+    micro_batches = [_random_groups(members, topology, rng, shared) for members in bins if members]
+    plan = plan_of_groups(lengths, *micro_batches)
     check(plan, topology)
     return plan
 
 
-def _random_micro_batch(
-    members: list[int],
-    topology: Topology,
-    rng: random.Random,
-    shared: float | None,
-) -> MicroBatch:
+def _random_groups(
+    members: list[int], topology: Topology, rng: random.Random, shared: float | None
+) -> tuple[Group, ...]:
     ranges = _random_laminar(0, topology.world_size, topology.ranks_per_node, rng)
     held: dict[tuple[int, int], list[int]] = {}
     for sequence in members:
@@ -55,15 +65,11 @@ def _random_micro_batch(
             is_shared = rng.random() < shared
             allowed = [(start, stop) for start, stop in ranges if (stop - start > 1) == is_shared]
         held.setdefault(rng.choice(allowed), []).append(sequence)
-    groups = [
-        Group(
-            ranks=tuple(range(start, stop)),
-            sequences=tuple(sequences),
-            strategy="local" if stop - start == 1 else rng.choice(STRATEGIES[1:]),
-        )
-        for (start, stop), sequences in held.items()
-    ]
-    return MicroBatch(groups=widest_first(groups))
+    groups = []
+    for (start, stop), sequences in held.items():
+        strategy = "local" if stop - start == 1 else rng.choice(STRATEGIES[1:])
+        groups.append(group(start, stop, *sequences, strategy=strategy))
+    return widest_first(groups)
 
 
 def _random_laminar(

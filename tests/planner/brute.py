@@ -1,118 +1,20 @@
-"""Slow twins of the planner's searches: every laminar plan, one by one; and the stages of the
-default search with loops over single candidates, micro-batches and ranks.
+"""Slow twins of the planner's searches: every micro-batch of all sequences, one by one; and the
+stages of the default search with loops over single candidates, micro-batches and ranks.
 
-* `best_lockstep_ns`: the best of all laminar plans, for any planner.
 * `best_of_one_micro_batch_ns`: the best of all micro-batches of all strategies, priced whole.
 * `placed_one_by_one`: the twin of `planner/search/place.py`.
 * `least_rise_by_search` and `poured_one_by_one`: the twins of `planner/search/fill.py`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations, product
-
-import numpy as np
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, lockstep_ns
-from hf_flexseq.plan import Group, MicroBatch, widest_first
+from hf_flexseq.plan import MicroBatch, widest_first
 from hf_flexseq.planner.problem import NEVER, Problem
 from hf_flexseq.planner.search.place import ANY_SHAPE, FIT_RANKS, Candidates
-
-Block = tuple[int, int]
-Lengths = tuple[int, ...]
-
-
-def best_lockstep_ns(
-    lengths: Sequence[int], topology: Topology, cost: CostModel, *, cap: int, batches: int
-) -> int:
-    """Return the nanoseconds of the best plan with at most `batches` micro-batches.
-
-    Sequences on the same ranks share them in the best way. Depth first over the sequences, cut
-    where the time so far already exceeds the best plan met.
-    """
-    world = topology.world_size
-    blocks = [
-        (start, stop)
-        for start in range(world)
-        for stop in range(start + 1, world + 1)
-        if topology.allows(start, stop)
-    ]
-    price = _Prices(cost)
-    load = [[0] * world for _ in range(batches)]  # [batches][world] nanoseconds
-    tokens = [[0] * world for _ in range(batches)]  # [batches][world] tokens
-    used: list[dict[Block, Lengths]] = [{} for _ in range(batches)]  # blocks with sequences
-    best = 2**62
-
-    def so_far() -> int:
-        return sum(max(ranks) + cost.micro_batch_ns for ranks in load if max(ranks))
-
-    def visit(index: int) -> None:
-        nonlocal best
-        if so_far() >= best:
-            return
-        if index == len(lengths):
-            best = so_far()
-            return
-        for batch, (start, stop) in _spots(blocks, used):
-            degree = stop - start
-            need = -(-lengths[index] // degree)
-            if max(tokens[batch][start:stop]) + need > cap:
-                continue
-            before = used[batch].get((start, stop), ())
-            after = tuple(sorted((*before, lengths[index])))
-            spans = topology.spans_nodes(start, stop)
-            time = price.of(after, degree, spans) - price.of(before, degree, spans)
-            for rank in range(start, stop):
-                load[batch][rank] += time
-                tokens[batch][rank] += need
-            used[batch][start, stop] = after
-            visit(index + 1)
-            used[batch][start, stop] = before
-            if not before:
-                del used[batch][start, stop]
-            for rank in range(start, stop):
-                load[batch][rank] -= time
-                tokens[batch][rank] -= need
-
-    visit(0)
-    return best
-
-
-def _spots(blocks: list[Block], used: list[dict[Block, Lengths]]) -> Iterator[tuple[int, Block]]:
-    """Yield (micro-batch, block) of every way to add a sequence."""
-    for batch, used_blocks in enumerate(used):
-        for start, stop in blocks:
-            if not any(start < b < stop < d or b < start < d < stop for b, d in used_blocks):
-                yield batch, (start, stop)
-        if not used_blocks:
-            return  # the micro-batches after an empty one are empty too, and like it
-
-
-class _Prices:
-    """The least nanoseconds of sequences that share their ranks, in groups of any strategies."""
-
-    def __init__(self, cost: CostModel) -> None:
-        self._cost = cost
-        self._known: dict[tuple[Lengths, int, bool], int] = {}
-
-    def of(self, lengths: Lengths, degree: int, spans: bool) -> int:
-        """Return the price. lengths: in ascending order."""
-        if not lengths:
-            return 0
-        key = (lengths, degree, spans)
-        if key not in self._known:
-            names = ("local",) if degree == 1 else self._cost.strategies("auto")
-            together = min(
-                self._cost.group_ns(np.array(lengths), degree, name, spans) for name in names
-            )
-            apart = [together]
-            for count in range(1, len(lengths)):
-                for chosen in combinations(range(1, len(lengths)), count):
-                    part = tuple(lengths[i] for i in chosen)
-                    rest = tuple(s for i, s in enumerate(lengths) if i not in chosen)
-                    apart.append(self.of(part, degree, spans) + self.of(rest, degree, spans))
-            self._known[key] = min(apart)
-        return self._known[key]
+from tests.plans import group
 
 
 def best_of_one_micro_batch_ns(lengths: Sequence[int], topology: Topology, cost: CostModel) -> int:
@@ -129,9 +31,8 @@ def best_of_one_micro_batch_ns(lengths: Sequence[int], topology: Topology, cost:
             continue  # they overlap in part
         groups = []
         for start, stop, name in dict.fromkeys(chosen):
-            members = tuple(i for i, spot in enumerate(chosen) if spot == (start, stop, name))
-            ranks = tuple(range(start, stop))
-            groups.append(Group(ranks=ranks, sequences=members, strategy=name))
+            members = [i for i, spot in enumerate(chosen) if spot == (start, stop, name)]
+            groups.append(group(start, stop, *members, strategy=name))
         micro_batch = MicroBatch(groups=widest_first(groups))
         (nanoseconds,) = lockstep_ns(cost, [micro_batch], lengths, topology)
         best = min(best, nanoseconds)

@@ -13,7 +13,7 @@ takes is rounded down, so where memory is tight this is a bound close below the 
 elsewhere the optimum.
 
 A set is an integer whose bit k says whether sequence k is in it. tests/planner/test_exact.py
-compares this with brute.py, and the default planner with this.
+compares the default planner with this.
 """
 
 from collections.abc import Sequence

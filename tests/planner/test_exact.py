@@ -1,68 +1,61 @@
-"""The two exhaustive searches against each other, and the default planner against the quicker
-one."""
+"""The default planner against the optimum of few sequences, and the lower bound below both."""
 
 import random
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.plan.options import PlanOptions
-from hf_flexseq.planner import make_plan
-from planner.brute import best_lockstep_ns, best_of_one_micro_batch_ns
+from hf_flexseq.planner.bound import bound_ns
+from planner.brute import best_of_one_micro_batch_ns
 from planner.exact import least_lockstep_ns
-from tests.budget import for_seeds
+from tests.budget import examples
+from tests.plans import planned
 
-MODEL = replace(PRESETS["flexsp-gpt-7b-a100"], micro_batch_s=0.05)
-
-
-@for_seeds(30)
-def test_the_two_searches_agree(seed: int) -> None:
-    rng = random.Random(seed)
-    topology = rng.choice(
-        [Topology(nodes=n, ranks_per_node=r) for n, r in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 1))]
-    )
-    world = topology.world_size
-    lengths = [int(2 ** rng.uniform(8, 15)) for _ in range(rng.randint(1, 5 if world < 4 else 4))]
-    roomy = sum(lengths)
-    exact = best_lockstep_ns(lengths, topology, MODEL, cap=roomy, batches=2)
-    assert least_lockstep_ns(lengths, topology, MODEL, cap=roomy) == exact
-    tight = int(max(max(lengths) / world + 1, sum(lengths) / world / rng.choice([0.6, 0.9])))
-    exact = best_lockstep_ns(lengths, topology, MODEL, cap=tight, batches=3)
-    assert least_lockstep_ns(lengths, topology, MODEL, cap=tight) <= exact
+FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
+MODEL = replace(FLEXSP, micro_batch_s=0.05)
 
 
-def test_the_default_planner_is_within_1_percent_of_the_optimum_of_few_sequences() -> None:
+def drawn_lengths(rng: random.Random, fewest: int, most: int) -> list[int]:
+    return [int(2 ** rng.uniform(8, 15)) for _ in range(rng.randint(fewest, most))]
+
+
+def cap_of(lengths: list[int], world: int, fill: float) -> int:
+    """Tokens of a rank, so that all ranks are `fill` full in one micro-batch."""
+    return int(max(max(lengths) / world + 1, sum(lengths) / world / fill))
+
+
+def test_plans_of_few_sequences_are_within_1_percent_of_the_optimum() -> None:
     over = []
-    for seed in range(40):
+    for seed in range(examples(40)):
         rng = random.Random(seed)
         topology = Topology(nodes=1, ranks_per_node=rng.randint(2, 8))
-        lengths = [int(2 ** rng.uniform(8, 15)) for _ in range(rng.randint(1, 8))]
+        lengths = drawn_lengths(rng, 1, 8)
         model = replace(MODEL, group_s=rng.choice((0.0, 0.02)))
-        plan = make_plan(lengths, topology, model, PlanOptions(max_tokens_per_rank=sum(lengths)))
+        plan = planned(lengths, topology, model, max_tokens_per_rank=sum(lengths))
         least = least_lockstep_ns(lengths, topology, model, cap=sum(lengths)) / 1e9
-        assert least <= plan.objective_s
+        assert plan.lower_bound_s <= least <= plan.objective_s
         over.append(plan.objective_s / least)
     assert sum(over) / len(over) <= 1.01
     assert max(over) <= 1.05
 
 
 @pytest.mark.parametrize("fill", [0.6, 0.9, 1.8, 2.7])
-@pytest.mark.parametrize("seed", range(5))
-def test_the_default_planner_is_close_where_memory_is_tight(fill: float, seed: int) -> None:
-    rng = random.Random(seed)
-    topology = Topology(nodes=rng.choice((1, 2)), ranks_per_node=rng.randint(1, 4))
-    lengths = [int(2 ** rng.uniform(8, 15)) for _ in range(rng.randint(4, 8))]
-    cap = int(
-        max(max(lengths) / topology.world_size + 1, sum(lengths) / topology.world_size / fill)
-    )
-    plan = make_plan(lengths, topology, MODEL, PlanOptions(max_tokens_per_rank=cap))
-    least = least_lockstep_ns(lengths, topology, MODEL, cap=cap) / 1e9
-    assert least <= plan.objective_s <= 1.03 * least
+def test_plans_are_close_to_the_optimum_where_memory_is_tight(fill: float) -> None:
+    for seed in range(examples(5)):
+        rng = random.Random(seed)
+        topology = Topology(nodes=rng.choice((1, 2)), ranks_per_node=rng.randint(1, 4))
+        lengths = drawn_lengths(rng, 4, 8)
+        cap = cap_of(lengths, topology.world_size, fill)
+        plan = planned(lengths, topology, MODEL, max_tokens_per_rank=cap)
+        least = least_lockstep_ns(lengths, topology, MODEL, cap=cap) / 1e9
+        assert plan.lower_bound_s <= least <= plan.objective_s <= 1.03 * least
 
 
+@pytest.mark.slow
 def test_launches_are_shared_by_good_groups() -> None:
     """Three sequences on three H200: every group of every strategy, priced whole."""
     node = Topology(nodes=1, ranks_per_node=3)
@@ -72,10 +65,53 @@ def test_launches_are_shared_by_good_groups() -> None:
         rng = random.Random(typical)
         for _ in range(2):
             lengths = [200 + int(rng.lognormvariate(typical, 1.2)) for _ in range(3)]
-            plan = make_plan(lengths, node, model, PlanOptions(max_tokens_per_rank=10**6))
+            plan = planned(lengths, node, model, max_tokens_per_rank=10**6)
             best = best_of_one_micro_batch_ns(lengths, node, model)
             work = round(plan.objective_s * 1e9) - model.micro_batch_ns
             over.append(work / (best - model.micro_batch_ns))
     assert min(over) >= 1
     assert sum(over) / len(over) <= 1.01
     assert max(over) <= 1.07
+
+
+# ---- the bound
+
+
+def test_the_bound_is_below_the_optimum_and_often_close() -> None:
+    rng = random.Random(0)
+    close = 0
+    for _ in range(50):
+        nodes, ranks = rng.choice(((1, 2), (1, 3), (1, 4), (2, 2)))
+        topology = Topology(nodes=nodes, ranks_per_node=ranks)
+        cost = replace(
+            FLEXSP,
+            micro_batch_s=rng.choice([0.0, 0.05]),
+            group_s=rng.choice([0.0, 0.01]),
+            linear_s=FLEXSP.linear_s * rng.choice([0.01, 1.0, 20.0]),
+            all_to_all_bytes=FLEXSP.all_to_all_bytes * rng.choice([1.0, 10.0, 40.0]),
+        )
+        lengths = drawn_lengths(rng, 1, 4)
+        cap = cap_of(lengths, topology.world_size, rng.choice([0.3, 0.6, 0.9, 1.8]))
+        exact = least_lockstep_ns(lengths, topology, cost, cap=cap)
+        bound = bound_ns(
+            np.array(lengths), topology, cost, strategy="auto", cap=cap, sync="lockstep"
+        )
+        assert bound <= exact
+        close += bound > 0.99 * exact
+    assert close > 5
+
+
+def test_the_bound_by_hand() -> None:
+    """Two sequences on two ranks of one node; the long one needs both."""
+    node = Topology(nodes=1, ranks_per_node=2)
+    cost = replace(FLEXSP, micro_batch_s=1.0)
+    lengths = np.array([100, 3000])
+
+    def bound(cap: int, sync: str) -> int:
+        return bound_ns(lengths, node, cost, strategy="auto", cap=cap, sync=sync)
+
+    short, long = (cost.sequence_ns(s, 1, "local", False) for s in (100, 3000))
+    areas = short + 2 * cost.sequence_ns(3000, 2, "ulysses", False)
+    assert bound(1500, "lockstep") == -(-areas // 2) + 2 * 10**9
+    assert bound(1500, "free") == -(-(areas + 3 * 10**9) // 2)
+    assert bound(3000, "free") == -(-(short + long) // 2) + 10**9

@@ -1,23 +1,30 @@
-"""Every planner's plans against a checker that shares no code with the package.
+"""Every planner's plans against a checker that shares no code with the package, their price and
+their bound.
 
 PLAN_EXAMPLES=10000 pytest tests/planner/test_legal.py
 """
 
 import os
+import random
 from collections import Counter
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from hf_flexseq.base.registry import PLANNERS
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.plan.options import PlanOptions
-from hf_flexseq.planner import make_plan
-from tests.budget import examples
-from tests.planner.small_model import rings
+from hf_flexseq.cost import step_ns
+from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.published.aligned import aligned_degrees
+from tests.budget import examples, for_seeds
+from tests.costs import rings
+from tests.plans import planned
 
-EXAMPLES = int(os.environ.get("PLAN_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("PLAN_EXAMPLES", "60"))
+SHAPES = [
+    (1, 1), (1, 2), (1, 3), (1, 5), (1, 6), (1, 7), (1, 8), (1, 12),
+    (2, 1), (2, 2), (3, 2), (2, 6), (2, 7), (3, 4), (4, 8), (6, 8),
+]  # fmt: skip
 
 
 def problems(record: dict, nodes: int, per_node: int, cap: int) -> list[str]:
@@ -54,31 +61,53 @@ def wrong_ranks(ranks: set[int], nodes: int, per_node: int) -> list[str]:
     return [] if len(touched) == 1 or whole else ["a group of parts of nodes"]
 
 
-@pytest.mark.parametrize("planner", ["auto", "zeppelin", "megatron", "batch-ada"])
-@settings(deadline=None, max_examples=examples(EXAMPLES))
-@given(
-    st.lists(
-        st.integers(0, 255).map(lambda x: int(2 ** (x / 16)) + x % 7), min_size=1, max_size=60
-    ),
-    st.integers(1, 4),
-    st.integers(1, 9),
-    st.sampled_from(["auto", "ulysses", "zigzag", "balanced", "hybrid"]),
-    st.sampled_from([1.0, 1.01, 1.1, 2.0]),
-)
-def test_plans_are_legal(
-    planner: str, lengths: list[int], nodes: int, per_node: int, strategy: str, spare: float
-) -> None:
+def drawn(rng: random.Random, planner: str):
+    """Lengths, topology, cost model and options of a step."""
+    most = 12 if planner == "flexsp" else 60
+    lengths = [int(2 ** rng.uniform(0, 16)) for _ in range(rng.randint(1, most))]
+    shapes = [shape for shape in SHAPES if planner != "flexsp" or shape[0] * shape[1] <= 14]
+    nodes, per_node = rng.choice(shapes)
     topology = Topology(nodes=nodes, ranks_per_node=per_node)
-    cost = rings(topology)
-    cap = int(-(-max(lengths) // topology.world_size) * spare)
-    plan = make_plan(
-        lengths,
-        topology,
-        cost,
-        PlanOptions(planner=planner, strategy=strategy, max_tokens_per_rank=cap),
+    cost = rng.choice(
+        [rings(topology), PRESETS["flexsp-gpt-7b-a100"], PRESETS["gemma-3-27b-h100"]]
     )
-    assert problems(plan.to_record(), nodes, per_node, cap) == []
-    assert plan.lower_bound_s <= plan.objective_s
+    strategies = ["auto", "ulysses", "local"]
+    if cost.ring_bytes is not None:
+        strategies += ["zigzag", "balanced", "hybrid"]
+    options = {"planner": planner, "sync": rng.choice(["lockstep", "free"])}
+    widest = topology.world_size
+    if planner == "static":
+        widest = options["sp_degree"] = rng.choice(topology.degrees())
+        if widest > 1:
+            strategies.remove("local")
+    options["strategy"] = rng.choice(strategies)
+    if options["strategy"] == "local" or not PLANNERS[planner].splits:
+        widest = 1
+    fewest = -(-max(lengths) // widest)
+    cap = int(fewest * rng.choice([1, 1.01, 1.1, 2])) + rng.choice([0, 0, 20_000])
+    return lengths, topology, cost, options | {"max_tokens_per_rank": cap}
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@for_seeds(examples(EXAMPLES))
+def test_plans_are_legal_and_cost_what_they_say(planner: str, seed: int) -> None:
+    if planner == "flexsp" and seed % 3:
+        return  # its integer programs take most of the time
+    lengths, topology, cost, options = drawn(random.Random(seed), planner)
+    plan = planned(lengths, topology, cost, **options)
+    cap, world = options["max_tokens_per_rank"], topology.world_size
+    assert problems(plan.to_record(), topology.nodes, topology.ranks_per_node, cap) == []
+    priced = step_ns(cost, plan.micro_batches, lengths, topology, sync=options["sync"])
+    assert plan.lower_bound_s <= plan.objective_s == priced / 1e9
+    used = {group.strategy for one in plan.micro_batches for group in one.groups}
+    assert options["strategy"] == "auto" or used <= {"local", options["strategy"]}
+    if planner == "static":
+        assert set(plan.degrees()) == {options["sp_degree"]}
+        assert len(plan.micro_batches) <= 2 * -(-sum(lengths) // (cap * world)) + 1
+    if planner == "flexsp":
+        assert set(plan.degrees()) <= set(aligned_degrees(topology))
+    if seed % 10 == 0:
+        assert planned(lengths, topology, cost, **options).digest() == plan.digest()
 
 
 def test_the_checker_sees_what_is_wrong() -> None:
@@ -86,9 +115,8 @@ def test_the_checker_sees_what_is_wrong() -> None:
         return {"ranks": ranks, "sequences": sequences, "strategy": strategy}
 
     def said(*groups: dict) -> list[str]:
-        return problems(
-            {"lengths": [10, 10], "micro_batches": [{"groups": list(groups)}]}, 2, 2, 10
-        )
+        record = {"lengths": [10, 10], "micro_batches": [{"groups": list(groups)}]}
+        return problems(record, 2, 2, 10)
 
     assert said(group([0, 1], [0, 1])) == []
     assert said(group([0, 1], [0])) == ["not every sequence once"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES
 from hf_flexseq.cost.pipeline_check import check, check_memory
-from hf_flexseq.cost.stages import ChunkCosts, PipelineCost, chunk_costs, shape_of
+from hf_flexseq.cost.stages import ChunkCosts, PipelineCost
 from hf_flexseq.cost.walk import peak_bytes
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.pipeline import make_pipeline_plan
@@ -18,7 +18,7 @@ from hf_flexseq.planner.pipeline.cuts import CUTS, TILE, UNEVEN, CutWork, cut, o
 from hf_flexseq.planner.pipeline.greedy import Policy, actions_of, play
 from hf_flexseq.planner.pipeline.pack import chunked_units, first_fit, level_units, whole_units
 from hf_flexseq.planner.pipeline.replicas import make_step_plan
-from pipelines import relaxed, stage_cost
+from pipelines import costs_of, relaxed, stage_cost
 from planner.pipeline_exact import shortest
 from tests.budget import examples, for_seeds
 
@@ -46,22 +46,17 @@ def test_every_plan_is_legal_and_says_what_it_takes(lengths, stages, schedule, c
     assume(schedule != "1f1b" or chunks in (None, 1))
     assume(schedule != "seq1f1b-i" or stages % 2 == 0)
     cost = price(stages)
-    plan = make_pipeline_plan(lengths, cost, schedule=schedule, chunks=chunks)
+    options = {"schedule": schedule, "chunks": chunks}
+    plan = make_pipeline_plan(lengths, cost, **options)
     check(plan)
     # By a twin that knows neither the planner's play nor `walk`: pulled until nothing moves.
     took = max(relaxed(plan, cost).values(), default=0) / 1e9
     # auto's play may wait before a weight gradient that the plan begins at once
-    if schedule == "auto":
-        assert took <= plan.objective_s
-    else:
-        assert plan.objective_s == took
-    assert (
-        plan.digest()
-        == make_pipeline_plan(lengths, cost, schedule=schedule, chunks=chunks).digest()
-    )
+    assert took == plan.objective_s or (schedule == "auto" and took < plan.objective_s)
+    assert plan.digest() == make_pipeline_plan(lengths, cost, **options).digest()
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     LENGTHS.filter(bool),
     st.integers(1, 4),
@@ -70,11 +65,9 @@ def test_every_plan_is_legal_and_says_what_it_takes(lengths, stages, schedule, c
 )
 def test_plans_stay_within_their_room(lengths, stages, tenths, schedule):
     cost = price(stages)
-    memory_limit = (tenths * max(lengths) * 38 // 10,) * stages
+    limit = (tenths * max(lengths) * 38 // 10,) * stages
     try:
-        plan = make_pipeline_plan(
-            lengths, cost, schedule=schedule, memory_limit=memory_limit, chunks=2
-        )
+        plan = make_pipeline_plan(lengths, cost, schedule=schedule, memory_limit=limit, chunks=2)
     except PlanInfeasible as error:
         # all of a sequence and its carries are 38 bytes a token, and InfiniPipe's window may ask
         # for more
@@ -82,10 +75,10 @@ def test_plans_stay_within_their_room(lengths, stages, tenths, schedule):
             raise
         return
     check(plan)
-    check_memory(plan, cost, memory_limit)
+    check_memory(plan, cost, limit)
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     LENGTHS.filter(bool), st.integers(1, 500), st.sampled_from(["auto", "seq1f1b", "infinipipe"])
 )
@@ -95,40 +88,29 @@ def test_no_chunk_exceeds_its_tokens(lengths, most, schedule):
     assert max(chunk.tokens for chunk in plan.chunks) <= most
 
 
-def test_chunks_are_those_of_the_longest_sequence():
-    for schedule in ("auto", "seq1f1b", "infinipipe"):
-        plan = make_pipeline_plan([9000, 4000, 100], price(2), schedule=schedule, chunks=6)
-        parts = [
-            chunk for chunk in plan.chunks if any(part.sequence == 0 for part in chunk.slices)
-        ]
-        assert len(parts) == 6
+@pytest.mark.parametrize("schedule", ["auto", "seq1f1b", "infinipipe"])
+def test_chunks_are_those_of_the_longest_sequence(schedule):
+    plan = make_pipeline_plan([9000, 4000, 100], price(2), schedule=schedule, chunks=6)
+    assert sum(part.sequence == 0 for chunk in plan.chunks for part in chunk.slices) == 6
 
 
 # ---- cuts and packs
 
 
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 100_000), st.integers(1, 40), st.sampled_from(CUTS))
-def test_cuts_are_equal_but_for_rounding(length, count, cuts):
-    work = CutWork.of(price(3, head_ns=100.0), cuts)
-    places = cut(length, count, work)
-    assert places[0] == 0
-    assert places[-1] == length
-    assert len(places) == min(count, length) + 1
-    shares = [work.between(a, b) for a, b in itertools.pairwise(places)]
-    one_token = work.between(length - 1, length)
-    assert max(shares) - min(shares) <= 2 * one_token * (1 + 1e-9)
-    sizes = [b - a for a, b in itertools.pairwise(places)]
-    assert min(sizes) >= 1
-    assert max(sizes) <= sizes[0] + 2  # the first, which sees least, is longest
-
-
-@given(st.integers(1, 100_000), st.integers(1, 40), st.sampled_from(CUTS))
-def test_cuts_on_tiles_are_nearly_equal(length, count, cuts):
+def test_cuts_are_equal_but_for_rounding_and_nearly_equal_on_tiles(length, count, cuts):
     work = CutWork.of(price(3, head_ns=100.0), cuts)
     equal = cut(length, count, work)
+    assert (equal[0], equal[-1], len(equal)) == (0, length, min(count, length) + 1)
+    shares = [work.between(a, b) for a, b in itertools.pairwise(equal)]
+    one_token = work.between(length - 1, length)
+    assert max(shares) - min(shares) <= 2 * one_token * (1 + 1e-9)
+    sizes = [b - a for a, b in itertools.pairwise(equal)]
+    assert min(sizes) >= 1
+    assert max(sizes) <= sizes[0] + 2  # the first, which sees least, is longest
     places = on_tiles(equal, work)
-    assert places[0] == 0
-    assert places[-1] == length
+    assert (places[0], places[-1]) == (0, length)
     if places != equal:
         assert all(place % TILE == 0 for place in places[:-1])
         most = work.between(0, length) / (len(equal) - 1) * (1 + UNEVEN)
@@ -143,14 +125,12 @@ def test_long_parts_are_on_tiles_and_short_ones_and_full_ones_are_not():
 
 
 def test_a_limit_makes_more_parts():
-    work = CutWork.of(price(1), "time")
-    assert len(cut(1000, 2, work, 100)) - 1 > 10
+    assert len(cut(1000, 2, CutWork.of(price(1), "time"), 100)) - 1 > 10
     assert cut(7, 3, CutWork.of(price(1), "even"), 1) == list(range(8))
 
 
 def test_whole_sequences_are_packed_up_to_the_longest():
-    rows = whole_units([4, 10, 6, 3, 7, 2])
-    assert rows == [
+    assert whole_units([4, 10, 6, 3, 7, 2]) == [
         [[(1, 0, 10)]],
         [[(4, 0, 7), (3, 0, 3)]],
         [[(2, 0, 6), (0, 0, 4)]],
@@ -160,8 +140,7 @@ def test_whole_sequences_are_packed_up_to_the_longest():
 
 
 def test_seq1f1b_cuts_by_work_and_packs_what_is_short():
-    work = CutWork.of(price(1, attention_ns=0.0), "even")
-    units = chunked_units([100, 400, 30, 200], 4, work)
+    units = chunked_units([100, 400, 30, 200], 4, CutWork.of(price(1, attention_ns=0.0), "even"))
     assert [len(unit) for unit in units] == [4, 2, 1, 1]
     assert units[1] == [[(3, 0, 100)], [(3, 100, 200)]]
     assert units[2:] == [[[(0, 0, 100)]], [[(2, 0, 30)]]]
@@ -171,10 +150,9 @@ def test_level_packs_are_equally_full():
     rng, work = random.Random(0), CutWork.of(price(1), "time")
     lengths = [rng.randint(10, 3000) for _ in range(300)]
     target = 5 * work.between(0, 3000)
-    loads = [
-        sum(work.between(a, b) for _, a, b in unit[0])
-        for unit in level_units(lengths, target, work)
-    ]
+    loads = []
+    for unit in level_units(lengths, target, work):
+        loads.append(sum(work.between(a, b) for _, a, b in unit[0]))
     assert max(loads) <= target
     assert max(loads) < 1.02 * min(loads)
 
@@ -191,41 +169,32 @@ def small_step(rng):
         sizes.append(rng.randint(1, count - sum(sizes)))
     linear = [rng.choice([60, 100, 100, 100, 150]) for _ in range(count)]
     attention = [rng.random() for _ in range(count)]
-    rows = (
-        linear,
-        [int(t * (1 + 1.5 * a)) for t, a in zip(linear, attention, strict=True)],
-        [int(t * (1 - 0.8 * a)) for t, a in zip(linear, attention, strict=True)],
-    )
-    forward, input_grad, weight_grad = ([list(row) for _ in range(stages)] for row in rows)
+    shares = list(zip(linear, attention, strict=True))
     costs = ChunkCosts(
-        forward=forward,
-        input_grad=input_grad,
-        weight_grad=weight_grad,
+        forward=[linear] * stages,
+        input_grad=[[int(t * (1 + 1.5 * a)) for t, a in shares]] * stages,
+        weight_grad=[[int(t * (1 - 0.8 * a)) for t, a in shares]] * stages,
         held=[[100] * count] * stages,
         owed=[[100] * count] * stages,
         carried=[[rng.choice([0, 10])] * count] * stages,
         send=[rng.choice([0, 5])] * count,
     )
-    return (
-        sizes,
-        costs,
-        (100 * (max(sizes) + rng.randint(0, 2 * stages)) + 20 * len(sizes),) * stages,
-    )
+    limit = 100 * (max(sizes) + rng.randint(0, 2 * stages)) + 20 * len(sizes)
+    return sizes, costs, (limit,) * stages
 
 
-@for_seeds(8)
+@for_seeds(examples(50))
 def test_no_policy_beats_the_exact_order(seed):
-    rng = random.Random(seed)
-    for _ in range(10):
-        sizes, costs, memory_limit = small_step(rng)
-        best = shortest(sizes, costs, memory_limit)
-        for policy in POLICIES:
-            assert play(sizes, costs, memory_limit, policy).makespan >= best
+    sizes, costs, memory_limit = small_step(random.Random(seed))
+    best = shortest(sizes, costs, memory_limit)
+    for policy in POLICIES:
+        assert play(sizes, costs, memory_limit, policy).makespan >= best
 
 
+@pytest.mark.slow
 def test_auto_is_within_two_percent_of_the_exact_order():
     rng, gaps = random.Random(1), []
-    for _ in range(60):
+    while len(gaps) < 30:
         stages = rng.choice([2, 2, 3])
         cost = price(
             stages, attention_ns=rng.choice([0.0, 0.3, 1.0]), chunk_ns=rng.choice([1e4, 3e5])
@@ -235,33 +204,28 @@ def test_auto_is_within_two_percent_of_the_exact_order():
         plan = make_pipeline_plan(lengths, cost, chunks=2, memory_limit=memory_limit)
         if len(plan.chunks) > (5 if stages == 2 else 4):
             continue
-        costs = chunk_costs(
-            cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks], plan.checkpointed
-        )
-        sizes = [
-            sum(chunk.unit == unit for chunk in plan.chunks)
-            for unit in range(plan.chunks[-1].unit + 1)
-        ]
-        gaps.append(plan.objective_s * 1e9 / shortest(sizes, costs, memory_limit) - 1)
-    assert len(gaps) >= 40
-    assert max(gaps) <= 0.02
-    assert min(gaps) >= -1e-9
+        units = [chunk.unit for chunk in plan.chunks]
+        sizes = [units.count(unit) for unit in range(max(units) + 1)]
+        exact = shortest(sizes, costs_of(plan, cost), memory_limit)
+        gaps.append(plan.objective_s * 1e9 / exact - 1)
+    assert -1e-9 <= min(gaps) <= max(gaps) <= 0.02
 
 
 def test_a_unit_that_does_not_fit_alone_cannot_be_played():
     sizes, costs, _ = small_step(random.Random(0))
-    assert play(sizes, costs, (100 * max(sizes) - 1,) * len(costs.forward)) is None
-    assert shortest(sizes, costs, (100 * max(sizes) - 1,) * len(costs.forward)) is None
+    limit = (100 * max(sizes) - 1,) * len(costs.forward)
+    assert play(sizes, costs, limit) is None
+    assert shortest(sizes, costs, limit) is None
 
 
-def test_backwards_are_joined_where_nobody_waited():
+def test_backwards_are_joined_where_no_stage_waited():
     cost = price(2)
     plan = make_pipeline_plan([1000], cost, chunks=1)
     assert [a.kind for a in plan.actions[0]] == ["F", "B"]  # nothing comes before the first stage
     # its neighbour waits for the input's gradient
     assert [a.kind for a in plan.actions[1]] == ["F", "I", "W"]
-    sizes, costs = [1], chunk_costs(cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks])
-    assert plan.actions == actions_of(play(sizes, costs, (10**9,) * 2), sizes, costs)
+    costs = costs_of(plan, cost)
+    assert plan.actions == actions_of(play([1], costs, (10**9,) * 2), [1], costs)
 
 
 def test_auto_checkpoints_what_does_not_fit_and_names_what_never_does():
@@ -277,64 +241,17 @@ def test_auto_checkpoints_what_does_not_fit_and_names_what_never_does():
         make_pipeline_plan(lengths, cost, chunks=8, memory_limit=(50_000,) * 2)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("stages, chunks", [(2, 1), (2, 4), (4, 2)])
 def test_auto_beats_seq1f1b_on_equal_lengths_in_its_memory(stages, chunks):
     cost, lengths = price(stages, attention_ns=0.02), [8192] * 12
     plain = make_pipeline_plan(lengths, cost, schedule="seq1f1b", chunks=chunks)
     memory_limit = (max(peak_bytes(plain, cost)),) * stages
-    assert (
-        make_pipeline_plan(lengths, cost, chunks=chunks, memory_limit=memory_limit).objective_s
-        <= plain.objective_s
-    )
-
-
-# ---- what is refused
-
-
-@pytest.mark.parametrize(
-    "arguments, problem",
-    [
-        ({"schedule": "gpipe"}, "schedule must be one of auto, 1f1b, .*; got 'gpipe'"),
-        ({"chunks": 0}, "chunks=0: give at least 1"),
-        ({"max_tokens": 0}, "max_tokens=0: give at least 1"),
-        ({"schedule": "1f1b", "chunks": 2}, "runs whole sequences"),
-        ({"schedule": "seq1f1b-i", "stages": 3}, "3 stages cannot be spread evenly, 2 on each"),
-        (
-            {"schedule": "seq1f1b", "cuts": "random"},
-            "cuts must be one of even, computation, time, got 'random'",
-        ),
-        ({"memory_limit": (1, 2)}, "give the positive bytes of each of 4 ranks"),
-        ({"lengths": [5, 0]}, "sequence 1 has no token"),
-    ],
-)
-def test_arguments_without_meaning(arguments, problem):
-    cost = price(arguments.pop("stages", 4))
-    with pytest.raises(ValueError, match=problem):
-        make_pipeline_plan(arguments.pop("lengths", [100]), cost, **arguments)
-
-
-def test_fixed_schedules_say_that_they_do_not_fit():
-    with pytest.raises(
-        PlanInfeasible, match="schedule seq1f1b: 0F0.* Raise chunks, or take schedule='auto'"
-    ):
-        make_pipeline_plan([1000] * 4, price(2), schedule="seq1f1b", memory_limit=(1000, 1000))
-
-
-def test_whole_sequences_do_not_fit_small_chunks():
-    with pytest.raises(PlanInfeasible, match="sequence 1 has 1000 tokens, a chunk may have 999"):
-        make_pipeline_plan([5, 1000], price(2), schedule="1f1b", max_tokens=999)
-    check(make_pipeline_plan([5, 1000], price(2), schedule="1f1b", max_tokens=1000))
-
-
-def test_interleaved_stages():
-    plan = make_pipeline_plan([1000] * 4, price(4), schedule="seq1f1b-i", chunks=2)
-    check(plan)
-    assert (plan.ranks, plan.stages) == (2, 4)
+    found = make_pipeline_plan(lengths, cost, chunks=chunks, memory_limit=memory_limit)
+    assert found.objective_s <= plain.objective_s
 
 
 @pytest.mark.parametrize("owed_bytes", [5.0, 29.0])
-@for_seeds(10)
+@for_seeds(examples(6))
 def test_what_backwards_owe_fits_the_room(seed, owed_bytes):
     """Also where some layers are checkpointed, whose inputs are less than what a backward owes:
     those stay whole."""
@@ -360,23 +277,52 @@ def test_checkpointing_fits_to_the_byte():
     assert plan.checkpointed == ((2,) * 5,) * 2
 
 
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        ({"schedule": "gpipe"}, "schedule must be one of auto, 1f1b, .*; got 'gpipe'"),
+        ({"chunks": 0}, "chunks=0: give at least 1"),
+        ({"max_tokens": 0}, "max_tokens=0: give at least 1"),
+        ({"schedule": "1f1b", "chunks": 2}, "runs whole sequences"),
+        ({"schedule": "seq1f1b-i", "stages": 3}, "3 stages cannot be spread evenly, 2 on each"),
+        ({"schedule": "seq1f1b", "cuts": "random"}, "computation, time, got 'random'"),
+        ({"memory_limit": (1, 2)}, "give the positive bytes of each of 4 ranks"),
+        ({"lengths": [5, 0]}, "sequence 1 has no token"),
+    ],
+)
+def test_arguments_without_meaning_are_refused(arguments, problem):
+    cost = price(arguments.pop("stages", 4))
+    with pytest.raises(ValueError, match=problem):
+        make_pipeline_plan(arguments.pop("lengths", [100]), cost, **arguments)
+
+
+def test_fixed_schedules_say_that_they_do_not_fit():
+    problem = "schedule seq1f1b: 0F0.* Raise chunks, or take schedule='auto'"
+    with pytest.raises(PlanInfeasible, match=problem):
+        make_pipeline_plan([1000] * 4, price(2), schedule="seq1f1b", memory_limit=(1000, 1000))
+    with pytest.raises(PlanInfeasible, match="sequence 1 has 1000 tokens, a chunk may have 999"):
+        make_pipeline_plan([5, 1000], price(2), schedule="1f1b", max_tokens=999)
+    check(make_pipeline_plan([5, 1000], price(2), schedule="1f1b", max_tokens=1000))
+
+
 # ---- notes of a step over several replicas
 
 
 def test_notes_say_into_how_many_chunks_and_by_whose_choice():
     cost = price(2)
     asked = make_step_plan([4000, 100, 90], cost, replicas=2, chunks=4)
-    (note,) = asked.notes
     count = sum(len(plan.chunks) for plan in asked.plans)
-    assert note == (
+    assert asked.notes == (
         f"{count} chunks, 3 of 3 sequences cut, the longest of these (4,000 tokens) into 4: "
-        "as chunks=4 asks"
+        "as chunks=4 asks",
     )
     whole = make_step_plan([40, 30], cost, schedule="1f1b")
     assert whole.notes == ("2 chunks of whole sequences, by the rule of schedule='1f1b'",)
-    planned = make_step_plan([90_000, 30], cost, max_tokens=1000)
+    planned = make_step_plan([9_000, 30], cost, max_tokens=1000)
     assert planned.notes[0].endswith(
         "the fastest by the cost model, with at most 1,000 tokens a chunk"
     )
-    longest = max(chunk.tokens for chunk in planned.plans[0].chunks)
-    assert longest <= 1000
+    assert max(chunk.tokens for chunk in planned.plans[0].chunks) <= 1000

@@ -1,0 +1,204 @@
+"""Estimated cost models, and presets with the published sizes of their models."""
+
+from dataclasses import replace
+
+import pytest
+
+from hf_flexseq.base.layers import FULL, Reach, RecurrentShape
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.analytic import (
+    BLOCK_KEYS,
+    DEVICES,
+    HeadShape,
+    ModelShape,
+    analytic_cost_model,
+)
+from hf_flexseq.cost.presets import LLAMA_8B, PRESETS, SHAPES
+
+WINDOW = Reach(window=256)
+DELTA = RecurrentShape(
+    kind="gated_delta", key_heads=2, value_heads=4, key_dim=16, value_dim=8, width=4, channels=96
+)
+
+
+def shape(**changes: object) -> ModelShape:
+    """A small model of twelve layers."""
+    sizes = {"layers": 12, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16}
+    sizes |= {"intermediate": 128, "vocab": 10, "params": 10_000}
+    return ModelShape(**sizes | changes)
+
+
+def estimate(
+    model: ModelShape, nodes: int = 1, ranks: int = 8, device: str = "H100", **options: object
+) -> CostModel:
+    topology = Topology(nodes=nodes, ranks_per_node=ranks)
+    return analytic_cost_model(model, DEVICES[device], topology, **options)
+
+
+# ---- full attention
+
+
+def test_flops_and_bytes_are_counted() -> None:
+    cost, flops = estimate(LLAMA_8B, 2, zero_stage=3), DEVICES["H100"].flops
+    assert cost.linear_s * flops == pytest.approx(8 * (LLAMA_8B.params - 128256 * 4096))
+    assert cost.attention_s * flops == pytest.approx(32 * 7 * 4096)
+    assert cost.all_to_all_bytes == 32 * 2 * 3 * (2 * 4096 + 2 * 1024)
+    plain = estimate(LLAMA_8B, 2, checkpointing=False)
+    assert plain.all_to_all_bytes == 32 * 2 * 2 * (2 * 4096 + 2 * 1024)
+    assert cost.ring_bytes == 32 * 2 * 3 * 2 * 1024
+    assert cost.state_bytes == 4 * 128256 * 4096  # the gradient of the head
+    assert cost.sharded_state_bytes == 16 * LLAMA_8B.params
+
+
+def test_memory_depends_on_sharding_and_checkpointing() -> None:
+    def tokens(**options: object) -> int:
+        return estimate(LLAMA_8B, 2, device="H200", **options).max_tokens_per_rank(16)
+
+    assert tokens(zero_stage=3) > tokens(zero_stage=2) > tokens(zero_stage=1)
+    assert tokens(zero_stage=3) > 2 * tokens(zero_stage=3, checkpointing=False)
+    assert tokens(zero_stage=3) > 2 * tokens(zero_stage=3, chunked_loss=False)
+    with pytest.raises(ValueError, match="leaves no room for a token: shard them"):
+        tokens(zero_stage=0)
+    with pytest.raises(ValueError, match="zero_stage=4"):
+        tokens(zero_stage=4)
+
+
+@pytest.mark.parametrize(
+    "nodes, ranks", [(1, 1), (1, 8), (2, 8), (2, 4), (3, 2), (2, 12), (2, 16), (5, 3)]
+)
+def test_bandwidth_is_the_node_s_exactly_inside_nodes(nodes: int, ranks: int) -> None:
+    cost, device = estimate(LLAMA_8B, nodes, ranks, zero_stage=3), DEVICES["H100"]
+    assert all(cost.bandwidth(d, False) == device.intra_bytes for d in range(2, ranks + 1))
+    assert all(cost.bandwidth(n * ranks, True) == device.inter_bytes for n in range(2, nodes + 1))
+
+
+# ---- windows
+
+
+def test_pairs_of_windows_and_weights_of_active_experts_are_counted() -> None:
+    model = shape(active_params=4_000, reaches=((9, WINDOW),))
+    cost, plain = estimate(model, zero_stage=3), estimate(shape(), zero_stage=3)
+    (kind,) = cost.kinds
+    assert cost.attention_s == pytest.approx(plain.attention_s / 4)
+    assert kind.share == 0.75
+    blocks = 1 + BLOCK_KEYS / 256
+    assert kind.attention_s == pytest.approx(0.75 * blocks * plain.attention_s)
+    assert cost.linear_s / plain.linear_s == pytest.approx((4000 - 640) / (10_000 - 640))
+    for name in ("token_bytes", "sharded_state_bytes", "micro_batch_s"):
+        assert getattr(cost, name) == getattr(plain, name)
+    # keys and values of two halos, in the two layers that are whole
+    halos = 2 * 255 * (2 * 2 * 16) * 2
+    assert cost.state_bytes - plain.state_bytes == 2 * halos
+    lone, kept = estimate(model, ranks=1), estimate(model, ranks=2, checkpointing=False)
+    assert lone.state_bytes == 16.0 * model.params + 4 * model.vocab * model.hidden
+    assert kept.state_bytes - lone.state_bytes == 9 * halos
+
+
+def test_heads_that_differ_by_kind_count_by_kind() -> None:
+    even = shape(layers=4, kv_heads=4, head_dim=32, reaches=((3, WINDOW),))
+    by_kind = ((FULL, HeadShape(4, 1, 32)), (WINDOW, HeadShape(4, 4, 16)))
+    cost, uneven = estimate(even), estimate(replace(even, head_shapes=by_kind))
+    # queries, and keys with values, of one full layer and three with a window
+    queries, keys = 4 * 32 + 3 * 4 * 16, 2 * 32 + 3 * 2 * 4 * 16
+    assert uneven.query_bytes == 2 * queries
+    assert uneven.ring_bytes == 2 * 3 * keys
+    assert uneven.all_to_all_bytes == 2 * 3 * (2 * queries + keys)
+    assert uneven.attention_s == cost.attention_s
+    assert uneven.kinds[0].attention_s == pytest.approx(cost.kinds[0].attention_s / 2)
+    assert cost.token_bytes - uneven.token_bytes == 2 * 3 * 4 * 16  # what attention gave
+
+
+# ---- recurrent layers
+
+
+def recurrent(sizes: RecurrentShape, count: int = 6) -> ModelShape:
+    return shape(layers=8, without_attention=6, recurrent=((count, sizes),))
+
+
+def test_bytes_of_summaries_halos_and_rows_are_counted() -> None:
+    cost = estimate(recurrent(DELTA), checkpointing=False)
+    (kind,) = cost.recurrent
+    assert (cost.attention_share, kind.share) == (0.25, 0.75)
+    assert kind.summary_bytes == 6 * 4 * 16 * (16 + 8) * 4
+    assert kind.halo_bytes == 6 * 3 * 96 * 2
+    # there and back: into and out of the convolution, and q, k, v, g, beta and out of the scan
+    assert kind.row_bytes == 6 * 2 * (2 * 96 + 2 * 2 * 16 + 4 * (2 * 8 + 2)) * 2
+    # Ulysses moves what the two layers with attention have
+    assert cost.all_to_all_bytes == 2 * 2 * (2 * 64 + 2 * 2 * 16) * 2
+    lone = estimate(recurrent(DELTA), ranks=1, checkpointing=False)
+    assert lone.state_bytes < cost.state_bytes  # states of segments, and summaries on their way
+
+
+def test_a_mamba_2_has_the_summaries_of_a_decay_and_a_convolution_none() -> None:
+    (kind,) = estimate(recurrent(replace(DELTA, kind="mamba2"))).recurrent
+    assert kind.summary_bytes == 6 * 4 * (16 * 8 + 1) * 4
+    convolution = RecurrentShape(kind="convolution", width=3, channels=64)
+    (kind,) = estimate(recurrent(convolution)).recurrent
+    assert (kind.summary_bytes, kind.again_s, kind.chunk) == (0.0, 0.0, 1)
+    assert kind.token_s > 0
+
+
+def test_the_scan_of_a_preset_takes_what_was_measured_of_its_kernel() -> None:
+    # 32,768 tokens of 64 heads: 15.56 ms without checkpointing, as SCAN_EFFICIENCY says
+    sizes = RecurrentShape(
+        kind="gated_delta",
+        key_heads=64,
+        value_heads=64,
+        key_dim=128,
+        value_dim=128,
+        width=1,
+        channels=0,
+    )
+    (kind,) = estimate(recurrent(sizes, 1), checkpointing=False).recurrent
+    assert kind.token_s * 32768 == pytest.approx(15.56e-3, rel=0.01)
+
+
+# ---- presets
+
+
+@pytest.mark.parametrize("device", ["h100", "h200"])
+@pytest.mark.parametrize(
+    "model, attention, full, recurrent, billions, active",
+    [
+        ("gemma-3-27b", 1.0, 10 / 62, 0.0, 27.0, 27.0),
+        ("gpt-oss-120b", 1.0, 0.5, 0.0, 116.8, 5.13),
+        ("qwen3-30b-a3b", 1.0, 1.0, 0.0, 30.53, 3.04),
+        ("qwen3.5-35b-a3b", 10 / 40, 1.0, 30 / 40, 34.66, 3.45 - 0.51),
+        ("nemotron-3-nano-30b-a3b", 6 / 52, 1.0, 23 / 52, 31.58, 3.58 - 0.35),
+    ],
+)
+def test_presets_have_the_published_sizes(
+    model: str,
+    attention: float,
+    full: float,
+    recurrent: float,
+    billions: float,
+    active: float,
+    device: str,
+) -> None:
+    cost = PRESETS[f"{model}-{device}"]
+    assert cost.attention_share == pytest.approx(attention)
+    assert cost.full_share == pytest.approx(full)
+    assert sum(kind.share for kind in cost.recurrent) == pytest.approx(recurrent)
+    assert cost.sharded_state_bytes == pytest.approx(16e9 * billions, rel=1e-3)
+    # 8 FLOPs for every weight that works on a token, at 440 TFLOP/s
+    assert cost.linear_s == pytest.approx(8e9 * active / 4.4e14, rel=1e-2 if recurrent else 2e-3)
+    assert cost.max_tokens_per_rank(64) > 30_000
+    for kind, (layers, sizes) in zip(cost.recurrent, SHAPES[model].recurrent, strict=True):
+        assert kind.token_s < cost.linear_s
+        assert cost.layers_text(before="; ").startswith("; layers ")
+        numbers = sizes.state_numbers + sizes.transition_numbers
+        assert kind.summary_bytes == layers * 4 * numbers
+
+
+# ---- refused
+
+
+def test_shapes_without_meaning_are_refused() -> None:
+    with pytest.raises(ValueError, match="63 layers with a window or a chunk, of 62 layers"):
+        replace(SHAPES["gemma-3-27b"], reaches=((63, WINDOW),))
+    with pytest.raises(ValueError, match="9 gated delta layers, of 8 layers"):
+        recurrent(DELTA, 9)
+    with pytest.raises(ValueError, match="'rwkv' of recurrent layer: expected one of gated_delta"):
+        replace(DELTA, kind="rwkv")
