@@ -7,27 +7,22 @@ from hf_flexseq.plan.shard import Slice
 
 def stage_cost(**changed):
     """A stage in which nothing is free and nothing is a round number."""
-    values = {
-        "linear_ns": 1000.0,
-        "attention_ns": 0.7,
-        "chunk_ns": 50_000.0,
-        "layers": 5,
-        "token_bytes": 30.0,
-        "kv_bytes": 4.0,
-        "input_bytes": 2.0,
-    }
-    return StageCost(**values | changed)
+    times = {"linear_ns": 1000.0, "attention_ns": 0.7, "chunk_ns": 50_000.0, "layers": 5}
+    sizes = {"token_bytes": 30.0, "kv_bytes": 4.0, "input_bytes": 2.0}
+    return StageCost(**times | sizes | changed)
 
 
-def plan_of(actions, *, sizes, tokens=8, stages=None, **fields):
-    """A plan of equal chunks: unit u is sequence u, cut into sizes[u] chunks of `tokens`
-    tokens."""
+def chunk_of(*parts, unit=0, index=0):
+    """A chunk of `parts`, each (sequence, start, stop)."""
+    slices = tuple(Slice(sequence=i, start=start, stop=stop) for i, start, stop in parts)
+    return Chunk(unit=unit, index=index, slices=slices)
+
+
+def plan_of(actions, *, sizes=(), tokens=8, stages=None, **fields):
+    """A plan of equal chunks, if `fields` have no others: unit u is sequence u, cut into sizes[u]
+    chunks of `tokens` tokens."""
     chunks = tuple(
-        Chunk(
-            unit=unit,
-            index=index,
-            slices=(Slice(sequence=unit, start=index * tokens, stop=(index + 1) * tokens),),
-        )
+        chunk_of((unit, index * tokens, (index + 1) * tokens), unit=unit, index=index)
         for unit, size in enumerate(sizes)
         for index in range(size)
     )
@@ -59,13 +54,12 @@ def costs_of(plan, cost):
 
 
 def duration(action, place, costs):
-    split = costs.input_grad[action.stage][place], costs.weight_grad[action.stage][place]
-    return {
-        "F": costs.forward[action.stage][place],
-        "I": split[0],
-        "W": split[1],
-        "B": sum(split),
-    }[action.kind]
+    input_grad, weight_grad = (
+        of_stage[action.stage][place] for of_stage in (costs.input_grad, costs.weight_grad)
+    )
+    if action.kind == "F":
+        return costs.forward[action.stage][place]
+    return {"I": input_grad, "W": weight_grad, "B": input_grad + weight_grad}[action.kind]
 
 
 def relaxed(plan, cost):

@@ -1,4 +1,5 @@
-"""Attention chunk by chunk against attention over whole sequences, and every wrong order."""
+"""Attention chunk by chunk against attention over whole sequences, and wrong orders. (Wrong orders
+of a plan's actions are in `test_executor.py`.)"""
 
 import pytest
 import torch
@@ -6,15 +7,13 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import sequence_parallel_attention
 from hf_flexseq.base.layers import Reach
-from hf_flexseq.kernels import KernelCall
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.pipeline.carry import KVCarry, WrongOrder
-from hf_flexseq.pipeline.context import ChunkContext
-from hf_flexseq.plan.pipeline import Chunk
-from hf_flexseq.plan.shard import Slice
+from hf_flexseq.pipeline.context import ChunkContext, programs_of_layouts
 from tests.attention.dense import dense_attention
+from tests.pipelines import chunk_of
 
 CPU = torch.device("cpu")
 LENGTHS = (11, 3, 7, 1)
@@ -26,12 +25,16 @@ CHUNKS = (
     ((2, 0, 2),),
     ((2, 2, 7),),
 )
-
-
-def chunk(*slices, index=0):
-    return Chunk(
-        unit=0, index=index, slices=tuple(Slice(sequence=i, start=a, stop=b) for i, a, b in slices)
-    )
+# layers: the kernel, heads of queries and of keys, and what else they compute
+LAYERS = [
+    *((kernel, heads, {}) for kernel in (CpuFlash(), Reference()) for heads in ((4, 2), (3, 3))),
+    (CpuFlash(), (4, 1), {"reach": Reach(window=1)}),
+    (CpuFlash(), (4, 2), {"reach": Reach(window=4), "softcap": 1.5}),
+    (CpuFlash(), (4, 2), {"reach": Reach(window=9)}),
+    (CpuFlash(), (4, 2), {"reach": Reach(chunk=1)}),
+    (CpuFlash(), (4, 2), {"reach": Reach(chunk=4)}),
+    (CpuFlash(), (4, 2), {"reach": Reach(chunk=8), "softcap": 1.5}),
+]
 
 
 def qkv(heads=4, kv_heads=2, dtype=torch.float64):
@@ -45,86 +48,54 @@ def rows_of(slices):
     return torch.cat([torch.arange(offsets[i] + a, offsets[i] + b) for i, a, b in slices])
 
 
-def run_chunk(carry, slices, tensors, *, replayed=False, layer=0, **kind):
-    context = ChunkContext(chunk(*slices), LENGTHS, carry, CPU)
-    rows = rows_of(slices)
+def context_of(carry, slices):
+    return ChunkContext(chunk_of(*slices), LENGTHS, carry, CPU)
+
+
+def run_chunk(carry, slices, tensors, *, replayed=False, keeps_grad=True, **kind):
+    context = context_of(carry, slices)
 
     def attend(q, k, v):
-        layer_ctx = context.of_layer(layer, keeps_grad=True)
-        return sequence_parallel_attention(q, k, v, layer_ctx, **kind)
+        seq_ctx = context.of_layer(0, keeps_grad=keeps_grad)
+        return sequence_parallel_attention(q, k, v, seq_ctx, **kind)
 
-    parts = [x[rows] for x in tensors]
+    parts = [x[rows_of(slices)] for x in tensors]
     return checkpoint(attend, *parts, use_reentrant=False) if replayed else attend(*parts)
 
 
-def whole_attention(tensors, dout):
-    q, k, v = (x.detach() for x in tensors)
-    segments = Segments(LENGTHS, LENGTHS, causal=True, device=CPU)
-    call = KernelCall(q, k, v, segments, 8**-0.5)
-    out, lse = Reference().forward(call)
-    return out, Reference().backward(call, dout, out, lse)
+def run_chunks(count, carry=None):
+    """The results of the first chunks."""
+    carry = carry or KVCarry(CpuFlash())
+    tensors = qkv()
+    return [run_chunk(carry, slices, tensors) for slices in CHUNKS[:count]]
 
 
-@pytest.mark.parametrize("kernel", [CpuFlash(), Reference()], ids=lambda k: k.name)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 1), (3, 3)])
-@pytest.mark.parametrize("replayed", [False, True])
-def test_chunks_equal_whole_sequences(kernel, heads, kv_heads, replayed):
-    tensors = qkv(heads, kv_heads)
-    dout = torch.randn(sum(LENGTHS), heads, 8, dtype=torch.float64)
-    carry = KVCarry(kernel)
-    outs = [
-        run_chunk(carry, slices, tensors, replayed=replayed and i % 2 == 0)
-        for i, slices in enumerate(CHUNKS)
-    ]
-    wanted_out, wanted = whole_attention(tensors, dout)
-    for slices, out in zip(CHUNKS, outs, strict=True):
-        torch.testing.assert_close(out, wanted_out[rows_of(slices)], rtol=1e-12, atol=1e-12)
-    for slices, out in reversed(list(zip(CHUNKS, outs, strict=True))):
-        out.backward(dout[rows_of(slices)])
-    carry.check_empty()
-    assert carry.bytes() == 0
-    for x, gradient in zip(tensors, wanted, strict=True):
-        torch.testing.assert_close(x.grad, gradient, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        {"reach": Reach(window=1)},
-        {"reach": Reach(window=4), "softcap": 1.5},
-        {"reach": Reach(window=9)},
-        {"reach": Reach(chunk=1)},
-        {"reach": Reach(chunk=4)},
-        {"reach": Reach(chunk=8), "softcap": 1.5},
-    ],
-    ids=lambda kind: str(kind["reach"]),
-)
 @pytest.mark.parametrize("replayed", [False, True])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-def test_chunks_of_a_layer_with_a_window_or_a_chunk_equal_whole_sequences(kind, replayed, sinks):
-    tensors = qkv()
-    dout = torch.randn(sum(LENGTHS), 4, 8, dtype=torch.float64)
-    own = torch.linspace(-1, 2, 4, dtype=torch.float64).requires_grad_() if sinks else None
+@pytest.mark.parametrize(("kernel", "heads", "kind"), LAYERS)
+def test_chunks_equal_whole_sequences(kernel, heads, kind, sinks, replayed):
+    tensors = qkv(*heads)
+    dout = torch.randn(sum(LENGTHS), heads[0], 8, dtype=torch.float64)
+    own = None
+    if sinks:
+        own = torch.linspace(-1, 2, heads[0], dtype=torch.float64).requires_grad_()
 
-    wanted_out = []
-    start = 0
-    for length in LENGTHS:
-        rows = [x[start : start + length] for x in tensors]
-        wanted_out.append(dense_attention(*rows, sinks=own, **kind))
-        start += length
+    by_sequence = zip(*(x.split(LENGTHS) for x in tensors), strict=True)
+    wanted_out = torch.cat([dense_attention(*rows, sinks=own, **kind) for rows in by_sequence])
     leaves = [*tensors, own] if sinks else tensors
-    wanted = torch.autograd.grad(torch.cat(wanted_out), leaves, dout)
+    wanted = torch.autograd.grad(wanted_out, leaves, dout)
 
-    carry = KVCarry(CpuFlash())
+    carry = KVCarry(kernel)
     outs = []
     for i, slices in enumerate(CHUNKS):
         replays = replayed and i % 2 == 0
         outs.append(run_chunk(carry, slices, tensors, replayed=replays, sinks=own, **kind))
     for slices, out in reversed(list(zip(CHUNKS, outs, strict=True))):
         rows = rows_of(slices)
-        torch.testing.assert_close(out, torch.cat(wanted_out)[rows], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(out, wanted_out[rows], rtol=1e-12, atol=1e-12)
         out.backward(dout[rows])
     carry.check_empty()
+    assert carry.bytes() == 0
     for x, gradient in zip(leaves, wanted, strict=True):
         torch.testing.assert_close(x.grad, gradient, rtol=1e-12, atol=1e-12)
 
@@ -132,17 +103,17 @@ def test_chunks_of_a_layer_with_a_window_or_a_chunk_equal_whole_sequences(kind, 
 def test_saves_queries_output_and_lse_alone_and_writes_keys_once():
     tensors = qkv()
     carry = KVCarry(CpuFlash())
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: saved.append(x.numel()) or x, lambda x: x
-    ):
-        for slices in CHUNKS[:2]:
+    for slices in CHUNKS[:2]:
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x
+        ):
             parts = [x[rows_of(slices)] for x in tensors]
-            context = ChunkContext(chunk(*slices), LENGTHS, carry, CPU)
+            context = context_of(carry, slices)
             saved.clear()
             sequence_parallel_attention(*parts, context.of_layer(0, keeps_grad=True))
-            tokens = len(rows_of(slices))
-            assert sorted(saved) == sorted([tokens * 4 * 8, tokens * 4 * 8, tokens * 4])
+        tokens = len(rows_of(slices))
+        assert sorted(saved) == sorted([tokens * 4 * 8, tokens * 4 * 8, tokens * 4])
     assert carry.bytes() == 2 * LENGTHS[0] * 2 * 8 * 8
 
 
@@ -150,10 +121,8 @@ def test_without_gradients_a_sequence_is_over_with_its_last_chunk():
     carry = KVCarry(CpuFlash())
     with torch.no_grad():
         for slices in CHUNKS[:3]:
-            context = ChunkContext(chunk(*slices), LENGTHS, carry, CPU)
-            sequence_parallel_attention(
-                *(x[rows_of(slices)] for x in qkv()), context.of_layer(0, keeps_grad=False)
-            )
+            run_chunk(carry, slices, qkv(), keeps_grad=False)
+    assert carry.bytes() == 0
     carry.check_empty()
 
 
@@ -169,12 +138,11 @@ def test_segments_are_made_once_per_chunk_for_all_layers_and_both_directions(mon
     tensors = qkv()
     outs = []
     for slices in CHUNKS[:3]:
-        context = ChunkContext(chunk(*slices), LENGTHS, carry, CPU)
+        context = context_of(carry, slices)
         parts = [x[rows_of(slices)] for x in tensors]
         for layer in range(4):
-            outs.append(
-                sequence_parallel_attention(*parts, context.of_layer(layer, keeps_grad=True))
-            )
+            seq_ctx = context.of_layer(layer, keeps_grad=True)
+            outs.append(sequence_parallel_attention(*parts, seq_ctx))
     for out in reversed(outs):
         out.sum().backward(retain_graph=True)
     carry.check_empty()
@@ -193,54 +161,49 @@ def test_bfloat16_gradients_accumulate_in_float32():
     carry.check_empty()
 
 
+def test_chunks_of_one_layout_share_programs_and_no_others_do():
+    lengths = (12, 12, 3, 3, 5)
+    kernel = Reference()
+    find_programs = programs_of_layouts(kernel, None)
+
+    def programs_of(*slices):
+        options = {"find_programs": find_programs}
+        return ChunkContext(chunk_of(*slices), lengths, KVCarry(kernel), CPU, **options).programs
+
+    first = programs_of((0, 0, 4), (2, 0, 3))
+    # a later part, of another sequence, beside another sequence of the same length
+    assert programs_of((1, 4, 8), (3, 0, 3)) is first
+    others = [
+        programs_of((0, 0, 5), (2, 0, 3)),  # a longer part
+        programs_of((0, 0, 4), (4, 0, 5)),  # a longer sequence beside it
+        programs_of((0, 0, 7)),  # as many tokens in one part
+        programs_of((2, 0, 3)),  # whole, not a part
+        programs_of((0, 0, 3)),  # a part, not whole
+    ]
+    assert len({id(programs) for programs in (first, *others)}) == 6
+
+
 # ---- wrong orders
-
-
-def test_a_sequence_that_does_not_begin_at_its_beginning_raises():
-    with pytest.raises(WrongOrder, match="sequence 0 begins at 6 instead of 0"):
-        run_chunk(KVCarry(CpuFlash()), CHUNKS[1], qkv())
 
 
 def test_a_missing_chunk_raises():
     carry = KVCarry(CpuFlash())
-    run_chunk(carry, CHUNKS[0], qkv())
-    with pytest.raises(
-        WrongOrder,
-        match=r"stored 6 of 11.*the forward of \[7, 11\) is not the "
-        r"next one",
-    ):
+    run_chunks(1, carry)
+    with pytest.raises(WrongOrder, match=r"stored 6 of 11.*forward of \[7, 11\) is not the next"):
         run_chunk(carry, CHUNKS[2], qkv())
 
 
 def test_a_chunk_that_comes_twice_raises():
     carry = KVCarry(CpuFlash())
-    run_chunk(carry, CHUNKS[0], qkv())
+    run_chunks(1, carry)
     with pytest.raises(WrongOrder, match=r"the forward of \[0, 6\) is not the next one"):
         run_chunk(carry, CHUNKS[0], qkv())
 
 
-def test_backward_in_the_order_of_the_forward_raises():
-    carry = KVCarry(CpuFlash())
-    outs = [run_chunk(carry, slices, qkv()) for slices in CHUNKS[:3]]
-    with pytest.raises(WrongOrder, match=r"the backward of \[0, 6\) is not the next one"):
-        outs[0].sum().backward()
-
-
-def test_backward_before_the_last_chunk_raises():
-    carry = KVCarry(CpuFlash())
-    outs = [run_chunk(carry, slices, qkv()) for slices in CHUNKS[:2]]
-    with pytest.raises(WrongOrder, match=r"the backward of \[6, 7\) is not the next one"):
-        outs[1].sum().backward()
-
-
 def test_what_is_not_drained_raises_at_the_end():
     carry = KVCarry(CpuFlash())
-    outs = [run_chunk(carry, slices, qkv()) for slices in CHUNKS[:3]]
-    outs[2].sum().backward()
-    with pytest.raises(
-        WrongOrder,
-        match=r"not drained: layer 0, sequence 0 \(stored 11 of 11 "
-        r"positions, 4 drained\)",
-    ):
+    run_chunks(3, carry)[2].sum().backward()
+    message = r"not drained: layer 0, sequence 0 \(stored 11 of 11 positions, 4 drained\)"
+    with pytest.raises(WrongOrder, match=message):
         carry.check_empty()
     carry.check_empty()  # nothing is left for the next step

@@ -1,4 +1,5 @@
-"""The cost of stages on ranks that share chunks and on more nodes than one."""
+"""The cost of stages on ranks that share chunks and on more nodes than one, and the memory that is
+left on a stage."""
 
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.kinds import NearLayers
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.recurrent import RecurrentLayers
-from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost
+from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
 from hf_flexseq.pipeline.stages import cut
 from tests.hf.tiny import tiny_llama
 
@@ -19,65 +20,58 @@ INSIDE_NS = 1e9 * TOKEN.hidden / COST.bandwidth(2, False)
 ACROSS_NS = 1e9 * TOKEN.hidden / COST.bandwidth(16, False)
 
 
-def send_ns(stages, topology, *, virtual=1, degree=1):
-    stage = cut(tiny_llama(num_hidden_layers=8), 0, stages, virtual=virtual)
-    cost = pipeline_cost(COST, stage, TOKEN, checkpointed=False, degree=degree, topology=topology)
-    return cost.send_ns
+def cost_of(stages, *, cost=COST, layers=8, virtual=1, degree=1, topology=None):
+    stage = cut(tiny_llama(num_hidden_layers=layers), 0, stages, virtual=virtual)
+    if topology is not None:
+        nodes, ranks_per_node = topology
+        topology = Topology(nodes=nodes, ranks_per_node=ranks_per_node)
+    return pipeline_cost(cost, stage, TOKEN, checkpointed=False, degree=degree, topology=topology)
 
 
-def test_across_nodes_is_several_times_slower():
-    assert ACROSS_NS > 3 * INSIDE_NS
-
-
-@pytest.mark.parametrize("topology", [None, Topology(nodes=1, ranks_per_node=8)])
+@pytest.mark.parametrize("topology", [None, (1, 8)])
 def test_hops_inside_a_node_have_its_bandwidth(topology):
-    assert send_ns(4, topology) == INSIDE_NS
-    assert send_ns(4, topology, degree=2) == INSIDE_NS / 2
+    assert cost_of(4, topology=topology).send_ns == INSIDE_NS
+    assert cost_of(4, topology=topology, degree=2).send_ns == INSIDE_NS / 2
 
 
 @pytest.mark.parametrize(
-    "nodes, ranks_per_node, stages, virtual, across, hops",
+    "topology, stages, virtual, across, hops",
     [
-        (4, 8, 4, 1, 3, 3),  # a stage is a node
-        (8, 4, 4, 1, 3, 3),  # a stage is two nodes
-        (2, 4, 4, 1, 1, 3),  # two stages are a node
-        (2, 1, 2, 4, 7, 7),  # every virtual stage's neighbours are on the other node
-        (2, 2, 4, 2, 3, 7),  # 0 1 | 2 3 | and round to 0 again
-        (2, 3, 3, 1, 2, 2),  # two ranks a stage: rank 1 -> 3 crosses, 0 -> 2 does not
-        (2, 4, 1, 1, 0, 1),  # no hop
+        ((4, 8), 4, 1, 3, 3),  # a stage is a node
+        ((8, 4), 4, 1, 3, 3),  # a stage is two nodes
+        ((2, 4), 4, 1, 1, 3),  # two stages are a node
+        ((2, 1), 2, 4, 7, 7),  # every virtual stage's neighbours are on the other node
+        ((2, 2), 4, 2, 3, 7),  # 0 1 | 2 3 | and round to 0 again
+        ((2, 3), 3, 1, 2, 2),  # two ranks a stage: rank 1 -> 3 crosses, 0 -> 2 does not
+        ((2, 4), 1, 1, 0, 1),  # no hop
     ],
 )
 def test_hops_that_cross_nodes_have_the_bandwidth_of_sixteen_ranks(
-    nodes, ranks_per_node, stages, virtual, across, hops
+    topology, stages, virtual, across, hops
 ):
-    topology = Topology(nodes=nodes, ranks_per_node=ranks_per_node)
+    assert ACROSS_NS > 3 * INSIDE_NS
     mean = (across * ACROSS_NS + (hops - across) * INSIDE_NS) / hops
-    assert send_ns(stages, topology, virtual=virtual) == pytest.approx(mean)
-
-
-# ---- exchanges of the ranks that share a stage's chunks
+    found = cost_of(stages, virtual=virtual, topology=topology).send_ns
+    assert found == pytest.approx(mean)
 
 
 @pytest.mark.parametrize(
     ("topology", "stages", "degree", "across"),
     [
         (None, 2, 4, [False, False]),
-        (Topology(nodes=1, ranks_per_node=8), 2, 4, [False, False]),
-        (Topology(nodes=2, ranks_per_node=4), 2, 4, [False, False]),  # a stage is a node
-        (Topology(nodes=4, ranks_per_node=2), 2, 4, [True, True]),  # a stage is two nodes
-        (Topology(nodes=4, ranks_per_node=2), 2, 2, [False, False]),  # of which each shares alone
-        (Topology(nodes=2, ranks_per_node=3), 3, 2, [False, True, False]),  # 0 1 | 2 3 | 4 5
-        (Topology(nodes=2, ranks_per_node=9), 3, 2, [False, True, False]),  # 8 9 of 6 to 11
+        ((1, 8), 2, 4, [False, False]),
+        ((2, 4), 2, 4, [False, False]),  # a stage is a node
+        ((4, 2), 2, 4, [True, True]),  # a stage is two nodes
+        ((4, 2), 2, 2, [False, False]),  # of which each shares alone
+        ((2, 3), 3, 2, [False, True, False]),  # 0 1 | 2 3 | 4 5
+        ((2, 9), 3, 2, [False, True, False]),  # 8 9 of 6 to 11
     ],
 )
 def test_shared_chunks_are_exchanged_across_nodes_where_their_ranks_lie_on_more_than_one(
     topology, stages, degree, across
 ):
-    stage = cut(tiny_llama(num_hidden_layers=2 * stages), 0, stages)
-    alone = pipeline_cost(COST, stage, TOKEN, checkpointed=False).stages
-    shared = pipeline_cost(
-        COST, stage, TOKEN, checkpointed=False, degree=degree, topology=topology
-    ).stages
+    alone = cost_of(stages, layers=2 * stages).stages
+    shared = cost_of(stages, layers=2 * stages, degree=degree, topology=topology).stages
     assert COST.bandwidth(degree, True) < COST.bandwidth(degree, False) / 2
     for one, part, spans_nodes in zip(alone, shared, across, strict=True):
         layers = one.layers / (2 * stages)
@@ -86,17 +80,12 @@ def test_shared_chunks_are_exchanged_across_nodes_where_their_ranks_lie_on_more_
         assert part.linear_ns == pytest.approx((one.linear_ns + exchange_ns) / degree)
 
 
-# ---- layers with windows
-
-
 @pytest.mark.parametrize("degree", [1, 2])
 def test_window_layers_have_the_seconds_of_their_pairs_on_every_stage(degree):
     window = Reach(window=512)
     kinds = (NearLayers(reach=window, share=0.75, attention_s=3 * COST.attention_s),)
-    stage = cut(tiny_llama(num_hidden_layers=8), 0, 4)
-    options = {"checkpointed": False, "degree": degree, "topology": None}
-    full = pipeline_cost(COST, stage, TOKEN, **options)
-    near = pipeline_cost(replace(COST, kinds=kinds), stage, TOKEN, **options)
+    full = cost_of(4, degree=degree)
+    near = cost_of(4, degree=degree, cost=replace(COST, kinds=kinds))
     for plain, priced in zip(full.stages, near.stages, strict=True):
         assert plain.near_ns == ()
         ((reach, pair_ns),) = priced.near_ns
@@ -106,20 +95,40 @@ def test_window_layers_have_the_seconds_of_their_pairs_on_every_stage(degree):
 
 
 def test_recurrent_layers_take_seconds_of_their_tokens_and_carry_no_keys():
-    scan = RecurrentLayers(
-        kind="mamba2",
-        share=0.75,
-        token_s=COST.linear_s,
-        again_s=0.0,
-        summary_bytes=0.0,
-        halo_bytes=0.0,
-        row_bytes=0.0,
-    )
-    stage = cut(tiny_llama(num_hidden_layers=8), 0, 4)
-    hybrid = replace(COST, recurrent=(scan,), attention_share=0.25)
-    options = {"checkpointed": False, "topology": None}
-    full = pipeline_cost(COST, stage, TOKEN, **options)
-    mixed = pipeline_cost(hybrid, stage, TOKEN, **options)
-    for plain, priced in zip(full.stages, mixed.stages, strict=True):
+    sizes = {"again_s": 0.0, "summary_bytes": 0.0, "halo_bytes": 0.0, "row_bytes": 0.0}
+    scan = RecurrentLayers(kind="mamba2", share=0.75, token_s=COST.linear_s, **sizes)
+    mixed = cost_of(4, cost=replace(COST, recurrent=(scan,), attention_share=0.25))
+    for plain, priced in zip(cost_of(4).stages, mixed.stages, strict=True):
         assert priced.linear_ns == pytest.approx(2 * plain.linear_ns)
         assert priced.kv_bytes == plain.kv_bytes / 4
+
+
+# ---- what is left on a stage
+
+
+def stage_and_cost():
+    stage = cut(tiny_llama(num_hidden_layers=3), 0, 2)
+    return stage, replace(COST, budget_bytes=1e15)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize(("mixed", "whole_bytes"), [(False, 8), (True, 6)])
+def test_room_counts_what_is_whole_during_a_step(ranks, mixed, whole_bytes):
+    """Of 16 bytes a parameter, 8 are whole and 12 shared; weights are counted in both, the whole
+    ones as 2 bytes in mixed precision."""
+    stage, cost = stage_and_cost()
+    state = cost.budget_bytes - room_bytes(cost, stage)[0]
+    memory_limit = room_bytes(cost, stage, sharded_over=ranks, mixed=mixed)[0]
+    wanted = state * (whole_bytes + 12 / ranks) / 16
+    assert cost.budget_bytes - memory_limit == pytest.approx(wanted, abs=2)
+
+
+def test_room_counts_the_copies_of_cast_weights_of_layers():
+    stage, cost = stage_and_cost()
+    sizes = stage.sizes
+    state = cost.state_bytes + cost.sharded_state_bytes
+    state_of_weight = state / (sum(sizes.layers) + 2 * sizes.head)
+    pairs = zip(room_bytes(cost, stage), room_bytes(cost, stage, mixed=True), strict=True)
+    for (start, stop), (plain, mixed) in zip(stage.spans, pairs, strict=True):
+        copies = state_of_weight * 2 / 16 * sum(sizes.layers[start:stop])
+        assert plain - mixed == pytest.approx(copies, abs=2)

@@ -1,6 +1,6 @@
 """Pipelined steps give the loss and gradients of one process: float64, random cuts, packing,
-checkpointing, split weight gradients, on 2, 3 and 4 stages, and on 2 stages of 2 ranks that share
-every chunk."""
+checkpointing, split weight gradients, on 2, 3 and 4 stages, on ranks that have several stages, and
+on stages of 2 ranks that share every chunk."""
 
 import copy
 import functools
@@ -15,6 +15,7 @@ from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.reduction import reduce_gradients
+from hf_flexseq.pipeline.sharding import whole
 from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.pipeline.ulysses import Sharing
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
@@ -29,7 +30,13 @@ CASES = {
     "split weight gradients": {"split_weights": True},
     "both": {"checkpointing": True, "split_weights": True},
 }
-TARGETS = sum(label != -100 for e in documents(LENGTHS) for label in e["labels"][1:])
+
+
+def targets_of(examples):
+    return sum(label != -100 for example in examples for label in example["labels"][1:])
+
+
+TARGETS = targets_of(documents(LENGTHS))
 
 
 def columns_of(plan, examples):
@@ -66,6 +73,53 @@ def make_executor(model, stages, degree, communicator, virtual=1):
     return PipelineExecutor(stage, neighbours, CpuFlash(), sharing=sharing)
 
 
+# ---- a step, and its errors
+
+
+def gradients_of(executor):
+    """A copy of this stage's gradients, by the names of the whole model; those that are shared
+    are gathered."""
+    trained = ((n, p) for n, p in executor.stage.global_parameters() if p.requires_grad)
+    return {name: whole(p.grad).clone() for name, p in trained}
+
+
+def largest_error(found, wanted):
+    """Of the gradients `found` on a stage, against those of the whole model."""
+    own = {name: wanted[name] for name in found}
+    return max(relative_errors(found, own, floor_of=wanted).values())
+
+
+def loss_error(loss, wanted, communicator):
+    communicator.all_reduce(loss)
+    return abs(float(loss) - wanted)
+
+
+def step_errors(
+    communicator, executor, plan, wanted_loss, wanted, *, lengths=LENGTHS, evaluates=True
+):
+    """The largest error of this stage's gradients after a step, and that of the losses, of which
+    evaluation has one. The model has no gradients afterwards."""
+    examples = documents(lengths)
+    columns, targets = columns_of(plan, examples), targets_of(examples)
+    losses = [executor.train(plan, columns, targets)]
+    reduce_gradients(executor.stage, executor.neighbours)
+    found = gradients_of(executor)
+    executor.stage.stack.model.zero_grad()
+    if evaluates:
+        losses.append(executor.evaluate(plan, columns, targets))
+    of_losses = [loss_error(loss, wanted_loss, communicator) for loss in losses]
+    return largest_error(found, wanted), max(of_losses)
+
+
+# whether the embedding is also the head, and which case; not all combinations
+COMBINED = (
+    (False, "uneven chunks"),
+    (False, "both"),
+    (True, "checkpointing"),
+    (True, "split weight gradients"),
+)
+
+
 @functools.cache
 def model_and_gradients(layers, tied, uneven_heads=False):
     """A model, which nobody may change, and its loss and gradients on one process."""
@@ -76,54 +130,44 @@ def model_and_gradients(layers, tied, uneven_heads=False):
     return model, *reference_gradients(copy.deepcopy(model), documents(LENGTHS))
 
 
-def errors_by_case(rank, world_size, degree):
-    """For each kind of model and case: the largest error of this stage's gradients, and that of
-    the loss."""
+def errors_by_case(rank, world_size, degree, virtual):
+    """`step_errors` for each kind of model and case."""
     stages = world_size // degree
-    examples = documents(LENGTHS)
+    layers = LAYERS if virtual == 1 else 6
     communicator = join()
     errors = {}
-    for tied in (False, True):
+    for tied, case in COMBINED:
         # With a degree of 2 a rank's heads do not fall evenly on key heads.
-        model, wanted_loss, wanted = model_and_gradients(LAYERS, tied, uneven_heads=degree > 1)
-        model = copy.deepcopy(model)
-        executor = make_executor(model, stages, degree, communicator)
-        for name, options in CASES.items():
-            rng = random.Random(f"{stages} {tied} {name}")
-            plan = random_pipeline_plan(LENGTHS, stages, rng, layers=LAYERS, **options)
-            columns = columns_of(plan, examples)
-            losses = [executor.train(plan, columns, TARGETS)]
-            reduce_gradients(executor.stage, executor.neighbours)
-            found = {name: p.grad.clone() for name, p in executor.stage.global_parameters()}
-            model.zero_grad()
-            if not options:  # they say how a backward is done
-                losses.append(executor.evaluate(plan, columns, TARGETS))
-            here = relative_errors(found, {name: wanted[name] for name in found}, floor_of=wanted)
-            errors[tied, name] = (
-                max(here.values()),
-                max(loss_error(loss, wanted_loss, communicator) for loss in losses),
-            )
+        uneven = degree > 1 and virtual == 1
+        model, *wanted = model_and_gradients(layers, tied, uneven_heads=uneven)
+        executor = make_executor(copy.deepcopy(model), stages, degree, communicator, virtual)
+        assert len(executor.stage.virtual) == virtual
+        rng = random.Random(f"{stages} {virtual} {tied} {case}")
+        options = {"virtual": virtual, "layers": layers, **CASES[case]}
+        plan = random_pipeline_plan(LENGTHS, stages, rng, **options)
+        evaluates = case == "uneven chunks"  # the others say how a backward is done
+        errors[case] = step_errors(communicator, executor, plan, *wanted, evaluates=evaluates)
     return errors
 
 
-def loss_error(loss, wanted, communicator):
-    communicator.all_reduce(loss)
-    return abs(float(loss) - wanted)
-
-
 @pytest.mark.parametrize(
-    ("start", "world_size", "degree"),
+    ("start", "world_size", "degree", "virtual"),
     [
-        (run_threads, 2, 1),
-        pytest.param(run_threads, 3, 1, marks=pytest.mark.slow),
-        pytest.param(run_threads, 4, 1, marks=pytest.mark.slow),
-        pytest.param(run_threads, 4, 2, marks=pytest.mark.slow),
-        pytest.param(run_ranks, 4, 2, marks=[pytest.mark.processes, pytest.mark.nightly]),
+        (run_threads, 2, 1, 1),
+        pytest.param(run_threads, 3, 1, 1, marks=pytest.mark.slow),
+        pytest.param(run_threads, 4, 1, 1, marks=pytest.mark.slow),
+        pytest.param(run_threads, 4, 2, 1, marks=pytest.mark.slow),
+        pytest.param(run_threads, 2, 1, 2, marks=pytest.mark.slow),
+        pytest.param(run_threads, 2, 1, 3, marks=pytest.mark.slow),
+        pytest.param(run_threads, 3, 1, 2, marks=pytest.mark.slow),
+        pytest.param(run_threads, 4, 2, 2, marks=pytest.mark.slow),
+        pytest.param(run_ranks, 4, 2, 1, marks=[pytest.mark.processes, pytest.mark.nightly]),
+        pytest.param(run_ranks, 2, 1, 2, marks=[pytest.mark.processes, pytest.mark.nightly]),
     ],
 )
-def test_gradients_equal_one_process(start, world_size, degree):
-    for errors in start(errors_by_case, world_size, degree):
-        assert len(errors) == 2 * len(CASES)
+def test_gradients_equal_one_process(start, world_size, degree, virtual):
+    for errors in start(errors_by_case, world_size, degree, virtual, seconds=120):
+        assert errors.keys() == CASES.keys()
         for case, (of_gradients, of_loss) in errors.items():
             assert of_gradients < 1e-10, case
             assert of_loss < 1e-12, case

@@ -13,15 +13,17 @@ from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.carry import WrongOrder
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.stages import cut
-from hf_flexseq.plan.pipeline import Chunk, PipelinePlan, parse
-from hf_flexseq.plan.shard import Slice
-from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
-from tests.pipeline.test_exactness import columns_of
+from hf_flexseq.plan.pipeline import parse
+from tests import pipelines
+from tests.hf.tiny import documents, reference_gradients, tiny_llama
+from tests.pipeline.test_exactness import columns_of, gradients_of, largest_error, targets_of
 
 LAYERS = 2
 LENGTHS = (11, 3)
 EXAMPLES = documents(LENGTHS)
-TARGETS = sum(label != -100 for e in EXAMPLES for label in e["labels"][1:])
+TARGETS = targets_of(EXAMPLES)
+FORWARDS = "0F0.0 0F0.1 0F0.2"
+BACKWARDS = ("0B0.2 0B0.1 0B0.0", "0I0.2 0I0.1 0W0.2 0I0.0 0W0.1 0W0.0")
 
 
 class CountingKernel(CpuFlash):
@@ -37,32 +39,19 @@ class CountingKernel(CpuFlash):
 
 def plan_of(actions, checkpointed=0):
     """Three chunks: two of the long sequence, and its tail with the short one."""
-    slices = [((0, 0, 5),), ((0, 5, 8),), ((0, 8, 11), (1, 0, 3))]
-    chunks = tuple(
-        Chunk(
-            unit=0, index=i, slices=tuple(Slice(sequence=s, start=a, stop=b) for s, a, b in parts)
-        )
-        for i, parts in enumerate(slices)
-    )
-    return PipelinePlan(
-        lengths=LENGTHS,
-        ranks=1,
-        stages=1,
-        chunks=chunks,
-        actions=(parse(actions),),
-        checkpointed=((checkpointed,) * 3,),
-        schedule="by hand",
-        objective_s=0.0,
-        planning_s=0.0,
+    parts = [((0, 0, 5),), ((0, 5, 8),), ((0, 8, 11), (1, 0, 3))]
+    chunks = tuple(pipelines.chunk_of(*own, index=index) for index, own in enumerate(parts))
+    return pipelines.plan_of(
+        [parse(actions)], lengths=LENGTHS, chunks=chunks, checkpointed=((checkpointed,) * 3,)
     )
 
 
-def executor_of(kernel):
+def executor_of(kernel=None):
     model = tiny_llama(num_hidden_layers=LAYERS)
     model.set_attn_implementation(NAME)
     stage = cut(model.train(), 0, 1)
     attach_chunked_loss(model)
-    return PipelineExecutor(stage, None, kernel)
+    return PipelineExecutor(stage, None, kernel or CpuFlash())
 
 
 def train(executor, plan):
@@ -70,8 +59,7 @@ def train(executor, plan):
 
 
 def test_a_copy_of_a_stage_at_work_stands_alone():
-    executor = executor_of(CpuFlash())
-    model = executor.stage.stack.model
+    model = executor_of().stage.stack.model
     model.set_attn_implementation("sdpa")
     ids = torch.tensor([EXAMPLES[0]["input_ids"]])
     with torch.no_grad():
@@ -82,26 +70,14 @@ def test_a_copy_of_a_stage_at_work_stands_alone():
         assert torch.equal(twin(input_ids=ids).logits, wanted)
 
 
-FORWARDS = "0F0.0 0F0.1 0F0.2"
-
-
 @pytest.mark.parametrize(
     ("actions", "error", "message"),
     [
-        (
-            f"{FORWARDS} 0B0.0 0B0.1 0B0.2",
-            WrongOrder,
-            r"the backward of \[0, 5\) is not the next "
-            r"one",
-        ),
+        (f"{FORWARDS} 0B0.0 0B0.1 0B0.2", WrongOrder, r"backward of \[0, 5\) is not the next one"),
         ("0F0.0 0F0.2", WrongOrder, r"the forward of \[8, 11\) is not the next one"),
         ("0F0.1", WrongOrder, "sequence 0 begins at 5 instead of 0"),
         ("0F0.0 0F0.1 0B0.1", WrongOrder, r"the backward of \[5, 8\) is not the next one"),
-        (
-            f"{FORWARDS} 0B0.2 0B0.1",
-            WrongOrder,
-            "the step is over, but not drained: layer 0, sequence 0",
-        ),
+        (f"{FORWARDS} 0B0.2 0B0.1", WrongOrder, "over, but not drained: layer 0, sequence 0"),
         (
             f"{FORWARDS} 0I0.2 0I0.1 0I0.0 0W0.2 0W0.1",
             AssertionError,
@@ -113,36 +89,30 @@ FORWARDS = "0F0.0 0F0.1 0F0.2"
 )
 def test_a_wrong_order_raises(actions, error, message):
     with pytest.raises(error, match=message):
-        train(executor_of(CpuFlash()), plan_of(actions))
+        train(executor_of(), plan_of(actions))
 
 
 @pytest.mark.parametrize("checkpointed", [0, 1, LAYERS])
-@pytest.mark.parametrize(
-    "actions", [f"{FORWARDS} 0B0.2 0B0.1 0B0.0", f"{FORWARDS} 0I0.2 0I0.1 0W0.2 0I0.0 0W0.1 0W0.0"]
-)
-def test_attention_runs_once_and_once_more_where_layers_are_checkpointed(actions, checkpointed):
+@pytest.mark.parametrize("backwards", BACKWARDS)
+def test_attention_runs_once_and_once_more_where_layers_are_checkpointed(backwards, checkpointed):
     """A chunk has a call over its prefix and itself, and one for whole sequences."""
     kernel = CountingKernel()
     executor = executor_of(kernel)
-    train(executor, plan_of(actions, checkpointed))
+    train(executor, plan_of(f"{FORWARDS} {backwards}", checkpointed))
     calls = 1 + 1 + (1 + 1)
     assert kernel.forwards == calls * (LAYERS + checkpointed)
-    found = {name: p.grad for name, p in executor.stage.global_parameters()}
     _, wanted = reference_gradients(tiny_llama(num_hidden_layers=LAYERS), EXAMPLES)
-    assert max(relative_errors(found, wanted).values()) < 1e-10
+    assert largest_error(gradients_of(executor), wanted) < 1e-10
 
 
 def test_a_plan_for_other_stages_is_refused():
     plan = replace(plan_of(FORWARDS), stages=2)
     with pytest.raises(AssertionError, match="a plan for 2 stages on 1 ranks, not 1 on 1"):
-        train(executor_of(CpuFlash()), plan)
+        train(executor_of(), plan)
 
 
 def test_detached_the_layers_are_as_before():
-    executor = executor_of(CpuFlash())
+    executor = executor_of()
     executor.detach()
-    assert not any(
-        "forward" in vars(module)
-        for layer in executor.stage.own_layers.values()
-        for module in layer.modules()
-    )
+    for layer in executor.stage.own_layers.values():
+        assert not any("forward" in vars(module) for module in layer.modules())

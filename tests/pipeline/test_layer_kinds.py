@@ -1,20 +1,34 @@
 """Pipelines of models whose layers are no plain attention: windows, chunks, sinks, softcaps, heads
-of two sizes, and keys that later layers share. Under a random plan with cut sequences and
-checkpointed layers, loss and gradients are those of one process. Ranks are threads."""
+of two sizes, keys that later layers share, and recurrent layers. Under a random plan with cut
+sequences and checkpointed layers, loss and gradients are those of one process; evaluation gives
+its loss. Ranks are threads."""
 
 import random
+from dataclasses import replace
 
 import pytest
+import torch
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
-from hf_flexseq.pipeline.reduction import reduce_gradients
+from hf_flexseq.attention.recurrent.carry import Carrying, Part, StateCarry, WrongOrder
+from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.pipeline.stages import cut
+from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_reach import keep_float64, make_model
-from tests.hf.tiny import documents, reference_gradients, relative_errors
+from tests.hf.tiny import documents, reference_gradients, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
-from tests.pipeline.test_exactness import LENGTHS, TARGETS, columns_of, loss_error, make_executor
+from tests.pipeline.test_exactness import (
+    columns_of,
+    gradients_of,
+    largest_error,
+    make_executor,
+    step_errors,
+    targets_of,
+)
 from tests.ranks import join, run_threads
 
+LENGTHS = [1, 2, 17, 5, 31, 3, 40, 11]
+LENGTHS_OF_HYBRIDS = [1, 2, 17, 5, 131, 3, 70, 11]
 LAYERS = 5
 MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 # Layers 1 and 2 store keys, layers 3 and 4 read them.
@@ -23,67 +37,173 @@ SHARED_KEYS = {
     "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 0,
 }
-KINDS = {  # family -> stages, and what its configuration has beside that of `FAMILIES`
-    "Gemma2": (3, {"layer_types": [*MIXED, "sliding_attention"]}),
-    "GptOss": (3, {"layer_types": [*MIXED, "sliding_attention"]}),
-    "Gemma4 with shared keys": (2, SHARED_KEYS),
+KINDS = {  # what a configuration has beside that of `FAMILIES`
+    "Gemma2": {"layer_types": [*MIXED, "sliding_attention"]},
+    "GptOss": {"layer_types": [*MIXED, "sliding_attention"]},
+    "Gemma4 with shared keys": SHARED_KEYS,
 }
 
 
-@pytest.fixture
-def shares_without_layer_embeddings(monkeypatch):
-    """A Gemma 4 that shares keys and has no embeddings for each layer: transformers slices those
-    of the layers that share, even where there are none."""
+@pytest.fixture(autouse=True)
+def float64_and_shared_keys_without_layer_embeddings(monkeypatch):
+    """Models compute in float64. A Gemma 4 may share keys and have no embeddings for each layer:
+    transformers slices those of the layers that share, even where there are none."""
 
     def unsliced(model, hidden, of_layers, positions, masks, *args, **kwargs):
         return hidden, of_layers, positions, masks
 
+    keep_float64(monkeypatch)
     monkeypatch.setattr(Gemma4TextModel, "_maybe_slice_kv_shared_inputs", unsliced)
 
 
-def five_layers(family):
-    _, options = KINDS[family]
-    return make_model(family, num_hidden_layers=LAYERS, **options)
+def model_of(family):
+    if family in HYBRIDS:
+        return make_hybrid(family)
+    return make_model(family, num_hidden_layers=LAYERS, **KINDS[family])
 
 
-def errors_of(rank, world_size, family, wanted_loss, wanted):
-    """The largest error of this stage's gradients, and that of the loss."""
+def lengths_of(family):
+    return LENGTHS_OF_HYBRIDS if family in HYBRIDS else LENGTHS
+
+
+def errors_of(rank, world_size, family, wanted, checkpoints_itself):
+    """checkpoints_itself: whether the model checkpoints all layers, as a Trainer makes it do."""
     communicator = join()
-    model = five_layers(family)
+    model = model_of(family)
+    if checkpoints_itself:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    recurrent = attach_recurrent(model)
     executor = make_executor(model, world_size, 1, communicator)
+    lengths = lengths_of(family)
     options = {"checkpointing": True, "split_weights": True}
-    plan = random_pipeline_plan(
-        LENGTHS, world_size, random.Random(family), layers=LAYERS, **options
-    )
-    loss = executor.train(plan, columns_of(plan, documents(LENGTHS)), TARGETS)
-    reduce_gradients(executor.stage, executor.neighbours)
-    found = {name: p.grad.clone() for name, p in executor.stage.global_parameters()}
-    errors = relative_errors(found, {name: wanted[name] for name in found}, floor_of=wanted)
-    return max(errors.values()), loss_error(loss, wanted_loss, communicator)
+    options["layers"] = model.config.num_hidden_layers
+    plan = random_pipeline_plan(lengths, world_size, random.Random(family), **options)
+    errors = step_errors(communicator, executor, plan, *wanted, lengths=lengths)
+    recurrent.detach()
+    return errors
 
 
-@pytest.mark.parametrize("family", KINDS)
-def test_stages_are_exact(family, monkeypatch, shares_without_layer_embeddings):
-    keep_float64(monkeypatch)
-    stages, _ = KINDS[family]
-    wanted = reference_gradients(five_layers(family), documents(LENGTHS), attention="eager")
-    for of_gradients, of_loss in run_threads(errors_of, stages, family, *wanted):
+@pytest.mark.parametrize(
+    ("family", "stages", "checkpoints_itself"),
+    [
+        ("Gemma2", 3, False),
+        ("GptOss", 3, False),
+        ("Gemma4 with shared keys", 2, False),
+        ("Qwen3_5", 2, False),
+        ("Qwen3_5", 2, True),
+        ("KimiLinear", 2, False),
+        ("GraniteMoeHybrid", 2, False),
+        ("NemotronH", 2, False),
+        ("Lfm2", 2, False),
+        ("Lfm2", 2, True),
+    ],
+)
+def test_stages_are_exact(family, stages, checkpoints_itself):
+    examples = documents(lengths_of(family))
+    wanted = reference_gradients(model_of(family), examples, attention="eager")
+    for of_gradients, of_loss in run_threads(
+        errors_of, stages, family, wanted, checkpoints_itself
+    ):
         assert of_gradients < 1e-10
         assert of_loss < 1e-12
 
 
-def test_layers_that_share_keys_are_in_one_stage(shares_without_layer_embeddings):
+def make_frozen(family):
+    """A model of two layers, in the first of which no mixer and no norm is trained, and with it no
+    embedding."""
+    model = tiny_llama(num_hidden_layers=2) if family == "Llama" else make_hybrid(family)
+    model.get_input_embeddings().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if ".layers.0." in name and "mlp" not in name:
+            parameter.requires_grad_(False)
+    return model
+
+
+def error_of_frozen(rank, world_size, family, wanted):
+    """The largest error of this stage's gradients, where all chunks of the first layer drop their
+    activations."""
+    model = make_frozen(family)
+    recurrent = attach_recurrent(model)
+    executor = make_executor(model, world_size, 1, join())
+    plan = random_pipeline_plan([131], world_size, random.Random(0), layers=2)
+    assert len(plan.chunks) > 1
+    plan = replace(plan, checkpointed=((1,) * len(plan.chunks),) * world_size)
+    examples = documents([131])
+    executor.train(plan, columns_of(plan, examples), targets_of(examples))
+    recurrent.detach()
+    return largest_error(gradients_of(executor), wanted)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3_5"])
+def test_layers_are_replayed_though_their_mixers_need_no_gradient(family):
+    _, wanted = reference_gradients(make_frozen(family), documents([131]), attention="eager")
+    assert max(run_threads(error_of_frozen, 2, family, wanted)) < 1e-10
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("Zamba2", "layers 0 and 2 share shared_transformer"),
+        ("FalconH1", "changes hidden states between its embedding and its layers"),
+        ("Bamba", "does not run on hidden states"),
+    ],
+)
+def test_what_is_no_plain_stack_is_refused(family, reason):
+    with pytest.raises(NotImplementedError, match=f"{reason}.*; set pipeline_parallel_size=1"):
+        cut(make_hybrid(family), 0, 2)
+
+
+def test_layers_that_share_keys_are_in_one_stage():
     for index in range(2):
-        stage = cut(five_layers("Gemma4 with shared keys"), index, 2)
+        stage = cut(model_of("Gemma4 with shared keys"), index, 2)
         assert stage.spans == ((0, 1), (1, 5))
-
-
-def test_embeddings_of_each_layer_are_refused():
-    model = make_model("Gemma4 with shared keys")
-    with pytest.raises(NotImplementedError, match="embed_tokens_per_layer.weight is outside"):
-        cut(model, 0, 2)
-
-
-def test_more_stages_than_shared_keys_allow_are_refused():
     with pytest.raises(ValueError, match="1 to 4 share keys and stay in one stage, make at"):
-        cut(five_layers("Gemma4 with shared keys"), 0, 4)
+        cut(model_of("Gemma4 with shared keys"), 0, 4)
+    with pytest.raises(NotImplementedError, match="embed_tokens_per_layer.weight is outside"):
+        cut(make_model("Gemma4 with shared keys"), 0, 2)
+
+
+# ---- the carry of recurrent layers
+
+
+def carrying(carry, start, stop, *, keeps_grad=True):
+    return Carrying(carry, (0, 1), Part(7, start, stop, 10), keeps_grad)
+
+
+def test_what_a_chunk_leaves_goes_to_the_next_and_its_gradient_comes_back():
+    carry = StateCarry()
+    first, second = carrying(carry, 0, 4), carrying(carry, 4, 10)
+    assert first.given() is None
+    first.store(torch.ones(3))
+    assert torch.equal(second.given(), torch.ones(3))
+    second.store(torch.zeros(3))
+    assert carry.bytes() == 12
+    second.store(torch.zeros(3))  # a replay
+    assert second.gradient_after() is None
+    second.leave_gradient(torch.full((3,), 2.0))
+    assert torch.equal(first.gradient_after(), torch.full((3,), 2.0))
+    first.leave_gradient(torch.zeros(3))
+    carry.check_empty()
+
+
+def test_without_gradients_nothing_is_left():
+    carry = StateCarry()
+    for start, stop in ((0, 4), (4, 10)):
+        carrying(carry, start, stop, keeps_grad=False).store(torch.ones(3))
+    carry.check_empty()
+
+
+def test_chunks_in_another_order_are_refused():
+    carry = StateCarry()
+    with pytest.raises(WrongOrder, match=r"nothing is carried to token 4 of sequence 7"):
+        carrying(carry, 4, 10).given()
+    carrying(carry, 0, 4).store(torch.ones(3))
+    with pytest.raises(WrongOrder, match=r"the forward of \[6, 10\)"):
+        carrying(carry, 6, 10).store(torch.ones(3))
+    with pytest.raises(WrongOrder, match=r"the backward of \[0, 4\)"):
+        carrying(carry, 0, 4).gradient_after()
+    with pytest.raises(WrongOrder, match="not drained: sequence 7"):
+        carry.check_empty()

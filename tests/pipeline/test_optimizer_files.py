@@ -1,17 +1,14 @@
-"""The optimizer's state on disk: complete or refused, refused by name, and never unpickled."""
+"""The optimizer's state on disk: complete or refused, refused by name, and never unpickled. What a
+pipeline writes is in `test_checkpoints.py`."""
 
-import ast
-import json
 import os
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-import hf_flexseq
 from hf_flexseq.pipeline import files
 from hf_flexseq.pipeline.files import write_tensors
 from hf_flexseq.pipeline.optimizer import (
@@ -20,16 +17,7 @@ from hf_flexseq.pipeline.optimizer import (
     _save_scheduler,
     load_optimizer,
 )
-from hf_flexseq.pipeline.optimizer_files import (
-    SavedState,
-    check_plain,
-    clear,
-    write_index,
-)
-from hf_flexseq.steps.manifest import MANIFEST, MARKER
-from tests.hf.tiny import tiny_llama
-from tests.pipeline.test_trainer import LAYERS, make_trainer, model_of, saved_run
-from tests.ranks import run_ranks
+from hf_flexseq.pipeline.optimizer_files import SavedState, check_plain, clear, write_index
 
 REFUSED = (
     ".metadata is a pickle, which could run any code and is not read: "
@@ -56,161 +44,30 @@ def marks(folder):
     return list(folder.glob("ran-in-*"))
 
 
-def test_the_planted_pickle_would_run(tmp_path):
-    pickle.loads(pickle.dumps(Planted(tmp_path)))
-    assert len(marks(tmp_path)) == 1
-
-
-@pytest.mark.processes
 def test_a_planted_pickle_does_not_run(tmp_path):
-    """Two ranks resume in two stages, and without a pipeline, from a checkpoint that no manifest
-    protects."""
-    run_ranks(saved_run, 2, tmp_path, 2, True, SAVED)
-    checkpoint = tmp_path / "checkpoint-3"
-    (checkpoint / MARKER).unlink()
-    (checkpoint / MANIFEST).unlink()
-    (checkpoint / FOLDER / ".metadata").write_bytes(pickle.dumps(Planted(tmp_path)))
+    model, optimizer, scheduler = small_run()
+    written(tmp_path, model, optimizer)
+    planted = tmp_path / FOLDER / ".metadata"
+    planted.write_bytes(pickle.dumps(Planted(tmp_path)))
     for is_beside_the_index in (True, False):
         if not is_beside_the_index:
-            (checkpoint / FOLDER / "index.json").unlink()
-        for stages in (2, 1):
-            with pytest.raises(AssertionError) as raised:
-                run_ranks(saved_run, 2, tmp_path, stages, True, SAVED, str(checkpoint))
-            last = str(raised.value).strip().splitlines()[-1]
-            assert last == f"ValueError: {checkpoint}/{FOLDER}/{REFUSED}", stages
-            assert not marks(tmp_path), stages
-
-
-FORBIDDEN = ("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
-UNPICKLING = (
-    "torch.distributed.checkpoint.load",
-    "torch.distributed.checkpoint.load_state_dict",
-    "torch.distributed.checkpoint.state_dict_loader",
-    "torch.distributed.checkpoint.format_utils",
-    "torch.distributed.checkpoint.FileSystemReader",
-)
-
-
-def unpickles(source):
-    """(line, reason) of every import and call by which a module could unpickle a file."""
-    tree = ast.parse(source)
-    full_name = {}  # what a name in this module stands for
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                top = alias.name.partition(".")[0]
-                full_name[alias.asname or top] = alias.name if alias.asname else top
-                if top in FORBIDDEN:
-                    found.append((node.lineno, alias.name))
-                if alias.name.startswith(UNPICKLING):
-                    found.append((node.lineno, alias.name))
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                full_name[alias.asname or alias.name] = name
-                if name.partition(".")[0] in FORBIDDEN or name.startswith(UNPICKLING):
-                    found.append((node.lineno, name))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            first, *others = ast.unparse(node).split(".")
-            name = ".".join([full_name.get(first, first), *others])
-            if name in UNPICKLING:
-                found.append((node.lineno, name))
-        if isinstance(node, ast.Call):
-            first, *others = ast.unparse(node.func).split(".")
-            name = ".".join([full_name.get(first, first), *others])
-            options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            if (
-                name in ("torch.load", "torch.serialization.load")
-                and options.get("weights_only") != "True"
-            ):
-                found.append((node.lineno, name))
-            if options.get("allow_pickle") not in (None, "False"):
-                found.append((node.lineno, name))
-    return found
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle",
-        "import pickle as p",
-        "from pickle import loads",
-        "import torch\ntorch.load(file)",
-        "import torch\ntorch.load(file, weights_only=False)",
-        "from torch import load as read\nread(file)",
-        "import torch.distributed.checkpoint as dcp\ndcp.load(state, checkpoint_id=folder)",
-        "from torch.distributed import checkpoint\ncheckpoint.load(state)",
-        "from torch.distributed.checkpoint import load",
-        "import torch\ntorch.distributed.checkpoint.load(state)",
-        "import numpy as np\nnp.load(file, allow_pickle=True)",
-    ],
-)
-def test_the_search_finds_what_unpickles(source):
-    assert unpickles(source)
-
-
-def test_no_module_unpickles_a_file():
-    root = Path(hf_flexseq.__file__).parent
-    modules = sorted(root.rglob("*.py"))
-    assert len(modules) > 50
-    found = {
-        str(path.relative_to(root)): unpickles(path.read_text(encoding="utf-8"))
-        for path in modules
-    }
-    assert {path: lines for path, lines in found.items() if lines} == {}
-    assert not unpickles("import torch\ntorch.load(file, weights_only=True)")
+            (tmp_path / FOLDER / "index.json").unlink()
+        with pytest.raises(ValueError) as raised:
+            load_optimizer(model, optimizer, scheduler, str(tmp_path))
+        assert str(raised.value) == f"{tmp_path}/{FOLDER}/{REFUSED}"
+        assert not marks(tmp_path)
+    pickle.loads(planted.read_bytes())
+    assert len(marks(tmp_path)) == 1, "it would run"
 
 
 # ---- what is written
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("tied", [True, False])
-def test_each_stage_writes_a_file_and_a_tied_tensor_is_stored_once(tmp_path, tied):
-    folder = tmp_path / "checkpoint-3" / FOLDER
-    folder.mkdir(parents=True)
-    for left in (
-        ".metadata",
-        "__0_0.distcp",
-        "state-00003-of-00004.safetensors",
-        "index.json.partial",
-    ):
-        (folder / left).write_text("left by an earlier run")
-    for left in ("optimizer.pt", "scheduler.pt"):  # by one without a pipeline
-        (folder.parent / left).write_text("left by an earlier run")
-    run_ranks(saved_run, 2, tmp_path, 2, tied, SAVED)
-    names = ["state-00001-of-00002.safetensors", "state-00002-of-00002.safetensors"]
-    found = sorted(path.name for path in folder.iterdir())
-    assert found == ["index.json", "scheduler.json", *names]
-    assert not list(folder.parent.glob("*.pt"))
-    index = json.loads((folder / "index.json").read_text())
-    held = {}
-    for name in names:
-        with safe_open(folder / name, framework="pt") as opened:
-            assert not held.keys() & set(opened.keys())
-            held.update(dict.fromkeys(opened.keys(), name))
-    assert index["tensors"] == held
-    trained = {name for name, _ in model_of(tied).named_parameters()}
-    assert {key for key in held if key.endswith(".exp_avg")} == {
-        f"state.{name}.exp_avg" for name in trained
-    }
-    assert SavedState(folder).value("param_groups.model.norm.weight.betas") == [0.9, 0.999]
-    assert held["state.model.embed_tokens.weight.exp_avg"] == names[0]
-
-
 def test_tensors_and_values_come_back_bit_for_bit(tmp_path):
     """Tensors may share memory, be transposed, hold one number or none."""
     table = torch.randn(4, 6)
-    tensors = {
-        "a": table,
-        "b": table,
-        "c": table.t(),
-        "d": table[1:, 2],
-        "e": torch.tensor(7.0),
-        "f": torch.ones(0),
-    }
+    tensors = {"a": table, "b": table, "c": table.t(), "d": table[1:, 2]}
+    tensors |= {"e": torch.tensor(7.0), "f": torch.ones(0)}
     tensors["g"] = torch.randint(0, 255, (5,), dtype=torch.uint8)
     tensors["h"] = torch.randn(3, dtype=torch.bfloat16)
     values = {"lr": 0.1 + 0.2, "step": 3, "foreach": None, "fused": False, "betas": [0.9, 0.999]}
@@ -345,62 +202,31 @@ def test_a_state_that_fits_comes_back_bit_for_bit(tmp_path):
             assert torch.equal(found.state[mine][key], value), key
 
 
+def changed(key, value):
+    return lambda state: state.update({key: value})
+
+
 @pytest.mark.parametrize(
     ("saved", "run", "change", "message"),
     [
-        (
-            {},
-            {},
-            without("out.weight"),
-            "has no optimizer state of out.weight, which this run trains",
-        ),
-        (
-            {},
-            {"names": ("in", "new", "out")},
-            None,
-            "has no optimizer state of new.weight, which this run",
-        ),
-        (
-            {},
-            {"names": ("in",)},
-            None,
-            "has optimizer state of out.weight, which this run does not train",
-        ),
+        ({}, {}, without("out.weight"), "has no optimizer state of out.weight, which this run tr"),
+        ({}, {"names": ("in", "new", "out")}, None, "no optimizer state of new.weight, which"),
+        ({}, {"names": ("in",)}, None, "has optimizer state of out.weight, which this run does n"),
         ({}, {"names": "abcde"}, None, "of a.weight, b.weight, c.weight and 2 others, which"),
-        (
-            {},
-            {"width": 4},
-            None,
-            r"holds state.(in|out).weight.exp_avg\S* as \[3, 3\], but this run has \[4, 4\]",
-        ),
-        (
-            {"width": 1},
-            {},
-            None,
-            r"holds state.(in|out).weight.exp_avg\S* as \[1, 1\], but this run has \[3, 3\]",
-        ),
-        (
-            {"kind": torch.optim.SGD},
-            {},
-            None,
-            r"has no \S*(in|out).weight\S*, .*: it is of another optimizer",
-        ),
+        ({}, {"width": 4}, None, r"weight.exp_avg\S* as \[3, 3\], but this run has \[4, 4\]"),
+        ({"width": 1}, {}, None, r"weight.exp_avg\S* as \[1, 1\], but this run has \[3, 3\]"),
+        ({"kind": torch.optim.SGD}, {}, None, r"has no \S*weight\S*, .*: it is of another opti"),
+        ({}, {}, without("out.weight.exp_avg_sq"), "has no state.out.weight.exp_avg_sq: it is of"),
         (
             {},
             {},
-            without("out.weight.exp_avg_sq"),
-            "has no state.out.weight.exp_avg_sq: it is of another",
-        ),
-        (
-            {},
-            {},
-            lambda state: state.update({"param_groups.out.weight.lr": torch.tensor(0.1)}),
+            changed("param_groups.out.weight.lr", torch.tensor(0.1)),
             "holds param_groups.out.weight.lr as a tensor, not as this run's number",
         ),
         (
             {},
             {},
-            lambda state: state.update({"state.out.weight.step": 1}),
+            changed("state.out.weight.step", 1),
             "holds state.out.weight.step as a number, not as this run's tensor",
         ),
     ],
@@ -411,19 +237,3 @@ def test_a_state_that_does_not_fit_is_refused_by_name(tmp_path, saved, run, chan
     with pytest.raises(ValueError, match=message) as raised:
         load_optimizer(*small_run(**run), str(tmp_path))
     assert "\n" not in str(raised.value)
-
-
-def run_of_layers(rank, world_size, folder, layers, resume=None):
-    model = tiny_llama(num_hidden_layers=layers)
-    trainer = make_trainer(model, folder, 2, save_strategy="steps", save_steps=3, **SAVED)
-    trainer.train(resume_from_checkpoint=resume)
-
-
-@pytest.mark.processes
-def test_stages_refuse_the_state_of_more_layers_than_they_have_together(tmp_path):
-    """The weights of more layers are not refused: each stage reads its own."""
-    run_ranks(run_of_layers, 2, tmp_path, LAYERS)
-    with pytest.raises(
-        AssertionError, match=r"has optimizer state of model.layers.2\S+, .* which this run does"
-    ):
-        run_ranks(run_of_layers, 2, tmp_path, LAYERS - 1, f"{tmp_path}/checkpoint-3")

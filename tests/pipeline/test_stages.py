@@ -9,19 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_flexseq.pipeline.stages import cut
 from tests.hf.tiny import VOCAB
 
-KINDS = ("llama", "qwen2", "qwen3", "mistral", "olmo", "olmo2", "gemma")
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": VOCAB,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": VOCAB}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def model_of(kind, **config):
@@ -33,24 +23,20 @@ def stages_of(model, count):
     return [cut(copy.deepcopy(model), index, count) for index in range(count)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("count", [2, 3])
-def test_stages_one_after_the_other_are_the_model(kind, count):
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "olmo", "olmo2", "gemma"])
+def test_stages_one_after_the_other_are_the_model_and_each_parameter_is_on_one(kind):
     model = model_of(kind)
     ids = torch.randint(3, VOCAB, (1, 7))
     positions = torch.arange(7).unsqueeze(0)
-    hidden = ids
     with torch.no_grad():
-        for stage in stages_of(model, count):
-            hidden = stage.virtual[stage.index].hidden(hidden, position_ids=positions)
         wanted = model.get_decoder()(ids, use_cache=False).last_hidden_state
-    assert torch.equal(hidden, wanted)
+        for count in (2, 3):
+            stages = stages_of(model, count)
+            hidden = ids
+            for stage in stages:
+                hidden = stage.virtual[stage.index].hidden(hidden, position_ids=positions)
+            assert torch.equal(hidden, wanted)
 
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_parameter_keeps_its_name_and_is_on_one_stage(kind):
-    model = model_of(kind)
-    stages = stages_of(model, 3)
     names = [name for stage in stages for name, _ in stage.global_parameters()]
     tied = model.config.tie_word_embeddings
     assert sorted(set(names)) == sorted(dict(model.named_parameters()))
@@ -59,7 +45,7 @@ def test_every_parameter_keeps_its_name_and_is_on_one_stage(kind):
 
 
 def test_a_large_vocabulary_takes_layers_from_the_last_stage():
-    first, last = stages_of(model_of("llama", vocab_size=60000), 2)
+    first, last = stages_of(model_of("llama", vocab_size=20000), 2)
     assert first.spans == ((0, 4), (4, 4))
     assert last.own_layers == {}
 
@@ -68,11 +54,7 @@ def test_a_large_vocabulary_takes_layers_from_the_last_stage():
     ("kind", "config", "reason"),
     [
         ("gpt2", {}, "has no list `layers`"),
-        (
-            "granite",
-            {"embedding_multiplier": 2.0},
-            "changes hidden states between its embedding and its layers",
-        ),
+        ("granite", {"embedding_multiplier": 2.0}, "changes hidden states between its embedding"),
     ],
 )
 def test_models_without_a_plain_stack_are_refused_and_left_alone(kind, config, reason):
@@ -90,8 +72,3 @@ def test_a_stage_cannot_be_called_or_generate():
             stage.stack.model(ids)
         with pytest.raises(NotImplementedError, match="one stage of a pipeline"):
             stage.stack.model.generate(ids, max_new_tokens=1)
-
-
-def test_more_stages_than_layers_and_one_are_refused():
-    with pytest.raises(ValueError, match="4 layers make at most 5 stages, not 6"):
-        cut(model_of("llama"), 0, 6)

@@ -72,7 +72,6 @@ def exchanged(rank, world_size, plan, topology, sources, passes):
     before = meetings._next[rank]
     found = RowExchange(communicator)(row, layout, sources)
     assert meetings._next[rank] - before == 1, "token exchange is one collective"
-    assert [len(of["labels"]) for of in found] == [shard.tokens for shard in layout.shards]
     return found
 
 

@@ -22,7 +22,11 @@ def written(folder, *, until_the_end=True):
 
 
 def test_a_whole_checkpoint_has_no_problem_and_brings_its_marker(tmp_path):
-    folder = written(tmp_path / "checkpoint-5")
+    """transformers' mark of a preempted job may go afterwards."""
+    mark = tmp_path / "checkpoint-is-incomplete.txt"
+    mark.touch()
+    folder = written(tmp_path)
+    mark.unlink()
     found = inspect(folder)
     assert (found.problem, found.caveat) == (None, None)
     assert found.marker == {**KEPT, "format": 1, "complete": True}
@@ -32,23 +36,11 @@ def test_a_whole_checkpoint_has_no_problem_and_brings_its_marker(tmp_path):
     assert sizes == {MARKER: marker_bytes, "global_step5/shard": 5, "weights": 3}
 
 
-def test_transformers_mark_of_a_preempted_job_may_go_afterwards(tmp_path):
-    folder = tmp_path / "checkpoint-5"
-    folder.mkdir()
-    mark = folder / "checkpoint-is-incomplete.txt"
-    mark.touch()
-    written(folder)
-    mark.unlink()
-    assert inspect(folder).problem is None
-
-
 def test_without_a_manifest_it_is_torn(tmp_path):
-    folder = written(tmp_path, until_the_end=False)
+    folder = written(tmp_path / "new", until_the_end=False)
     assert json.loads((folder / MARKER).read_text())["complete"] is False
     assert is_torn(folder)
-    assert inspect(folder).problem == (
-        f"torn, it has no {MANIFEST}: its writer did not come to the end"
-    )
+    assert inspect(folder).problem.startswith(f"torn, it has no {MANIFEST}: its writer did not")
 
 
 def test_whole_again_it_is_torn_from_the_first_moment(tmp_path, monkeypatch):
@@ -78,38 +70,33 @@ def test_a_new_save_removes_what_resuming_would_read_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("break_it", "problem"),
+    ("file", "content", "problem"),
     [
-        (lambda folder: (folder / "weights").unlink(), "damaged: 'weights' is missing"),
+        ("weights", None, "damaged: 'weights' is missing"),
+        ("global_step5/shard", b"1", "damaged: 'global_step5/shard' has 1 bytes instead of 5"),
+        (MARKER, None, f"its {MARKER} is missing, while {MANIFEST}"),
+        (MARKER, b"\x80\x04half", f"its {MARKER} is corrupt"),
+        (MARKER, b"[" * 100_000, f"its {MARKER} is corrupt"),
+        (MARKER, b"[]", f"its {MARKER} is corrupt: no JSON"),
         (
-            lambda folder: (folder / "global_step5" / "shard").write_bytes(b"1"),
-            "damaged: 'global_step5/shard' has 1 bytes instead of 5",
-        ),
-        (lambda folder: (folder / MARKER).unlink(), f"its {MARKER} is missing, while {MANIFEST}"),
-        (
-            lambda folder: (folder / MARKER).write_bytes(b"\x80\x04half"),
-            f"its {MARKER} is corrupt",
-        ),
-        (lambda folder: (folder / MARKER).write_text("[" * 100_000), f"its {MARKER} is corrupt"),
-        (lambda folder: (folder / MARKER).write_text("[]"), f"its {MARKER} is corrupt: no JSON"),
-        (
-            lambda folder: (folder / MARKER).write_text('{"sequences_per_step": true}'),
+            MARKER,
+            b'{"sequences_per_step": true}',
             f"its {MARKER} is corrupt: sequences_per_step is no positive integer",
         ),
+        (MARKER, b'{"format": 2}', f"its {MARKER} is of format 2, not 1"),
+        (MANIFEST, b"{", f"its {MANIFEST} is corrupt"),
         (
-            lambda folder: (folder / MARKER).write_text('{"format": 2}'),
-            f"its {MARKER} is of format 2, not 1",
-        ),
-        (lambda folder: (folder / MANIFEST).write_text("{"), f"its {MANIFEST} is corrupt"),
-        (
-            lambda folder: (folder / MANIFEST).write_text('{"files": {"weights": -1}}'),
+            MANIFEST,
+            b'{"files": {"weights": -1}}',
             f"its {MANIFEST} is corrupt: files are no sizes by name",
         ),
     ],
 )
-def test_what_is_broken_is_named_in_one_short_line(tmp_path, break_it, problem):
+def test_what_is_broken_is_named_in_one_short_line(tmp_path, file, content, problem):
     folder = written(tmp_path)
-    break_it(folder)
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_bytes(content)
     found = inspect(folder).problem
     assert found.startswith(problem)
     assert "\n" not in found
@@ -154,7 +141,5 @@ def test_two_optimizers_of_different_saves_are_refused(tmp_path, earlier_marker)
     (tmp_path / "optimizer.pt").write_bytes(b"")
     if earlier_marker:
         (tmp_path / MARKER).write_text('{"sequences_per_step": 4}')
-    assert inspect(tmp_path).problem == (
-        "it has both flexseq_optimizer/ and optimizer.pt, one left by an earlier save: remove the "
-        "older"
-    )
+    wanted = "it has both flexseq_optimizer/ and optimizer.pt, one left by an earlier save: remove"
+    assert inspect(tmp_path).problem.startswith(wanted)

@@ -12,8 +12,8 @@ NAN, INFINITY = float("nan"), float("inf")
 LOSS = torch.tensor(1.0)
 
 
-def watch_of(*, loss=LOSS, skipped=False, raises=True, **gradients):
-    watch = NonfiniteWatch("raise" if raises else "warn", rank=0)
+def watch_of(*, loss=LOSS, skipped=False, **gradients):
+    watch = NonfiniteWatch("raise", rank=0)
     watch.take(7, loss, gradients)
     watch.settle(skipped=skipped)
     return watch
@@ -30,20 +30,12 @@ def test_one_bad_number_is_found_and_its_parameter_named(dtype, bad):
         assert watch.report() == {"step": 7, "names": ["broken"]}
 
 
-def test_infinities_that_cancel_out_are_found():
+def test_infinities_that_cancel_out_sparse_gradients_and_the_loss_are_looked_into():
     both = torch.tensor([INFINITY, -INFINITY])
     assert watch_of(both=both).report()["names"] == ["both"]
-
-
-def test_a_sparse_gradient_is_looked_into():
-    places = torch.tensor([[0, 1]])
-    values = torch.tensor([1.0, NAN])
     with torch.sparse.check_sparse_tensor_invariants():
-        rows = torch.sparse_coo_tensor(places, values, (3,))
+        rows = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.tensor([1.0, NAN]), (3,))
     assert watch_of(rows=rows).report()["names"] == ["rows"]
-
-
-def test_a_step_without_gradients_has_a_loss():
     assert watch_of(loss=torch.tensor(NAN)).report()["names"] == ["the loss"]
 
 
@@ -68,13 +60,10 @@ def test_a_step_is_reported_once_and_after_the_next_one_was_taken():
 
 
 def test_all_ranks_raise_alike_with_what_each_has_found():
-    reports = [
-        {"step": 7, "names": ["a", "b"]},
-        None,
-        {"step": 7, "names": ["the loss", "b", "c", "d", "e"]},
-    ]
+    names = (["a", "b"], ["the loss", "b", "c", "d", "e"])
+    first, last = ({"step": 7, "names": own} for own in names)
     with pytest.raises(FloatingPointError) as raised:
-        watch_of().judge(reports)
+        watch_of().judge([first, None, last])
     message = str(raised.value)
     assert message.startswith(
         "optimizer step 7, counted from 0: NaN or infinity in the loss and in the gradients of "
@@ -94,9 +83,6 @@ def test_it_warns_instead_on_the_first_rank(caplog):
 
 def test_the_device_is_read_only_after_its_copy():
     gradients = {"a": torch.empty(3, device=META), "b": torch.empty(2, 2, device=META)}
-    with (
-        NoHostSync(),
-        pytest.raises(HostSync, match=r"_to_copy.* copies to the host"),
-    ):
+    with NoHostSync(), pytest.raises(HostSync, match=r"_to_copy.* copies to the host"):
         # all before the copy does not wait, and nothing comes after it
         NonfiniteWatch("raise", rank=0).take(0, torch.empty((), device=META), gradients)

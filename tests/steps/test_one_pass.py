@@ -8,7 +8,7 @@ import torch
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.steps.micro_batches import check_known
-from tests.hf.tiny import documents, relative_errors
+from tests.hf.tiny import relative_errors
 from tests.plans import random_plan
 from tests.ranks import join, run_threads
 from tests.steps.test_passes import (
@@ -39,15 +39,9 @@ class CountedObjective(LinearObjective):
 
     def weights(self, row):
         """Its gradients, by name, of the tokens of a rank's row."""
-        like = {
-            "entropy": (),
-            "log_probs": (),
-            "scores": (CLASSES,),
-        }  # in this order there
-        figures = {
-            name: torch.zeros(sum(row.lengths), *sizes, dtype=torch.float64)
-            for name, sizes in like.items()
-        }
+        like = {"entropy": (), "log_probs": (), "scores": (CLASSES,)}  # in this order there
+        tokens = sum(row.lengths)
+        figures = {n: torch.zeros(tokens, *size).double() for n, size in like.items()}
         return self.loss(figures)[1]
 
 
@@ -63,10 +57,9 @@ def passes(rank, world_size, plan, sources, lockstep):
     """Gradients of two passes and of one, figures of both, and the forwards of the second."""
     communicator = join(TOPOLOGIES[world_size])
     model = model_of_figures()
-    model.set_attn_implementation("flexseq")
     found = []
     for once in (False, True):
-        step = pass_step(plan, documents(LENGTHS), sources, communicator, lockstep=lockstep)
+        step = pass_step(plan, sources, communicator, lockstep=lockstep)
         objective = CountedObjective(model)
         if once:
             loss = run_once(step, objective, objective.weights(step.row))
@@ -91,10 +84,8 @@ def test_one_pass_has_the_gradients_of_two(seed):
 
 
 def with_wrong_weights(rank, world_size, plan):
-    step = pass_step(plan, documents(LENGTHS), [0] * len(LENGTHS), join(ALONE))
-    model = model_of_figures()
-    model.set_attn_implementation("flexseq")
-    objective = CountedObjective(model)
+    step = pass_step(plan, [0] * len(LENGTHS), join(ALONE))
+    objective = CountedObjective(model_of_figures())
     weights = objective.weights(step.row)
     weights["entropy"] *= 1.001
     with pytest.raises(RuntimeError, match="other gradients of entropy than it was known to have"):

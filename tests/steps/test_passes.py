@@ -25,7 +25,6 @@ from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.planned_step import DrawnStep, PlannedStep
-from tests.budget import examples as budget
 from tests.budget import others_slow
 from tests.hf.by_hand import CPU, TWO_NODES, drawn_row, summed_gradients
 from tests.hf.test_exactness import whole
@@ -37,10 +36,12 @@ from tests.hf.tiny import (
     tiny_llama,
 )
 from tests.plans import random_plan
-from tests.ranks import join, run_ranks, run_threads
+from tests.ranks import join, run_cases, run_threads
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 40, 11]
+EXAMPLES = documents(LENGTHS)
 CLASSES = 3
+PLANS = 8  # of a number of ranks
 TOPOLOGIES = {
     2: Topology(nodes=1, ranks_per_node=2),
     3: Topology(nodes=1, ranks_per_node=3),
@@ -62,10 +63,13 @@ TOTALS = ("sums",)
 # ---- a model that gives figures, and a loss of them
 
 
-def model_of_figures(dropout=0.0):
+def model_of_figures(dropout=0.0, checkpointing=False, attention="flexseq"):
     """A causal model that is called on a row and returns figures of its tokens, each
     [tokens, ...], in float64 altogether: TRL's own head computes in float32."""
     model = tiny_llama()
+    model.set_attn_implementation(attention)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     model.score = nn.Linear(32, CLASSES, bias=False, dtype=torch.float64)
     nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
     if dropout:
@@ -135,16 +139,15 @@ def sources_of(count, world_size, seed):
     return sorted(rng.randrange(world_size) for _ in range(count))
 
 
-def one_process(model, sources, world_size, uses, seed):
+def one_process(sources, world_size, uses, seed):
     """The sum of all ranks' losses, and its gradients by parameter, of one process that calls its
     own attention on one document at a time."""
-    model.set_attn_implementation("sdpa")
-    examples = documents(LENGTHS)
+    model = model_of_figures(attention="sdpa")
     by_rank = []
     sums = torch.zeros(CLASSES, dtype=torch.float64)
     for rank in range(world_size):
         found = []
-        for example, source in zip(examples, sources, strict=True):
+        for example, source in zip(EXAMPLES, sources, strict=True):
             if source == rank:
                 labels = torch.tensor([[*example["labels"][1:], -100]])
                 found.append(model(torch.tensor([example["input_ids"]]), labels))
@@ -157,7 +160,6 @@ def one_process(model, sources, world_size, uses, seed):
     total = torch.zeros((), dtype=torch.float64)
     for rank, figures in enumerate(by_rank):
         total = total + random_loss({**figures, "sums": sums}, rank, uses, seed)
-    model.zero_grad()
     total.backward()
     return float(total.detach()), taken_gradients(model)
 
@@ -165,24 +167,18 @@ def one_process(model, sources, world_size, uses, seed):
 # ---- ranks that are threads
 
 
-def pass_step(plan, examples, sources, communicator, *, lockstep=False):
-    """A step as the executor dispatches it. Every rank draws its part of `examples`."""
-    rank = communicator.rank
-    row = drawn_row(examples, sources, communicator)
-    layout = PlanLayout(plan, rank)
+def pass_step(plan, sources, communicator, *, lockstep=False):
+    """A step as the executor dispatches it. Every rank draws its part of the examples."""
+    row = drawn_row(EXAMPLES, sources, communicator)
+    layout = PlanLayout(plan, communicator.rank)
     shards = layout.shards
     exchange = RowExchange(communicator)
     routes = exchange.routes(row, layout, sources)
     columns = exchange.dispatch(row.columns, routes)
     kernel = choose_kernel(CPU, torch.float64, 8)
 
-    def inputs(index):
-        return inputs_of(
-            shards[index],
-            columns[index],
-            CPU,
-            lambda shard: SequenceContext(shard, communicator, kernel, CPU),
-        )
+    def context(shard):
+        return SequenceContext(shard, communicator, kernel, CPU)
 
     drawn = DrawnStep(
         number=0,
@@ -196,7 +192,7 @@ def pass_step(plan, examples, sources, communicator, *, lockstep=False):
         PlannedStep(drawn=drawn, plan=plan),
         indices=indices_to_run(shards, lockstep=lockstep),
         counts=[shard.tokens for shard in shards],
-        inputs_of=inputs,
+        inputs_of=lambda index: inputs_of(shards[index], columns[index], CPU, context),
         exchange=exchange,
         routes=routes,
         device=CPU,
@@ -211,17 +207,17 @@ def run_passes(step, objective, before_last=nullcontext):
     return step.loss
 
 
-def cases_of(world_size, count):
+def cases_of(world_size):
     """Plans with who draws what, what the loss uses, and whether ranks run in lockstep and layers
     are checkpointed."""
     topology = TOPOLOGIES[world_size]
     rng = random.Random(world_size)
     cases = []
-    for seed in range(count):
+    for seed in range(PLANS):
         plan = random_plan(LENGTHS, world_size, rng, nodes=topology.nodes)
         sources = sources_of(len(LENGTHS), world_size, seed)
         uses = USES[seed % len(USES)]
-        cases.append((plan, sources, uses, bool(seed & 4), bool(seed & 8), seed))
+        cases.append((plan, sources, uses, bool(seed & 1), bool(seed & 2), seed))
     # a rank without any work beside one with two micro-batches
     groups = [
         Group(ranks=(0,), sequences=tuple(half), strategy="local")
@@ -243,14 +239,10 @@ def errors_of(rank, world_size, cases, wanted):
     case."""
     communicator = join(TOPOLOGIES[world_size])
     found = []
-    for (plan, sources, uses, lockstep, checkpointing, seed), one in zip(
-        cases, wanted, strict=True
-    ):
-        model = model_of_figures()
-        model.set_attn_implementation("flexseq")
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        step = pass_step(plan, documents(LENGTHS), sources, communicator, lockstep=lockstep)
+    for case, one in zip(cases, wanted, strict=True):
+        plan, sources, uses, lockstep, checkpointing, seed = case
+        model = model_of_figures(checkpointing=checkpointing)
+        step = pass_step(plan, sources, communicator, lockstep=lockstep)
         objective = RandomObjective(model, rank, uses, seed)
         loss = run_passes(step, objective)
         communicator.cpu_group.all_reduce(loss)
@@ -261,10 +253,9 @@ def errors_of(rank, world_size, cases, wanted):
 
 @pytest.mark.parametrize("world_size", others_slow(TOPOLOGIES, tried=[2]))
 def test_gradients_of_any_loss_equal_one_process(world_size):
-    cases = cases_of(world_size, max(budget(16), 8))
+    cases = cases_of(world_size)
     wanted = [
-        one_process(model_of_figures(), sources, world_size, uses, seed)
-        for _, sources, uses, _, _, seed in cases
+        one_process(sources, world_size, uses, seed) for _, sources, uses, _, _, seed in cases
     ]
     by_rank = run_threads(errors_of, world_size, cases, wanted)
     for of_rank in by_rank:
@@ -279,7 +270,7 @@ def test_gradients_of_any_loss_equal_one_process(world_size):
 def test_the_plans_are_of_every_kind():
     seen = set()
     for world_size in TOPOLOGIES:
-        for plan, sources, _, lockstep, checkpointing, _ in cases_of(world_size, 16):
+        for plan, sources, _, lockstep, checkpointing, _ in cases_of(world_size):
             if lockstep and checkpointing:
                 seen.add("checkpointed layers in lockstep")
             if len(set(sources)) < world_size:
@@ -330,15 +321,12 @@ def with_dropout(rank, world_size, plan, checkpointing):
     """Gradients of both passes, and those of one pass that keeps the graphs of all micro-batches;
     what the generator of random numbers gives after each."""
     communicator = join(Topology(nodes=1, ranks_per_node=1))
-    examples, sources = documents(LENGTHS), [0] * len(LENGTHS)
-    model = model_of_figures(dropout=0.3)
-    model.set_attn_implementation("flexseq")
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    sources = [0] * len(LENGTHS)
+    model = model_of_figures(dropout=0.3, checkpointing=checkpointing)
 
     # 1. both passes
     torch.manual_seed(5)
-    step = pass_step(plan, examples, sources, communicator)
+    step = pass_step(plan, sources, communicator)
     objective = LinearObjective(model)
     run_passes(step, objective)
     assert step.passes == 2
@@ -346,7 +334,7 @@ def with_dropout(rank, world_size, plan, checkpointing):
 
     # 2. one pass
     torch.manual_seed(5)
-    step = pass_step(plan, examples, sources, communicator)
+    step = pass_step(plan, sources, communicator)
     graphs = [model(**step._inputs_of(index)) for index in step.indices]
     later.append(torch.rand(1))
     figures = step._gathered(dict(zip(step.indices, graphs, strict=True)), objective.totals)
@@ -368,42 +356,34 @@ def test_dropout_is_the_same_in_both_passes(checkpointing):
 # ---- DDP and FSDP2
 
 
-def errors_under(rank, world_size, sharding, cases):
-    """The largest relative error of gradients by case, with an engine and accelerate. A case has a
-    seed, what the loss uses, and whether layers are checkpointed."""
-    worst = []
-    for seed, uses, checkpointing in cases:
-        sources = sources_of(len(LENGTHS), world_size, seed)
-        _, wanted = one_process(model_of_figures(), sources, world_size, uses, seed)
-        model = model_of_figures()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        if sharding == "fsdp2":
-            for layer in model.model.layers:
-                fully_shard(layer)
-            fully_shard(model)
-        engine = RandomPlanEngine(Accelerator(cpu=True), seed=seed)
-        with engine.attached(model):
-            wrapped = DistributedDataParallel(model) if sharding == "ddp" else model
-            examples = documents(LENGTHS)
-            own = [
-                example
-                for example, source in zip(examples, sources, strict=True)
-                if source == rank
-            ]
-            batch = DataCollatorForFlexSeq()(own) if own else None
-            step = engine.step_of(batch, number=seed)
-            with engine.passes(step, wrapped) as before_last:
-                run_passes(step, RandomObjective(wrapped, rank, uses, seed), before_last)
-        # the mean over ranks is that of their losses
-        found = {n: whole(p.grad) * world_size for n, p in model.named_parameters()}
-        worst.append(max(relative_errors(found, wanted).values()))
-    return worst
+def error_under(rank, world_size, sharding, seed, uses, checkpointing):
+    """The largest relative error of gradients, with an engine and accelerate."""
+    sources = sources_of(len(LENGTHS), world_size, seed)
+    _, wanted = one_process(sources, world_size, uses, seed)
+    model = model_of_figures(checkpointing=checkpointing, attention="sdpa")
+    if sharding == "fsdp2":
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    engine = RandomPlanEngine(Accelerator(cpu=True), seed=seed)
+    with engine.attached(model):
+        wrapped = DistributedDataParallel(model) if sharding == "ddp" else model
+        own = [one for one, source in zip(EXAMPLES, sources, strict=True) if source == rank]
+        batch = DataCollatorForFlexSeq()(own) if own else None
+        step = engine.step_of(batch, number=seed)
+        with engine.passes(step, wrapped) as before_last:
+            run_passes(step, RandomObjective(wrapped, rank, uses, seed), before_last)
+    # the mean over ranks is that of their losses
+    found = {n: whole(p.grad) * world_size for n, p in model.named_parameters()}
+    return max(relative_errors(found, wanted).values())
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
-def test_gradients_equal_one_process_when_they_are_reduced(sharding):
-    cases = [(seed, USES[2], bool(seed & 1)) for seed in range(8)]
-    for worst in run_ranks(errors_under, 2, sharding, cases):
-        assert max(worst) < 1e-10
+def test_gradients_equal_one_process_when_they_are_reduced():
+    cases = [
+        (sharding, seed, USES[2], bool(seed & 1))
+        for sharding in ("ddp", "fsdp2")
+        for seed in range(4)
+    ]
+    for case, by_rank in zip(cases, run_cases(error_under, 2, cases), strict=True):
+        assert max(by_rank) < 1e-10, case

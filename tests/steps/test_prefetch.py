@@ -1,7 +1,6 @@
 """The next step is dispatched while this one runs, and nothing shows of it: not in the order of
 exchanges, not in numbers, samples or errors."""
 
-import json
 import re
 from types import SimpleNamespace
 
@@ -9,18 +8,8 @@ import pytest
 
 from hf_flexseq.distributed.transport import LostRank
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.steps.prefetch import PrefetchedSteps
 from tests.ranks import join, run_threads
-from tests.steps.test_lookahead import Echo, batch_of, failing
-
-
-class EchoPlan(SimpleNamespace):
-    """A plan that is what was asked for."""
-
-    notes = ()
-
-    def to_bytes(self):
-        return json.dumps(self.lengths).encode()
+from tests.steps.test_lookahead import Echo, batch_of, failing, steps_of
 
 
 class Refuses(Echo):
@@ -31,13 +20,12 @@ class Refuses(Echo):
         self.refused = refused
 
     def result(self, step):
-        lengths = self.submitted[step]
-        if self.refused in lengths:
+        if self.refused in self.submitted[step]:
             raise PlanInfeasible(f"{self.refused} tokens fit nowhere")
-        return EchoPlan(lengths=lengths)
+        return super().result(step)
 
 
-def prefetched_steps(rank, lookahead, *, refused=None, log=None, lost_in=None):
+def prefetched_steps(rank, lookahead, *, refused=None, log=None, lost_in=None, **options):
     """Steps that are dispatched by an exchange of all ranks. log: gets what happens, and when."""
     log = [] if log is None else log
     communicator = join()
@@ -48,28 +36,22 @@ def prefetched_steps(rank, lookahead, *, refused=None, log=None, lost_in=None):
             raise LostRank("rank 1 is gone")
         communicator.cpu_group.gather_values(["dispatch", drawn.number])
         log.append(f"dispatched {drawn.number} in {communicator.cpu_group.phase}")
-        return SimpleNamespace(number=drawn.number, lengths=drawn.lengths)
+        return SimpleNamespace(number=drawn.number, lengths=drawn.lengths, plan=planned.plan)
 
-    return PrefetchedSteps(
-        communicator,
-        Refuses(refused) if rank == 0 else None,
-        lookahead,
-        check=lambda plan: None,
-        read=lambda data: EchoPlan(lengths=json.loads(data)),
-        dispatch=dispatch,
+    planner = Refuses(refused)
+    return steps_of(
+        rank, lookahead, planner, communicator=communicator, dispatch=dispatch, **options
     )
 
 
-def counted(batches, drawn):
-    """The batches, each noted when it is drawn."""
-    for number, batch in enumerate(batches):
-        drawn.append(number)
-        yield batch
+def batches_of(*lengths):
+    return iter([batch_of(length) for length in lengths])
 
 
 def numbers_of(rank, world_size, lookahead, ahead):
-    """Numbers and lengths of steps of three iterators, of which the first two are broken off."""
-    steps = prefetched_steps(rank, lookahead)
+    """Numbers, lengths and plans of steps of three iterators, of which the first two are broken
+    off."""
+    steps = prefetched_steps(rank, lookahead, first_number=40)
     found = []
     for start, stop in ((1, 2), (11, 1), (21, 5)):
         iterator = iter([batch_of(start + index, rank + 1) for index in range(4)])
@@ -77,7 +59,7 @@ def numbers_of(rank, world_size, lookahead, ahead):
             step = steps.next(iterator, 1)
             if step is None:
                 break
-            found.append((step.number, step.lengths))
+            found.append((step.number, step.lengths, step.plan))
             if ahead:
                 steps.prefetch()
     return found
@@ -85,9 +67,12 @@ def numbers_of(rank, world_size, lookahead, ahead):
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3, 9])
 def test_steps_are_those_that_are_dispatched_in_place(lookahead):
-    """Also where an iterator is left whose next step was dispatched already."""
+    """Also where an iterator is left whose next step was dispatched already: numbers count on from
+    the first one without steps that never ran."""
     wanted = run_threads(numbers_of, 2, 0, False)
-    assert [number for number, _ in wanted[0]] == list(range(7))
+    firsts = [1, 2, 11, 21, 22, 23, 24]
+    lengths = [(first, 1, first, 2) for first in firsts]
+    assert wanted[0] == [(40 + i, own, list(own)) for i, own in enumerate(lengths)]
     assert run_threads(numbers_of, 2, lookahead, True) == wanted
 
 
@@ -95,15 +80,15 @@ def test_steps_are_those_that_are_dispatched_in_place(lookahead):
 def test_one_step_more_is_drawn_and_none_without_lookahead(lookahead, drawn_in_step_0):
     def draw(rank, world_size):
         steps = prefetched_steps(rank, lookahead)
-        drawn = []
-        iterator = counted([batch_of(3) for _ in range(9)], drawn)
+        iterator = batches_of(*[3] * 9)
         steps.next(iterator, 1)
-        in_place = len(drawn)
+        left = [iterator.__length_hint__()]
         for _ in range(3):  # the second and third time do nothing
             steps.prefetch()
-        return in_place, len(drawn)
+        left.append(iterator.__length_hint__())
+        return [9 - batches for batches in left]
 
-    assert run_threads(draw, 2) == [(lookahead + 1, drawn_in_step_0)] * 2
+    assert run_threads(draw, 2) == [[lookahead + 1, drawn_in_step_0]] * 2
 
 
 def test_the_next_step_is_dispatched_in_this_one_and_handed_out_without_an_exchange():
@@ -112,7 +97,7 @@ def test_the_next_step_is_dispatched_in_this_one_and_handed_out_without_an_excha
         steps = prefetched_steps(rank, 1, log=log)
         cpu_group = steps.communicator.cpu_group
         meetings = steps.communicator.transport.hub.meetings
-        iterator = iter([batch_of(3) for _ in range(5)])
+        iterator = batches_of(*[3] * 5)
         for _ in range(2):
             number = steps.next(iterator, 1).number
             log.append(f"run {number} in {cpu_group.phase}")
@@ -124,25 +109,20 @@ def test_the_next_step_is_dispatched_in_this_one_and_handed_out_without_an_excha
         assert meetings._next[rank] == before
         return log
 
-    assert (
-        run_threads(draw, 3)
-        == [
-            [
-                "dispatched 0 in step 0, exchanging tokens",
-                "run 0 in step 0",
-                "dispatched 1 in step 1, exchanging tokens",
-                "run 1 in step 1",
-                "dispatched 2 in step 2, exchanging tokens",
-            ]
+    for log in run_threads(draw, 3):
+        assert log == [
+            "dispatched 0 in step 0, exchanging tokens",
+            "run 0 in step 0",
+            "dispatched 1 in step 1, exchanging tokens",
+            "run 1 in step 1",
+            "dispatched 2 in step 2, exchanging tokens",
         ]
-        * 3
-    )
 
 
 def test_what_fits_nowhere_is_raised_where_its_step_begins():
     def draw(rank, world_size):
         steps = prefetched_steps(rank, 2, refused=7)
-        iterator = iter([batch_of(length) for length in (3, 7, 4, 5)])
+        iterator = batches_of(3, 7, 4, 5)
         steps.next(iterator, 1)
         steps.prefetch()  # step 0 goes on
         with pytest.raises(PlanInfeasible, match="7 tokens fit nowhere"):
@@ -155,10 +135,9 @@ def test_what_fits_nowhere_is_raised_where_its_step_begins():
 def test_what_fits_nowhere_is_no_error_when_its_iterator_is_left():
     def draw(rank, world_size):
         steps = prefetched_steps(rank, 2, refused=7)
-        left = iter([batch_of(3), batch_of(7)])
-        steps.next(left, 1)
+        steps.next(batches_of(3, 7), 1)
         steps.prefetch()
-        return steps.next(iter([batch_of(4)]), 1).number
+        return steps.next(batches_of(4), 1).number
 
     assert run_threads(draw, 3) == [1] * 3
 
@@ -166,8 +145,7 @@ def test_what_fits_nowhere_is_no_error_when_its_iterator_is_left():
 def test_data_that_one_rank_cannot_draw_is_an_error_of_the_step_that_asks_for_more():
     def draw(rank, world_size):
         steps = prefetched_steps(rank, 1)
-        batches = failing("dataset") if rank == 1 else [batch_of(2) for _ in range(9)]
-        iterator = iter(batches)
+        iterator = failing("dataset") if rank == 1 else batches_of(*[2] * 9)
         assert steps.next(iterator, 1).number == 0  # draws batches 0 and 1
         steps.prefetch()  # fails to draw batch 2
         with pytest.raises(RuntimeError) as raised:
@@ -182,8 +160,7 @@ def test_data_that_one_rank_cannot_draw_is_an_error_of_the_step_that_asks_for_mo
 def test_a_lost_rank_is_an_error_at_once():
     def draw(rank, world_size):
         steps = prefetched_steps(rank, 1, lost_in=1)
-        iterator = iter([batch_of(3) for _ in range(4)])
-        steps.next(iterator, 1)
+        steps.next(batches_of(3, 3, 3, 3), 1)
         with pytest.raises(LostRank, match="rank 1 is gone"):
             steps.prefetch()
 
@@ -193,7 +170,7 @@ def test_a_lost_rank_is_an_error_at_once():
 def test_the_end_of_the_data_is_found_ahead():
     def draw(rank, world_size):
         steps = prefetched_steps(rank, 4)
-        iterator = iter([batch_of(3)] if rank == 0 else [])
+        iterator = batches_of(*[3] * (rank == 0))
         assert steps.next(iterator, 1).lengths == (3,)
         steps.prefetch()
         return [steps.next(iterator, 1), steps.next(iterator, 1)]

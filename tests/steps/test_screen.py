@@ -50,6 +50,11 @@ def test_a_line_and_a_bar_do_not_tear_each_other(monkeypatch):
     assert lines[3].startswith("100%")
 
 
+def train(folder, **options):
+    data = documents([5] * 12)
+    make_trainer(folder, data=data, per_device_train_batch_size=1, **options).train()
+
+
 @pytest.mark.processes
 def test_the_lines_of_steps_do_not_tear_the_bar_of_the_trainer(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -60,15 +65,8 @@ def test_the_lines_of_steps_do_not_tear_the_bar_of_the_trainer(tmp_path, monkeyp
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        make_trainer(
-            tmp_path,
-            data=documents([5] * 12),
-            cost_model="estimate",
-            max_steps=4,
-            per_device_train_batch_size=1,
-            disable_tqdm=False,
-            logging_steps=10,
-        ).train()
+        options = {"disable_tqdm": False, "logging_steps": 10, "max_steps": 4}
+        train(tmp_path, cost_model="estimate", **options)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(former)
@@ -78,23 +76,21 @@ def test_the_lines_of_steps_do_not_tear_the_bar_of_the_trainer(tmp_path, monkeyp
     steps = [line for line in lines if "micro-batch(es), predicted" in line]
     assert len(steps) == 4
     assert all(line.startswith("step ") and "it/s" not in line for line in steps)
-    notes = [line for line in lines if "degree 1 for every sequence" in line]
-    assert len(notes) == 1
-    assert notes[0].startswith("degree 1")
+    (note,) = [line for line in lines if "degree 1 for every sequence" in line]
+    assert note.startswith("degree 1")
 
 
 # ---- predictions
 
 
-def figures(predicted, measured):
-    return {"predicted_s": predicted, "measured_s": measured}
+def add(predictions, *measured):
+    for seconds in measured:
+        predictions.add({"predicted_s": 1.0, "measured_s": seconds})
 
 
 def verdict(measured, cost_model="estimate", first=1.0):
     predictions = Predictions(cost_model)
-    predictions.add(figures(1.0, first))
-    for _ in range(3):
-        predictions.add(figures(1.0, measured))
+    add(predictions, first, *[measured] * 3)
     return predictions.verdict()
 
 
@@ -113,9 +109,7 @@ def test_a_prediction_that_is_far_off_is_explained(load):
     assert verdict(1.0, first=50.0) is None, "the first step warms up"
     line = verdict(3.0)
     assert line.startswith("a step takes 3 s, 3 times the predicted 1 s (the first step")
-    assert line.endswith(
-        "cost_model='estimate' is arithmetic, cost_model='auto' measures this machine"
-    )
+    assert line.endswith("'estimate' is arithmetic, cost_model='auto' measures this machine")
     assert "\n" not in line
     assert "0.2 times the predicted 1 s" in verdict(0.2)
     assert "was measured at another load" in verdict(3.0, "auto")
@@ -133,27 +127,16 @@ def test_a_busy_machine_is_named_where_it_can_be_the_reason(load):
 
 def test_it_is_said_once_and_not_of_few_steps(load):
     predictions = Predictions("estimate")
-    for _ in range(3):
-        predictions.add(figures(1.0, 9.0))
-        assert predictions.verdict() is None
-    predictions.add(figures(1.0, 9.0))
-    assert predictions.verdict() is not None
-    for _ in range(4):
-        predictions.add(figures(1.0, 9.0))
-    assert predictions.verdict() is None
+    verdicts = []
+    for _ in range(8):
+        add(predictions, 9.0)
+        verdicts.append(predictions.verdict() is not None)
+    assert verdicts == [False] * 3 + [True] + [False] * 4
 
 
 @pytest.mark.processes
 def test_a_run_says_it_beside_its_metrics(tmp_path, load, caplog):
-    make_trainer(
-        tmp_path,
-        data=documents([5] * 12),
-        cost_model="flexsp-gpt-7b-a100",
-        max_tokens_per_rank=100,
-        max_steps=8,
-        per_device_train_batch_size=1,
-        logging_steps=1,
-    ).train()
-    said = [record for record in caplog.records if "the predicted" in record.getMessage()]
-    assert len(said) == 1
-    assert "'flexsp-gpt-7b-a100' describes other devices" in said[0].getMessage()
+    options = {"max_tokens_per_rank": 100, "max_steps": 8, "logging_steps": 1}
+    train(tmp_path, cost_model="flexsp-gpt-7b-a100", **options)
+    (said,) = [line for line in caplog.messages if "the predicted" in line]
+    assert "'flexsp-gpt-7b-a100' describes other devices" in said

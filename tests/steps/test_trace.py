@@ -11,6 +11,10 @@ from hf_flexseq.steps.trace import PlanTrace
 from tests.ranks import join, run_threads
 
 
+def step_of(remark, measured_s):
+    return SimpleNamespace(number=3, plan=None, remark=remark, measured_s=measured_s)
+
+
 @pytest.mark.parametrize("waits_on_stream", [True, False])
 def test_ranks_meet_before_they_wait_for_devices(monkeypatch, waits_on_stream):
     """A device whose peer is lost never ends its work, and only the host can say who is lost."""
@@ -23,12 +27,7 @@ def test_ranks_meet_before_they_wait_for_devices(monkeypatch, waits_on_stream):
     capabilities = Capabilities(ordered=waits_on_stream, waits_on_stream=waits_on_stream)
     transport = SimpleNamespace(capabilities=capabilities)
     communicator = SimpleNamespace(rank=1, world_size=2, cpu_group=cpu_group, transport=transport)
-    step = SimpleNamespace(
-        number=3,
-        plan=None,
-        remark=None,
-        measured_s=lambda: done.append("wait for the device") or [0.5],
-    )
+    step = step_of(None, lambda: done.append("wait for the device") or [0.5])
     monkeypatch.setattr(tracing, "step_figures", lambda *figures: {})
     trace = PlanTrace(None, communicator)
     done.clear()
@@ -59,12 +58,7 @@ def measured_and_remarked(rank, world_size, remarks):
     many exchanges of the host that took."""
     communicator = join()
     trace = PlanTrace(None, communicator)
-    step = SimpleNamespace(
-        number=3,
-        plan=None,
-        remark=remarks[rank],
-        measured_s=lambda: [1.0 + rank, 0.5 * rank],
-    )
+    step = step_of(remarks[rank], lambda: [1.0 + rank, 0.5 * rank])
     meetings = communicator.transport.hub.meetings
     before = meetings._next[rank]
     slowest = trace.record(step, None)["slowest"]
