@@ -144,9 +144,9 @@ def test_stages_refuse_the_state_of_more_layers_than_they_have_together(tmp_path
 
 
 def loaded_run(rank, world_size, folder, loads, options):
-    """Weights after two steps of a model that is loaded stage by stage, or cut in place."""
+    """Weights after a step of a model that is loaded stage by stage, or cut in place."""
     model = str(folder) if loads else AutoModelForCausalLM.from_pretrained(folder)
-    trainer = make_trainer(model, folder, 2, max_steps=2, **options)
+    trainer = make_trainer(model, folder, 2, max_steps=1, **options)
     if loads:
         assert len(list(trainer.model.parameters())) < 2 + 9 * LAYERS
     trainer.train()
@@ -161,11 +161,9 @@ def test_a_model_is_loaded_stage_by_stage(tmp_path, tied):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)).double()
     model.save_pretrained(tmp_path)
-    options = [{}, TWO_PER_RANK] if tied else [{}]
-    cases = [(tmp_path, loads, used) for used in options for loads in (True, False)]
-    runs = [joined(results) for results in run_cases(loaded_run, 2, cases)]
-    for found, wanted in zip(runs[::2], runs[1::2], strict=True):
-        assert wanted.keys() == found.keys()
-        assert all((wanted[name] == found[name]).all() for name in wanted)
-        before = model.named_parameters()
-        assert any((wanted[name] != p.detach().numpy()).any() for name, p in before)
+    options = {} if tied else TWO_PER_RANK
+    cases = [(tmp_path, loads, options) for loads in (True, False)]
+    found, wanted = (joined(results) for results in run_cases(loaded_run, 2, cases))
+    assert wanted.keys() == found.keys()
+    assert all((wanted[name] == found[name]).all() for name in wanted)
+    assert any((wanted[name] != p.detach().numpy()).any() for name, p in model.named_parameters())
