@@ -16,6 +16,7 @@ from hf_flexseq.published.infinipipe import checkpointing
 from hf_flexseq.published.infinipipe.checkpointing import CheckpointingTask, solve
 from hf_flexseq.published.infinipipe.chunking import infinipipe_units
 from pipelines import stage_cost
+from tests.budget import for_seeds
 
 LINEAR = CutWork(linear=1.0, square=0.0)
 
@@ -33,11 +34,11 @@ def test_sequences_are_cut_on_the_longest_ones_mesh_and_tails_are_filled():
 
 
 def test_tails_are_not_packed_together():
-    units = infinipipe_units([400, 110, 120, 10], 4, LINEAR)
+    lengths = [400, 110, 120, 10]
+    units = infinipipe_units(lengths, 4, LINEAR)
     tails = [unit[-1] for unit in units if len(unit) == 2]
-    assert all(
-        sum(stop - start < [400, 110, 120, 10][q] for q, start, stop in row) == 1 for row in tails
-    )
+    for row in tails:
+        assert sum(stop - start < lengths[q] for q, start, stop in row) == 1
     assert [(3, 0, 10)] in [row[1:] for row in tails]  # beside one of them
 
 
@@ -55,93 +56,89 @@ def test_a_full_tail_is_passed_over_until_time_gives_way():
     ]
 
 
-def brute(task):
-    """The least layers in all, None where there are none."""
+# ---- the checkpointing program
+
+
+def is_enough(task, layers):
+    """Whether the layers of the diagonals save the excess of every moment."""
+    return all(
+        sum(layers[j] * saved for j, saved in terms) >= excess for excess, terms in task.moments
+    )
+
+
+def fewest_layers(task):
+    """The least layers in all, by trying all; None if even all are too few."""
     choices = itertools.product(range(task.most + 1), repeat=task.variables)
-    enough = [
-        sum(layers)
-        for layers in choices
-        if all(
-            sum(layers[j] * saved for j, saved in terms) >= excess
-            for excess, terms in task.moments
-        )
-    ]
+    enough = [sum(layers) for layers in choices if is_enough(task, layers)]
     return min((total for total in enough if total <= task.limit), default=None)
 
 
-@pytest.mark.parametrize("seed", range(25))
+def drawn_moments(rng, *, count, variables, flying, excess, saved):
+    """Random moments. flying, excess, saved: the least and the most of each."""
+    moments = []
+    for _ in range(count):
+        diagonals = rng.sample(range(variables), rng.randint(*flying))
+        terms = tuple((diagonal, rng.randint(*saved)) for diagonal in diagonals)
+        moments.append((rng.randint(*excess), terms))
+    return tuple(moments)
+
+
+@for_seeds(25)
 def test_the_program_checkpoints_the_fewest_layers(seed):
     rng = random.Random(seed)
     variables, most = rng.randint(2, 5), rng.randint(1, 3)
-    moments = []
-    for _ in range(rng.randint(1, 4)):
-        flying = rng.sample(range(variables), rng.randint(1, variables))
-        moments.append((rng.randint(1, 60), tuple((j, rng.randint(5, 20)) for j in flying)))
     limit = rng.choice([rng.randint(1, 6), variables * most])
-    task = CheckpointingTask(variables=variables, most=most, limit=limit, moments=tuple(moments))
-    layers, best = solve(task), brute(task)
-    assert (layers is None) == (best is None)
+    ranges = {"flying": (1, variables), "excess": (1, 60), "saved": (5, 20)}
+    moments = drawn_moments(rng, count=rng.randint(1, 4), variables=variables, **ranges)
+    task = CheckpointingTask(variables=variables, most=most, limit=limit, moments=moments)
+    layers, fewest = solve(task), fewest_layers(task)
+    assert (layers is None) == (fewest is None)
     if layers is not None:
-        assert all(
-            sum(layers[j] * saved for j, saved in terms) >= excess for excess, terms in moments
-        )
-        assert sum(layers) <= best * 1.02
+        assert is_enough(task, layers)
+        assert sum(layers) <= fewest * 1.02
 
 
-@pytest.mark.parametrize("seed", [1, 4, 8])
-def test_a_program_that_ends_by_its_count_of_nodes_still_saves_enough(seed, monkeypatch):
+def test_a_program_that_ends_by_its_count_of_nodes_still_saves_enough(monkeypatch):
     monkeypatch.setattr(checkpointing, "NODES", 1)
-    rng, moments = random.Random(seed), []
-    for _ in range(50):
-        flying = rng.sample(range(60), 12)
-        moments.append((rng.randint(100, 900), tuple((j, rng.randint(5, 40)) for j in flying)))
-    layers = solve(CheckpointingTask(variables=60, most=10, limit=600, moments=tuple(moments)))
+    ranges = {"flying": (12, 12), "excess": (100, 900), "saved": (5, 40)}
+    moments = drawn_moments(random.Random(4), count=50, variables=60, **ranges)
+    task = CheckpointingTask(variables=60, most=10, limit=600, moments=moments)
+    layers = solve(task)
     assert layers is not None
-    assert all(sum(layers[j] * saved for j, saved in terms) >= excess for excess, terms in moments)
+    assert is_enough(task, layers)
 
 
-LENGTHS = [4000, 3900, 900, 800, 700, 600, *[300] * 30]
+# ---- plans
+
+
+def plans_of(lengths, cost, share, chunks):
+    """Plans without a limit, and with a limit of this share of the memory that the first takes."""
+    free = make_pipeline_plan(lengths, cost, schedule="infinipipe", chunks=chunks)
+    limit = (int(share * peak_bytes(free, cost)[0]),) * 3
+    tight = make_pipeline_plan(
+        lengths, cost, schedule="infinipipe", chunks=chunks, memory_limit=limit
+    )
+    check(tight)
+    check_memory(tight, cost, limit)
+    assert not free.checkpointed
+    assert tight.objective_s >= free.objective_s
+    return free, tight
 
 
 def test_short_of_memory_it_flushes_or_checkpoints():
-    cost = price(3)
-    free = make_pipeline_plan(LENGTHS, cost, schedule="infinipipe", chunks=8)
-    peak = peak_bytes(free, cost)[0]
-    plans = {}
-    for share in (0.9, 0.75):
-        memory_limit = (int(share * peak),) * 3
-        plans[share] = make_pipeline_plan(
-            LENGTHS, cost, schedule="infinipipe", chunks=8, memory_limit=memory_limit
-        )
-        check(plans[share])
-        check_memory(plans[share], cost, memory_limit)
-        assert plans[share].objective_s >= free.objective_s
-    assert not free.checkpointed
-    assert any(plan.checkpointed for plan in plans.values())
+    lengths = [4000, 3900, 900, 800, 700, 600, *[300] * 30]
+    plans = [plans_of(lengths, price(3), share, 8)[1] for share in (0.9, 0.75)]
+    assert any(plan.checkpointed for plan in plans)
 
 
 @pytest.mark.parametrize("share", [0.85, 0.9, 0.95])
 def test_gradients_of_keys_and_values_need_room_too(share):
-    cost = PipelineCost.even(3, stage_cost(kv_bytes=8.0, token_bytes=10.0))
-    free = make_pipeline_plan([4000], cost, schedule="infinipipe", chunks=3)
-    memory_limit = (int(share * peak_bytes(free, cost)[0]),) * 3
-    check_memory(
-        make_pipeline_plan(
-            [4000], cost, schedule="infinipipe", chunks=3, memory_limit=memory_limit
-        ),
-        cost,
-        memory_limit,
-    )
+    plans_of([4000], PipelineCost.even(3, stage_cost(kv_bytes=8.0, token_bytes=10.0)), share, 3)
 
 
 def test_layers_lie_on_diagonals():
     """The k-th backward of stage p recomputes as much as the (k + 1)-th of stage p + 1."""
-    cost = price(3)
-    free = make_pipeline_plan([4000], cost, schedule="infinipipe", chunks=8)
-    memory_limit = (int(0.7 * peak_bytes(free, cost)[0]),) * 3
-    plan = make_pipeline_plan(
-        [4000], cost, schedule="infinipipe", chunks=8, memory_limit=memory_limit
-    )
+    _, plan = plans_of([4000], price(3), 0.7, 8)
     # one sequence goes backward from its last chunk
     backward = [layers[::-1] for layers in plan.checkpointed]
     assert any(map(any, backward))
@@ -151,4 +148,6 @@ def test_layers_lie_on_diagonals():
 
 def test_what_never_fits_is_named():
     with pytest.raises(PlanInfeasible, match="sequence 1 fits for no number of chunks"):
-        make_pipeline_plan([100, 5000], price(2), schedule="infinipipe", memory_limit=(5000, 5000))
+        make_pipeline_plan(
+            [100, 5000], price(2), schedule="infinipipe", chunks=4, memory_limit=(5000, 5000)
+        )

@@ -1,40 +1,112 @@
-"""Remapping is decided by the cost model, and every rank then holds an even share."""
+"""Remapping: the transport to an even layout against the linear program that it stands for, its
+decision by the cost model, and what every rank then holds."""
 
 from dataclasses import replace
+
+import pulp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import slowest_ns
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.plan.options import PlanOptions
-from hf_flexseq.planner import make_plan
+from hf_flexseq.published.zeppelin.moves import (
+    Move,
+    even_layout,
+    moved_tokens,
+    transport,
+    transport_arrays,
+)
 from hf_flexseq.published.zeppelin.passes import ZeppelinPasses
 from hf_flexseq.published.zeppelin.remap import remapped_ns, remapped_shards
+from tests.budget import examples
+from tests.plans import planned
 
 NODE = Topology(nodes=1, ranks_per_node=4)
+TWO_BY_TWO = Topology(nodes=2, ranks_per_node=2)
+
+# ---- moves
+
+
+def optimum(tokens: list[int], topology: Topology) -> tuple[int, int]:
+    """(tokens that move, tokens that cross nodes) of the cheapest transport to any layout that is
+    even to within one; crossing a node counts a hundredfold."""
+    world, share = len(tokens), sum(tokens) // len(tokens)
+    ranks = range(world)
+    program = pulp.LpProblem("transport", pulp.LpMinimize)
+    x = [
+        [program.add_variable(f"x{i}_{j}", 0, None, pulp.LpInteger) for j in ranks] for i in ranks
+    ]
+    more = [program.add_variable(f"m{j}", cat=pulp.LpBinary) for j in ranks]
+    pairs = [(i, j) for i in ranks for j in ranks if i != j]
+    crosses = {(i, j): topology.node_of(i) != topology.node_of(j) for i, j in pairs}
+    program += pulp.lpSum((100 if crosses[i, j] else 1) * x[i][j] for i, j in pairs)
+    for i in ranks:
+        program += pulp.lpSum(x[i]) == tokens[i]
+        program += pulp.lpSum(row[i] for row in x) == share + more[i]
+    program.solve(pulp.HiGHS(msg=False))
+    moved = {(i, j): round(x[i][j].value()) for i, j in pairs}
+    return sum(moved.values()), sum(moved[pair] for pair in pairs if crosses[pair])
+
+
+@settings(deadline=None, max_examples=examples(25), derandomize=True)
+@given(st.sampled_from([(1, 1), (1, 4), (2, 2), (2, 3), (3, 2), (4, 1)]), st.data())
+def test_transport_is_the_linear_programs(shape: tuple[int, int], data: st.DataObject) -> None:
+    topology = Topology(nodes=shape[0], ranks_per_node=shape[1])
+    world = topology.world_size
+    tokens = data.draw(st.lists(st.integers(0, 50), min_size=world, max_size=world))
+    moves = transport(tokens, topology)
+    left = list(tokens)
+    crossing = 0
+    for move in moves:
+        assert move.tokens > 0
+        assert move.source != move.target
+        left[move.source] -= move.tokens
+        left[move.target] += move.tokens
+        if topology.node_of(move.source) != topology.node_of(move.target):
+            crossing += move.tokens
+    assert tuple(left) == even_layout(tokens, topology)
+    assert max(left) - min(left) <= 1
+    assert (sum(m.tokens for m in moves), crossing) == optimum(tokens, topology)
+
+
+def test_nothing_moves_where_tokens_are_even() -> None:
+    for tokens in ([5, 5, 5, 5], [0, 0, 0, 0], [3, 2, 3, 2]):
+        assert transport(tokens, TWO_BY_TWO) == ()
+
+
+def test_the_busiest_rank_counts_by_kind_of_link() -> None:
+    tokens = [12, 0, 0, 0]
+    moves = tuple(Move(source=0, target=target, tokens=3) for target in (1, 2, 3))
+    assert transport(tokens, TWO_BY_TWO) == moves
+    assert moved_tokens(transport_arrays(tokens, TWO_BY_TWO), TWO_BY_TWO) == (3, 6)
+
+
+# ---- remapped micro-batches
+
 LENGTHS = (16_000, *[500] * 30)
 FAST = replace(PRESETS["llama-3.1-8b-a800"], micro_batch_s=0.0)
 SLOW = replace(FAST, bandwidths=tuple((degree, speed / 1e4) for degree, speed in FAST.bandwidths))
 
 
-def planned(cost):
-    (micro_batch,) = make_plan(
-        LENGTHS, NODE, cost, PlanOptions(planner="zeppelin", max_tokens_per_rank=40_000)
-    ).micro_batches
+def micro_batch_of(cost):
+    plan = planned(LENGTHS, NODE, cost, planner="zeppelin", max_tokens_per_rank=40_000)
+    (micro_batch,) = plan.micro_batches
     return micro_batch
 
 
 def test_it_is_decided_by_the_cost_model():
     """Zeppelin levels attention alone, so tokens are uneven; moving them pays on fast links."""
-    micro_batch = planned(FAST)
+    micro_batch = micro_batch_of(FAST)
     even_ns = sum(remapped_ns(FAST, micro_batch, LENGTHS, NODE))
     assert even_ns < slowest_ns(FAST, micro_batch, LENGTHS, NODE)
     assert ZeppelinPasses(FAST, NODE, lockstep=True).shards(micro_batch, LENGTHS) is not None
     assert ZeppelinPasses(FAST, NODE, lockstep=False).shards(micro_batch, LENGTHS) is None
-    assert ZeppelinPasses(SLOW, NODE, lockstep=True).shards(planned(SLOW), LENGTHS) is None
+    assert ZeppelinPasses(SLOW, NODE, lockstep=True).shards(micro_batch_of(SLOW), LENGTHS) is None
 
 
 def test_ranks_hold_even_shares_of_all_tokens():
-    shards = remapped_shards(planned(FAST), LENGTHS, NODE)
+    shards = remapped_shards(micro_batch_of(FAST), LENGTHS, NODE)
     tokens = [shard.tokens for shard in shards]
     assert max(tokens) - min(tokens) <= 1
     held = sorted(

@@ -22,33 +22,10 @@ MB = 1_000_000
 TWO_BY_TWO = NicFigures(
     ranks_per_node=2, nics_per_node=2, inside_s=5e-10, across_s=6e-8, transfer_s=1e-4
 )
+# Legs inside a node cost nothing, so that everything uneven is routed.
 EIGHTS = NicFigures(
-    ranks_per_node=8, nics_per_node=8, inside_s=5e-12, across_s=4e-11, transfer_s=2e-5
+    ranks_per_node=8, nics_per_node=8, inside_s=1e-15, across_s=4e-11, transfer_s=0.0
 )
-
-
-def free(links):
-    """The same where legs inside a node cost nothing, so that everything uneven is routed."""
-    return replace(links, inside_s=1e-15, transfer_s=0.0)
-
-
-def straight(t):
-    return ((t.source, t.target, 0, t.nbytes),)
-
-
-def all_paths(transfers, routing):
-    routed = dict(routing.paths)
-    return [(t, routed.get(t, straight(t))) for t in transfers]
-
-
-def nic_loads(paths, links):
-    loads = Counter()
-    for t, found in paths:
-        for leaves, enters, start, stop in found:
-            if links.node(t.source) != links.node(t.target):
-                loads["out", links.nic(leaves)] += stop - start
-                loads["in", links.nic(enters)] += stop - start
-    return loads
 
 
 def test_one_hop_takes_both_nics_and_half_the_time():
@@ -71,58 +48,59 @@ def test_it_is_off_where_it_does_not_pay(change):
     assert make_routing((Transfer(0, 2, 16 * MB),), replace(TWO_BY_TWO, **change)) == STRAIGHT
 
 
+def test_small_and_inner_transfers_go_straight():
+    for transfers in ((Transfer(0, 2, 1000),), (Transfer(0, 1, 16 * MB),), ()):
+        assert make_routing(transfers, TWO_BY_TWO) == STRAIGHT
+
+
+def test_only_what_does_not_fit_takes_other_ways():
+    transfers = (Transfer(0, 2, 12 * MB), Transfer(1, 3, 4 * MB))
+    paths = ((0, 2, 0, 8 * MB), (1, 3, 8 * MB, 12 * MB))
+    assert make_routing(transfers, TWO_BY_TWO).paths == ((transfers[0], paths),)
+
+
 def test_only_ranks_that_may_relay_do():
-    transfers = (Transfer(0, 12, 16 * MB),)
-    routing = make_routing(transfers, free(EIGHTS), frozenset({0, 3, 9, 12}))
+    routing = make_routing((Transfer(0, 12, 16 * MB),), EIGHTS, frozenset({0, 3, 9, 12}))
     ((_, paths),) = routing.paths
     assert {path.exit_rank for path in paths} == {0, 3}
     assert {path.entry_rank for path in paths} == {9, 12}
 
 
-def test_small_and_inner_transfers_go_straight():
-    assert make_routing((Transfer(0, 2, 1000),), TWO_BY_TWO).paths == ()
-    assert make_routing((Transfer(0, 1, 16 * MB),), TWO_BY_TWO) == STRAIGHT
-    assert make_routing((), TWO_BY_TWO).paths == ()
+def loads_of(paths, place):
+    """Bytes that leave and enter every place. paths: of all transfers; place: of a rank."""
+    loads = Counter()
+    for leaves, enters, start, stop in paths:
+        loads["out", place(leaves)] += stop - start
+        loads["in", place(enters)] += stop - start
+    return max(loads.values())
 
 
 @pytest.mark.parametrize("nics", [2, 3, 4, 8])
 def test_any_transfers_arrive_whole_under_the_level(nics):
     rng = random.Random(nics)
-    links = free(replace(EIGHTS, nics_per_node=nics))
+    links = replace(EIGHTS, nics_per_node=nics)
+    across = [(a, b) for a in range(24) for b in range(24) if a // 8 != b // 8]
     routed = 0
-    for _ in range(200):
-        pairs = rng.sample(
-            [(a, b) for a in range(24) for b in range(24) if a // 8 != b // 8], rng.randint(1, 20)
-        )
+    for _ in range(100):
+        pairs = rng.sample(across, rng.randint(1, 20))
         transfers = tuple(Transfer(*pair, rng.randint(1, 64 * MB)) for pair in pairs)
-        routing = make_routing(transfers, links)
-        routed += bool(routing.paths)
-        paths = all_paths(transfers, routing)
-        for t, found in paths:
-            ends = [0, *(path[3] for path in found)]
-            assert [path[2] for path in found] == ends[:-1]
+        found = dict(make_routing(transfers, links).paths)
+        straight = {t: [(t.source, t.target, 0, t.nbytes)] for t in transfers}
+        paths = []
+        for t, of_transfer in (straight | found).items():
+            paths += of_transfer
+            ends = [0, *(path[3] for path in of_transfer)]
+            assert [path[2] for path in of_transfer] == ends[:-1]
             assert ends[-1] == t.nbytes
-            assert all(
-                path[0] // 8 == t.source // 8 and path[1] // 8 == t.target // 8 for path in found
-            )
-        if routing.paths:
-            loads = nic_loads(paths, links)
-            nodes = Counter()
-            for (way, (node, _)), nbytes in loads.items():
-                nodes[way, node] += nbytes
-            level = max(nodes.values()) / nics
-            assert max(loads.values()) <= 1.2 * level  # a NIC takes no crumbs, but a little more
-            assert max(loads.values()) < max(
-                nic_loads([(t, straight(t)) for t in transfers], links).values()
-            )
-    assert routed > 100
-
-
-def test_only_what_does_not_fit_takes_other_ways():
-    transfers = (Transfer(0, 2, 12 * MB), Transfer(1, 3, 4 * MB))
-    ((routed, paths),) = make_routing(transfers, TWO_BY_TWO).paths
-    assert routed == transfers[0]
-    assert paths == ((0, 2, 0, 8 * MB), (1, 3, 8 * MB, 12 * MB))
+            for leaves, enters, *_ in of_transfer:
+                assert (leaves // 8, enters // 8) == (t.source // 8, t.target // 8)
+        if found:
+            routed += 1
+            level = loads_of(paths, links.node) / nics
+            most = loads_of(paths, links.nic)
+            assert most <= 1.2 * level  # a NIC takes no crumbs, but a little more
+            assert most < loads_of([one for (one,) in straight.values()], links.nic)
+    assert routed > 50
 
 
 def test_links_come_from_the_cost_model():
@@ -132,9 +110,8 @@ def test_links_come_from_the_cost_model():
     assert (links.nics_per_node, links.inside_s, links.across_s) == (8, 1 / 1.8e11, 1 / 2.5e10)
     assert links.may_route
     assert links_of(cost, Topology(nodes=1, ranks_per_node=8)) is None
-    assert links_of(replace(cost, nics_per_node=4), topology).across_s == pytest.approx(
-        0.5 / 2.5e10
-    )
+    half = links_of(replace(cost, nics_per_node=4), topology)
+    assert half.across_s == pytest.approx(0.5 / 2.5e10)
     assert links_of(cost, Topology(nodes=4, ranks_per_node=4)).nics_per_node == 4
     cpu = links_of(analytic_cost_model(LLAMA_8B, DEVICES["CPU"], topology), topology)
     assert not cpu.may_route
