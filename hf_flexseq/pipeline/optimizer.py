@@ -205,7 +205,8 @@ def load_whole_optimizer(
     names: the whole model's trained parameters, in the order in which that Trainer numbers them.
     Raises ValueError when that run trained other parameters.
     """
-    saved = torch.load(Path(folder) / WHOLE, map_location="cpu", weights_only=True)
+    path = Path(folder) / WHOLE
+    saved = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
     groups = saved["param_groups"]
     numbers = []
     for group in groups:
@@ -263,7 +264,8 @@ def _load_scheduler(scheduler: Any, folder: str) -> None:
     if own.is_file():
         scheduler.load_state_dict(json.loads(own.read_text(encoding="utf-8")))
     else:
-        scheduler.load_state_dict(torch.load(Path(folder) / WHOLE_SCHEDULER, weights_only=True))
+        state = torch.load(Path(folder) / WHOLE_SCHEDULER, weights_only=True)  # noqa: TID251
+        scheduler.load_state_dict(state)
 
 
 # ---- names
