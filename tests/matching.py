@@ -15,11 +15,10 @@ has NaN until then.
 
 import enum
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
 
 import torch
 
-from hf_flexseq.distributed.transport import Label, Lane, Message, failure
+from hf_flexseq.distributed.transport import failure
 
 
 class Launches(enum.Enum):
@@ -44,21 +43,21 @@ class Snapshot:
 
     __slots__ = ("_copy", "_event", "_tensor")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor):
         self._tensor = tensor
         self._copy = tensor.detach().clone()
-        self._event: torch.cuda.Event | None = None  # on CUDA: when the copy is there
+        self._event = None  # on CUDA: when the copy is there
         if tensor.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(tensor.device))
 
-    def is_unchanged(self) -> bool:
+    def is_unchanged(self):
         """Return whether the tensor still has the bits that it had."""
         if self._tensor.is_meta or self._tensor.numel() == 0:
             return True
         return torch.equal(_bytes(self._tensor), _bytes(self._copy))
 
-    def read(self) -> torch.Tensor:
+    def read(self):
         """Return the copy; on CUDA the current stream waits for it."""
         if self._event is not None:
             stream = torch.cuda.current_stream(self._copy.device)
@@ -67,7 +66,7 @@ class Snapshot:
         return self._copy
 
 
-def poison(tensor: torch.Tensor) -> None:
+def poison(tensor):
     """Fill a tensor of any shape with what shows wherever it is read.
 
     That is NaN, for a signed integer its least number, and for a byte 255: four of them, read as a
@@ -81,7 +80,7 @@ def poison(tensor: torch.Tensor) -> None:
         tensor.fill_(torch.iinfo(tensor.dtype).min)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes(tensor):
     """Return uint8 [bytes] of a tensor of any shape."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
@@ -90,29 +89,19 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ThreadPost:
-    """Something that a rank has posted."""
+    """Something that a rank has posted.
 
-    def __init__(self, rank: int, queue: object) -> None:
+    activate(matcher)  looks for the other ends among the posts that are active
+    waits_for()        says which other ends are missing
+    describe()         says what was posted
+    finish()           gives the rank what it has waited for, once the post is over
+    """
+
+    def __init__(self, rank, queue):
         """queue: what the post would wait in on a transport with a queue for each lane."""
         self.rank = rank
         self.queue = queue
         self.is_over = False
-
-    def activate(self, matcher: "Matcher") -> None:
-        """Look for the other ends among the posts that are active."""
-        raise NotImplementedError
-
-    def waits_for(self) -> str:
-        """Say which other ends are missing."""
-        raise NotImplementedError
-
-    def describe(self) -> str:
-        """Say what was posted."""
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """Give the rank what it has waited for. The post must be over."""
-        raise NotImplementedError
 
 
 class MessageEnd:
@@ -120,17 +109,17 @@ class MessageEnd:
 
     __slots__ = ("message", "post", "snapshot")
 
-    def __init__(self, message: Message, post: "ThreadTransfers", *, sent: bool) -> None:
+    def __init__(self, message, post, *, sent):
         self.message = message
         self.post = post
-        self.snapshot: Snapshot | None = None  # of the sender; a receiver gets it with the match
+        self.snapshot = None  # of the sender; a receiver gets it with the match
         if sent:
             self.snapshot = Snapshot(message.tensor)
         else:
             poison(message.tensor)
 
     @property
-    def kind(self) -> tuple[int, int, torch.dtype]:
+    def kind(self):
         """What must be equal at both ends: tag, elements and dtype."""
         return self.message.tag, self.message.tensor.numel(), self.message.tensor.dtype
 
@@ -138,15 +127,7 @@ class MessageEnd:
 class ThreadTransfers(ThreadPost):
     """Some sends and receives of a rank on a lane."""
 
-    def __init__(
-        self,
-        rank: int,
-        lane: Lane,
-        *,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        label: Label,
-    ) -> None:
+    def __init__(self, rank, lane, *, sends, recvs, label):
         super().__init__(rank, lane)
         self.lane = lane
         self.label = label
@@ -154,36 +135,29 @@ class ThreadTransfers(ThreadPost):
         self.recvs = [MessageEnd(message, self, sent=False) for message in recvs]
         self.unmatched = [*self.recvs, *self.sends]
 
-    def activate(self, matcher: "Matcher") -> None:
-        """See `ThreadPost.activate`."""
+    def activate(self, matcher):
         for send in self.sends:
             matcher.offer(send, (self.lane, self.rank, send.message.peer), sent=True)
         for recv in self.recvs:
             matcher.offer(recv, (self.lane, recv.message.peer, self.rank), sent=False)
 
-    def waits_for(self) -> str:
-        """See `ThreadPost.waits_for`."""
+    def waits_for(self):
         sends = [end.message for end in self.unmatched if end in self.sends]
         recvs = [end.message for end in self.unmatched if end in self.recvs]
         reason = f"the other side has not come ({self.lane.kind})"
         return str(failure(self.rank, sends, recvs, self.label, reason))
 
-    def describe(self) -> str:
-        """See `ThreadPost.describe`."""
-        names = [
-            f"{self.label(end.message.peer, False)} from rank {end.message.peer}"
-            for end in self.recvs
-        ]
-        names += [
-            f"{self.label(end.message.peer, True)} to rank {end.message.peer}"
-            for end in self.sends
-        ]
+    def describe(self):
+        names = []
+        for ends, way, sent in ((self.recvs, "from", False), (self.sends, "to", True)):
+            for end in ends:
+                peer = end.message.peer
+                names.append(f"{self.label(peer, sent)} {way} rank {peer}")
         return f"rank {self.rank}, {', '.join(names)}"
 
-    def finish(self) -> None:
+    def finish(self):
         """Fill what was received, and check that what was sent has stayed as it was."""
         for send in self.sends:
-            assert send.snapshot is not None, "what is sent has its snapshot"
             if not send.snapshot.is_unchanged():
                 peer = send.message.peer
                 raise RuntimeError(
@@ -193,27 +167,14 @@ class ThreadTransfers(ThreadPost):
             if send.message.scratch:
                 poison(send.message.tensor)
         for recv in self.recvs:
-            assert recv.snapshot is not None, "a message that is over has come from somewhere"
             target = recv.message.tensor.detach()
             target.copy_(recv.snapshot.read().view(target.shape))
-
-
-Combine = Callable[[list[list[torch.Tensor]]], Sequence[torch.Tensor]]
 
 
 class ThreadCollective(ThreadPost):
     """A rank's share in a collective, which is over when all ranks of the group have come."""
 
-    def __init__(
-        self,
-        rank: int,
-        ranks: tuple[int, ...],
-        what: str,
-        *,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        combine: Combine,
-    ) -> None:
+    def __init__(self, rank, ranks, what, *, inputs, outputs, combine):
         """ranks: of the group. what: names the collective; must be equal on all ranks.
 
         combine: makes from the inputs of all ranks, by index in the group, what this rank's
@@ -224,24 +185,21 @@ class ThreadCollective(ThreadPost):
         self.what = what
         self.inputs = [Snapshot(x) for x in inputs]
         self.outputs = tuple(outputs)
-        self.by_rank: list[ThreadCollective] = []
+        self.by_rank = []
         self._combine = combine
         for output in outputs:
             poison(output)
 
-    def activate(self, matcher: "Matcher") -> None:
-        """See `ThreadPost.activate`."""
+    def activate(self, matcher):
         matcher.meet(self)
 
-    def waits_for(self) -> str:
-        """See `ThreadPost.waits_for`."""
+    def waits_for(self):
         return f"rank {self.rank} is in {self.what} of ranks {list(self.ranks)}"
 
-    def describe(self) -> str:
-        """See `ThreadPost.describe`."""
+    def describe(self):
         return f"rank {self.rank}, {self.what} of ranks {list(self.ranks)}"
 
-    def finish(self) -> None:
+    def finish(self):
         """Fill the outputs."""
         inputs = [[snapshot.read() for snapshot in post.inputs] for post in self.by_rank]
         for output, result in zip(self.outputs, self._combine(inputs), strict=True):
@@ -250,22 +208,20 @@ class ThreadCollective(ThreadPost):
 
 # ---- who belongs to whom
 
-Pair = tuple[Lane, int, int]  # lane, rank that sends, rank that receives
-
 
 class Matcher:
     """All posts that are under way."""
 
-    def __init__(self, launches: Launches) -> None:
+    def __init__(self, launches):
         self._launches = launches
         # by (rank, queue): the posts in their order, the first one active
-        self._queues: dict[tuple[int, object], deque[ThreadPost]] = defaultdict(deque)
+        self._queues = defaultdict(deque)
         # ends of active posts that have not found their other end
-        self._sends: dict[Pair, deque[MessageEnd]] = defaultdict(deque)
-        self._recvs: dict[Pair, deque[MessageEnd]] = defaultdict(deque)
-        self._meetings: dict[tuple[int, ...], dict[int, deque[ThreadCollective]]] = {}
+        self._sends = defaultdict(deque)
+        self._recvs = defaultdict(deque)
+        self._meetings = {}
 
-    def add(self, post: ThreadPost) -> None:
+    def add(self, post):
         """Take a post. Raises RuntimeError, naming both sides, for one that can never match."""
         if self._launches is Launches.BY_TAG:
             post.activate(self)
@@ -275,7 +231,7 @@ class Matcher:
         if queue[0] is post:
             post.activate(self)
 
-    def waits_for(self, post: ThreadPost) -> str:
+    def waits_for(self, post):
         """Say which other ends keep a post from being over: its own, or those of the post that is
         carried out before it."""
         queue = self._queue(post)
@@ -283,12 +239,12 @@ class Matcher:
             return post.waits_for()
         return f"{queue[0].waits_for()}, and behind it stands {post.describe()}"
 
-    def _queue(self, post: ThreadPost) -> deque[ThreadPost]:
+    def _queue(self, post):
         """Return the queue of a post."""
         name = None if self._launches is Launches.ONE_QUEUE else post.queue
         return self._queues[post.rank, name]
 
-    def _is_over(self, post: ThreadPost) -> None:
+    def _is_over(self, post):
         """Let the next post of the queue begin."""
         post.is_over = True
         if self._launches is Launches.BY_TAG:
@@ -301,11 +257,13 @@ class Matcher:
 
     # ---- messages
 
-    def offer(self, end: MessageEnd, pair: Pair, *, sent: bool) -> None:
+    def offer(self, end, pair, *, sent):
         """Match an end of a message, or keep it until its other end is there."""
         own = self._sends[pair] if sent else self._recvs[pair]
         others = self._recvs[pair] if sent else self._sends[pair]
-        other = self._first_match(end, others)
+        by_order = self._launches is not Launches.BY_TAG
+        tag = end.message.tag
+        other = next((one for one in others if by_order or one.message.tag == tag), None)
         if other is None:
             own.append(end)
             return
@@ -318,17 +276,9 @@ class Matcher:
             if not matched.post.unmatched:
                 self._is_over(matched.post)
 
-    def _first_match(self, end: MessageEnd, others: deque[MessageEnd]) -> MessageEnd | None:
-        """Return the first of the other ends that this one matches; None if there is none."""
-        for other in others:
-            by_order = self._launches is not Launches.BY_TAG
-            if by_order or other.message.tag == end.message.tag:
-                return other
-        return None
-
     # ---- collectives
 
-    def meet(self, post: ThreadCollective) -> None:
+    def meet(self, post):
         """Keep a collective until all ranks of its group have come to it."""
         by_rank = self._meetings.setdefault(post.ranks, {})
         by_rank.setdefault(post.rank, deque()).append(post)
@@ -348,7 +298,7 @@ class Matcher:
             self._is_over(other)
 
 
-def _check_equal(send: MessageEnd, recv: MessageEnd) -> None:
+def _check_equal(send, recv):
     """Raise RuntimeError where a message is not the one that its receiver expects."""
     if send.kind == recv.kind:
         return

@@ -12,9 +12,7 @@ registry in C++ is told to keep one for each thread, too.
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from torch._C._distributed_c10d import _set_thread_isolation_mode
 from torch.autograd import Variable
 
 from tests.ranks import join, run_threads
-from tests.threads import ThreadPending, ThreadTransport
+from tests.threads import ThreadTransport, sum_of
 
 BACKEND = "flexseq_threads"
 
@@ -33,10 +31,10 @@ needs_new_names = pytest.mark.skipif(
 )
 
 
-def run_threads_with_groups(function: Any, world_size: int, *args: Any, **options: Any) -> Any:
+def run_threads_with_groups(function, world_size, *args, **options):
     """Return the results of `function(rank, world_size, *args)` by rank; see `run_threads`."""
 
-    def run_rank(rank: int, world_size: int, *args: Any) -> Any:
+    def run_rank(rank, world_size, *args):
         dist.init_process_group(BACKEND, rank=rank, world_size=world_size, store=store)
         return function(rank, world_size, *args)
 
@@ -51,21 +49,17 @@ def run_threads_with_groups(function: Any, world_size: int, *args: Any, **option
 class ThreadRecord(threading.local):
     """What torch keeps about process groups; every thread sees one of its own."""
 
-    def __init__(self) -> None:
-        self.default_pg: dist.ProcessGroup | None = None
-        self.pg_map: dict[Any, Any] = {}
-        self.pg_names: dict[Any, Any] = {}
-        self.pg_group_ranks: dict[Any, Any] = {}
-        self.pg_backend_config: dict[Any, Any] = {}
+    def __init__(self):
+        self.default_pg = None
         self.group_count = 0
-        self.tags_to_pg: dict[Any, Any] = {}
-        self.pg_to_tag: dict[Any, Any] = {}
-        self.pg_coalesce_state: dict[Any, Any] = {}
-        self.comms: list[Any] = []
+        self.comms = []
+        for name in ("map", "names", "group_ranks", "backend_config", "to_tag", "coalesce_state"):
+            setattr(self, f"pg_{name}", {})
+        self.tags_to_pg = {}
 
 
 @contextmanager
-def _records_of_threads() -> Iterator[None]:
+def _records_of_threads():
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu"])
     of_process = dist.distributed_c10d._world
@@ -80,7 +74,7 @@ def _records_of_threads() -> Iterator[None]:
         sys.excepthook = excepthook
 
 
-def _make_group(store: Any, rank: int, world_size: int, timeout: Any) -> "ThreadProcessGroup":
+def _make_group(store, rank, world_size, timeout):
     transport = join().transport
     assert isinstance(transport, ThreadTransport)
     assert (rank, world_size) == (transport.rank, transport.world_size), "of all ranks only"
@@ -89,19 +83,17 @@ def _make_group(store: Any, rank: int, world_size: int, timeout: Any) -> "Thread
 
 # ---- collectives
 
-Parts = list[list[torch.Tensor]]  # the inputs of all ranks, by rank
-
 
 class ThreadWork(dist.Work):
     """A collective that was posted."""
 
-    def __init__(self, pending: ThreadPending, outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, pending, outputs):
         super().__init__()
-        self._pending: ThreadPending | None = pending
+        self._pending = pending
         self._outputs = list(outputs)
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future = torch.futures.Future()
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout=None):
         """Wait until it is over. torch may wait several times."""
         if self._pending is not None:
             pending = self._pending
@@ -110,7 +102,7 @@ class ThreadWork(dist.Work):
             self._future.set_result(self._outputs)
         return True
 
-    def get_future(self) -> Any:
+    def get_future(self):
         """Return a future of the outputs.
 
         C++ waits for futures without giving up this rank's turn. DDP does so at the end of a
@@ -122,33 +114,29 @@ class ThreadWork(dist.Work):
 
 
 class ThreadProcessGroup(dist.ProcessGroup):
-    """Collectives of all ranks, by the names that torch 2.13 calls them."""
+    """Collectives of all ranks, by the names that torch 2.13 calls them.
 
-    def __init__(self, transport: ThreadTransport) -> None:
+    `combine` functions get the inputs of all ranks, by rank. Tensors called `input` and `output`
+    are [ranks * n, ...] where they are of all ranks.
+    """
+
+    def __init__(self, transport):
         super().__init__(transport.rank, transport.world_size)
         self._transport = transport
         self._ranks = tuple(range(transport.world_size))
 
-    def getBackendName(self) -> str:
+    def getBackendName(self):
         return BACKEND
 
     @property
-    def group_name(self) -> str:
+    def group_name(self):
         """The name under which torch has registered the group."""
-        name: str = dist.distributed_c10d._world.pg_names[self]
-        return name
+        return dist.distributed_c10d._world.pg_names[self]
 
-    def _post(
-        self,
-        name: str,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        combine: Callable[[Parts], list[torch.Tensor]],
-    ) -> ThreadWork:
-        shapes = [f"{x.dtype} {list(x.shape)}" for x in inputs]
+    def _post(self, what, inputs, outputs, combine):
         pending = self._transport.post_collective(
             self._ranks,
-            f"{name} of {', '.join(shapes)}",
+            what,
             inputs=[x.detach() for x in inputs],
             outputs=[x.detach() for x in outputs],
             combine=combine,
@@ -157,112 +145,86 @@ class ThreadProcessGroup(dist.ProcessGroup):
 
     # ---- the same result on all ranks
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> ThreadWork:
+    def allreduce(self, tensors, opts=None):
         operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
-        return self._post("allreduce", tensors, tensors, lambda parts: _reduced(parts, operation))
+        what = _named("allreduce", tensors)
+        return self._post(what, tensors, tensors, lambda parts: _reduced(parts, operation))
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> ThreadWork:
+    def allreduce_coalesced(self, tensors, opts=None):
         return self.allreduce(tensors, opts)
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> ThreadWork:
+    def broadcast(self, tensors, opts):
         root = opts.rootRank
-        return self._post(f"broadcast from {root}", tensors, tensors, lambda parts: parts[root])
+        what = _named(f"broadcast from {root}", tensors)
+        return self._post(what, tensors, tensors, lambda parts: parts[root])
 
-    def barrier(self, opts: Any = None) -> ThreadWork:
+    def barrier(self, opts=None):
         return self._post("barrier", [], [], lambda parts: [])
 
     # ---- gathered
 
-    def allgather(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
-    ) -> ThreadWork:
+    def allgather(self, outputs, inputs, opts=None):
         """outputs: for each input one tensor of its shape per rank."""
         flat = [output for of_input in outputs for output in of_input]
 
-        def combine(parts: Parts) -> list[torch.Tensor]:
+        def combine(parts):
             return [of_rank[index] for index in range(len(inputs)) for of_rank in parts]
 
-        return self._post("allgather", inputs, flat, combine)
+        return self._post(_named("allgather", inputs), inputs, flat, combine)
 
-    def all_gather_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
-    ) -> ThreadWork:
-        """input: [n, ...]. output: [ranks * n, ...]"""
+    def all_gather_single(self, output, input, opts=None):
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def all_gather_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> ThreadWork:
-        def combine(parts: Parts) -> list[torch.Tensor]:
-            return [
-                torch.cat([of_rank[index].reshape(-1) for of_rank in parts])
-                for index in range(len(inputs))
-            ]
+    def all_gather_single_coalesced(self, outputs, inputs, opts=None):
+        def combine(parts):
+            by_input = zip(*parts, strict=True)
+            return [torch.cat([x.reshape(-1) for x in of_ranks]) for of_ranks in by_input]
 
-        return self._post("all_gather_single", inputs, outputs, combine)
+        return self._post(_named("all_gather_single", inputs), inputs, outputs, combine)
 
     # ---- scattered
 
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any
-    ) -> ThreadWork:
+    def reduce_scatter(self, outputs, inputs, opts):
         """inputs: for each output one tensor of its shape per rank."""
         flat = [x for of_output in inputs for x in of_output]
         own = range(self._transport.rank, len(flat), len(self._ranks))
         operation = opts.reduceOp.op
 
-        def combine(parts: Parts) -> list[torch.Tensor]:
+        def combine(parts):
             return _reduced([[of_rank[i] for i in own] for of_rank in parts], operation)
 
-        return self._post("reduce_scatter", flat, outputs, combine)
+        return self._post(_named("reduce_scatter", flat), flat, outputs, combine)
 
-    def reduce_scatter_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: Any
-    ) -> ThreadWork:
-        """input: [ranks * n, ...]. output: [n, ...]"""
+    def reduce_scatter_single(self, output, input, opts):
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
-    ) -> ThreadWork:
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
         pieces = [list(x.reshape(-1).chunk(len(self._ranks))) for x in inputs]
         return self.reduce_scatter(outputs, pieces, opts)
 
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_rows: list[int],
-        input_rows: list[int],
-        opts: Any = None,
-    ) -> ThreadWork:
-        """input, output: [rows of all ranks, ...], by rank; without rows they are cut evenly."""
+    def all_to_all_single(self, output, input, output_rows, input_rows, opts=None):
+        """Without rows they are cut evenly."""
         evenly = len(self._ranks)
         sent = input.split(input_rows) if input_rows else input.chunk(evenly)
         received = output.split(output_rows) if output_rows else output.chunk(evenly)
 
-        def combine(parts: Parts) -> list[torch.Tensor]:
+        def combine(parts):
             return [of_rank[self._transport.rank] for of_rank in parts]
 
-        pending = self._transport.post_collective(
-            self._ranks,
-            f"all_to_all of {input.dtype}",
-            inputs=sent,
-            outputs=received,
-            combine=combine,
-        )
-        return ThreadWork(pending, [output])
+        # ranks may send different numbers of rows
+        return self._post(f"all_to_all of {input.dtype}", sent, received, combine)
 
 
-def _reduced(parts: Parts, operation: Any) -> list[torch.Tensor]:
+def _named(name, tensors):
+    """What must be equal on all ranks of a collective."""
+    return f"{name} of {', '.join(f'{x.dtype} {list(x.shape)}' for x in tensors)}"
+
+
+def _reduced(parts, operation):
     """The tensors of all ranks reduced, in the order of the ranks."""
     assert operation in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), f"no {operation} here"
-    results = []
-    for tensors in zip(*parts, strict=True):
-        total = tensors[0].clone()
-        for tensor in tensors[1:]:
-            total += tensor
-        if operation == dist.ReduceOp.AVG:
-            total /= len(tensors)
-        results.append(total)
+    results = [sum_of(of_ranks) for of_ranks in zip(*parts, strict=True)]
+    if operation == dist.ReduceOp.AVG:
+        for total in results:
+            total /= len(parts)
     return results

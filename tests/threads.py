@@ -26,31 +26,18 @@ import random
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 
 from hf_flexseq.distributed.transport import (
     Capabilities,
     CpuGroup,
-    Label,
-    Lane,
-    Messages,
     NamedLanes,
     own_part,
     unnamed,
 )
-from tests.matching import (
-    Combine,
-    Launches,
-    Matcher,
-    ThreadCollective,
-    ThreadPost,
-    ThreadTransfers,
-)
+from tests.matching import Launches, Matcher, ThreadCollective, ThreadTransfers
 
 STUCK_S = 60.0  # seconds after which a rank that does not pass its turn on is given up
 YIELDS = 0.5  # share of the posts at which a rank loses its turn, with a seed
@@ -60,11 +47,11 @@ class RankStopped(RuntimeError):
     """Ends a rank because another one has failed."""
 
 
-def _always() -> bool:
+def _always():
     return True
 
 
-def _its_turn() -> str:
+def _its_turn():
     return "its turn"
 
 
@@ -74,14 +61,7 @@ def _its_turn() -> str:
 class ThreadHub:
     """The ranks of one process: who runs, and what is under way between them."""
 
-    def __init__(
-        self,
-        world_size: int,
-        *,
-        launches: Launches = Launches.BY_LANE,
-        seed: int | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, world_size, *, launches=Launches.BY_LANE, seed=None, device=None):
         """launches: how posts are carried out. seed: of the course of events; None takes the
         simplest one. device: a CUDA device gives every rank a stream of its own."""
         self.world_size = world_size
@@ -92,29 +72,26 @@ class ThreadHub:
         self._turns = [threading.Semaphore(0) for _ in range(world_size)]
         self._ended = threading.Semaphore(0)
         self._turns_passed = 0
-        self._open: dict[ThreadPost, None] = {}  # posts that nobody has waited for yet, in order
+        self._open = {}  # posts that nobody has waited for yet, in order; the values are None
         # by rank: whether it can go on, and what it waits for; None once it has ended
-        self._can_go_on: list[Callable[[], bool] | None] = [_always] * world_size
-        self._waits_for: list[Callable[[], str]] = [_its_turn] * world_size
-        self._error: BaseException | None = None
+        self._can_go_on = [_always] * world_size
+        self._waits_for = [_its_turn] * world_size
+        self._error = None
         self.meetings = Meetings(self)
 
-    def run(
-        self, function: Callable[["ThreadTransport"], Any], *, seconds: float = STUCK_S
-    ) -> list[Any]:
-        """Run `function` as every rank, and return the results by rank.
+    def run(self, function, *, seconds=STUCK_S):
+        """Run `function(transport)` as every rank, and return the results by rank.
 
         Raises what the first rank raised that failed; RuntimeError for a post that nobody has
         waited for; and RuntimeError, with the place where each rank is, when one keeps its turn
         for `seconds`. Ranks that wait for each other need no clock: see `wait_until`.
         """
-        results: list[Any] = [None] * self.world_size
+        results = [None] * self.world_size
         self._synchronize()  # what this thread has made is there for the streams of the ranks
         torch_threads = torch.get_num_threads()
         threads = []
         for rank in range(self.world_size):
-            transport = ThreadTransport(self, rank)
-            arguments = (transport, function, results)
+            arguments = (ThreadTransport(self, rank), function, results)
             thread = threading.Thread(target=self._run_rank, args=arguments, daemon=True)
             thread.start()
             threads.append(thread)
@@ -122,9 +99,8 @@ class ThreadHub:
         turns_before = -1
         while not self._ended.acquire(timeout=seconds):
             if self._turns_passed == turns_before:
-                raise RuntimeError(
-                    f"a rank has kept its turn for {seconds:g} s\n{_places(threads)}"
-                )
+                places = _places(threads)
+                raise RuntimeError(f"a rank has kept its turn for {seconds:g} s\n{places}")
             turns_before = self._turns_passed
         for thread in threads:
             thread.join()
@@ -137,12 +113,7 @@ class ThreadHub:
             raise RuntimeError(f"nobody has waited for what was posted: {forgotten}")
         return results
 
-    def _run_rank(
-        self,
-        transport: "ThreadTransport",
-        function: Callable[["ThreadTransport"], Any],
-        results: list[Any],
-    ) -> None:
+    def _run_rank(self, transport, function, results):
         """Run one rank in its thread, from its first turn on."""
         rank = transport.rank
         self._turns[rank].acquire()
@@ -162,12 +133,12 @@ class ThreadHub:
             self._can_go_on[rank] = None
             self._pass_turn()
 
-    def _synchronize(self) -> None:
+    def _synchronize(self):
         """Wait until the device has done all that it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _own_stream(self) -> AbstractContextManager[Any]:
+    def _own_stream(self):
         """Return the context of a new stream, where the device has streams."""
         if self.device.type != "cuda":
             return nullcontext()
@@ -175,32 +146,28 @@ class ThreadHub:
 
     # ---- turns
 
-    def wait_until(
-        self, rank: int, can_go_on: Callable[[], bool], waits_for: Callable[[], str]
-    ) -> None:
-        """Let other ranks run until this one can go on.
+    def wait_until(self, rank, can_go_on, waits_for):
+        """Let other ranks run until `can_go_on()` of this one.
 
-        waits_for: says what for, in the error of a wait that can never end.
+        waits_for: a function that says what for, in the error of a wait that can never end.
         """
         if not can_go_on():
             self._give_up_turn(rank, can_go_on, waits_for)
 
-    def post(self, post: ThreadPost) -> None:
+    def post(self, post):
         """Take a post of the rank whose turn it is; it may lose its turn."""
         self._open[post] = None
         self.matcher.add(post)
         if self._random is not None and self._random.random() < YIELDS:
             self._give_up_turn(post.rank, _always, _its_turn)
 
-    def wait(self, post: ThreadPost) -> None:
+    def wait(self, post):
         """Let other ranks run until a post is over, and end it."""
         self.wait_until(post.rank, lambda: post.is_over, lambda: self.matcher.waits_for(post))
         post.finish()
         del self._open[post]
 
-    def _give_up_turn(
-        self, rank: int, can_go_on: Callable[[], bool], waits_for: Callable[[], str]
-    ) -> None:
+    def _give_up_turn(self, rank, can_go_on, waits_for):
         self._can_go_on[rank] = can_go_on
         self._waits_for[rank] = waits_for
         self._pass_turn()
@@ -208,19 +175,16 @@ class ThreadHub:
         if self._error is not None:
             raise RankStopped(f"rank {rank} stops because another one has failed")
 
-    def _pass_turn(self) -> None:
+    def _pass_turn(self):
         """Give the turn to a rank that can go on. After a failure all go on, to their end."""
         self._turns_passed += 1
-        running = []
-        ready = []
-        for rank, can_go_on in enumerate(self._can_go_on):
-            if can_go_on is not None:
-                running.append(rank)
-                if self._error is not None or can_go_on():
-                    ready.append(rank)
+        running = [rank for rank, can_go_on in enumerate(self._can_go_on) if can_go_on is not None]
         if not running:
             self._ended.release()
             return
+        ready = running
+        if self._error is None:
+            ready = [rank for rank in running if self._can_go_on[rank]()]
         if not ready:
             waiting = "; ".join(self._waits_for[rank]() for rank in running)
             ended = [rank for rank in range(self.world_size) if rank not in running]
@@ -231,7 +195,7 @@ class ThreadHub:
         self._turns[chosen].release()
 
 
-def _places(threads: Sequence[threading.Thread]) -> str:
+def _places(threads):
     """Return the stacks of the ranks whose threads still run."""
     frames = sys._current_frames()
     places = []
@@ -242,13 +206,14 @@ def _places(threads: Sequence[threading.Thread]) -> str:
     return "\n".join(places)
 
 
-# ---- one rank's way to the others
+# ---- one rank's way to the others; methods without a docstring are those of `Transport`,
+# `Pending`, `RankGroup` and `CpuGroup`
 
 
 class ThreadTransport(NamedLanes):
     """One rank's way to all others in the same process."""
 
-    def __init__(self, hub: ThreadHub, rank: int) -> None:
+    def __init__(self, hub, rank):
         self.hub = hub
         self.rank = rank
         self.world_size = hub.world_size
@@ -258,47 +223,32 @@ class ThreadTransport(NamedLanes):
         )
         self.cpu_group = ThreadCpuGroup(self)
 
-    def open_group(self, parts: Sequence[Sequence[int]]) -> "ThreadGroup | None":
-        """See `Transport.open_group`; nothing is made."""
+    def open_group(self, parts):
         own = own_part(parts, self.rank)
         return None if own is None else ThreadGroup(self, own)
 
-    def post(
-        self, lane: Lane, *, sends: Messages, recvs: Messages, label: Label = unnamed
-    ) -> "ThreadPending":
-        """See `Transport.post`."""
+    def post(self, lane, *, sends, recvs, label=unnamed):
         post = ThreadTransfers(self.rank, lane, sends=sends, recvs=recvs, label=label)
         self.hub.post(post)
         return ThreadPending(self.hub, post)
 
-    def post_collective(
-        self,
-        ranks: tuple[int, ...],
-        what: str,
-        *,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        combine: Combine,
-    ) -> "ThreadPending":
-        """Post this rank's share in a collective; see `ThreadCollective`."""
-        post = ThreadCollective(
-            self.rank, ranks, what, inputs=inputs, outputs=outputs, combine=combine
-        )
+    def post_collective(self, ranks, what, **tensors):
+        """Post this rank's share in a collective. Arguments are those of `ThreadCollective`."""
+        post = ThreadCollective(self.rank, ranks, what, **tensors)
         self.hub.post(post)
         return ThreadPending(self.hub, post)
 
 
 class ThreadPending:
-    """Something that this rank has posted; see `Pending`."""
+    """Something that this rank has posted."""
 
     __slots__ = ("_hub", "_post")
 
-    def __init__(self, hub: ThreadHub, post: ThreadPost) -> None:
+    def __init__(self, hub, post):
         self._hub = hub
-        self._post: ThreadPost | None = post
+        self._post = post
 
-    def wait(self) -> None:
-        """See `Pending.wait`."""
+    def wait(self):
         post = self._post
         assert post is not None, "this was already waited for"
         self._post = None
@@ -306,81 +256,55 @@ class ThreadPending:
 
 
 class ThreadGroup:
-    """Collectives over some ranks; see `RankGroup`."""
+    """Collectives over some ranks."""
 
     __slots__ = ("_transport", "ranks")
 
-    def __init__(self, transport: ThreadTransport, ranks: tuple[int, ...]) -> None:
+    def __init__(self, transport, ranks):
         self._transport = transport
         self.ranks = ranks
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
+    def process_group(self):
         """Refuse: torch.distributed knows no threads."""
         raise NotImplementedError("ranks that are threads have no process group")
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """See `RankGroup.all_reduce`; added up in the order of the ranks."""
+    def all_reduce(self, tensor):
+        self._run("all_reduce", tensor, lambda inputs: [sum_of([own for (own,) in inputs])])
 
-        def combine(inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-            total = inputs[0][0].clone()
-            for (of_rank,) in inputs[1:]:
-                total += of_rank
-            return [total]
+    def broadcast(self, tensor):
+        self._run("broadcast", tensor, lambda inputs: inputs[0])
 
-        self._run(f"all_reduce of {_kind(tensor)}", [tensor], [tensor], combine)
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """See `RankGroup.broadcast`."""
-        self._run(f"broadcast of {_kind(tensor)}", [tensor], [tensor], lambda inputs: inputs[0])
-
-    def _run(
-        self,
-        what: str,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        combine: Combine,
-    ) -> None:
+    def _run(self, name, tensor, combine):
         """Post a collective and wait for it."""
-        pending = self._transport.post_collective(
-            self.ranks, what, inputs=inputs, outputs=outputs, combine=combine
-        )
-        pending.wait()
+        what = f"{name} of {tensor.dtype} {list(tensor.shape)}"  # equal on all ranks
+        tensors = {"inputs": [tensor], "outputs": [tensor], "combine": combine}
+        self._transport.post_collective(self.ranks, what, **tensors).wait()
 
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_counts: Sequence[int],
-        sent_counts: Sequence[int],
-        *,
-        label: Label = unnamed,
-    ) -> ThreadPending:
-        """See `RankGroup.all_to_all`."""
+    def all_to_all(self, received, sent, received_counts, sent_counts, *, label=unnamed):
         index = self.ranks.index(self._transport.rank)
-
-        def combine(inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-            return [parts[index] for parts in inputs]
-
         return self._transport.post_collective(
             self.ranks,
             f"all_to_all of {sent.dtype}",
             inputs=sent.split(list(sent_counts)),
             outputs=received.split(list(received_counts)),
-            combine=combine,
+            combine=lambda inputs: [parts[index] for parts in inputs],
         )
 
 
-def _kind(tensor: torch.Tensor) -> str:
-    """Return what must be equal on all ranks of a collective."""
-    return f"{tensor.dtype} {list(tensor.shape)}"
+def sum_of(tensors):
+    """Added up in their order."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
 
 
 # ---- values between CPUs
 
 
 class ThreadCpuGroup(CpuGroup):
-    """Exchanges of values between the ranks; see `CpuGroup`.
+    """Exchanges of values between the ranks.
 
     Tensors are handed over as they are, so nobody may change them afterwards. No rank waits by the
     clock: the timeout is for those who wait for something else.
@@ -388,18 +312,15 @@ class ThreadCpuGroup(CpuGroup):
 
     __slots__ = ("_transport",)
 
-    def __init__(self, transport: ThreadTransport) -> None:
+    def __init__(self, transport):
         super().__init__()
         self._transport = transport
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """See `CpuGroup.gather_bytes`."""
+    def gather_bytes(self, data):
         return self._gather(data)
 
-    def exchange_rows(
-        self, rows: torch.Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]
-    ) -> torch.Tensor:
-        """See `CpuGroup.exchange_rows`; refuses ranks that expect other numbers of rows."""
+    def exchange_rows(self, rows, sent_counts, received_counts):
+        """Refuses ranks that expect other numbers of rows."""
         rank = self._transport.rank
         parts = [of_rank[rank] for of_rank in self._gather(rows.split(list(sent_counts)))]
         sent = [part.shape[0] for part in parts]
@@ -408,12 +329,11 @@ class ThreadCpuGroup(CpuGroup):
         )
         return torch.cat(parts)
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """See `CpuGroup.all_reduce`."""
+    def all_reduce(self, tensor):
         of_ranks = self._gather(tensor.clone())
         tensor.copy_(torch.stack(of_ranks).sum(0))  # [world, ...] -> [...]
 
-    def _gather(self, value: Any) -> list[Any]:
+    def _gather(self, value):
         """Return the value of every rank, by rank, as it is."""
         return self._transport.hub.meetings.gather(self._transport.rank, value)
 
@@ -421,12 +341,12 @@ class ThreadCpuGroup(CpuGroup):
 class Meetings:
     """Values that all ranks show each other, one exchange after the other."""
 
-    def __init__(self, hub: ThreadHub) -> None:
+    def __init__(self, hub):
         self._hub = hub
         self._next = [0] * hub.world_size  # by rank: number of its next exchange
-        self._values: dict[int, dict[int, Any]] = {}  # by exchange, by rank
+        self._values = {}  # by exchange, by rank
 
-    def gather(self, rank: int, value: Any) -> list[Any]:
+    def gather(self, rank, value):
         """Return the value of every rank, by rank."""
         number = self._next[rank]
         self._next[rank] += 1
