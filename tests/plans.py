@@ -1,7 +1,7 @@
 """Plans for tests: by hand, by a planner, and random legal ones for what must hold under any."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.topology import Topology
@@ -27,6 +27,12 @@ def plan_of_groups(lengths: Sequence[int], *micro_batches: Sequence[Group], **fi
 def planned(lengths: Sequence[int], topology: Topology, cost: CostModel, **options) -> Plan:
     """The plan of `make_plan` with these options."""
     return make_plan(lengths, topology, cost, PlanOptions(**options))
+
+
+def one_group(ranks: Iterable[int], sequences: int, strategy: str) -> MicroBatch:
+    """These ranks in one group, with sequences from 0 on."""
+    group = Group(ranks=tuple(ranks), sequences=tuple(range(sequences)), strategy=strategy)
+    return MicroBatch(groups=(group,))
 
 
 def random_plan(

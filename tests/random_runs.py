@@ -51,7 +51,7 @@ from tests.pipeline.test_exactness import columns_of, make_executor
 from tests.plans import random_plan
 from tests.published.zeppelin.always import Always
 from tests.ranks import join, run_threads
-from tests.recurrent import stepwise
+from tests.attention.recurrent import stepwise
 from tests.threads import ThreadGroup
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ backward too they run together, in the same order on every rank.
 There are two such nodes. The plain one saves what every zone asks for. The one for layers under
 activation checkpointing (`remat.py`) saves this rank's own rows alone.
 
-The slow reference is `dense_attention` in `tests/attention/test_sequence_parallel.py`.
+The slow reference is `tests/attention/dense.py`.
 """
 
 from typing import Any, NamedTuple, Protocol

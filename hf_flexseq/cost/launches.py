@@ -66,7 +66,7 @@ MOST_PER_RANK = 64
 
 # Of recurrent layers, besides those of a rank alone: around the halo of a slice; around summaries;
 # and for each other rank, whose summaries are sent, received and added to states. Torch's
-# operations, counted by tests/recurrent/test_launches.py.
+# operations, counted by tests/attention/recurrent/test_launches.py.
 SEGMENT_HALO_LAUNCHES = 12
 SUMMARY_LAUNCHES = 32
 SUMMARY_RANK_LAUNCHES = {1: 10, 2: 28}  # by slices of a rank

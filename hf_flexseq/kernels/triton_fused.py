@@ -2,7 +2,7 @@
 
 The host's part is small: strides, and how many programs a launch has. The kernels are in
 `triton_kernels.py`; what they compute is said at `fused.Fused`. `fused.TorchFused` is their slow
-reference. `tests/kernels/test_triton_fused.py` runs them under Triton's interpreter, and
+reference. `tests/kernels/test_fused.py` runs them under Triton's interpreter, and
 compiles them for a GPU. They have not run on one yet, so the size of a tile is not tuned.
 """
 

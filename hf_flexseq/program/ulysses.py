@@ -24,7 +24,7 @@ only. What computes between the exchanges is a kernel call, or in `hybrid.py` a 
 heads in one piece, since it overlaps its own transfers. Rejected: padding the shares or the heads
 to equal size, which spends memory and bandwidth on nothing.
 
-The slow reference is `dense_attention` in `tests/attention/test_sequence_parallel.py`.
+The slow reference is `tests/attention/dense.py`.
 """
 
 from collections.abc import Callable, Sequence

@@ -13,6 +13,8 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -41,27 +43,22 @@ def type_of(value: object) -> object:
     """The type of an argument, in Triton's words."""
     if isinstance(value, tuple):
         return tuple(type_of(one) for one in value)
-    if isinstance(value, torch.Tensor):
-        return TYPES[value.dtype]
-    assert isinstance(value, int)
-    return "i32"
+    return TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
 
 
-def compiled(kernel: object, arguments: tuple[object, ...]) -> int:
+def compiled(kernel: Any, arguments: tuple[object, ...]) -> int:
     """The bytes of a kernel for these arguments of a launch."""
     signature = {}
     constants = {}
     for parameter, value in zip(kernel.params, arguments, strict=True):
+        signature[parameter.name] = "constexpr" if parameter.is_constexpr else type_of(value)
         if parameter.is_constexpr:
-            signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
-        else:
-            signature[parameter.name] = type_of(value)
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     return len(triton.compile(source, target=TARGET).asm["cubin"])
 
 
-def variant(kernel: object, arguments: tuple[object, ...]) -> tuple[object, ...]:
+def variant(kernel: Any, arguments: tuple[object, ...]) -> tuple[object, ...]:
     """What Triton tells launches of a kernel apart by."""
     seen = []
     for parameter, value in zip(kernel.params, arguments, strict=True):
@@ -73,20 +70,27 @@ def variant(kernel: object, arguments: tuple[object, ...]) -> tuple[object, ...]
     return tuple(seen)
 
 
-def launches(calls: Callable[[], None]) -> list[tuple[str, object, tuple[object, ...]]]:
-    """Return (name, kernel, arguments) of what is launched by some calls, which launch nothing."""
-    taken = []
-    kernels = {name: getattr(triton_fused, name) for name in KERNELS}
-    for name, kernel in kernels.items():
+class Launches:
+    """Stands where a kernel does, and notes what its launches give."""
 
-        def take(*arguments: object, name: str = name, kernel: object = kernel) -> None:
-            taken.append((name, kernel, arguments))
+    def __init__(self, kernel: Any, look: Callable[..., object]) -> None:
+        self.kernel = kernel
+        self.look = look
+        self.found: list[object] = []
 
-        setattr(triton_fused, name, Launches(take))
-    calls()
-    for name, kernel in kernels.items():
-        setattr(triton_fused, name, kernel)
-    return taken
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: object) -> None:
+            self.found.append(self.look(self.kernel, arguments))
+
+        return launch
+
+
+def each_launch(look: Callable[..., object], calls: Callable[[], None]) -> dict[str, list[object]]:
+    """By kernel, look(kernel, arguments) of each launch by some calls; nothing is launched."""
+    launches = {name: Launches(getattr(triton_fused, name), look) for name in KERNELS}
+    with mock.patch.multiple(triton_fused, **launches):
+        calls()
+    return {name: one.found for name, one in launches.items()}
 
 
 def some_launches() -> None:
@@ -118,24 +122,10 @@ def launches_of_other_sizes() -> None:
 
 
 def main() -> None:
-    sizes: dict[str, list[int]] = {name: [] for name in KERNELS}
-    for name, kernel, arguments in launches(some_launches):
-        sizes[name].append(compiled(kernel, arguments))
-    variants: dict[str, set[object]] = {name: set() for name in KERNELS}
-    for name, kernel, arguments in launches(launches_of_other_sizes):
-        variants[name].add(variant(kernel, arguments))
-    counts = {name: len(found) for name, found in variants.items()}
+    sizes = each_launch(compiled, some_launches)
+    variants = each_launch(variant, launches_of_other_sizes)
+    counts = {name: len(set(found)) for name, found in variants.items()}
     print(json.dumps({"bytes": sizes, "variants": counts}))
-
-
-class Launches:
-    """Stands where a kernel does, and takes over its launches."""
-
-    def __init__(self, launch: object) -> None:
-        self.launch = launch
-
-    def __getitem__(self, grid: tuple[int, ...]) -> object:
-        return self.launch
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Which kernel is chosen, and what is said about the others."""
 
+import contextlib
 import dataclasses
 import logging
+import re
 import sys
-import types
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +17,13 @@ from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.kinds import LayerCalls, choose_kernels
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
-from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from tests.kernels.test_cuda_kernels import flash3_operators
 from tests.kernels.test_kernels import random_inputs, run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+BF16 = torch.bfloat16
+TORCH = "torch_varlen"
+ORDER = ["flash_attn3", "flash_attn", TORCH]
 REMEMBERED = (
     flash_attn.package_problem,
     flash_attn3.package_problem,
@@ -38,47 +42,13 @@ def fresh_choices():
 
 
 @pytest.fixture
-def hopper(monkeypatch):
-    """A torch that believes it has a Hopper GPU, and no package of FlashAttention."""
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
-
-
-@pytest.fixture
-def package(monkeypatch, hopper):
-    """The flash-attn package beside it, as far as choosing looks at it."""
-    module = types.ModuleType("flash_attn")
-    module.__version__ = "2.8.3"
-    module.flash_attn_interface = types.ModuleType("flash_attn.flash_attn_interface")
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    return module
-
-
-@pytest.fixture
-def package3(monkeypatch, hopper):
-    """The FlashAttention-3 package, as far as choosing looks at it."""
-    monkeypatch.setitem(
-        sys.modules, "flash_attn_interface", types.ModuleType("flash_attn_interface")
-    )
-    with flash3_operators() as library:
-        yield library
-
-
-@pytest.fixture
 def activate():
     """Put an implementation of a name into torch's registry, and activate it there."""
-
-    class Handle:
-        def remove(self):
-            pass
-
     registered = dict(attention._registry._FLASH_ATTENTION_IMPLS)
 
     def activate(name):
-        attention.register_flash_attention_impl(name, register_fn=Handle)
+        handle = SimpleNamespace(remove=lambda: None)
+        attention.register_flash_attention_impl(name, register_fn=lambda: handle)
         attention.activate_flash_attention_impl(name)
 
     yield activate
@@ -86,233 +56,185 @@ def activate():
     attention._registry._FLASH_ATTENTION_IMPLS = registered
 
 
-def said_of(name, lines):
-    """What a list of lines says of a kernel."""
-    (line,) = (line for line in lines if line.startswith(f"{name}: "))
-    return line.removeprefix(f"{name}: ")
+@pytest.fixture
+def gpu(monkeypatch, activate):
+    """Make torch believe that it has a GPU."""
+    with contextlib.ExitStack() as operators:
+
+        def gpu(*, capability=(9, 0), flash2=None, flash3=None, without=None, active=None):
+            """flash2: version of its package. flash3: what the backward of its package lacks.
+            without: what that package was built without. active: implementation in torch."""
+            monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+            monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+            modules = dict.fromkeys(("flash_attn", "flash_attn_interface", "flash_attn_config"))
+            if flash2 is not None:
+                modules["flash_attn"] = SimpleNamespace(
+                    __version__=flash2, flash_attn_interface=None
+                )
+            if flash3 is not None:
+                modules["flash_attn_interface"] = SimpleNamespace()
+                if flash3 != "operators":
+                    operators.enter_context(flash3_operators(backward_lacks=flash3))
+            if without is not None:
+                flags = {f"FLASHATTENTION_DISABLE_{without}": True}
+                modules["flash_attn_config"] = SimpleNamespace(CONFIG={"build_flags": flags})
+            for name, module in modules.items():
+                monkeypatch.setitem(sys.modules, name, module)
+            if active is not None:
+                activate(active)
+
+        yield gpu
+
+
+def chosen(device, dtype, head_dim, **needs):
+    """The name of the kernel, None where all are refused; and all that is said."""
+    said = "; ".join(explain(device, dtype, head_dim, **needs))
+    try:
+        return choose_kernel(device, dtype, head_dim, **needs).name, said
+    except ValueError as error:
+        return None, str(error)
+
+
+CHOICES = [  # (machine, what is asked beside bfloat16 and heads of 128, choice, what is said)
+    (
+        {},
+        {},
+        TORCH,
+        "flash_attn3: the FlashAttention-3 package cannot be imported (.*); "
+        "flash_attn: the flash-attn package cannot be imported (.*); torch_varlen: chosen$",
+    ),
+    ({"flash2": "2.7.0"}, {"dtype": torch.float16}, "flash_attn", "; torch_varlen: not needed$"),
+    ({"flash2": "2.6.3"}, {}, TORCH, "flash_attn: flash-attn 2.6.3 is older than 2.7;"),
+    ({}, {"dtype": torch.float32}, None, "bf16=True"),
+    ({}, {"head_dim": 12}, None, "multiple of 8"),
+    ({}, {"head_dim": 256}, TORCH, ""),
+    ({}, {"head_dim": 264}, None, "up to 256"),
+    ({"capability": (7, 5)}, {}, None, "some GPU has compute capability 7.5, not 8.0 or newer"),
+    # FlashAttention-3
+    (
+        {"flash2": "2.8.3", "flash3": ""},
+        {},
+        "flash_attn3",
+        "^flash_attn3: chosen; flash_attn: not needed; torch_varlen: not needed$",
+    ),
+    ({"flash3": "", "capability": (8, 0)}, {}, TORCH, "flash_attn3: .* capability 8.0, not 9.x;"),
+    ({"flash3": "", "capability": (10, 0)}, {}, TORCH, "flash_attn3: .* 10.0, not 9.x;"),
+    ({"flash3": "bool deterministic = False, "}, {}, TORCH, "::bwd has no argument determinis"),
+    ({"flash3": "Tensor q, "}, {}, TORCH, "::bwd does not begin with the arguments dout, q,"),
+    ({"flash3": "operators"}, {}, TORCH, "_interface registers no operator flash_attn_3::fwd"),
+    (
+        {"flash3": "", "without": "BACKWARD"},
+        {},
+        TORCH,
+        "this build has no backward; build it without FLASHATTENTION_DISABLE_BACKWARD",
+    ),
+    ({"flash3": "", "without": "VARLEN"}, {}, TORCH, "this build has no packed sequences"),
+    ({"flash3": "", "without": "LOCAL"}, {}, "flash_attn3", ""),
+    ({"flash3": "", "without": "LOCAL"}, {"window": True}, TORCH, "has no sliding windows; buil"),
+    ({"flash3": "", "without": "SOFTCAP"}, {}, "flash_attn3", ""),
+    ({"flash3": "", "without": "SOFTCAP"}, {"softcap": True}, None, "this build has no softcap"),
+    # windows and softcaps
+    ({}, {"window": True}, TORCH, ""),
+    (
+        {},
+        {"softcap": True},
+        None,
+        "head size 128, a softcap on cuda:0: .* torch_varlen: it has no softcap; install flash-a",
+    ),
+    ({"flash2": "2.8.3"}, {"window": True, "softcap": True}, "flash_attn", ""),
+    # torch's registry of implementations
+    ({"active": "MINE"}, {}, None, r"MINE is active .*\.restore_flash_attention_impl\(\)"),
+    ({"active": "FA4"}, {}, None, "FA4 is active in torch, and the releases of FlashAttention-4"),
+    ({"active": "FA3"}, {}, TORCH, ""),
+    ({"active": "FA3", "capability": (8, 0)}, {}, None, "FA3 is active in torch: .* 8.0, not 9.x"),
+]
+
+
+@pytest.mark.parametrize(("machine", "asked", "choice", "words"), CHOICES)
+def test_a_gpu_gets_the_first_kernel_that_serves_and_hears_of_the_others(
+    gpu, machine, asked, choice, words
+):
+    gpu(**machine)
+    asked = {"dtype": BF16, "head_dim": 128} | asked
+    assert [line.partition(":")[0] for line in explain(CUDA, **asked)] == ORDER
+    name, said = chosen(CUDA, **asked)
+    assert said.endswith("; ".join(explain(CUDA, **asked)))
+    assert name == choice
+    assert re.search(words, said), said
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+    ("device", "dtype", "name", "words"),
+    [
+        *((CPU, x, "cpu_flash", "") for x in (torch.float32, torch.float64, BF16, torch.float16)),
+        (CPU, torch.int32, None, "no int32, only float32"),
+    ],
 )
-def test_cpu(dtype):
-    assert choose_kernel(CPU, dtype, 13).name == "cpu_flash"
+def test_the_cpu_has_one_kernel(device, dtype, name, words):
+    found, said = chosen(device, dtype, 13)
+    assert found == name
+    assert words in said
 
 
-def test_choice_is_logged_once(caplog):
+def test_unknown_device():
+    with pytest.raises(ValueError, match="device type 'mps'"):
+        choose_kernel(torch.device("mps"), BF16, 64)
+
+
+def test_a_choice_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, logger="hf_flexseq"):
         assert choose_kernel(CPU, torch.float32, 64) is choose_kernel(CPU, torch.float32, 64)
     assert [r.message for r in caplog.records] == ["attention kernel: cpu_flash: chosen"]
 
 
-def test_torch_varlen_without_the_package(hopper):
-    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "torch_varlen"
-    missing3, missing2, chosen = explain(CUDA, torch.bfloat16, 128)
-    assert missing3.startswith("flash_attn3: the FlashAttention-3 package cannot be imported")
-    assert missing2.startswith("flash_attn: the flash-attn package cannot be imported")
-    assert chosen == "torch_varlen: chosen"
-
-
-def test_the_package_comes_first(package):
-    assert choose_kernel(CUDA, torch.float16, 64).name == "flash_attn"
-    lines = explain(CUDA, torch.float16, 64)
-    assert lines[1:] == ["flash_attn: chosen", "torch_varlen: not needed"]
-
-
-def test_an_old_package_is_refused(package):
-    package.__version__ = "2.6.3"
-    said = said_of("flash_attn", explain(CUDA, torch.float16, 64))
-    assert said == "flash-attn 2.6.3 is older than 2.7"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "advice"),
-    [
-        (torch.float32, 64, "bf16=True"),
-        (torch.bfloat16, 12, "multiple of 8"),
-        (torch.bfloat16, 264, "up to 256"),
-    ],
-)
-def test_cuda_without_a_kernel_says_what_to_change(hopper, dtype, head_dim, advice):
-    with pytest.raises(ValueError, match=advice):
-        choose_kernel(CUDA, dtype, head_dim)
-
-
-def test_old_gpu(hopper, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with pytest.raises(
-        ValueError, match=r"some GPU has compute capability 7\.5, not 8\.0 or newer"
-    ):
-        choose_kernel(CUDA, torch.float16, 64)
-
-
-def test_cuda_build_without_flash_attention(hopper, monkeypatch):
+def test_torch_without_flash_attention_and_torch_without_a_registry(gpu, monkeypatch):
+    gpu()
+    monkeypatch.delattr(attention, "current_flash_attention_impl")
+    assert choose_kernel(CUDA, BF16, 128).name == TORCH
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     with pytest.raises(ValueError, match="build of torch has no FlashAttention"):
-        choose_kernel(CUDA, torch.bfloat16, 64)
+        choose_kernel(CUDA, BF16, 64)
 
 
-def test_cpu_without_a_kernel():
-    with pytest.raises(ValueError, match="no int32, only float32"):
-        choose_kernel(CPU, torch.int32, 64)
-
-
-def test_unknown_device():
-    with pytest.raises(ValueError, match="device type 'mps'"):
-        choose_kernel(torch.device("mps"), torch.bfloat16, 64)
-
-
-# ---- FlashAttention-3 and -4
-
-
-def test_flash_attention_3_comes_first_on_hopper(package, package3):
-    names = [line.split(":")[0] for line in explain(CUDA, torch.bfloat16, 128)]
-    assert names == ["flash_attn3", "flash_attn", "torch_varlen"]
-    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "flash_attn3"
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
-def test_flash_attention_3_is_refused_on_other_generations(package3, monkeypatch, capability):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    said = said_of("flash_attn3", explain(CUDA, torch.bfloat16, 128))
-    major, minor = capability
-    assert said == f"some GPU has compute capability {major}.{minor}, not 9.x"
-    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "torch_varlen"
-
-
-def test_flash_attention_3_whose_operators_lack_an_argument_is_refused(hopper, monkeypatch):
-    monkeypatch.setitem(
-        sys.modules, "flash_attn_interface", types.ModuleType("flash_attn_interface")
-    )
-    with flash3_operators(backward_lacks="bool deterministic = False, "):
-        said = said_of("flash_attn3", explain(CUDA, torch.bfloat16, 128))
-    assert said == "flash_attn_3::bwd has no argument deterministic; install a newer one"
-
-
-def test_flash_attention_3_without_operators_is_refused(hopper, monkeypatch):
-    monkeypatch.setitem(
-        sys.modules, "flash_attn_interface", types.ModuleType("flash_attn_interface")
-    )
-    said = said_of("flash_attn3", explain(CUDA, torch.bfloat16, 128))
-    assert said == "flash_attn_interface registers no operator flash_attn_3::fwd"
-
-
-def test_flash_attention_3_built_without_a_backward_is_refused(package3, monkeypatch):
-    config = types.ModuleType("flash_attn_config")
-    config.CONFIG = {"build_flags": {"FLASHATTENTION_DISABLE_BACKWARD": True}}
-    monkeypatch.setitem(sys.modules, "flash_attn_config", config)
-    said = said_of("flash_attn3", explain(CUDA, torch.bfloat16, 128))
-    assert said == "this build has no backward; build it without FLASHATTENTION_DISABLE_BACKWARD"
-
-
-def test_flash_attention_4_is_named_where_it_is_installed(hopper, monkeypatch):
+def test_the_package_of_flash_attention_4_is_named_where_it_is_installed(gpu, monkeypatch):
+    gpu()
     monkeypatch.setattr(choose, "_is_installed", lambda package: package == "flash-attn-4")
-    said = said_of("flash-attn-4", explain(CUDA, torch.bfloat16, 128))
-    assert said.startswith("not used, for the releases of FlashAttention-4 differ")
+    *_, said = explain(CUDA, BF16, 128)
+    assert said.startswith("flash-attn-4: not used, for the releases of FlashAttention-4 differ")
 
 
-# ---- torch's registry of implementations
-
-
-def test_an_implementation_in_torch_that_nobody_knows_is_refused_with_what_to_call(
-    hopper, activate
-):
-    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "torch_varlen"
-    activate("MINE")
-    with pytest.raises(ValueError, match=r"MINE is active .*\.restore_flash_attention_impl\(\)"):
-        choose_kernel(CUDA, torch.bfloat16, 128)
-    attention.restore_flash_attention_impl()
-    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "torch_varlen"
-
-
-def test_flash_attention_4_active_in_torch_is_refused(hopper, activate):
+def test_an_implementation_activated_after_the_choice_is_not_called(gpu, activate):
+    gpu()
+    kernel = choose_kernel(CUDA, BF16, 128)
     activate("FA4")
-    said = said_of("torch_varlen", explain(CUDA, torch.bfloat16, 128))
-    assert said.startswith("FA4 is active in torch, and the releases of FlashAttention-4 differ")
-
-
-def test_flash_attention_3_active_in_torch_has_capabilities_of_its_own(
-    hopper, activate, monkeypatch
-):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "torch_varlen"
-    activate("FA3")
-    with pytest.raises(ValueError, match=r"FA3 is active in torch: .* capability 8\.0, not 9\.x"):
-        choose_kernel(CUDA, torch.bfloat16, 128)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "torch_varlen"
-
-
-def test_a_torch_without_a_registry_has_its_own_implementation(hopper, monkeypatch):
-    monkeypatch.delattr(attention, "current_flash_attention_impl")
-    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "torch_varlen"
-
-
-def test_an_implementation_activated_after_the_choice_is_not_called(hopper, activate):
-    kernel = choose_kernel(CUDA, torch.bfloat16, 128)
-    assert isinstance(kernel, TorchVarlen)
-    activate("FA4")
-    segments = Segments([3], [3], causal=True, device=CPU)
-    q = torch.zeros(3, 2, 8, dtype=torch.bfloat16)
+    q = torch.zeros(3, 2, 8, dtype=BF16)
     with pytest.raises(NotImplementedError, match="FA4 is active in torch"):
-        kernel.forward(KernelCall(q, q, q, segments, 1.0))
+        kernel.forward(KernelCall(q, q, q, Segments([3], [3], causal=True, device=CPU), 1.0))
 
 
-# ---- windows, softcaps and several kinds of layers
-
-
-def test_windows_are_taken_by_all_and_softcaps_not_by_torch(hopper):
-    assert choose_kernel(CUDA, torch.bfloat16, 128, window=True).name == "torch_varlen"
-    with pytest.raises(ValueError, match="head size 128, a softcap on cuda:0") as refused:
-        choose_kernel(CUDA, torch.bfloat16, 128, softcap=True)
-    assert "torch_varlen: it has no softcap; install flash-attn" in str(refused.value)
-
-
-def test_softcaps_are_what_the_package_is_chosen_for(package):
-    kernel = choose_kernel(CUDA, torch.bfloat16, 256, window=True, softcap=True)
-    assert kernel.name == "flash_attn"
-
-
-@pytest.mark.parametrize(
-    ("flag", "needs", "reason"),
-    [
-        ("LOCAL", {"window": True}, "this build has no sliding windows; build it without"),
-        ("SOFTCAP", {"softcap": True}, "this build has no softcap; build it without"),
-    ],
-)
-def test_a_build_of_flash_attention_3_without_a_feature_serves_layers_without_it(
-    package3, monkeypatch, flag, needs, reason
-):
-    config = types.ModuleType("flash_attn_config")
-    config.CONFIG = {"build_flags": {f"FLASHATTENTION_DISABLE_{flag}": True}}
-    monkeypatch.setitem(sys.modules, "flash_attn_config", config)
-    assert choose_kernel(CUDA, torch.bfloat16, 128).name == "flash_attn3"
-    said = said_of("flash_attn3", explain(CUDA, torch.bfloat16, 128, **needs))
-    assert said == f"{reason} FLASHATTENTION_DISABLE_{flag}"
+# ---- several kinds of layers
 
 
 SLIDING = LayerCalls("layers.0.self_attn", 256, window=True)
 FULL = LayerCalls("layers.5.self_attn", 256)
 
 
-def test_one_kernel_that_serves_all_kinds_is_returned_as_it_is(hopper):
-    assert choose_kernels(CPU, torch.float32, [SLIDING, FULL]) is choose_kernel(
-        CPU, torch.float32, 256
+def test_one_kernel_that_serves_all_kinds_is_returned_as_it_is(gpu):
+    gpu()
+    of_cpu = choose_kernels(CPU, torch.float32, [SLIDING, FULL])
+    assert of_cpu is choose_kernel(CPU, torch.float32, 256)
+    assert choose_kernels(CUDA, BF16, [SLIDING, FULL]).name == TORCH
+
+
+def test_what_no_kernel_has_is_refused_by_layer_in_one_line(gpu, monkeypatch):
+    gpu()
+    large = LayerCalls("layers.5.self_attn", 512)
+    words = (
+        r"^layers\.5\.self_attn: no attention kernel.*head size 512.* not a multiple of 8 up to"
     )
-    assert choose_kernels(CUDA, torch.bfloat16, [SLIDING, FULL]).name == "torch_varlen"
-
-
-def test_a_head_size_that_no_kernel_takes_is_refused_by_layer_size_and_kernels(hopper):
-    wanted = [SLIDING, LayerCalls("layers.5.self_attn", 512)]
-    with pytest.raises(ValueError, match=r"^layers\.5\.self_attn: no attention kernel") as refused:
-        choose_kernels(CUDA, torch.bfloat16, wanted)
-    said = str(refused.value)
-    assert "\n" not in said
-    assert "head size 512" in said
-    assert "torch_varlen: a head size of 512 is not a multiple of 8 up to 256" in said
-
-
-def test_a_window_that_no_kernel_has_is_refused_by_layer(monkeypatch):
+    with pytest.raises(ValueError, match=words):
+        choose_kernels(CUDA, BF16, [SLIDING, large])
     narrow = dataclasses.replace(CpuFlash.capabilities, windows=False, softcap=False)
     monkeypatch.setattr(CpuFlash, "capabilities", narrow)
     with pytest.raises(ValueError, match=r"layers\.0.*cpu_flash: it has no sliding windows"):
@@ -339,22 +261,20 @@ class Recorder:
 def test_every_call_goes_to_the_kernel_of_its_kind(monkeypatch):
     small = Recorder("small")
     large = Recorder("large")
-    monkeypatch.setattr(
-        kinds, "kernel_for", lambda calls: large if calls.head_dim == 32 else small
-    )
+    monkeypatch.setattr(kinds, "kernel_for", lambda calls: large if calls.softcap else small)
     wanted = [LayerCalls("a", 16, window=True), LayerCalls("b", 32, softcap=True)]
     kernel = choose_kernels(CPU, torch.float64, wanted)
     assert kernel.name == "small and large"
-    for head_dim, window, softcap in ((16, 3, None), (16, None, None), (32, None, 5.0)):
+    calls = [(16, 3, None), (16, None, None), (32, None, 5.0)]
+    for head_dim, window, softcap in calls:
         segments = Segments([7, 2], [9, 2], causal=True, device=CPU, window=window)
         inputs = random_inputs(segments, (4, 2), head_dim=head_dim)
         got = run(kernel, *inputs, segments, softcap)
         want = run(Reference(), *inputs, segments, softcap)
         assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
-    assert small.seen == [
-        (way, 16, window, None) for window in (3, None) for way in ("forward", "backward")
-    ]
-    assert large.seen == [("forward", 32, None, 5.0), ("backward", 32, None, 5.0)]
+    ways = ("forward", "backward")
+    assert small.seen == [(way, *call) for call in calls[:2] for way in ways]
+    assert large.seen == [(way, *calls[2]) for way in ways]
     segments = Segments([1], [1], causal=True, device=CPU)
     q, k, v, _ = random_inputs(segments, (1, 1), head_dim=8)
     with pytest.raises(AssertionError, match="no kernel was chosen for calls of"):
@@ -372,70 +292,60 @@ def test_kernels_whose_gradients_differ_in_dtype_do_not_go_together(monkeypatch)
 # ---- what is said of the capabilities
 
 
-def test_capabilities_of_the_kernels_that_fit(package3):
-    flash3, flash2 = capabilities(CUDA, torch.bfloat16, 128)
-    assert flash3 == (
-        "flash_attn3: bfloat16, float16; head size a multiple of 8 up to 256; compute capability "
-        "9.x; lse -inf without keys; gradients in the inputs' dtype; sliding windows; "
-        "softcap"
-    )
-    assert flash2 == (
-        "torch_varlen: bfloat16, float16; head size a multiple of 8 up to 256; compute capability "
-        "8.0 or newer; lse -inf without keys (mended from +inf); gradients in the inputs' dtype; "
-        "sliding windows; no softcap"
-    )
-
-
-def test_a_kernel_that_does_not_fit_states_no_capabilities(hopper):
+def test_capabilities_of_the_kernels_that_fit(gpu):
+    gpu(flash3="")
+    half = "bfloat16, float16; head size a multiple of 8 up to 256; compute capability"
+    assert capabilities(CUDA, BF16, 128) == [
+        f"flash_attn3: {half} 9.x; lse -inf without keys; gradients in the inputs' dtype; "
+        "sliding windows; softcap",
+        f"torch_varlen: {half} 8.0 or newer; lse -inf without keys (mended from +inf); "
+        "gradients in the inputs' dtype; sliding windows; no softcap",
+    ]
     assert capabilities(CUDA, torch.float32, 128) == []
-
-
-def test_capabilities_of_the_cpu_kernel():
-    (line,) = capabilities(CPU, torch.float32, 128)
-    assert line == (
+    assert capabilities(CPU, torch.float32, 128) == [
         "cpu_flash: float32, float64, bfloat16, float16; head size any number; lse -inf without "
-        "keys; 16-bit inputs get float32 gradients; sliding windows; "
-        "softcap"
-    )
+        "keys; 16-bit inputs get float32 gradients; sliding windows; softcap"
+    ]
 
 
 # ---- between kernel calls
 
 
-def test_the_cpu_has_torch_between_kernel_calls(caplog):
-    caplog.set_level(logging.INFO)
-    assert choose_fused(CPU).name == "torch"
-    assert not caplog.records
-
-
-def test_cuda_has_triton_between_kernel_calls(caplog):
-    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
-    caplog.set_level(logging.INFO)
-    assert choose_fused(CUDA).name == "triton"
-    choose_fused(CUDA)
-    (record,) = caplog.records
-    assert record.levelname == "INFO"
-
-
-def test_without_triton_torch_serves_and_says_so_once(monkeypatch, caplog):
+def no_triton(monkeypatch):
     monkeypatch.setattr(choose.util, "find_spec", lambda name: None)
-    assert choose_fused(CUDA).name == "torch"
-    choose_fused(CUDA)
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert record.getMessage().startswith("merging and packing take several launches each: triton")
+
+
+def no_compiler(monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(choose.shutil, "which", lambda name: None)
+
+
+def no_headers(monkeypatch):
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(choose.sysconfig, "get_path", lambda name: "/nowhere")
 
 
 @pytest.mark.parametrize(
-    "lacks, advice", [("compiler", "install gcc"), ("headers", "development headers")]
+    ("lack", "level", "words"),
+    [
+        (None, "INFO", "one launch of a Triton kernel each"),
+        (no_triton, "WARNING", "take several launches each: triton is not installed"),
+        (no_compiler, "WARNING", "install gcc"),
+        (no_headers, "WARNING", "development headers"),
+    ],
 )
-def test_triton_that_cannot_start_is_not_chosen(monkeypatch, caplog, tmp_path, lacks, advice):
-    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
-    if lacks == "compiler":
-        monkeypatch.delenv("CC", raising=False)
-        monkeypatch.setattr(choose.shutil, "which", lambda name: None)
-    else:
-        monkeypatch.setenv("CC", "cc")
-        monkeypatch.setattr(choose.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert choose_fused(CUDA).name == "torch"
-    assert advice in caplog.text
+def test_triton_serves_between_kernel_calls_on_cuda_where_it_can_start(
+    monkeypatch, caplog, lack, level, words
+):
+    if lack is not no_triton:
+        pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    caplog.set_level(logging.INFO)
+    assert choose_fused(CPU).name == "torch"
+    assert not caplog.records
+    if lack is not None:
+        lack(monkeypatch)
+    wanted = "triton" if lack is None else "torch"
+    assert choose_fused(CUDA).name == choose_fused(CUDA).name == wanted
+    (record,) = caplog.records  # said once
+    assert record.levelname == level
+    assert words in record.getMessage()

@@ -1,116 +1,206 @@
-"""torch's version of the fused operations, against loops over rows and heads."""
+"""The operations between kernel calls: torch's version against loops over rows and heads, and the
+Triton kernels, under Triton's interpreter, against torch's version; and compiled for GPUs.
+
+The interpreter runs what a kernel says, program after program, and takes more than the compiler
+does. So the kernels are compiled, too, which needs no GPU. Neither says how fast they are.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from hf_flexseq.kernels.fused import TorchFused
 from hf_flexseq.plan.head_layout import HeadLayout
-from tests.kernels.fused_cases import HEAD_RANGES, ROWS, added, gathered, merged, normal
+from tests.kernels.fused_cases import HEAD_RANGES, ROWS, added, gathered, merged, normal, packed
 
-FUSED = TorchFused()
-DOUBLE = torch.float64
-
-
-def logsumexp_merge(out, lse, part_out, part_lse):
-    """Merge two rows by their weights: out [H, D], lse [H]."""
-    total = torch.logaddexp(lse, part_lse)
-    some = total > -torch.inf
-    weights = [torch.where(some, (x - total).exp(), 0.0)[:, None] for x in (lse, part_lse)]
-    return out * weights[0] + part_out * weights[1], total
+TORCH = TorchFused()
+CASES = {merged: ROWS, added: ROWS, gathered: ROWS, packed: HEAD_RANGES}  # by operation
+every_operation = pytest.mark.parametrize("operation", CASES, ids=lambda one: one.__name__)
 
 
-@pytest.mark.parametrize("selection", ROWS)
-def test_a_part_is_merged_into_its_rows(selection):
-    class Wanted:
-        def merge(self, out, lse, rows, part_out, part_lse):
-            for j, row in enumerate(torch.arange(len(out))[rows].tolist()):
-                out[row], lse[row] = logsumexp_merge(out[row], lse[row], part_out[j], part_lse[j])
+class Loops:
+    """The operations as loops."""
 
-    got_out, got_lse = merged(FUSED, selection, dtype=DOUBLE)
-    out, lse = merged(Wanted(), selection, dtype=DOUBLE)
-    torch.testing.assert_close(got_out, out, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(got_lse, lse, rtol=1e-12, atol=1e-12)
+    def __init__(self, head_ranges=None):
+        """head_ranges: of the layout, by tensor, by part."""
+        self.head_ranges = head_ranges
+
+    def merge(self, out, lse, rows, part_out, part_lse):
+        for j, row in enumerate(torch.arange(len(out))[rows].tolist()):
+            total = torch.logaddexp(lse[row], part_lse[j])
+            some = total > -torch.inf
+            weights = [(x - total).exp() for x in (lse[row], part_lse[j])]
+            own, other = (torch.where(some, x, 0.0)[:, None] for x in weights)
+            out[row] = out[row] * own + part_out[j] * other
+            lse[row] = total
+
+    def add(self, totals, rows, parts):
+        for total, of_total, part in zip(totals, rows, parts, strict=True):
+            for j, row in enumerate(torch.arange(len(total))[of_total].tolist()):
+                total[row] += part[j]
+
+    def gather(self, sources, rows, targets):
+        for source, of_source, target in zip(sources, rows, targets, strict=True):
+            for j, row in enumerate(torch.arange(len(source))[of_source].tolist()):
+                target[j] = source[row]
+
+    def pack(self, tensors, layout, table, flat):
+        parts = []
+        for ranges in zip(*self.head_ranges, strict=True):
+            heads = [x[:, one] for x, one in zip(tensors, ranges, strict=True)]
+            parts.append(torch.cat(heads, dim=1).reshape(-1))
+        flat.copy_(torch.cat(parts))
+
+    def unpack(self, flat, layout, table, tensors):
+        tokens, _, head_dim = tensors[0].shape
+        for x in tensors:
+            x.zero_()
+        for ranges in zip(*self.head_ranges, strict=True):
+            counts = [one.stop - one.start for one in ranges]
+            part, flat = flat.tensor_split([tokens * sum(counts) * head_dim])
+            heads = part.view(tokens, sum(counts), head_dim).split(counts, dim=1)
+            for x, one, own in zip(tensors, ranges, heads, strict=True):
+                x[:, one] += own
 
 
-def test_a_result_over_no_keys_stays_one_when_another_is_merged():
-    out, lse = merged(FUSED, "all rows", dtype=DOUBLE)
+@every_operation
+def test_torchs_operations_are_loops(operation):
+    for case in CASES[operation]:
+        got = operation(TORCH, case, dtype=torch.float64)
+        wanted = operation(Loops(HEAD_RANGES.get(case)), case, dtype=torch.float64)
+        for mine, of_loops in zip(got, wanted, strict=True):
+            torch.testing.assert_close(mine, of_loops, rtol=1e-12, atol=1e-12)
+
+
+def test_results_over_no_keys_merge_to_one_over_no_keys():
     nothing, nothing_lse = torch.zeros(1, 3, 7), torch.full((1, 3), -torch.inf)
-    FUSED.merge(nothing, nothing_lse, slice(None), nothing.clone(), nothing_lse.clone())
+    TORCH.merge(nothing, nothing_lse, slice(None), nothing.clone(), nothing_lse.clone())
     assert (nothing == 0).all()
     assert (nothing_lse == -torch.inf).all()
-    assert not out.isnan().any()
-    assert not lse.isnan().any()
-
-
-@pytest.mark.parametrize("selection", ROWS)
-def test_parts_are_added_to_their_rows(selection):
-    class Wanted:
-        def add(self, totals, rows, parts):
-            for total, of_total, part in zip(totals, rows, parts, strict=True):
-                for j, row in enumerate(torch.arange(len(total))[of_total].tolist()):
-                    total[row] += part[j]
-
-    for got, wanted in zip(
-        added(FUSED, selection, dtype=DOUBLE),
-        added(Wanted(), selection, dtype=DOUBLE),
-        strict=True,
-    ):
-        assert torch.equal(got, wanted)
-
-
-@pytest.mark.parametrize("selection", ROWS)
-def test_rows_are_gathered_into_one_buffer(selection):
-    class Wanted:
-        def gather(self, sources, rows, targets):
-            for source, of_source, target in zip(sources, rows, targets, strict=True):
-                for j, row in enumerate(torch.arange(len(source))[of_source].tolist()):
-                    target[j] = source[row]
-
-    for got, wanted in zip(
-        gathered(FUSED, selection, dtype=DOUBLE),
-        gathered(Wanted(), selection, dtype=DOUBLE),
-        strict=True,
-    ):
-        assert torch.equal(got, wanted)
-
-
-@pytest.mark.parametrize("case", HEAD_RANGES)
-def test_each_part_of_the_buffer_has_its_heads_of_all_tensors(case):
-    head_ranges = HEAD_RANGES[case]
-    layout = HeadLayout(head_ranges, 5)
-    tensors = [normal(i, (5, heads, 4), DOUBLE) for i, heads in enumerate(layout.heads)]
-    flat = torch.empty(sum(layout.slots) * 4, dtype=DOUBLE)
-    FUSED.pack(tensors, layout, torch.from_numpy(layout.numbers), flat)
-    parts = []
-    for ranges in zip(*head_ranges, strict=True):
-        heads = [x[:, one] for x, one in zip(tensors, ranges, strict=True)]
-        parts.append(torch.cat(heads, dim=1).reshape(-1))
-    assert torch.equal(flat, torch.cat(parts))
-
-
-@pytest.mark.parametrize("case", HEAD_RANGES)
-def test_unpacking_sums_what_packing_repeats(case):
-    layout = HeadLayout(HEAD_RANGES[case], 5)
-    tensors = [normal(i, (5, heads, 4), DOUBLE) for i, heads in enumerate(layout.heads)]
-    flat = torch.empty(sum(layout.slots) * 4, dtype=DOUBLE)
-    table = torch.from_numpy(layout.numbers)
-    FUSED.pack(tensors, layout, table, flat)
-    got = [torch.full_like(x, 9.0) for x in tensors]
-    FUSED.unpack(flat, layout, table, got)
-    for x, total, ranges in zip(tensors, got, HEAD_RANGES[case], strict=True):
-        for head in range(x.shape[1]):
-            repeats = sum(head in range(one.start, one.stop) for one in ranges)
-            assert torch.allclose(total[:, head], repeats * x[:, head], rtol=1e-14)
 
 
 def test_heads_that_ranks_share_are_summed_in_float32_and_rounded_once():
     layout = HeadLayout([[slice(0, 1)] * 8], 1)
     flat = normal(0, (8 * 3,), torch.bfloat16)
-    (got,) = (torch.empty(1, 1, 3, dtype=torch.bfloat16),)
-    FUSED.unpack(flat, layout, torch.from_numpy(layout.numbers), (got,))
+    got = torch.empty(1, 1, 3, dtype=torch.bfloat16)
+    TORCH.unpack(flat, layout, torch.from_numpy(layout.numbers), (got,))
     assert torch.equal(got[0, 0], flat.float().view(8, 3).sum(0).bfloat16())
 
 
 def test_heads_that_divide_are_one_copy_for_each_tensor():
-    layout = HeadLayout(HEAD_RANGES["heads that divide"], 5)
-    assert len(layout.runs) == 3
+    assert len(HeadLayout(HEAD_RANGES["heads that divide"], 5).runs) == 3
+
+
+# ---- Triton
+
+KERNELS = ("merge_kernel", "rows_kernel", "pack_kernel", "unpack_kernel")
+COMPILE = Path(__file__).with_name("compile_triton.py")
+
+
+@pytest.fixture(scope="module")
+def triton_fused():
+    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    return pytest.importorskip("hf_flexseq.kernels.triton_fused")
+
+
+@pytest.fixture
+def fused(triton_fused, monkeypatch):
+    """The kernels, with tiles so small that a tensor has several."""
+    monkeypatch.setattr(triton_fused, "TILE", 64)
+    monkeypatch.setattr(triton_fused, "MOST_COLUMNS", 32)
+    return triton_fused.TritonFused()
+
+
+def assert_like_torch(fused, operation, case, **options):
+    """Sums of merged results are float32. Sums of heads in bfloat16 are cut off by the interpreter
+    where a GPU rounds."""
+    tolerance = 0.0
+    if operation is merged:
+        tolerance = 1e-14 if options["dtype"] == torch.float64 else 2e-6
+    got = operation(fused, case, **options)
+    for mine, wanted in zip(got, operation(TORCH, case, **options), strict=True):
+        rtol = tolerance
+        if operation is packed and mine.dtype == torch.bfloat16:
+            rtol = 2**-7
+        torch.testing.assert_close(mine, wanted, rtol=rtol, atol=tolerance)
+
+
+@every_operation
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_tritons_operations_are_torchs(fused, operation, dtype):
+    for case in CASES[operation]:
+        assert_like_torch(fused, operation, case, dtype=dtype)
+
+
+def test_any_head_size_is_merged_and_packed(triton_fused):
+    fused = triton_fused.TritonFused()
+    for head_dim in (1, 64, 80, 96):
+        options = {"dtype": torch.bfloat16, "head_dim": head_dim}
+        assert_like_torch(fused, merged, "an index", **options)
+        assert_like_torch(fused, packed, "overlapping heads", tokens=1, **options)
+
+
+def test_a_nan_is_not_hidden_by_a_merge(fused):
+    for one in (fused, TORCH):
+        out, lse = normal(0, (1, 1, 4), torch.float32), normal(1, (1, 1), torch.float32)
+        one.merge(out, lse, slice(None), torch.full_like(out, torch.nan), lse * torch.nan)
+        assert out.isnan().all()
+        assert lse.isnan().all()
+
+
+def test_parts_of_16_bits_are_packed_for_float32_and_sums_of_float32_rounded(fused):
+    layout = HeadLayout(HEAD_RANGES["overlapping heads"], 3)
+    table = torch.from_numpy(layout.numbers)
+    results = []
+    for one in (fused, TORCH):
+        tensors = [normal(i, (3, n, 8), torch.bfloat16) for i, n in enumerate(layout.heads)]
+        flat = torch.empty(sum(layout.slots) * 8)
+        one.pack(tensors, layout, table, flat)
+        one.unpack(flat / 3, layout, table, tensors)
+        results.append([flat, *tensors])
+    for mine, wanted in zip(*results, strict=True):
+        last_place = 2**-7 if mine.dtype == torch.bfloat16 else 0
+        torch.testing.assert_close(mine, wanted, rtol=last_place, atol=0)
+
+
+class Counted:
+    """A kernel that notes its launches."""
+
+    def __init__(self, kernel, launches):
+        self.kernel = kernel
+        self.launches = launches
+
+    def __getitem__(self, grid):
+        self.launches.append(grid)
+        return self.kernel[grid]
+
+
+def test_every_operation_is_one_launch(fused, triton_fused, monkeypatch):
+    launches = []
+    for name in KERNELS:
+        monkeypatch.setattr(triton_fused, name, Counted(getattr(triton_fused, name), launches))
+    counts = []
+    for operation, cases in CASES.items():
+        case = "overlapping heads" if operation is packed else "an index"
+        assert case in cases
+        operation(fused, case, dtype=torch.float32)
+        counts.append(len(launches))
+    assert counts == [1, 2, 3, 5]  # packing and unpacking
+
+
+@pytest.mark.processes
+def test_the_kernels_compile_for_a_gpu_once_for_all_numbers_of_rows(triton_fused, tmp_path):
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET")
+    command = [sys.executable, COMPILE]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["bytes"].keys() == set(KERNELS)
+    assert all(all(sizes) for sizes in found["bytes"].values())
+    assert found["variants"] == dict.fromkeys(KERNELS, 1)

@@ -1,10 +1,11 @@
 """The reference and the CPU flash kernel against autograd through a dense masked softmax, and
-against each other."""
+against each other; windows and softcaps of the CPU kernel, and what it holds at a time."""
 
 import random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_flexseq.kernels import KernelCall, cpu_pieces
 from hf_flexseq.kernels.cpu_flash import CpuFlash
@@ -18,9 +19,7 @@ HEADS = [(4, 4), (4, 2), (4, 1), (1, 1), (6, 2)]
 SCALE = 0.31  # deliberately not 1/sqrt(head_dim)
 
 every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-every_head_count = pytest.mark.parametrize(
-    "heads", HEADS, ids=lambda heads: f"{heads[0]}q{heads[1]}kv"
-)
+is_causal = pytest.mark.parametrize("causal", [True, False], ids=["causal", "rectangles"])
 
 
 def random_segments(seed, causal):
@@ -75,10 +74,13 @@ def dense_gradients(q, k, v, dout, segments, scale=SCALE):
     return [x.grad for x in leaves]
 
 
-def run(kernel, q, k, v, dout, segments, softcap=None):
-    """out, lse, dq, dk, dv"""
+def run(kernel, q, k, v, dout, segments, softcap=None, *, merged=False):
+    """out, lse, dq, dk, dv. merged: as if other keys, of another rank, had added to out and lse
+    before the backward."""
     call = KernelCall(q, k, v, segments, SCALE, softcap)
     out, lse = kernel.forward(call)
+    if merged:
+        return out, lse, *kernel.backward(call, dout, out.to(dout.dtype) * 0.7, lse + 0.4)
     return out, lse, *kernel.backward(call, dout, out, lse)
 
 
@@ -93,45 +95,53 @@ def assert_close(got, want, tolerance=1e-12):
     assert error <= tolerance, f"relative error {error:.2e}"
 
 
-@every_kernel
-@every_head_count
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "rectangles"])
-@pytest.mark.parametrize("seed", range(3))
-def test_agrees_with_dense_autograd(kernel, heads, causal, seed):
-    segments = random_segments(seed, causal)
-    q, k, v, dout = random_inputs(segments, heads, seed=seed)
-    got = run(kernel, q, k, v, dout, segments)
-    want = *dense(q, k, v, segments), *dense_gradients(q, k, v, dout, segments)
+def assert_like_the_reference(inputs, segments, softcap=None):
+    got = run(CpuFlash(), *inputs, segments, softcap, merged=True)
+    want = run(Reference(), *inputs, segments, softcap, merged=True)
     for x, y in zip(got, want, strict=True):
         assert_close(x, y)
 
 
-@every_head_count
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "rectangles"])
+@every_kernel
+@is_causal
+def test_agrees_with_dense_autograd(kernel, causal):
+    for seed in range(3):
+        for heads in HEADS:
+            segments = random_segments(seed, causal)
+            q, k, v, dout = random_inputs(segments, heads, seed=seed)
+            got = run(kernel, q, k, v, dout, segments)
+            want = *dense(q, k, v, segments), *dense_gradients(q, k, v, dout, segments)
+            for x, y in zip(got, want, strict=True):
+                assert_close(x, y)
+
+
+@is_causal
+@pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_cpu_flash_agrees_with_the_reference_on_longer_sequences(heads, causal):
     """Longer than the CPU kernel's tiles, and a head size that is no multiple of anything."""
     q_lens = [257, 0, 601, 1, 64]
     k_lens = [257, 19, 769, 1, 65] if causal else [383, 19, 769, 0, 1]
     segments = Segments(q_lens, k_lens, causal=causal, device=CPU)
-    inputs = random_inputs(segments, heads, head_dim=13)
-    for x, y in zip(
-        run(CpuFlash(), *inputs, segments), run(Reference(), *inputs, segments), strict=True
-    ):
-        assert_close(x, y)
+    assert_like_the_reference(random_inputs(segments, heads, head_dim=13), segments)
 
 
+@pytest.mark.parametrize(
+    ("length", "earlier", "window", "softcap"),
+    [(40, 0, None, None), (40, 24, None, None), (20, 7, 40, None), (90, 7, 40, 5.0)],
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("earlier", [0, 24], ids="{} earlier keys".format)
-def test_a_sequence_alone_has_the_results_it_has_among_others(dtype, earlier):
+def test_a_sequence_alone_has_the_bits_that_it_has_among_others(
+    dtype, length, earlier, window, softcap
+):
     """Alone its results are the kernel's own memory, among others they are copied."""
-    both = Segments([40, 9], [40 + earlier, 9], causal=True, device=CPU)
-    alone = Segments([40], [40 + earlier], causal=True, device=CPU)
+    keys = length + earlier
+    both = Segments([length, 300], [keys, 300], causal=True, device=CPU, window=window)
+    alone = Segments([length], [keys], causal=True, device=CPU, window=window)
     q, k, v, dout = random_inputs(both, (4, 2), dtype=dtype)
-    among = run(CpuFlash(), q, k, v, dout, both)
-    tokens = 40 + earlier
-    single = run(CpuFlash(), q[:40], k[:tokens], v[:tokens], dout[:40], alone)
-    out, lse, dq, dk, dv = among
-    expected = out[:40], lse[:, :40], dq[:40], dk[:tokens], dv[:tokens]
+    out, lse, dq, dk, dv = run(CpuFlash(), q, k, v, dout, both, softcap)
+    own = q[:length], k[:keys], v[:keys], dout[:length]
+    single = run(CpuFlash(), *own, alone, softcap)
+    expected = out[:length], lse[:, :length], dq[:length], dk[:keys], dv[:keys]
     for x, y in zip(single, expected, strict=True):
         assert x.is_contiguous()
         assert x.dtype == y.dtype
@@ -154,25 +164,14 @@ def test_the_results_of_a_sequence_alone_are_not_copied(monkeypatch):
 
 
 @every_kernel
-def test_query_without_keys_gets_zero_and_minus_infinity(kernel):
-    segments = Segments([2, 3], [0, 4], causal=False, device=CPU)
-    out, lse, dq, _, _ = run(kernel, *random_inputs(segments, (2, 1)), segments)
-    assert not out[:2].any()
-    assert not dq[:2].any()
-    assert out[2:].all()
-    assert (lse[:, :2] == -torch.inf).all()
-    assert lse[:, 2:].isfinite().all()
-
-
-@every_kernel
-@pytest.mark.parametrize("lengths", [([], []), ([0, 0], [0, 0]), ([3], [0]), ([0], [3])])
-def test_calls_with_nothing_to_do(kernel, lengths):
-    segments = Segments(*lengths, causal=False, device=CPU)
-    out, lse, dq, dk, dv = run(kernel, *random_inputs(segments, (4, 2)), segments)
-    assert lse.shape == (4, segments.total_q)
-    assert (lse == -torch.inf).all()
-    assert not any(x.any() for x in (out, dq, dk, dv))
-    assert dk.shape == (segments.total_k, 2, 8)
+def test_calls_with_nothing_to_do(kernel):
+    for lengths in ([], []), ([0, 0], [0, 0]), ([3], [0]), ([0], [3]):
+        segments = Segments(*lengths, causal=False, device=CPU)
+        out, lse, dq, dk, dv = run(kernel, *random_inputs(segments, (4, 2)), segments)
+        assert lse.shape == (4, segments.total_q)
+        assert (lse == -torch.inf).all()
+        assert not any(x.any() for x in (out, dq, dk, dv))
+        assert dk.shape == (segments.total_k, 2, 8)
 
 
 def merge(parts):
@@ -184,31 +183,31 @@ def merge(parts):
 
 
 @every_kernel
-@every_head_count
-@pytest.mark.parametrize("early", [0, 1, 19, 38], ids=lambda early: f"{early}_early_keys")
-def test_blocks_with_merged_out_and_lse_sum_to_the_dense_gradient(kernel, heads, early):
-    """The later 41 tokens of a sequence read `early` tokens before them (a rectangle) and
-    themselves (causal)."""
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_blocks_with_merged_out_and_lse_sum_to_the_dense_gradient(kernel, heads):
+    """The later 41 tokens of a sequence read the tokens before them (a rectangle) and themselves
+    (causal)."""
     late = 41
-    whole = Segments([early + late], [early + late], causal=True, device=CPU)
-    q, k, v, dout = random_inputs(whole, heads, seed=early)
-    dout[:early] = 0  # only the late queries are ours
-    mine = slice(early, early + late)
-    blocks = [
-        (slice(0, early), Segments([late], [early], causal=False, device=CPU)),
-        (mine, Segments([late], [late], causal=True, device=CPU)),
-    ]
-    calls = [KernelCall(q[mine], k[keys], v[keys], s, SCALE) for keys, s in blocks]
-    out, lse = merge([kernel.forward(call) for call in calls])
-    want_out, want_lse = dense(q, k, v, whole)
-    assert_close(out, want_out[mine])
-    assert_close(lse, want_lse[:, mine])
+    for early in (0, 1, 19, 38):
+        whole = Segments([early + late], [early + late], causal=True, device=CPU)
+        q, k, v, dout = random_inputs(whole, heads, seed=early)
+        dout[:early] = 0  # only the late queries are ours
+        mine = slice(early, early + late)
+        blocks = [
+            (slice(0, early), Segments([late], [early], causal=False, device=CPU)),
+            (mine, Segments([late], [late], causal=True, device=CPU)),
+        ]
+        calls = [KernelCall(q[mine], k[keys], v[keys], s, SCALE) for keys, s in blocks]
+        out, lse = merge([kernel.forward(call) for call in calls])
+        want_out, want_lse = dense(q, k, v, whole)
+        assert_close(out, want_out[mine])
+        assert_close(lse, want_lse[:, mine])
 
-    grads = [kernel.backward(call, dout[mine], out, lse) for call in calls]
-    dq, dk, dv = dense_gradients(q, k, v, dout, whole)
-    assert_close(grads[0][0] + grads[1][0], dq[mine])
-    assert_close(torch.cat([grads[0][1], grads[1][1]]), dk)
-    assert_close(torch.cat([grads[0][2], grads[1][2]]), dv)
+        grads = [kernel.backward(call, dout[mine], out, lse) for call in calls]
+        dq, dk, dv = dense_gradients(q, k, v, dout, whole)
+        assert_close(grads[0][0] + grads[1][0], dq[mine])
+        assert_close(torch.cat([grads[0][1], grads[1][1]]), dk)
+        assert_close(torch.cat([grads[0][2], grads[1][2]]), dv)
 
 
 @every_kernel
@@ -229,7 +228,7 @@ def test_any_strides_are_read_right(kernel):
 
 @every_kernel
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "rectangles"])
+@is_causal
 def test_16_bit_error_is_at_most_twice_that_of_plain_softmax(kernel, dtype, causal):
     """Against float64 on the same rounded inputs; plain is the same computation written out in
     that dtype."""
@@ -248,14 +247,10 @@ def test_16_bit_error_is_at_most_twice_that_of_plain_softmax(kernel, dtype, caus
         assert (got.double() - true).abs().max() <= 2 * (rough.double() - true).abs().max()
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_16_bit_gradients_do_not_lose_accuracy_with_length_or_shared_heads(dtype):
+def test_16_bit_gradients_do_not_lose_accuracy_with_length_or_shared_heads():
     """1,409 tokens and four query heads to a key head: as good as float32 math that is rounded
     once."""
+    dtype = torch.bfloat16
     segments = Segments([1409], [1409], causal=True, device=CPU)
     inputs = random_inputs(segments, (4, 1), head_dim=64, dtype=dtype)
     true = run(Reference(), *(x.double() for x in inputs), segments)[2:]
@@ -267,7 +262,7 @@ def test_16_bit_gradients_do_not_lose_accuracy_with_length_or_shared_heads(dtype
 
 
 @every_kernel
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "rectangles"])
+@is_causal
 def test_float32_stays_float32(kernel, causal):
     segments = random_segments(0, causal)
     inputs = random_inputs(segments, (4, 2), head_dim=32, dtype=torch.float32)
@@ -286,3 +281,75 @@ def test_capped_scores_under_autocast_are_those_without():
         found = run(CpuFlash(), *inputs, segments, softcap=5.0)
     for got, want in zip(found, wanted, strict=True):
         assert torch.equal(got, want)
+
+
+# ---- windows and softcaps of the CPU kernel
+
+
+@pytest.mark.parametrize("window", [1, 2, 17, 64, 65, 127, 300, 1_030])
+def test_windows_are_exact(window):
+    """Sequences of 0, 1, a prime and more tokens than a block has, some behind earlier keys."""
+    for heads in HEADS:
+        rng = random.Random(window)
+        q_lens = rng.sample([0, 1, 2, 53, 257, 331], k=6)
+        k_lens = [n + rng.choice([0, 1, window - 1, 2 * window, 67]) for n in q_lens]
+        segments = Segments(q_lens, k_lens, causal=True, device=CPU, window=window)
+        assert_like_the_reference(random_inputs(segments, heads, head_dim=13), segments)
+    for length in (1, 16, 17, 18, 63, 64, 65, 129):
+        alone = Segments([length], [length], causal=True, device=CPU, window=window)
+        assert_like_the_reference(random_inputs(alone, (4, 2)), alone)
+
+
+@pytest.mark.parametrize("softcap", [0.7, 50.0])
+def test_softcaps_are_exact_with_and_without_windows_and_in_rectangles(softcap):
+    for window in (None, 1, 65, 600):
+        lengths = [1, 140, 0, 131], [1, 600, 9, 700]  # a block of 128 queries, a run of 512 keys
+        segments = Segments(*lengths, causal=True, device=CPU, window=window)
+        assert_like_the_reference(random_inputs(segments, (6, 2)), segments, softcap)
+    rectangles = Segments([150, 3, 0, 7], [600, 0, 5, 1], causal=False, device=CPU)
+    assert_like_the_reference(random_inputs(rectangles, (4, 2)), rectangles, softcap)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0], ids="softcap {}".format)
+def test_16_bit_inputs_are_rounded_once_and_their_gradients_stay_wide(softcap):
+    segments = Segments([300], [340], causal=True, device=CPU, window=96)
+    inputs = random_inputs(segments, (4, 2), dtype=torch.bfloat16)
+    out, _, *gradients = run(CpuFlash(), *inputs, segments, softcap)
+    exact, *_ = run(Reference(), *(x.double() for x in inputs), segments, softcap)
+    assert out.dtype == torch.bfloat16
+    assert {x.dtype for x in gradients} == {torch.float32}
+    rounded = exact.to(torch.bfloat16).double()
+    assert (out.double() - exact).norm() < 1.6 * (rounded - exact).norm()
+
+
+def test_a_window_of_all_keys_hides_nothing():
+    full = Segments([70], [70], causal=True, device=CPU)
+    wide = Segments([70], [70], causal=True, device=CPU, window=70)
+    inputs = random_inputs(full, (4, 2))
+    results = run(CpuFlash(), *inputs, wide), run(CpuFlash(), *inputs, full)
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the elements of the largest tensor that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(512, None), (None, 5.0), (512, 5.0)])
+def test_no_tensor_has_tokens_times_tokens_elements(window, softcap):
+    tokens = 2_048
+    segments = Segments([tokens], [tokens], causal=True, device=CPU, window=window)
+    inputs = random_inputs(segments, (1, 1), dtype=torch.float32)
+    with LargestTensor() as largest:
+        run(CpuFlash(), *inputs, segments, softcap)
+    assert largest.elements <= tokens * tokens / 32

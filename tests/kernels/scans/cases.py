@@ -1,12 +1,20 @@
 """Recurrent layers as scans and token by token, with random inputs."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
-from hf_flexseq.kernels.scans import gated_delta, kimi, mamba2
-from tests.recurrent import stepwise
+from hf_flexseq.kernels.scans import Scan, Tensors, fla, gated_delta, kimi, mamba2
+from hf_flexseq.kernels.scans.chunked import ChunkedScan
+from hf_flexseq.kernels.scans.grid import ChunkGrid
+from tests.attention.recurrent import stepwise
+
+CPU = torch.device("cpu")
 
 
 class Kind(NamedTuple):
@@ -16,17 +24,21 @@ class Kind(NamedTuple):
     """Of the inputs of a layer, a grid and options."""
     stepwise: Callable[..., Any]
     """Of a state, the inputs of a layer and options."""
-    make: Callable[..., tuple[torch.Tensor, ...]]
+    make: Callable[..., Tensors]
     """Of a number of tokens, a generator and by how much decays are stronger."""
     is_of_token: tuple[bool, ...]
     """Whether an input has a row for each token."""
     options: dict[str, Any]
-    state_shape: tuple[int, int, int]
+    rule: Callable[[], fla.Rule] | None = None
+    """The function of flash-linear-attention, where that runs the scan."""
+
+
+STATE_SHAPE = (4, 6, 5)
 
 
 def _delta_inputs(
     tokens: int, random: torch.Generator, stronger: float, *, key_heads: int, channels: bool
-) -> tuple[torch.Tensor, ...]:
+) -> Tensors:
     """q, k [tokens, key_heads, 6], v [tokens, 4, 5], g [tokens, 4] or [tokens, 4, 6], beta."""
 
     def normal(*shape: int) -> torch.Tensor:
@@ -36,9 +48,7 @@ def _delta_inputs(
     return normal(key_heads, 6), normal(key_heads, 6), normal(4, 5), g, normal(4).sigmoid()
 
 
-def _mamba_inputs(
-    tokens: int, random: torch.Generator, stronger: float
-) -> tuple[torch.Tensor, ...]:
+def _mamba_inputs(tokens: int, random: torch.Generator, stronger: float) -> Tensors:
     """x [tokens, 4, 5], dt [tokens, 4], A [4], B, C [tokens, 2, 6], dt_bias [4]."""
 
     def normal(*shape: int) -> torch.Tensor:
@@ -58,24 +68,120 @@ def _mamba_stepwise(*inputs: Any, **options: Any) -> Any:
     return stepwise.mamba2_from(*layer, dt_bias=dt_bias, **options)
 
 
-def _delta(of: Any, *, key_heads: int, channels: bool, l2norm: bool) -> Kind:
-    def make(*how: Any) -> tuple[torch.Tensor, ...]:
+def _delta(of: Any, rule: Any = None, *, key_heads: int = 4, channels: bool = False) -> Kind:
+    def make(*how: Any) -> Tensors:
         return _delta_inputs(*how, key_heads=key_heads, channels=channels)
 
-    options = {"l2norm": l2norm}
-    return Kind(of.chunk_inputs, stepwise.delta_rule_from, make, (True,) * 5, options, (4, 6, 5))
+    options = {"l2norm": True}
+    return Kind(of.chunk_inputs, stepwise.delta_rule_from, make, (True,) * 5, options, rule)
 
 
 KINDS = {
-    "gated delta": _delta(gated_delta, key_heads=4, channels=False, l2norm=True),
-    "gated delta of grouped keys": _delta(gated_delta, key_heads=2, channels=False, l2norm=True),
-    "kimi": _delta(kimi, key_heads=4, channels=True, l2norm=True),
+    "gated delta": _delta(gated_delta),
+    "gated delta of grouped keys": _delta(gated_delta, key_heads=2),
+    "kimi": _delta(kimi, channels=True),
     "mamba2": Kind(
         _mamba_chunk_inputs,
         _mamba_stepwise,
         _mamba_inputs,
         (True, True, False, True, True, False),
         {"dt_softplus": True, "dt_limit": (0.1, 2.0)},
-        (4, 6, 5),
     ),
 }
+OF_PACKAGE = {
+    "gated delta of the package": _delta(gated_delta, fla.gated_delta_rule),
+    "grouped keys of the package": _delta(gated_delta, fla.gated_delta_rule, key_heads=2),
+    "kimi of the package": _delta(kimi, fla.kimi_delta_rule, channels=True),
+}
+
+
+class Case:
+    """Random inputs of a kind of layer over segments, and gradients of what it gives."""
+
+    def __init__(self, kind: Kind, lengths: Sequence[int], stronger: float = 1) -> None:
+        random = torch.Generator().manual_seed(1)
+        self.kind = kind
+        self.lengths = tuple(lengths)
+        self.layer = kind.make(sum(lengths), random, stronger)
+        shape = (len(lengths), *STATE_SHAPE)
+        self.states = torch.randn(shape, dtype=torch.float64, generator=random)
+        self.dfinals = torch.randn(shape, dtype=torch.float64, generator=random)
+        heads, _, values = STATE_SHAPE
+        of_out = (sum(lengths), heads, values)
+        self.dout_rows = torch.randn(of_out, dtype=torch.float64, generator=random)
+        for x in (*self.layer, self.states):
+            x.requires_grad_()
+        self.grid = ChunkGrid(lengths, CPU)
+        self.scan: Scan = ChunkedScan(self.grid)
+        self.dout = self.grid.to_chunks(self.dout_rows).contiguous()  # as the scan takes it
+        if kind.rule is not None:
+            self.scan = fla.FlaScan(lengths, CPU, kind.rule(), l2norm=True)
+            self.dout = self.dout_rows
+
+    def wanted(self) -> Tensors:
+        """out [tokens, H, V] and the states behind the segments [segments, H, K, V], token by
+        token."""
+        outs, finals = [], []
+        start = 0
+        for segment, length in enumerate(self.lengths):
+            rows = slice(start, start + length)
+            start += length
+            taken = [
+                x[rows] if of_token else x
+                for x, of_token in zip(self.layer, self.kind.is_of_token, strict=True)
+            ]
+            out, final = self.kind.stepwise(self.states[segment], *taken, **self.kind.options)
+            outs.append(out)
+            finals.append(final)
+        return torch.cat(outs), torch.stack(finals)
+
+    def inputs(self) -> Tensors:
+        """What the scan takes."""
+        if self.kind.rule is not None:
+            return self.layer
+        return self.kind.chunk_inputs(*self.layer, self.grid, **self.kind.options)
+
+    def rows(self, out: torch.Tensor) -> torch.Tensor:
+        """[tokens, H, V] of what the scan gives."""
+        return out if self.kind.rule is not None else self.grid.rows(out)
+
+
+# ---- flash-linear-attention
+
+
+def stand_in(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None,
+    cu_seqlens_cpu=None,
+):
+    """A function of the package, with the arguments that it has: rows [1, tokens, ...]."""
+    assert scale is None
+    assert output_final_state
+    assert torch.equal(cu_seqlens, cu_seqlens_cpu)
+    assert q.shape[0] == 1
+    assert initial_state.shape[0] == len(cu_seqlens) - 1
+    outs, finals = [], []
+    for state, rows in zip(initial_state, pairwise(cu_seqlens), strict=True):
+        taken = [x[0, slice(*rows)] for x in (q, k, v, g, beta)]
+        out, final = stepwise.delta_rule_from(state, *taken, l2norm=use_qk_l2norm_in_kernel)
+        outs.append(out)
+        finals.append(final)
+    return torch.cat(outs)[None], torch.stack(finals)
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """The package, as far as it is called."""
+    delta = SimpleNamespace(chunk_gated_delta_rule=stand_in)
+    kda = SimpleNamespace(chunk_kda=stand_in)
+    modules = {"": None, ".ops": None, ".ops.gated_delta_rule": delta, ".ops.kda": kda}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"fla{name}", module or SimpleNamespace())

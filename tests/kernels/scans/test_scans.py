@@ -1,158 +1,199 @@
-"""Scans in chunks give what a recurrence gives token by token: outputs, states and gradients."""
+"""Scans, in chunks and by flash-linear-attention's functions, give what a recurrence gives token
+by token: outputs, states and gradients. A stand-in for the package goes token by token."""
 
-from collections.abc import Sequence
+from importlib import metadata, util
 
 import pytest
 import torch
 
-from hf_flexseq.kernels.scans import apply_transition, apply_transposed
-from hf_flexseq.kernels.scans.chunked import ChunkedScan
+from hf_flexseq.attention.recurrent import layers
+from hf_flexseq.kernels.scans import apply_transition, apply_transposed, choose
 from hf_flexseq.kernels.scans.grid import ChunkGrid
-from tests.kernels.scans.cases import KINDS, Kind
+from tests.kernels.scans.cases import CPU, KINDS, OF_PACKAGE, STATE_SHAPE, Case, package
+from tests.random_runs import MOST_ERROR, AttentionRun, draw, run_attention
 
-CPU = torch.device("cpu")
-LENGTHS = {
-    "one token": (1,),
-    "a chunk": (64,),
-    "around a chunk": (63, 65, 2),
-    "prime": (131, 17),
-    "many": (5, 70, 1, 1, 129, 12, 64, 3, 8, 66, 2, 30),
-}
+assert package, "a fixture"
 
+MANY = (5, 70, 1, 1, 129, 12, 64, 3, 8, 66, 2, 30)
+LENGTHS = [(1,), (64,), (63, 65, 2), (131, 17), MANY]
+ALL = KINDS | OF_PACKAGE
 
-class Case:
-    """Random inputs of a kind of layer over segments, and gradients of what it gives."""
-
-    def __init__(self, kind: Kind, lengths: Sequence[int], stronger: float = 1) -> None:
-        random = torch.Generator().manual_seed(1)
-        self.kind = kind
-        self.lengths = tuple(lengths)
-        self.layer = kind.make(sum(lengths), random, stronger)
-        shape = (len(lengths), *kind.state_shape)
-        self.states = torch.randn(shape, dtype=torch.float64, generator=random)
-        self.dfinals = torch.randn(shape, dtype=torch.float64, generator=random)
-        heads, _, values = kind.state_shape
-        of_out = (sum(lengths), heads, values)
-        self.dout = torch.randn(of_out, dtype=torch.float64, generator=random)
-        for x in (*self.layer, self.states):
-            x.requires_grad_()
-        self.grid = ChunkGrid(lengths, CPU)
-        self.scan = ChunkedScan(self.grid)
-
-    def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [tokens, H, V] and the states behind the segments [segments, H, K, V], token by
-        token."""
-        outs, finals = [], []
-        start = 0
-        for segment, length in enumerate(self.lengths):
-            rows = slice(start, start + length)
-            start += length
-            taken = [
-                x[rows] if of_token else x
-                for x, of_token in zip(self.layer, self.kind.is_of_token, strict=True)
-            ]
-            out, final = self.kind.stepwise(self.states[segment], *taken, **self.kind.options)
-            outs.append(out)
-            finals.append(final)
-        return torch.cat(outs), torch.stack(finals)
-
-    def chunk_inputs(self) -> tuple[torch.Tensor, ...]:
-        return self.kind.chunk_inputs(*self.layer, self.grid, **self.kind.options)
-
-    def chunks_of_dout(self) -> torch.Tensor:
-        return self.grid.to_chunks(self.dout).contiguous()
+of_kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+of_all = pytest.mark.parametrize("kind", ALL.values(), ids=ALL)
+with_package = pytest.mark.usefixtures("package")
 
 
-def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+def close(got, wanted):
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_a_scan_in_chunks_is_the_recurrence_token_by_token(kind, lengths):
-    case = Case(kind, lengths)
-    wanted = case.wanted()
-    wanted_grads = torch.autograd.grad(
-        wanted, (*case.layer, case.states), (case.dout, case.dfinals)
-    )
+@with_package
+@of_all
+def test_a_scan_is_the_recurrence_token_by_token(kind):
+    for lengths in LENGTHS if kind.rule is None else [(5, 1, 9)]:
+        case = Case(kind, lengths)
+        leaves = (*case.layer, case.states)
+        wanted = case.wanted()
+        wanted_grads = torch.autograd.grad(wanted, leaves, (case.dout_rows, case.dfinals))
 
-    inputs = case.chunk_inputs()
-    alone = tuple(None if x is None else x.detach() for x in inputs)
-    out, finals, saved = case.scan.forward(alone, case.states.detach())
-    grads, dstates = case.scan.backward(case.chunks_of_dout(), case.dfinals, alone, saved)
-    through = [(x, dx) for x, dx in zip(inputs, grads, strict=True) if x is not None]
-    layer_grads = torch.autograd.grad([x for x, _ in through], case.layer, [d for _, d in through])
+        inputs = case.inputs()
+        alone = tuple(None if x is None else x.detach() for x in inputs)
+        with torch.no_grad():
+            out, finals, saved = case.scan.forward(alone, case.states.detach())
+            grads, dstates = case.scan.backward(case.dout, case.dfinals, alone, saved)
+        through = [(x, dx) for x, dx in zip(inputs, grads, strict=True) if x is not None]
+        layer_grads = torch.autograd.grad(
+            [x for x, _ in through], case.layer, [dx for _, dx in through]
+        )
 
-    close(case.grid.rows(out), wanted[0])
-    close(finals, wanted[1])
-    for got, want in zip((*layer_grads, dstates), wanted_grads, strict=True):
-        close(got, want)
+        close(case.rows(out), wanted[0])
+        close(finals, wanted[1])
+        for got, want in zip((*layer_grads, dstates), wanted_grads, strict=True):
+            close(got, want)
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@with_package
+@of_all
 def test_summaries_say_what_a_segment_does_to_any_state(kind):
-    case = Case(kind, LENGTHS["many"])
-    with torch.no_grad():
-        inputs = case.chunk_inputs()
-    _, finals, saved = case.scan.forward(inputs, case.states.detach())
+    case = Case(kind, MANY)
+    scan, dout, dfinals, states = case.scan, case.dout, case.dfinals, case.states.detach()
+    inputs = tuple(None if x is None else x.detach() for x in case.inputs())
+    _, finals, saved = scan.forward(inputs, states)
     everywhere = range(len(case.lengths))
 
-    ends, transitions = case.scan.summarise(inputs, everywhere, everywhere)
-    close(apply_transition(transitions, case.states.detach()) + ends, finals)
+    ends, transitions = scan.summarise(inputs, everywhere, everywhere)
+    close(apply_transition(transitions, states) + ends, finals)
     # of states before and behind, transition and transposed are the same product
     close(
-        (apply_transition(transitions, case.states.detach()) * case.dfinals).sum((1, 2, 3)),
-        (case.states.detach() * apply_transposed(transitions, case.dfinals)).sum((1, 2, 3)),
+        (apply_transition(transitions, states) * dfinals).sum((1, 2, 3)),
+        (states * apply_transposed(transitions, dfinals)).sum((1, 2, 3)),
     )
     for states_of, transitions_of in (((4, 0, 9), (0, 11)), ((), (5,)), ((2,), ()), ((), ())):
-        some_ends, some = case.scan.summarise(inputs, states_of, transitions_of)
+        some_ends, some = scan.summarise(inputs, states_of, transitions_of)
         close(some_ends, ends[list(states_of)])
         close(some, transitions[list(transitions_of)])
 
-    of_outputs = case.scan.backward(case.chunks_of_dout(), None, inputs, saved)[1]
-    dstates = case.scan.backward(case.chunks_of_dout(), case.dfinals, inputs, saved)[1]
-    close(of_outputs + apply_transposed(transitions, case.dfinals), dstates)
+    of_outputs = scan.backward(dout, None, inputs, saved)[1]
+    dstates = scan.backward(dout, dfinals, inputs, saved)[1]
+    close(of_outputs + apply_transposed(transitions, dfinals), dstates)
     for chosen in ((4, 0, 9), (11,), (), tuple(everywhere)):
-        got = case.scan.summarise_backward(case.chunks_of_dout(), inputs, saved, chosen)
+        got = scan.summarise_backward(dout, inputs, saved, chosen)
         close(got, of_outputs[list(chosen)])
 
-    for resumed, kept in zip(case.scan.resume(inputs, case.states.detach()), saved, strict=True):
+    for resumed, kept in zip(scan.resume(inputs, states), saved, strict=True):
         assert torch.equal(resumed, kept)
-    from_zeros = case.scan.forward(inputs, torch.zeros_like(case.states))
-    from_nothing = case.scan.forward(inputs, None)
+    from_zeros = scan.forward(inputs, torch.zeros_like(states))
+    from_nothing = scan.forward(inputs, None)
     assert torch.equal(from_nothing[0], from_zeros[0])
-    assert torch.equal(from_nothing[1], ends) or torch.allclose(from_nothing[1], ends, 1e-12)
+    close(from_nothing[1], ends)
+    of_zeros = scan.backward(dout, dfinals, inputs, from_zeros[2])
+    of_nothing = scan.backward(dout, dfinals, inputs, from_nothing[2])
+    close(of_nothing, of_zeros)
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@of_kinds
 def test_decays_that_leave_nothing_are_exact(kind):
     # A product of decays over a chunk is far below the smallest number: e ** -5000 and less.
     case = Case(kind, (150,), stronger=1000)
-    wanted, got = case.wanted(), case.chunk_inputs()
-    out, finals, _ = case.scan.forward(got, case.states)
-    close(case.grid.rows(out), wanted[0])
+    wanted, inputs = case.wanted(), case.inputs()
+    out, finals, _ = case.scan.forward(inputs, case.states)
+    close(case.rows(out), wanted[0])
     close(finals, wanted[1])
-    grads = torch.autograd.grad([x.sum() for x in got if x is not None], case.layer)
+    grads = torch.autograd.grad([x.sum() for x in inputs if x is not None], case.layer)
     assert all(x.isfinite().all() for x in grads)
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@with_package
+@of_all
 def test_a_rank_without_tokens_scans_nothing(kind):
     case = Case(kind, ())
-    inputs = case.chunk_inputs()
+    inputs = case.inputs()
     out, finals, saved = case.scan.forward(inputs, None)
-    assert case.grid.rows(out).shape == case.dout.shape
-    grads, dstates = case.scan.backward(case.chunks_of_dout(), None, inputs, saved)
-    assert finals.shape == dstates.shape == case.states.shape
+    assert case.rows(out).shape == case.dout_rows.shape
+    grads, dstates = case.scan.backward(case.dout, None, inputs, saved)
+    assert finals.shape == dstates.shape == (0, *STATE_SHAPE)
     for x, grad in zip(inputs, grads, strict=True):
         assert x is None or grad.shape == x.shape
 
 
-@pytest.mark.parametrize("lengths", [*LENGTHS.values(), (64, 128), ()])
-def test_rows_become_chunks_and_rows_again(lengths):
-    grid = ChunkGrid(lengths, CPU)
-    rows = torch.randn(sum(lengths), 3, 2)
-    chunks = grid.to_chunks(rows)
-    assert chunks.shape == (grid.chunks, 3, 64, 2)
-    assert torch.equal(grid.rows(chunks), rows)
-    assert chunks.count_nonzero() == rows.count_nonzero()
+def test_rows_become_chunks_and_rows_again():
+    for lengths in [*LENGTHS, (64, 128), ()]:
+        grid = ChunkGrid(lengths, CPU)
+        rows = torch.randn(sum(lengths), 3, 2)
+        chunks = grid.to_chunks(rows)
+        assert chunks.shape == (grid.chunks, 3, 64, 2)
+        assert torch.equal(grid.rows(chunks), rows)
+        assert chunks.count_nonzero() == rows.count_nonzero()
+
+
+# ---- on ranks
+
+
+def runs_of_delta_rules(count):
+    """Random runs with a delta rule over at least three ranks."""
+    number = 0
+    while count:
+        run = draw(number)
+        number += 1
+        if isinstance(run, AttentionRun) and {"gated delta", "kimi delta"} & {
+            kind.recurrent for kind in run.kinds
+        }:
+            groups = [g for micro_batch in run.plan.micro_batches for g in micro_batch.groups]
+            if max(group.degree for group in groups) > 2:
+                yield run
+                count -= 1
+
+
+@with_package
+def test_delta_rules_of_the_package_on_ranks_have_the_gradients_of_one_process(monkeypatch):
+    monkeypatch.setattr(layers, "choose_scan", lambda *call: choose.FLA)
+    for run in runs_of_delta_rules(2):
+        assert run_attention(run) <= MOST_ERROR
+
+
+# ---- which scan is chosen
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Makes believe that the package is installed in a version, or is not."""
+
+    def installed(version):
+        monkeypatch.setattr(util, "find_spec", lambda name: version and object())
+        monkeypatch.setattr(metadata, "version", lambda name: version)
+        monkeypatch.setattr(choose, "reason_without_triton", lambda: None)
+        choose._reason_not_installed.cache_clear()
+
+    yield installed
+    choose._reason_not_installed.cache_clear()
+
+
+HALF = torch.bfloat16
+DELTA, KIMI = choose.GATED_DELTA, choose.KIMI_DELTA
+
+
+@pytest.mark.parametrize(
+    ("version", "kind", "device", "dtype", "channels", "reason"),
+    [
+        ("1.0", DELTA, "cpu", HALF, 128, "CUDA, not on cpu"),
+        ("1.0", choose.MAMBA2, "cuda", HALF, 128, "no states before packed"),
+        ("1.0", KIMI, "cuda", torch.float32, 128, "not in float32"),
+        ("1.0", DELTA, "cuda", torch.float16, 257, "at most 256 channels, not 257"),
+        (None, DELTA, "cuda", HALF, 128, 'not installed; install it with pip install "fla-core>='),
+        ("0.5.1", KIMI, "cuda", HALF, 128, "fla-core 0.5.1 is too old"),
+        ("0.6.0", KIMI, "cuda", HALF, 256, None),
+        ("1.0", DELTA, "cuda", torch.float16, 128, None),
+    ],
+)
+def test_what_the_package_cannot_do_is_done_in_chunks(
+    version, kind, device, dtype, channels, reason, installed
+):
+    installed(version)
+    call = (kind, torch.device(device), dtype, channels)
+    if reason is None:
+        assert choose.choose_scan(*call) == choose.FLA
+        assert choose.explain(*call) == ["fla: chosen", "chunked: not needed"]
+    else:
+        assert reason in choose.reason_without_fla(*call)
+        assert choose.choose_scan(*call) == choose.CHUNKED
+        assert choose.explain(*call)[1] == "chunked: chosen"

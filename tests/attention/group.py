@@ -1,0 +1,39 @@
+"""Contexts of ranks that attend in one group."""
+
+import torch
+
+from hf_flexseq.attention import SequenceContext
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.plan.shard import make_shard
+from tests.plans import one_group
+
+CPU = torch.device("cpu")
+
+
+def nodes_of(world_size, per_node=2):
+    """Nodes of `per_node` ranks, or of one where ranks do not fill them."""
+    per_node = per_node if world_size % per_node == 0 else 1
+    return Topology(nodes=world_size // per_node, ranks_per_node=per_node)
+
+
+def context_of(
+    communicator, strategy, lengths, *, dtype=torch.float64, kernel=None, head_dim=8, passes=None
+):
+    """A rank's context where all ranks share all sequences; under `local` it has them alone."""
+    ranks = range(communicator.topology.world_size)
+    if strategy == "local":
+        ranks = [communicator.rank]
+    shard = make_shard(one_group(ranks, len(lengths), strategy), lengths, communicator.rank)
+    kernel = kernel or choose_kernel(CPU, dtype, head_dim)
+    return SequenceContext(shard, communicator, kernel, CPU, passes=passes)
+
+
+def own_rows(by_sequence, shard):
+    """Of each tensor, by sequence and tensor, the rows that a shard holds; there may be none."""
+    tensors = []
+    for tensor in range(len(by_sequence[0])):
+        rows = [by_sequence[0][tensor][:0]]
+        rows += [by_sequence[one.sequence][tensor][one.start : one.stop] for one in shard.slices]
+        tensors.append(torch.cat(rows))
+    return tensors
