@@ -9,7 +9,7 @@
 4. Nobody reads a value before it is made.
 
 Programs that pass end on every transport, in whatever order messages arrive. `test_check.py` plays
-random plans, and plans of hundreds of ranks; tests/attention runs them.
+random plans, and groups of 32 ranks; tests/attention runs them.
 """
 
 from collections import deque

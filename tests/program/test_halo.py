@@ -3,60 +3,48 @@
 import pytest
 
 from hf_flexseq.base.layers import Reach
-from hf_flexseq.base.topology import Topology
-from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.rings import chunks_per_rank
-from hf_flexseq.plan.shard import group_slices, make_shard
-from hf_flexseq.program.compile import Machine, MicroBatchLayout, backward, forward
+from hf_flexseq.plan.shard import group_slices
+from hf_flexseq.program.compile import BACKWARD, FORWARD
 from hf_flexseq.program.instructions import LayerShape
+from tests.plans import one_group
+from tests.program.compiled import posts_of, programs_of_group
 from tests.program.memory import nbytes
 
 HALO_STRATEGIES = ("zigzag", "balanced")
+TOKEN = 2 * 2 * 16 * 2  # bytes of keys and values: two tensors, KV heads, size, bfloat16
 
 
-def programs_of(strategy, lengths, degree, reach, rank):
-    """A rank's forward and backward, and the shape of the layer."""
-    group = Group(
-        ranks=tuple(range(degree)), sequences=tuple(range(len(lengths))), strategy=strategy
-    )
-    machine = Machine(
-        topology=Topology(nodes=1, ranks_per_node=degree), device="cuda", wide_gradients=False
-    )
-    shard = make_shard(MicroBatch(groups=(group,)), lengths, rank)
+def compiled(strategy, lengths, degree, reach):
+    """Forward and backward of each rank."""
     shape = LayerShape(4, 2, 16, "bfloat16", reach)
-    parts = MicroBatchLayout(shard, machine).parts
-    there = forward(parts, shape)
-    return group, there, backward(parts, shape, there.saved), shape
+    programs = programs_of_group(
+        strategy, degree, lengths, shape, whats=(FORWARD, BACKWARD)
+    ).values()
+    return list(zip(*(by_rank.values() for by_rank in programs), strict=True))
 
 
-def received_bytes(program, shape):
+def received_bytes(program):
     """Bytes of all messages that come to this rank."""
-    total = 0
-    for one in program.instructions:
-        if one.operation == "post":
-            for message in one.constants[1].recvs:
-                total += nbytes(program.all_values[message.value], shape)
-    return total
+    values = [message.value for spec in posts_of(program) for message in spec.recvs]
+    shape = LayerShape(4, 2, 16, "bfloat16")
+    return sum(nbytes(program.all_values[value], shape) for value in values)
 
 
 @pytest.mark.parametrize("strategy", HALO_STRATEGIES)
 def test_a_window_of_1024_moves_its_halo_once_there_and_once_back(strategy):
-    window, degree, lengths = 1024, 8, (65536,)
-    token = 2 * 2 * 16 * 2  # bytes of keys and values: two tensors, KV heads, size, bfloat16
-    halo = (window - 1) * token * chunks_per_rank(strategy)
-    for rank in range(degree):
-        _, there, back, shape = programs_of(strategy, lengths, degree, Reach(window=window), rank)
-        assert received_bytes(there, shape) <= 1.1 * halo
-        # gradients come back in float32
-        assert received_bytes(back, shape) <= 2 * 1.1 * halo
+    halo = (1024 - 1) * TOKEN * chunks_per_rank(strategy)
+    for there, back in compiled(strategy, (65536,), 8, Reach(window=1024)):
+        assert received_bytes(there) <= 1.1 * halo
+        assert received_bytes(back) <= 2 * 1.1 * halo  # gradients come back in float32
 
 
 @pytest.mark.parametrize("strategy", HALO_STRATEGIES)
 @pytest.mark.parametrize("reach", [Reach(window=1), Reach(window=9), Reach(chunk=10)], ids=str)
 def test_a_rank_receives_what_its_queries_read_and_it_has_not(strategy, reach):
     degree, lengths = 3, (50, 1, 7, 23)
-    for rank in range(degree):
-        group, there, _, shape = programs_of(strategy, lengths, degree, reach, rank)
+    (group,) = one_group(range(degree), len(lengths), strategy).groups
+    for rank, (there, _) in enumerate(compiled(strategy, lengths, degree, reach)):
         held = set()
         read = set()
         for part in group_slices(group, lengths, rank):
@@ -64,18 +52,16 @@ def test_a_rank_receives_what_its_queries_read_and_it_has_not(strategy, reach):
                 held.add((part.sequence, position))
                 first = reach.first_key(position)
                 read |= {(part.sequence, key) for key in range(first, position + 1)}
-        token = 2 * 2 * 16 * 2
-        assert received_bytes(there, shape) == len(read - held) * token
+        assert received_bytes(there) == len(read - held) * TOKEN
 
 
 def test_chunks_that_end_with_slices_move_nothing():
-    _, there, back, _ = programs_of("balanced", (64,), 4, Reach(chunk=16), 2)
-    for program in (there, back):
-        assert program.operations()["post"] == 0
+    for program in compiled("balanced", (64,), 4, Reach(chunk=16))[2]:
+        assert not posts_of(program)
 
 
 def test_a_window_that_no_sequence_exceeds_is_no_window_to_the_kernel():
-    _, there, _, _ = programs_of("zigzag", (64,), 4, Reach(window=64), 1)
+    there, _ = compiled("zigzag", (64,), 4, Reach(window=64))[1]
     (call,) = [one for one in there.instructions if one.operation == "attend"]
     lengths = call.constants[0].lengths
     assert lengths.window is None

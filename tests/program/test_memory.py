@@ -5,17 +5,8 @@ The figures are those that torch's allocator was measured to need.
 
 import pytest
 
-from hf_flexseq.base.topology import Topology
-from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.program.compile import (
-    Machine,
-    MicroBatchLayout,
-    backward,
-    backward_of_rows,
-    forward,
-)
 from hf_flexseq.program.instructions import LayerShape
+from tests.program.compiled import programs_of_group
 from tests.program.memory import nbytes, places_of
 
 SHAPE = LayerShape(query_heads=32, kv_heads=8, head_dim=64, dtype="bfloat16")
@@ -53,21 +44,9 @@ def peak_bytes(program):
 
 def peaks_of(strategy, degree, sequences):
     """The most units of any rank in forward, backward and backward of a replayed layer."""
-    nodes = -(-degree // 8)
-    machine = Machine(
-        topology=Topology(nodes=nodes, ranks_per_node=8), device="cuda", wide_gradients=False
-    )
-    group = Group(ranks=tuple(range(degree)), sequences=tuple(range(sequences)), strategy=strategy)
     lengths = (TOKENS * degree // sequences,) * sequences
-    peaks = [0, 0, 0]
-    for rank in range(degree):
-        shard = make_shard(MicroBatch(groups=(group,)), lengths, rank)
-        parts = MicroBatchLayout(shard, machine).parts
-        first = forward(parts, SHAPE)
-        programs = (first, backward(parts, SHAPE, first.saved))
-        programs += (backward_of_rows(parts, SHAPE, first.saved),)
-        peaks = [max(x, peak_bytes(y)) for x, y in zip(peaks, programs, strict=True)]
-    return [peak / UNIT for peak in peaks]
+    programs = programs_of_group(strategy, degree, lengths, SHAPE, per_node=8)
+    return [max(map(peak_bytes, by_rank.values())) / UNIT for by_rank in programs.values()]
 
 
 # Units by (strategy, degree, sequences), as they were when this was written.

@@ -17,26 +17,17 @@ def zone(name, times, log):
 
 def test_zones_post_widest_first_and_then_go_on_by_time():
     log = []
-    found = run_zones(
-        [
-            zone("ring", (0.5, 1.0, END), log),
-            zone("node", (0.5, END), log),
-            zone("local", (0.0, 0.5), log),
-        ]
-    )
+    courses = {"ring": (0.5, 1.0, END), "node": (0.5, END), "local": (0.0, 0.5)}
+    found = run_zones([zone(name, times, log) for name, times in courses.items()])
     assert found == ["ring", "node", "local"]
     assert log == [
-        "ring posts",
-        "node posts",
-        "local posts",
+        *("ring posts", "node posts", "local posts"),
         "local at 0",
-        "local at 0.5",
-        "node at 0.5",
-        "ring at 0.5",
+        *("local at 0.5", "node at 0.5", "ring at 0.5"),
         "ring at 1",
-        "node at 2",
-        "ring at 2",
+        *("node at 2", "ring at 2"),
     ]
+    assert run_zones([]) == []
 
 
 def test_ranks_without_some_zones_keep_the_order_of_the_others():
@@ -45,25 +36,15 @@ def test_ranks_without_some_zones_keep_the_order_of_the_others():
     run_zones([zone(name, times, log) for name, times in courses.items()])
     for left_out in courses:
         fewer = []
-        run_zones(
-            [zone(name, times, fewer) for name, times in courses.items() if name != left_out]
-        )
+        kept = {name: times for name, times in courses.items() if name != left_out}
+        run_zones([zone(name, times, fewer) for name, times in kept.items()])
         assert fewer == [line for line in log if line[0] != left_out]
 
 
 def test_a_zone_inside_another_one():
-    log = []
-    assert run_zones([within(0.25, 0.75, zone("inner", (0.0, 0.5, 1.0, END), log))]) == ["inner"]
-    assert list(within(0.25, 0.75, zone("inner", (0.0, 0.5, 1.0, END), log))) == [
-        0.25,
-        0.5,
-        0.75,
-        0.75,
-    ]
-
-
-def test_no_zone_at_all():
-    assert run_zones([]) == []
+    inner = (0.0, 0.5, 1.0, END)
+    assert run_zones([within(0.25, 0.75, zone("inner", inner, []))]) == ["inner"]
+    assert list(within(0.25, 0.75, zone("inner", inner, []))) == [0.25, 0.5, 0.75, 0.75]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +56,7 @@ def test_no_zone_at_all():
         ((2, 3), 1, [(2, 3)]),
     ],
 )
-def test_local_sequences_are_dealt_to_calls_of_about_equal_work(lengths, most, wanted):
+def test_local_sequences_are_distributed_over_calls_of_about_equal_work(lengths, most, wanted):
     tables = Tables()
     zone = LocalZone(slice(0, sum(lengths)), lengths, tables, most_runs=most)
     assert [tables.calls[run.call].q_lens for run in zone.runs] == wanted

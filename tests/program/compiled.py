@@ -1,0 +1,59 @@
+"""Programs of all ranks in one micro-batch."""
+
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.program.compile import (
+    BACKWARD,
+    BACKWARD_OF_ROWS,
+    FORWARD,
+    HALO,
+    HALO_RETURN,
+    SUMMARIES_AFTER,
+    SUMMARIES_BEFORE,
+    Machine,
+    MicroBatchLayout,
+    compile_program,
+)
+from hf_flexseq.program.instructions import RowShape
+from tests.plans import one_group
+
+OF_ATTENTION = (FORWARD, BACKWARD, BACKWARD_OF_ROWS)
+OF_ROWS = (HALO, HALO_RETURN, SUMMARIES_BEFORE, SUMMARIES_AFTER)  # of recurrent layers
+
+
+def programs_of(
+    micro_batch, lengths, topology, shape, *, device="cuda", passes=None, ranks=None, whats=None
+):
+    """By what they do, the programs by rank. shape: a LayerShape, or a RowShape of a recurrent
+    layer."""
+    machine = Machine(topology=topology, device=device, wide_gradients=device == "cpu")
+    if whats is None:
+        whats = OF_ROWS if isinstance(shape, RowShape) else OF_ATTENTION
+    shards = passes.shards(micro_batch, lengths) if passes else None
+    found = {what: {} for what in whats}
+    for rank in range(topology.world_size) if ranks is None else ranks:
+        shard = shards[rank] if shards else make_shard(micro_batch, lengths, rank)
+        parts = MicroBatchLayout(shard, machine).parts
+        forward = None
+        for what in whats:
+            program = compile_program(parts, what, shape, forward)
+            forward = forward or program
+            if passes is not None:
+                program = passes.of_programs(shard, machine)(program, what, shape)
+            found[what][rank] = program
+    return found
+
+
+def programs_of_group(strategy, degree, lengths, shape, *, per_node=None, **options):
+    """The same of one group of all ranks, on nodes of so many; None is a node for all."""
+    per_node = per_node or degree
+    topology = Topology(nodes=-(-degree // per_node), ranks_per_node=per_node)
+    micro_batch = one_group(range(degree), len(lengths), strategy)
+    return programs_of(
+        micro_batch, lengths, topology, shape, **({"ranks": range(degree)} | options)
+    )
+
+
+def posts_of(program):
+    """What a program posts: PostSpec of sends and receives."""
+    return [one.constants[1] for one in program.instructions if one.operation == "post"]
