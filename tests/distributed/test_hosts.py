@@ -20,47 +20,42 @@ class Answers:
         return self._answers
 
 
-def found(sizes, names):
-    return topology_of(Answers(sizes, names))
-
-
-def test_the_launcher_says_how_many_ranks_a_node_has():
-    assert found(["2"] * 4, ["a", "a", "b", "b"]) == Topology(nodes=2, ranks_per_node=2)
-
-
-def test_without_a_word_of_the_launcher_host_names_say_it():
-    topology = found([None] * 6, ["a", "a", "b", "b", "c", "c"])
-    assert topology == Topology(nodes=3, ranks_per_node=2)
-
-
-def test_several_nodes_may_be_emulated_on_one_machine():
-    assert found(["2"] * 4, ["here"] * 4) == Topology(nodes=2, ranks_per_node=2)
+@pytest.mark.parametrize(
+    ("sizes", "names", "nodes"),
+    [
+        (["2"] * 4, "aabb", 2),
+        ([None] * 6, "aabbcc", 3),
+        (["2"] * 4, "aaaa", 2),  # several nodes emulated on one machine
+    ],
+)
+def test_the_launcher_says_how_many_ranks_a_node_has_or_else_host_names(sizes, names, nodes):
+    assert topology_of(Answers(sizes, names)) == Topology(nodes=nodes, ranks_per_node=2)
 
 
 @pytest.mark.parametrize(
     ("sizes", "names", "message"),
     [
-        (["2"] * 4, ["a", "b", "c", "d"], "LOCAL_WORLD_SIZE=2 .* ranks 0 to 1 .* on a, b:"),
-        (["4"] * 4, ["a", "a", "b", "b"], "LOCAL_WORLD_SIZE=4 .* ranks 0 to 3 .* on a, b:"),
-        (["2"] * 4, ["a", "b", "a", "b"], "ranks 0 to 1 share a node, but they are on a, b:"),
-        (["3", "3", "3", "1"], ["a", "a", "a", "b"], r"differs .*\(3, 1\).* a: 3, b: 1; start"),
-        (["2", "2", None, None], ["a", "a", "b", "b"], r"differs .*\(2, None\).* a: 2, b: 2"),
-        (["3"] * 4, ["a"] * 4, "4 ranks cannot be spread evenly over nodes of 3"),
-        ([None] * 4, ["a", "a", "a", "b"], "spread evenly over nodes of 3"),
-        ([None] * 4, ["a", "b", "b", "a"], "ranks 0 to 1 should share a machine.*a, b, b, a"),
-        (["two"] * 2, ["a", "a"], "LOCAL_WORLD_SIZE='two' is no number"),
-        (["0"] * 2, ["a", "a"], "2 ranks cannot be spread evenly over nodes of 0"),
+        (["2"] * 4, "abcd", "LOCAL_WORLD_SIZE=2 .* ranks 0 to 1 .* on a, b:"),
+        (["4"] * 4, "aabb", "LOCAL_WORLD_SIZE=4 .* ranks 0 to 3 .* on a, b:"),
+        (["2"] * 4, "abab", "ranks 0 to 1 share a node, but they are on a, b:"),
+        (["3", "3", "3", "1"], "aaab", r"differs .*\(3, 1\).* a: 3, b: 1; start"),
+        (["2", "2", None, None], "aabb", r"differs .*\(2, None\).* a: 2, b: 2"),
+        (["3"] * 4, "aaaa", "4 ranks cannot be spread evenly over nodes of 3"),
+        ([None] * 4, "aaab", "spread evenly over nodes of 3"),
+        ([None] * 4, "abba", "ranks 0 to 1 should share a machine.*a, b, b, a"),
+        (["two"] * 2, "aa", "LOCAL_WORLD_SIZE='two' is no number"),
+        (["0"] * 2, "aa", "2 ranks cannot be spread evenly over nodes of 0"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(sizes, names, message):
     with pytest.raises(ValueError, match=message) as raised:
-        found(sizes, names)
+        topology_of(Answers(sizes, names))
     assert "\n" not in str(raised.value)
 
 
 def test_a_rank_answers_with_its_environment_and_its_host(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr(hosts.socket, "gethostname", lambda: "a")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert topology_of(LoneTransport()) == Topology(nodes=1, ranks_per_node=1)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert topology_of(LoneTransport()) == Topology(nodes=1, ranks_per_node=1)

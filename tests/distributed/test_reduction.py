@@ -36,35 +36,23 @@ def summed(rank, world_size, divisor):
     return [parameter.grad for parameter in parameters]
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 2**20])
 @pytest.mark.parametrize("divisor", [1, 3])
-def test_every_gradient_becomes_its_sum(bucket_bytes, divisor, monkeypatch):
-    monkeypatch.setattr(reduction, "BUCKET_BYTES", bucket_bytes)
-    for found in run_threads(summed, 3, divisor):
-        inputs = [tensors_of(rank) for rank in range(3)]
-        inputs[0][1].zero_()
-        for index, tensor in enumerate(found):
-            wanted = sum(of_rank[index] for of_rank in inputs) / divisor
-            assert tensor.dtype == wanted.dtype
-            torch.testing.assert_close(tensor, wanted)
+def test_every_gradient_becomes_its_sum(divisor, monkeypatch):
+    inputs = [tensors_of(rank) for rank in range(3)]
+    inputs[0][1].zero_()
+    for bucket_bytes in (1, 100, 2**20):
+        monkeypatch.setattr(reduction, "BUCKET_BYTES", bucket_bytes)
+        for found in run_threads(summed, 3, divisor):
+            for index, tensor in enumerate(found):
+                wanted = sum(of_rank[index] for of_rank in inputs) / divisor
+                assert tensor.dtype == wanted.dtype
+                torch.testing.assert_close(tensor, wanted)
 
 
-def test_buckets_are_full_of_one_dtype(monkeypatch):
-    monkeypatch.setattr(reduction, "BUCKET_BYTES", 32)
-    sizes = [(2, torch.float64), (2, torch.float64), (1, torch.float64), (1, torch.float32)]
-    tensors = [torch.zeros(n, dtype=dtype) for n, dtype in sizes]
-    assert [len(bucket) for bucket in reduction.buckets(tensors)] == [2, 1, 1]
-
-
-def sizes_of(found):
-    return [[tensor.numel() for tensor in bucket] for bucket in found]
-
-
-def test_neighbours_share_a_bucket_until_it_is_full(monkeypatch):
+def test_neighbours_of_one_dtype_share_a_bucket_until_it_is_full(monkeypatch):
     monkeypatch.setattr(reduction, "BUCKET_BYTES", 40)
-    tensors = [torch.zeros(n) for n in (4, 6, 1, 30, 2, 8)]
-    assert sizes_of(reduction.buckets(tensors)) == [[4, 6], [1], [30], [2, 8]]
-
-
-def test_nothing_is_no_bucket():
+    tensors = [torch.zeros(n) for n in (4, 6, 1, 30, 2, 7)]
+    tensors.append(torch.zeros(1, dtype=torch.float16))
+    found = [[x.numel() for x in bucket] for bucket in reduction.buckets(tensors)]
+    assert found == [[4, 6], [1], [30], [2, 7], [1]]
     assert list(reduction.buckets([])) == []

@@ -1,0 +1,182 @@
+"""Transports against a stub of torch.distributed: which groups NCCL's makes, and how it uses them
+first; what gloo's says of ranks that are gone."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost.presets import load_cost_model
+from hf_flexseq.distributed import connect as connecting
+from hf_flexseq.distributed.communicator import Communicator, Transfers
+from hf_flexseq.distributed.connect import connect
+from hf_flexseq.distributed.gloo import GlooTransport
+from hf_flexseq.distributed.links import Neighbours
+from hf_flexseq.distributed.transport import Lane, LostRank, Message
+from hf_flexseq.planner.blocks import exchange_degrees
+from tests.distributed.stub import StubDistributed, StubJob
+
+CUDA = torch.device("cuda", 0)
+COST = load_cost_model("llama-3.1-8b-h200")
+LARGE = Topology(nodes=128, ranks_per_node=8)
+
+
+@pytest.fixture(autouse=True)
+def cuda_tensors_lie_on_the_cpu(monkeypatch):
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None: zeros(*sizes))
+    monkeypatch.setattr(connecting, "reserve_descriptors", lambda sockets: None)
+
+
+def rank_of(monkeypatch, topology, rank, *, bound=False):
+    """The stub of a rank, its communicator, and the groups of its lanes in order."""
+    monkeypatch.setattr(connecting, "_transports", {})
+    monkeypatch.setattr(connecting, "_job", None)
+    job = StubJob(cuda="nccl", cpu="gloo")
+    job.bound_device_id = CUDA if bound else None
+    stub = StubDistributed(monkeypatch, rank=rank, world_size=topology.world_size, job=job)
+    communicator = Communicator(topology, transport=connect(CUDA))
+    return stub, communicator, stub.by_backend("nccl")
+
+
+def test_lanes_are_made_by_their_ranks_alone_and_connect_pairs_of_a_node_and_along_rails(
+    monkeypatch,
+):
+    _, _, (inside, across) = rank_of(monkeypatch, Topology(nodes=3, ranks_per_node=4), 5)
+    assert inside.ranks == (4, 5, 6, 7)
+    assert inside.local
+    assert across.ranks == tuple(range(12))
+    for lane, peers in ((inside, (4, 6, 7)), (across, (1, 9))):
+        assert lane.ran[1:] == [[(way, peer) for way in ("recv", "send") for peer in peers]]
+
+
+def test_who_connects_to_a_rank_is_connected_to_by_it(monkeypatch):
+    topology = Topology(nodes=3, ranks_per_node=2)
+    peers = {}
+    for rank in range(topology.world_size):
+        _, _, lanes = rank_of(monkeypatch, topology, rank)
+        peers[rank] = {peer for lane in lanes for _, peer in lane.ran[1]}
+    assert all(rank in peers[peer] for rank, others in peers.items() for peer in others)
+
+
+def test_all_ranks_use_a_communicator_before_some_of_them_do_and_a_message_is_a_batch(monkeypatch):
+    topology = Topology(nodes=2, ranks_per_node=4)
+    stub, communicator, (inside, _) = rank_of(monkeypatch, topology, 5)
+    communicator.open_blocks([2, 8])
+    for group in stub.by_backend("nccl"):
+        assert group.ran[0] == "all_reduce", group
+    Transfers(communicator, sends=[(torch.ones(3), 6)], recvs=[]).wait()
+    assert inside.ran[-1] == [("send", 6)]
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_members_of_a_group_agree_on_its_name(monkeypatch, bound):
+    """Ranks in the middle of a pipeline open more links than those at its ends."""
+    topology = Topology(nodes=1, ranks_per_node=8)
+    pipelines = [(0, 2, 4, 6), (1, 3, 5, 7)]
+    calls, names = set(), {}
+    for rank in range(topology.world_size):
+        stub, communicator, _ = rank_of(monkeypatch, topology, rank, bound=bound)
+        communicator.open_blocks([2, 4])
+        Neighbours(communicator, pipelines)
+        calls.add(len(stub.groups))
+        for number, group in enumerate(stub.groups):
+            names.setdefault((group.ranks, number), set()).add(group.name)
+    # Under a device that is bound each call is a split of the world, which takes all ranks.
+    assert len(calls) == 1, calls
+    assert all(len(of_members) == 1 for of_members in names.values()), names
+    made = {(group, number) for group, number in names if len(group) > 1}
+    for ranks, number in made:
+        others = {group for group, other in names if other == number and group != ranks}
+        assert all(not set(ranks) & set(group) for group in others), "parts must be disjoint"
+
+
+# ---- the start of a large job
+
+
+@pytest.mark.parametrize("strategy", ["auto", "hybrid"])
+@pytest.mark.parametrize("rank", [0, 517, 1023])
+def test_a_start_on_1024_ranks_makes_few_groups(monkeypatch, rank, strategy):
+    began = time.process_time()
+    stub, communicator, _ = rank_of(monkeypatch, LARGE, rank)
+    lanes = len(stub.groups)
+    communicator.open_blocks(exchange_degrees(COST, LARGE, strategy=strategy, sp_degree=None))
+    seconds = time.process_time() - began
+    assert lanes == 3  # the CPU group, and two lanes
+    assert 1 <= len(stub.groups) - lanes <= 16
+    assert all(rank in group.ranks for group in stub.groups)
+    assert seconds < 2, seconds
+
+
+def test_blocks_of_all_degrees_are_at_most_16_groups(monkeypatch):
+    stub, communicator, _ = rank_of(monkeypatch, LARGE, 100)
+    lanes = len(stub.groups)
+    communicator.open_blocks(range(2, 1025))
+    assert len(stub.groups) - lanes == 10
+    assert len(communicator.blocks) == 10
+
+
+def test_a_pipeline_of_8_stages_on_1024_ranks_makes_few_groups(monkeypatch):
+    pipelines = [tuple(range(first, 1024, 128)) for first in range(128)]
+    began = time.process_time()
+    stub, communicator, _ = rank_of(monkeypatch, LARGE, 300)
+    before = len(stub.groups)
+    neighbours = Neighbours(communicator, pipelines)
+    seconds = time.process_time() - began
+    # a link is a lane; those between other stages are groups of this rank alone
+    beside = [group for group in stub.groups[before:] if group.ranks != (300,)]
+    assert len(beside) == 4 + 1  # two links to each side, and the replicas of the stage
+    assert len(stub.groups) - before <= 16
+    assert neighbours.replicas is not None
+    assert seconds < 2, seconds
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sp_degree", "degrees"),
+    [
+        ("auto", None, [2, 4, 8, 16, 32]),  # of 32 heads
+        ("zigzag", None, []),
+        ("hybrid", None, [2, 4, 8]),
+        ("ulysses", 16, [16]),
+    ],
+)
+def test_degrees_beyond_the_heads_are_not_opened(strategy, sp_degree, degrees):
+    assert exchange_degrees(COST, LARGE, strategy=strategy, sp_degree=sp_degree) == degrees
+
+
+# ---- gloo
+
+
+def posted(monkeypatch, gone, *, sends, recvs):
+    """What rank 0 of 4 posts to and from these peers, in order, while some are gone."""
+    job = StubJob(cpu="gloo")
+    stub = StubDistributed(monkeypatch, rank=0, world_size=4, job=job, gone=gone)
+    transport = GlooTransport(timedelta(minutes=1), torch.device("cpu"))
+    transport.post(
+        Lane("ring", (0, 1, 2, 3)),
+        sends=[Message(torch.ones(1), peer, 7) for peer in sends],
+        recvs=[Message(torch.ones(1), peer, 7) for peer in recvs],
+        label=lambda peer, sending: f"the words of rank {0 if sending else peer}",
+    )
+    return [message for group in stub.groups for batch in group.ran for message in batch]
+
+
+def test_receives_are_posted_before_sends(monkeypatch):
+    order = posted(monkeypatch, gone=(), sends=[1, 3], recvs=[3, 2])
+    assert order == [("recv", 3), ("recv", 2), ("send", 1), ("send", 3)]
+
+
+@pytest.mark.parametrize(
+    ("sends", "recvs", "what"),
+    [
+        ([1, 2, 3], [1, 2, 3], "receive from rank 2 the words of rank 2"),
+        ([1, 2, 3], [1, 3], "send to rank 2 the words of rank 0"),
+        ([2], [], "send to rank 2 the words of rank 0"),
+    ],
+)
+def test_only_the_peer_that_is_gone_is_named(monkeypatch, sends, recvs, what):
+    with pytest.raises(LostRank) as raised:
+        posted(monkeypatch, gone=(2,), sends=sends, recvs=recvs)
+    assert str(raised.value).startswith(f"rank 0 could not {what}: [/gloo/")
