@@ -44,6 +44,7 @@ from hf_flexseq.program import heads as head_pieces
 from hf_flexseq.program import ring_steps
 from hf_flexseq.published.zeppelin.routes import routed_posts
 from tests.attention.dense import dense_attention
+from tests.attention.recurrent import stepwise
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.matching import Launches
 from tests.pipeline.plans import random_pipeline_plan
@@ -51,7 +52,6 @@ from tests.pipeline.test_exactness import columns_of, make_executor
 from tests.plans import random_plan
 from tests.published.zeppelin.always import Always
 from tests.ranks import join, run_threads
-from tests.attention.recurrent import stepwise
 from tests.threads import ThreadGroup
 
 CPU = torch.device("cpu")

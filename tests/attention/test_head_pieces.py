@@ -1,58 +1,55 @@
-"""How heads are dealt to ranks and cut into pieces."""
+"""How heads are distributed over ranks and cut into pieces."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
-import torch
-from torch.utils.checkpoint import checkpoint
 
-from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.cost import HEAD_PIECES, PIECE_ROWS
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.kernels.choose import choose_kernel
-from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program.heads import head_pieces, overlapping, pieces_per_head
-from tests.ranks import join, run_threads
 
 HEADS = [(4, 4), (8, 2), (8, 8), (12, 4), (7, 7), (6, 1), (3, 3), (32, 8)]
+every_head_count = pytest.mark.parametrize("heads, kv_heads", HEADS)
 
 
-@pytest.mark.parametrize("heads, kv_heads", HEADS)
-@pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("most", [1, 2, 3, 4])
-def test_every_head_comes_and_goes_once(heads, kv_heads, degree, most):
-    pieces = head_pieces(heads, kv_heads, degree, most)
-    assert 1 <= len(pieces) <= most
-    queries = [
-        q for i in range(degree) for piece in pieces for q in range(heads)[piece.queries[i]]
-    ]
-    assert queries == list(range(heads))
-    for i in range(degree):
-        of_rank = {
-            q * kv_heads // heads for piece in pieces for q in range(heads)[piece.queries[i]]
-        }
-        for way in ("kv_arriving", "kv_leaving"):
-            assert [
-                kv for piece in pieces for kv in range(kv_heads)[getattr(piece, way)[i]]
-            ] == sorted(of_rank)
+@every_head_count
+def test_every_head_comes_and_goes_once(heads, kv_heads):
+    for degree, most in product((1, 2, 3, 4, 8), (1, 2, 3, 4)):
+        pieces = head_pieces(heads, kv_heads, degree, most)
+        assert 1 <= len(pieces) <= most
+        held = []
+        queries = []
+        for i in range(degree):
+            of_rank = [q for piece in pieces for q in range(heads)[piece.queries[i]]]
+            read = {q * kv_heads // heads for q in of_rank}
+            for way in ("kv_arriving", "kv_leaving"):
+                moved = [kv for piece in pieces for kv in range(kv_heads)[getattr(piece, way)[i]]]
+                assert moved == sorted(read)
+            queries += of_rank
+            held += moved
+        assert queries == list(range(heads))
+        # ranks overlap where one KV head has readers on several
+        is_shared = len(held) > len(set(held))
+        assert overlapping([piece.kv_leaving for piece in pieces]) == is_shared
+        assert not overlapping([piece.queries for piece in pieces])
 
 
-@pytest.mark.parametrize("heads, kv_heads", HEADS)
-@pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
-def test_ranks_overlap_where_one_kv_head_has_readers_on_several(heads, kv_heads, degree):
-    pieces = head_pieces(heads, kv_heads, degree, 4)
-    held = [
-        kv
-        for i in range(degree)
-        for piece in pieces
-        for kv in range(kv_heads)[piece.kv_leaving[i]]
-    ]
-    assert overlapping([piece.kv_leaving for piece in pieces]) == (len(held) > len(set(held)))
-    assert not overlapping([piece.queries for piece in pieces])
+@every_head_count
+def test_a_head_is_read_once_it_is_there_and_leaves_when_it_has_been_read(heads, kv_heads):
+    for degree in (1, 2, 3, 4):
+        pieces = head_pieces(heads, kv_heads, degree, 4)
+        for i in range(degree):
+            there: set[int] = set()
+            gone: set[int] = set()
+            for piece in pieces:
+                share = piece.shares[i]
+                there |= set(range(share.kv_new, share.kv_stop))
+                reads = {q * kv_heads // heads for q in range(share.q_start, share.q_stop)}
+                assert reads == set(range(share.kv_start, share.kv_stop))
+                assert reads <= there - gone
+                gone |= set(range(share.kv_start, share.kv_kept))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -69,45 +66,6 @@ def test_the_cost_model_knows_how_many_pieces_there_are(device):
         )
 
 
-@pytest.mark.parametrize("heads, kv_heads", HEADS)
-@pytest.mark.parametrize("degree", [1, 2, 3, 4])
-def test_a_head_is_read_once_it_is_there_and_leaves_when_it_has_been_read(heads, kv_heads, degree):
-    pieces = head_pieces(heads, kv_heads, degree, 4)
-    for i in range(degree):
-        there: set[int] = set()
-        gone: set[int] = set()
-        for piece in pieces:
-            share = piece.shares[i]
-            there |= set(range(share.kv_new, share.kv_stop))
-            reads = {q * kv_heads // heads for q in range(share.q_start, share.q_stop)}
-            assert reads == set(range(share.kv_start, share.kv_stop))
-            assert reads <= there - gone
-            gone |= set(range(share.kv_start, share.kv_kept))
-
-
 def test_every_rank_that_works_has_a_head_in_every_piece():
     assert len(head_pieces(7, 7, 3, 4)) == 2
     assert len(head_pieces(2, 1, 4, 4)) == 1
-
-
-def gradients(rank, world_size, heads, kv_heads):
-    """Of q, k and v, without and with checkpointing: there the backward has q, k, v and out in the
-    token layout."""
-    group = Group(ranks=tuple(range(world_size)), sequences=(0, 1), strategy="ulysses")
-    shard, cpu = make_shard(MicroBatch(groups=(group,)), (23, 40), rank), torch.device("cpu")
-    options = {"dtype": torch.float64, "generator": torch.Generator().manual_seed(rank)}
-    tensors = [torch.randn(shard.tokens, h, 8, **options) for h in (heads, kv_heads, kv_heads)]
-    seq_ctx = SequenceContext(shard, join(), choose_kernel(cpu, torch.float64, 8), cpu)
-    found = []
-    for run in (lambda attend, *qkv: attend(*qkv), partial(checkpoint, use_reentrant=False)):
-        qkv = [x.clone().requires_grad_() for x in tensors]
-        out = run(partial(sequence_parallel_attention, seq_ctx=seq_ctx), *qkv)
-        out.square().sum().backward()
-        found.append([x.grad for x in qkv])
-    return [bool((a == b).all()) for a, b in zip(*found, strict=True)]
-
-
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (6, 1)])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_checkpointing_changes_no_bit(world_size, heads, kv_heads):
-    assert run_threads(gradients, world_size, heads, kv_heads) == [[True] * 3] * world_size

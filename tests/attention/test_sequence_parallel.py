@@ -1,170 +1,186 @@
 """Every strategy, on every degree up to 8, against dense softmax attention of one process, in
-float64."""
+float64: full attention, windows, chunks, sinks, softcaps and values of another size."""
 
 import functools
-import random
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.attention import sequence_parallel_attention
+from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.base.registry import STRATEGIES
-from hf_flexseq.base.topology import Topology
-from hf_flexseq.kernels.choose import choose_kernel
-from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.plan import attention_schedule as attention
-from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.plan import attention_schedule as schedule
 from hf_flexseq.program import ring_steps
 from tests.attention.dense import dense_attention
-from tests.plans import random_plan
+from tests.attention.group import context_of, nodes_of, own_rows
 from tests.ranks import join, run_ranks, run_threads
 
-HEAD_DIM = 8
-CPU = torch.device("cpu")
+SIZE = 8  # of a query head
+SCALE = 0.3
 SHARED = [name for name in STRATEGIES if name != "local"]
 MIXED = (31, 1, 2, 17, 13, 29)
-PACKS = [(1,), (2,), (17,), (41,), MIXED]
-HEADS = [(4, 4), (4, 2), (8, 2), (8, 1), (3, 1)]  # queries, keys and values
+
+KINDS = {  # (reach, has sinks, softcap, size of a value head)
+    "full": (FULL, False, None, SIZE),
+    "window of one": (Reach(window=1), False, None, SIZE),
+    "window with sinks": (Reach(window=13), True, None, SIZE),
+    "wide window with a softcap": (Reach(window=30), False, 2.0, SIZE),
+    "chunk of one": (Reach(chunk=1), False, None, SIZE),
+    "large chunk with sinks": (Reach(chunk=29), True, None, SIZE),
+    "sinks with a softcap": (FULL, True, 1.5, SIZE),
+    "small values": (FULL, False, None, 5),
+    "large values in a window": (Reach(window=4), True, None, 11),
+}
+# (kind, lengths, heads of queries, and of keys and values)
+FULL_CASES = [
+    *(("full", lengths, (4, 2)) for lengths in ((1,), (2,), (17,), (41,))),
+    *(("full", MIXED, heads) for heads in ((4, 4), (8, 2), (8, 1), (3, 1), (2, 1))),
+]
+CASES = FULL_CASES + [(kind, (*MIXED, 5), (3, 1)) for kind in KINDS if kind != "full"]
 
 
 @functools.cache
-def sequence_tensors(length: int, heads: int, kv_heads: int, seed: int) -> list[torch.Tensor]:
+def tensors_of(sequence, length, heads, kv_heads, value_size):
     """q, k, v and dout of one sequence."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(length, h, HEAD_DIM) for h in (heads, kv_heads, kv_heads, heads)]
-    return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    generator = torch.Generator().manual_seed(sequence)
+    shapes = [(heads, SIZE), (kv_heads, SIZE), (kv_heads, value_size), (heads, value_size)]
+    return [torch.randn(length, *s, generator=generator, dtype=torch.float64) for s in shapes]
+
+
+def options_of(kind, heads):
+    """What attention is called with beside q, k and v."""
+    reach, has_sinks, softcap, _ = KINDS[kind]
+    sinks = None
+    if has_sinks:
+        sinks = torch.linspace(-1.0, 2.0, heads, dtype=torch.float64).requires_grad_()
+    scale = None if kind == "full" else SCALE
+    return {"reach": reach, "sinks": sinks, "softcap": softcap, "scale": scale}
+
+
+def gradient_of(sinks):
+    return None if sinks is None else sinks.grad.tolist()
 
 
 @functools.cache
-def reference(length: int, heads: int, kv_heads: int, seed: int) -> list[torch.Tensor]:
-    """out, dq, dk, dv of one sequence."""
-    q, k, v, dout = sequence_tensors(length, heads, kv_heads, seed)
-    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-    out = dense_attention(q, k, v)
+def wanted(kind, lengths, heads):
+    """By sequence out, dq, dk, dv; and the gradient of all sinks."""
+    options = options_of(kind, heads[0])
+    found = []
+    for sequence, length in enumerate(lengths):
+        *qkv, dout = tensors_of(sequence, length, *heads, KINDS[kind][3])
+        qkv = [x.clone().requires_grad_() for x in qkv]
+        out = dense_attention(*qkv, **options)
+        out.backward(dout)
+        found.append([out.detach(), *(x.grad for x in qkv)])
+    return found, gradient_of(options["sinks"])
+
+
+def attend(communicator, strategy, case, checkpointed):
+    """Of out, dq, dk and dv: squared norms of this rank's error and of what it should have; and
+    its part of the gradient of the sinks."""
+    kind, lengths, heads = case
+    value_size = KINDS[kind][3]
+    seq_ctx = context_of(communicator, strategy, lengths, head_dim=max(SIZE, value_size))
+    given = [tensors_of(i, n, *heads, value_size) for i, n in enumerate(lengths)]
+    *qkv, dout = own_rows(given, seq_ctx.shard)
+    qkv = [x.requires_grad_() for x in qkv]
+    options = options_of(kind, heads[0])
+
+    def run(q, k, v):
+        # the layer is no identity, so that a replay has something to compute
+        return sequence_parallel_attention(q * 1, k * 1, v * 1, seq_ctx, **options)
+
+    out = checkpoint(run, *qkv, use_reentrant=False) if checkpointed else run(*qkv)
     out.backward(dout)
-    return [out.detach(), q.grad, k.grad, v.grad]
-
-
-def on_shard(tensors, which, shard):
-    """Tensor `which` of every slice of the shard, in row order; a rank may work for a group and
-    hold none of it."""
-    return torch.cat(
-        [
-            tensors[0][which][:0],
-            *(tensors[s.sequence][which][s.start : s.stop] for s in shard.slices),
-        ]
-    )
-
-
-def squared_errors(communicator, micro_batch, lengths, heads, kv_heads):
-    """Of out, dq, dk and dv: squared norms of this rank's error and of what it should have, in one
-    micro-batch."""
-    shard = make_shard(micro_batch, lengths, communicator.rank)
-    if not shard.zones:
-        return [[0.0, 0.0]] * 4
-    kernel = choose_kernel(CPU, torch.float64, HEAD_DIM)
-    seq_ctx = SequenceContext(shard, communicator, kernel, CPU)
-    inputs = {i: sequence_tensors(n, heads, kv_heads, i) for i, n in enumerate(lengths)}
-    expected = {i: reference(n, heads, kv_heads, i) for i, n in enumerate(lengths)}
-    q, k, v, dout = (on_shard(inputs, x, shard) for x in range(4))
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = sequence_parallel_attention(q, k, v, seq_ctx)
-    out.backward(dout)
-    wanted = [on_shard(expected, x, shard) for x in range(4)]
-    found = (out.detach(), q.grad, k.grad, v.grad)
-    return [
+    by_sequence, _ = wanted(*case)
+    found = [out.detach(), *(x.grad for x in qkv)]
+    norms = [
         [float((x - y).square().sum()), float(y.square().sum())]
-        for x, y in zip(found, wanted, strict=True)
+        for x, y in zip(found, own_rows(by_sequence, seq_ctx.shard), strict=True)
     ]
+    return norms, gradient_of(options["sinks"])
 
 
-def relative_errors(by_rank):
-    """From every rank's squared norms by case: ||found - wanted|| / ||wanted|| of the worst tensor
-    of each case.
-
-    The gradient of a query that reads one key is zero, so the norms of all four tensors together
-    are the floor."""
-    for case in by_rank[0]:
-        total = torch.tensor([found[case] for found in by_rank], dtype=torch.float64).sum(0)
-        yield (
-            case,
-            float((total[:, 0] / total[:, 1].clamp_min(1e-3 * total[:, 1].max())).sqrt().max()),
-        )
-
-
-def run_every_case(rank, world_size):
-    per_node = 1 if world_size % 2 else 2
-    topology = Topology(nodes=world_size // per_node, ranks_per_node=per_node)
-    communicator = join(topology, use_blocks=world_size % 3 != 0)
+def run_cases(rank, world_size, per_node, strategies, cases):
+    communicator = join(nodes_of(world_size, per_node), use_blocks=world_size % 3 != 0)
     found = {}
-    for strategy in SHARED if world_size > 1 else ["local"]:
-        for lengths in PACKS:
-            group = Group(
-                ranks=tuple(range(world_size)),
-                sequences=tuple(range(len(lengths))),
-                strategy=strategy,
-            )
-            for heads in HEADS if lengths == MIXED else HEADS[1:2]:
-                case = strategy, lengths, heads
-                found[case] = squared_errors(
-                    communicator, MicroBatch(groups=(group,)), lengths, *heads
-                )
+    for strategy in strategies:
+        for number, case in enumerate(cases):
+            # on another number of ranks it is the other way round
+            checkpointed = (number + world_size) % 2 == 0
+            found[strategy, case] = attend(communicator, strategy, case, checkpointed)
     return found
 
 
+def worst_error(results, case):
+    """The relative error of the worst tensor, sinks included. The gradient of a query that reads
+    one key is zero, so the norms of all four tensors together are the floor."""
+    squares = torch.tensor([norms for norms, _ in results], dtype=torch.float64).sum(0)
+    floor = 1e-3 * squares[:, 1].max()
+    error = float((squares[:, 0] / squares[:, 1].clamp_min(floor)).sqrt().max())
+    _, sink_grad = wanted(*case)
+    if sink_grad is not None:
+        grads = torch.tensor([sink_grad, *(grad for _, grad in results)], dtype=torch.float64)
+        exact, found = grads[0], grads[1:].sum(0)
+        error = max(error, float((found - exact).norm() / exact.norm()))
+    return error
+
+
+def assert_exact(by_rank):
+    errors = {
+        (strategy, case): worst_error([found[strategy, case] for found in by_rank], case)
+        for strategy, case in by_rank[0]
+    }
+    assert {case: error for case, error in errors.items() if not error <= 1e-12} == {}
+
+
 @pytest.mark.parametrize(
-    ("start", "world_size"),
+    "world_size",
     [
-        *((run_threads, world_size) for world_size in range(1, 4)),
-        *(pytest.param(run_threads, n, marks=pytest.mark.slow) for n in (4, 5, 8)),
-        *(pytest.param(run_threads, n, marks=pytest.mark.nightly) for n in (6, 7)),
-        *(pytest.param(run_ranks, n, marks=pytest.mark.processes) for n in (2, 4)),
+        *(1, 2, 3),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8)),
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in (5, 6, 7)),
     ],
 )
-def test_every_strategy_is_exact(start, world_size):
-    errors = dict(relative_errors(start(run_every_case, world_size, seconds=100)))
-    assert {case: error for case, error in errors.items() if not error <= 1e-12} == {}
+def test_every_strategy_is_exact(world_size):
+    strategies = SHARED if world_size > 1 else ["local"]
+    cases = CASES if world_size < 8 else CASES[::2]
+    assert_exact(run_threads(run_cases, world_size, 2, strategies, cases, seconds=100))
 
 
-def run_random_plans(rank, world_size, plans):
-    communicator = join()
-    rng = random.Random(world_size)
-    found = {}
-    for n in range(plans):
-        lengths = tuple(rng.choice([1, 2, 5, 17, 40]) for _ in range(8))
-        for m, micro_batch in enumerate(random_plan(lengths, world_size, rng).micro_batches):
-            found[n, m] = squared_errors(
-                communicator, micro_batch, lengths, *HEADS[n % len(HEADS)]
-            )
-    return found
-
-
-@pytest.mark.parametrize(
-    ("large", "worthy_pairs"),
-    [(1, 1), (1024, 1), (1024, 30), (1024, 10**9)],
-    ids=["chunk by chunk", "together", "some steps joined", "all steps joined"],
-)
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_random_plans_are_exact(world_size, large, worthy_pairs, monkeypatch):
-    # of these short sequences chunks travel together otherwise, and all steps
-    monkeypatch.setitem(attention.LARGE, "cpu", large)
-    monkeypatch.setitem(ring_steps.WORTHY_PAIRS, "cpu", worthy_pairs)
-    errors = dict(relative_errors(run_threads(run_random_plans, world_size, 15)))
-    assert {case: error for case, error in errors.items() if not error <= 1e-12} == {}
-
-
-def run_on_nodes(rank, world_size, per_node):
-    communicator = join(Topology(nodes=world_size // per_node, ranks_per_node=per_node))
-    group = Group(
-        ranks=tuple(range(world_size)), sequences=tuple(range(len(MIXED))), strategy="hybrid"
-    )
-    return {
-        heads: squared_errors(communicator, MicroBatch(groups=(group,)), MIXED, *heads)
-        for heads in [*HEADS, (2, 1)]
-    }
+@pytest.mark.processes
+def test_every_strategy_is_exact_on_processes():
+    assert_exact(run_ranks(run_cases, 4, 2, SHARED, FULL_CASES, seconds=100))
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 3), (2, 3), (2, 4)])
 def test_hybrid_is_exact_on_wider_nodes(nodes, per_node):
-    errors = dict(relative_errors(run_threads(run_on_nodes, nodes * per_node, per_node)))
-    assert {case: error for case, error in errors.items() if not error <= 1e-12} == {}
+    ranks = nodes * per_node
+    assert_exact(run_threads(run_cases, ranks, per_node, ["hybrid"], FULL_CASES[4:]))
+
+
+@pytest.mark.parametrize(
+    ("large", "worthy_pairs"),
+    [(1, 1), (1024, 30), (1024, 10**9)],
+    ids=["chunk by chunk", "some steps joined", "all steps joined"],
+)
+def test_rings_are_exact_however_chunks_travel(large, worthy_pairs, monkeypatch):
+    # of these short sequences chunks travel together otherwise
+    monkeypatch.setitem(schedule.LARGE, "cpu", large)
+    monkeypatch.setitem(ring_steps.WORTHY_PAIRS, "cpu", worthy_pairs)
+    strategies = ["zigzag", "balanced"]
+    assert_exact(run_threads(run_cases, 4, 2, strategies, FULL_CASES[3:6]))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"window": 0}, "window of 0"),
+        ({"chunk": -3}, "chunk of -3"),
+        ({"window": 2, "chunk": 3}, "window of 2 and a chunk of 3"),
+    ],
+)
+def test_a_reach_that_reads_nothing_or_two_things_is_refused(asked, said):
+    with pytest.raises(ValueError, match=said):
+        Reach(**asked)

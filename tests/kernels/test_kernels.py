@@ -105,7 +105,7 @@ def assert_like_the_reference(inputs, segments, softcap=None):
 @every_kernel
 @is_causal
 def test_agrees_with_dense_autograd(kernel, causal):
-    for seed in range(3):
+    for seed in range(2):
         for heads in HEADS:
             segments = random_segments(seed, causal)
             q, k, v, dout = random_inputs(segments, heads, seed=seed)
@@ -116,7 +116,7 @@ def test_agrees_with_dense_autograd(kernel, causal):
 
 
 @is_causal
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 2)], ids=str)
 def test_cpu_flash_agrees_with_the_reference_on_longer_sequences(heads, causal):
     """Longer than the CPU kernel's tiles, and a head size that is no multiple of anything."""
     q_lens = [257, 0, 601, 1, 64]
@@ -289,7 +289,7 @@ def test_capped_scores_under_autocast_are_those_without():
 @pytest.mark.parametrize("window", [1, 2, 17, 64, 65, 127, 300, 1_030])
 def test_windows_are_exact(window):
     """Sequences of 0, 1, a prime and more tokens than a block has, some behind earlier keys."""
-    for heads in HEADS:
+    for heads in ((4, 2), (1, 1)):
         rng = random.Random(window)
         q_lens = rng.sample([0, 1, 2, 53, 257, 331], k=6)
         k_lens = [n + rng.choice([0, 1, window - 1, 2 * window, 67]) for n in q_lens]
