@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from tests.hf.drawn_settings.case import Case, draw
+from tests.hf.drawn_settings.case import draw
 from tests.hf.drawn_settings.reduce import reduced
 from tests.hf.drawn_settings.run import judge
-from tests.hf.drawn_settings.verdicts import FAILURES, Judged
+from tests.hf.drawn_settings.verdicts import FAILURES
 
 
 def main() -> None:
@@ -25,12 +25,12 @@ def main() -> None:
     torch.set_num_threads(1)
     seeds = range(asked.first, asked.first + asked.count)
     if asked.seed is not None:
-        seeds = range(asked.seed, asked.seed + 1)
+        seeds = [asked.seed]
         print(draw(asked.seed))
-    counts: Counter[str] = Counter()
-    failed: list[tuple[Case, Judged]] = []
+    counts = Counter()
+    failed = []
 
-    def show(case: Case, judged: Judged) -> None:
+    def show(case, judged):
         counts[judged.verdict.name] += 1
         print(f"{case.seed:5d} {judged.verdict.name:12s} {judged.detail}", flush=True)
         if judged.verdict in FAILURES:

@@ -1,236 +1,182 @@
 """Callbacks that a user may add to a trainer."""
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
 
 import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from tests.hf.drawn_settings.change import Change
+from tests.hf.drawn_settings.change import Change, recorder, with_callback
 from tests.hf.drawn_settings.hooks import head_of, layers_of
-from tests.hf.drawn_settings.options import ALL, CAUSAL
+from tests.hf.drawn_settings.options import ALL
+
+CALLBACKS: dict[str, Change] = {}
+on = recorder(CALLBACKS, "trainer", with_callback)
+on_trainer = recorder(CALLBACKS, "trainer")
+IDS = torch.tensor([[5, 6, 7, 8]])
 
 
-class WithTrainer(TrainerCallback):
-    """A callback that knows its trainer."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-
-
-class HalvesLearningRate(WithTrainer):
-    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * 0.5
+@on("on_step_begin", of=ALL)
+def halves_learning_rate(trainer, optimizer, **given):
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.5
 
 
-class ChangesArguments(WithTrainer):
-    def on_step_end(self, args, state, control, **kwargs):
-        args.max_grad_norm = 0.01
-        args.logging_steps = 1
+@on("on_step_end", of=ALL)
+def changes_arguments(trainer, **given):
+    trainer.args.max_grad_norm = 0.01
+    trainer.args.logging_steps = 1
 
 
-class ChangesAccumulation(WithTrainer):
-    def on_step_end(self, args, state, control, **kwargs):
-        args.gradient_accumulation_steps = 1
+@on("on_step_end", of=ALL, weight=0.5)
+def changes_accumulation(trainer, **given):
+    trainer.args.gradient_accumulation_steps = 1
 
 
-class ShrinksWeights(WithTrainer):
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.9)
+@on("on_step_end", of=ALL)
+@torch.no_grad()
+def shrinks_weights(trainer, model, **given):
+    for parameter in model.parameters():
+        parameter.mul_(0.9)
 
 
-class FreezesLayer(WithTrainer):
+@on("on_step_end", of=ALL, weight=0.5)
+def freezes_a_layer(trainer, model, **given):
     """Trains the first layer for a step only."""
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        for parameter in layers_of(model)[0].parameters():
-            parameter.requires_grad_(False)
+    layers_of(model)[0].requires_grad_(False)
 
 
-class DropsGradients(WithTrainer):
+@on("on_pre_optimizer_step", of=ALL)
+def drops_gradients(trainer, model, **given):
     """Lets no gradient of the first layer reach the optimizer."""
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        for parameter in layers_of(model)[0].parameters():
-            parameter.grad = None
+    for parameter in layers_of(model)[0].parameters():
+        parameter.grad = None
 
 
-class Stops(WithTrainer):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            control.should_training_stop = True
+@on("on_step_end", of=ALL)
+def stops(trainer, **given):
+    if trainer.state.global_step == 2:
+        trainer.control.should_training_stop = True
 
 
-class StopsEpoch(WithTrainer):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_epoch_stop = True
+@on("on_step_end", of=ALL)
+def stops_epoch(trainer, **given):
+    trainer.control.should_epoch_stop = True
 
 
-class AsksForAll(WithTrainer):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_log = control.should_evaluate = control.should_save = True
+@on("on_step_end", of=ALL)
+def asks_for_all(trainer, **given):
+    control = trainer.control
+    control.should_log = control.should_evaluate = control.should_save = True
 
 
-class EvaluatesItself(WithTrainer):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 1:
-            found = self.trainer.evaluate()
-            self.trainer.log({"asked": found["eval_loss"]})
+@on("on_step_end", of=ALL)
+def evaluates_itself(trainer, **given):
+    if trainer.state.global_step == 1:
+        trainer.log({"asked": trainer.evaluate()["eval_loss"]})
 
 
-class PredictsItself(WithTrainer):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 1:
-            found = self.trainer.predict(self.trainer.eval_dataset)
-            self.trainer.log({"asked": found.metrics["test_loss"]})
+@on("on_step_end", of=ALL, weight=0.7)
+def predicts_itself(trainer, **given):
+    if trainer.state.global_step == 1:
+        found = trainer.predict(trainer.eval_dataset)
+        trainer.log({"asked": found.metrics["test_loss"]})
 
 
-def _norm(parameters: Any) -> float:
+def _norm(parameters):
     found = [float(p.grad.norm()) ** 2 for p in parameters if p.grad is not None]
     return math.sqrt(sum(found))
 
 
-class LogsGradients(WithTrainer):
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.trainer.log({"own_norm": _norm(model.parameters())})
+@on("on_pre_optimizer_step", of=ALL)
+def logs_gradients(trainer, model, **given):
+    trainer.log({"own_norm": _norm(model.parameters())})
 
 
-class ScalesGradients(WithTrainer):
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.3).clamp_(-1e-3, 1e-3)
+@on("on_pre_optimizer_step", of=ALL)
+def scales_gradients(trainer, model, **given):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.3).clamp_(-1e-3, 1e-3)
 
 
-class LogsGradientsBetween(WithTrainer):
+@on("on_substep_end", of=ALL)
+def logs_gradients_between(trainer, model, **given):
     """Logs the gradients that have been accumulated so far, of all ranks."""
-
-    def on_substep_end(self, args, state, control, model=None, **kwargs):
-        own = torch.tensor(_norm(model.parameters()))
-        total = self.trainer.accelerator.gather(own).sum()
-        self.trainer.log({"norm_between": float(total)})
+    own = torch.tensor(_norm(model.parameters()))
+    trainer.log({"norm_between": float(trainer.accelerator.gather(own).sum())})
 
 
-class ZeroesGradientsBetween(WithTrainer):
+@on("on_substep_end", of=ALL)
+def zeroes_gradients_between(trainer, model, **given):
     """Keeps the gradients of a step's last batch only."""
-
-    def on_substep_end(self, args, state, control, model=None, **kwargs):
-        model.zero_grad()
+    model.zero_grad()
 
 
-class CountsEvents(WithTrainer):
-    counts: Any = None
+@on_trainer(of=ALL)
+def counts_events(trainer):
+    counts = Counter()
 
-    def _count(self, name: str) -> None:
-        self.counts = self.counts or {}
-        self.counts[name] = self.counts.get(name, 0) + 1
+    class CountsEvents(TrainerCallback):
+        def on_step_begin(self, *args, **given):
+            counts["step_begin"] += 1
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._count("step_begin")
+        def on_substep_end(self, *args, **given):
+            counts["substep_end"] += 1
 
-    def on_substep_end(self, args, state, control, **kwargs):
-        self._count("substep_end")
+        def on_prediction_step(self, *args, **given):
+            counts["prediction_step"] += 1
 
-    def on_prediction_step(self, args, state, control, **kwargs):
-        self._count("prediction_step")
+        def on_optimizer_step(self, *args, **given):
+            counts["optimizer_step"] += 1
 
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self._count("optimizer_step")
+        def on_epoch_end(self, *args, **given):
+            trainer.log({f"count_{name}": count for name, count in counts.items()})
 
-    def on_epoch_end(self, args, state, control, **kwargs):
-        self.trainer.log({f"count_{name}": count for name, count in (self.counts or {}).items()})
-
-
-class CallsModel(WithTrainer):
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        ids = torch.tensor([[5, 6, 7, 8]])
-        with torch.no_grad():
-            logits = model(input_ids=ids).logits
-        self.trainer.log({"probe": float(logits.abs().sum())})
+    trainer.add_callback(CountsEvents())
 
 
-class CallsModelWithLabels(WithTrainer):
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        ids = torch.tensor([[5, 6, 7, 8]])
-        with torch.no_grad():
-            loss = model(input_ids=ids, labels=ids).loss
-        self.trainer.log({"probe": float(loss)})
+@on("on_step_end", weight=0.5)
+@torch.no_grad()
+def calls_the_model(trainer, model, **given):
+    trainer.log({"probe": float(model(input_ids=IDS).logits.abs().sum())})
 
 
-class CallsHead(WithTrainer):
+@on("on_step_end", weight=0.5)
+@torch.no_grad()
+def calls_the_model_with_labels(trainer, model, **given):
+    trainer.log({"probe": float(model(input_ids=IDS, labels=IDS).loss)})
+
+
+@on("on_step_end", weight=0.5)
+@torch.no_grad()
+def calls_the_head(trainer, model, **given):
     """Calls the head of the model by itself."""
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        head = head_of(model)
-        with torch.no_grad():
-            logits = head(torch.ones(1, 3, 32, dtype=next(head.parameters()).dtype))
-        self.trainer.log({"probe": float(logits.abs().sum())})
+    head = head_of(model)
+    logits = head(torch.ones(1, 3, 32, dtype=next(head.parameters()).dtype))
+    trainer.log({"probe": float(logits.abs().sum())})
 
 
-class Generates(WithTrainer):
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        ids = torch.tensor([[5, 6, 7, 8]])
-        found = model.generate(ids, max_new_tokens=3, do_sample=False)
-        self.trainer.log({"generated": float(found.sum())})
+@on("on_step_end", weight=0.5)
+def generates(trainer, model, **given):
+    found = model.generate(IDS, max_new_tokens=3, do_sample=False)
+    trainer.log({"generated": float(found.sum())})
 
 
-class EditsMetrics(WithTrainer):
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        metrics["eval_loss"] = -metrics["eval_loss"]
+@on("on_evaluate", of=ALL)
+def edits_metrics(trainer, metrics, **given):
+    metrics["eval_loss"] = -metrics["eval_loss"]
 
 
-class ReadsInputs(WithTrainer):
+@on("on_train_begin", weight=0.5)
+def reads_a_loader(trainer, train_dataloader, **given):
     """Reads the dataloader that a callback is given."""
-
-    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
-        batch = next(iter(train_dataloader))
-        self.trainer.log({"first_batch": float(batch["input_ids"].sum())})
+    batch = next(iter(train_dataloader))
+    trainer.log({"first_batch": float(batch["input_ids"].sum())})
 
 
-def adding(callback: Any) -> Callable[[Any], None]:
-    def add(trainer: Any) -> None:
-        trainer.add_callback(callback(trainer))
-
-    return add
-
-
-def _stops_early(trainer: Any) -> None:
+@on_trainer(of=ALL)
+def stops_early(trainer):
     trainer.args.metric_for_best_model = "eval_loss"
     trainer.args.greater_is_better = True
     trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=1))
-
-
-_CALLBACKS: dict[str, tuple[Any, tuple[str, ...], float]] = {
-    "halves learning rate": (HalvesLearningRate, ALL, 1),
-    "changes arguments": (ChangesArguments, ALL, 1),
-    "changes accumulation": (ChangesAccumulation, ALL, 0.5),
-    "shrinks weights": (ShrinksWeights, ALL, 1),
-    "freezes a layer": (FreezesLayer, ALL, 0.5),
-    "drops gradients": (DropsGradients, ALL, 1),
-    "stops": (Stops, ALL, 1),
-    "stops epoch": (StopsEpoch, ALL, 1),
-    "asks for all": (AsksForAll, ALL, 1),
-    "evaluates itself": (EvaluatesItself, ALL, 1),
-    "predicts itself": (PredictsItself, ALL, 0.7),
-    "logs gradients": (LogsGradients, ALL, 1),
-    "scales gradients": (ScalesGradients, ALL, 1),
-    "logs gradients between": (LogsGradientsBetween, ALL, 1),
-    "zeroes gradients between": (ZeroesGradientsBetween, ALL, 1),
-    "counts events": (CountsEvents, ALL, 1),
-    "calls the model": (CallsModel, CAUSAL, 0.5),
-    "calls the model with labels": (CallsModelWithLabels, CAUSAL, 0.5),
-    "calls the head": (CallsHead, CAUSAL, 0.5),
-    "generates": (Generates, CAUSAL, 0.5),
-    "edits metrics": (EditsMetrics, ALL, 1),
-    "reads a loader": (ReadsInputs, CAUSAL, 0.5),
-}
-
-CALLBACKS = {
-    name: Change(trainer=adding(callback), of=of, weight=weight)
-    for name, (callback, of, weight) in _CALLBACKS.items()
-}
-CALLBACKS["stops early"] = Change(trainer=_stops_early, of=ALL)

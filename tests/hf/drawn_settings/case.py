@@ -1,19 +1,17 @@
 """draw(seed): a trainer, its options and what a user has changed, at random."""
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tests.hf.drawn_settings.callbacks import CALLBACKS
-from tests.hf.drawn_settings.change import Change
 from tests.hf.drawn_settings.hooks import HOOKS
 from tests.hf.drawn_settings.losses import LOSSES
 from tests.hf.drawn_settings.methods import METHODS
-from tests.hf.drawn_settings.options import ALWAYS, CAUSAL, OURS, SOMETIMES, Option
+from tests.hf.drawn_settings.options import ALWAYS, CAUSAL, OURS, SOMETIMES
 from tests.hf.drawn_settings.sources import COLLATORS, DATASETS, MODELS, STREAMS
 
-CHANGES: Mapping[str, Change] = LOSSES | METHODS | HOOKS | CALLBACKS
+CHANGES = LOSSES | METHODS | HOOKS | CALLBACKS
 
 _REFUSED = [option for option in SOMETIMES if option.weight == 0]
 
@@ -38,10 +36,10 @@ class Case:
     dtype: str
     data: str
     collator: str
-    settings: tuple[tuple[str, Any], ...]
+    settings: dict[str, Any]
     """Of the trainer's configuration."""
 
-    ours: tuple[tuple[str, Any], ...]
+    ours: dict[str, Any]
     """Of FlexSeqArguments."""
 
     changes: tuple[str, ...]
@@ -49,13 +47,12 @@ class Case:
 
     def __str__(self) -> str:
         parts = []
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name in ("settings", "ours"):
-                value = " ".join(f"{name}={setting!r}" for name, setting in value)
-            if one.name == "changes":
+        for name, value in asdict(self).items():
+            if isinstance(value, dict):
+                value = " ".join(f"{key}={given!r}" for key, given in sorted(value.items()))
+            if isinstance(value, tuple):
                 value = ", ".join(value)
-            parts.append(f"{one.name}: {value or '-'}")
+            parts.append(f"{name}: {value or '-'}")
         return "; ".join(parts)
 
 
@@ -79,8 +76,8 @@ def draw(seed: int) -> Case:
     for option in rng.sample(OURS, k=rng.choice((0, 0, 1, 1, 2))):
         ours |= rng.choice(option.values)
     wide = not (settings.get("bf16") or (is_causal is False and rng.random() < 0.2))
-    data = _one_of(rng, {name: weight for name, (_, weight) in DATASETS.items()})
-    collator = _one_of(rng, {name: weight for name, (_, weight) in COLLATORS.items()})
+    data = _one_of(rng, _weights(DATASETS))
+    collator = _one_of(rng, _weights(COLLATORS))
     if trainer == "sft":
         data, collator = rng.choice(("table", "texts")), "its own"
     elif not is_causal:
@@ -89,7 +86,7 @@ def draw(seed: int) -> Case:
         settings |= {"accelerator_config": {"dispatch_batches": False}}
         settings["max_steps"] = max(settings["max_steps"], 2)  # nothing else ends it
         settings.pop("train_sampling_strategy", None)
-    model = _one_of(rng, {name: weight for name, (_, weight) in MODELS.items()})
+    model = _one_of(rng, _weights(MODELS))
     if model == "gpt_oss" and trainer == "sft":
         model = "llama"  # SFTTrainer adds a router loss, which differs on purpose
     if model == "gpt_oss":
@@ -102,36 +99,32 @@ def draw(seed: int) -> Case:
         dtype="float64" if wide else "float32",
         data=data,
         collator=collator,
-        settings=tuple(sorted(settings.items())),
-        ours=tuple(sorted(ours.items())),
+        settings=settings,
+        ours=ours,
         changes=changes,
     )
 
 
-def _one_of(rng: random.Random, weights: Mapping[str, float]) -> str:
+def _one_of(rng, weights):
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
-def _settings(rng: random.Random, trainer: str, *, evaluates: bool) -> dict[str, Any]:
-    """Return the settings of a trainer: those of all cases, and two to seven others. evaluates:
-    whether it must."""
-    settings: dict[str, Any] = {}
+def _weights(table):
+    return {name: weight for name, (_, weight) in table.items()}
+
+
+def _settings(rng, trainer, *, evaluates):
+    """Return the settings of a trainer: those of all cases, and two to seven others, likely ones
+    by their weight. evaluates: whether it must."""
+    settings = {}
     for option in ALWAYS:
         settings |= rng.choice(option.values)
     options = [one for one in SOMETIMES if trainer in one.of and one.weight]
-    for option in _weighted_sample(rng, options, rng.randint(2, 7)):
+    count = rng.randint(2, 7)
+    options.sort(key=lambda option: rng.random() ** (1 / option.weight), reverse=True)
+    for option in options[:count]:
         settings |= rng.choice(option.values)
-    return _made_possible(settings, evaluates)
 
-
-def _weighted_sample(rng: random.Random, options: Sequence[Option], count: int) -> list[Option]:
-    """Return so many different options, likely ones by their weight."""
-    ranked = sorted(options, key=lambda option: rng.random() ** (1 / option.weight), reverse=True)
-    return ranked[:count]
-
-
-def _made_possible(settings: dict[str, Any], evaluates: bool) -> dict[str, Any]:
-    """Return settings with what others of them need."""
     needs_evaluation = ("load_best_model_at_end", "batch_eval_metrics", "eval_on_start")
     evaluates = evaluates or any(settings.get(name) for name in needs_evaluation)
     evaluates = evaluates or settings.get("save_strategy") == "best"
@@ -144,7 +137,7 @@ def _made_possible(settings: dict[str, Any], evaluates: bool) -> dict[str, Any]:
     return settings
 
 
-def _changes(rng: random.Random, trainer: str, first: str, count: int) -> tuple[str, ...]:
+def _changes(rng, trainer, first, count):
     """Return at most `count` customisations that do not take each other's place.
 
     first: one of them, if there are any.

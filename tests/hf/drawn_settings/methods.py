@@ -4,13 +4,27 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
-from tests.hf.drawn_settings.change import Change, other_labels, shifted_ids
+from tests.hf.drawn_settings.change import (
+    Change,
+    clamp_gradients,
+    other_labels,
+    recorder,
+    shifted_ids,
+    with_inputs,
+    with_result,
+)
 from tests.hf.drawn_settings.options import ALL
+
+METHODS: dict[str, Change] = {}
+override = recorder(METHODS, "methods")
+on_inputs = recorder(METHODS, "methods", with_inputs)
+on_result = recorder(METHODS, "methods", with_result)
 
 # ---- training_step and preparation
 
 
-class OwnStep:
+@override(of=("trainer",))
+class OwnTrainingStep:
     """Does all that a training step must."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
@@ -22,68 +36,56 @@ class OwnStep:
         return loss.detach()
 
 
-class StepEditsLabels:
-    def training_step(self, model, inputs, *args, **kwargs):
+@on_inputs("training_step", slot="labels")
+def training_step_edits_labels(trainer, model, inputs):
+    inputs["labels"] = other_labels(inputs["labels"])
+
+
+@on_result("training_step", of=ALL)
+def training_step_clamps_gradients(trainer, loss, model, *args):
+    clamp_gradients(model)
+    return loss
+
+
+@on_result("training_step", of=ALL)
+def training_step_reports_more(trainer, loss, *args):
+    return loss * 2
+
+
+@on_result("training_step", of=ALL)
+def training_step_drops_a_step(trainer, loss, model, *args):
+    if trainer.state.global_step == 1:
+        model.zero_grad()
+    return loss
+
+
+@on_result("_prepare_inputs", slot="labels")
+def prepares_labels(trainer, inputs, given):
+    if "labels" in inputs:
         inputs["labels"] = other_labels(inputs["labels"])
-        return super().training_step(model, inputs, *args, **kwargs)
+    return inputs
 
 
-class StepClampsGradients:
-    """Clamps the gradients after each backward."""
-
-    def training_step(self, model, inputs, *args, **kwargs):
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.clamp_(-1e-3, 1e-3)
-        return loss
+@on_result("_prepare_inputs")
+def prepares_ids(trainer, inputs, given):
+    if "input_ids" in inputs:
+        inputs["input_ids"] = shifted_ids(inputs["input_ids"])
+    return inputs
 
 
-class StepReportsMore:
-    """Reports another loss than it trains on."""
-
-    def training_step(self, model, inputs, *args, **kwargs):
-        return super().training_step(model, inputs, *args, **kwargs) * 2
-
-
-class StepSkips:
-    """Leaves a step without gradients."""
-
-    def training_step(self, model, inputs, *args, **kwargs):
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        if self.state.global_step == 1:
-            model.zero_grad()
-        return loss
+@on_result("get_batch_samples", of=ALL, weight=0.5)
+def batches_reversed(trainer, samples, *args):
+    batches, items = samples
+    return batches[::-1], items
 
 
-class PreparesLabels:
-    def _prepare_inputs(self, inputs):
-        inputs = super()._prepare_inputs(inputs)
-        if "labels" in inputs:
-            inputs["labels"] = other_labels(inputs["labels"])
-        return inputs
+@on_result("get_batch_samples")
+def items_doubled(trainer, samples, *args):
+    batches, items = samples
+    return batches, items * 2
 
 
-class PreparesIds:
-    def _prepare_inputs(self, inputs):
-        inputs = super()._prepare_inputs(inputs)
-        if "input_ids" in inputs:
-            inputs["input_ids"] = shifted_ids(inputs["input_ids"])
-        return inputs
-
-
-class BatchesReversed:
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        return batches[::-1], items
-
-
-class ItemsDoubled:
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        return batches, items * 2
-
-
+@override(weight=0.5)
 class OwnItems:
     def _get_num_items_in_batch(self, batch_samples, device):
         return torch.tensor(100, device=device)
@@ -92,6 +94,7 @@ class OwnItems:
 # ---- optimizer, schedule, norm
 
 
+@override(of=ALL)
 class OwnOptimizer:
     def create_optimizer(self, *args, **kwargs):
         if self.optimizer is None:
@@ -105,31 +108,32 @@ class OwnOptimizer:
         return self.optimizer
 
 
+@override(of=ALL)
 class OwnScheduler:
     def create_scheduler(self, num_training_steps, optimizer=None):
-        optimizer = optimizer or self.optimizer
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: 1 / (1 + step * num_training_steps)
+            optimizer or self.optimizer, lambda step: 1 / (1 + step * num_training_steps)
         )
         return self.lr_scheduler
 
 
+@override(of=ALL)
 class OwnDecay:
     def get_decay_parameter_names(self, model):
         return [name for name, _ in model.named_parameters() if "q_proj" in name]
 
 
+@override(of=ALL)
 class OwnClipping:
     def _clip_grad_norm(self, model):
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.clamp_(-1e-3, 1e-3)
+        clamp_gradients(model)
         return super()._clip_grad_norm(model)
 
 
 # ---- loaders
 
 
+@override(slot="data")
 class OwnLoader:
     def get_train_dataloader(self):
         loader = DataLoader(
@@ -141,6 +145,7 @@ class OwnLoader:
         return self.accelerator.prepare(loader)
 
 
+@override(slot="data")
 class UnpreparedLoader:
     """A loader that accelerate does not know: each rank takes every second batch."""
 
@@ -149,13 +154,15 @@ class UnpreparedLoader:
         return DataLoader(rows, batch_size=self._train_batch_size, collate_fn=self.data_collator)
 
 
+@override(slot="data", of=ALL)
 class OwnSampler:
     def _get_train_sampler(self, train_dataset=None):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         return list(range(len(dataset)))[::-1]
 
 
-class OwnEvalLoader:
+@override()
+class OwnEvaluationLoader:
     def get_eval_dataloader(self, eval_dataset=None):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         return self.accelerator.prepare(
@@ -166,6 +173,7 @@ class OwnEvalLoader:
 # ---- logs, evaluation, checkpoints
 
 
+@override(of=ALL)
 class OwnLog:
     def log(self, logs, *args, **kwargs):
         logs["log_of_step"] = self.state.global_step * 1.5
@@ -174,38 +182,35 @@ class OwnLog:
         return super().log(logs, *args, **kwargs)
 
 
-class OwnEvaluate:
-    def evaluate(self, *args, **kwargs):
-        metrics = super().evaluate(*args, **kwargs)
-        metrics["eval_twice"] = 2 * metrics.get("eval_loss", 0.0)
-        self.log({"eval_twice": metrics["eval_twice"]})
-        return metrics
+@on_result("evaluate", of=ALL)
+def own_evaluate(trainer, metrics, *args, **kwargs):
+    metrics["eval_twice"] = 2 * metrics.get("eval_loss", 0.0)
+    trainer.log({"eval_twice": metrics["eval_twice"]})
+    return metrics
 
 
-class PredictionDoubled:
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        loss, logits, labels = super().prediction_step(
-            model, inputs, prediction_loss_only, ignore_keys=ignore_keys
-        )
-        return loss * 2, logits, labels
+@on_result("prediction_step", slot="prediction", of=ALL)
+def prediction_doubled(trainer, found, *args, **kwargs):
+    loss, logits, labels = found
+    return loss * 2, logits, labels
 
 
+@override(slot="prediction")
 class OwnPrediction:
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        inputs = self._prepare_inputs(inputs)
         with torch.no_grad():
-            outputs = model(**inputs)
+            outputs = model(**self._prepare_inputs(inputs))
         return outputs.loss.detach() * 3, None, None
 
 
-class OwnEvaluationLoop:
-    def evaluation_loop(self, dataloader, description, *args, **kwargs):
-        output = super().evaluation_loop(dataloader, description, *args, **kwargs)
-        output.metrics["eval_batches"] = len(dataloader)
-        output.metrics["eval_samples_seen"] = output.num_samples
-        return output
+@on_result("evaluation_loop", of=ALL)
+def own_evaluation_loop(trainer, output, dataloader, *args, **kwargs):
+    output.metrics["eval_batches"] = len(dataloader)
+    output.metrics["eval_samples_seen"] = output.num_samples
+    return output
 
 
+@override(of=("trainer",))
 class OwnFlops:
     """Counts the tokens of its batches, without padding."""
 
@@ -215,19 +220,18 @@ class OwnFlops:
         return 0
 
 
-class OwnCheckpoint:
-    def _save_checkpoint(self, model, trial, *args, **kwargs):
-        super()._save_checkpoint(model, trial, *args, **kwargs)
-        self.log({"saved": self.state.global_step})
+@on_result("_save_checkpoint", of=ALL)
+def own_checkpoint(trainer, nothing, *args, **kwargs):
+    trainer.log({"saved": trainer.state.global_step})
 
 
-class OwnSave:
-    def save_model(self, output_dir=None, _internal_call=False):
-        super().save_model(output_dir, _internal_call)
-        self.log({"saved_model": self.state.global_step})
+@on_result("save_model", of=ALL)
+def own_save(trainer, nothing, *args, **kwargs):
+    trainer.log({"saved_model": trainer.state.global_step})
 
 
-class LogsLossParts:
+@override()
+class CountsRows:
     """Counts the rows of its batches, and logs them with the loss."""
 
     rows = 0
@@ -245,8 +249,11 @@ class LogsLossParts:
 
 
 def best_tokens(logits, labels):
-    logits = logits[0] if isinstance(logits, tuple) else logits
-    return logits.argmax(-1)
+    return first_of(logits).argmax(-1)
+
+
+def first_of(logits):
+    return logits[0] if isinstance(logits, tuple) else logits
 
 
 _counts = {"right": 0, "all": 0, "sum": 0}  # of the batches of an evaluation so far
@@ -270,53 +277,15 @@ def token_metrics(given, compute_result=True):
 
 def _arrays(values):
     """What an evaluation gives: one array or several."""
-    values = values if isinstance(values, list) else [values]
-    return [np.asarray(value) for value in values]
+    return [np.asarray(value) for value in (values if isinstance(values, list) else [values])]
 
 
 def whole_logits_metrics(given, compute_result=True):
-    logits = given.predictions
-    logits = logits[0] if isinstance(logits, tuple) else logits
-    return {"size": float(np.abs(np.asarray(logits)).mean())}
+    return {"size": float(np.abs(np.asarray(first_of(given.predictions))).mean())}
 
 
-METHODS: dict[str, Change] = {
-    "own training_step": Change(methods=OwnStep, of=("trainer",)),
-    "training_step edits labels": Change(methods=StepEditsLabels, slot="labels"),
-    "training_step clamps gradients": Change(methods=StepClampsGradients, of=ALL),
-    "training_step reports more": Change(methods=StepReportsMore, of=ALL),
-    "training_step drops a step": Change(methods=StepSkips, of=ALL),
-    "prepares labels": Change(methods=PreparesLabels, slot="labels"),
-    "prepares ids": Change(methods=PreparesIds),
-    "batches reversed": Change(methods=BatchesReversed, of=ALL, weight=0.5),
-    "items doubled": Change(methods=ItemsDoubled),
-    "own items": Change(methods=OwnItems, weight=0.5),
-    "own optimizer": Change(methods=OwnOptimizer, of=ALL),
-    "own scheduler": Change(methods=OwnScheduler, of=ALL),
-    "own decay": Change(methods=OwnDecay, of=ALL),
-    "own clipping": Change(methods=OwnClipping, of=ALL),
-    "own loader": Change(methods=OwnLoader, slot="data"),
-    "unprepared loader": Change(methods=UnpreparedLoader, slot="data"),
-    "own sampler": Change(methods=OwnSampler, slot="data", of=ALL),
-    "own evaluation loader": Change(methods=OwnEvalLoader),
-    "own log": Change(methods=OwnLog, of=ALL),
-    "own evaluate": Change(methods=OwnEvaluate, of=ALL),
-    "prediction doubled": Change(methods=PredictionDoubled, slot="prediction", of=ALL),
-    "own prediction": Change(methods=OwnPrediction, slot="prediction"),
-    "own evaluation loop": Change(methods=OwnEvaluationLoop, of=ALL),
-    "own flops": Change(methods=OwnFlops, of=("trainer",)),
-    "own checkpoint": Change(methods=OwnCheckpoint, of=ALL),
-    "own save": Change(methods=OwnSave, of=ALL),
-    "counts rows": Change(methods=LogsLossParts),
-    "token metrics": Change(
-        arguments={
-            "compute_metrics": token_metrics,
-            "preprocess_logits_for_metrics": best_tokens,
-        },
-        slot="metrics",
-        weight=2,
-    ),
-    "whole logits metrics": Change(
-        arguments={"compute_metrics": whole_logits_metrics}, slot="metrics", weight=0.5
-    ),
-}
+TOKEN_METRICS = {"compute_metrics": token_metrics, "preprocess_logits_for_metrics": best_tokens}
+METHODS["token metrics"] = Change(arguments=TOKEN_METRICS, slot="metrics", weight=2)
+METHODS["whole logits metrics"] = Change(
+    arguments={"compute_metrics": whole_logits_metrics}, slot="metrics", weight=0.5
+)

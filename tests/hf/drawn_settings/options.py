@@ -1,20 +1,16 @@
-"""The options that are drawn, as data: for each its name, the trainers that have it, and the
-settings of which one is drawn."""
+"""The options that are drawn, as data: for each the settings of which one is drawn, and the
+trainers that have it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 CAUSAL = ("trainer", "sft")
 ON_SAMPLES = ("dpo", "reward", "sequences", "tokens")
 ALL = (*CAUSAL, *ON_SAMPLES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Option:
+class Option(NamedTuple):
     """An option, or several that make sense together."""
-
-    name: str
 
     values: tuple[Mapping[str, Any], ...]
     """Settings of a trainer's configuration, of which one is drawn."""
@@ -27,56 +23,46 @@ class Option:
     which ends a case: every tenth case has one of these."""
 
 
-def _of(*trainers: str, weight: float = 1.0, **values: tuple[Any, ...]) -> list[Option]:
+def _one_of(*values: Mapping[str, Any], of=ALL, weight=1.0) -> Option:
+    return Option(values, of, weight)
+
+
+def _each(*, of=ALL, weight=1.0, **values: tuple[Any, ...]) -> list[Option]:
     """Return one option for each name, with its values."""
-    found = []
-    for name, given in values.items():
-        settings = tuple({name: value} for value in given)
-        of = trainers or ALL
-        found.append(Option(name=name, values=settings, of=of, weight=weight))
-    return found
+    return [
+        Option(tuple({name: value} for value in given), of, weight)
+        for name, given in values.items()
+    ]
 
 
 # Drawn in every case.
 ALWAYS = (
-    Option(name="batch", values=tuple({"per_device_train_batch_size": n} for n in (1, 2, 3, 4))),
-    Option(
-        name="accumulation", values=tuple({"gradient_accumulation_steps": n} for n in (1, 1, 2, 3))
+    *_each(per_device_train_batch_size=(1, 2, 3, 4), gradient_accumulation_steps=(1, 1, 2, 3)),
+    _one_of(
+        {"max_steps": 2},
+        {"max_steps": 3},
+        {"max_steps": 4},
+        {"max_steps": -1, "num_train_epochs": 1},
     ),
-    Option(
-        name="length",
-        values=(
-            {"max_steps": 2},
-            {"max_steps": 3},
-            {"max_steps": 4},
-            {"max_steps": -1, "num_train_epochs": 1},
-        ),
+    _one_of(
+        {"eval_strategy": "no"},
+        {"eval_strategy": "steps", "eval_steps": 2},
+        {"eval_strategy": "epoch"},
     ),
-    Option(
-        name="evaluation",
-        values=(
-            {"eval_strategy": "no"},
-            {"eval_strategy": "steps", "eval_steps": 2},
-            {"eval_strategy": "epoch"},
-        ),
-    ),
-    Option(
-        name="optim",
-        values=tuple({"optim": n} for n in ("sgd", "sgd", "sgd", "adamw_torch", "adafactor")),
-    ),
+    *_each(optim=("sgd", "sgd", "sgd", "adamw_torch", "adafactor")),
 )
+
+_PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": None}
+_KEPT_WORKERS = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+_CHECKPOINTING = {"gradient_checkpointing": True}
 
 SOMETIMES: tuple[Option, ...] = (
     # optimization
-    *_of(
+    *_each(
         learning_rate=(1e-3, 0.1),
         lr_scheduler_type=(
-            "constant",
-            "cosine",
-            "polynomial",
-            "inverse_sqrt",
-            "constant_with_warmup",
-            "cosine_with_restarts",
+            *("constant", "cosine", "polynomial", "inverse_sqrt"),
+            *("constant_with_warmup", "cosine_with_restarts"),
         ),
         warmup_steps=(1, 0.3),
         weight_decay=(0.01, 0.5),
@@ -85,23 +71,10 @@ SOMETIMES: tuple[Option, ...] = (
         adam_beta2=(0.9,),
         adam_epsilon=(1e-3,),
     ),
-    Option(
-        name="plateau",
-        values=(
-            {
-                "lr_scheduler_type": "reduce_lr_on_plateau",
-                "lr_scheduler_kwargs": None,
-                "eval_strategy": "steps",
-                "eval_steps": 1,
-            },
-        ),
-    ),
-    Option(
-        name="scheduler kwargs",
-        values=({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2.0}},),
-    ),
+    _one_of(_PLATEAU | {"eval_strategy": "steps", "eval_steps": 1}),
+    _one_of({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2.0}}),
     # data
-    *_of(
+    *_each(
         train_sampling_strategy=("sequential", "group_by_length"),
         dataloader_drop_last=(True,),
         dataloader_num_workers=(1,),
@@ -112,37 +85,22 @@ SOMETIMES: tuple[Option, ...] = (
         label_names=(["labels"],),
         ignore_data_skip=(True,),
     ),
-    *_of("trainer", remove_unused_columns=(False,)),
-    Option(
-        name="workers kept",
-        values=(
-            {
-                "dataloader_num_workers": 1,
-                "dataloader_persistent_workers": True,
-                "dataloader_prefetch_factor": 3,
-            },
-        ),
-        weight=0.5,
+    *_each(of=("trainer",), remove_unused_columns=(False,)),
+    _one_of(_KEPT_WORKERS | {"dataloader_prefetch_factor": 3}, weight=0.5),
+    *_each(
+        accelerator_config=(
+            {"even_batches": False},
+            {"use_seedable_sampler": False},
+            {"non_blocking": True},
+            {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
+        )
     ),
-    Option(
-        name="accelerator",
-        values=(
-            {"accelerator_config": {"even_batches": False}},
-            {"accelerator_config": {"use_seedable_sampler": False}},
-            {"accelerator_config": {"non_blocking": True}},
-            {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
-        ),
-    ),
-    Option(
-        name="batches of all ranks",
-        values=(
-            {"accelerator_config": {"dispatch_batches": True}},
-            {"accelerator_config": {"split_batches": True}},
-        ),
-        weight=0.0,
+    *_each(
+        weight=0.0,  # batches of all ranks
+        accelerator_config=({"dispatch_batches": True}, {"split_batches": True}),
     ),
     # logging
-    *_of(
+    *_each(
         logging_steps=(2, 0.5),
         logging_first_step=(True,),
         logging_strategy=("epoch",),
@@ -154,7 +112,7 @@ SOMETIMES: tuple[Option, ...] = (
         skip_memory_metrics=(False,),
     ),
     # evaluation
-    *_of(
+    *_each(
         per_device_eval_batch_size=(1, 4),
         eval_accumulation_steps=(1,),
         prediction_loss_only=(True,),
@@ -167,55 +125,34 @@ SOMETIMES: tuple[Option, ...] = (
         bf16_full_eval=(True,),
     ),
     # checkpoints
-    Option(
-        name="best model",
-        values=(
-            {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"},
-            {"load_best_model_at_end": True, "greater_is_better": True},
-        ),
+    _one_of(
+        {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"},
+        {"load_best_model_at_end": True, "greater_is_better": True},
     ),
-    Option(
-        name="saving",
-        values=(
-            {"save_strategy": "steps", "save_steps": 1},
-            {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1},
-            {"save_strategy": "epoch", "save_only_model": True},
-            {"save_strategy": "best", "metric_for_best_model": "eval_loss"},
-        ),
+    _one_of(
+        {"save_strategy": "steps", "save_steps": 1},
+        {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1},
+        {"save_strategy": "epoch", "save_only_model": True},
+        {"save_strategy": "best", "metric_for_best_model": "eval_loss"},
     ),
-    *_of(save_on_each_node=(True,), restore_callback_states_from_checkpoint=(True,)),
+    *_each(save_on_each_node=(True,), restore_callback_states_from_checkpoint=(True,)),
     # memory and speed
-    Option(
-        name="checkpointing",
-        values=(
-            {
-                "gradient_checkpointing": True,
-                "gradient_checkpointing_kwargs": {"use_reentrant": False},
-            },
-            {"gradient_checkpointing": True},
-        ),
+    _one_of(
+        _CHECKPOINTING | {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        _CHECKPOINTING,
     ),
-    Option(
-        name="reentrant",
-        values=(
-            {
-                "gradient_checkpointing": True,
-                "gradient_checkpointing_kwargs": {"use_reentrant": True},
-            },
-        ),
-        weight=0.0,
-    ),
-    *_of(use_cache=(True,), torch_empty_cache_steps=(1,)),
-    *_of(bf16=(True,), weight=0.5),
+    _one_of(_CHECKPOINTING | {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, weight=0),
+    *_each(use_cache=(True,), torch_empty_cache_steps=(1,)),
+    *_each(bf16=(True,), weight=0.5),
     # ranks
-    *_of(
+    *_each(
         ddp_find_unused_parameters=(True,),
         ddp_bucket_cap_mb=(1,),
         ddp_broadcast_buffers=(True,),
         ddp_timeout=(25,),
     ),
     # refused
-    *_of(
+    *_each(
         weight=0.0,
         average_tokens_across_devices=(False,),
         neftune_noise_alpha=(5.0,),
@@ -226,30 +163,25 @@ SOMETIMES: tuple[Option, ...] = (
         ddp_static_graph=(True,),
     ),
     # SFT
-    *_of("sft", "dpo", "reward", max_length=(9, 20), pad_to_multiple_of=(8,)),
-    *_of(
-        "sft",
+    *_each(of=("sft", "dpo", "reward"), max_length=(9, 20), pad_to_multiple_of=(8,)),
+    *_each(
+        of=("sft",),
         padding_free=(True,),
         completion_only_loss=(True, False),
         loss_type=("nll", "dft"),
         shuffle_dataset=(True,),
     ),
-    *_of(
-        "sft",
+    *_each(
+        of=("sft",),
         weight=0.5,
         eval_packing=(True,),
         assistant_only_loss=(True,),
         activation_offloading=(True,),
     ),
-    Option(
-        name="packing",
-        values=({"packing": True, "max_length": 20},),
-        of=("sft",),
-        weight=0.5,
-    ),
+    _one_of({"packing": True, "max_length": 20}, of=("sft",), weight=0.5),
     # DPO and Reward
-    *_of(
-        "dpo",
+    *_each(
+        of=("dpo",),
         weight=8,
         beta=(0.1, 2.0),
         loss_type=(["ipo"], ["hinge"], ["sigmoid", "sft"]),
@@ -260,12 +192,12 @@ SOMETIMES: tuple[Option, ...] = (
         f_divergence_type=("js_divergence",),
         sync_ref_model=(True,),
     ),
-    *_of("reward", weight=8, center_rewards_coefficient=(0.1,)),
+    *_each(of=("reward",), weight=8, center_rewards_coefficient=(0.1,)),
 )
 
 # Of FlexSeqArguments.
 OURS: tuple[Option, ...] = (
-    *_of(
+    *_each(
         lookahead=(0, 1, 4),
         strategy=("ulysses", "zigzag", "balanced"),
         sync=("lockstep", "free"),
@@ -273,12 +205,9 @@ OURS: tuple[Option, ...] = (
         save_attention_output=(False,),
         on_nonfinite=("warn",),
     ),
-    Option(
-        name="static",
-        values=(
-            {"planner": "static", "sp_degree": 2},
-            {"planner": "static", "sp_degree": 1, "max_tokens_per_rank": 64},
-            {"strategy": "local", "max_tokens_per_rank": 64},
-        ),
+    _one_of(
+        {"planner": "static", "sp_degree": 2},
+        {"planner": "static", "sp_degree": 1, "max_tokens_per_rank": 64},
+        {"strategy": "local", "max_tokens_per_rank": 64},
     ),
 )

@@ -21,7 +21,8 @@ def reduced(case: Case, judged: Judged) -> tuple[Case, Judged]:
             if str(simpler) in tried:
                 continue
             tried.add(str(simpler))
-            found = _verdict_of(simpler)
+            with tempfile.TemporaryDirectory() as folder:
+                found = judge([simpler], Path(folder))[case.seed]
             if found.verdict is judged.verdict:
                 case, judged = simpler, found
                 break
@@ -29,15 +30,10 @@ def reduced(case: Case, judged: Judged) -> tuple[Case, Judged]:
             return case, judged
 
 
-def _verdict_of(case: Case) -> Judged:
-    with tempfile.TemporaryDirectory() as folder:
-        return judge([case], Path(folder))[case.seed]
-
-
 def _simpler(case: Case) -> Iterator[Case]:
     """Yield cases with less in them, those first that have far less."""
-    always = tuple((name, value) for name, value in case.settings if name in _KEPT)
-    plain = (("lookahead", 0), ("max_tokens_per_rank", 64))
+    always = {name: value for name, value in case.settings.items() if name in _KEPT}
+    plain = {"lookahead": 0, "max_tokens_per_rank": 64}
     if case.changes:
         yield replace(case, settings=always, ours=plain)
         yield replace(case, changes=(), ours=plain)
@@ -47,18 +43,16 @@ def _simpler(case: Case) -> Iterator[Case]:
         yield replace(case, changes=case.changes[:index] + case.changes[index + 1 :])
     yield replace(case, settings=always)
     yield replace(case, ours=plain)
-    for name, _ in case.settings:
-        if name not in _KEPT:
-            left = tuple(pair for pair in case.settings if pair[0] != name)
-            yield replace(case, settings=left)
+    for name in case.settings.keys() - _KEPT:
+        left = {other: value for other, value in case.settings.items() if other != name}
+        yield replace(case, settings=left)
     yield replace(case, way="mixin")
     if case.model != "its own":
         yield replace(case, model="llama")
     if case.trainer == "trainer":
         yield replace(case, data="list")
         yield replace(case, collator="right")
-    evaluates_not = dict(case.settings) | {"eval_strategy": "no"}
+    evaluates_not = case.settings | {"eval_strategy": "no"}
     evaluates_not.pop("eval_steps", None)
-    yield replace(case, settings=tuple(sorted(evaluates_not.items())))
-    one_batch = dict(case.settings) | {"gradient_accumulation_steps": 1}
-    yield replace(case, settings=tuple(sorted(one_batch.items())))
+    yield replace(case, settings=evaluates_not)
+    yield replace(case, settings=case.settings | {"gradient_accumulation_steps": 1})

@@ -12,10 +12,8 @@ import logging
 import os
 import shutil
 import traceback
-from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,19 +30,19 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqMixin
-from tests.hf.drawn_settings.case import CHANGES, Case
+from tests.hf.drawn_settings.case import CHANGES
+from tests.hf.drawn_settings.hooks import base_of
 from tests.hf.drawn_settings.options import ON_SAMPLES
 from tests.hf.drawn_settings.sources import (
     COLLATORS,
     DATASETS,
     MODELS,
-    ROWS_ON_SAMPLES,
     STREAMS,
+    Rows,
     evaluation_rows,
     prompts_and_completions,
     rows_of_objectives,
     training_rows,
-    watch_training,
     wide_loss,
 )
 from tests.hf.drawn_settings.verdicts import Judged, Outcome, Verdict, of_both, of_refusal
@@ -69,13 +67,14 @@ TRAINERS = {
 # ---- the trainers of a case
 
 
-def make_trainer(case: Case, is_ours: bool, folder: Path) -> Any:
+def make_trainer(case, is_ours, folder):
     """Return the trainer of a case, stock or with hf_flexseq."""
     changes = [CHANGES[name] for name in case.changes]
     stock, config = TRAINERS[case.trainer]
     arguments = _arguments(case, folder)
     if not is_ours and case.trainer == "trainer":
-        _widen_loss(arguments["model"])
+        # stock computes its loss in the model's dtype, as hf_flexseq does
+        base_of(arguments["model"]).loss_function = wide_loss
     for change in changes:
         if change.model is not None:
             change.model(arguments["model"])
@@ -85,12 +84,13 @@ def make_trainer(case: Case, is_ours: bool, folder: Path) -> Any:
         bases.insert(0, FlexSeqMixin)
     if is_ours and case.way == "subclass":
         bases.append(FlexSeqMixin)
-    options = FlexSeqArguments(cost_model="estimate", **dict(case.ours))
+    options = FlexSeqArguments(cost_model="estimate", **case.ours)
     if is_ours and case.way != "callback":
         arguments["flexseq_args"] = options
     cls = type("DrawnTrainer", (*bases, stock), {})
     trainer = cls(args=_configuration(case, config, folder), **arguments)
-    watch_training(arguments["train_dataset"], trainer)
+    if isinstance(arguments["train_dataset"], Rows):
+        arguments["train_dataset"].trainer = trainer
     for change in changes:
         if change.trainer is not None:
             change.trainer(trainer)
@@ -99,7 +99,7 @@ def make_trainer(case: Case, is_ours: bool, folder: Path) -> Any:
     return trainer
 
 
-def _configuration(case: Case, config: Any, folder: Path) -> Any:
+def _configuration(case, config, folder):
     settings = {
         "output_dir": str(folder),
         "learning_rate": 0.01,
@@ -116,84 +116,71 @@ def _configuration(case: Case, config: Any, folder: Path) -> Any:
         settings |= {"gradient_checkpointing": False, "bf16": False, "max_length": None}
     if case.trainer == "sft" and case.data == "table":
         settings["dataset_kwargs"] = {"skip_prepare_dataset": True}
-    return config(**(settings | copy.deepcopy(dict(case.settings))))
+    return config(**(settings | copy.deepcopy(case.settings)))
 
 
-def _widen_loss(model: Any) -> None:
-    """Let stock compute its loss in the model's dtype, as hf_flexseq does."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    inner.loss_function = wide_loss
-
-
-def _arguments(case: Case, folder: Path) -> dict[str, Any]:
+def _arguments(case, folder):
     """Return the arguments of a case's trainer: model, datasets, collator or tokenizer."""
     dtype = getattr(torch, case.dtype)
     if case.trainer in ON_SAMPLES:
-        return _arguments_of_objective(case, dtype, folder)
-    arguments: dict[str, Any] = {"model": MODELS[case.model][0](dtype)}
+        return _data_of_objective(case, folder) | _model_of_objective(case, dtype)
+    arguments = {"model": MODELS[case.model][0](dtype)}
     if case.trainer == "trainer":
         # The rest of a stream is trained on in another way, so that none ends.
         rows = training_rows(104 if case.data in STREAMS else 26)
-        arguments["train_dataset"] = DATASETS[case.data][0](rows)
-        arguments["eval_dataset"] = evaluation_rows(case.collator)
         collator = COLLATORS[case.collator][0]
-        arguments["data_collator"] = lambda examples: collator(examples)  # one for each trainer
-        return arguments
-    arguments["processing_class"] = word_tokenizer()
-    if case.data == "texts":
-        arguments["train_dataset"] = prompts_and_completions(26, even=False)
-        arguments["eval_dataset"] = prompts_and_completions(8, even=True)
-    else:
-        arguments["train_dataset"] = Dataset.from_list(training_rows(26))
-        arguments["eval_dataset"] = Dataset.from_list(evaluation_rows())
-    return arguments
-
-
-def _arguments_of_objective(case: Case, dtype: torch.dtype, folder: Path) -> dict[str, Any]:
-    """Return the arguments of a trainer whose loss is computed on samples."""
-    tokenizer = word_tokenizer()
-    settings = dict(case.settings)
-    arguments: dict[str, Any] = {}
-    for name, count in (("train_dataset", ROWS_ON_SAMPLES), ("eval_dataset", 6)):
-        rows = rows_of_objectives(case.trainer, count)
-        if settings.get("precompute_ref_log_probs"):
-            rows = _on_disk(rows, folder / name)
-        arguments[name] = rows
-    if case.trainer == "dpo":
-        model = tiny_llama(dtype)
-        reference = tiny_llama(dtype, seed=1)
         return arguments | {
-            "model": model,
-            "ref_model": reference,
-            "processing_class": tokenizer,
+            "train_dataset": DATASETS[case.data][0](rows),
+            "eval_dataset": evaluation_rows(case.collator),
+            "data_collator": lambda examples: collator(examples),  # one for each trainer
         }
+    if case.data == "texts":
+        train, evaluated = (prompts_and_completions(n, even=n == 8) for n in (26, 8))
+    else:
+        train, evaluated = map(Dataset.from_list, (training_rows(26), evaluation_rows()))
+    data = {"train_dataset": train, "eval_dataset": evaluated}
+    return arguments | data | {"processing_class": word_tokenizer()}
+
+
+def _data_of_objective(case, folder):
+    """Return the datasets of a trainer whose loss is computed on samples. Collective."""
+    data = {}
+    for name, count in (("train_dataset", 20), ("eval_dataset", 6)):
+        data[name] = rows_of_objectives(case.trainer, count)
+        if case.settings.get("precompute_ref_log_probs"):
+            # on disk, for ranks to find what one of them computes of these
+            if dist.get_rank() == 0:
+                data[name].save_to_disk(folder / name)
+            dist.barrier()
+            data[name] = load_from_disk(folder / name)
+    return data
+
+
+def _model_of_objective(case, dtype):
+    """Return the model of a trainer whose loss is computed on samples, and what belongs to it."""
+    tokenizer = word_tokenizer()
+    if case.trainer == "dpo":
+        reference = tiny_llama(dtype, seed=1)
+        model = {"model": tiny_llama(dtype), "ref_model": reference}
+        return model | {"processing_class": tokenizer}
     if case.trainer == "reward":
         model = classifier(LlamaForSequenceClassification, 1, dtype)
-        return arguments | {"model": model, "processing_class": tokenizer}
+        return {"model": model, "processing_class": tokenizer}
     is_tokens = case.trainer == "tokens"
     head = LlamaForTokenClassification if is_tokens else LlamaForSequenceClassification
     collator = DataCollatorForTokenClassification if is_tokens else DataCollatorWithPadding
-    arguments |= {"model": classifier(head, 3, dtype), "data_collator": collator(tokenizer)}
-    gathers_arrays = settings.get("eval_do_concat_batches", True)
-    if settings.get("eval_use_gather_object") or settings.get("batch_eval_metrics"):
-        gathers_arrays = False
-    if gathers_arrays:
-        arguments["compute_metrics"] = classes_metrics
-    return arguments
-
-
-def _on_disk(rows: Dataset, folder: Path) -> Dataset:
-    """Save rows, for ranks to find what one of them computes of these. Collective."""
-    if dist.get_rank() == 0:
-        rows.save_to_disk(folder)
-    dist.barrier()
-    return load_from_disk(folder)
+    found = {"model": classifier(head, 3, dtype), "data_collator": collator(tokenizer)}
+    in_parts = ("eval_use_gather_object", "batch_eval_metrics")
+    gathers_arrays = not any(case.settings.get(name) for name in in_parts)
+    if gathers_arrays and case.settings.get("eval_do_concat_batches", True):
+        found["compute_metrics"] = classes_metrics
+    return found
 
 
 # ---- one training on one rank
 
 
-def outcome_of(case: Case, is_ours: bool, folder: Path) -> Outcome:
+def outcome_of(case, is_ours, folder):
     """Train, and return what became of it, an error too."""
     outcome = Outcome()
     trainer = None
@@ -209,26 +196,20 @@ def outcome_of(case: Case, is_ours: bool, folder: Path) -> Outcome:
             outcome.where = " > ".join(places)
     if trainer is None:
         return outcome
-    outcome.step = trainer.state.global_step
+    state = trainer.state
+    outcome.step = state.global_step
     outcome.weights = weights_of(trainer.model)
-    outcome.log = trainer.state.log_history
+    outcome.log = state.log_history
     if not trainer.is_world_process_zero():  # with even_batches=False ranks count epochs alone
         outcome.log = [{**line, "epoch": 0} for line in outcome.log]
-    outcome.state = _state_of(trainer, folder)
+    outcome.state = {name: getattr(state, name) for name in ("global_step", "best_global_step")}
+    outcome.state["checkpoints"] = sorted(path.name for path in folder.glob("checkpoint-*"))
+    outcome.state["tokens seen by floating_point_ops"] = getattr(state, "seen", None)
     return outcome
 
 
-def _state_of(trainer: Any, folder: Path) -> dict[str, Any]:
-    state = trainer.state
-    found = {name: getattr(state, name) for name in ("global_step", "best_global_step")}
-    found["checkpoints"] = sorted(path.name for path in folder.glob("checkpoint-*"))
-    if hasattr(state, "seen"):
-        found["tokens seen by floating_point_ops"] = state.seen
-    return found
-
-
 @contextlib.contextmanager
-def _as_a_process_of_its_own() -> Iterator[None]:
+def _as_a_process_of_its_own():
     """Hide from a training what the one before has left in the process."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
@@ -243,14 +224,10 @@ def _as_a_process_of_its_own() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _warnings_of_ours(found: list[str]) -> Iterator[None]:
+def _warnings_of_ours(found):
     """Collect the warnings of hf_flexseq."""
-
-    class Collecting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
-    handler = Collecting(level=logging.WARNING)
+    handler = logging.Handler(level=logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())
     logger = logging.getLogger("hf_flexseq")
     logger.addHandler(handler)
     try:
@@ -262,31 +239,33 @@ def _warnings_of_ours(found: list[str]) -> Iterator[None]:
 # ---- jobs
 
 
-def _run_cases(
-    rank: int, world_size: int, cases: Sequence[Case], folder: Path, stock_only: bool
-) -> None:
+def _run_cases(rank, world_size, cases, folder, stock_only):
     """Run cases until one raises, and write what became of each."""
     disable_progress_bars()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        _run_muted(rank, cases, folder, stock_only)
+        for case in cases:
+            judged, has_raised = _judge_here(case, folder, rank, stock_only)
+            path = folder / f"{case.seed}.{rank}"
+            path.write_text(json.dumps([judged.verdict.name, judged.detail]))
+            if has_raised:
+                return
 
 
-def _run_muted(rank: int, cases: Sequence[Case], folder: Path, stock_only: bool) -> None:
-    for case in cases:
-        ours = Outcome() if stock_only else _run_one(case, True, folder, rank)
-        if ours.error:
-            _write(case, rank, folder, of_refusal(ours))
-            return
-        stock = _run_one(case, False, folder, rank)
-        if stock.error:
-            detail = f"{stock.error}: {stock.message} [{stock.where}]"
-            _write(case, rank, folder, Judged(verdict=Verdict.STOCK_FAILS, detail=detail))
-            return
-        if not stock_only:
-            _write(case, rank, folder, of_both(case, stock, ours))
+def _judge_here(case, folder, rank, stock_only):
+    """Return this rank's verdict, and whether a training has raised."""
+    ours = Outcome() if stock_only else _run_one(case, True, folder, rank)
+    if ours.error:
+        return of_refusal(ours), True
+    stock = _run_one(case, False, folder, rank)
+    if stock.error:
+        detail = f"{stock.error}: {stock.message} [{stock.where}]"
+        return Judged(verdict=Verdict.STOCK_FAILS, detail=detail), True
+    if stock_only:
+        return Judged(verdict=Verdict.EQUAL), False
+    return of_both(case, stock, ours), False
 
 
-def _run_one(case: Case, is_ours: bool, folder: Path, rank: int) -> Outcome:
+def _run_one(case, is_ours, folder, rank):
     """Train, and wait for the other rank; raise TimeoutError if it does not come. An error of any
     rank is one of this rank, too."""
     name = f"{case.seed}-{is_ours}"
@@ -304,19 +283,12 @@ def _run_one(case: Case, is_ours: bool, folder: Path, rank: int) -> Outcome:
     return outcome
 
 
-def _write(case: Case, rank: int, folder: Path, judged: Judged) -> None:
-    path = folder / f"{case.seed}.{rank}"
-    path.write_text(json.dumps([judged.verdict.name, judged.detail]))
-
-
-def _read(case: Case, folder: Path) -> Judged | None:
+def _read(case, folder):
     """Return the worst verdict that a rank has written; None where none has."""
     found = []
-    for rank in range(RANKS):
-        path = folder / f"{case.seed}.{rank}"
-        if path.exists():
-            name, detail = json.loads(path.read_text())
-            found.append(Judged(verdict=Verdict[name], detail=detail))
+    for path in folder.glob(f"{case.seed}.*"):
+        name, detail = json.loads(path.read_text())
+        found.append(Judged(verdict=Verdict[name], detail=detail))
     # An error of one rank alone counts by what it is, not by what the other made of it.
     told = [one for one in found if "OtherRank" not in one.detail]
     # Rank 0 alone logs what all ranks differ by.
@@ -326,33 +298,21 @@ def _read(case: Case, folder: Path) -> Judged | None:
     return max(told or found, key=lambda one: order.index(one.verdict), default=None)
 
 
-def _job(cases: Sequence[Case], folder: Path, *, stock_only: bool = False) -> str:
+def _job(cases, folder, *, stock_only=False):
     """Run cases on forked ranks until one raises; return what the ranks died of, if they did."""
-    seconds = CASE_SECONDS * (1 + len(cases))
+    limits = {"seconds": CASE_SECONDS * (1 + len(cases)), "group_seconds": GROUP_SECONDS}
     try:
-        run_ranks(
-            _run_cases,
-            RANKS,
-            cases,
-            folder,
-            stock_only,
-            seconds=seconds,
-            group_seconds=GROUP_SECONDS,
-        )
+        run_ranks(_run_cases, RANKS, cases, folder, stock_only, **limits)
     except AssertionError as died:
         return str(died)
     return ""
 
 
-def judge(
-    cases: Sequence[Case],
-    folder: Path,
-    on_verdict: Callable[[Case, Judged], None] = lambda case, judged: None,
-) -> dict[int, Judged]:
+def judge(cases, folder, on_verdict=lambda case, judged: None):
     """Return the verdicts of cases by their seeds, which differ. on_verdict: gets each when it is
     known."""
     left = list(cases)
-    verdicts: dict[int, Judged] = {}
+    verdicts = {}
     while left:
         died = _job(left, folder)
         while left:
@@ -369,11 +329,12 @@ def judge(
     return verdicts
 
 
-def _beside_stock(case: Case, judged: Judged, folder: Path) -> Judged:
+def _beside_stock(case, judged, folder):
     """Return the verdict of a case in which ours failed: it may, where the stock trainer does."""
     alone = folder / f"stock-{case.seed}"
     alone.mkdir()
     died = _job([case], alone, stock_only=True)
     if died:
         return Judged(verdict=Verdict.STOCK_FAILS, detail=died)
-    return _read(case, alone) or judged
+    found = _read(case, alone)
+    return found if found.verdict is Verdict.STOCK_FAILS else judged

@@ -2,8 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
 
 import torch
 from datasets import Dataset
@@ -24,7 +23,6 @@ from transformers import (
     MistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Trainer,
 )
 
 from tests.hf.objectives import classified, pairs, word_tokenizer, words_of
@@ -34,111 +32,90 @@ from tests.hf.tiny import VOCAB, documents, tiny_llama
 TARGETS = 6  # of each sequence that is evaluated, so that a mean of batches is one over all tokens
 
 
-# ---- models
+# ---- models: each made with a dtype
 
 
 class RenamedLlama(LlamaForCausalLM):
     """A subclass whose name no list has."""
 
 
-def llama(dtype: torch.dtype) -> Any:
-    return tiny_llama(dtype)
-
-
-def tied(dtype: torch.dtype) -> Any:
-    return tiny_llama(dtype, tie_word_embeddings=True)
-
-
-def renamed(dtype: torch.dtype) -> Any:
+def renamed(dtype):
     model = tiny_llama(dtype)
     model.__class__ = RenamedLlama
     return model
 
 
-def biased(dtype: torch.dtype) -> Any:
+def biased(dtype):
     """Biases in attention and MLP, and an embedding that is not trained."""
     model = tiny_llama(dtype, attention_bias=True, mlp_bias=True)
     model.model.embed_tokens.weight.requires_grad_(False)
     return model
 
 
-def lora(dtype: torch.dtype) -> Any:
+def lora(dtype):
     torch.manual_seed(3)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     return get_peft_model(tiny_llama(dtype), config)
 
 
-_SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
-
-
-def _made(cls: Any, config: Any, dtype: torch.dtype) -> Any:
+def _made(cls, config, dtype):
     torch.manual_seed(0)
     return cls(config).to(dtype)
 
 
-def gpt2(dtype: torch.dtype) -> Any:
+def _of_sizes(cls, config, dtype, **options):
+    """A model of the size of `tiny_llama`."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+    return _made(cls, config(**sizes, **layers, **tokens, **options), dtype)
+
+
+def gpt2(dtype):
     sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     tokens = {"bos_token_id": 1, "eos_token_id": 1}
     return _made(GPT2LMHeadModel, GPT2Config(**sizes, **dropouts, **tokens), dtype)
 
 
-def gemma2(dtype: torch.dtype) -> Any:
+def gemma2(dtype):
     """Softcaps of scores and logits. Its windows are too long to matter: in float64 a row of
     padding that sees nothing else would be NaN."""
-    model = _made(Gemma2ForCausalLM, Gemma2Config(**_SIZES, sliding_window=64), dtype)
+    model = _of_sizes(Gemma2ForCausalLM, Gemma2Config, dtype, sliding_window=64)
     model.set_attn_implementation("eager")  # sdpa has no softcap
     return model
 
 
-def mistral(dtype: torch.dtype) -> Any:
-    return _made(MistralForCausalLM, MistralConfig(**_SIZES, sliding_window=9), dtype)
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
-
-def qwen3(dtype: torch.dtype) -> Any:
-    return _made(Qwen3ForCausalLM, Qwen3Config(**_SIZES), dtype)
-
-
-def gpt_oss(dtype: torch.dtype) -> Any:
-    """Windows, sinks and a mixture of experts."""
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
-    return _made(GptOssForCausalLM, GptOssConfig(**_SIZES, **experts), dtype)
-
-
-MODELS: Mapping[str, tuple[Callable[[torch.dtype], Any], float]] = {
-    "llama": (llama, 10),
-    "tied": (tied, 2),
+# By name: how each is made, and its weight in the draw.
+MODELS = {
+    "llama": (tiny_llama, 10),
+    "tied": (partial(tiny_llama, tie_word_embeddings=True), 2),
     "renamed": (renamed, 1),
     "biased": (biased, 1),
     "lora": (lora, 2),
     "gpt2": (gpt2, 1),
     "gemma2": (gemma2, 1),
-    "mistral": (mistral, 1),
-    "qwen3": (qwen3, 1),
-    "gpt_oss": (gpt_oss, 0.5),
+    "mistral": (partial(_of_sizes, MistralForCausalLM, MistralConfig, sliding_window=9), 1),
+    "qwen3": (partial(_of_sizes, Qwen3ForCausalLM, Qwen3Config), 1),
+    # windows, sinks and a mixture of experts
+    "gpt_oss": (
+        partial(_of_sizes, GptOssForCausalLM, GptOssConfig, sliding_window=8, **_EXPERTS),
+        0.5,
+    ),
 }
 
 
 def wide_loss(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    vocab_size: int,
-    num_items_in_batch: Any = None,
-    ignore_index: int = -100,
-    shift_labels: torch.Tensor | None = None,
-    **given: Any,
-) -> torch.Tensor:
+    logits,
+    labels,
+    vocab_size,
+    num_items_in_batch=None,
+    ignore_index=-100,
+    shift_labels=None,
+    **given,
+):
     """transformers' causal loss without its cast to float32."""
     targets = shift_labels
     if targets is None:
@@ -152,12 +129,12 @@ def wide_loss(
 # ---- datasets of a causal language model
 
 
-def training_rows(count: int) -> list[dict[str, Any]]:
+def training_rows(count):
     """Sequences of 1 to 60 tokens, parts of them without labels."""
     return documents([1 + (i * i * 7) % 60 for i in range(count)])
 
 
-def evaluation_rows(collator: str = "right", count: int = 8) -> list[dict[str, Any]]:
+def evaluation_rows(collator="right", count=8):
     """Sequences of 7 to 42 tokens with as many targets each; of one length for a collator that
     makes labels of all tokens or cuts some off."""
     lengths = [7 + 5 * i for i in range(count)]
@@ -171,7 +148,7 @@ def evaluation_rows(collator: str = "right", count: int = 8) -> list[dict[str, A
     return rows
 
 
-def prompts_and_completions(count: int, *, even: bool) -> Dataset:
+def prompts_and_completions(count, *, even):
     """Texts for SFTTrainer. even: all of one length."""
     rng = random.Random(4)
     rows = []
@@ -185,64 +162,65 @@ def prompts_and_completions(count: int, *, even: bool) -> Dataset:
 class Stream(torch.utils.data.IterableDataset):
     """A stream of examples, without a length."""
 
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
+    def __init__(self, rows):
         self._rows = rows
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(copy.deepcopy(self._rows))
 
 
 class Rows(torch.utils.data.Dataset):
     """Examples that are changed when they are read."""
 
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
+    trainer = None  # set when it is known
+
+    def __init__(self, rows):
         self._rows = rows
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self._rows)
+
+    def __getitem__(self, index):
+        row = copy.deepcopy(self._rows[index])
+        self.change(row)
+        return row
 
 
 class Augmented(Rows):
     """Examples of which one token is replaced at random whenever they are read."""
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = copy.deepcopy(self._rows[index])
+    def change(self, row):
         place = int(torch.randint(len(row["input_ids"]), ()))
         row["input_ids"][place] = int(torch.randint(VOCAB, ()))
-        return row
 
 
 class Curriculum(Rows):
     """Examples whose labels depend on the optimizer step that reads them."""
 
-    trainer: Any = None
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = copy.deepcopy(self._rows[index])
+    def change(self, row):
         step = self.trainer.state.global_step if self.trainer else 0
         row["labels"] = [label if label < 0 else (label + step) % VOCAB for label in row["labels"]]
-        return row
 
 
-def lazily_transformed(rows: list[dict[str, Any]]) -> Dataset:
+def lazily_transformed(rows):
     """A table whose rows are changed when they are read."""
 
-    def double(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    def double(batch):
         doubled = [[2 * token % VOCAB for token in row] for row in batch["input_ids"]]
         return {**batch, "input_ids": doubled}
 
     return Dataset.from_list(rows).with_transform(double)
 
 
-def with_columns(rows: list[dict[str, Any]]) -> Dataset:
+def with_columns(rows):
     """A table with columns that no model takes, of text and of tokens."""
-    found = []
-    for row in rows:
-        found.append({**row, "text": "words", "weights": [0.5] * len(row["input_ids"])})
-    return Dataset.from_list(found)
+    return Dataset.from_list(
+        [{**row, "text": "words", "weights": [0.5] * len(row["input_ids"])} for row in rows]
+    )
 
 
-DATASETS: Mapping[str, tuple[Callable[[list[dict[str, Any]]], Any], float]] = {
+# By name: how each is made of rows, and its weight in the draw.
+DATASETS = {
     "list": (list, 8),
     "table": (Dataset.from_list, 4),
     "table of more": (with_columns, 1),
@@ -252,14 +230,13 @@ DATASETS: Mapping[str, tuple[Callable[[list[dict[str, Any]]], Any], float]] = {
     "augmented": (Augmented, 1),
     "curriculum": (Curriculum, 0.5),
 }
-
 STREAMS = ("stream", "iterable table")
 
 
 # ---- collators of a causal language model
 
 
-def padded_left(examples: list[Any]) -> dict[str, torch.Tensor]:
+def padded_left(examples):
     """Padding on the left, and positions that begin behind it."""
     batch = padded(examples)
     lengths = batch["attention_mask"].sum(1)
@@ -271,27 +248,27 @@ def padded_left(examples: list[Any]) -> dict[str, torch.Tensor]:
     return batch
 
 
-def labelled_padding(examples: list[Any]) -> dict[str, torch.Tensor]:
+def labelled_padding(examples):
     """Labels on the padding, too."""
     batch = padded(examples)
     return {**batch, "labels": batch["labels"].where(batch["attention_mask"] == 1, 0)}
 
 
-def with_multiples(examples: list[Any]) -> Any:
+def with_multiples(examples):
     tokenizer = word_tokenizer()
     return DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)(copy.deepcopy(examples))
 
 
-def language_modeling(examples: list[Any]) -> Any:
+def language_modeling(examples):
     rows = [{"input_ids": example["input_ids"]} for example in examples]
     return DataCollatorForLanguageModeling(word_tokenizer(), mlm=False)(rows)
 
 
-def flattened(examples: list[Any]) -> Any:
+def flattened(examples):
     return DataCollatorWithFlattening()(copy.deepcopy(examples))
 
 
-def longest_masked(examples: list[Any]) -> dict[str, torch.Tensor]:
+def longest_masked(examples):
     """The longest row of each batch of several has no targets."""
     batch = padded(examples)
     if len(examples) > 1:
@@ -299,40 +276,41 @@ def longest_masked(examples: list[Any]) -> dict[str, torch.Tensor]:
     return batch
 
 
-def shuffled_labels(examples: list[Any]) -> dict[str, torch.Tensor]:
+def shuffled_labels(examples):
     """Some labels are masked at random."""
     batch = padded(examples)
     drops = torch.rand(batch["labels"].shape) < 0.3
     return {**batch, "labels": batch["labels"].masked_fill(drops, -100)}
 
 
-def with_positions(examples: list[Any]) -> dict[str, torch.Tensor]:
+def with_positions(examples):
     """Positions that begin at 3."""
     batch = padded(examples)
     positions = torch.arange(3, 3 + batch["input_ids"].shape[1])
     return {**batch, "position_ids": positions.expand_as(batch["input_ids"])}
 
 
-def without_mask(examples: list[Any]) -> dict[str, torch.Tensor]:
+def without_mask(examples):
     """Padding that only its labels tell."""
     batch = padded(examples)
     del batch["attention_mask"]
     return batch
 
 
-def truncated(examples: list[Any]) -> dict[str, torch.Tensor]:
+def truncated(examples):
     """All rows cut to the length of 16."""
     return {name: value[:, :16] for name, value in padded(examples).items()}
 
 
-def truncated_to_shortest(examples: list[Any]) -> dict[str, torch.Tensor]:
+def truncated_to_shortest(examples):
     """All rows of a batch cut to the length of its shortest."""
     batch = padded(examples)
     width = int(batch["attention_mask"].sum(1).min())
     return {name: value[:, :width] for name, value in batch.items()}
 
 
-COLLATORS: Mapping[str, tuple[Callable[[list[Any]], Any], float]] = {
+# By name: the collator, and its weight in the draw.
+COLLATORS = {
     "right": (padded, 12),
     "left": (padded_left, 0.7),
     "labelled padding": (labelled_padding, 0.7),
@@ -351,19 +329,8 @@ COLLATORS: Mapping[str, tuple[Callable[[list[Any]], Any], float]] = {
 RELABELLING = ("language modeling", "flattened", "truncated", "truncated to shortest")
 
 
-# ---- data of the other trainers
-
-ROWS_ON_SAMPLES = 20
-
-
-def rows_of_objectives(kind: str, count: int) -> Dataset:
+def rows_of_objectives(kind, count):
     """Examples of a trainer whose loss is computed on samples."""
     if kind in ("sequences", "tokens"):
         return classified(count, tokens=kind == "tokens")
     return pairs(count)
-
-
-def watch_training(dataset: Any, trainer: Trainer) -> None:
-    """Let a dataset read the state of a trainer, if it wants to."""
-    if isinstance(dataset, Curriculum):
-        dataset.trainer = trainer

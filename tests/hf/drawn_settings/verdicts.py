@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -14,7 +13,7 @@ from tests.hf.objectives import CLOCKS, Array, _distance, size_of
 
 
 class Verdict(Enum):
-    """The outcomes of a case."""
+    """The outcomes of a case, from good to bad."""
 
     EQUAL = "the weights and all figures are equal"
     REFUSED = "hf_flexseq refused it in one line before its second step"
@@ -28,7 +27,7 @@ class Verdict(Enum):
 FAILURES = (Verdict.SILENT, Verdict.CRASHED, Verdict.HANGS)
 
 # The warnings of hf_flexseq that announce a difference.
-KNOWN_WARNINGS: tuple[str, ...] = (
+KNOWN_WARNINGS = (
     "targets beside padding",
     "rows otherwise of a whole batch",
     "divides the loss by all labels",
@@ -38,14 +37,8 @@ KNOWN_WARNINGS: tuple[str, ...] = (
     "differs from call to call",
 )
 
-# Figures that differ on purpose, by the setting that asks for them (docs/differences.md).
-_DOCUMENTED = {"num_input_tokens_seen": ("include_num_input_tokens_seen", ("all", True))}
-
 # Means over batches under stock, and over the target tokens of a step or a set under hf_flexseq.
 _MEANS = ("entropy", "mean_token_accuracy")
-
-# What customisations count and log of micro-batches themselves.
-_OWN_COUNTS = ("rows",)
 
 _REFUSALS = ("ValueError", "NotImplementedError", "PlanInfeasible", "FloatingPointError")
 
@@ -88,9 +81,8 @@ def of_refusal(ours: Outcome) -> Judged:
     is_line = "\n" not in ours.message.strip()
     if ours.error in _REFUSALS and is_line and ours.step <= 1:
         return Judged(verdict=Verdict.REFUSED, detail=detail)
-    return Judged(
-        verdict=Verdict.CRASHED, detail=f"in step {ours.step + 1}: {detail} [{ours.where}]"
-    )
+    detail = f"in step {ours.step + 1}: {detail} [{ours.where}]"
+    return Judged(verdict=Verdict.CRASHED, detail=detail)
 
 
 def of_both(case: Case, stock: Outcome, ours: Outcome) -> Judged:
@@ -110,9 +102,8 @@ def of_both(case: Case, stock: Outcome, ours: Outcome) -> Judged:
 
 def bounds(case: Case) -> tuple[float, float]:
     """Return what rounding may do to weights, relative to the update, and to figures."""
-    settings = dict(case.settings)
-    is_adaptive = settings["optim"] != "sgd"  # gradients near zero count as much as others
-    if settings.get("bf16") or settings.get("bf16_full_eval"):
+    is_adaptive = case.settings["optim"] != "sgd"  # gradients near zero count as much as others
+    if case.settings.get("bf16") or case.settings.get("bf16_full_eval"):
         return 0.1, 0.05
     if case.dtype == "float32":
         return (0.05, 0.01) if is_adaptive else (2e-3, 1e-3)
@@ -129,13 +120,14 @@ def differences(case: Case, stock: Outcome, ours: Outcome) -> list[str]:
     weights_bound, figures_bound = bounds(case)
     found = []
     apart = _distance(stock.weights, ours.weights)
-    update = _distance(stock.weights, stock.start)
-    if apart > weights_bound * max(update, 1e-9):
-        found.append(f"weights by {apart / max(update, 1e-9):.2g} of the update")
+    update = max(_distance(stock.weights, stock.start), 1e-9)
+    if apart > weights_bound * update:
+        found.append(f"weights by {apart / update:.2g} of the update")
     if len(stock.log) != len(ours.log):
-        found.append(
-            f"{len(ours.log)} log lines, not {len(stock.log)}: {_first_other(stock, ours)}"
-        )
+        pairs = zip(stock.log, ours.log, strict=False)
+        missing = [sorted(set(wanted) - set(given)) for wanted, given in pairs]
+        lacks = next((names for names in missing if names), "others at the end")
+        found.append(f"{len(ours.log)} log lines, not {len(stock.log)}: lacks {lacks}")
     for name, value in stock.state.items():
         if ours.state.get(name) != value:
             found.append(f"{name} is {ours.state.get(name)}, not {value}")
@@ -149,30 +141,21 @@ def differences(case: Case, stock: Outcome, ours: Outcome) -> list[str]:
     return found
 
 
-def _first_other(stock: Outcome, ours: Outcome) -> str:
-    for wanted, given in zip(stock.log, ours.log, strict=False):
-        missing = sorted(set(wanted) - set(given))
-        if missing:
-            return f"lacks {missing}"
-    return "others at the end"
-
-
-def _is_compared(case: Case, name: str) -> bool:
+def _is_compared(case, name):
+    """Tell if a figure is one that has to be the same."""
     if any(clock in name for clock in CLOCKS) or "_mem_" in name:
         return False
-    if name in _OWN_COUNTS:
+    if name == "rows":  # of micro-batches, which a customisation counts itself
         return False
-    settings = dict(case.settings)
-    is_mean = name.endswith(_MEANS) and case.trainer == "sft"
-    if is_mean and (
-        name.startswith("eval_") or settings.get("gradient_accumulation_steps", 1) > 1
-    ):
-        return False
-    option, values = _DOCUMENTED.get(name, ("", ()))
-    return settings.get(option) not in values
+    if name == "num_input_tokens_seen":  # differs on purpose (docs/differences.md)
+        return case.settings.get("include_num_input_tokens_seen") not in ("all", True)
+    if name.endswith(_MEANS) and case.trainer == "sft":
+        accumulates = case.settings.get("gradient_accumulation_steps", 1) > 1
+        return not (name.startswith("eval_") or accumulates)
+    return True
 
 
-def _is_near(name: str, wanted: Mapping[str, Any], given: Mapping[str, Any], bound: float) -> bool:
+def _is_near(name, wanted, given, bound):
     """Tell if a figure of a log line is the same but for rounding."""
     if name not in given:
         return False
