@@ -57,7 +57,6 @@ from tests.threads import ThreadGroup
 CPU = torch.device("cpu")
 MOST_ERROR = 1e-10
 WORLDS = {2: (1, 2), 3: (1, 3), 4: (1, 2, 4), 6: (1, 2, 3), 8: (1, 2, 4)}  # ranks: nodes
-HEADS = ((4, 4), (4, 2), (3, 1))  # of queries, and of keys and values
 HEAD_DIM = 4
 PIPELINE_EVERY = 16  # one plan of so many is a pipeline's
 
@@ -66,7 +65,7 @@ PIPELINE_EVERY = 16  # one plan of so many is a pipeline's
 
 
 RECURRENT = ("convolution", "gated delta", "kimi delta", "mamba2")
-CHUNKS = (Reach(chunk=1), Reach(chunk=3), Reach(chunk=12))
+REACHES = (FULL, *(Reach(window=w) for w in (1, 2, 5, 12)), *(Reach(chunk=c) for c in (1, 3, 12)))
 
 
 class Kind(NamedTuple):
@@ -90,6 +89,8 @@ class AttentionRun:
     topology: Topology
     plan: Plan
     heads: tuple[int, int]
+    """Of queries, and of keys and values."""
+
     kinds: tuple[Kind, ...]
     """By layer."""
 
@@ -100,24 +101,19 @@ class AttentionRun:
     checkpoints: bool
     keeps_attention: bool
     large: int
-    """Tokens from which on chunks travel one by one; see `schedule.attention.LARGE`."""
+    """Tokens from which on chunks travel one by one; see `attention_schedule.LARGE`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineRun:
-    """An optimizer step of a small model in stages."""
+    """An optimizer step of a small model: `stages` ranks of a pipeline have `virtual` stages each,
+    and `degree` ranks share every chunk of a stage."""
 
     number: int
     launches: Launches
     stages: int
-    """Ranks of a pipeline."""
-
     degree: int
-    """Ranks that share every chunk of a stage."""
-
     virtual: int
-    """Stages of a rank."""
-
     layers: int
     plan: PipelinePlan
 
@@ -133,9 +129,8 @@ def _draw_kind(rng: random.Random) -> Kind:
         return Kind()
     if choice < 0.55:
         return Kind(recurrent=rng.choice(RECURRENT))
-    reach = rng.choice((FULL, *(Reach(window=w) for w in (1, 2, 5, 12)), *CHUNKS))
     return Kind(
-        reach=reach,
+        reach=rng.choice(REACHES),
         sinks=rng.random() < 0.3,
         softcap=rng.choice((None, None, 1.5)),
         value_size=rng.choice((HEAD_DIM, HEAD_DIM, HEAD_DIM - 1)),
@@ -155,30 +150,27 @@ def draw(number: int) -> Run:
     plan = random_plan(
         lengths, world_size, rng, nodes=nodes, micro_batches=micro_batches, shared=0.8
     )
-    layers = rng.choice((2, 2, 2, 3))
     topology = Topology(nodes=nodes, ranks_per_node=world_size // nodes)
-    kinds = tuple(_draw_kind(rng) for _ in range(layers))
+    kinds = tuple(_draw_kind(rng) for _ in range(rng.choice((2, 2, 2, 3))))
+    heads = rng.choice(((4, 4), (4, 2), (3, 1)))
+    use_blocks = rng.random() < 0.5
+    passes = None
+    if rng.random() >= 0.5:  # no tokens move where a layer is recurrent
+        has_recurrent = any(kind.recurrent for kind in kinds)
+        passes = Always(topology, remap=not has_recurrent and rng.random() < 0.6)
     return AttentionRun(
         number=number,
         launches=launches,
         topology=topology,
         plan=plan,
-        heads=rng.choice(HEADS),
+        heads=heads,
         kinds=kinds,
-        use_blocks=rng.random() < 0.5,
-        passes=_draw_passes(topology, kinds, rng),
+        use_blocks=use_blocks,
+        passes=passes,
         checkpoints=rng.random() < 0.4,
         keeps_attention=rng.random() < 0.6,
         large=rng.choice((1, schedule.LARGE["cpu"])),
     )
-
-
-def _draw_passes(topology: Topology, kinds: tuple[Kind, ...], rng: random.Random) -> Always | None:
-    """Zeppelin's passes over some plans; no tokens move where a layer is recurrent."""
-    if rng.random() < 0.5:
-        return None
-    has_recurrent = any(kind.recurrent for kind in kinds)
-    return Always(topology, remap=not has_recurrent and rng.random() < 0.6)
 
 
 def _draw_pipeline(number: int, launches: Launches, rng: random.Random) -> PipelineRun:
@@ -188,15 +180,8 @@ def _draw_pipeline(number: int, launches: Launches, rng: random.Random) -> Pipel
     layers = stages * virtual
     # A document of five tokens has a target.
     lengths = [5, *(rng.choice((1, 2, 3, 5, 8, 13)) for _ in range(rng.randint(1, 4)))]
-    plan = random_pipeline_plan(
-        lengths,
-        stages,
-        rng,
-        virtual=virtual,
-        split_weights=rng.random() < 0.5,
-        checkpointing=rng.random() < 0.5,
-        layers=layers,
-    )
+    splits, checkpoints = rng.random() < 0.5, rng.random() < 0.5
+    options = {"split_weights": splits, "checkpointing": checkpoints, "layers": layers}
     return PipelineRun(
         number=number,
         launches=launches,
@@ -204,7 +189,7 @@ def _draw_pipeline(number: int, launches: Launches, rng: random.Random) -> Pipel
         degree=degree,
         virtual=virtual,
         layers=layers,
-        plan=plan,
+        plan=random_pipeline_plan(lengths, stages, rng, virtual=virtual, **options),
     )
 
 
@@ -217,16 +202,13 @@ def run_attention(run: AttentionRun) -> float:
     joined_steps = mock.patch.dict(ring_steps.WORTHY_PAIRS, {"cpu": (1, 100)[run.number % 2]})
     large = mock.patch.dict(schedule.LARGE, {"cpu": run.large, "cuda": run.large})
     short_chunks = mock.patch.object(grid, "CHUNK", 4)  # of recurrent layers
+    world_size = run.topology.world_size
     with large, pieces_of_any_size, joined_steps, short_chunks:
         routed_posts.cache_clear()  # what is kept there depends on it
-        by_rank = run_threads(
-            attention_rank,
-            run.topology.world_size,
+        return attention_error(
             run,
-            launches=run.launches,
-            seed=run.number,
+            run_threads(attention_rank, world_size, run, launches=run.launches, seed=run.number),
         )
-    return attention_error(run, by_rank)
 
 
 def attention_error(run: AttentionRun, by_rank) -> float:
@@ -277,8 +259,13 @@ def _run_shard(shards, weight, run, communicator):
         passes=run.passes,
     )
     tokens = _tokens(run)
-    rows = _linear_rows(shards, rank)
-    x = _stack([tokens[sequence][position] for sequence, position in rows], run)
+    rows = [
+        (part.sequence, position)
+        for part in shards[rank].slices
+        for position in range(part.start, part.stop)
+    ]
+    own = [tokens[sequence][position] for sequence, position in rows]
+    x = torch.stack(own) if own else tokens[0][:0]
     x.requires_grad_()
     y = x * weight
     for layer in range(len(run.kinds)):
@@ -293,7 +280,7 @@ def _layer(y, layer, weight, run, seq_ctx):
 
     def attend(x):
         if run.kinds[layer].recurrent is not None:
-            return _widened(_recurrent(x, layer, weight, run, _across_ranks(seq_ctx)))
+            return _recurrent(x, layer, weight, run, functools.partial(_across_ranks, seq_ctx))
         qkv, options = _asked(x, layer, weight, run)
         return _widened(sequence_parallel_attention(*qkv, seq_ctx, **options))
 
@@ -303,9 +290,8 @@ def _layer(y, layer, weight, run, seq_ctx):
 
 
 def _asked(x, layer, weight, run):
-    """[tokens, heads, head_dim] -> q of the same shape, k [tokens, kv_heads, head_dim] and v
-    [tokens, kv_heads, value_size]; and what attention is to do with them. The sinks are a column
-    of the weight."""
+    """[tokens, heads, head_dim] -> q, k and v, and the options of attention. The sinks are
+    a column of the weight."""
     kv_heads = run.heads[1]
     kind = run.kinds[layer]
     v = x[:, -kv_heads:, : kind.value_size] * 2
@@ -315,16 +301,12 @@ def _asked(x, layer, weight, run):
     return (x * (1 + layer), x[:, :kv_heads], v), options
 
 
-def _across_ranks(seq_ctx):
-    """The recurrent layers of a micro-batch."""
-    return {
-        "convolution": lambda *tensors: recurrent.causal_convolution(*tensors, seq_ctx),
-        "gated delta": lambda *x, **options: recurrent.gated_delta_rule(*x, seq_ctx, **options),
-        "kimi delta": lambda *x, **options: recurrent.kimi_delta_rule(*x, seq_ctx, **options),
-        "mamba2": lambda *x, **options: recurrent.mamba2_scan(*x, seq_ctx, **options),
-    }
-
-
+ACROSS_RANKS = {
+    "convolution": recurrent.causal_convolution,
+    "gated delta": recurrent.gated_delta_rule,
+    "kimi delta": recurrent.kimi_delta_rule,
+    "mamba2": recurrent.mamba2_scan,
+}
 STEPWISE = {
     "convolution": stepwise.convolution,
     "gated delta": stepwise.delta_rule,
@@ -333,10 +315,19 @@ STEPWISE = {
 }
 
 
-def _recurrent(x, layer, weight, run, layers):
-    """[tokens, heads, head_dim] -> the same shape, by one of these recurrent layers."""
+def _across_ranks(seq_ctx, kind, *tensors, **options):
+    """A recurrent layer of a micro-batch."""
+    return ACROSS_RANKS[kind](*tensors, seq_ctx, **options)
+
+
+def _stepwise(kind, *tensors, **options):
+    """The same of one whole sequence, token by token."""
+    return STEPWISE[kind](*tensors, **options)
+
+
+def _recurrent(x, layer, weight, run, compute):
+    """[tokens, heads, head_dim] -> the same shape. compute: `_across_ranks` or `_stepwise`."""
     kind = run.kinds[layer].recurrent
-    compute = layers[kind]
     tokens, heads, _ = x.shape
     keys = x[:, : run.heads[1]]  # of which each serves some heads
     if heads % run.heads[1]:
@@ -345,39 +336,22 @@ def _recurrent(x, layer, weight, run, layers):
     if kind == "convolution":
         taps = torch.arange(1, 2 + layer + run.number % 3, dtype=x.dtype)
         channel = weight.flatten().unsqueeze(1)
-        rows = compute(x.flatten(1), (channel * taps).sin(), weight.flatten() / 2)
-        return rows.view(tokens, heads, HEAD_DIM).tanh()
+        rows = compute(kind, x.flatten(1), (channel * taps).sin(), weight.flatten() / 2)
+        return _widened(rows.view(tokens, heads, HEAD_DIM).tanh())
     if kind == "mamba2":
-        return compute(
-            x,
-            x[..., 0],
-            -weight[:, 0].exp(),
-            keys,
-            keys.tanh(),
-            D=weight[:, 1],
-            dt_bias=weight[:, 2],
-            dt_softplus=True,
-            dt_limit=(0.01, 2.0),
-        ).tanh()
+        steps = {"dt_bias": weight[:, 2], "dt_softplus": True, "dt_limit": (0.01, 2.0)}
+        tensors = (x, x[..., 0], -weight[:, 0].exp(), keys, keys.tanh())
+        return _widened(compute(kind, *tensors, D=weight[:, 1], **steps).tanh())
     if kind == "kimi delta":
         keys = x.tanh()  # one for each head
     g = -functional.softplus(x if kind == "kimi delta" else x[..., 0])
-    beta = x[..., 1].sigmoid()
-    return compute(keys, keys * 2 + 1, x[..., : HEAD_DIM - 1], g, beta, l2norm=True)
+    tensors = (keys, keys * 2 + 1, x[..., : HEAD_DIM - 1], g, x[..., 1].sigmoid())
+    return _widened(compute(kind, *tensors, l2norm=True))
 
 
 def _widened(out):
     """[tokens, heads, value_size] -> [tokens, heads, head_dim]"""
     return functional.pad(out.tanh(), (0, HEAD_DIM - out.shape[2]))
-
-
-def _linear_rows(shards, rank):
-    """(sequence, position) of every row that a rank has outside of attention."""
-    return [
-        (part.sequence, position)
-        for part in shards[rank].slices
-        for position in range(part.start, part.stop)
-    ]
 
 
 def _tokens(run: AttentionRun) -> list[torch.Tensor]:
@@ -394,25 +368,18 @@ def _weight(run: AttentionRun) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
 
-def _stack(rows: list[torch.Tensor], run: AttentionRun) -> torch.Tensor:
-    """Rows [heads, head_dim] -> [rows, heads, head_dim]; there may be none."""
-    if rows:
-        return torch.stack(rows)
-    return torch.empty(0, run.heads[0], HEAD_DIM, dtype=torch.float64)
-
-
 def _reference(run):
     """The gradients of the weight, and of the tokens by sequence, on one process."""
     weight = _weight(run)
     leaves = [x.requires_grad_() for x in _tokens(run)]
     for leaf in leaves:
         y = leaf * weight
-        for layer in range(len(run.kinds)):
-            if run.kinds[layer].recurrent is not None:
-                y = _widened(_recurrent(y, layer, weight, run, STEPWISE))
-                continue
-            qkv, options = _asked(y, layer, weight, run)
-            y = _widened(dense_attention(*qkv, **options))
+        for layer, kind in enumerate(run.kinds):
+            if kind.recurrent is not None:
+                y = _recurrent(y, layer, weight, run, _stepwise)
+            else:
+                qkv, options = _asked(y, layer, weight, run)
+                y = _widened(dense_attention(*qkv, **options))
         y.square().sum().backward()
     return weight.grad, [leaf.grad for leaf in leaves]
 
@@ -490,55 +457,54 @@ class Used:
         self.collectives = 0
 
     def __enter__(self) -> "Used":
-        self._all_to_all = ThreadGroup.all_to_all
+        stock = ThreadGroup.all_to_all
 
         def all_to_all(*args, **options):
             self.collectives += 1
-            return self._all_to_all(*args, **options)
+            return stock(*args, **options)
 
-        ThreadGroup.all_to_all = all_to_all
+        self._patch = mock.patch.object(ThreadGroup, "all_to_all", all_to_all)
+        self._patch.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        ThreadGroup.all_to_all = self._all_to_all
+        self._patch.stop()
 
 
 def had(drawn: Run, used: Used) -> set[str]:
     """What a run was made of."""
-    found = {drawn.launches.name}
     if isinstance(drawn, PipelineRun):
-        found |= {"pipeline", f"{drawn.stages * drawn.degree} ranks"}
-        if drawn.degree > 1:
-            found |= {"pipeline: ranks share chunks", "degree above 1"}
-        if drawn.virtual > 1:
-            found.add("pipeline: several stages per rank")
-        return found
-    topology = drawn.topology
-    found |= {f"{topology.world_size} ranks", f"{topology.nodes} nodes"}
-    groups = [group for micro_batch in drawn.plan.micro_batches for group in micro_batch.groups]
-    found |= {group.strategy for group in groups}
-    if any(group.degree > 1 for group in groups):
-        found.add("degree above 1")
-    if any(
-        len(micro_batch.groups_of(rank)) > 1
-        for micro_batch in drawn.plan.micro_batches
-        for rank in range(topology.world_size)
-    ):
-        found.add("several zones on a rank")
-    named = {
-        "passes": drawn.passes is not None,
-        "collectives of blocks": used.collectives > 0,
-        "checkpointing": drawn.checkpoints,
-        "checkpointing, attention kept": drawn.checkpoints and drawn.keeps_attention,
-        "three layers": len(drawn.kinds) == 3,
-        "window": any(kind.reach.window for kind in drawn.kinds),
-        "chunk": any(kind.reach.chunk for kind in drawn.kinds),
-        "sinks": any(kind.sinks for kind in drawn.kinds),
-        "softcap": any(kind.softcap for kind in drawn.kinds),
-        **{kind: any(one.recurrent == kind for one in drawn.kinds) for kind in RECURRENT},
-        "values of another size": any(kind.value_size != HEAD_DIM for kind in drawn.kinds),
-    }
-    return found | {name for name, is_so in named.items() if is_so}
+        ranks = drawn.stages * drawn.degree
+        named = {
+            "pipeline": True,
+            "pipeline: ranks share chunks": drawn.degree > 1,
+            "degree above 1": drawn.degree > 1,
+            "pipeline: several stages per rank": drawn.virtual > 1,
+        }
+    else:
+        kinds, micro_batches = drawn.kinds, drawn.plan.micro_batches
+        ranks = drawn.topology.world_size
+        groups = [group for micro_batch in micro_batches for group in micro_batch.groups]
+        zones = [len(one.groups_of(rank)) for one in micro_batches for rank in range(ranks)]
+        named = {
+            f"{drawn.topology.nodes} nodes": True,
+            **{group.strategy: True for group in groups},
+            "degree above 1": any(group.degree > 1 for group in groups),
+            "several zones on a rank": max(zones) > 1,
+            "passes": drawn.passes is not None,
+            "collectives of blocks": used.collectives > 0,
+            "checkpointing": drawn.checkpoints,
+            "checkpointing, attention kept": drawn.checkpoints and drawn.keeps_attention,
+            "three layers": len(kinds) == 3,
+            "window": any(kind.reach.window for kind in kinds),
+            "chunk": any(kind.reach.chunk for kind in kinds),
+            "sinks": any(kind.sinks for kind in kinds),
+            "softcap": any(kind.softcap for kind in kinds),
+            "values of another size": any(kind.value_size != HEAD_DIM for kind in kinds),
+            **{name: any(kind.recurrent == name for kind in kinds) for name in RECURRENT},
+        }
+    found = {name for name, is_so in named.items() if is_so}
+    return found | {drawn.launches.name, f"{ranks} ranks"}
 
 
 def run_all(numbers: range) -> Counter[str]:

@@ -6,6 +6,7 @@ size before anything reads it.
 
 import pickle
 import shutil
+from contextlib import suppress
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ def files_read(original, folder, resume, by_torch=()):
 @pytest.mark.parametrize("plant", [pickled, torch.save])
 def test_the_planted_pickles_would_run(tmp_path, plant):
     plant(Planted(tmp_path), tmp_path / "file")
-    torch.load(tmp_path / "file", weights_only=False)
+    with suppress(RuntimeError):  # what was unpickled is not of torch's format
+        torch.load(tmp_path / "file", weights_only=False)
     assert len(marks(tmp_path)) == 1
 
 
