@@ -1,24 +1,15 @@
 """What a refused command prints."""
 
-from collections.abc import Callable
-
-import pytest
-
 from hf_flexseq.cli import main
 
 
-def failed(
-    argv: list[str],
-    capsys: pytest.CaptureFixture[str],
-    run: Callable[[list[str]], int] = main,
-    name: str = "flexseq",
-) -> str:
+def failed(argv, capsys, run=main, name="flexseq"):
     """The one line that a refused command prints."""
     capsys.readouterr()
     try:
         status = run(argv)
     except SystemExit as end:
-        status = end.code  # type: ignore[assignment]
+        status = end.code
     shown = capsys.readouterr()
     assert status == 2
     assert shown.err.startswith(name)
