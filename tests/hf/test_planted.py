@@ -64,9 +64,8 @@ def test_no_file_of_a_checkpoint_runs_code(tmp_path):
     make_trainer(tmp_path, max_steps=2).train()
 
     def resume(checkpoint):
-        make_trainer(tmp_path / "then", save_strategy="no").train(
-            resume_from_checkpoint=checkpoint
-        )
+        trainer = make_trainer(tmp_path / "then", max_steps=2, save_strategy="no")
+        trainer.train(resume_from_checkpoint=checkpoint)
 
     read = files_read(
         tmp_path / "checkpoint-2", tmp_path, resume, by_torch=(".pt", ".pth", ".bin")
@@ -81,7 +80,7 @@ def test_no_file_of_a_checkpoint_runs_code(tmp_path):
 def test_no_file_of_a_pipelines_checkpoint_runs_code(tmp_path):
     """Read here by one rank without a pipeline; stages read it with the same functions."""
     run_ranks(saved_run, 2, tmp_path, 2, True, SAVED)
-    options = {**SAVED, "batch": 2, "max_steps": 4}
+    options = {**SAVED, "batch": 2}
 
     def resume(checkpoint):
         trainer = make_pipeline_trainer(model_of(True), tmp_path / "then", 1, **options)
