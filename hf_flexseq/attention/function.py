@@ -94,9 +94,9 @@ def sequence_parallel_attention(
     out: torch.Tensor
     region = kept_region(seq_ctx.kept)
     if region is not None:
-        out = _CheckpointedAttention.apply(q, k, v, sinks, layer, region)
+        out = _CheckpointedAttention.apply(layer, region, q, k, v, sinks)
     else:
-        out = _SequenceParallelAttention.apply(q, k, v, sinks, layer)
+        out = _SequenceParallelAttention.apply(layer, q, k, v, sinks)
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
@@ -107,30 +107,23 @@ class _Layer(NamedTuple):
     scores: Scores
     shape: LayerShape
 
-    def run(self, direction: str, inputs: Tensors) -> tuple[Tensors, Tensors]:
-        """Run a program of the layer's micro-batch: return its outputs, and what it saves."""
-        program = self.seq_ctx.programs.find(direction, self.shape)
-        return program.run(inputs, self.scores, self.seq_ctx.cut)
+    def run(
+        self, direction: str, inputs: tuple[torch.Tensor | None, ...]
+    ) -> tuple[Tensors, Tensors]:
+        """Run a program of the layer's micro-batch: return its outputs, and what it saves.
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Tensors]:
-        """Return out [tokens, heads, head_dim] and what all zones save for their backward.
-
-        q: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim]. sinks: [heads].
+        inputs: those of the program; None for sinks that the layer does not have.
         """
-        inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-        (out,), saved = self.run(FORWARD, inputs)
-        return out, saved
+        program = self.seq_ctx.programs.find(direction, self.shape)
+        given = [x for x in inputs if x is not None]
+        return program.run(given, self.scores, self.seq_ctx.cut)
 
     def gradients(
-        self, direction: str, inputs: Tensors
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim], and of
-        sinks their gradient [heads]."""
+        self, direction: str, inputs: tuple[torch.Tensor | None, ...]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of q, k, v and sinks, in their shapes; None without sinks."""
         outputs, _ = self.run(direction, inputs)
-        dq, dk, dv = outputs[:3]
-        return dq, dk, dv, outputs[3] if self.shape.sinks else None
+        return (*outputs, None)[:4]
 
 
 def _of_one_width(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
@@ -148,31 +141,21 @@ class _SequenceParallelAttention(torch.autograd.Function):
     """Attention that saves, in every zone's own layout, what the zone's backward needs."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        layer: _Layer,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, layer: _Layer, *inputs: torch.Tensor | None) -> torch.Tensor:
         """Return out [tokens, heads, head_dim] from q, k, v [tokens, heads or kv_heads, head_dim]
         and sinks [heads]."""
         ctx.layer = layer
-        out, saved = layer.attend(q, k, v, sinks)
-        if sinks is not None:
-            saved = (sinks, *saved)
-        ctx.save_for_backward(*saved)
+        (out,), saved = layer.run(FORWARD, inputs)
+        sinks = inputs[3]
+        ctx.save_for_backward(sinks, *saved)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return dq, dk, dv and dsinks, shaped as q, k, v and sinks are, from dout [tokens, heads,
-        head_dim]."""
-        layer: _Layer = ctx.layer
+        """Return the gradients of `_Layer.gradients` from dout [tokens, heads, head_dim]."""
         inputs = (dout.contiguous(), *ctx.saved_tensors)
-        return *layer.gradients(BACKWARD, inputs), None
+        return None, *ctx.layer.gradients(BACKWARD, inputs)
 
 
 class _CheckpointedAttention(torch.autograd.Function):
@@ -184,20 +167,14 @@ class _CheckpointedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        layer: _Layer,
-        region: Region,
+        ctx: Any, layer: _Layer, region: Region, *inputs: torch.Tensor | None
     ) -> torch.Tensor:
         """Return out [tokens, heads, head_dim]: computed in the first run, taken in the replay."""
         store = layer.seq_ctx.kept
         assert store is not None, "this context keeps no attention for a replay"
         kept = store.take(region)
         if kept is None:
-            out, saved = layer.attend(q, k, v, sinks)
+            (out,), saved = layer.run(FORWARD, inputs)
             program = layer.seq_ctx.programs.find(FORWARD, layer.shape).program
             kept = Kept.of(out, program.log_sum_exps(saved))
         if not region.replays:
@@ -206,17 +183,14 @@ class _CheckpointedAttention(torch.autograd.Function):
         ctx.lse_shapes = kept.shapes
         # What is kept must not come to hold the graph.
         out = kept.out.detach()
-        ctx.save_for_backward(q, k, v, out, kept.flat, sinks)
+        ctx.save_for_backward(*inputs, out, kept.flat)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return dq, dk, dv and dsinks, shaped as q, k, v and sinks are, from dout [tokens, heads,
-        head_dim]."""
-        layer: _Layer = ctx.layer
-        q, k, v, out, flat_lse, sinks = ctx.saved_tensors
+        """Return the gradients of `_Layer.gradients` from dout [tokens, heads, head_dim]."""
+        q, k, v, sinks, out, flat_lse = ctx.saved_tensors
         lses = in_shapes(flat_lse, ctx.lse_shapes)
-        rows = (q, k, v, out, dout.contiguous())
-        inputs = (*rows, *lses) if sinks is None else (*rows, sinks, *lses)
-        return *layer.gradients(BACKWARD_OF_ROWS, inputs), None, None
+        inputs = (q, k, v, out, dout.contiguous(), sinks, *lses)
+        return None, None, *ctx.layer.gradients(BACKWARD_OF_ROWS, inputs)

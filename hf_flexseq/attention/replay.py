@@ -1,39 +1,24 @@
-"""The executor: obeys the instructions of a program, one after the other, and decides nothing.
+"""The operations of programs, on tensors: one run of a program in one direction of one layer. It
+obeys instructions, one after the other, and decides nothing. `bound.py` makes the programs that
+run.
 
-    bound      a program whose constants are tensors of the device, lengths of kernel calls and
-               lanes of messages: made once for a micro-batch
-    Replay     one run of it, in one direction of one layer
-
-Every operation that an instruction can name is a method of `Replay`, and says what it does with
-tensors; `program/builder.py` says what they mean, with their shapes.
+Every operation that an instruction can name is a method of `Replay`; `program/builder.py` says
+what they mean, with their shapes.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hf_flexseq.attention.uploads import Uploads
 from hf_flexseq.base.layers import Reach, Scores
 from hf_flexseq.distributed.all_to_all import all_to_all
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.transport import Label, Lane, Message, Pending
+from hf_flexseq.distributed.transport import Message, Pending
 from hf_flexseq.kernels import Kernel, KernelCall, lse_dtype
-from hf_flexseq.kernels.choose import choose_fused
-from hf_flexseq.kernels.fused import Rows
+from hf_flexseq.kernels.fused import Fused, Rows
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.plan.head_layout import HeadLayout
-from hf_flexseq.program.instructions import (
-    INPUT,
-    WIDE,
-    AllToAllSpec,
-    Call,
-    Index,
-    Instruction,
-    PostSpec,
-    Program,
-)
-from hf_flexseq.program.instructions import Rows as RowsSpec
+from hf_flexseq.program.instructions import AllToAllSpec
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -61,191 +46,29 @@ class CutAttention(Protocol):
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
 
 
-# ---- bound programs
+class Means(NamedTuple):
+    """What programs run with on this rank."""
 
-
-class LaneMessages(NamedTuple):
-    """Messages of a post that take one lane: (position among the tensors, peer, tag) each."""
-
-    lane: Lane
-    sends: tuple[tuple[int, int, int], ...]
-    recvs: tuple[tuple[int, int, int], ...]
-
-
-class BoundPost(NamedTuple):
-    """A post whose lanes are known."""
-
-    number: int
-    made: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    """Shape and dtype of the tensors that are received and do not exist yet."""
-
-    lanes: tuple[LaneMessages, ...]
-    label: Label
-
-
-class Step(NamedTuple):
-    """An instruction whose operation and constants are bound."""
-
-    operation: Callable[..., Any]
-    ins: tuple[int, ...]
-    outs: tuple[int, ...]
-    constants: tuple[Any, ...]
-    frees: tuple[int, ...]
-
-
-class BoundProgram:
-    """A program that can run, as often as there are layers."""
-
-    __slots__ = (
-        "_communicator",
-        "device",
-        "fused",
-        "inputs",
-        "kernel",
-        "outputs",
-        "program",
-        "saved",
-        "steps",
-    )
-
-    def __init__(
-        self,
-        program: Program,
-        uploads: Uploads,
-        communicator: Communicator | None,
-        kernel: Kernel,
-        dtype: torch.dtype,
-    ) -> None:
-        """uploads: the integers that the program refers to. communicator: None where this rank
-        works alone. dtype: of queries, keys and values."""
-        self.program = program
-        self._communicator = communicator
-        self.kernel = kernel
-        self.device = uploads.device
-        self.fused = choose_fused(uploads.device)
-        self.inputs = tuple(value.number for value in program.inputs)
-        self.outputs = tuple(value.number for value in program.outputs)
-        self.saved = tuple(value.number for of_zone in program.saved for value in of_zone)
-        binder = _Binder(self, uploads, dtype)
-        self.steps = []
-        for instruction, frees in zip(program.instructions, program.frees, strict=True):
-            self.steps.append(binder.step(instruction, frees))
+    device: torch.device
+    kernel: Kernel
+    fused: Fused
+    links: Communicator | None
+    """Ways to other ranks; None for a rank that works alone."""
 
     @property
     def communicator(self) -> Communicator:
         """The ways to other ranks."""
-        assert self._communicator is not None, "a rank that works alone posts nothing"
-        return self._communicator
-
-    def run(
-        self, inputs: Sequence[torch.Tensor], scores: Scores, cut: CutAttention | None = None
-    ) -> tuple[Tensors, Tensors]:
-        """Run the program on tensors of the inputs' shapes.
-
-        scores: how the layer makes them. cut: attention of the part of a cut sequence, where the
-        program has one. Returns the outputs, and what the backward will need, of all zones.
-        """
-        values: list[Any] = [None] * len(self.program.all_values)
-        for number, tensor in zip(self.inputs, inputs, strict=True):
-            values[number] = tensor
-        run = Replay(self, scores, cut)
-        for operation, ins, outs, constants, frees in self.steps:
-            result = operation(run, *[values[number] for number in ins], *constants)
-            if type(result) is tuple:
-                for number, tensor in zip(outs, result, strict=True):
-                    values[number] = tensor
-            elif outs:
-                values[outs[0]] = result
-            for number in frees:
-                values[number] = None
-        assert not run.pending, f"posts {sorted(run.pending)} were not waited for"
-        outputs = tuple(values[number] for number in self.outputs)
-        return outputs, tuple(values[number] for number in self.saved)
-
-
-class _Binder:
-    """Binds instructions to a device, a dtype and the lanes of a communicator."""
-
-    def __init__(self, bound: BoundProgram, uploads: Uploads, dtype: torch.dtype) -> None:
-        self._bound = bound
-        self._uploads = uploads
-        self._dtypes = {INPUT: dtype, WIDE: lse_dtype(dtype)}
-
-    def step(self, instruction: Instruction, frees: tuple[int, ...]) -> Step:
-        """Return the step of an instruction, after which values are freed."""
-        if instruction.operation == "post":
-            constants: tuple[Any, ...] = (self._post(instruction),)
-        else:
-            constants = tuple(self._constant(one) for one in instruction.constants)
-        return Step(
-            getattr(Replay, instruction.operation),
-            instruction.ins,
-            instruction.outs,
-            constants,
-            frees,
-        )
-
-    def _constant(self, constant: Any) -> Any:
-        if isinstance(constant, Index):
-            return self._uploads.index(constant.number)
-        if isinstance(constant, RowsSpec):
-            return self._rows(constant)
-        if isinstance(constant, Call):
-            return self._uploads.segments(constant.number)
-        if isinstance(constant, str):
-            return self._dtypes[constant]
-        return constant
-
-    def _rows(self, rows: RowsSpec) -> Rows:
-        if rows.array is not None:
-            return self._uploads.index(rows.array)
-        assert rows.start is not None, "rows of another rank are not bound"
-        return slice(rows.start, rows.start + rows.tokens)
-
-    def _post(self, instruction: Instruction) -> BoundPost:
-        number, spec, made = instruction.constants
-        position = {value: at for at, value in enumerate((*instruction.ins, *instruction.outs))}
-        return BoundPost(
-            number=number,
-            made=tuple((shape, self._dtypes[dtype]) for _, shape, dtype in made),
-            lanes=self._lanes(spec, position),
-            label=spec.label,
-        )
-
-    def _lanes(self, spec: PostSpec, position: dict[int, int]) -> tuple[LaneMessages, ...]:
-        """Return the messages of a post by lane; all ranks take the lanes in one order.
-
-        position: of each value among the tensors of the post.
-        """
-        communicator = self._bound.communicator
-        sends: dict[Lane, list[tuple[int, int, int]]] = {}
-        recvs: dict[Lane, list[tuple[int, int, int]]] = {}
-        for by_lane, messages in ((sends, spec.sends), (recvs, spec.recvs)):
-            for value, peer, tag in messages:
-                by_lane.setdefault(communicator.lane(peer), []).append(
-                    (position[value], peer, tag)
-                )
-        lanes = []
-        for lane in communicator.lanes:
-            if lane in sends or lane in recvs:
-                lanes.append(
-                    LaneMessages(lane, tuple(sends.pop(lane, ())), tuple(recvs.pop(lane, ())))
-                )
-        left = {**sends, **recvs}
-        assert not left, f"{list(left)} are no lanes of this rank: {spec}"
-        return tuple(lanes)
-
-
-# ---- the operations
+        assert self.links is not None, "a rank that works alone posts nothing"
+        return self.links
 
 
 class Replay:
     """One run of a program. Methods are its operations: tensors first, then constants."""
 
-    __slots__ = ("_program", "cut", "pending", "scores")
+    __slots__ = ("_means", "cut", "pending", "scores")
 
-    def __init__(self, program: BoundProgram, scores: Scores, cut: CutAttention | None) -> None:
-        self._program = program
+    def __init__(self, means: Means, scores: Scores, cut: CutAttention | None) -> None:
+        self._means = means
         self.scores = scores
         self.cut = cut
         self.pending: dict[int, list[Pending]] = {}  # what is under way, by number of the post
@@ -253,10 +76,10 @@ class Replay:
     # -- memory
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._program.device)
+        return torch.empty(shape, dtype=dtype, device=self._means.device)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self._program.device)
+        return torch.zeros(shape, dtype=dtype, device=self._means.device)
 
     def cast(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return x.to(dtype)
@@ -266,7 +89,7 @@ class Replay:
     def take(self, *tensors_and_rows: Any) -> Tensors:
         *tensors, rows = tensors_and_rows
         targets = tuple(x.new_empty(len(rows), *x.shape[1:]) for x in tensors)
-        self._program.fused.gather(tensors, [rows] * len(tensors), targets)
+        self._means.fused.gather(tensors, [rows] * len(tensors), targets)
         return targets
 
     def part(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -279,7 +102,7 @@ class Replay:
             total.index_copy_(0, rows, part.to(total.dtype))
 
     def add(self, total: torch.Tensor, part: torch.Tensor, rows: Rows) -> None:
-        self._program.fused.add([total], [rows], [part])
+        self._means.fused.add([total], [rows], [part])
 
     def accumulate(self, total: torch.Tensor, part: torch.Tensor, index: torch.Tensor) -> None:
         total.index_add_(0, index, part.to(total.dtype))
@@ -292,7 +115,7 @@ class Replay:
         part_lse: torch.Tensor,
         rows: Rows,
     ) -> None:
-        self._program.fused.merge(out, lse, rows, part_out, part_lse)
+        self._means.fused.merge(out, lse, rows, part_out, part_lse)
 
     def join(self, *parts_and_dim: Any) -> torch.Tensor:
         *parts, dim = parts_and_dim
@@ -332,7 +155,7 @@ class Replay:
     def pack_heads(self, *tensors_and_layout: Any) -> torch.Tensor:
         *tensors, shape, layout, table = tensors_and_layout
         flat: torch.Tensor = tensors[0].new_empty(shape)
-        self._program.fused.pack(tensors, layout, table, flat)
+        self._means.fused.pack(tensors, layout, table, flat)
         return flat
 
     def unpack_heads(
@@ -344,7 +167,7 @@ class Replay:
         table: torch.Tensor,
     ) -> Tensors:
         tensors = tuple(self.empty(shape, dtype) for shape in shapes)
-        self._program.fused.unpack(flat, layout, table, tensors)
+        self._means.fused.unpack(flat, layout, table, tensors)
         return tensors
 
     def flat_heads(self, *tensors: torch.Tensor) -> torch.Tensor:
@@ -360,7 +183,7 @@ class Replay:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments
     ) -> Tensors:
-        return self._program.kernel.forward(KernelCall(q, k, v, segments, *self.scores))
+        return self._means.kernel.forward(KernelCall(q, k, v, segments, *self.scores))
 
     def gradients(
         self,
@@ -373,7 +196,7 @@ class Replay:
         segments: Segments,
     ) -> Tensors:
         call = KernelCall(q, k, v, segments, *self.scores)
-        return self._program.kernel.backward(call, dout, out, lse)
+        return self._means.kernel.backward(call, dout, out, lse)
 
     def sink(self, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
         with_sinks = torch.logaddexp(lse, sinks.unsqueeze(1))  # [H, t]
@@ -419,7 +242,7 @@ class Replay:
         *tensors, post = tensors_and_post
         made = tuple(self.empty(shape, dtype) for shape, dtype in post.made)
         tensors += made
-        transport = self._program.communicator.transport
+        transport = self._means.communicator.transport
         pending = []
         for lane, sends, recvs in post.lanes:
             pending.append(
@@ -439,7 +262,7 @@ class Replay:
         self, sent: torch.Tensor, received: torch.Tensor, number: int, spec: AllToAllSpec
     ) -> None:
         pending = all_to_all(
-            self._program.communicator,
+            self._means.communicator,
             spec.ranks,
             sent,
             received,

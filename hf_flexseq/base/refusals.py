@@ -18,8 +18,9 @@ class Refusal(Generic[Case]):
     setting: str
     """Name of the setting, for the documentation."""
 
-    found: Callable[[Case], str | None]
-    """Function that returns the setting with its value for the error, or None if it is not set."""
+    found: Callable[[Case], Any]
+    """Function that returns the setting with its value for the error, True for `setting` itself,
+    or None or False if it is not set."""
 
     why: str
     """Reason of the refusal."""
@@ -38,9 +39,10 @@ def refuse(refusals: Iterable[Refusal[Case]], case: Case, *, where: str = "") ->
     """
     for refusal in refusals:
         found = refusal.found(case)
-        if found is not None:
+        if found:
+            what = found if isinstance(found, str) else refusal.setting
             raise refusal.error(
-                f"hf_flexseq does not support {found}{where}: {refusal.why}; {refusal.instead}"
+                f"hf_flexseq does not support {what}{where}: {refusal.why}; {refusal.instead}"
             )
 
 
@@ -60,11 +62,3 @@ def option(
         return f"{name}={value!r}" if is_refused(value) else None
 
     return found
-
-
-def has(text: str, is_asked_for: Callable[[Any], Any]) -> Callable[[Any], str | None]:
-    """Return a function that finds a setting without a value to show.
-
-    text: name of the setting. is_asked_for: True for a case that has it.
-    """
-    return lambda case: text if is_asked_for(case) else None

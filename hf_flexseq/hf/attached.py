@@ -14,7 +14,7 @@ sample. Such a call uses the model's own attention and loss.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from accelerate import Accelerator
@@ -25,8 +25,22 @@ from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
-from hf_flexseq.hf.model.recurrent import attach_recurrent
+from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
+
+
+@contextmanager
+def on_micro_batches(model: PreTrainedModel) -> Iterator[None]:
+    """Give a model our attention, recurrent layers and positions inside the block."""
+    former = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    positions = attach_positions(model)
+    try:
+        with RecurrentFunctions(model).attached():
+            yield
+    finally:
+        positions.detach()
+        model.set_attn_implementation(former)
 
 
 class AttachedModel:
@@ -35,38 +49,32 @@ class AttachedModel:
     def __init__(self, model: nn.Module, base: PreTrainedModel, accelerator: Accelerator) -> None:
         """model: may be a PEFT model, with `base` inside."""
         self.base = base
-        self._accelerator = accelerator
-        self._former_ddp = accelerator.ddp_handler
         self._former_attention: str = base.config._attn_implementation
+        self._attached = ExitStack()  # what `detach` undoes
+        self._attached.callback(setattr, accelerator, "ddp_handler", accelerator.ddp_handler)
         accelerator.ddp_handler = early_buckets(accelerator.ddp_handler, model)
-        base.set_attn_implementation(NAME)
+        self._attached.enter_context(on_micro_batches(base))
         self._chunked_loss = attach_chunked_loss(model)
-        self._positions = attach_positions(base)
-        self._recurrent = attach_recurrent(base)
+        if self._chunked_loss is not None:
+            self._attached.callback(self._chunked_loss.detach)
         self.router = RouterLoss(model, base) if asks_for_router_loss(base) else None
         """Router loss, if the model computes one."""
+        if self.router is not None:
+            self._attached.callback(self.router.detach)
         self.token_columns = needed_columns(base)
         """Columns to dispatch with every token, besides those that were drawn."""
         self._other_call: tuple[nn.Module, ExitStack] | None = None  # call without `seq_ctx`
-        self._hooks: list[Any] = []
         for entry in {base, base.base_model}:  # the second one is the decoder below the head
-            self._hooks += [
-                entry.register_forward_pre_hook(self._begin_call, with_kwargs=True, prepend=True),
-                entry.register_forward_hook(self._end_call, always_call=True),
-            ]
+            begin = entry.register_forward_pre_hook(
+                self._begin_call, with_kwargs=True, prepend=True
+            )
+            end = entry.register_forward_hook(self._end_call, always_call=True)
+            self._attached.callback(begin.remove)
+            self._attached.callback(end.remove)
 
     def detach(self) -> None:
         """Restore the model's attention and loss, and accelerate's DDP handler."""
-        self.base.set_attn_implementation(self._former_attention)
-        self._accelerator.ddp_handler = self._former_ddp
-        if self._chunked_loss is not None:
-            self._chunked_loss.detach()
-        self._positions.detach()
-        self._recurrent.detach()
-        if self.router is not None:
-            self.router.detach()
-        for hook in self._hooks:
-            hook.remove()
+        self._attached.close()
 
     def _begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         """Restore the model's own attention and loss for a call without `seq_ctx`."""
@@ -90,23 +98,21 @@ class AttachedModel:
         """Dispatch more columns, without duplicates, with every token from now on."""
         self.token_columns = tuple(dict.fromkeys((*self.token_columns, *names)))
 
-    @contextmanager
-    def own_attention(self) -> Iterator[None]:
-        """Restore the model's own attention inside the block, for generation."""
-        self.base.set_attn_implementation(self._former_attention)
-        try:
-            yield
-        finally:
-            self.base.set_attn_implementation(NAME)
+    def own_attention(self) -> AbstractContextManager[None]:
+        """Restore the model's own attention inside a block, for generation."""
+        return self._attention(self._former_attention)
+
+    def planned_attention(self) -> AbstractContextManager[None]:
+        """Use our attention inside a block, even within `own_attention`."""
+        return self._attention(NAME)
 
     @contextmanager
-    def planned_attention(self) -> Iterator[None]:
-        """Use our attention inside the block, even within `own_attention`."""
+    def _attention(self, name: str) -> Iterator[None]:
         former = self.base.config._attn_implementation
-        if former == NAME:
+        if former == name:
             yield
             return
-        self.base.set_attn_implementation(NAME)
+        self.base.set_attn_implementation(name)
         try:
             yield
         finally:

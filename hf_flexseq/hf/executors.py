@@ -13,21 +13,24 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
-import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
+from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.hf.calibration.source import CostSource, named_cost
+from hf_flexseq.hf.model.facts import compute_dtype, layer_calls
 from hf_flexseq.hf.model.router import RouterLoss
+from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.planner.process.client import InlinePlanner, Planner, PlannerWorker
 from hf_flexseq.planner.process.jobs import Job
+from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.inputs import Inputs
-from hf_flexseq.steps.planned_step import PlannedStep
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
 # ---- what an executor is
@@ -75,39 +78,6 @@ class EngineSetup:
         )
 
 
-class TrainerHooks(Protocol):
-    """Trainer hooks for ranks that hold part of the model; `FlexSeqMixin` calls each method
-    instead of the Trainer's own."""
-
-    def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the model as the Trainer is to run it."""
-
-    def set_training_mode(self, model: nn.Module, optimizer: Any) -> None:
-        """Do what the Trainer does to model and optimizer before a step."""
-
-    def floating_point_ops(self, step: Any) -> int:
-        """Return the operations of this rank in one step; 0 for no step."""
-
-    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Scale gradients down to a norm of `max_norm` over the whole model; return the former
-        norm."""
-
-    def grad_norm(self) -> torch.Tensor:
-        """Return the norm of the whole model's gradients."""
-
-    def save(self, trainer: Any, folder: str) -> None:
-        """Write the weights, and what the Trainer saves with them."""
-
-    def load(self, folder: str) -> None:
-        """Read the weights."""
-
-    def save_optimizer(self, trainer: Any, folder: str) -> None:
-        """Write the state of optimizer and scheduler."""
-
-    def load_optimizer(self, trainer: Any, folder: str | None) -> None:
-        """Read the state of optimizer and scheduler, where `folder` has one."""
-
-
 class Executor(Protocol):
     """Runs the steps of one model.
 
@@ -128,8 +98,8 @@ class Executor(Protocol):
         """True between `attach` and `detach`."""
 
     @property
-    def trainer_hooks(self) -> TrainerHooks | None:
-        """The hooks of a Trainer that has to do some things differently; None for nothing."""
+    def trainer_hooks(self) -> Any:
+        """Trainer hooks for ranks that hold one stage (`pipeline/hooks.py`); None for others."""
 
     @property
     def router(self) -> RouterLoss | None:
@@ -181,6 +151,21 @@ def planner_of(job: Job, *, ahead: bool) -> Planner:
     if ahead:
         return PlannerWorker(job)
     return InlinePlanner(job)
+
+
+def kernel_of(setup: EngineSetup, model: PreTrainedModel, *, whose: str = "") -> Kernel:
+    """Return a kernel for all attention layers of a model. Collective over the world.
+
+    whose: words for the error. Raises ValueError, on all ranks, if a machine has no such kernel.
+    """
+    device = setup.accelerator.device
+    with Attempt() as choosing:
+        dtype = compute_dtype(model, setup.accelerator)
+        kernel = choose_kernels(device, dtype, layer_calls(model.config))
+    choosing.raise_together(
+        setup.communicator.cpu_group.gather_values, f"choosing the attention kernel{whose}"
+    )
+    return kernel
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:

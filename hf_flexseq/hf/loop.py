@@ -13,6 +13,7 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +33,12 @@ MicroBatches = Callable[[Step, nn.Module], Iterator[Inputs]]
 class LoopItem:
     """A planned step, as a hand-written loop gets it."""
 
-    __slots__ = ("_executor", "step")
+    __slots__ = ("_executor", "_micro_batches", "step")
 
-    def __init__(self, step: Step, executor: Executor) -> None:
+    def __init__(self, step: Step, executor: Executor, micro_batches: MicroBatches) -> None:
         self.step = step
         self._executor = executor
+        self._micro_batches = micro_batches
 
     @property
     def plan(self) -> Any:
@@ -57,11 +59,7 @@ class LoopItem:
 class TrainingItem(LoopItem):
     """A training step of a hand-written loop."""
 
-    __slots__ = ("_micro_batches",)
-
-    def __init__(self, step: Step, executor: Executor, micro_batches: MicroBatches) -> None:
-        super().__init__(step, executor)
-        self._micro_batches = micro_batches
+    __slots__ = ()
 
     def backward(self, model: nn.Module) -> torch.Tensor:
         """Run forward and backward of the whole step.
@@ -83,7 +81,7 @@ class TrainingItem(LoopItem):
         return self.step.loss
 
     def check_has_run(self) -> None:
-        """Raise RuntimeError where the loop has gone on without the step's backward."""
+        """Raise RuntimeError if the loop has gone on without the step's backward."""
         if not self.step.has_run:
             raise RuntimeError(
                 f"step {self.step.number} was left without step.backward(model): to evaluate, "
@@ -98,7 +96,7 @@ class EvaluationItem(LoopItem):
 
     def __init__(self, step: Step, executor: Executor, sum_of_all: EvaluationLoss) -> None:
         """sum_of_all: gets the loss of the step when it runs."""
-        super().__init__(step, executor)
+        super().__init__(step, executor, partial(executor.micro_batches, trains=False))
         self._sum = sum_of_all
 
     def forward(self, model: nn.Module) -> torch.Tensor:
@@ -108,10 +106,9 @@ class EvaluationItem(LoopItem):
         Returns this rank's share of the loss, a scalar: the mean over ranks is the mean over the
         step's target tokens.
         """
-        # DDP would have ranks exchange buffers in each forward, of which they run different
-        # numbers.
+        # DDP would exchange buffers in each forward, and ranks run different numbers of them.
         whole = model.module if isinstance(model, DistributedDataParallel) else model
-        for inputs in self._executor.micro_batches(self.step, model, trains=False):
+        for inputs in self._micro_batches(self.step, model):
             with torch.no_grad():
                 self.step.add(self._loss(whole, inputs))
         assert self.step.loss is not None, "every micro-batch has a loss"

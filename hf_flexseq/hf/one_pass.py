@@ -19,7 +19,7 @@ from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches
 from hf_flexseq.hf.loaders import BEFORE_END, as_drawn
 from hf_flexseq.hf.overrides import IN_PARTS, runs_other_code
 from hf_flexseq.hf.predictions import TokenPredictions, without_metrics
-from hf_flexseq.hf.step_loss import StepLoss, StockPrediction, StockPreparation
+from hf_flexseq.hf.step_loss import Prediction, StepLoss, StockPrediction, StockPreparation
 from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.hf.token_means import TokenMeans
 from hf_flexseq.hf.watch import Watch
@@ -167,20 +167,15 @@ class LossInOnePass(StepLoss):
         return PlannedBatches(dataloader, self._engine.evaluation_steps)
 
     def predict(
-        self,
-        model: nn.Module,
-        batch: Any,
-        loss_only: bool,
-        ignore_keys: Any,
-        stock_prediction: StockPrediction,
-    ) -> tuple[Any, Any, Any]:
+        self, model: nn.Module, batch: Any, loss_only: bool, stock: StockPrediction
+    ) -> Prediction:
         """Run the forwards of a step, and return its loss, a scalar, without logits or labels; of
         a padded batch what was predicted of its tokens, and its labels. Collective over the
         world."""
         if self._tokens is not None:
             return self._predict_tokens(self._tokens, model, batch)
         if not isinstance(batch, StepItem):
-            return stock_prediction(model, batch, loss_only, ignore_keys)
+            return stock(model, batch, loss_only)
         step = batch.step
         assert step is not None, "an evaluation batch without its step"
         divisor = _divisor(step.targets, self._trainer.args.device)
@@ -198,7 +193,7 @@ class LossInOnePass(StepLoss):
 
     def _predict_tokens(
         self, tokens: TokenPredictions, model: nn.Module, batch: Any
-    ) -> tuple[Any, Any, Any]:
+    ) -> Prediction:
         """Return the loss of a padded batch, a scalar, what was predicted of its tokens, and its
         labels; no loss without labels."""
 

@@ -34,7 +34,8 @@ from hf_flexseq.hf.refusals.predictions import as_given, value_parts
 from hf_flexseq.kernels.chunked_loss import chunk_rows
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.calls import Call, joined
-from hf_flexseq.steps.exchange import Columns, SourceRow
+from hf_flexseq.steps.drawn import Columns, SourceRow
+from hf_flexseq.steps.figure_passes import figures_of
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 
@@ -98,7 +99,7 @@ class TokenPredictions:
         losses = []
         several = []
 
-        def figures_of(inputs: Inputs) -> Columns:
+        def read(inputs: Inputs) -> Columns:
             inputs, labels = _without_labels(inputs)
             targets_for_loss = inputs.pop(_TARGETS) if self._with_loss else None
             reader = _Reader(self._function, labels, targets_for_loss)
@@ -111,7 +112,7 @@ class TokenPredictions:
             several.append(reader.is_several)
             return reader.figures(inputs["input_ids"].shape[1]) | sums
 
-        figures = step.figures(figures_of, TOTALS)
+        figures = figures_of(step, read, TOTALS)
         predicted.take(figures, is_several=several[0])
         loss = torch.stack(losses).sum()
         if router is not None:

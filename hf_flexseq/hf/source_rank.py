@@ -17,7 +17,7 @@ from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.losses import reads_figures
 from hf_flexseq.hf.objectives.planned import PlannedLoss
 from hf_flexseq.hf.predictions import TokenPredictions
-from hf_flexseq.hf.step_loss import StepLoss, StockPrediction, StockPreparation
+from hf_flexseq.hf.step_loss import Prediction, StepLoss, StockPrediction, StockPreparation
 from hf_flexseq.steps.inputs import Inputs
 
 
@@ -86,13 +86,8 @@ class LossOnSourceRank(StepLoss):
         return dataloader
 
     def predict(
-        self,
-        model: nn.Module,
-        batch: Any,
-        loss_only: bool,
-        ignore_keys: Any,
-        stock_prediction: StockPrediction,
-    ) -> tuple[Any, Any, Any]:
+        self, model: nn.Module, batch: Any, loss_only: bool, stock: StockPrediction
+    ) -> Prediction:
         """Return what the Trainer's own step finds on planned results; predictions of tokens are
         those of the model. Collective over the world."""
         predicts = self._tokens is not None
@@ -101,8 +96,7 @@ class LossOnSourceRank(StepLoss):
             if self.has_predictions:
                 batch = self._trainer._prepare_inputs(batch)
                 answered.enter_context(self.planned.answers.on_batch(batch))
-            own_loss_only = loss_only or predicts
-            found = stock_prediction(self._trainer.model, batch, own_loss_only, ignore_keys)
+            found = stock(self._trainer.model, batch, loss_only or predicts)
         if self._tokens is None:
             return found
         return found[0], *self._predict_tokens(self._tokens, model, batch)

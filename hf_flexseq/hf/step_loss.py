@@ -25,9 +25,9 @@ from hf_flexseq.hf.refusals.predictions import check_predictions
 
 # The Trainer's own methods.
 StockPreparation = Callable[[Any], Any]  # batch -> what the loss gets
-# model, batch, True if the loss is all that is wanted, keys to ignore
-# -> loss, predictions, labels
-StockPrediction = Callable[[nn.Module, Any, bool, Any], tuple[Any, Any, Any]]
+Prediction = tuple[Any, Any, Any]  # loss, predictions, labels
+# model, batch, True if the loss is all that is wanted -> what the Trainer finds
+StockPrediction = Callable[[nn.Module, Any, bool], Prediction]
 
 
 class StepLoss(ABC):
@@ -123,13 +123,8 @@ class StepLoss(ABC):
 
     @abstractmethod
     def predict(
-        self,
-        model: nn.Module,
-        batch: Any,
-        loss_only: bool,
-        ignore_keys: Any,
-        stock_prediction: StockPrediction,
-    ) -> tuple[Any, Any, Any]:
+        self, model: nn.Module, batch: Any, loss_only: bool, stock: StockPrediction
+    ) -> Prediction:
         """Run the forwards of a batch; return its loss, a scalar, its predictions and its labels,
         each None if it does not exist or is not wanted. Collective over the world.
 

@@ -35,7 +35,7 @@ from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.overrides import IN_PARTS, WHOLE_SAMPLES
 from hf_flexseq.hf.two_sequences import ComputeLoss, Figures, LossesOfTwo
 from hf_flexseq.hf.watch import Watch
-from hf_flexseq.steps.exchange import SourceRow
+from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.users_code import (
     library_method,
     users_forward_hooks,

@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -395,8 +396,8 @@ class FlexSeqMixin(PartOfModelMixin):
     ) -> Any:
         """Return the loss of a step, a scalar, with predictions and labels where they are
         wanted."""
-        stock = super().prediction_step
-        return self._flexseq_loss.predict(model, inputs, prediction_loss_only, ignore_keys, stock)
+        stock = partial(super().prediction_step, ignore_keys=ignore_keys)
+        return self._flexseq_loss.predict(model, inputs, prediction_loss_only, stock)
 
 
 class FlexSeqTrainer(FlexSeqMixin, Trainer):

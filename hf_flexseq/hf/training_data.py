@@ -2,14 +2,49 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from hf_flexseq.hf.engine import FlexSeqEngine
-from hf_flexseq.hf.loaders import EpochBatches, LongestLoader, batches_on_host
+from hf_flexseq.hf.loaders import LongestLoader, batches_on_host
 from hf_flexseq.hf.losses import rolls_out
 from hf_flexseq.hf.shared_state import draws_in_place
+
+
+class EpochBatches:
+    """Bounds the iterators of a loader by its length.
+
+    The Trainer asks an iterator for that many batches and no more, while steps that are planned
+    ahead would ask until it ends. A loader may count its ends, as accelerate's do, and shuffle by
+    that count; those that the Trainer tells the epoch (`set_epoch`) shuffle by the epoch instead,
+    and are left alone. A chain of loaders is not told.
+    """
+
+    def __init__(self, dataloader: Any) -> None:
+        self._length: int | None = None  # no bound
+        if not hasattr(dataloader, "set_epoch") and has_length(dataloader):
+            self._length = len(dataloader)
+        self._unbounded: Iterator[Any] | None = None
+        self._bounded: Iterator[Any] = iter(())
+
+    def of(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Return the iterator that stands for `iterator`, the same one every time."""
+        if iterator is not self._unbounded:
+            self._unbounded = iterator
+            self._bounded = islice(iterator, self._length)
+        return self._bounded
+
+    def forget(self) -> None:
+        """Let go of the last iterator, as the Trainer does at the end of training.
+
+        Dropping the last reference stops the workers. Where the garbage collector finds the
+        iterator instead, its queues may be gone by then: it waits 5 s for each worker.
+        """
+        self._unbounded = None
+        self._bounded = iter(())
 
 
 class TrainingData:

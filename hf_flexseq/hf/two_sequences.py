@@ -22,7 +22,7 @@ from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.model.facts import compute_dtype
 from hf_flexseq.hf.watch import Watch
 from hf_flexseq.steps.collator import shifted
-from hf_flexseq.steps.exchange import Columns, SourceRow
+from hf_flexseq.steps.drawn import Columns, SourceRow
 from hf_flexseq.steps.inputs import Inputs
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ A rank has all of the model, or accelerate gives it what it needs of it (FSDP, Z
                   see `steps/micro_batches.py`
 3. reduced        gradients, once where they can be (`reduction.py`)
 
-What the model itself is given is in `attached.py`, what its attention is told in `contexts.py`.
+What the model itself is given is in `attached.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,12 +18,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.attention.programs import MicroBatchPrograms
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.forward import forward_only
-from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.attached import AttachedModel
-from hf_flexseq.hf.contexts import ModelContexts, kernel_of, kernel_of_run
-from hf_flexseq.hf.executors import EngineSetup, TrainerHooks, base_model, planner_of
+from hf_flexseq.hf.executors import EngineSetup, base_model, kernel_of, planner_of
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import is_fully_sharded
 from hf_flexseq.hf.model.images import check_text_alone
@@ -42,19 +41,46 @@ from hf_flexseq.planner.passes import passes_of
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.program.passes import PlanPasses
-from hf_flexseq.steps.exchange import RowExchange, SourceRow
+from hf_flexseq.steps.drawn import PlannedStep, SourceRow
+from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
 from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
-from hf_flexseq.steps.planned_step import PlannedStep
 from hf_flexseq.steps.token_columns import with_token_columns
 from hf_flexseq.steps.trace import Figures, PlanTrace
+
+
+class ModelContexts:
+    """Makes the contexts of one model's micro-batches."""
+
+    def __init__(self, setup: EngineSetup, kernel: Kernel, passes: PlanPasses | None) -> None:
+        """passes: the planner's passes, if it has any."""
+        self._setup = setup
+        self._kernel = kernel
+        self._passes = passes
+        self._former_programs: MicroBatchPrograms | None = None  # of the last context
+
+    def __call__(self, shard: Shard) -> SequenceContext:
+        """Return the context of one shard, with programs for the layers seen in the previous
+        micro-batch."""
+        context = SequenceContext(
+            shard,
+            self._setup.communicator,
+            self._kernel,
+            self._setup.accelerator.device,
+            save_attention_output=self._setup.args.save_attention_output,
+            passes=self._passes,
+        )
+        if self._former_programs is not None:
+            context.programs.prepare(self._former_programs.keys)
+        self._former_programs = context.programs
+        return context
 
 
 class WholeModelExecutor:
     """Runs micro-batches of groups on a model that every rank has, or of which accelerate gives it
     what it needs (FSDP, ZeRO)."""
 
-    trainer_hooks: TrainerHooks | None = None
+    trainer_hooks = None
 
     def __init__(self, setup: EngineSetup) -> None:
         """Raises NotImplementedError for pipeline stages, which a Trainer alone can run."""
@@ -216,7 +242,7 @@ class WholeModelExecutor:
         """Return what makes contexts, with the kernel that the first step chooses. Collective over
         the world."""
         if self.kernel is None:
-            self.kernel = kernel_of_run(self.setup, self._attached_model.base)
+            self.kernel = kernel_of(self.setup, self._attached_model.base)
         if self._contexts is None:
             self._contexts = ModelContexts(self.setup, self.kernel, self._passes)
         return self._contexts
@@ -293,11 +319,6 @@ class WholeModelExecutor:
                 f"{name} is sharded, and its ranks have to run every micro-batch together: set "
                 "sync='lockstep'"
             )
-        with Attempt() as choosing:
-            kernel = kernel_of(self.setup, model)
-        cpu_group = self.setup.communicator.cpu_group
-        choosing.raise_together(
-            cpu_group.gather_values, f"choosing the attention kernel of {name}"
-        )
+        kernel = kernel_of(self.setup, model, whose=f" of {name}")
         self._attached_model.need_columns(needed_columns(model))
         return ModelContexts(self.setup, kernel, self._passes)

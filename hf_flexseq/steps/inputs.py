@@ -15,7 +15,7 @@ from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import Shard, make_shard
-from hf_flexseq.steps.exchange import Columns
+from hf_flexseq.steps.drawn import Columns
 
 Inputs = dict[str, Any]
 

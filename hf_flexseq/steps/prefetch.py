@@ -41,8 +41,14 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import LostRank
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.process.client import Planner
-from hf_flexseq.steps.exchange import NO_COLUMNS, SourceRow, common_dtypes, source_row
-from hf_flexseq.steps.planned_step import DrawnStep, PlannedStep
+from hf_flexseq.steps.drawn import (
+    NO_COLUMNS,
+    DrawnStep,
+    PlannedStep,
+    SourceRow,
+    common_dtypes,
+    source_row,
+)
 from hf_flexseq.steps.rank_step import RankStep
 from hf_flexseq.steps.screen import beside_bars
 

@@ -43,14 +43,12 @@ from common import (
 )
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.contexts import ModelContexts
-from hf_flexseq.hf.whole_model import WholeModelExecutor
+from hf_flexseq.hf.whole_model import ModelContexts, WholeModelExecutor
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.steps.exchange import SourceRow
-from hf_flexseq.steps.planned_step import DrawnStep
+from hf_flexseq.steps.drawn import DrawnStep, SourceRow
 from hf_flexseq.steps.prefetch import PrefetchedSteps
 from hf_flexseq.steps.trace import PlanTrace
 from lengths import DOCUMENTS, WIKIPEDIA, K, batch, common_crawl_like

@@ -41,7 +41,8 @@ from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.planner.pipeline import make_pipeline_plan
-from hf_flexseq.steps.exchange import RowExchange, common_dtypes, source_row
+from hf_flexseq.steps.drawn import common_dtypes, source_row
+from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
 from tests.matching import Launches
 from tests.threads import ThreadHub, ThreadTransport

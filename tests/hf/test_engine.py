@@ -8,9 +8,8 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.hf import contexts
+from hf_flexseq.hf import executors
 from hf_flexseq.hf.calibration import source
-from hf_flexseq.hf.pipeline import executor as of_stages
 from hf_flexseq.hf.pipeline.executor import StageExecutor
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from tests.hf.tiny import documents, tiny_llama
@@ -165,14 +164,14 @@ def without_a_kernel_or_a_process(rank, world_size, kind):
 
     model = tiny_llama()
     engine = engine_of(Accelerator(cpu=True), kind, model)
-    choose = contexts.choose_kernels
+    choose = executors.choose_kernels
     if rank == 1:
-        contexts.choose_kernels = of_stages.choose_kernels = no_kernel
+        executors.choose_kernels = no_kernel
     messages = []
     with pytest.raises(ValueError) as raised, engine.attached(model):
         engine.next_step(batches(), 1)
     messages.append(str(raised.value))
-    contexts.choose_kernels = of_stages.choose_kernels = choose
+    executors.choose_kernels = choose
 
     if rank == 0:
         engine.executor.planner = no_process

@@ -8,7 +8,8 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.steps.exchange import RowExchange, SourceRow
+from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.exchange import RowExchange
 from tests.budget import for_seeds
 from tests.plans import random_plan
 from tests.published.zeppelin.always import Always

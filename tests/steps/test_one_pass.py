@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.steps.micro_batches import check_known
+from hf_flexseq.steps.figure_passes import FigurePasses, check_known
 from tests.hf.tiny import relative_errors
 from tests.plans import random_plan
 from tests.ranks import join, run_threads
@@ -47,7 +47,7 @@ class CountedObjective(LinearObjective):
 
 def run_once(step, objective, weights):
     """Run the only pass of a step, and return its loss."""
-    figures = step.only_pass(objective, weights)
+    figures = FigurePasses(step, objective).only(weights)
     loss, gradients = objective.loss(figures)
     check_known(weights, gradients)
     return loss

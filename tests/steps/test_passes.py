@@ -21,10 +21,11 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.layout import PlanLayout
+from hf_flexseq.steps.drawn import DrawnStep, PlannedStep
 from hf_flexseq.steps.exchange import RowExchange
+from hf_flexseq.steps.figure_passes import FigurePasses, gathered
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
-from hf_flexseq.steps.planned_step import DrawnStep, PlannedStep
 from tests.budget import others_slow
 from tests.hf.by_hand import CPU, TWO_NODES, drawn_row, summed_gradients
 from tests.hf.test_exactness import whole
@@ -201,9 +202,10 @@ def pass_step(plan, sources, communicator, *, lockstep=False):
 
 def run_passes(step, objective, before_last=nullcontext):
     """Run both passes of a step around its loss, and return the loss."""
-    figures = step.first_pass(objective, before_last)
+    passes = FigurePasses(step, objective, before_last)
+    figures = passes.first()
     step.loss, gradients = objective.loss(figures)
-    step.second_pass(objective, figures, gradients, before_last)
+    passes.second(figures, gradients)
     return step.loss
 
 
@@ -337,9 +339,10 @@ def with_dropout(rank, world_size, plan, checkpointing):
     step = pass_step(plan, sources, communicator)
     graphs = [model(**step._inputs_of(index)) for index in step.indices]
     later.append(torch.rand(1))
-    figures = step._gathered(dict(zip(step.indices, graphs, strict=True)), objective.totals)
+    found_by_index = dict(zip(step.indices, graphs, strict=True))
+    figures = gathered(step, found_by_index, objective.totals)
     _, weights = objective.loss(figures)
-    dispatched = step._exchange.dispatch(weights, step._routes)
+    dispatched = step.exchange.dispatch(weights, step.routes)
     for own, weight in zip(graphs, dispatched, strict=True):
         sum((weight[name] * own[name]).sum() for name in weight).backward(retain_graph=True)
     return found, summed_gradients(model, communicator), later

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hf_flexseq.steps.exchange import SourceRow
+from hf_flexseq.steps.drawn import DrawnStep, PlannedStep, SourceRow
 from hf_flexseq.steps.micro_batches import RankMicroBatches
-from hf_flexseq.steps.planned_step import DrawnStep, PlannedStep
 from tests.plans import random_plan
 
 DRAWN = DrawnStep(

@@ -1,7 +1,7 @@
 """Make an empty copy of a model on the meta device, to see what its forward does.
 
-A meta model is made from class and configuration, in training mode and bfloat16. It has shapes,
-but neither numbers nor memory, so that every size of model takes a tenth of a second or so.
+A meta model is made from class and configuration, in training mode. It has shapes, but neither
+numbers nor memory, so that every size of model takes a tenth of a second or so.
 
 Modules that the user has put into the model can be copied into it. Adapters and quantized layers
 are not: they work on each token by itself, and may need numbers.
@@ -31,8 +31,14 @@ FAULTS = (
 _NOT_COPIED = ("torch", "transformers", "peft", "bitsandbytes")
 
 
-def meta_model(model: PreTrainedModel, attention: str | None = None) -> PreTrainedModel:
-    """Return an empty model of the class and configuration of `model`.
+def meta_model(
+    model: PreTrainedModel,
+    attention: str | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> PreTrainedModel:
+    """Return an empty model of the class and configuration of `model`, which is whole also where
+    `model` is a stage of a pipeline.
 
     attention: name of its implementation of attention; None for that of `model`.
     """
@@ -41,7 +47,7 @@ def meta_model(model: PreTrainedModel, attention: str | None = None) -> PreTrain
         config._attn_implementation = attention
     with torch.device("meta"), _without_sharding():
         result: PreTrainedModel = unsharded_class(model)(config)
-    return result.to(torch.bfloat16).train()
+    return result.to(dtype).train()
 
 
 def copy_users_modules(model: nn.Module, target: nn.Module) -> bool:

@@ -40,7 +40,7 @@ from transformers import PreTrainedModel
 from hf_flexseq.hf.model.facts import unsharded_class
 from hf_flexseq.hf.model.head_trial import ROUTER_LOSS, try_head
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.steps.exchange import Columns
+from hf_flexseq.steps.drawn import Columns
 from hf_flexseq.steps.inputs import Inputs, without_labels
 from hf_flexseq.steps.micro_batches import AddUp
 

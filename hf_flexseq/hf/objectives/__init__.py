@@ -2,7 +2,7 @@
 
 A trainer's `compute_loss` calls the model on a padded batch. Here such a call is answered with
 results that were planned: every sequence was computed by the ranks that the plan gave it to,
-packed with others, and its figures were gathered (`steps/micro_batches.py`). So the trainer's own
+packed with others, and its figures were gathered (`steps/figure_passes.py`). So the trainer's own
 code runs unchanged, once per batch, with its own collectives and metrics.
 
     heads.py        what is asked of a model: log-probabilities of labels, or classes

@@ -8,6 +8,7 @@ planned and run when it comes: so are all calls of an evaluation. One with gradi
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from hf_flexseq.hf.objectives.reference import adapter_state
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.answering import answered_by
 from hf_flexseq.steps.calls import Call, joined
-from hf_flexseq.steps.exchange import Columns
+from hf_flexseq.steps.drawn import Columns
+from hf_flexseq.steps.figure_passes import figures_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 
 POLICY = "policy"
@@ -78,7 +80,7 @@ class Answers:
 
     def _figures(self, step: RankMicroBatches, model: nn.Module) -> Columns:
         """Run a model forward, and return the figures of this rank's tokens and totals."""
-        return step.figures(lambda inputs: self._head.forward(model, inputs), self._head.totals)
+        return figures_of(step, partial(self._head.forward, model), self._head.totals)
 
     def split(self, figures: Columns, calls: Sequence[Call]) -> list[Columns]:
         """Return the figures of each call, and totals, which are those of all, on the model's

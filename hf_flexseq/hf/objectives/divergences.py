@@ -33,14 +33,14 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.hf.attached import on_micro_batches
 from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.positions import needed_columns
-from hf_flexseq.hf.objectives.reference import on_micro_batches
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.steps.calls import Call
-from hf_flexseq.steps.exchange import Columns
+from hf_flexseq.steps.drawn import Columns
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 

@@ -39,10 +39,11 @@ from hf_flexseq.hf.objectives.trainers import Foreseen
 from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.hf.watch import Watch
 from hf_flexseq.steps.calls import joined
-from hf_flexseq.steps.exchange import Columns
+from hf_flexseq.steps.drawn import Columns
+from hf_flexseq.steps.figure_passes import FigurePasses, check_known
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.logged_loss import filtered
-from hf_flexseq.steps.micro_batches import RankMicroBatches, check_known
+from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.training_mode import in_training_mode
 from hf_flexseq.steps.users_code import users_method
 
@@ -129,15 +130,13 @@ class PlannedLoss:
                 # 4. to 6.
                 self._loss = loss = _SourceLoss(self, model, batches, calls)
                 with self._engine.passes(step, model, is_last=is_last) as before_last:
+                    passes = FigurePasses(step, loss, before_last)
                     weights = loss.weights()
-                    if weights is None:
-                        figures = step.first_pass(loss, before_last)
-                    else:
-                        figures = step.only_pass(loss, weights, before_last)
+                    figures = passes.first() if weights is None else passes.only(weights)
                     yield from loss.batches(figures)
                     gradients = loss.gradients(figures)
                     if weights is None:
-                        step.second_pass(loss, figures, gradients, before_last)
+                        passes.second(figures, gradients)
                     else:
                         check_known(weights, gradients)
                     step.loss = loss.total

@@ -8,12 +8,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.attention import NAME
+from hf_flexseq.hf.attached import on_micro_batches
 from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import layer_calls
-from hf_flexseq.hf.model.positions import attach_positions
-from hf_flexseq.hf.model.recurrent import attach_recurrent
 
 
 @contextmanager
@@ -37,22 +35,6 @@ def attached_reference(model: nn.Module | None, policy: PreTrainedModel) -> Iter
         )
     with on_micro_batches(base):
         yield
-
-
-@contextmanager
-def on_micro_batches(model: PreTrainedModel) -> Iterator[None]:
-    """Give a model our attention, recurrent layers and positions inside the block."""
-    former = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    positions = attach_positions(model)
-    recurrent = attach_recurrent(model)
-    try:
-        yield
-    finally:
-        for attached in (positions, recurrent):
-            if attached is not None:
-                attached.detach()
-        model.set_attn_implementation(former)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -15,7 +15,7 @@ is a replica of its own.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,26 +31,24 @@ from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
-from hf_flexseq.hf.attention import NAME
-from hf_flexseq.hf.executors import EngineSetup, planner_of
+from hf_flexseq.hf.attached import on_micro_batches
+from hf_flexseq.hf.executors import EngineSetup, kernel_of, planner_of
 from hf_flexseq.hf.model.facts import (
     autocast_dtype,
     compute_dtype,
     is_checkpointed,
-    layer_calls,
     model_shape,
 )
 from hf_flexseq.hf.model.images import check_text_alone
-from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss, has_chunkable_loss
-from hf_flexseq.hf.model.positions import AttachedPositions, attach_positions, needed_columns
-from hf_flexseq.hf.model.recurrent import RecurrentFunctions, attach_recurrent
+from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
+from hf_flexseq.hf.model.meta_model import meta_model
+from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
-from hf_flexseq.hf.pipeline.loading import stage_of, whole_meta_model
+from hf_flexseq.hf.pipeline.loading import stage_of
 from hf_flexseq.hf.refusals.pipeline import check_divides, check_pipeline_trainer
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
-from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
 from hf_flexseq.pipeline.executor import PipelineExecutor
@@ -61,9 +59,9 @@ from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import StagesJob
+from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.exchange import ChunkExchange
 from hf_flexseq.steps.inputs import Inputs
-from hf_flexseq.steps.planned_step import PlannedStep
 from hf_flexseq.steps.rank_step import RankChunks
 from hf_flexseq.steps.token_columns import with_token_columns
 from hf_flexseq.steps.trace import Figures, PlanTrace
@@ -100,7 +98,7 @@ class StageExecutor:
         communicator.open_fast_blocks([self.degree])
 
         # 2. what the cost model of the whole is to be made for, then this rank's stage of it
-        whole = model if stage_of(model) is None else whole_meta_model(model)
+        whole = model if stage_of(model) is None else meta_model(model, dtype=model.dtype)
         self._cost_subject = setup.costs.subject(whole)
         self.cost: CostModel | None = None  # found when training begins
         self._costs_of_run: PipelineCost | None = None  # made with the figures of its first step
@@ -140,12 +138,8 @@ class StageExecutor:
         self._exchange = ChunkExchange(communicator, self.ranks_per_stage, self.degree)
         self._token_columns: list[str] = []  # that some stage needs of each token
 
-        # what `detach` gives back
         self._pipeline: PipelineExecutor | None = None
-        self._chunked_loss: ChunkedLoss | None = None
-        self._positions: AttachedPositions | None = None
-        self._recurrent: RecurrentFunctions | None = None
-        self._former_attention: str | None = None
+        self._attached = ExitStack()  # what `detach` undoes
 
     def _shard(self, cast_dtype: torch.dtype | None) -> ShardedStage | None:
         """Share the stage's parameters over its ranks (FSDP2); None where it has one rank."""
@@ -176,47 +170,31 @@ class StageExecutor:
         if model is not base:
             raise ValueError("the engine was made for another model")
         accelerator = self.setup.accelerator
-        with Attempt() as choosing:  # a machine may lack what the others have
-            dtype = compute_dtype(base, accelerator)
-            kernel = choose_kernels(accelerator.device, dtype, layer_calls(base.config))
         cpu_group = self.setup.communicator.cpu_group
-        choosing.raise_together(cpu_group.gather_values, "choosing the attention kernel")
+        kernel = kernel_of(self.setup, base)
         with Attempt() as calling:  # while rank 0 measures what the model costs
             if self.stage.is_last and has_chunkable_loss(base):
-                _call_loss_once(accelerator.device, dtype)
+                _call_loss_once(accelerator.device, compute_dtype(base, accelerator))
         self.cost = self.setup.costs.find(self._cost_subject)
         calling.raise_together(cpu_group.gather_values, "calling the loss for the first time")
         self._costs_of_run = None
         self.memory_limit = self._room(self.cost)
-        self._former_attention = base.config._attn_implementation
-        base.set_attn_implementation(NAME)
-        if self.stage.is_last:
-            self._chunked_loss = attach_chunked_loss(base)
-        self._positions = attach_positions(base)
-        self._recurrent = attach_recurrent(base)
+        self._attached.enter_context(on_micro_batches(base))
+        chunked_loss = attach_chunked_loss(base) if self.stage.is_last else None
+        if chunked_loss is not None:
+            self._attached.callback(chunked_loss.detach)
         of_stages = cpu_group.gather_values(needed_columns(base))
         self._token_columns = sorted({name for names in of_stages for name in names})
         self._pipeline = PipelineExecutor(
             self.stage, self.neighbours, kernel, sharing=self.sharing
         )
+        self._attached.callback(self._pipeline.detach)
 
     def detach(self) -> None:
         """Give the stage its own attention, recurrent functions, loss, positions and layers back.
         The model stays cut."""
-        if self._pipeline is None:
-            return
-        self._pipeline.detach()
-        self.stage.stack.model.set_attn_implementation(self._former_attention)
-        if self._chunked_loss is not None:
-            self._chunked_loss.detach()
-        if self._positions is not None:
-            self._positions.detach()
-        if self._recurrent is not None:
-            self._recurrent.detach()
+        self._attached.close()
         self._pipeline = None
-        self._chunked_loss = None
-        self._positions = None
-        self._recurrent = None
 
     # ---- planning
 

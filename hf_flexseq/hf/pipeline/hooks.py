@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from hf_flexseq.hf.pipeline.loading import whole_meta_model
+from hf_flexseq.hf.model.meta_model import meta_model
 from hf_flexseq.pipeline.checkpoint import StageMember, load_stage, save_stage
 from hf_flexseq.pipeline.optimizer import (
     WHOLE,
@@ -131,7 +131,7 @@ class PipelineHooks:
         """Return the whole model's trained parameters as the Trainer numbers them: those with
         weight decay, then the others. Collective over the world."""
         trained = trained_names(self.member)
-        whole = whole_meta_model(trainer.model)
+        whole = meta_model(trainer.model)
         names = [name for name, _ in whole.named_parameters() if name in trained]
         decayed = set(trainer.get_decay_parameter_names(whole))
         return sorted(names, key=lambda name: name not in decayed)  # stable

@@ -8,7 +8,6 @@ tensor, is not: there the name is mapped.
 
 from typing import Any
 
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_flexseq.pipeline.stages import Stage, check_identity, cut
@@ -72,9 +71,3 @@ def _tied_names(kind: type[PreTrainedModel]) -> dict[str, str]:
     """Return patterns that map the tied tensor's name in the checkpoint to that of the head."""
     tied = kind._tied_weights_keys or {}
     return {f"^{source}$": head for head, source in tied.items()}
-
-
-def whole_meta_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the whole model that `model` is a stage of, on the meta device."""
-    with torch.device("meta"):
-        return type(model)(model.config).to(model.dtype)

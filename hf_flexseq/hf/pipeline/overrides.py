@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hf_flexseq.hf.engine import FlexSeqEngine
-from hf_flexseq.hf.executors import TrainerHooks
+from hf_flexseq.hf.pipeline.hooks import PipelineHooks
 from hf_flexseq.hf.resume import warn_without_optimizer
 from hf_flexseq.pipeline.optimizer import is_of_pipeline, load_optimizer
 
@@ -28,9 +28,10 @@ class PartOfModelMixin(_Trainer):
     flexseq: FlexSeqEngine
 
     @property
-    def _hooks(self) -> TrainerHooks | None:
-        """The executor's hooks, in place of the Trainer's own methods; None for a whole model."""
-        return self.flexseq.executor.trainer_hooks
+    def _hooks(self) -> PipelineHooks | None:
+        """The executor's hooks, instead of the Trainer's own methods; None for a whole model."""
+        hooks: PipelineHooks | None = self.flexseq.executor.trainer_hooks
+        return hooks
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         if self._hooks is None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 
-from hf_flexseq.base.refusals import Refusal, has, option, refuse
+from hf_flexseq.base.refusals import Refusal, option, refuse
 from hf_flexseq.config import FlexSeqArguments
 
 
@@ -117,19 +117,13 @@ ACCELERATOR: tuple[Refusal[Setup], ...] = (
     ),
     Refusal(
         setting="torch.compile (dynamo_backend)",
-        found=has(
-            "torch.compile (dynamo_backend)",
-            lambda setup: setup.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
-        ),
+        found=lambda setup: setup.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
         why="every step has new shapes",
         instead="leave it at 'no'",
     ),
     Refusal(
         setting="ddp_static_graph=True",
-        found=has(
-            "ddp_static_graph=True",
-            lambda setup: getattr(setup.accelerator.ddp_handler, "static_graph", False),
-        ),
+        found=lambda setup: getattr(setup.accelerator.ddp_handler, "static_graph", False),
         why="steps differ in their micro-batches",
         instead="leave it at False",
     ),

@@ -7,8 +7,9 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedModel, Trainer
 
-from hf_flexseq.base.refusals import Refusal, has, option, refuse
+from hf_flexseq.base.refusals import Refusal, option, refuse
 from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.hf.losses import has_planned_loss
 from hf_flexseq.hf.model.facts import has_sharded_modules
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.router import NO_ROUTER_LOSS, OPTION, asks_for_router_loss
@@ -136,24 +137,27 @@ def _other_param_dtype(case: ShardedStages) -> str | None:
 PIPELINE: tuple[Refusal[Staged], ...] = (
     Refusal(
         setting="DeepSpeed",
-        found=has(
-            "DeepSpeed",
-            lambda case: case.trainer.accelerator.distributed_type == DistributedType.DEEPSPEED,
-        ),
+        found=lambda case: case.trainer.accelerator.distributed_type == DistributedType.DEEPSPEED,
         why="it would reduce gradients of different stages with each other",
         instead="leave it out, or use FSDP2",
     ),
     Refusal(
-        setting="PEFT models",
-        found=has("a PEFT model", lambda case: hasattr(case.model, "peft_config")),
+        setting="a PEFT model",
+        found=lambda case: hasattr(case.model, "peft_config"),
         why="adapters are not cut into stages",
         instead=f"train all parameters, or {ONE_STAGE}",
     ),
     Refusal(
         setting="fp16",
-        found=has("fp16", lambda case: case.trainer.accelerator.mixed_precision == "fp16"),
+        found=lambda case: case.trainer.accelerator.mixed_precision == "fp16",
         why="stages would scale their losses differently",
         instead="use bf16",
+    ),
+    Refusal(
+        setting="a loss on whole samples",
+        found=lambda case: has_planned_loss(case.trainer),
+        why="a stage has no figures of whole samples",
+        instead="set it to 1",
     ),
     Refusal(
         setting="a compute_loss other than the Trainer's (SFTTrainer)",
@@ -163,10 +167,7 @@ PIPELINE: tuple[Refusal[Staged], ...] = (
     ),
     Refusal(
         setting="predict_with_generate=True",
-        found=has(
-            "predict_with_generate=True",
-            lambda case: getattr(case.trainer.args, "predict_with_generate", False),
-        ),
+        found=lambda case: getattr(case.trainer.args, "predict_with_generate", False),
         why="a stage alone cannot generate",
         instead="set it to False",
     ),
@@ -198,7 +199,7 @@ PIPELINE: tuple[Refusal[Staged], ...] = (
     ),
     Refusal(
         setting="a model sharded at load",
-        found=has("a model sharded at load", lambda case: has_sharded_modules(case.model)),
+        found=lambda case: has_sharded_modules(case.model),
         why="it cannot be cut into stages",
         instead="load it whole, and set fsdp=True",
     ),
@@ -216,7 +217,7 @@ PIPELINE: tuple[Refusal[Staged], ...] = (
     ),
     Refusal(
         setting="model_init",
-        found=has("model_init", lambda case: case.trainer.model_init is not None),
+        found=lambda case: case.trainer.model_init is not None,
         why="a second trial would begin with the stages of the first",
         instead="give the model itself",
     ),
@@ -249,28 +250,19 @@ FSDP_OF_STAGES: tuple[Refusal[ShardedStages], ...] = (
     ),
     Refusal(
         setting="cpu_offload of FSDP",
-        found=has(
-            "cpu_offload of FSDP",
-            lambda case: isinstance(case.plugin.cpu_offload, CPUOffloadPolicy),
-        ),
+        found=lambda case: isinstance(case.plugin.cpu_offload, CPUOffloadPolicy),
         why="stages keep their shards on the device",
         instead="leave it out",
     ),
     Refusal(
         setting="activation_checkpointing of FSDP",
-        found=has(
-            "activation_checkpointing of FSDP",
-            lambda case: case.plugin.activation_checkpointing,
-        ),
+        found=lambda case: case.plugin.activation_checkpointing,
         why="stages checkpoint chunks themselves",
         instead="set it in the training arguments",
     ),
     Refusal(
         setting="cpu_ram_efficient_loading of FSDP",
-        found=has(
-            "cpu_ram_efficient_loading of FSDP",
-            lambda case: case.plugin.cpu_ram_efficient_loading,
-        ),
+        found=lambda case: case.plugin.cpu_ram_efficient_loading,
         why="it leaves stages without values",
         instead="give FlexSeqTrainer the model's name, so that every rank loads its own stage",
     ),
@@ -282,7 +274,7 @@ FSDP_OF_STAGES: tuple[Refusal[ShardedStages], ...] = (
     ),
     Refusal(
         setting="ignored_modules of FSDP",
-        found=has("ignored_modules of FSDP", lambda case: case.plugin.ignored_modules),
+        found=lambda case: case.plugin.ignored_modules,
         why="stages shard all their modules",
         instead="leave them out",
     ),

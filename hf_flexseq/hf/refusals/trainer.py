@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, Trainer
 
-from hf_flexseq.base.refusals import Refusal, has, option, refuse
+from hf_flexseq.base.refusals import Refusal, option, refuse
 from hf_flexseq.config import FlexSeqArguments, refuse_removed
 from hf_flexseq.distributed.connect import capabilities_on
 from hf_flexseq.hf.losses import (
@@ -57,11 +57,6 @@ def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
     refuse(TRAINER, trainer)
     on_samples = has_planned_loss(trainer)
     refuse(ON_SAMPLES if on_samples else ONE_PASS, trainer)
-    if on_samples and args.pipeline_parallel_size > 1:
-        raise NotImplementedError(
-            f"pipeline_parallel_size={args.pipeline_parallel_size} with a loss on whole samples: "
-            "set it to 1"
-        )
     check_overrides(trainer, pipeline_parallel_size=args.pipeline_parallel_size)
     resolve_sync(
         args,
@@ -280,7 +275,7 @@ TRAINER: tuple[Refusal[Any], ...] = (
     ),
     Refusal(
         setting="a model on several devices (device_map)",
-        found=has("a model on several devices (device_map)", lambda one: one.is_model_parallel),
+        found=lambda one: one.is_model_parallel,
         why="every process trains the whole model",
         instead="leave device_map out",
     ),

@@ -1,0 +1,208 @@
+"""What ranks have drawn for an optimizer step, before it runs.
+
+    SourceRow      the sequences that this rank drew, in one row
+    DrawnStep      those of all ranks, as lengths, with this rank's row
+    PlannedStep    these, with their plan
+    RankStep       what one rank runs of it, with its tokens (`rank_step.py`)
+    StepItem       one of the batches that the Trainer counts (`step_items.py`)
+
+All rows of a step have the same columns (`common_dtypes`), also that of a rank which drew nothing.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.distributed.transport import CpuGroup
+from hf_flexseq.steps.collator import LENGTHS, OTHER_ROWS, PADDING_TARGETS
+
+Columns = dict[str, torch.Tensor]
+
+NO_COLUMNS = 0  # the signature of a row without any
+
+
+# ---- this rank's row
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceRow:
+    """The sequences that this rank drew for one step, one after the other."""
+
+    columns: Columns
+    """Tensors of [tokens] on the CPU by name; none as long as a rank that drew nothing has not
+    been told by the others."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each sequence."""
+
+    padding_targets: int = 0
+    """Targets beside padding, which were left out."""
+
+    other_rows: int = 0
+    """Rows that the user's collator makes otherwise of a whole batch."""
+
+    @property
+    def targets(self) -> list[int]:
+        """Tokens that have a label, of each sequence."""
+        if not self.columns:
+            return []
+        has_label = self.columns["labels"] != IGNORE_INDEX  # [tokens]
+        up_to = torch.cat([torch.zeros(1, dtype=torch.int64), has_label.cumsum(dim=0)])
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)  # [sequences]
+        ends = lengths.cumsum(dim=0)
+        counts: list[int] = (up_to[ends] - up_to[ends - lengths]).tolist()
+        return counts
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Names of dtypes, such as `int64`, by column."""
+        return {name: _dtype_name(value.dtype) for name, value in self.columns.items()}
+
+    @property
+    def signature(self) -> int:
+        """A number that tells names and dtypes of the columns, below 2^56 on every rank alike;
+        NO_COLUMNS for none."""
+        if not self.columns:
+            return NO_COLUMNS
+        text = json.dumps(self.dtypes, sort_keys=True)
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+    def with_columns(self, dtypes: Mapping[str, str]) -> "SourceRow":
+        """Return this row; in place of one that has no columns, one with columns of [0]."""
+        if self.columns:
+            return self
+        columns = {name: torch.empty(0, dtype=getattr(torch, d)) for name, d in dtypes.items()}
+        return SourceRow(columns=columns, lengths=())
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as `int64`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def common_dtypes(row: SourceRow, cpu_group: CpuGroup) -> dict[str, str]:
+    """Return the name of the dtype of each column that the rows of all ranks have, as a rank has
+    them that drew something. Collective over the world.
+
+    Raises ValueError, on every rank, where ranks drew different columns.
+    """
+    known: dict[str, str] = {}
+    known_of = 0  # the rank that has them
+    for rank, dtypes in enumerate(cpu_group.gather_values(row.dtypes)):
+        if not dtypes:
+            continue
+        if not known:
+            known, known_of = dtypes, rank
+        if dtypes != known:
+            raise ValueError(
+                f"ranks drew different columns in {cpu_group.phase}: "
+                f"rank {known_of} {_beside(known, dtypes)}, rank {rank} {_beside(dtypes, known)}"
+            )
+    return known
+
+
+def _beside(dtypes: Mapping[str, str], others: Mapping[str, str]) -> str:
+    """Return what `dtypes` has that the others have not, for people."""
+    own = [f"{name}: {dtype}" for name, dtype in dtypes.items() if others.get(name) != dtype]
+    return ", ".join(own) or "without"
+
+
+# What a batch has beside its columns.
+_COUNTS = {LENGTHS, OTHER_ROWS, PADDING_TARGETS}
+
+
+def source_row(batches: Sequence[Mapping[str, Any]]) -> SourceRow:
+    """Join the batches of one step, each of columns [1, tokens], into one row.
+
+    Raises ValueError for a batch that DataCollatorForFlexSeq did not make.
+    """
+    if not batches:
+        return SourceRow(columns={}, lengths=())
+    for batch in batches:
+        _check_batch(batch)
+        if set(batch) - _COUNTS != set(batches[0]) - _COUNTS:
+            raise ValueError(
+                f"a batch has the keys {sorted(batch)}, another one of its step "
+                f"{sorted(batches[0])}"
+            )
+    # shift_labels repeats labels, which are already shifted: it is not sent a second time.
+    names = [name for name in batches[0] if name not in _COUNTS | {"shift_labels"}]
+    columns = {}
+    for name in names:
+        rows = [batch[name][0] for batch in batches]  # each [1, tokens] -> [tokens]
+        columns[name] = torch.cat(rows).cpu()  # -> [tokens of the step]
+    lengths: list[int] = []
+    for batch in batches:
+        lengths += batch[LENGTHS]
+    padding_targets = sum(batch.get(PADDING_TARGETS, 0) for batch in batches)
+    return SourceRow(
+        columns=columns,
+        lengths=tuple(lengths),
+        padding_targets=padding_targets,
+        other_rows=sum(batch.get(OTHER_ROWS, 0) for batch in batches),
+    )
+
+
+def _check_batch(batch: Mapping[str, Any]) -> None:
+    """Raise ValueError unless every column of a batch is [1, tokens], with the lengths beside."""
+    if LENGTHS not in batch:
+        raise ValueError(
+            f"a batch with the keys {sorted(batch)} has no {LENGTHS!r}: collate with "
+            "hf_flexseq.DataCollatorForFlexSeq, around your own collator if there is one"
+        )
+    tokens = sum(batch[LENGTHS])
+    for name, value in batch.items():
+        if name not in _COUNTS and getattr(value, "shape", None) != (1, tokens):
+            raise ValueError(
+                f"column {name!r} of a batch is not one value for each of its {tokens} tokens"
+            )
+
+
+# ---- steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawnStep:
+    """An optimizer step as drawn, before it is planned."""
+
+    number: int
+    """Number of the step among those that run, counted on from the first number."""
+
+    request: int
+    """Number by which the planner knows the step. It counts drawn steps that never ran, too."""
+
+    row: SourceRow
+    """Sequences that this rank drew, with the columns that the rows of all ranks have."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, of all ranks: by the rank that drew it, then in its order."""
+
+    sources: tuple[int, ...]
+    """Rank that drew each sequence."""
+
+    targets: tuple[int, ...]
+    """Tokens with a label, of each sequence of all ranks."""
+
+    padding_targets: int = 0
+    """Targets next to padding, which were left out, of all ranks."""
+
+    other_rows: int = 0
+    """Rows that the user's collator makes differently of a whole batch, of all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedStep:
+    """An optimizer step with its plan, before its tokens are dispatched."""
+
+    drawn: DrawnStep
+
+    plan: Any
+    """Plan of the whole step, over all ranks."""
+
+    waited_s: float = 0.0
+    """Seconds that training waited for the plan."""
