@@ -1,7 +1,7 @@
 """Timelines of plans end when the closed form says, and have no gaps."""
 
-import dataclasses
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,54 +10,28 @@ from hypothesis import strategies as st
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.plan import Group, MicroBatch, Plan, widest_first
-from hf_flexseq.plan.options import PlanOptions
-from hf_flexseq.planner import make_plan
 from hf_flexseq.view import timeline_of
 from hf_flexseq.view.closed_form import EXPOSED, group_parts, most_events
 from hf_flexseq.view.timeline import KINDS, Timeline
-from plans import random_plan
 from tests.budget import examples
+from tests.costs import simple_cost
+from tests.plans import group, plan_of_groups, planned, random_plan
 
 # With launches that short sequences do not hide, and with a part that nothing hides.
-FLEXSP = dataclasses.replace(
+FLEXSP = replace(
     PRESETS["flexsp-gpt-7b-a100"], group_s=0.04, launch_s=0.01, post_s=0.05, host_overlap=0.75
 )
+PAIR = Topology(nodes=1, ranks_per_node=2)
 NODE = Topology(nodes=1, ranks_per_node=4)
 
 
-def tiny_model(**changes: object) -> CostModel:
-    """1 s per squared token, 1 ns per token and 1 byte/s, so that times can be counted by hand."""
-    constants = {
-        "name": "tiny", "attention_s": 1.0, "linear_s": 1e-9, "micro_batch_s": 0.0, "group_s": 0.0,
-        "all_to_all_bytes": 0.0, "ring_bytes": 0.0, "query_bytes": 0.0, "ring_overlap": 1.0,
-        "bandwidths": [[64, 1.0]], "heads": None, "token_bytes": 1.0, "state_bytes": 100.0,
-        "sharded_state_bytes": 0.0, "budget_bytes": 1e9,
-    }  # fmt: skip
-    return CostModel.from_record(constants | changes)
+# 1 s for each squared token, so that times can be counted by hand.
+TINY = simple_cost(attention_s=1.0, ring_overlap=1.0, bandwidths=((64, 1.0),), state_bytes=100.0)
 
 
-def plan_of(
-    lengths: tuple[int, ...], *micro_batches: list[tuple[int, int, tuple[int, ...]]], strategy: str
-) -> Plan:
-    """Micro-batches as lists of (first rank, past the last rank, sequences)."""
-    made = []
-    for groups in micro_batches:
-        members = []
-        for start, stop, sequences in groups:
-            of_group = "local" if stop - start == 1 else strategy
-            members.append(
-                Group(ranks=tuple(range(start, stop)), sequences=sequences, strategy=of_group)
-            )
-        made.append(MicroBatch(groups=widest_first(members)))
-    return Plan(
-        lengths=lengths,
-        micro_batches=tuple(made),
-        objective_s=0.0,
-        lower_bound_s=0.0,
-        planner="hand",
-        planning_s=0.0,
-    )
+def parts_of(strategy: str, cost: CostModel) -> dict[str, int]:
+    """The parts of 8 tokens on 2 ranks."""
+    return group_parts(group(0, 2, 0, strategy=strategy), (8,), NODE, cost)
 
 
 def check_timeline(timeline: Timeline) -> None:
@@ -71,7 +45,7 @@ def check_timeline(timeline: Timeline) -> None:
     assert not timeline.stop or sum(map(timeline.share, KINDS)) == pytest.approx(1)
 
 
-@settings(deadline=None, max_examples=examples(100))
+@settings(deadline=None, max_examples=examples(60))
 @given(
     lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=12),
     nodes=st.integers(1, 2),
@@ -94,12 +68,8 @@ def test_the_timeline_of_any_plan_ends_with_its_closed_form(
 
 
 def test_the_parts_of_a_group_by_hand() -> None:
-    """8 tokens on 2 ranks: 32 s of attention each, 24 bytes moved by each of them at 1 byte/s."""
-    plan = plan_of((8,), [(0, 2, (0,))], strategy="ulysses")
-    (group,) = plan.micro_batches[0].groups
-    cost = tiny_model(all_to_all_bytes=6.0)
-    parts = group_parts(group, plan.lengths, NODE, cost)
-    assert parts == {
+    """32 s of attention on each rank, 24 bytes moved by each at 1 byte/s."""
+    assert parts_of("ulysses", replace(TINY, all_to_all_bytes=6.0)) == {
         "linear layers": 4,
         "recurrent layers": 0,
         "attention": 32 * 10**9,
@@ -108,40 +78,37 @@ def test_the_parts_of_a_group_by_hand() -> None:
 
 
 def test_a_ring_s_transfers_are_exposed_as_far_as_they_last_longer_than_attention() -> None:
-    """8 tokens on 2 ranks: 16 s of attention for each, 4 tokens' keys and values moved."""
-    plan = plan_of((8,), [(0, 2, (0,))], strategy="zigzag")
-    (group,) = plan.micro_batches[0].groups
+    """32 s of attention on each rank, 4 tokens' keys and values moved."""
     for ring_bytes, exposed in ((6.0, 0), (12.0, 12 * 4 - 32)):
-        parts = group_parts(group, plan.lengths, NODE, tiny_model(ring_bytes=ring_bytes))
+        parts = parts_of("zigzag", replace(TINY, ring_bytes=ring_bytes))
         assert parts["attention"] == 32 * 10**9
         assert parts[EXPOSED] == exposed * 10**9
 
 
 def test_recurrent_layers_and_windows_have_parts_of_their_own() -> None:
-    topology = Topology(nodes=2, ranks_per_node=4)
-    plan = plan_of((60_000, 1_000), [(0, 8, (0, 1))], strategy="ulysses")
-    (group,) = plan.micro_batches[0].groups
-    recurrent = group_parts(group, plan.lengths, topology, PRESETS["qwen3.5-35b-a3b-h100"])
-    assert min(recurrent.values()) > 0
-    windows = PRESETS["gemma-3-27b-h100"]
-    near = group_parts(group, plan.lengths, topology, windows)
-    full = group_parts(group, plan.lengths, topology, dataclasses.replace(windows, kinds=()))
+    topology, windows = Topology(nodes=2, ranks_per_node=4), PRESETS["gemma-3-27b-h100"]
+
+    def parts(cost: CostModel) -> dict[str, int]:
+        return group_parts(group(0, 8, 0, 1), (60_000, 1_000), topology, cost)
+
+    assert min(parts(PRESETS["qwen3.5-35b-a3b-h100"]).values()) > 0
+    near, full = parts(windows), parts(replace(windows, kinds=()))
     assert near["recurrent layers"] == 0
     assert near["attention"] > full["attention"]
 
 
 def test_ranks_of_a_group_wait_for_the_last_of_them() -> None:
     """Free: rank 0's own sequence of the first micro-batch holds up rank 1 in the second."""
-    plan = plan_of((8, 4), [(0, 1, (0,))], [(0, 2, (1,))], strategy="ulysses")
-    timeline = timeline_of(plan, Topology(nodes=1, ranks_per_node=2), tiny_model(), sync="free")
+    plan = plan_of_groups((8, 4), [group(0, 1, 0)], [group(0, 2, 1)])
+    timeline = timeline_of(plan, PAIR, TINY, sync="free")
     (wait,) = [e for e in timeline.events if e.kind == "wait" and e.group == 0]
     assert (wait.rank, wait.start, wait.stop) == (1, 0, 64 * 10**9 + 8)
     assert timeline.starts == (0, 0)
 
 
 def test_memory_is_that_of_the_micro_batch_at_hand() -> None:
-    plan = plan_of((8, 6), [(0, 2, (0,)), (2, 3, (1,))], strategy="ulysses")
-    timeline = timeline_of(plan, NODE, tiny_model())
+    plan = plan_of_groups((8, 6), [group(0, 2, 0), group(2, 3, 1)])
+    timeline = timeline_of(plan, NODE, TINY)
     held = [[m.bytes for m in timeline.memory if m.rank == rank] for rank in range(4)]
     assert held == [[104, 100], [104, 100], [106, 100], [100, 100]]
     assert timeline.peak_bytes == 106
@@ -149,7 +116,7 @@ def test_memory_is_that_of_the_micro_batch_at_hand() -> None:
 
 def test_peak_memory_is_the_closed_forms() -> None:
     topology, lengths = Topology(nodes=2, ranks_per_node=4), [30_000, 7000, 5000, 3000, 100, 90]
-    plan = make_plan(lengths, topology, FLEXSP, PlanOptions(max_tokens_per_rank=6000))
+    plan = planned(lengths, topology, FLEXSP, max_tokens_per_rank=6000)
     fullest = max(max(mb.tokens_per_rank(plan.lengths, 8)) for mb in plan.micro_batches)
     expected = FLEXSP.token_bytes * fullest + FLEXSP.state_bytes + FLEXSP.sharded_state_bytes / 8
     assert timeline_of(plan, topology, FLEXSP).peak_bytes == pytest.approx(expected, rel=1e-9)
@@ -157,21 +124,17 @@ def test_peak_memory_is_the_closed_forms() -> None:
 
 def test_shares_of_a_hand_made_step() -> None:
     """Rank 0 computes 100 s and rank 1 a quarter of that, in lockstep."""
-    plan = plan_of((10, 5), [(0, 1, (0,)), (1, 2, (1,))], strategy="ulysses")
-    timeline = timeline_of(plan, Topology(nodes=1, ranks_per_node=2), tiny_model())
+    plan = plan_of_groups((10, 5), [group(0, 1, 0), group(1, 2, 1)])
+    timeline = timeline_of(plan, PAIR, TINY)
     assert timeline.share("compute") == pytest.approx(125 / 200, rel=1e-6)
     assert timeline.share("wait") == pytest.approx(75 / 200, rel=1e-6)
     assert timeline.starts == (0,)
+    empty = timeline_of(plan_of_groups(()), NODE, FLEXSP)
+    assert (empty.stop, empty.share("wait")) == (0, 0.0)
 
 
-def test_an_empty_plan_takes_no_time() -> None:
-    timeline = timeline_of(plan_of((), strategy="ulysses"), NODE, FLEXSP)
-    assert timeline.stop == 0
-    assert timeline.share("wait") == 0.0
-
-
-def test_refuses_what_it_cannot_price() -> None:
-    plan = plan_of((16,), [(0, 4, (0,))], strategy="zigzag")
+def test_what_cannot_be_priced_is_refused() -> None:
+    plan = plan_of_groups((16,), [group(0, 4, 0, strategy="zigzag")])
     with pytest.raises(ValueError, match="no ring_bytes"):
         timeline_of(plan, NODE, FLEXSP)
     with pytest.raises(ValueError, match="must be lockstep or free, got 'sometimes'"):
