@@ -8,6 +8,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import Group, MicroBatch, Plan, check, widest_first
 from hf_flexseq.plan.options import PlanOptions
+from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.planner import make_plan
 
 
@@ -22,6 +23,12 @@ def plan_of_groups(lengths: Sequence[int], *micro_batches: Sequence[Group], **fi
     values = {"objective_s": 0.0, "lower_bound_s": 0.0, "planner": "test", "planning_s": 0.0}
     made = tuple(MicroBatch(groups=tuple(groups)) for groups in micro_batches)
     return Plan(lengths=tuple(lengths), micro_batches=made, **values | fields)
+
+
+def shards_of(strategy: str, degree: int, lengths: Sequence[int]) -> list[Shard]:
+    """What each rank of one group holds, [degree]."""
+    micro_batch = MicroBatch(groups=(group(0, degree, *range(len(lengths)), strategy=strategy),))
+    return [make_shard(micro_batch, lengths, rank) for rank in range(degree)]
 
 
 def planned(lengths: Sequence[int], topology: Topology, cost: CostModel, **options) -> Plan:

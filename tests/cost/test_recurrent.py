@@ -9,9 +9,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.launches import segments_work
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.recurrent import RecurrentLayers, filled, segments_of_rank, summaries
-from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.segments import chains_of
-from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program.compile import (
     HALO,
     HALO_RETURN,
@@ -23,7 +21,7 @@ from hf_flexseq.program.compile import (
 )
 from hf_flexseq.program.instructions import RowShape
 from tests.costs import simple_cost
-from tests.plans import group, planned
+from tests.plans import planned, shards_of
 
 STRATEGIES = ["ulysses", "zigzag", "balanced", "hybrid"]
 SCAN = RecurrentLayers(
@@ -37,13 +35,6 @@ SCAN = RecurrentLayers(
     row_bytes=48.0,
 )
 SIMPLE = simple_cost(heads=8, recurrent=(SCAN,), attention_share=0.25)
-
-
-def shards_of(strategy: str, degree: int, lengths: tuple[int, ...]):
-    """What each rank of one group holds."""
-    sequences = range(len(lengths))
-    micro_batch = MicroBatch(groups=(group(0, degree, *sequences, strategy=strategy),))
-    return [make_shard(micro_batch, lengths, rank) for rank in range(degree)]
 
 
 # ---- segments

@@ -5,42 +5,35 @@ import pytest
 from hf_flexseq.plan.head_layout import HeadLayout
 from tests.kernels.fused_cases import HEAD_RANGES
 
-
-def slots_by_hand(head_ranges, tokens):
-    """(tensor, head, token) of every slot."""
-    slots = []
-    for ranges in zip(*head_ranges, strict=True):
-        for token in range(tokens):
-            for tensor, one in enumerate(ranges):
-                slots += [(tensor, head, token) for head in range(one.start, one.stop)]
-    return slots
+every_case = pytest.mark.parametrize("ranges", HEAD_RANGES.values(), ids=HEAD_RANGES)
 
 
-@pytest.mark.parametrize("case", HEAD_RANGES)
-@pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_every_slot_has_its_head(case, tokens):
-    layout = HeadLayout(HEAD_RANGES[case], tokens)
-    wanted = slots_by_hand(HEAD_RANGES[case], tokens)
-    assert sum(layout.slots) == len(wanted)
-    for run in layout.runs:
-        for column in run.columns():
+@every_case
+def test_every_slot_has_its_head(ranges):
+    for tokens in (0, 1, 5):
+        wanted = []  # (tensor, head, token) of every slot
+        for part in zip(*ranges, strict=True):
+            for token in range(tokens):
+                for tensor, one in enumerate(part):
+                    wanted += [(tensor, head, token) for head in range(one.start, one.stop)]
+        layout = HeadLayout(ranges, tokens)
+        assert sum(layout.slots) == len(wanted)
+        for column in (column for run in layout.runs for column in run.columns()):
             for token in range(tokens):
                 slot = column.slot + token * column.stride
                 assert wanted[slot] == (column.tensor, column.head, token)
                 wanted[slot] = None
-    assert not any(wanted)
+        assert not any(wanted)
 
 
-@pytest.mark.parametrize("case", HEAD_RANGES)
-def test_the_numbers_are_the_columns_of_each_head(case):
-    layout = HeadLayout(HEAD_RANGES[case], 5)
+@every_case
+def test_the_numbers_are_the_columns_of_each_head(ranges):
+    layout = HeadLayout(ranges, 5)
     columns = layout.numbers[: 4 * layout.columns].reshape(-1, 4).tolist()
     firsts = layout.numbers[4 * layout.columns :].tolist()
     assert firsts[-1] == layout.columns
-    every_head = []
-    for tensor, heads in enumerate(layout.heads):
-        every_head += [[tensor, head] for head in range(heads)]
-    for name, first, last in zip(every_head, firsts[:-1], firsts[1:], strict=True):
+    heads = [[tensor, head] for tensor, count in enumerate(layout.heads) for head in range(count)]
+    for name, first, last in zip(heads, firsts[:-1], firsts[1:], strict=True):
         assert first < last
         assert all(column[:2] == name for column in columns[first:last])
         slots = [column[2] for column in columns[first:last]]

@@ -1,35 +1,34 @@
-"""Both kinds of plans as records: notes, digests, records of before, and checks of the form."""
+"""Plans of groups and of pipelines as records: text, JSON, digests, and those of before."""
 
+import json
+import random
 from dataclasses import replace
 
 import pytest
 
-from hf_flexseq.plan import AnyPlan, Group, MicroBatch, Plan
-from hf_flexseq.plan.pipeline import Chunk, PipelinePlan, parse
+from hf_flexseq.plan import AnyPlan, Plan
+from hf_flexseq.plan.pipeline import Action, Chunk, PipelinePlan, parse, text
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.plan.shard import Slice
+from tests.budget import examples, for_seeds
+from tests.plans import group, plan_of_groups, random_plan
 
-OF_GROUPS = Plan(
-    lengths=(9, 2),
-    micro_batches=(
-        MicroBatch(groups=(Group(ranks=(0, 1), sequences=(0, 1), strategy="ulysses"),)),
-    ),
-    objective_s=1.5,
-    lower_bound_s=1.25,
-    planner="auto",
-    planning_s=0.01,
-    notes=("because",),
-)
+FIGURES = {"objective_s": 1.5, "lower_bound_s": 1.25, "planner": "auto", "planning_s": 0.01}
+OF_GROUPS = plan_of_groups((9, 2), [group(0, 2, 0, 1)], notes=("because",), **FIGURES)
+
+
+def chunk_of(index: int, *slices: tuple[int, int, int]) -> Chunk:
+    parts = [Slice(sequence=q, start=start, stop=stop) for q, start, stop in slices]
+    return Chunk(unit=0, index=index, slices=tuple(parts))
 
 
 def replica(length: int, objective_s: float) -> PipelinePlan:
     """One whole sequence through one stage."""
-    chunk = Chunk(unit=0, index=0, slices=(Slice(sequence=0, start=0, stop=length),))
     return PipelinePlan(
         lengths=(length,),
         ranks=1,
         stages=1,
-        chunks=(chunk,),
+        chunks=(chunk_of(0, (0, 0, length)),),
         actions=(parse("0F0.0 0B0.0"),),
         schedule="seq1f1b",
         objective_s=objective_s,
@@ -37,78 +36,148 @@ def replica(length: int, objective_s: float) -> PipelinePlan:
     )
 
 
+# Two stages; sequence 0 in two chunks, its tail packed with sequence 1.
+CUT = replace(
+    replica(9, 1.5),
+    lengths=(9, 2),
+    ranks=2,
+    stages=2,
+    chunks=(chunk_of(0, (0, 0, 6)), chunk_of(1, (0, 6, 9), (1, 0, 2))),
+    actions=tuple(parse(f"{s}F0.0 {s}F0.1 {s}B0.1 {s}I0.0 {s}W0.0") for s in (0, 1)),
+    checkpointed=((0, 1), (0, 0)),
+)
 OF_PIPELINES = StepPlan(
     lengths=(9, 2),
     members=((0,), (1,)),
     plans=(replica(9, 1.5), replica(2, 0.5)),
     notes=("because",),
 )
-PLANS = [OF_GROUPS, OF_PIPELINES]
+
+either_kind = pytest.mark.parametrize("plan", [OF_GROUPS, OF_PIPELINES])
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_step_of_either_kind_says_what_an_engine_needs(plan: AnyPlan) -> None:
-    assert plan.lengths == (9, 2)
-    assert plan.objective_s == 1.5
+# ---- plans of either kind
+
+
+@either_kind
+def test_a_step_says_what_an_engine_needs(plan: AnyPlan) -> None:
+    assert (plan.lengths, plan.objective_s, plan.notes) == ((9, 2), 1.5, ("because",))
     assert plan.planner in ("auto", "seq1f1b")
     assert plan.planning_s in (0.01, 0.5)
-    assert plan.notes == ("because",)
     plan.check_form()
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_json_round_trip(plan: Plan | StepPlan) -> None:
-    assert type(plan).from_json(plan.to_json()) == plan
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_records_without_notes_are_read(plan: Plan | StepPlan) -> None:
-    record = plan.to_record()
-    del record["notes"]
-    assert type(plan).from_record(record) == replace(plan, notes=())
-
-
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("notes", ["because", [1], 3, None])
-def test_notes_are_a_list_of_strings(plan: Plan | StepPlan, notes: object) -> None:
-    with pytest.raises(ValueError, match="notes.*must be a"):
-        type(plan).from_record(plan.to_record() | {"notes": notes})
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_record_says_its_version_and_another_one_is_refused(plan: Plan | StepPlan) -> None:
-    record = plan.to_record()
+@either_kind
+def test_json_round_trip_and_records_of_before(plan: AnyPlan) -> None:
+    kind, record = type(plan), plan.to_record()
+    assert kind.from_json(plan.to_json()) == plan
     assert record.pop("version") == 1
-    assert type(plan).from_record(record) == plan  # of before there were versions
+    assert kind.from_record(record) == plan  # of before there were versions
     for version in (2, "1", True, None):
         with pytest.raises(ValueError, match=f"of version {version!r}: .* reads version 1"):
-            type(plan).from_record(record | {"version": version})
+            kind.from_record(record | {"version": version})
+    for notes in ("because", [1], 3, None):
+        with pytest.raises(ValueError, match="notes.*must be a"):
+            kind.from_record(record | {"notes": notes})
+    del record["notes"]
+    assert kind.from_record(record) == replace(plan, notes=())
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_notes_are_no_part_of_the_digest(plan: Plan | StepPlan) -> None:
-    assert replace(plan, notes=()).digest() == plan.digest()
-    assert replace(plan, lengths=(9, 3)).digest() != plan.digest()
+@for_seeds(examples(40))
+def test_json_round_trip_of_random_plans(seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 100) for _ in range(rng.randint(1, 12))]
+    made = random_plan(lengths, rng.randint(1, 6), rng)
+    assert Plan.from_json(made.to_json()) == made
 
 
-def test_the_planning_time_of_a_replica_is_no_part_of_the_digest() -> None:
-    slower = tuple(replace(plan, planning_s=9.0) for plan in OF_PIPELINES.plans)
-    assert replace(OF_PIPELINES, plans=slower).digest() == OF_PIPELINES.digest()
-    worse = tuple(replace(plan, objective_s=9.0) for plan in OF_PIPELINES.plans)
-    assert replace(OF_PIPELINES, plans=worse).digest() != OF_PIPELINES.digest()
+@pytest.mark.parametrize(
+    "plan, seen, unseen",
+    [
+        (
+            OF_GROUPS,
+            [
+                {"objective_s": 1.0},
+                {"lower_bound_s": 1.0},
+                {"planner": "static"},
+                {"lengths": (9, 3)},
+                {"micro_batches": ()},
+            ],
+            [{"notes": ()}, {"planning_s": 9.0}],
+        ),
+        (
+            OF_PIPELINES,
+            [{"lengths": (9, 3)}, {"plans": (replica(9, 1.5), replica(2, 9.0))}],
+            [
+                {"notes": ()},
+                {"plans": tuple(replace(one, planning_s=9.0) for one in OF_PIPELINES.plans)},
+            ],
+        ),
+        (
+            CUT,
+            [{"checkpointed": ()}, {"actions": CUT.actions[::-1]}],
+            [{"planning_s": 9.0}],
+        ),
+    ],
+)
+def test_digests_see_all_but_notes_and_the_time_of_planning(
+    plan: AnyPlan | PipelinePlan, seen: list[dict], unseen: list[dict]
+) -> None:
+    for change in seen:
+        assert replace(plan, **change).digest() != plan.digest(), change
+    for change in unseen:
+        assert replace(plan, **change).digest() == plan.digest(), change
+    assert OF_GROUPS.digest() == "c113b538fa2fa31a"  # as in traces from before there were notes
 
 
-def test_a_digest_is_the_one_of_traces_from_before_there_were_notes() -> None:
-    assert OF_GROUPS.digest() == "c113b538fa2fa31a"
+@pytest.mark.parametrize(
+    "record", ["{}", '{"micro_batches": 3}', '{"micro_batches": [{}]}', "[]", "no json"]
+)
+def test_other_records_are_refused(record: str) -> None:
+    with pytest.raises(ValueError):
+        Plan.from_json(record)
 
 
-def test_a_form_without_a_topology_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"missing \[2\]"):
-        replace(OF_GROUPS, lengths=(9, 2, 1)).check_form()
-    with pytest.raises(ValueError, match="replicas must hold each of 3 sequences once"):
-        replace(OF_PIPELINES, lengths=(9, 2, 1)).check_form()
-    with pytest.raises(ValueError, match="expected one plan per replica, got 1 for 2"):
-        replace(OF_PIPELINES, plans=OF_PIPELINES.plans[:1]).check_form()
-    torn = replace(replica(2, 0.5), actions=(parse("0F0.0"),))
-    with pytest.raises(ValueError, match="stage 0 has no 0B0.0"):
-        replace(OF_PIPELINES, plans=(OF_PIPELINES.plans[0], torn)).check_form()
+@pytest.mark.parametrize(
+    "plan, message",
+    [
+        (replace(OF_GROUPS, lengths=(9, 2, 1)), r"missing \[2\]"),
+        (replace(OF_PIPELINES, lengths=(9, 2, 1)), "replicas must hold each of 3 sequences once"),
+        (replace(OF_PIPELINES, plans=(CUT,)), "expected one plan per replica, got 1 for 2"),
+        (
+            replace(
+                OF_PIPELINES,
+                plans=(replica(9, 1.5), replace(replica(2, 0.5), actions=(parse("0F0.0"),))),
+            ),
+            "stage 0 has no 0B0.0",
+        ),
+    ],
+)
+def test_a_wrong_form_is_refused_without_a_topology(plan: AnyPlan, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan.check_form()
+
+
+# ---- the plan of a pipeline
+
+
+def test_the_text_form_names_stage_kind_unit_and_chunk() -> None:
+    assert str(Action(2, "F", 0, 1)) == "2F0.1"
+    assert parse("2F0.1 10W3.12") == (Action(2, "F", 0, 1), Action(10, "W", 3, 12))
+    assert text(parse("2F0.1 10W3.12")) == "2F0.1 10W3.12"
+    for word in ("2X0.1", "F0.1", "2F0", "2F0.1x", "-1F0.0", ""):
+        with pytest.raises(ValueError, match="not an action"):
+            Action.parse(word)
+
+
+def test_a_chunk_knows_its_cut_sequence() -> None:
+    _, tail = CUT.chunks
+    assert tail.cut(CUT.lengths) == Slice(sequence=0, start=6, stop=9)
+    assert chunk_of(0, (1, 0, 2)).cut(CUT.lengths) is None
+    assert tail.tokens == 5
+
+
+def test_json_of_a_cut_plan() -> None:
+    assert PipelinePlan.from_json(CUT.to_json()) == CUT
+    with pytest.raises(ValueError, match="not a plan of a pipeline"):
+        PipelinePlan.from_json(json.dumps({"lengths": [1]}))

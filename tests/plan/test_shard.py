@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import (
     contiguous_part,
     cuts,
@@ -14,41 +14,32 @@ from hf_flexseq.plan.shard import (
     placed,
 )
 from tests.budget import for_seeds
-from tests.plans import random_plan
-
-
-def one_group(strategy, degree, lengths):
-    group = Group(
-        ranks=tuple(range(degree)), sequences=tuple(range(len(lengths))), strategy=strategy
-    )
-    return [make_shard(MicroBatch(groups=(group,)), lengths, rank) for rank in range(degree)]
+from tests.plans import group, random_plan, shards_of
 
 
 def pieces(shard):
     return [(s.sequence, s.start, s.stop) for s in shard.slices]
 
 
-def test_ulysses_cuts_the_concatenation():
-    first, second = one_group("ulysses", 2, [5, 4])
-    assert pieces(first) == [(0, 0, 4)]
-    assert pieces(second) == [(0, 4, 5), (1, 0, 4)]
-
-
-def test_zigzag_gives_a_front_and_a_back_chunk():
-    first, second = one_group("zigzag", 2, [8])
-    assert pieces(first) == [(0, 0, 2), (0, 6, 8)]
-    assert pieces(second) == [(0, 2, 4), (0, 4, 6)]
+@pytest.mark.parametrize(
+    "strategy, lengths, parts",
+    [
+        ("ulysses", [5, 4], [[(0, 0, 4)], [(0, 4, 5), (1, 0, 4)]]),  # the concatenation is cut
+        ("zigzag", [8], [[(0, 0, 2), (0, 6, 8)], [(0, 2, 4), (0, 4, 6)]]),  # front and back
+        # the second sequence lies the other way round
+        ("balanced", [8, 6], [[(0, 0, 4), (1, 3, 6)], [(0, 4, 8), (1, 0, 3)]]),
+    ],
+)
+def test_slices_of_two_ranks(strategy, lengths, parts):
+    assert [pieces(shard) for shard in shards_of(strategy, 2, lengths)] == parts
 
 
 def test_nested_groups_lie_one_after_the_other():
-    groups = (
-        Group(ranks=(0, 1), sequences=(0,), strategy="ulysses"),
-        Group(ranks=(1,), sequences=(1,), strategy="local"),
-    )
-    shard = make_shard(MicroBatch(groups=groups), [6, 4], 1)
+    micro_batch = MicroBatch(groups=(group(0, 2, 0), group(1, 2, 1)))
+    shard = make_shard(micro_batch, [6, 4], 1)
     assert [(zone.start, zone.stop) for zone in shard.zones] == [(0, 3), (3, 7)]
     assert shard.tokens == 7
-    assert make_shard(MicroBatch(groups=groups), [6, 4], 2).zones == ()
+    assert make_shard(micro_batch, [6, 4], 2).zones == ()
 
 
 @for_seeds(20)
@@ -75,14 +66,14 @@ def test_zigzag_shares_causal_work_evenly(degree):
     length = 40 * degree
     work = [
         sum(position + 1 for s in shard.slices for position in range(s.start, s.stop))
-        for shard in one_group("zigzag", degree, [length])
+        for shard in shards_of("zigzag", degree, [length])
     ]
     assert max(work) <= 1.02 * min(work)
 
 
 @pytest.mark.parametrize("degree", [2, 3, 4])
 def test_rounding_of_short_sequences_does_not_pile_up(degree):
-    tokens = [shard.tokens for shard in one_group("zigzag", degree, [1] * 25 + [2] * 7)]
+    tokens = [shard.tokens for shard in shards_of("zigzag", degree, [1] * 25 + [2] * 7)]
     assert max(tokens) - min(tokens) <= 1
 
 
@@ -94,13 +85,6 @@ def test_bounds_partition_each_sequence(strategy, chunks):
     for flipped in (False, True):
         held = [c for i in range(3) for c in held_chunks(strategy, i, 3, mirrored=flipped)]
         assert sorted(held) == list(range(chunks))
-
-
-def test_balanced_gives_every_rank_one_part_of_every_sequence():
-    assert [pieces(shard) for shard in one_group("balanced", 2, [8, 6])] == [
-        [(0, 0, 4), (1, 3, 6)],  # the second sequence lies the other way round
-        [(0, 4, 8), (1, 0, 3)],
-    ]
 
 
 def test_about_half_of_the_tokens_lie_the_other_way_round():
