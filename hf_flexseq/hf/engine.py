@@ -14,22 +14,10 @@ and of a plain loop.
     print(evaluation.mean_loss())
     engine.detach()
 
-An optimizer step goes through these stages:
-
-1. drawn and planned    while earlier steps run (`PrefetchedSteps`)
-2. dispatched           its tokens are sent to the ranks that the plan names, when all work of the
-                        previous step has been launched
-3. run                  `for inputs in engine.micro_batches(step, model)`: the caller runs forward
-                        and backward of each micro-batch, and the iterator says when gradients are
-                        reduced
-4. finished             `finish` writes the plan trace and gathers the figures for the log, a step
-                        later where the device works behind the host
-
-The engine is alike for a whole model and for one in pipeline stages; its executor is not
-(`executors.py`).
+A step is drawn, planned, dispatched, run and finished (docs/architecture.md, the path of a batch).
+The engine serves whole models and pipeline stages; its executor differs (`executors.py`).
 """
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -54,10 +42,8 @@ from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
 from hf_flexseq.steps.prefetch import PrefetchedSteps, Step
-from hf_flexseq.steps.screen import beside_bars
+from hf_flexseq.steps.screen import DrawnNotes
 from hf_flexseq.steps.trace import Figures, PlanTrace
-
-logger = logging.getLogger(__name__)
 
 
 class FlexSeqEngine:
@@ -98,10 +84,10 @@ class FlexSeqEngine:
         self._training: PrefetchedSteps | None = None
         self._in_place: dict[bool, PrefetchedSteps] = {}  # of calls: with a backward, without one
         self._draws_in_place = False  # training steps, though `lookahead` says otherwise
-        self._noted_padding = False  # in this run
+        self._notes = DrawnNotes(setup.communicator.rank)
         self._on_figures = on_figures
         self.last_figures: Figures | None = None
-        """Of the last step whose figures were gathered: what `plan_line` says in a line."""
+        """Figures of the last step for which they were gathered, as `plan_line` prints them."""
         self._unread: Step | None = None  # has run, and its figures have not been gathered
         self._watch = NonfiniteWatch(args.on_nonfinite, setup.communicator.rank)
         # Dataloaders may be prepared before a model is attached.
@@ -113,17 +99,16 @@ class FlexSeqEngine:
         return self.executor.cost
 
     def bring_cost(self, checkpoint: str | None, record: Any) -> None:
-        """Offer the cost model of the checkpoint that the run goes on from, for the next `attach`;
-        None for no checkpoint.
+        """Offer the cost model of the checkpoint that the run resumes from, for the next `attach`.
 
         Args:
-            checkpoint: Its folder, which is named in the log.
-            record: As `cost_record` returned it when the checkpoint was written.
+            checkpoint: Its folder, which is named in the log; None without one.
+            record: Result of `cost_record` when the checkpoint was written.
         """
         self._costs.bring(checkpoint, record)
 
     def cost_record(self) -> dict[str, Any] | None:
-        """Return the cost model as a checkpoint keeps it, plain JSON values; None before it is
+        """Return the cost model for a checkpoint, as plain JSON values; None before it is
         known."""
         return self._costs.to_record()
 
@@ -135,24 +120,23 @@ class FlexSeqEngine:
 
         Args:
             model: Of transformers, before it is prepared.
-            lockstep: Whether something outside of the engine's sight makes all ranks run every
-                micro-batch together.
+            lockstep: True if something outside of the engine makes all ranks run every micro-batch
+                together.
 
-        Raises NotImplementedError when the model cannot be trained exactly.
+        Raises NotImplementedError if the model cannot be trained exactly.
         """
         check_own_loss(base_model(model))
         self._attach(model, lockstep=lockstep)
 
     def _attach(self, model: nn.Module, *, lockstep: bool) -> None:
-        """Attach a model whose loss function does not matter, or has been looked at. Collective
-        over the world."""
+        """Attach a model whose own loss function is unused or has been checked."""
         self.executor.attach(model, lockstep=lockstep)
         self._loader_settings.change()
 
     def detach(self) -> None:
-        """Leave the model and the accelerator as they were, and end the planner.
+        """Restore the model and the accelerator, and end the planner.
 
-        No other rank is waited for, since this one may have failed alone: a loop that was broken
+        It waits for no other rank, since this one may have failed alone: a loop that was broken
         off calls `check_finite` before, for the figures of its last step.
         """
         try:
@@ -160,20 +144,19 @@ class FlexSeqEngine:
         finally:
             self._loader_settings.restore()
             self._watch.forget()
+            self._notes = DrawnNotes(self.communicator.rank)
             self._unread = None
             for steps in self._in_place.values():
                 steps.close()
             self._in_place.clear()
             self._draws_in_place = False
-            self._noted_padding = False
             if self._training is not None:
                 self._training.close()
                 self._training = None
 
     @contextmanager
     def attached(self, model: nn.Module, *, lockstep: bool = False) -> Iterator[None]:
-        """Surround a block by `attach` and `detach`; nothing happens when a model is attached
-        already."""
+        """Surround a block by `attach` and `detach`; a no-op if a model is attached."""
         if self.executor.attached:
             yield
             return
@@ -184,48 +167,40 @@ class FlexSeqEngine:
             self.detach()
 
     def keep_loader_settings(self) -> None:
-        """Make `detach` leave the way in which accelerate prepares dataloaders as it is: a Trainer
-        prepares that of an evaluation before it attaches the model."""
+        """Leave accelerate's dataloader settings changed on `detach`: a Trainer prepares the
+        loader of an evaluation before it attaches the model."""
         self._loader_settings.keep()
 
     def _check_attached(self) -> None:
-        """Raise RuntimeError without an attached model, on every rank alike: a rank that raised
-        alone would leave the others waiting for it."""
+        """Raise RuntimeError without an attached model, on every rank alike."""
         if not self.executor.attached:
             raise RuntimeError("call engine.attach(model) before drawing steps")
 
     # ---- drawing steps
 
-    @property
-    def draws_ahead(self) -> bool:
-        """True if training steps are drawn before they run."""
-        return self.args.lookahead > 0 and not self._draws_in_place
-
     def draw_in_place(self) -> None:
-        """Let training steps be drawn when they run, as with `lookahead=0`, until `detach`. To be
-        called on all ranks, before the first of them is drawn."""
+        """Draw training steps when they run, as with `lookahead=0`, until `detach`. Called on all
+        ranks, before the first step is drawn."""
         assert self._training is None, "steps have been drawn ahead already"
         self._draws_in_place = True
 
     def next_step(
         self, iterator: Iterator[Mapping[str, Any]], num_batches: int, *, first_number: int = 0
     ) -> Step | None:
-        """Return the next training step, of `num_batches` batches per rank; None when no rank has
+        """Return the next training step, of `num_batches` batches per rank; None if no rank has
         data left. Collective over the world.
 
-        first_number: of the first step since the model was attached, e.g. how many steps earlier
-            runs made; of no effect on later ones.
-        Raises RuntimeError when no model is attached, PlanInfeasible when a sequence fits nowhere.
+        first_number: number of the first step since the model was attached; ignored later.
+        Raises RuntimeError without an attached model, PlanInfeasible if a sequence fits nowhere.
         """
         self._check_attached()
         if self._training is None:
-            lookahead = self.args.lookahead if self.draws_ahead else 0
+            lookahead = 0 if self._draws_in_place else self.args.lookahead
             self._training = self._prefetched(lookahead, first_number)
         step = self._training.next(iterator, num_batches)
-        if step is not None and step.padding_targets and not self._noted_padding:
-            self._noted_padding = True
-            self._note_padding(step)
-        self._note_other_rows(step)
+        if step is not None:
+            self._notes.say_padding(step)
+            self._notes.say_other_rows(step)
         return step
 
     def step_of(
@@ -235,10 +210,9 @@ class FlexSeqEngine:
         Collective over the world.
 
         batch: this rank's, as DataCollatorForFlexSeq makes them; None for no sequence.
-        number: of the step, in messages and in the plan trace.
+        number: number of the step, for messages and the plan trace.
         forward_only: True if no pass will have a backward.
-        Raises RuntimeError when no model is attached, PlanInfeasible when a sequence fits nowhere,
-        and ValueError when no rank has a sequence.
+        Raises as `next_step` does, and ValueError if no rank has a sequence.
         """
         self._check_attached()
         if forward_only not in self._in_place:
@@ -252,42 +226,14 @@ class FlexSeqEngine:
         step.number = number
         return step
 
-    def _note_other_rows(self, step: Step | None) -> None:
-        """Say if the user's collator makes other rows of whole batches."""
-        if step is not None and step.other_rows:
-            self._warn(
-                "step %d: the data_collator makes %d rows otherwise of a whole batch than of "
-                "each example, as hf_flexseq calls it: it looks at other rows, gives padding "
-                "labels, puts padding before a token that has one, or is random",
-                step.number,
-                step.other_rows,
-            )
-
-    def _note_padding(self, step: Step) -> None:
-        """Say that a step leaves out targets that the plain Trainer has."""
-        self._warn(
-            "step %d leaves out %d targets beside padding: the plain Trainer would train "
-            "on labels where attention_mask is 0, and on a first token predicted from "
-            "padding on its left; %d targets of tokens stay (said once)",
-            step.number,
-            step.padding_targets,
-            step.targets,
-        )
-
-    def _warn(self, text: str, *values: Any) -> None:
-        """Log a warning on rank 0, where it does not tear a progress bar."""
-        if self.communicator.rank == 0:
-            with beside_bars():
-                logger.warning(text, *values)
-
     def evaluation_steps(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Step]:
-        """Yield every batch as a step, until no rank has data left. Planned in place. Collective
+        """Yield every batch as a step, planned in place, until no rank has data left. Collective
         over the world."""
         self._check_attached()
         steps = self._prefetched(0, what="evaluation step")
         iterator = iter(batches)
         while (step := steps.next(iterator, 1)) is not None:
-            self._note_other_rows(step)
+            self._notes.say_other_rows(step)
             yield step
 
     def steps(
@@ -303,8 +249,8 @@ class FlexSeqEngine:
         Args:
             dataloader: Its collator is a `DataCollatorForFlexSeq`.
             accumulation: Batches that a rank draws for a step.
-            first_number: How many steps earlier runs made, for a loop that goes on where one
-                ended; of no effect after the first step since the model was attached.
+            first_number: Steps of earlier runs, for a loop that resumes; ignored after the first
+                step since the model was attached.
 
         Raises FloatingPointError as `check_finite` does, a step late, and for the last step when
         no step follows it; RuntimeError when the loop goes on without a step's backward.
@@ -336,10 +282,9 @@ class FlexSeqEngine:
         what: str = "step",
         planner: Callable[[], Planner] | None = None,
     ) -> PrefetchedSteps:
-        """Return steps of which so many are planned ahead, by the planner on rank 0. Collective
-        over the world.
+        """Return steps that are planned by rank 0. Collective over the world.
 
-        planner: makes the planner; None for `executor.planner`.
+        lookahead: steps to plan ahead. planner: makes the planner; None for `executor.planner`.
         """
         made: Planner | None = None
         with Attempt() as starting:  # a process may be one too many for the machine
@@ -363,8 +308,8 @@ class FlexSeqEngine:
         self, step: Step, model: nn.Module, *, is_last: bool = False
     ) -> Iterator[Inputs]:
         """Yield the inputs of every micro-batch of a training step, once: the caller runs forward
-        and backward, and adds the loss with `step.add`. A rank that has one stage of the model
-        runs it here, and nothing is yielded. Collective over the world.
+        and backward, and adds the loss with `step.add`. A rank with one stage of the model runs it
+        here, and nothing is yielded. Collective over the world.
 
         Afterwards gradients are those of the whole step, and `step.loss` is this rank's loss, a
         scalar; the mean over ranks is the mean over the step's target tokens.
@@ -391,26 +336,20 @@ class FlexSeqEngine:
 
     @contextmanager
     def _training_step(self, step: Step, model: nn.Module, *, is_last: bool) -> Iterator[None]:
-        """Surround forwards and backwards of a step. Afterwards look for what is not finite in its
+        """Surround forwards and backwards of a step. Afterwards look for NaN and infinity in its
         loss and gradients, and dispatch the next step, while the device still works on this
         one."""
         # The previous optimizer step is done.
         self._watch.settle(skipped=step_was_skipped(self.accelerator))
         yield
         step.has_run = True
-        assert step.loss is not None, "every micro-batch has a loss"
-        self._watch.take(step.number, step.loss, gradients_of(model, self.accelerator))
+        self._watch.take(step.number, step.final_loss, gradients_of(model, self.accelerator))
         if self._training is not None and not is_last:
             self._training.prefetch()
 
-    def evaluate(self, step: Step, model: nn.Module) -> Iterator[Inputs]:
-        """Yield the inputs of every micro-batch of an evaluation step, once: the caller runs
-        forward, and adds the loss. See `micro_batches`."""
-        return self.executor.micro_batches(step, model, trains=False)
-
     @property
     def whole_model(self) -> WholeModelExecutor:
-        """The executor, where a rank has the whole model."""
+        """The executor of a whole model."""
         if not isinstance(self.executor, WholeModelExecutor):
             raise NotImplementedError(
                 "a loss that is computed from figures of whole sequences does not run in pipeline "
@@ -422,9 +361,9 @@ class FlexSeqEngine:
         """Gather the figures of a step that has run, and write its plan trace. Collective over the
         world.
 
-        Where the device works behind the host this is done with the next step, when they can be
-        read without waiting; `check_finite` and `gather_figures` do not put it off. Raises
-        FloatingPointError as `check_finite` does, for the previous step.
+        On a GPU the previous step's are gathered, which can be read without waiting;
+        `check_finite` and `gather_figures` wait. Raises FloatingPointError as `check_finite` does,
+        for the previous step.
         """
         due: Step | None = step
         if step.stopwatch.is_behind:
@@ -440,10 +379,10 @@ class FlexSeqEngine:
             self._gather(due)
 
     def check_finite(self) -> None:
-        """Make sure, after an optimizer step, that nothing in it was NaN or infinite, and gather
-        all figures: call this before saving. Collective over the world.
+        """Check, after an optimizer step, that nothing in it was NaN or infinite, and gather all
+        figures: call this before saving. Collective over the world.
 
-        Raises FloatingPointError on all ranks alike, or warns where `on_nonfinite` says so. A step
+        Raises FloatingPointError on all ranks alike, or warns if `on_nonfinite` says so. A step
         that fp16's loss scaling has skipped does not count.
         """
         self._watch.settle(skipped=step_was_skipped(self.accelerator))
@@ -451,8 +390,8 @@ class FlexSeqEngine:
         self._gather(due)
 
     def _gather(self, due: Step | None) -> None:
-        """Gather what ranks have found that is not finite, and with it the figures of a step, None
-        for none. Collective over the world."""
+        """Gather what ranks have found that is not finite, and with it the figures of a step, if
+        one is due. Collective over the world."""
         cpu_group = self.communicator.cpu_group
         own = self._watch.report()
         if due is None:

@@ -77,8 +77,7 @@ class TrainingItem(LoopItem):
                 loss = self._loss(model, inputs)
                 accelerator.backward(loss, **options)
                 self.step.add(loss.detach())
-        assert self.step.loss is not None, "every micro-batch has a loss"
-        return self.step.loss
+        return self.step.final_loss
 
     def check_has_run(self) -> None:
         """Raise RuntimeError if the loop has gone on without the step's backward."""
@@ -111,9 +110,8 @@ class EvaluationItem(LoopItem):
         for inputs in self._micro_batches(self.step, model):
             with torch.no_grad():
                 self.step.add(self._loss(whole, inputs))
-        assert self.step.loss is not None, "every micro-batch has a loss"
-        self._sum.add(self.step.loss, self.step.targets)
-        return self.step.loss
+        self._sum.add(self.step.final_loss, self.step.targets)
+        return self.step.final_loss
 
 
 class Evaluation:

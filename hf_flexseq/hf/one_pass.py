@@ -104,7 +104,7 @@ class LossInOnePass(StepLoss):
             for micro_batch in inputs:
                 with self._on_parts(micro_batch), self._watched_gradients(model):
                     yield model, micro_batch
-        self.value = _loss_of(step)
+        self.value = step.final_loss.detach()
         self._raise_noted()
         if self._is_watched:
             self._means.end_training(_targets_in_order(step), step.tokens)
@@ -181,9 +181,9 @@ class LossInOnePass(StepLoss):
         divisor = _divisor(step.targets, self._trainer.args.device)
         self._trial.run(step.row, model)
         self._means.begin("eval")
-        for micro_batch in self._engine.evaluate(step, model):
+        for micro_batch in self._engine.executor.micro_batches(step, model, trains=False):
             step.add(self._forward(model, micro_batch, divisor))
-        loss = _loss_of(step)
+        loss = step.final_loss
         self._raise_noted()
         if self._is_watched:
             self._means.end_evaluating(_targets_in_order(step))
@@ -238,12 +238,6 @@ def _targets_in_order(step: Step) -> list[int]:
     in which their losses are computed."""
     assert isinstance(step, RankMicroBatches), "a stage of a model has no compute_loss of its own"
     return step.targets_of(step.ran)
-
-
-def _loss_of(step: Step) -> torch.Tensor:
-    """Return this rank's loss of a step that has run, a detached scalar."""
-    assert step.loss is not None, "every micro-batch has a loss"
-    return step.loss.detach()
 
 
 def _divisor(targets: int, device: torch.device) -> torch.Tensor:

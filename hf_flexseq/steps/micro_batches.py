@@ -206,7 +206,7 @@ class RankMicroBatches(RankStep[Plan]):
         for index in indices:
             groups = self.plan.micro_batches[index].groups
             sequences = [sequence for group in groups for sequence in group.sequences]
-            counts.append(sum(self.targets_of_sequences[sequence] for sequence in sequences))
+            counts.append(sum(self.drawn.targets[sequence] for sequence in sequences))
         return counts
 
     # ---- random numbers: dropout is the same in both passes

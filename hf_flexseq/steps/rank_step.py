@@ -25,11 +25,10 @@ class RankStep(Generic[PlanT]):
     """An optimizer step as one rank runs it: drawn, planned, and timed."""
 
     __slots__ = (
+        "drawn",
         "has_run",
         "loss",
         "number",
-        "other_rows",
-        "padding_targets",
         "passes",
         "plan",
         "remark",
@@ -37,20 +36,16 @@ class RankStep(Generic[PlanT]):
         "row",
         "stopwatch",
         "targets",
-        "targets_of_sequences",
         "waited_s",
     )
 
     def __init__(self, planned: PlannedStep, device: torch.device) -> None:
         """device: runs the step."""
-        drawn = planned.drawn
-        self.number = drawn.number
+        self.drawn = planned.drawn
+        self.number = planned.drawn.number
         self.plan: PlanT = planned.plan  # of the whole step, over all ranks
-        self.row = drawn.row  # what this rank itself drew
-        self.targets = sum(drawn.targets)  # tokens with a label, over all ranks
-        self.targets_of_sequences = drawn.targets
-        self.padding_targets = drawn.padding_targets  # left out of them
-        self.other_rows = drawn.other_rows  # than the user's collator makes of a whole batch
+        self.row = planned.drawn.row  # what this rank itself drew
+        self.targets = sum(planned.drawn.targets)  # tokens with a label, over all ranks
         self.waited_s = planned.waited_s
         self.stopwatch = Stopwatch(device)
         self.loss: torch.Tensor | None = None  # of this rank, a scalar, as far as it has run
@@ -63,6 +58,12 @@ class RankStep(Generic[PlanT]):
     def tokens(self) -> int:
         """Tokens of the whole step, over all ranks."""
         return sum(self.plan.lengths)
+
+    @property
+    def final_loss(self) -> torch.Tensor:
+        """This rank's loss of a step that has run, a scalar."""
+        assert self.loss is not None, "every micro-batch has a loss"
+        return self.loss
 
     def add(self, loss: torch.Tensor) -> None:
         """Add the loss of a micro-batch, a scalar, to that of the step."""

@@ -1,18 +1,24 @@
 """What a training run says on the screen beside its metrics.
 
 beside_bars()    lines that do not tear a progress bar
+DrawnNotes       warnings about the data of steps
 Predictions      why steps take much more, or much less, time than was predicted
 """
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from tqdm import tqdm
 
 from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.steps.rank_step import RankStep
 from hf_flexseq.steps.trace import Figures
+
+logger = logging.getLogger(__name__)
 
 # A prediction is far off when it differs by more than this factor.
 FAR_OFF = 2.0
@@ -27,6 +33,43 @@ def beside_bars() -> AbstractContextManager[None]:
     come back below."""
     bars: AbstractContextManager[None] = tqdm.external_write_mode(file=sys.stderr)
     return bars
+
+
+class DrawnNotes:
+    """Warnings about the data of drawn steps, which rank 0 logs."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._has_noted_padding = False
+
+    def say_other_rows(self, step: RankStep[Any]) -> None:
+        """Warn if the user's collator makes other rows of whole batches."""
+        if step.drawn.other_rows:
+            self._warn(
+                "step %d: the data_collator makes %d rows otherwise of a whole batch than of "
+                "each example, as hf_flexseq calls it: it looks at other rows, gives padding "
+                "labels, puts padding before a token that has one, or is random",
+                step.number,
+                step.drawn.other_rows,
+            )
+
+    def say_padding(self, step: RankStep[Any]) -> None:
+        """Warn once about targets that only the plain Trainer would have."""
+        if step.drawn.padding_targets and not self._has_noted_padding:
+            self._has_noted_padding = True
+            self._warn(
+                "step %d leaves out %d targets beside padding: the plain Trainer would train "
+                "on labels where attention_mask is 0, and on a first token predicted from "
+                "padding on its left; %d targets of tokens stay (said once)",
+                step.number,
+                step.drawn.padding_targets,
+                step.targets,
+            )
+
+    def _warn(self, text: str, *values: Any) -> None:
+        if self._rank == 0:
+            with beside_bars():
+                logger.warning(text, *values)
 
 
 class Predictions:
