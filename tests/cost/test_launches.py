@@ -1,5 +1,7 @@
 """The closed forms of launches, posts and messages against the programs that ranks run."""
 
+from dataclasses import astuple
+
 import pytest
 
 from hf_flexseq.base.layers import Reach
@@ -12,49 +14,39 @@ from hf_flexseq.cost.launches import (
     halo_work,
     layer_work,
 )
-from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import ring
 from hf_flexseq.program.compile import Machine, MicroBatchLayout, backward, forward
 from hf_flexseq.program.heads import PIECE_ROWS
 from hf_flexseq.program.instructions import LayerShape
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
+from tests.plans import shards_of
 
 SHAPE = LayerShape(query_heads=32, kv_heads=8, head_dim=16, dtype="bfloat16")
 TOKENS = 64  # of a rank
+WINDOW = SHAPE._replace(reach=Reach(window=TOKENS // 2 + 1))
+RINGS = ["zigzag", "balanced"]
+ONE_NODE = [(2, 1), (4, 1), (8, 1)]  # (degree, nodes)
+TWO_NODES = [(4, 2), (8, 2), (8, 4), (16, 4)]
+UNEVEN = [(3, 1), (5, 1), (7, 1), (12, 6), (12, 3), (6, 2), (15, 3), (9, 3)]
 
 
-def counted(
-    strategy: str, degree: int, per_node: int, rank: int, shape: LayerShape = SHAPE
-) -> LayerWork:
-    """What one rank of a group does in a layer, of which it runs the programs."""
-    nodes = max(1, degree // per_node)
-    topology = Topology(nodes=nodes, ranks_per_node=max(per_node, degree // nodes))
-    group = Group(ranks=tuple(range(degree)), sequences=(0,), strategy=strategy)
-    shard = make_shard(MicroBatch(groups=(group,)), (TOKENS * degree,), rank)
+def busiest(strategy: str, degree: int, nodes: int, shape: LayerShape = SHAPE) -> LayerWork:
+    """What the ranks of a group do at most in a layer, by the programs that they run."""
+    topology = Topology(nodes=nodes, ranks_per_node=degree // nodes)
     machine = Machine(topology=topology, device="cuda", wide_gradients=False)
-    parts = MicroBatchLayout(shard, machine).parts
-    there = forward(parts, shape)
-    back = backward(parts, shape, there.saved)
-    posts = 0
-    for program in (there, back):
-        posts += program.posts(topology.node_of, rank=rank)
-    return LayerWork(
-        calls=there.kernel_calls + back.kernel_calls,
-        launches=there.launches + back.launches,
-        posts=posts,
-        messages=there.messages + back.messages,
-    )
-
-
-def busiest(strategy: str, degree: int, per_node: int, shape: LayerShape = SHAPE) -> LayerWork:
-    ranks = [counted(strategy, degree, per_node, rank, shape) for rank in range(degree)]
-    return LayerWork(
-        calls=max(work.calls for work in ranks),
-        launches=max(work.launches for work in ranks),
-        posts=max(work.posts for work in ranks),
-        messages=max(work.messages for work in ranks),
-    )
+    most = dict.fromkeys(("calls", "launches", "posts", "messages"), 0)
+    for rank, shard in enumerate(shards_of(strategy, degree, (TOKENS * degree,))):
+        parts = MicroBatchLayout(shard, machine).parts
+        there = forward(parts, shape)
+        programs = (there, backward(parts, shape, there.saved))
+        counts = {
+            "calls": [program.kernel_calls for program in programs],
+            "launches": [program.launches for program in programs],
+            "posts": [program.posts(topology.node_of, rank=rank) for program in programs],
+            "messages": [program.messages for program in programs],
+        }
+        most = {name: max(most[name], sum(of_rank)) for name, of_rank in counts.items()}
+    return LayerWork(**most)
 
 
 @pytest.fixture(autouse=True)
@@ -63,57 +55,45 @@ def ring_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WORTHY_PAIRS, "cuda", 1)
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "local"])
 @pytest.mark.parametrize(
-    "degree, per_node", [(2, 8), (4, 8), (8, 8), (4, 2), (8, 4), (8, 2), (16, 4)]
+    "strategy, places",
+    [
+        ("local", [(1, 1)]),
+        ("ulysses", ONE_NODE + TWO_NODES),
+        ("hybrid", ONE_NODE + TWO_NODES),
+        *((name, ONE_NODE + TWO_NODES + UNEVEN) for name in RINGS),
+    ],
 )
 def test_the_closed_forms_are_what_the_busiest_rank_does(
-    strategy: str, degree: int, per_node: int
+    strategy: str, places: list[tuple[int, int]]
 ) -> None:
-    nodes = max(1, degree // per_node)
-    assert busiest(strategy, degree, per_node) == layer_work(strategy, degree, nodes=nodes)
+    for degree, nodes in places:
+        wanted = layer_work(strategy, degree, nodes=nodes)
+        assert busiest(strategy, degree, nodes) == wanted, (degree, nodes)
 
 
 def test_a_zigzag_of_eight_launches_and_posts_no_more_than_that() -> None:
-    work = busiest("zigzag", 8, 8)
+    work = layer_work("zigzag", 8)
     assert (work.launches, work.posts) == (59, 16)
 
 
-@pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
-@pytest.mark.parametrize("degree, per_node", [(12, 2), (12, 4), (6, 3), (15, 5), (9, 3)])
-def test_rings_on_any_nodes(strategy: str, degree: int, per_node: int) -> None:
-    wanted = layer_work(strategy, degree, nodes=degree // per_node)
-    assert busiest(strategy, degree, per_node) == wanted
-
-
-@pytest.mark.parametrize("strategy", ["zigzag", "balanced"])
-@pytest.mark.parametrize("degree", [3, 5, 7])
-def test_rings_of_odd_degrees(strategy: str, degree: int) -> None:
-    assert busiest(strategy, degree, 8) == layer_work(strategy, degree)
-
-
-@pytest.mark.parametrize("strategy", ["zigzag", "balanced", "hybrid"])
 @pytest.mark.parametrize(
-    "degree, per_node", [(2, 8), (3, 8), (8, 8), (4, 2), (8, 4), (8, 2), (4, 1), (6, 2), (16, 8)]
+    "strategy, places",
+    [
+        ("hybrid", [(8, 2), (8, 4), (6, 3), (16, 2)]),
+        *((name, [(2, 1), (3, 1), (8, 1), (4, 2), (8, 2), (8, 4), (4, 4)]) for name in RINGS),
+    ],
 )
 def test_a_window_launches_one_call_and_posts_its_halo_once_each_way(
-    strategy: str, degree: int, per_node: int
+    strategy: str, places: list[tuple[int, int]]
 ) -> None:
-    nodes = max(1, degree // per_node)
-    if strategy == "hybrid" and nodes in (1, degree):
-        pytest.skip("inside a node a hybrid is Ulysses, and with one rank on each a zigzag")
-    shape = SHAPE._replace(reach=Reach(window=TOKENS // 2 + 1))
-    wanted = halo_work(strategy, degree, nodes=nodes)
-    assert busiest(strategy, degree, per_node, shape) == wanted
+    for degree, nodes in places:
+        wanted = halo_work(strategy, degree, nodes=nodes)
+        assert busiest(strategy, degree, nodes, WINDOW) == wanted, (degree, nodes)
 
 
 def test_windows_leave_ulysses_its_launches_and_posts() -> None:
-    shape = SHAPE._replace(reach=Reach(window=TOKENS // 2 + 1))
-    assert busiest("ulysses", 8, 8, shape) == layer_work("ulysses", 8)
-
-
-def test_a_rank_alone_launches_its_attention_and_nothing_else() -> None:
-    assert counted("local", 1, 8, 0) == layer_work("local", 1)
+    assert busiest("ulysses", 8, 1, WINDOW) == layer_work("ulysses", 8)
 
 
 @pytest.mark.parametrize("pieces", [2, 4])
@@ -121,7 +101,7 @@ def test_every_piece_of_the_heads_is_exchanged_on_its_own(
     pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(PIECE_ROWS, "cuda", TOKENS * 8 * SHAPE.query_heads // 8 // pieces)
-    assert busiest("ulysses", 8, 8) == layer_work("ulysses", 8, pieces=pieces)
+    assert busiest("ulysses", 8, 1) == layer_work("ulysses", 8, pieces=pieces)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -129,9 +109,8 @@ def test_no_count_exceeds_the_bound(strategy: str) -> None:
     for degree in (2, 3, 4, 7, 8, 64, 1024):
         for nodes in (1, 2, degree // 2, degree):
             if degree % nodes == 0:
-                work = layer_work(strategy, degree, nodes=nodes)
-                most = max(work.calls, work.launches, work.posts, work.messages)
-                assert most <= MOST_PER_RANK * degree
+                work = astuple(layer_work(strategy, degree, nodes=nodes))
+                assert max(work) <= MOST_PER_RANK * degree
 
 
 def test_rings_fetch_as_far_ahead_as_they_are_priced() -> None:

@@ -5,57 +5,36 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_flexseq.base.layers import Reach
-from hf_flexseq.cost.presets import load_cost_model
-from hf_flexseq.cost.stages import PipelineCost, chunk_costs, shape_of
+from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.cost.walk import makespan_ns, peak_bytes, timed
 from hf_flexseq.plan.pipeline import parse
 from hf_flexseq.planner.pipeline import make_pipeline_plan
-from pipelines import even_cost, plan_of, relaxed, stage_cost
-from tests.budget import examples
+from pipelines import costs_of, even_cost, plan_of, relaxed, stage_cost
+from tests.budget import examples, for_seeds
 
 
-def random_plan(seed):
+def random_plan(rng):
     """A legal plan of a random step, with random checkpointing and unequal stages."""
-    rng = random.Random(seed)
-    stages = rng.randint(1, 4)
-    speeds = [
-        (rng.uniform(500, 2000), rng.choice([0, 300]), rng.choice([None, 20.0]))
-        for _ in range(stages)
-    ]
-    cost = PipelineCost(
-        stages=tuple(
-            stage_cost(linear_ns=linear, head_ns=head, owed_bytes=owed)
-            for linear, head, owed in speeds
-        ),
-        send_ns=rng.choice([0.0, 40.0]),
-    )
+    stages = []
+    for _ in range(rng.randint(1, 4)):
+        owed = rng.choice([None, 20.0])
+        head = rng.choice([0, 300])
+        stages.append(stage_cost(linear_ns=rng.uniform(500, 2000), head_ns=head, owed_bytes=owed))
+    cost = PipelineCost(stages=tuple(stages), send_ns=rng.choice([0.0, 40.0]))
     lengths = [rng.randint(1, 4000) for _ in range(rng.randint(1, 6))]
-    plan = make_pipeline_plan(
-        lengths, cost, schedule=rng.choice(["auto", "seq1f1b", "infinipipe"]), chunks=3
-    )
-    layers = tuple(tuple(rng.randint(0, 5) for _ in plan.chunks) for _ in range(stages))
+    schedule = rng.choice(["auto", "seq1f1b", "infinipipe"])
+    plan = make_pipeline_plan(lengths, cost, schedule=schedule, chunks=3)
+    layers = tuple(tuple(rng.randint(0, 5) for _ in plan.chunks) for _ in stages)
     return replace(plan, checkpointed=layers), cost
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(st.integers(0, 10_000))
-def test_times_are_the_longest_path(seed):
-    plan, cost = random_plan(seed)
-    expected = relaxed(plan, cost)
-    assert {done.action: done.stop for done in timed(plan, cost)} == expected
-    assert makespan_ns(plan, cost) == max(expected.values())
 
 
 def held_before(plan, cost, stage, done):
     """Bytes of a stage after the actions `done`, counted from what each chunk and each sequence
     still needs."""
-    costs = chunk_costs(
-        cost, [shape_of(chunk, plan.lengths) for chunk in plan.chunks], plan.checkpointed
-    )
+    costs = costs_of(plan, cost)
     sizes = {chunk.unit: chunk.index + 1 for chunk in plan.chunks}
     forwarded = {(a.unit, a.chunk) for a in done if a.kind == "F"}
     finished = {(a.unit, a.chunk) for a in done if a.kind in "BW"}
@@ -72,10 +51,12 @@ def held_before(plan, cost, stage, done):
     return total
 
 
-@settings(max_examples=examples(15), deadline=None)
-@given(st.integers(0, 10_000))
-def test_bytes_are_what_chunks_and_carries_still_need(seed):
-    plan, cost = random_plan(seed)
+@for_seeds(examples(30))
+def test_times_are_the_longest_path_and_bytes_what_chunks_and_carries_still_need(seed):
+    plan, cost = random_plan(random.Random(seed))
+    stops = relaxed(plan, cost)
+    assert {done.action: done.stop for done in timed(plan, cost)} == stops
+    assert makespan_ns(plan, cost) == max(stops.values())
     counts = [0] * plan.ranks
     peaks = [0] * plan.ranks
     for done in timed(plan, cost):
@@ -106,22 +87,28 @@ def test_between_its_parts_a_backward_holds_what_it_owes():
     assert peak_bytes(made, fat) == (240,)
 
 
+def test_sending_delays_the_neighbour_only():
+    made = plan_of((parse("0F0.0 0B0.0"), parse("1F0.0 1B0.0")), sizes=[1])
+    cost = replace(even_cost(2), send_ns=5.0)
+    assert makespan_ns(made, cost) == 2 * 3000 + 2 * 40
+
+
+# ---- the price of a chunk
+
+
+def two_chunks(tokens, **fields):
+    """A sequence in two chunks of these tokens, through one stage."""
+    return plan_of((parse("0F0.0 0F0.1 0B0.1 0B0.0"),), sizes=[2], tokens=tokens, **fields)
+
+
 def test_a_chunk_costs_what_the_formula_says():
-    made = plan_of((parse("0F0.0 0F0.1 0B0.1 0B0.0"),), sizes=[2], tokens=100)
     stage = stage_cost(linear_ns=10.0, attention_ns=1.0, chunk_ns=1000.0, head_ns=3.0)
-    shapes = [shape_of(chunk, made.lengths) for chunk in made.chunks]
-    costs = chunk_costs(PipelineCost.even(1, stage), shapes, [[0, 2]])
+    costs = costs_of(two_chunks(100, checkpointed=((0, 2),)), PipelineCost.even(1, stage))
     second = 200 * 201 // 2 - 100 * 101 // 2  # keys that the second hundred of queries sees
     assert costs.forward[0][1] == 1000 + second + 1000 + 900
     assert costs.input_grad[0][1] == round(1000 + 2.5 * second + 1000 + 2 / 5 * (1000 + second))
     assert costs.weight_grad[0] == [1500, 1500]
     assert costs.held[0] == [3000, 3000 - 2 * 3000 // 5 + 2 * 200 // 5]
-
-
-def test_sending_delays_the_neighbour_only():
-    made = plan_of((parse("0F0.0 0B0.0"), parse("1F0.0 1B0.0")), sizes=[1])
-    cost = replace(even_cost(2), send_ns=5.0)
-    assert makespan_ns(made, cost) == 2 * 3000 + 2 * 40
 
 
 @pytest.mark.parametrize("field", ["linear_ns", "attention_ns", "chunk_ns", "head_ns"])
@@ -130,56 +117,44 @@ def test_negative_costs_are_refused(field):
         PipelineCost.even(1, stage_cost(**{field: -1.0}))
 
 
+NEAR = ((Reach(window=100), 2.0), (Reach(chunk=64), 0.5))
+
+
 def test_chunks_are_priced_by_the_pairs_that_windows_leave():
-    window, chunk = Reach(window=100), Reach(chunk=64)
-    near = ((window, 2.0), (chunk, 0.5))
-    stage = stage_cost(linear_ns=0.0, attention_ns=1.0, chunk_ns=0.0, near_ns=near)
-    made = plan_of((parse("0F0.0 0F0.1 0B0.1 0B0.0"),), sizes=[2], tokens=300)
-    shapes = [shape_of(one, made.lengths) for one in made.chunks]
+    stage = stage_cost(linear_ns=0.0, attention_ns=1.0, chunk_ns=0.0, near_ns=NEAR)
     expected = []
-    for one in made.chunks:
+    for chunk in (range(300), range(300, 600)):
         total = 0.0
-        for part in one.slices:
-            for query in range(part.start, part.stop):
-                total += query + 1
-                for reach, pair_ns in near:
-                    total += pair_ns * (query + 1 - reach.first_key(query))
+        for query in chunk:
+            total += query + 1
+            total += sum(ns * (query + 1 - reach.first_key(query)) for reach, ns in NEAR)
         expected.append(round(total))
-    assert chunk_costs(PipelineCost.even(1, stage), shapes).forward == [expected]
+    assert costs_of(two_chunks(300), PipelineCost.even(1, stage)).forward == [expected]
 
 
 def test_stages_with_windows_survive_json():
-    near = ((Reach(window=100), 2.0), (Reach(chunk=64), 0.5))
-    cost = PipelineCost.even(2, stage_cost(near_ns=near))
+    cost = PipelineCost.even(2, stage_cost(near_ns=NEAR))
     assert PipelineCost.from_record(cost.to_record()) == cost
     assert "near_ns" not in even_cost(2).to_record()["stages"][0]
     broken = cost.to_record()
-    broken["stages"][0]["near_ns"][0]["window"] = 0
-    with pytest.raises(ValueError, match="stage 0: near_ns, window=0"):
+    broken["stages"][1]["near_ns"][0]["window"] = 0
+    with pytest.raises(ValueError, match="the cost of stage 1: near_ns, window=0"):
         PipelineCost.from_record(broken)
 
 
-def test_a_model_with_windows_costs_its_stages_what_it_costs_whole():
-    model = load_cost_model("gemma-3-27b-h100")
+@pytest.mark.parametrize("name", ["gemma-3-27b-h100", "flexsp-gpt-7b-a100"])
+def test_the_stages_of_a_model_cost_what_it_costs_whole(name):
+    model = PRESETS[name]
     made = plan_of((parse("0F0.0 0B0.0"),), sizes=[1], tokens=8192)
-    costs = chunk_costs(
-        PipelineCost.of_model(model, 4), [shape_of(chunk, made.lengths) for chunk in made.chunks]
-    )
-    total = sum(
-        row[0] for rows in (costs.forward, costs.input_grad, costs.weight_grad) for row in rows
-    )
-    whole = model.sequence_ns(8192, 1, "local", False) + model.micro_batch_ns
-    assert total == pytest.approx(whole, rel=2e-4)
-
-
-def test_a_models_cost_is_divided_over_the_stages():
-    model, made = (
-        load_cost_model("flexsp-gpt-7b-a100"),
-        plan_of((parse("0F0.0 0B0.0"),), sizes=[1], tokens=8192),
-    )
-    shapes = [shape_of(chunk, made.lengths) for chunk in made.chunks]
-    costs = chunk_costs(PipelineCost.of_model(model, 4), shapes)
-    stages = [costs.forward, costs.input_grad, costs.weight_grad]
+    costs = costs_of(made, PipelineCost.of_model(model, 4))
+    stages = (costs.forward, costs.input_grad, costs.weight_grad)
     total = sum(row[0] for rows in stages for row in rows)
-    whole = model.attention_s * 8192**2 + model.linear_s * 8192 + model.micro_batch_s
-    assert total == pytest.approx(whole * 1e9, rel=2e-4)  # the diagonal counts whole
+    whole = model.sequence_ns(8192, 1, "local", False) + model.micro_batch_ns
+    assert total == pytest.approx(whole, rel=2e-4)  # the diagonal counts whole
+
+
+def test_recurrent_layers_are_among_the_linear_ones():
+    model = replace(PRESETS["qwen3.5-35b-a3b-h100"], linear_s=1e-9)
+    (scans,) = model.recurrent
+    stage, _ = PipelineCost.of_model(model, 2).stages
+    assert stage.linear_ns == pytest.approx((scans.token_s + 1e-9) * 1e9 / 3 / 2)

@@ -8,7 +8,7 @@ import pytest
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.analytic import DEVICES, analytic_cost_model
-from hf_flexseq.cost.presets import LLAMA_8B, PRESETS
+from hf_flexseq.cost.presets import LLAMA_8B
 from hf_flexseq.cost.sharding import (
     PLAIN,
     POLICIES,
@@ -18,50 +18,21 @@ from hf_flexseq.cost.sharding import (
     shards_span_nodes,
     trip_seconds,
 )
-from hf_flexseq.plan import Group, MicroBatch, Plan, PlanInfeasible
+from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner.process.jobs import GroupsJob
-from tests.plans import random_plan
+from tests.costs import simple_cost
+from tests.plans import group, plan_of_groups, random_plan
 
 KEEPS = FsdpPolicy(regathers=False)
 ONCE = FsdpPolicy(reduces_each=False)
 BOTH = FsdpPolicy(reduces_each=False, regathers=False)
 
 FIGURES = FsdpFigures(
-    free_bytes=1000.0,
-    token_bytes=1.0,
-    parameter_bytes=300.0,
-    gradient_bytes=400.0,
-    trip_s=1.0,
+    free_bytes=1000.0, token_bytes=1.0, parameter_bytes=300.0, gradient_bytes=400.0, trip_s=1.0
 )
 # Micro-batches of 3.5 s, of which 3 s are trips, and next to nothing for what is in them.
-COST = replace(
-    PRESETS["flexsp-gpt-7b-a100"],
-    attention_s=0.0,
-    linear_s=1e-9,
-    micro_batch_s=3.5,
-    token_bytes=1.0,
-    state_bytes=0.0,
-    sharded_state_bytes=0.0,
-    budget_bytes=1000.0,
-)
-ONE_RANK = Topology(nodes=1, ranks_per_node=1)
-
-
-def plan_of(*tokens: int) -> Plan:
-    """A plan for one rank, with one sequence in each micro-batch."""
-    micro_batches = []
-    for sequence in range(len(tokens)):
-        group = Group(ranks=(0,), sequences=(sequence,), strategy="local")
-        micro_batches.append(MicroBatch(groups=(group,)))
-    return Plan(
-        lengths=tokens,
-        micro_batches=tuple(micro_batches),
-        objective_s=0.0,
-        lower_bound_s=0.0,
-        planner="test",
-        planning_s=0.0,
-    )
+COST = simple_cost(micro_batch_s=3.5, budget_bytes=1000.0)
 
 
 def test_trips_are_counted_by_step() -> None:
@@ -72,31 +43,28 @@ def test_trips_are_counted_by_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "policy"),
+    ("tokens", "parameter_bytes", "policy"),
     [
-        ((300, 300), BOTH),
-        ((301, 300), KEEPS),
-        ((700, 1), KEEPS),
-        ((701, 1), PLAIN),
-        ((5000, 1), PLAIN),
-        ((300,), KEEPS),  # one micro-batch has nothing to hold gradients for
+        ((300, 300), 300.0, BOTH),
+        ((301, 300), 300.0, KEEPS),
+        ((700, 1), 300.0, KEEPS),
+        ((701, 1), 300.0, PLAIN),
+        ((5000, 1), 300.0, PLAIN),
+        ((300,), 300.0, KEEPS),  # one micro-batch has nothing to hold gradients for
+        ((300, 300), 900.0, ONCE),  # parameters are too large
     ],
 )
 def test_the_fewest_trips_that_fit_beside_the_fullest_micro_batch(
-    tokens: tuple[int, ...], policy: FsdpPolicy
+    tokens: tuple[int, ...], parameter_bytes: float, policy: FsdpPolicy
 ) -> None:
-    assert FIGURES.beside(plan_of(*tokens), 1) == policy
-
-
-def test_gradients_alone_are_held_where_parameters_are_too_large() -> None:
-    figures = replace(FIGURES, parameter_bytes=900.0)
-    assert figures.beside(plan_of(300, 300), 1) == ONCE
+    plan = plan_of_groups(tokens, *([group(0, 1, sequence)] for sequence in range(len(tokens))))
+    assert replace(FIGURES, parameter_bytes=parameter_bytes).beside(plan, 1) == policy
 
 
 def test_no_plan_gets_a_policy_that_its_memory_does_not_allow() -> None:
     rng = random.Random(0)
     taken = set()
-    for _ in range(300):
+    for _ in range(200):
         world = rng.choice([1, 2, 4])
         lengths = [rng.randint(1, 200) for _ in range(rng.randint(1, 12))]
         plan = random_plan(lengths, world, rng)
@@ -108,18 +76,18 @@ def test_no_plan_gets_a_policy_that_its_memory_does_not_allow() -> None:
             gradient_bytes=rng.uniform(0, 1000),
         )
         fullest = max(max(m.tokens_per_rank(lengths, world)) for m in plan.micro_batches)
-
-        def fits(policy: FsdpPolicy, figures=figures, fullest=fullest) -> bool:
+        left = figures.free_bytes - fullest * figures.token_bytes
+        fitting = [PLAIN]
+        for policy in POLICIES:
             held = 0.0 if policy.regathers else figures.parameter_bytes
             held += 0.0 if policy.reduces_each else figures.gradient_bytes
-            return held + fullest * figures.token_bytes <= figures.free_bytes
-
+            if held <= left:
+                fitting.append(policy)
         policy = figures.beside(plan, world)
-        taken.add(policy)
         count = len(plan.micro_batches)
-        assert policy == PLAIN or fits(policy)
-        for other in POLICIES:
-            assert policy.trips(count) <= other.trips(count) or not fits(other)
+        assert policy in fitting
+        assert policy.trips(count) == min(other.trips(count) for other in fitting)
+        taken.add(policy)
     assert taken == set(POLICIES)
 
 
@@ -135,19 +103,20 @@ def test_candidates_weigh_trips_against_more_micro_batches() -> None:
     slow = replace(COST, micro_batch_s=5.0)
     assert FIGURES.candidates([100] * 40, 1, slow, None) == [(KEEPS, 700)]
     # all fits one micro-batch, whatever is held: then least is held
-    few = FIGURES.candidates([100], 1, COST, None)
-    assert few == [(KEEPS, 700), (BOTH, 300)]
-
-
-def test_the_user_s_bound_on_tokens_stays_and_must_fit() -> None:
-    assert FIGURES.candidates([100] * 40, 1, COST, 300) == [(BOTH, 300), (KEEPS, 300), (ONCE, 300)]
-    assert FIGURES.candidates([100] * 40, 1, COST, 301) == [(KEEPS, 301), (ONCE, 301)]
-    assert FIGURES.candidates([100] * 40, 1, COST, 701) == []
-    assert FIGURES.candidates([100] * 40, 1, COST, 2000) == []
-
-
-def test_nothing_is_promised_where_the_cost_model_has_no_trips() -> None:
+    assert FIGURES.candidates([100], 1, COST, None) == [(KEEPS, 700), (BOTH, 300)]
+    # nothing is promised where the cost model has no trips
     assert replace(FIGURES, trip_s=0.0).candidates([100] * 40, 1, COST, 300) == []
+
+
+@pytest.mark.parametrize(
+    ("bound", "policies"),
+    [(300, [BOTH, KEEPS, ONCE]), (301, [KEEPS, ONCE]), (701, []), (2000, [])],
+)
+def test_the_user_s_bound_on_tokens_stays_and_must_fit(
+    bound: int, policies: list[FsdpPolicy]
+) -> None:
+    found = FIGURES.candidates([100] * 40, 1, COST, bound)
+    assert found == [(policy, bound) for policy in policies]
 
 
 def test_only_repeated_trips_have_a_price() -> None:
@@ -158,13 +127,14 @@ def test_only_repeated_trips_have_a_price() -> None:
 # ---- planning with them
 
 
-def job(figures: FsdpFigures | None, **options: Any) -> GroupsJob:
-    return GroupsJob(topology=ONE_RANK, cost=COST, options=PlanOptions(**options), fsdp=figures)
+def planned_with(figures: FsdpFigures | None, lengths: list[int]) -> Any:
+    one_rank = Topology(nodes=1, ranks_per_node=1)
+    job = GroupsJob(topology=one_rank, cost=COST, options=PlanOptions(), fsdp=figures)
+    return job.plan(lengths)
 
 
 def test_a_step_is_planned_and_priced_for_the_policy_that_it_gets() -> None:
-    lengths = [100] * 40
-    plan = job(FIGURES).plan(lengths)
+    plan = planned_with(FIGURES, [100] * 40)
     assert len(plan.micro_batches) == 14
     assert plan.objective_s == pytest.approx(14 * 0.5, rel=1e-5)
     assert FIGURES.beside(plan, 1) == BOTH
@@ -172,48 +142,40 @@ def test_a_step_is_planned_and_priced_for_the_policy_that_it_gets() -> None:
         "FSDP2: planned for gradients reduced once, parameters gathered once, at most 300 tokens "
         "a rank"
     )
-    plain = job(None).plan(lengths)
+    plain = planned_with(None, [100] * 40)
     assert len(plain.micro_batches) == 4
     assert plain.objective_s == pytest.approx(4 * 3.5, rel=1e-5)
 
 
 def test_a_sequence_too_long_beside_what_is_held_is_planned_all_the_same() -> None:
-    plan = job(FIGURES).plan([650, *[100] * 33])
+    plan = planned_with(FIGURES, [650, *[100] * 33])
     assert FIGURES.beside(plan, 1) == KEEPS
     assert any("at most 700 tokens" in note for note in plan.notes)
-    plan = job(FIGURES).plan([1000, *[100] * 30])
+    plan = planned_with(FIGURES, [1000, *[100] * 30])
     assert FIGURES.beside(plan, 1) == PLAIN
     assert not any("FSDP2" in note for note in plan.notes)
     with pytest.raises(PlanInfeasible, match="max_tokens_per_rank=1000"):
-        job(FIGURES).plan([1001])
+        planned_with(FIGURES, [1001])
 
 
 # ---- HSDP
 
 
 def test_replicas_hold_more_and_move_less_far() -> None:
-    nodes = Topology(nodes=2, ranks_per_node=8)
-
-    def cost(replicas: int):
-        return analytic_cost_model(
-            LLAMA_8B, DEVICES["H100"], nodes, zero_stage=3, replicas=replicas
-        )
-
-    flat, hybrid = cost(1), cost(2)
+    nodes, device = Topology(nodes=2, ranks_per_node=8), DEVICES["H100"]
+    flat, hybrid, whole = (
+        analytic_cost_model(LLAMA_8B, device, nodes, zero_stage=3, replicas=replicas)
+        for replicas in (1, 2, 16)
+    )
     assert hybrid.sharded_state_bytes == 2 * flat.sharded_state_bytes
     assert replicated(flat, 2).sharded_state_bytes == hybrid.sharded_state_bytes
     assert replicated(flat, 1) is flat
-    trip = {}
-    for replicas in (1, 2):
-        trip[replicas] = trip_seconds(
-            flat, moved_bytes=2.0 * LLAMA_8B.params, topology=nodes, replicas=replicas
-        )
-    device = DEVICES["H100"]
-    assert trip[1] / trip[2] == pytest.approx(device.intra_bytes / device.inter_bytes)
-    saved = flat.micro_batch_s - hybrid.micro_batch_s
-    assert saved == pytest.approx(3 * (trip[1] - trip[2]))
-    assert trip_seconds(flat, moved_bytes=1.0, topology=nodes, replicas=16) == 0
-    assert cost(16).micro_batch_s == pytest.approx(flat.micro_batch_s - 3 * trip[1])
+    moved = {"moved_bytes": 2.0 * LLAMA_8B.params, "topology": nodes}
+    trip, near, none = (trip_seconds(flat, replicas=replicas, **moved) for replicas in (1, 2, 16))
+    assert none == 0
+    assert trip / near == pytest.approx(device.intra_bytes / device.inter_bytes)
+    assert flat.micro_batch_s - hybrid.micro_batch_s == pytest.approx(3 * (trip - near))
+    assert flat.micro_batch_s - whole.micro_batch_s == pytest.approx(3 * trip)
 
 
 @pytest.mark.parametrize(
