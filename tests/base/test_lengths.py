@@ -1,4 +1,4 @@
-"""Lengths in every form a user may have them, and one clear line for what is none."""
+"""Lengths in every form that a user may have them, and one clear line for anything else."""
 
 import gzip
 import json
@@ -6,90 +6,82 @@ import pickle
 import sys
 from pathlib import Path
 
+import datasets
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from hf_flexseq.base.lengths import read_lengths
 from hf_flexseq.base.reading import Limits
 
 LENGTHS = [5, 1, 300]
 ROWS = [{"length": n, "input_ids": [0] * (n + 1), "text": "x"} for n in LENGTHS]
+TOKENS = [6, 2, 301]
 
 
-def written(path: Path, text: str) -> Path:
-    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
-    return path
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_text(tmp_path: Path, suffix: str) -> None:
-    assert (
-        read_lengths(written(tmp_path / f"a.json{suffix}", json.dumps(LENGTHS, indent=1)))
-        == LENGTHS
-    )
-    assert read_lengths(written(tmp_path / f"a.txt{suffix}", "5\n 1\n\n300\n")) == LENGTHS
-    lines = "\n".join(map(json.dumps, ROWS))
-    assert read_lengths(written(tmp_path / f"a.jsonl{suffix}", lines)) == LENGTHS
-    assert read_lengths(tmp_path / f"a.jsonl{suffix}", "input_ids") == [6, 2, 301]
+@pytest.mark.parametrize(
+    "text", [json.dumps(LENGTHS, indent=1), "5\n 1\n\n300\n", "\n".join(map(json.dumps, ROWS))]
+)
+def test_text(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a").write_text(text)
+    (tmp_path / "a.gz").write_bytes(gzip.compress(text.encode()))
+    for name in ("a", "a.gz"):
+        assert read_lengths(tmp_path / name) == LENGTHS
+        if "input_ids" in text:
+            assert read_lengths(tmp_path / name, "input_ids") == TOKENS
 
 
 def test_parquet(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    assert read_lengths(tmp_path / "a.parquet") == LENGTHS
-    assert read_lengths(tmp_path / "a.parquet", "input_ids") == [6, 2, 301]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    assert read_lengths(path) == LENGTHS
+    assert read_lengths(path, "input_ids") == TOKENS
     with pytest.raises(ValueError, match="holds values of type string: expected whole"):
-        read_lengths(tmp_path / "a.parquet", "text")
+        read_lengths(path, "text")
     with pytest.raises(ValueError, match=r"no column 'tokens' \(it has length, input_ids, text\)"):
-        read_lengths(tmp_path / "a.parquet", "tokens")
+        read_lengths(path, "tokens")
 
 
-@pytest.mark.parametrize("name, column", [("lengths", None), ("tokens", "input_ids")])
-def test_a_parquet_file_beyond_the_limits_is_refused(
-    tmp_path: Path, name: str, column: str | None
-) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    table = pyarrow.table({"length": [7] * 5000, "input_ids": [[1] * 100] * 5000})
-    parquet.write_table(table, tmp_path / "a.parquet")
-    limits = {"lengths": Limits(lengths=4999), "tokens": Limits(tokens=499_999)}[name]
-    with pytest.raises(ValueError, match=f"raise it with --limit {name}="):
-        read_lengths(tmp_path / "a.parquet", column, limits)
-    assert read_lengths(tmp_path / "a.parquet", "input_ids") == [100] * 5000
+def test_a_parquet_file_beyond_the_limits_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"length": [7] * 5000, "input_ids": [[1] * 10] * 5000})
+    parquet.write_table(table, path)
+    with pytest.raises(ValueError, match="raise it with --limit lengths="):
+        read_lengths(path, None, Limits(lengths=4999))
+    with pytest.raises(ValueError, match="raise it with --limit tokens="):
+        read_lengths(path, "input_ids", Limits(tokens=49_999))
+    assert read_lengths(path, "input_ids") == [10] * 5000
 
 
-def test_a_pickle_in_a_saved_dataset_is_not_loaded(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-
-    class Planted:
-        def __reduce__(self) -> tuple[object, ...]:
-            return open, (str(tmp_path / "mark"), "w")
-
-    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    names = [path.name for path in (tmp_path / "saved").iterdir()]
-    assert len(names) == 3
-    for name in names:
-        whole = (tmp_path / "saved" / name).read_bytes()
-        (tmp_path / "saved" / name).write_bytes(pickle.dumps(Planted()))
-        with pytest.raises((ValueError, OSError)):
-            read_lengths(tmp_path / "saved")
-        (tmp_path / "saved" / name).write_bytes(whole)
-    assert not (tmp_path / "mark").exists()
-    assert read_lengths(tmp_path / "saved") == LENGTHS
-
-
-def test_saved_dataset(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+def test_a_saved_dataset(tmp_path: Path) -> None:
     saved = datasets.Dataset.from_list(ROWS)
     saved.select([2, 0]).save_to_disk(tmp_path / "chosen")
     saved.remove_columns("length").save_to_disk(tmp_path / "tokens")
     datasets.DatasetDict(train=saved).save_to_disk(tmp_path / "splits")
     assert read_lengths(tmp_path / "chosen") == [300, 5]
-    assert read_lengths(tmp_path / "tokens") == [6, 2, 301]
+    assert read_lengths(tmp_path / "tokens") == TOKENS
     with pytest.raises(ValueError, match="several splits: give the directory of one of train"):
         read_lengths(tmp_path / "splits")
     with pytest.raises(ValueError, match="is not a"):
         read_lengths(tmp_path)
+
+
+def test_a_pickle_in_a_saved_dataset_is_not_loaded(tmp_path: Path) -> None:
+    class Planted:
+        def __reduce__(self) -> tuple[object, ...]:
+            return open, (str(tmp_path / "mark"), "w")
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    files = list((tmp_path / "saved").iterdir())
+    assert len(files) == 3
+    for file in files:
+        whole = file.read_bytes()
+        file.write_bytes(pickle.dumps(Planted()))
+        with pytest.raises((ValueError, OSError)):
+            read_lengths(tmp_path / "saved")
+        file.write_bytes(whole)
+    assert not (tmp_path / "mark").exists()
+    assert read_lengths(tmp_path / "saved") == LENGTHS
 
 
 @pytest.mark.parametrize(
@@ -109,15 +101,16 @@ def test_saved_dataset(tmp_path: Path) -> None:
         ('{"tokens": 5}', "size", "no column 'size'"),
     ],
 )
-def test_refuses_what_is_no_list_of_lengths(
+def test_other_text_is_refused(
     tmp_path: Path, text: str, column: str | None, message: str
 ) -> None:
+    (tmp_path / "a.txt").write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
-        read_lengths(written(tmp_path / "a.txt", text), column)
+        read_lengths(tmp_path / "a.txt", column)
     assert "\n" not in str(caught.value)
 
 
-def test_refuses_unreadable_files(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_lengths(tmp_path / "missing.txt")
     for name in ("broken.gz", "binary.txt", "broken.parquet"):
@@ -126,10 +119,10 @@ def test_refuses_unreadable_files(tmp_path: Path) -> None:
             read_lengths(tmp_path / name)
 
 
-def test_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    written(tmp_path / "a.parquet", "")
+    (tmp_path / "a.parquet").touch()
     with pytest.raises(ValueError, match="need pyarrow: pip install pyarrow"):
         read_lengths(tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="need the datasets library: pip install datasets"):

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def test_what_is_too_long_is_refused_with_the_option_that_raises_the_limit(
     tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "long.txt").write_bytes(b"x" * 1001)
-    (tmp_path / "archive.gz").write_bytes(gzip.compress(b"0" * 10**7, mtime=0))
+    (tmp_path / "archive.gz").write_bytes(gzip.compress(b"0" * 10**6, mtime=0))
     with pytest.raises(ValueError, match="is 1,000 bytes, raise it with --limit bytes="):
         read_text(tmp_path / name, SMALL)
 
@@ -37,12 +38,9 @@ def test_the_limit_holds_for_a_pipe_without_an_end(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
 
     def write() -> None:
-        try:
-            with (tmp_path / "pipe").open("wb") as pipe:
-                while True:
-                    pipe.write(b"1\n" * 1000)
-        except BrokenPipeError:
-            pass
+        with suppress(BrokenPipeError), (tmp_path / "pipe").open("wb") as pipe:
+            while True:
+                pipe.write(b"1\n" * 1000)
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()

@@ -6,7 +6,7 @@ from hf_flexseq.base.topology import Topology
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(0, 8), (1, 0), (-1, 2)])
-def test_refuses_empty_topologies(nodes: int, ranks_per_node: int) -> None:
+def test_empty_topologies_are_refused(nodes: int, ranks_per_node: int) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
         Topology(nodes=nodes, ranks_per_node=ranks_per_node)
 
@@ -17,25 +17,19 @@ def test_from_world_spreads_ranks_evenly() -> None:
         Topology.from_world(12, 8)
 
 
-def test_allows_parts_of_a_node_and_whole_nodes() -> None:
+def test_parts_of_a_node_and_whole_nodes_are_allowed() -> None:
     topology = Topology(nodes=3, ranks_per_node=4)
-    assert all(
-        topology.allows(*block)
-        for block in [(0, 1), (1, 4), (0, 4), (4, 6), (0, 8), (4, 12), (0, 12)]
-    )
-    assert not any(
-        topology.allows(*block) for block in [(3, 5), (0, 6), (2, 8), (0, 13), (-1, 2), (4, 4)]
-    )
+    for block in ((0, 1), (1, 4), (0, 4), (4, 6), (0, 8), (4, 12), (0, 12)):
+        assert topology.allows(*block), block
+    for block in ((3, 5), (0, 6), (2, 8), (0, 13), (-1, 2), (4, 4)):
+        assert not topology.allows(*block), block
+    assert topology.degrees() == [1, 2, 4, 12]
 
 
 def test_spans_nodes() -> None:
     topology = Topology(nodes=2, ranks_per_node=4)
-    assert [topology.spans_nodes(*block) for block in [(0, 4), (4, 8), (3, 5), (0, 8)]] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    for block, spans in (((0, 4), False), ((4, 8), False), ((3, 5), True), ((0, 8), True)):
+        assert topology.spans_nodes(*block) == spans, block
 
 
 @pytest.mark.parametrize(
@@ -44,9 +38,8 @@ def test_spans_nodes() -> None:
 def test_aligned_blocks_are_allowed_and_fewer_than_ranks(nodes: int, ranks_per_node: int) -> None:
     topology = Topology(nodes=nodes, ranks_per_node=ranks_per_node)
     blocks = list(topology.aligned_blocks())
-    assert len(blocks) == len(set(blocks))
+    assert len(blocks) == len(set(blocks)) < max(2, topology.world_size)
     assert all(topology.allows(*block) and block[1] - block[0] > 1 for block in blocks)
-    assert len(blocks) < max(2, topology.world_size)
     widths = [stop - start for start, stop in blocks]
     assert widths == sorted(widths, reverse=True)
     assert topology.world_size == 1 or blocks[0] == (0, topology.world_size)

@@ -1,4 +1,4 @@
-"""Values that come from outside: what is taken, and how what is not is named."""
+"""Values that come from outside: what is taken, and how anything else is named."""
 
 import math
 
@@ -8,14 +8,14 @@ from hf_flexseq.base import values
 
 
 @pytest.mark.parametrize("value", [True, None, "3", 3.0, [3], -1, 11, 10**4000])
-def test_what_is_no_whole_number_in_bounds_is_named_in_one_line(value: object) -> None:
+def test_other_than_whole_numbers_in_bounds_are_named_in_one_line(value: object) -> None:
     with pytest.raises(ValueError, match="count=") as caught:
         values.whole("count", value, most=10)
     assert len(str(caught.value)) < values.LINE
 
 
 @pytest.mark.parametrize("value", [True, None, "3", math.nan, math.inf, -math.inf, -0.5, 10**400])
-def test_what_is_no_finite_number_in_bounds_is_refused(value: object) -> None:
+def test_other_than_finite_numbers_in_bounds_are_refused(value: object) -> None:
     with pytest.raises(ValueError, match="seconds=.*must"):
         values.number("seconds", value, most=1e9)
 
@@ -57,16 +57,18 @@ def test_a_message_is_one_printable_line() -> None:
     assert values.one_line("x" * 1000).endswith("...")
 
 
-def test_keys_that_are_missing_or_unknown_are_named() -> None:
-    def read(record: object) -> object:
-        return values.fields_of(record, "a thing", needed=("a", "b"), optional=("c",))
-
-    assert read({"a": 1, "b": 2, "version": 1}) == {"a": 1, "b": 2, "version": 1}
-    with pytest.raises(ValueError, match=r"not a thing: missing keys \['b'\]"):
-        read({"a": 1})
-    with pytest.raises(ValueError, match=r"not a thing: unknown keys \['d'\]"):
-        read({"a": 1, "b": 2, "d": 3})
-    with pytest.raises(ValueError, match="a thing of version 2: this hf_flexseq reads version 1"):
-        read({"a": 1, "b": 2, "version": 2})
-    with pytest.raises(ValueError, match="a JSON object, got list"):
-        read([1])
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        ({"a": 1}, r"not a thing: missing keys \['b'\]"),
+        ({"a": 1, "b": 2, "d": 3}, r"not a thing: unknown keys \['d'\]"),
+        ({"a": 1, "b": 2, "version": 2}, "a thing of version 2: this hf_flexseq reads version 1"),
+        ([1], "a JSON object, got list"),
+    ],
+)
+def test_keys_that_are_missing_or_unknown_are_named(record: object, message: str) -> None:
+    needed = {"needed": ("a", "b"), "optional": ("c",)}
+    good = {"a": 1, "b": 2, "version": 1}
+    assert values.fields_of(good, "a thing", **needed) == good
+    with pytest.raises(ValueError, match=message):
+        values.fields_of(record, "a thing", **needed)
