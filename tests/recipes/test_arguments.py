@@ -3,7 +3,7 @@
 import io
 import json
 import os
-from contextlib import redirect_stderr, suppress
+from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from dpo import FlexSeqDPOConfig
 from grpo import FlexSeqGRPOConfig
 from hf_flexseq import FlexSeqConfig
 from hf_flexseq.distributed.agreement import Attempt
-from tests.ranks import join, run_ranks
+from tests.ranks import join, run_cases
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TASKS = sorted([*RECIPES.glob("quickstart/*.yaml"), *RECIPES.glob("llama-3.1-8b/*.yaml")])
@@ -39,12 +39,13 @@ PLAIN = {"dpo": {"bf16": False}, "grpo": {"bf16": False}, "sft": {}}
 NEW_MODEL = {"model_config": {"model_type": "llama", "hidden_size": 8}, "use_cpu": True}
 
 
-def parsed(tmp_path, *argv: str, yaml: str | None = None, defaults: dict | None = None):
+def parsed(tmp_path, *argv, yaml="", recipe="sft", defaults=NEW_MODEL):
     """The three dataclasses of a new tiny model, a YAML text and a command line."""
     config = tmp_path / "config.yaml"
-    config.write_text(yaml or "")
+    config.write_text(yaml)
     argv = ["--config", str(config), "--output_dir", str(tmp_path), *argv]
-    return parse(argv, FlexSeqConfig, NEW_MODEL if defaults is None else defaults)
+    training_type, data_type = TYPES[recipe]
+    return parse(argv, training_type, defaults | PLAIN[recipe], data_type)
 
 
 def test_yaml_fills_all_three_and_the_command_line_wins(tmp_path):
@@ -59,9 +60,8 @@ def test_yaml_fills_all_three_and_the_command_line_wins(tmp_path):
         lora_target_modules: [q_proj, v_proj]
         model_revision: null
     """
-    model, data, training = parsed(
-        tmp_path, "--max_length", "99", "--long_sequences=drop", yaml=yaml
-    )
+    argv = ("--max_length", "99", "--long_sequences=drop")
+    model, data, training = parsed(tmp_path, *argv, yaml=yaml)
     assert (model.tokenizer_vocab_size, model.lora_target_modules) == (512, ["q_proj", "v_proj"])
     assert model.model_revision is None
     assert model.model_config == NEW_MODEL["model_config"]
@@ -69,22 +69,13 @@ def test_yaml_fills_all_three_and_the_command_line_wins(tmp_path):
     assert (training.planner, training.sp_degree) == ("static", 2)
     assert training.learning_rate == 1e-4
     assert training.gradient_checkpointing
-
-
-def test_yaml_wins_over_defaults(tmp_path):
     _, data, _ = parsed(tmp_path, yaml="max_length: 5", defaults=NEW_MODEL | {"max_length": 7})
     assert data.max_length == 5
 
 
 def test_mappings_lists_and_null_become_arguments():
-    assert to_argv({"a": {"b": 1}, "c": [1, 2], "d": None, "e": False, "f": -1}) == [
-        '--a={"b": 1}',
-        "--c",
-        "1",
-        "2",
-        "--e=False",
-        "--f=-1",
-    ]
+    given = {"a": {"b": 1}, "c": [1, 2], "d": None, "e": False, "f": -1}
+    assert to_argv(given) == ['--a={"b": 1}', "--c", "1", "2", "--e=False", "--f=-1"]
 
 
 def test_a_named_model_wins_over_a_config_and_one_is_needed(tmp_path, capsys):
@@ -128,38 +119,13 @@ def test_options_that_several_types_share_are_known(recipe):
 
 
 def test_a_shared_option_is_what_ours_says_and_reaches_all(tmp_path):
-    argv = ["--output_dir", str(tmp_path), "--trust_remote_code", "true"]
-    defaults = NEW_MODEL | PLAIN["dpo"]
-    model, data, training = parse(argv, FlexSeqDPOConfig, defaults, PreferenceArguments)
-    assert (data.max_length, training.max_length) == (4096, 4096)
-    assert model.trust_remote_code
-    assert training.trust_remote_code
-    argv += ["--max_length", "50"]
-    _, data, training = parse(argv, FlexSeqDPOConfig, defaults, PreferenceArguments)
-    assert (data.max_length, training.max_length) == (50, 50)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "argv", "message"),
-    [
-        ("dpo", ["--max_length", "1"], "a prompt and an answer need a token each"),
-        ("dpo", ["--long_pairs", "split"], "invalid choice: 'split'"),
-        ("dpo", ["--loss_weights", "1", "2"], "same length as `loss_type`"),
-        ("dpo", ["--long_sequences", "split"], "long_sequences"),
-        ("grpo", ["--max_prompt_length", "0"], "a prompt needs a token"),
-        ("grpo", ["--reward_functions", "exact", "good"], "no reward function 'good'"),
-        ("grpo", ["--num_generations", "1"], "at least 2 generations"),
-        ("grpo", ["--held_out_fraction", "1"], "give a share"),
-    ],
-)
-def test_a_mistake_in_the_others_is_one_line_too(recipe, argv, message, tmp_path, capsys):
-    training_type, data_type = TYPES[recipe]
-    argv = ["--output_dir", str(tmp_path), *argv]
-    with pytest.raises(SystemExit, match="2"):
-        parse(argv, training_type, NEW_MODEL | PLAIN[recipe], data_type)
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    for argv, length in (((), 4096), (("--max_length", "50"), 50)):
+        model, data, training = parsed(
+            tmp_path, "--trust_remote_code", "true", *argv, recipe="dpo"
+        )
+        assert (data.max_length, training.max_length) == (length, length)
+        assert model.trust_remote_code
+        assert training.trust_remote_code
 
 
 @pytest.mark.parametrize(
@@ -174,30 +140,35 @@ def test_every_accelerate_config_is_one(path):
 @pytest.mark.parametrize(
     ("argv", "yaml", "message"),
     [
-        ([], "max_lenght: 7", "there is no option 'max_lenght', did you mean 'max_length'?"),
-        ([], "long_sequences: cut", "invalid choice: 'cut'"),
-        ([], "- a list", "must be a mapping of options, got a list"),
-        ([], "a: [", "is no YAML"),
-        ([], "learning_rate: fast", "invalid float value: 'fast'"),
-        ([], "eval_on_start: maybe", "Truthy value expected"),
-        (["--max_length", "1"], "", "a sequence needs two tokens"),
-        (["--held_out_fraction", "1"], "", "give a share"),
-        (["--lora_r", "-1"], "", "give a rank"),
-        (["--lora_r", "8"], "", "lora_r needs model_name_or_path"),
-        (["--planner", "static"], "", "needs sp_degree"),
-        (
-            ["--deterministic", "true"],
-            "",
-            "deterministic was removed",
-        ),
-        ([], "deterministic: true", "deterministic was removed"),
-        (["--no_such_option", "1"], "", "no_such_option"),
-        (["--config", "no/such/file.yaml"], "", "no/such/file.yaml"),
+        ("", "max_lenght: 7", "there is no option 'max_lenght', did you mean 'max_length'?"),
+        ("", "long_sequences: cut", "invalid choice: 'cut'"),
+        ("", "- a list", "must be a mapping of options, got a list"),
+        ("", "a: [", "is no YAML"),
+        ("", "learning_rate: fast", "invalid float value: 'fast'"),
+        ("", "eval_on_start: maybe", "Truthy value expected"),
+        ("", "deterministic: true", "deterministic was removed"),
+        ("--deterministic true", "", "deterministic was removed"),
+        ("--max_length 1", "", "a sequence needs two tokens"),
+        ("--held_out_fraction 1", "", "give a share"),
+        ("--lora_r -1", "", "give a rank"),
+        ("--lora_r 8", "", "lora_r needs model_name_or_path"),
+        ("--planner static", "", "needs sp_degree"),
+        ("--no_such_option 1", "", "no_such_option"),
+        ("--config no/such/file.yaml", "", "no/such/file.yaml"),
+        ("dpo --max_length 1", "", "a prompt and an answer need a token each"),
+        ("dpo --long_pairs split", "", "invalid choice: 'split'"),
+        ("dpo --loss_weights 1 2", "", "same length as `loss_type`"),
+        ("dpo --long_sequences split", "", "long_sequences"),
+        ("grpo --max_prompt_length 0", "", "a prompt needs a token"),
+        ("grpo --reward_functions exact good", "", "no reward function 'good'"),
+        ("grpo --num_generations 1", "", "at least 2 generations"),
+        ("grpo --held_out_fraction 1", "", "give a share"),
     ],
 )
 def test_a_mistake_is_one_line(argv, yaml, message, tmp_path, capsys):
+    recipe, *rest = argv.split() if argv[:1].isalpha() else ["sft", *argv.split()]
     with pytest.raises(SystemExit, match="2"):
-        parsed(tmp_path, *argv, yaml=yaml)
+        parsed(tmp_path, *rest, yaml=yaml, recipe=recipe)
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith("error: ")
@@ -234,48 +205,38 @@ def test_refusals_during_a_run_are_one_line_and_mistakes_elsewhere_are_not(capsy
     assert capsys.readouterr().err == ""
 
 
-def agreed(rank, world_size, refused_on, is_bug):
-    """What each process says of an error that some have met, and how it ends."""
-    said = io.StringIO()
+REFUSED = {True: {"cost_model": ""}, False: {"planner": "best"}}  # a job says a line once
+
+
+def said(rank, world_size, refused_on, is_bug, together):
+    """What each process says of an error that some have met, which they raise together or each by
+    itself."""
+    written = io.StringIO()
     os.environ["LOCAL_RANK"] = str(rank)
-    with redirect_stderr(said):
-        try:
-            with refusals_in_a_line():
-                with Attempt() as attempt:
-                    if rank in refused_on:
-                        int("x") if is_bug else FlexSeqConfig(cost_model="")
+    try:
+        with redirect_stderr(written), suppress(SystemExit), refusals_in_a_line():
+            with Attempt() if together else nullcontext() as attempt:
+                if rank in refused_on:
+                    int("x") if is_bug else FlexSeqConfig(**REFUSED[together])
+            if together:
                 attempt.raise_together(join().cpu_group.gather_values, "collating")
-        except SystemExit:
-            return said.getvalue()
-        except ValueError:
-            return "a traceback"
+    except ValueError:
+        return "a traceback"
+    return written.getvalue()
 
 
 @pytest.mark.processes
 def test_a_refusal_is_said_once_in_a_job_and_a_bug_keeps_its_traceback_where_it_is():
-    for refused_on in ([0, 1], [1]):
-        said = "".join(run_ranks(agreed, 2, refused_on, False))
-        assert said.count("error: ") == said.count("\n") == 1
-        assert "cost_model=''" in said
-    other, own = run_ranks(agreed, 2, [1], True)
+    cases = [([0, 1], False, True), ([1], False, True), ([1], True, True), ([1], False, False)]
+    *together, of_bug, alone = run_cases(said, 2, cases)
+    for lines in map("".join, together):
+        assert lines.count("error: ") == lines.count("\n") == 1
+        assert "cost_model=''" in lines
+    other, own = of_bug
     assert other.startswith("error: rank 1, collating: invalid literal")
     assert own == "a traceback"
-
-
-def refused_alone(rank, world_size):
-    said = io.StringIO()
-    os.environ["LOCAL_RANK"] = str(rank)
-    with redirect_stderr(said), suppress(SystemExit), refusals_in_a_line():
-        if rank == 1:
-            FlexSeqConfig(cost_model="")
-    return said.getvalue()
-
-
-@pytest.mark.processes
-def test_a_process_that_alone_is_refused_something_says_so():
-    first, second = run_ranks(refused_alone, 2)
-    assert first == ""
-    assert second.startswith("error: cost_model=''")
+    assert alone[0] == ""
+    assert alone[1].startswith("error: planner")
 
 
 def test_other_errors_keep_their_traceback():

@@ -1,21 +1,30 @@
-"""Where documents come from, and which are held out."""
+"""Where documents come from, which are held out, and what is said of rows that cannot be used."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 from datasets import Dataset, DatasetDict
 
-from arguments import DataArguments
+from arguments import DataArguments, PreferenceArguments, PromptArguments
 from corpus import load_documents, set_aside, stdlib, stdlib_files
+from rows import broken_line, check_rows, check_template, is_blank
 
 ROWS = [{"text": f"document {i}"} for i in range(200)]
+TEXTS = [row["text"] for row in ROWS]
+TALK = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
 
 
-def written_as(kind: str, folder) -> str:
+def loaded(path, **options):
+    return load_documents(DataArguments(dataset=str(path), **options))
+
+
+def written_as(kind, folder):
     """ROWS on disk in one of the forms that are understood; the path."""
     path = folder / f"corpus.{kind}"
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
     if kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        path.write_text(lines)
     elif kind == "parquet":
         Dataset.from_list(ROWS).to_parquet(path)
     elif kind == "dataset":
@@ -24,23 +33,20 @@ def written_as(kind: str, folder) -> str:
         DatasetDict(train=Dataset.from_list(ROWS)).save_to_disk(path)
     elif kind == "folder":
         path.mkdir()
-        (path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return str(path)
+        (path / "train.jsonl").write_text(lines)
+    return path
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset", "dict", "folder"])
 def test_local_data_in_every_form_gives_the_same_documents(kind, tmp_path):
-    args = DataArguments(dataset=written_as(kind, tmp_path), held_out_fraction=0.2)
-    train, held_out = load_documents(args)
-    assert sorted([*train["text"], *held_out["text"]]) == sorted(row["text"] for row in ROWS)
+    train, held_out = loaded(written_as(kind, tmp_path), held_out_fraction=0.2)
+    assert sorted([*train["text"], *held_out["text"]]) == sorted(TEXTS)
     assert 20 <= len(held_out) <= 60
 
 
 def test_a_text_file_is_one_document(tmp_path):
     (tmp_path / "book.txt").write_text("one\n\ntwo\n")
-    train, held_out = load_documents(
-        DataArguments(dataset=str(tmp_path / "book.txt"), held_out_fraction=0.0)
-    )
+    train, held_out = loaded(tmp_path / "book.txt", held_out_fraction=0.0)
     assert train["text"][:] == ["one\n\ntwo\n"]
     assert len(held_out) == 0
 
@@ -48,10 +54,9 @@ def test_a_text_file_is_one_document(tmp_path):
 def test_a_held_out_split_of_its_own(tmp_path):
     splits = DatasetDict(train=Dataset.from_list(ROWS[:5]), test=Dataset.from_list(ROWS[5:8]))
     splits.save_to_disk(tmp_path / "both")
-    train, held_out = load_documents(
-        DataArguments(dataset=str(tmp_path / "both"), held_out_split="test")
-    )
-    assert (len(train), len(held_out)) == (5, 3)
+    assert [len(side) for side in loaded(tmp_path / "both", held_out_split="test")] == [5, 3]
+    with pytest.raises(ValueError, match="has no split 'dev': it has train, test"):
+        loaded(tmp_path / "both", held_out_split="dev")
 
 
 def test_the_side_of_a_document_depends_on_its_content_alone():
@@ -59,16 +64,15 @@ def test_the_side_of_a_document_depends_on_its_content_alone():
         return set(set_aside(Dataset.from_list(rows), ("text",), 0.3)[1]["text"])
 
     everything, half = held_out(ROWS), held_out(ROWS[::-2])
-    assert half == everything & {row["text"] for row in ROWS[::-2]}
+    assert half == everything & set(TEXTS[::-2])
     doubled = set_aside(Dataset.from_list(ROWS + ROWS), ("text",), 0.3)
     assert set(doubled[0]["text"]).isdisjoint(doubled[1]["text"])
 
 
 def test_limits_are_spread_over_the_corpus(tmp_path):
-    args = DataArguments(
-        dataset=written_as("jsonl", tmp_path), held_out_fraction=0.0, max_train_documents=4
-    )
-    assert load_documents(args)[0]["text"][:] == [f"document {i}" for i in (0, 50, 100, 150)]
+    path = written_as("jsonl", tmp_path)
+    train, _ = loaded(path, held_out_fraction=0.0, max_train_documents=4)
+    assert train["text"][:] == [f"document {i}" for i in (0, 50, 100, 150)]
 
 
 def test_the_standard_library_without_tests_and_installed_packages(tmp_path):
@@ -77,59 +81,8 @@ def test_the_standard_library_without_tests_and_installed_packages(tmp_path):
         (tmp_path / name).write_text(f"# {name}\n")
     (tmp_path / "empty.py").write_text("\n")
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
-    assert [row["path"] for row in stdlib_files(str(tmp_path), "3.x")] == [
-        "a.py",
-        "latin.py",
-        "pkg/b.py",
-    ]
-
-
-def test_other_columns_and_other_files_are_refused_by_name(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
-    with pytest.raises(ValueError, match="neither a column 'text'.*its columns are body"):
-        load_documents(DataArguments(dataset=str(tmp_path / "a.jsonl")))
-    (tmp_path / "a.pdf").write_text("")
-    with pytest.raises(ValueError, match=r"must be one of \.jsonl"):
-        load_documents(DataArguments(dataset=str(tmp_path / "a.pdf")))
-
-
-@pytest.mark.parametrize(
-    ("name", "written", "message"),
-    [
-        ("a.jsonl", "", "a.jsonl is empty"),
-        ("a.jsonl", '{"text": "a"}\n{"text": \n', r"a.jsonl cannot be read: line 2 is no JSON"),
-        ("a.json", '{"text": "a"}\n{"text": \n', "a.json cannot be read: JSON parse error"),
-        (
-            "a.jsonl",
-            '{"text": "a"}\n{"txt": "b"}\n',
-            "nothing in column 'text' of 1 of its 2 rows",
-        ),
-        ("a.jsonl", '{"text": "a"}\n', "sets all 1 documents of .* aside: give more documents"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_refused_with_the_place(name, written, message, tmp_path):
-    path = tmp_path / name
-    path.write_text(written)
-    with pytest.raises(ValueError, match=message):
-        load_documents(DataArguments(dataset=str(path), held_out_fraction=0.99))
-
-
-def test_a_broken_file_of_a_folder_is_refused_by_the_name_of_the_folder(tmp_path):
-    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    with pytest.raises(ValueError, match=f"{tmp_path} cannot be read: JSON parse error"):
-        load_documents(DataArguments(dataset=str(tmp_path)))
-
-
-@pytest.mark.parametrize("name", ["no-such.jsonl", "./no-such-folder"])
-def test_data_that_is_not_there_is_not_looked_for_on_the_hub(name):
-    with pytest.raises(ValueError, match=f"dataset='{name}': there is no such file or folder"):
-        load_documents(DataArguments(dataset=name))
-
-
-def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path):
-    path = written_as("dict", tmp_path)
-    with pytest.raises(ValueError, match="has no split 'test': it has train"):
-        load_documents(DataArguments(dataset=path, held_out_split="test"))
+    paths = [row["path"] for row in stdlib_files(str(tmp_path), "3.x")]
+    assert paths == ["a.py", "latin.py", "pkg/b.py"]
 
 
 def test_other_code_makes_another_corpus_of_the_standard_library(tmp_path):
@@ -139,3 +92,108 @@ def test_other_code_makes_another_corpus_of_the_standard_library(tmp_path):
         maker.write_text(text)
         versions.add(stdlib(str(maker))["version"])
     assert len(versions) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "message"),
+    [
+        ("a.jsonl", "", "a.jsonl is empty"),
+        ("a.jsonl", '{"text": "a"}\n{"text": \n', r"a.jsonl cannot be read: line 2 is no JSON"),
+        ("a.json", '{"text": "a"}\n{"text": \n', "a.json cannot be read: JSON parse error"),
+        ("a.jsonl", '{"text": "a"}\n{"txt": "b"}\n', "in column 'text' of 1 of its 2 rows"),
+        ("a.jsonl", '{"text": "a"}\n', "sets all 1 documents of .* aside: give more documents"),
+        ("a.jsonl", '{"body": "x"}\n', "neither a column 'text'.*its columns are body"),
+        ("a.pdf", "", r"must be one of \.jsonl"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_the_place(name, written, message, tmp_path):
+    (tmp_path / name).write_text(written)
+    with pytest.raises(ValueError, match=message):
+        loaded(tmp_path / name, held_out_fraction=0.99)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written", "message"),
+    [
+        (PromptArguments, {"question": "x"}, "has no column 'prompt': its columns are question"),
+        (
+            PreferenceArguments,
+            {"chosen": "x", "worse": "y"},
+            "neither prompt, chosen and rejected, nor chosen and rejected: its columns are",
+        ),
+    ],
+)
+def test_other_columns_are_refused_by_name(arguments, written, message, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(written) + "\n")
+    with pytest.raises(ValueError, match=message):
+        load_documents(arguments(dataset=str(tmp_path / "a.jsonl")))
+
+
+def test_a_broken_file_of_a_folder_is_refused_by_the_name_of_the_folder(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(ValueError, match=f"{tmp_path} cannot be read: JSON parse error"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["no-such.jsonl", "./no-such-folder"])
+def test_data_that_is_not_there_is_not_looked_for_on_the_hub(name):
+    with pytest.raises(ValueError, match=f"dataset='{name}': there is no such file or folder"):
+        loaded(name)
+
+
+# ---- rows
+
+ARGS = DataArguments(dataset="my.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"text": ["a", "b"]}, None),
+        ({"messages": [TALK, TALK]}, None),
+        ({"chosen": [TALK], "rejected": [TALK]}, None),
+        ({"text": []}, "my.jsonl has no rows"),
+        ({"text": [1, 2]}, r"column 'text' of my.jsonl holds values that are no text \(int64\)"),
+        ({"text": [[1], [2]]}, "holds lists of int64: give text"),
+        ({"text": [TALK]}, "holds messages: give text"),
+        ({"messages": ["hello"]}, "column 'messages' of my.jsonl holds text: give messages"),
+        (
+            {"messages": [[{"from": "user", "value": "a"}]]},
+            "holds lists with from and value, where messages have role and content",
+        ),
+        (
+            {"prompt": ["a", "b", "c"], "completion": ["a", None, None]},
+            "nothing in column 'completion' of 2 of its 3 rows, of row 2 first",
+        ),
+        ({"text": ["a"] * 9 + [None]}, "of 1 of its 10 rows, of row 10 first"),
+    ],
+)
+def test_what_is_neither_text_nor_messages_is_refused_with_its_column(rows, message, monkeypatch):
+    monkeypatch.setattr("rows.BATCH", 4)
+    args = PreferenceArguments() if "chosen" in rows else ARGS
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        check_rows(Dataset.from_dict(rows), tuple(rows), args)
+
+
+def test_messages_need_a_template_and_text_needs_none(tokenizer, monkeypatch):
+    talks = Dataset.from_dict({"messages": [TALK]})
+    with pytest.raises(ValueError, match="has no chat template to write them: name the tokenizer"):
+        check_template(talks, ("messages",), tokenizer, ARGS)
+    check_template(Dataset.from_dict({"text": ["a"]}), ("text",), tokenizer, ARGS)
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages }}")
+    check_template(talks, ("messages",), tokenizer, ARGS)
+
+
+def test_the_first_broken_line_of_a_file_is_named_and_white_space_is_blank(tmp_path):
+    path = tmp_path / "a.jsonl"
+    for written, said in (
+        (b'{"text": "a"}\n\n{"text": "b"}\n', None),
+        (b'{"text": "a"}\n\nnot json\n', "line 3 is no JSON (Expecting value, column 1)"),
+        (b'{"text": "\xff"}\n', "line 1 is no UTF-8"),
+        (b"[1, 2]\n", 'line 1 is no row with names, as {"text": "..."} is one'),
+    ):
+        path.write_bytes(written)
+        assert broken_line(path) == said
+    for written, blank in (("", True), ("\n \n", True), ("\n1\n", False)):
+        path.write_text(written)
+        assert is_blank(path) == blank

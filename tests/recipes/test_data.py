@@ -11,71 +11,60 @@ CHAT = (
     "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant: {% endif %}"
 )
-FORGETFUL = "{{ messages[-1]['content'] }}"
+WORDS = ("1 + 1?", "2", "2 + 2?", "4")
 TALK = [
-    {"role": "user", "content": "1 + 1?"},
-    {"role": "assistant", "content": "2"},
-    {"role": "user", "content": "2 + 2?"},
-    {"role": "assistant", "content": "4"},
+    {"role": role, "content": content}
+    for role, content in zip(("user", "assistant") * 2, WORDS, strict=True)
 ]
 
 
-def rows_of(*lengths: int) -> dict[str, list]:
+def rows_of(*lengths):
     ids = [list(range(n)) for n in lengths]
     return {"input_ids": ids, "labels": ids}
 
 
-def test_split_keeps_every_token_in_order():
+def test_long_sequences_are_split_with_every_token_in_order_or_dropped():
     pieces = fit(rows_of(10, 3), max_length=4, how="split")
     assert pieces["input_ids"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [0, 1, 2]]
     assert pieces["labels"] == pieces["input_ids"]
     assert pieces["length"] == [4, 4, 2, 3]
-
-
-def test_drop_leaves_long_ones_out():
     assert fit(rows_of(10, 3, 4, 5), max_length=4, how="drop")["length"] == [3, 4]
 
 
 def test_pieces_without_a_target_are_left_out():
-    assert fit(rows_of(9), max_length=4, how="split")["length"] == [4, 4], (
-        "a single token predicts nothing"
-    )
+    for lengths, left in (((9,), [4, 4]), ((0, 1), [])):  # a single token predicts nothing
+        assert fit(rows_of(*lengths), max_length=4, how="split")["length"] == left
     prompt_first = {"input_ids": [[1] * 6], "labels": [[IGNORE_INDEX] * 5 + [1]]}
-    assert fit(prompt_first, max_length=3, how="split")["labels"] == [
-        [IGNORE_INDEX, IGNORE_INDEX, 1]
-    ]
-    assert fit(rows_of(0, 1), max_length=4, how="split")["length"] == []
+    labels = fit(prompt_first, max_length=3, how="split")["labels"]
+    assert labels == [[IGNORE_INDEX, IGNORE_INDEX, 1]]
 
 
-def test_text_is_opened_and_closed(tokenizer):
-    row = tokenize({"text": ["return x"]}, tokenizer, ("text",))
-    (ids,) = row["input_ids"]
-    assert (ids[0], ids[-1]) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    assert row["labels"] == [ids]
-    assert row["length"] == [len(ids)]
-
-
-def test_only_the_completion_is_learned(tokenizer):
-    rows = {"prompt": ["import"], "completion": [" os"]}
-    row = tokenize(rows, tokenizer, ("prompt", "completion"))
-    ids, labels = row["input_ids"][0], row["labels"][0]
-    assert tokenizer.decode(ids) == "<s>import os</s>"
-    assert tokenizer.decode([i for i in labels if i != IGNORE_INDEX]) == " os</s>"
-
-
-def test_only_the_assistant_is_learned(tokenizer, monkeypatch):
+@pytest.mark.parametrize(
+    ("row", "text", "learned"),
+    [
+        ({"text": "return x"}, "<s>return x</s>", "<s>return x</s>"),
+        ({"prompt": "import", "completion": " os"}, "<s>import os</s>", " os</s>"),
+        (
+            {"messages": TALK},
+            "<s>user: 1 + 1?</s><s>assistant: 2</s><s>user: 2 + 2?</s><s>assistant: 4</s>",
+            "2</s>4</s>",
+        ),
+    ],
+    ids=["text", "completion", "assistant"],
+)
+def test_text_is_opened_and_closed_and_only_answers_are_learned(
+    row, text, learned, tokenizer, monkeypatch
+):
     monkeypatch.setattr(tokenizer, "chat_template", CHAT)
-    row = tokenize({"messages": [TALK]}, tokenizer, ("messages",))
-    ids, labels = row["input_ids"][0], row["labels"][0]
-    assert (
-        tokenizer.decode(ids)
-        == "<s>user: 1 + 1?</s><s>assistant: 2</s><s>user: 2 + 2?</s><s>assistant: 4</s>"
-    )
-    assert tokenizer.decode([i for i in labels if i != IGNORE_INDEX]) == "2</s>4</s>"
+    made = tokenize({name: [value] for name, value in row.items()}, tokenizer, tuple(row))
+    ids, labels = made["input_ids"][0], made["labels"][0]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([i for i in labels if i != IGNORE_INDEX]) == learned
+    assert made["length"] == [len(ids)] == [len(labels)]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", FORGETFUL)
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[-1]['content'] }}")
     with pytest.raises(ValueError, match="writes earlier turns differently"):
         conversation_parts(TALK, tokenizer)
 
@@ -88,30 +77,26 @@ def test_a_conversation_without_an_assistant_teaches_nothing(tokenizer, monkeypa
     assert report.startswith("1 sequences of at most 4,096 tokens from 2 documents, ")
 
 
-@pytest.mark.parametrize(("how", "lengths"), [("split", [3, 8, 8, 6]), ("drop", [3])])
-def test_what_became_of_long_documents_is_reported(tokenizer, how, lengths):
+@pytest.mark.parametrize(
+    ("how", "lengths", "word"), [("split", [3, 8, 8, 6], "split"), ("drop", [3], "dropped")]
+)
+def test_what_became_of_long_documents_is_reported(tokenizer, how, lengths, word):
     documents = Dataset.from_dict({"text": ["x", "z" * 20]})
     args = DataArguments(max_length=8, long_sequences=how)
     sequences, report = to_sequences(documents, tokenizer, args)
     assert sequences["length"][:] == lengths
     assert sequences.column_names == ["input_ids", "labels", "length"]
-    word = {"split": "split", "drop": "dropped"}[how]
     assert report == (
         f"{len(lengths)} sequences of at most 8 tokens from 2 documents (1 longer ones {word}), "
         f"{sum(lengths)} tokens"
     )
 
 
-def test_long_documents_need_a_decision(tokenizer):
-    documents = Dataset.from_dict({"text": ["x", "z" * 20]})
-    with pytest.raises(
-        ValueError,
-        match="1 of 2 documents are longer than max_length=8 tokens: set long_sequences",
+def test_long_documents_need_a_decision_and_something_left(tokenizer):
+    for texts, options, said in (
+        (["x", "z" * 20], {}, "1 of 2 documents are longer than max_length=8 tokens: set long_"),
+        (["z" * 20], {"long_sequences": "drop"}, "no sequence is left of 1 documents"),
     ):
-        to_sequences(documents, tokenizer, DataArguments(max_length=8))
-
-
-def test_nothing_left_is_an_error(tokenizer):
-    documents = Dataset.from_dict({"text": ["z" * 20]})
-    with pytest.raises(ValueError, match="no sequence is left of 1 documents"):
-        to_sequences(documents, tokenizer, DataArguments(max_length=8, long_sequences="drop"))
+        args = DataArguments(max_length=8, **options)
+        with pytest.raises(ValueError, match=said):
+            to_sequences(Dataset.from_dict({"text": texts}), tokenizer, args)

@@ -18,54 +18,41 @@ CHAT = (
 )
 
 
-def made(text: str = SOURCE, seed: int = 0) -> list[dict[str, str]]:
+def made(text=SOURCE, seed=0):
     return list(pairs_of(text, random.Random(seed)))
 
 
-def lines_of(text: str) -> tuple[list[str], list[str]]:
+def lines_of(text):
     """The indentations of a text, sorted, and its lines without them."""
     lines = [line for line in text.split("\n") if line.strip()]
-    return sorted(line[: len(line) - len(line.lstrip())] for line in lines), [
-        line.strip() for line in lines
-    ]
+    indents = sorted(line[: len(line) - len(line.lstrip())] for line in lines)
+    return indents, [line.strip() for line in lines]
 
 
-def test_a_rejected_answer_has_the_same_lines_and_the_same_indentations():
-    for pair in made():
-        assert pair["rejected"] != pair["chosen"]
-        assert len(pair["rejected"]) == len(pair["chosen"])
-        assert lines_of(pair["rejected"]) == lines_of(pair["chosen"])
-
-
-def test_a_chosen_answer_is_how_the_text_goes_on():
+def test_a_chosen_answer_goes_on_as_the_text_and_a_rejected_one_has_other_indentations(tokenizer):
     pairs = made()
     assert len(pairs) > 5
     for pair in pairs:
+        prompt, chosen, rejected = (pair[name] for name in ("prompt", "chosen", "rejected"))
         gaps = ("", "\n")  # an empty line between them is in neither
-        assert any(pair["prompt"] + gap + pair["chosen"] in SOURCE for gap in gaps)
+        assert any(prompt + gap + chosen in SOURCE for gap in gaps)
+        assert rejected != chosen
+        assert len(rejected) == len(chosen)
+        assert lines_of(rejected) == lines_of(chosen)
+        alone = tokenizer(prompt).input_ids
+        for answer in (chosen, rejected):  # a prompt ends at a border of tokens
+            assert tokenizer(prompt + answer).input_ids[: len(alone)] == alone
+    counts = sorted(pair["chosen"].count("\n") for pair in made(SOURCE * 20))
+    assert counts[len(counts) // 2] < 12
+    assert counts[-1] > 60, "lengths have a long tail"
 
 
 def test_pairs_depend_on_nothing_but_text_and_seed(tmp_path):
-    assert made() == made()
-    assert made(seed=1) != made()
+    assert made() == made() != made(seed=1)
     (tmp_path / "a.py").write_text(SOURCE)
     alone = list(stdlib_pairs(str(tmp_path), "3.x"))
     (tmp_path / "0.py").write_text(SOURCE)
     assert [row for row in stdlib_pairs(str(tmp_path), "3.x") if row["path"] == "a.py"] == alone
-
-
-def test_lengths_have_a_long_tail():
-    counts = sorted(pair["chosen"].count("\n") for pair in made(SOURCE * 20))
-    assert counts[len(counts) // 2] < 12
-    assert counts[-1] > 60
-
-
-def test_a_prompt_ends_at_a_border_of_tokens(tokenizer):
-    for pair in made():
-        alone = tokenizer(pair["prompt"]).input_ids
-        for answer in ("chosen", "rejected"):
-            whole = tokenizer(pair["prompt"] + pair[answer]).input_ids
-            assert whole[: len(alone)] == alone
 
 
 def test_text_without_indentation_makes_no_pairs():
@@ -75,9 +62,8 @@ def test_text_without_indentation_makes_no_pairs():
 
 def test_all_pairs_of_a_prompt_are_on_one_side(tmp_path):
     rows = [
-        {"prompt": f"p{i}", "chosen": f"{i} {j}", "rejected": "r"}
-        for i in range(60)
-        for j in range(3)
+        {"prompt": f"p{i // 3}", "chosen": f"{i // 3} {i % 3}", "rejected": "r"}
+        for i in range(180)
     ]
     Dataset.from_list(rows).to_json(tmp_path / "pairs.jsonl")
     train, held_out = load_documents(
@@ -88,42 +74,29 @@ def test_all_pairs_of_a_prompt_are_on_one_side(tmp_path):
     assert len(held_out)
 
 
-def test_other_columns_are_refused_by_name(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"chosen": "x", "worse": "y"}\n')
-    with pytest.raises(
-        ValueError,
-        match="neither prompt, chosen and rejected, nor chosen and rejected: its columns are",
-    ):
-        load_documents(PreferenceArguments(dataset=str(tmp_path / "a.jsonl")))
-
-
-def rows(*lengths: int, prompt: str = "import os") -> Dataset:
+def rows(*lengths, prompt="import os"):
     return Dataset.from_list(
         [{"prompt": prompt, "chosen": "x" * n, "rejected": "x"} for n in lengths]
     )
 
 
 def test_long_pairs_are_refused_truncated_or_dropped(tokenizer):
+    def fitted(pairs, **options):
+        return to_pairs(pairs, tokenizer, PreferenceArguments(max_length=20, **options))
+
     pairs = rows(1, 2, 40, 50)
     with pytest.raises(ValueError, match="2 of 4 pairs are longer than max_length=20 tokens: set"):
-        to_pairs(pairs, tokenizer, PreferenceArguments(max_length=20))
-    kept, report = to_pairs(
-        pairs, tokenizer, PreferenceArguments(max_length=20, long_pairs="drop")
-    )
-    assert (len(kept), report) == (
-        2,
-        "2 pairs of at most 20 tokens an answer (0 longer ones truncated, 2 left out)",
-    )
-    kept, report = to_pairs(
-        pairs, tokenizer, PreferenceArguments(max_length=20, long_pairs="truncate")
-    )
-    assert (len(kept), "2 longer ones truncated, 0 left out" in report) == (4, True)
-
-
-def test_a_prompt_that_fills_the_context_leaves_nothing_of_its_answers(tokenizer):
-    pairs = rows(1, prompt="import os" + "y" * 30)
+        fitted(pairs)
+    for how, count, said in (
+        ("drop", 2, "(0 longer ones truncated, 2 left out)"),
+        ("truncate", 4, "(2 longer ones truncated, 0 left out)"),
+    ):
+        kept, report = fitted(pairs, long_pairs=how)
+        assert len(kept) == count
+        assert report == f"{count} pairs of at most 20 tokens an answer {said}"
+    # a prompt that fills the context leaves nothing of its answers
     with pytest.raises(ValueError, match="no pair is left of 1"):
-        to_pairs(pairs, tokenizer, PreferenceArguments(max_length=20, long_pairs="truncate"))
+        fitted(rows(1, prompt="import os" + "y" * 30), long_pairs="truncate")
 
 
 def test_a_pair_is_measured_as_trl_tokenizes_it(tokenizer):

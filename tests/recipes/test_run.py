@@ -1,12 +1,20 @@
-"""What every recipe does around its training."""
+"""What recipes do around their training: where a run starts, what it prints, and how it ends."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import set_seed
 
+import dpo
+import grpo
+import launch
+import sft
 from arguments import ModelArguments, PreferenceArguments
 from hf_flexseq import PlanInfeasible
+from model import load_base
+from progress import log_line
 from run import (
     checkpoint_to_resume,
     choose_tokenizer,
@@ -16,9 +24,12 @@ from run import (
     start_trace,
     train,
 )
+from tests.programs import ROOT
+
+# ---- where a run starts
 
 
-def args_for(folder, asked=None) -> SimpleNamespace:
+def args_for(folder, asked=None):
     return SimpleNamespace(
         output_dir=str(folder), resume_from_checkpoint=asked, plan_trace=None, process_index=0
     )
@@ -27,18 +38,18 @@ def args_for(folder, asked=None) -> SimpleNamespace:
 def test_a_run_goes_on_from_its_last_checkpoint_unless_told_otherwise(tmp_path):
     assert checkpoint_to_resume(args_for(tmp_path / "not-there")) is None
     assert checkpoint_to_resume(args_for(tmp_path)) is None
+    with pytest.raises(ValueError, match="there is no checkpoint in"):
+        checkpoint_to_resume(args_for(tmp_path, "true"))
     for step in (5, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
     last = str(tmp_path / "checkpoint-10")
-    assert checkpoint_to_resume(args_for(tmp_path)) == last
-    assert checkpoint_to_resume(args_for(tmp_path, "true")) == last
-    assert checkpoint_to_resume(args_for(tmp_path, "false")) is None
-    assert checkpoint_to_resume(args_for(tmp_path, "some/where")) == "some/where"
-
-
-def test_resuming_from_nothing_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="there is no checkpoint in"):
-        checkpoint_to_resume(args_for(tmp_path, "true"))
+    for asked, found in (
+        (None, last),
+        ("true", last),
+        ("false", None),
+        ("some/where", "some/where"),
+    ):
+        assert checkpoint_to_resume(args_for(tmp_path, asked)) == found
 
 
 def test_only_a_new_run_starts_a_new_trace(tmp_path):
@@ -51,29 +62,14 @@ def test_only_a_new_run_starts_a_new_trace(tmp_path):
     assert not trace.exists()
 
 
-def trainer_that_logged(*logs) -> SimpleNamespace:
-    return SimpleNamespace(state=SimpleNamespace(log_history=list(logs)))
-
-
-def test_figures_of_a_run_are_its_first_and_its_last():
-    trainer = trainer_that_logged({"eval_loss": 3.0}, {"loss": 9.0}, {"eval_loss": 2.0})
-    assert first_and_last(trainer, "eval_loss") == (3.0, 2.0)
-    assert first_and_last(trainer, "eval_reward") is None
-
-
-def test_ends_of_a_run_are_compared_where_they_do_not_overlap():
-    trainer = trainer_that_logged(*({"reward": float(i)} for i in range(6)))
-    assert mean_of_ends(trainer, "reward", 2) == (0.5, 4.5)
-    assert mean_of_ends(trainer, "reward", 3) == (1.0, 4.0)
-    assert mean_of_ends(trainer, "reward", 4) is None
+NEW = {"model_config": {"model_type": "llama"}}
 
 
 def test_a_tokenizer_is_trained_as_it_was_asked_for(tmp_path):
     data = PreferenceArguments(tokenizer_cache=str(tmp_path))
 
     def chosen(texts, **options):
-        model = ModelArguments(model_config={"model_type": "llama"}, **options)
-        return choose_tokenizer(model, data, lambda: texts)
+        return choose_tokenizer(ModelArguments(**NEW, **options), data, lambda: texts)
 
     texts = ["ab\n", "ba"]
     assert len(chosen(texts, tokenizer_vocab_size=258)) == 258
@@ -84,11 +80,132 @@ def test_a_tokenizer_is_trained_as_it_was_asked_for(tmp_path):
 
 def test_a_named_tokenizer_does_not_look_at_the_corpus(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
-    model = ModelArguments(
-        model_config={"model_type": "llama"}, tokenizer_name_or_path=str(tmp_path)
-    )
+    model = ModelArguments(**NEW, tokenizer_name_or_path=str(tmp_path))
     named = choose_tokenizer(model, PreferenceArguments(), lambda: pytest.fail("looked"))
     assert named("x").input_ids == tokenizer("x").input_ids
+
+
+def test_processes_that_do_not_see_each_other_are_refused(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    launch.check_world(SimpleNamespace(world_size=1))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    launch.check_world(SimpleNamespace(world_size=2))
+    with pytest.raises(ValueError, match="2 processes were launched, but this one sees 1: launch"):
+        launch.check_world(SimpleNamespace(world_size=1))
+
+
+def test_the_cpu_is_used_where_there_is_nothing_better(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED", raising=False)
+    for kind, options in ((None, {"use_cpu": True}), ("mps", {"use_cpu": True}), ("cuda", {})):
+        device = kind and SimpleNamespace(type=kind)
+        monkeypatch.setattr(
+            "torch.accelerator.current_accelerator", lambda check_available, found=device: found
+        )
+        assert launch.device_defaults() == options
+
+
+# ---- references
+
+TINY = {
+    **{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24},
+    **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1},
+}
+
+
+def test_the_reference_of_a_new_model_has_the_same_weights(tokenizer):
+    model_args = ModelArguments(model_config=TINY)
+    training = SimpleNamespace(seed=3, precompute_ref_log_probs=False)
+    set_seed(training.seed)
+    model = load_base(model_args, tokenizer)
+    reference = dpo.load_reference(model_args, training, tokenizer)
+    assert reference is not model
+    for mine, its in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=0)
+    adapters = ModelArguments(model_name_or_path="some/model", lora_r=8)
+    assert dpo.load_reference(adapters, training, tokenizer) is None
+    training.precompute_ref_log_probs = True
+    assert dpo.load_reference(model_args, training, tokenizer) is None
+
+
+def test_the_reference_of_a_divergence_is_the_revision_that_was_named():
+    training = SimpleNamespace(beta=0.1, model_init_kwargs=None)
+    for options, kwargs in (
+        ({}, None),
+        ({"model_revision": "v2", "lora_r": 8}, None),
+        ({"model_revision": "v2"}, {"revision": "v2"}),
+    ):
+        named = ModelArguments(model_name_or_path="some/model", **options)
+        grpo.find_reference(training, named)
+        assert training.model_init_kwargs == kwargs
+    new = ModelArguments(**NEW)
+    grpo.find_reference(SimpleNamespace(beta=0.0), new)
+    with pytest.raises(ValueError, match="beta=0.1: .* give model_name_or_path, or set beta to 0"):
+        grpo.find_reference(training, new)
+
+
+# ---- what a run prints
+
+FIGURES = {"micro_batches": 2.0, "groups_of_1": 3.0, "groups_of_2": 1.0}
+FIGURES |= {"predicted_s": 1.0, "measured_s": 1.25, "tokens_per_s": 8000.0}
+
+
+def test_a_step_is_one_line_of_what_its_trainer_is_after():
+    line = log_line(7, {"loss": 5.4321, "learning_rate": 1e-3}, FIGURES)
+    assert line.startswith("step    7  loss 5.432  3 x degree 1 + 1 x degree 2 in 2 micro-batch")
+    assert "\n" not in line
+    line = log_line(7, {"loss": 5.4321}, {"chunks": 9.0, "stages": 2.0} | FIGURES)
+    assert line.startswith("step    7  loss 5.432  9 chunk(s) through 2 stages, predicted 1.000 s")
+    assert log_line(0, {"eval_loss": 8.3}, FIGURES) == "step    0  held-out loss 8.300"
+    assert log_line(9, {"train_runtime": 1.0}, FIGURES) is None
+    for logs, said in (
+        ({"loss": 0.5, "rewards/accuracies": 0.75}, "loss 0.500  accuracy 0.750"),
+        ({"loss": 0.0, "reward": 0.25}, "loss 0.000  reward 0.250"),
+        ({"eval_loss": 0.5, "eval_reward": 1.0}, "held-out loss 0.500  reward 1.000"),
+    ):
+        assert log_line(3, logs, None) == f"step    3  {said}"
+
+
+def trainer_that_logged(*logs, trace=None):
+    return SimpleNamespace(
+        args=SimpleNamespace(output_dir="runs/x", plan_trace=trace),
+        state=SimpleNamespace(log_history=list(logs)),
+    )
+
+
+def test_figures_of_a_run_are_its_first_and_its_last():
+    trainer = trainer_that_logged({"eval_loss": 3.0}, {"loss": 9.0}, {"eval_loss": 2.0})
+    assert first_and_last(trainer, "eval_loss") == (3.0, 2.0)
+    assert first_and_last(trainer, "eval_reward") is None
+
+
+def test_ends_of_a_run_are_compared_where_they_do_not_overlap():
+    trainer = trainer_that_logged(*({"reward": float(i)} for i in range(6)))
+    for count, means in ((2, (0.5, 4.5)), (3, (1.0, 4.0)), (4, None)):
+        assert mean_of_ends(trainer, "reward", count) == means
+
+
+def test_the_summary_ends_with_what_a_user_looks_for():
+    logs = [{"eval_loss": 8.314}, {"loss": 7.0}, {"eval_loss": 6.02}]
+    first, second, third = sft.summary(trainer_that_logged(*logs, trace="runs/x/t")).splitlines()
+    assert first == "held-out loss: 8.31 -> 6.02"
+    assert second.endswith("runs/x/t")
+    assert 'AutoModelForCausalLM.from_pretrained("runs/x")' in third
+
+    logs = [{"eval_loss": 0.6, "eval_rewards/accuracies": 0.5}]
+    logs.append({"eval_loss": 0.31, "eval_rewards/accuracies": 0.825})
+    first, second = dpo.summary(trainer_that_logged(*logs)).splitlines()
+    assert first == "held out:      loss 0.31, 82% of the pairs in their order"
+    assert "runs/x" in second
+
+    logs = [{"reward": 0.25}] * grpo.ENDS + [{"reward": 0.75}] * grpo.ENDS
+    logs += [{"eval_reward": 0.2}, {"eval_reward": 0.8}]
+    first, second, third = grpo.summary(trainer_that_logged(*logs)).splitlines()
+    assert first == "mean reward:   0.25 -> 0.75 (10 logs each)"
+    assert second == "held out:      0.20 -> 0.80"
+    assert "runs/x" in third
+
+
+# ---- how it ends
 
 
 def test_a_sequence_that_fits_nowhere_ends_a_run_with_one_line(capsys):
@@ -107,6 +224,13 @@ def test_data_that_cannot_be_used_ends_a_run_with_one_line(capsys):
     data = PreferenceArguments(dataset="no-such.jsonl")
     with pytest.raises(SystemExit, match="2"):
         prepare(None, data, args, made={}, texts_of=None, to_rows=None)
-    assert capsys.readouterr().err == (
-        "error: dataset='no-such.jsonl': there is no such file or folder\n"
-    )
+    said = capsys.readouterr().err
+    assert said == "error: dataset='no-such.jsonl': there is no such file or folder\n"
+
+
+def test_options_that_do_not_go_together_are_one_line(capsys):
+    config = str(ROOT / "recipes/quickstart/grpo.yaml")
+    with pytest.raises(SystemExit, match="2"):
+        grpo.main(["--config", config, "--beta", "0.1"])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: beta=0.1: TRL loads the reference by name")
