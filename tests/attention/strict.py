@@ -16,18 +16,16 @@ class StrictFused(TorchFused):
         super().merge(out, lse, rows, part_out, part_lse)
 
     def add(self, totals, rows, parts):
-        for total, selected, part in zip(totals, rows, parts, strict=True):
+        for total, selected in zip(totals, rows, strict=True):
             check_rows(selected, total)
-            check_strides(total)
-            check_strides(part)
+        check_strides([*totals, *parts])
         super().add(totals, rows, parts)
 
     def gather(self, sources, rows, targets):
         for source, selected, target in zip(sources, rows, targets, strict=True):
             check_index(selected, source)
-            check_strides(source)
-            check_strides(target)
             assert source.dtype == target.dtype, "rows are copied as they are"
+        check_strides([*sources, *targets])
         super().gather(sources, rows, targets)
 
     def pack(self, tensors, layout, table, flat):
@@ -49,10 +47,11 @@ def check_heads(tensors):
         assert x.stride(2) == 1 or not x.numel(), f"strides {x.stride()} of {tuple(x.shape)}"
 
 
-def check_strides(x):
+def check_strides(tensors):
     """All but the first two dimensions follow each other in memory."""
-    if x.dim() > 2 and x.numel():
-        assert x[0, 0].is_contiguous(), f"strides {x.stride()} of {tuple(x.shape)}"
+    for x in tensors:
+        if x.dim() > 2 and x.numel():
+            assert x[0, 0].is_contiguous(), f"strides {x.stride()} of {tuple(x.shape)}"
 
 
 def check_index(rows, x):
@@ -60,8 +59,7 @@ def check_index(rows, x):
     if isinstance(rows, slice):
         assert rows.step is None
     else:
-        assert rows.dtype == torch.int64
-        assert rows.dim() == 1
+        assert (rows.dtype, rows.dim()) == (torch.int64, 1)
         assert not rows.numel() or 0 <= rows.min() <= rows.max() < x.shape[0]
 
 

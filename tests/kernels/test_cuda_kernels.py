@@ -2,15 +2,15 @@
 FlashAttention-2 and -3 on the CPU.
 
 The numbers of the real kernels are checked by `scripts/gpu_check.py` on a GPU. Here the arguments
-go through torch's own op schema, the signature of flash-attn 2.8, or the names and the order of
-FlashAttention-3's operators, and end in the reference. The stand-ins refuse what the kernels
-refuse, and report for queries without keys what they report: +inf in FlashAttention-2.
+go through torch's own op schema or the packages' names, and end in the reference. The stand-ins
+refuse what the kernels refuse, and report for queries without keys what they report: +inf in
+FlashAttention-2.
 """
 
 import contextlib
 import sys
 import types
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -127,105 +127,41 @@ def torch_varlen_fa3(monkeypatch):
         yield TorchVarlen()
 
 
-# ---- the packages. Names and order of their arguments, in the words of torch's schemas:
-
-FLASH2_FORWARD = (
-    "fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "int max_seqlen_q, int max_seqlen_k, float dropout_p, float softmax_scale, bool causal, "
-    "int window_size_left = -1, int window_size_right = -1, float softcap = 0.0, "
-    "Tensor? alibi_slopes = None, bool return_softmax = False, Tensor? block_table = None, "
-    "Tensor? leftpad_k = None, Tensor? seqused_k = None, bool zero_tensors = False) -> Tensor"
-)
-FLASH2_BACKWARD = (
-    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor dq, "
-    "Tensor dk, Tensor dv, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, "
-    "int max_seqlen_k, float dropout_p, float softmax_scale, bool causal, int window_size_left, "
-    "int window_size_right, float softcap, Tensor? alibi_slopes, bool deterministic, "
-    "Tensor? rng_state = None, bool zero_tensors = False) -> Tensor"
-)
-FLASH3_FORWARD = (
-    "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new = None, Tensor? v_new = None, "
-    "Tensor? q_v = None, Tensor? out = None, Tensor? cu_seqlens_q = None, "
-    "Tensor? cu_seqlens_k = None, Tensor? cu_seqlens_k_new = None, Tensor? seqused_q = None, "
-    "Tensor? seqused_k = None, int? max_seqlen_q = None, int? max_seqlen_k = None, "
-    "Tensor? page_table = None, Tensor? kv_batch_idx = None, Tensor? leftpad_k = None, "
-    "Tensor? rotary_cos = None, Tensor? rotary_sin = None, Tensor? seqlens_rotary = None, "
-    "Tensor? q_descale = None, Tensor? k_descale = None, Tensor? v_descale = None, "
-    "float? softmax_scale = None, bool is_causal = False, int window_size_left = -1, "
-    "int window_size_right = -1, int attention_chunk = 0, float softcap = 0.0, "
-    "bool is_rotary_interleaved = False, Tensor? scheduler_metadata = None, "
-    "int num_splits = 0, bool? pack_gqa = None, int sm_margin = 0) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-FLASH3_BACKWARD = (
-    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
-    "Tensor(a!)? dq = None, Tensor(b!)? dk = None, Tensor(c!)? dv = None, "
-    "Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None, Tensor? seqused_q = None, "
-    "Tensor? seqused_k = None, int? max_seqlen_q = None, int? max_seqlen_k = None, "
-    "float? softmax_scale = None, bool is_causal = False, int window_size_left = -1, "
-    "int window_size_right = -1, float softcap = 0.0, bool deterministic = False, "
-    "int sm_margin = 0) -> Tensor[]"
-)
-
-LAUNCH = (
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "causal",
-    "softmax_scale",
-    "window_size_left",
-    "window_size_right",
-    "softcap",
-)
+# ---- the packages
 
 
-class Arguments(dict[str, Any]):
-    """The arguments of a call by their names, those that were left out included."""
-
-    def __init__(self, schema, given, named=None):
-        arguments = torch._C.parse_schema(schema).arguments
-        super().__init__({one.name: one.default_value for one in arguments})
-        self |= dict(zip(list(self), given, strict=False))
-        named = named or {}
-        assert named.keys() <= self.keys(), "the package has no such argument"
-        self |= named
-
-    def take(self, *names):
-        return [self.pop(name) for name in names]
-
-    def launch(self):
-        """What describes the launch; all that nobody has taken must be off."""
-        if "is_causal" in self:
-            self["causal"] = self.pop("is_causal")
-        launch = Launch(*self.take(*LAUNCH))
-        assert not any(self.values()), self
-        return launch
+def package_forward(stand_in, q, k, v, launch):
+    return *stand_in(q, k, v, launch), torch.empty(0), torch.empty(0)
 
 
-def package_forward(stand_in, arguments):
-    qkv = arguments.take("q", "k", "v")
-    return *stand_in(*qkv, arguments.launch()), torch.empty(0), torch.empty(0)
-
-
-def package_backward(arguments):
-    assert arguments.pop("deterministic") == torch.are_deterministic_algorithms_enabled()
-    tensors = arguments.take("dout", "q", "k", "v", "out", "softmax_lse")
-    targets = arguments.take("dq", "dk", "dv")
-    grads = flash_backward(*tensors, arguments.launch())
+def package_backward(dout, q, k, v, out, lse, targets, launch, deterministic):
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
+    grads = flash_backward(dout, q, k, v, out, lse, launch)
     for target, grad in zip(targets, grads, strict=True):
         target.copy_(grad)
+    return []
+
+
+FLASH2 = (
+    *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "causal", "softmax_scale"),
+    *("window_size_left", "window_size_right", "softcap"),
+)
 
 
 @pytest.fixture
 def flash_attn2(monkeypatch):
     """The kernel on a flash-attn 2.8 whose low-level functions are the stand-in."""
 
-    def forward(*given, **named):
-        return package_forward(flash2_forward, Arguments(FLASH2_FORWARD, given, named))
+    def launch_of(named, **off):
+        launch = Launch(*(named.pop(name) for name in FLASH2))
+        assert named == {"dropout_p": 0.0, "alibi_slopes": None, **off}
+        return launch
 
-    def backward(*given, **named):
-        package_backward(Arguments(FLASH2_BACKWARD, given, named))
+    def forward(q, k, v, **named):
+        return package_forward(flash2_forward, q, k, v, launch_of(named, return_softmax=False))
+
+    def backward(*tensors, dq, dk, dv, deterministic, **named):
+        package_backward(*tensors, (dq, dk, dv), launch_of(named), deterministic)
 
     interface = types.SimpleNamespace(
         _flash_attn_varlen_forward=forward, _flash_attn_varlen_backward=backward
@@ -237,18 +173,36 @@ def flash_attn2(monkeypatch):
     flash_attn.package_problem.cache_clear()
 
 
+# Names of the arguments of FlashAttention-3's operators that are passed.
+FLASH3 = (
+    "Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None, int? max_seqlen_q = None, "
+    "int? max_seqlen_k = None, bool is_causal = False, float? softmax_scale = None, "
+    "int window_size_left = -1, int window_size_right = -1, float softcap = 0.0"
+)
+FLASH3_FORWARD = (
+    f"fwd(Tensor q, Tensor k, Tensor v, {FLASH3}, int num_splits = 0) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+FLASH3_BACKWARD = (
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    f"{FLASH3}, bool deterministic = False, Tensor(a!)? dq = None, Tensor(b!)? dk = None, "
+    "Tensor(c!)? dv = None) -> Tensor[]"
+)
+
+
 @contextlib.contextmanager
 def flash3_operators(backward_lacks=""):
     """The operators of FlashAttention-3 on the CPU, whose code is the stand-in."""
 
-    def forward(*given):
-        arguments = Arguments(FLASH3_FORWARD, given)
-        assert arguments.pop("num_splits") == 1
-        return package_forward(flash3_forward, arguments)
+    def forward(q, k, v, *launch_and_splits):
+        *launch, splits = launch_and_splits
+        assert splits == 1
+        return package_forward(flash3_forward, q, k, v, Launch(*launch))
 
-    def backward(*given):
-        package_backward(Arguments(FLASH3_BACKWARD, given))
-        return []
+    def backward(dout, q, k, v, out, lse, *others):
+        *launch, deterministic, dq, dk, dv = others
+        targets = (dq, dk, dv)
+        return package_backward(dout, q, k, v, out, lse, targets, Launch(*launch), deterministic)
 
     with torch.library._scoped_library("flash_attn_3", "DEF") as library:
         library.define(FLASH3_FORWARD)

@@ -13,15 +13,9 @@ random plans, and groups of 32 ranks; tests/attention runs them.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from hf_flexseq.program.instructions import (
-    Instruction,
-    PostSpec,
-    Program,
-)
-from tests.program.memory import VIEWS, Place, Shape, nbytes, places_of
+from tests.program.memory import VIEWS, nbytes, places_of
 
 # Operations that write to some of the values that they read: how many of them, the first ones.
 WRITES = {
@@ -55,7 +49,7 @@ class _Post(NamedTuple):
     left: set[_Message]  # that have not passed
 
 
-def check(programs: Mapping[int, Program], shape: Shape) -> None:
+def check(programs, shape):
     """Raise ProgramError unless the programs of one direction, by rank, come to their end.
 
     shape: of the layer that they are compiled for.
@@ -72,7 +66,7 @@ def check(programs: Mapping[int, Program], shape: Shape) -> None:
         player.check_ended()
 
 
-def _pass_messages(player: "_Player", players: Mapping[int, "_Player"]) -> bool:
+def _pass_messages(player, players):
     """Let the messages of a rank's first post pass whose other end stands first, too. Return
     whether any does."""
     if not player.queue:
@@ -96,20 +90,19 @@ def _pass_messages(player: "_Player", players: Mapping[int, "_Player"]) -> bool:
 class _Player:
     """One rank on its way through its program."""
 
-    def __init__(self, rank: int, program: Program, shape: Shape) -> None:
+    def __init__(self, rank, program, shape):
         self.rank = rank
-        self.queue: deque[_Post] = deque()  # posts that are not over
+        self.queue = deque()  # posts that are not over
         self._program = program
         self._shape = shape
         self._next = 0  # instruction
-        self._over: set[int] = set()  # posts that are over, and not yet waited for
-        self._values = program.all_values
+        self._over = set()  # posts that are over, and not yet waited for
         self._places = places_of(program)
         self._made = {value.number for value in program.inputs}
-        self._arriving: dict[int, list[Place]] = {}  # by post: what is received
-        self._leaving: dict[int, list[Place]] = {}  # and what is sent
+        self._arriving = {}  # by post: places of what is received
+        self._leaving = {}  # and of what is sent
 
-    def go_on(self) -> bool:
+    def go_on(self):
         """Carry out instructions up to a wait for what is not over. Return whether there were
         any."""
         began = self._next
@@ -117,30 +110,30 @@ class _Player:
             one = self._program.instructions[self._next]
             if one.operation == "wait":
                 (number,) = one.constants
-                if number not in self._over and any(p.number == number for p in self.queue):
+                if any(post.number == number for post in self.queue):
                     break
-                if number not in self._arriving:
+                if number not in self._over:
                     raise ProgramError(f"rank {self.rank} waits for {number}, has not posted it")
                 self._over.discard(number)
                 del self._arriving[number]
                 del self._leaving[number]
             else:
-                self._check_made(one)
+                if not self._made.issuperset(one.ins):
+                    raise ProgramError(f"rank {self.rank} reads what does not exist yet: {one}")
+                self._made.update(one.outs)
                 if one.operation in TRANSFERS:
                     self._start(one)
                 elif one.operation not in VIEWS:
-                    written = WRITES.get(one.operation, 0)
-                    self._check_reads(one, one.ins)
-                    self._check_writes(one, one.ins[:written])
+                    self._check(one, one.ins, one.ins[: WRITES.get(one.operation, 0)])
             self._next += 1
         return self._next > began
 
-    def drop_over(self) -> None:
+    def drop_over(self):
         """Take the first posts that are over from the queue."""
         while self.queue and not self.queue[0].left:
             self._over.add(self.queue.popleft().number)
 
-    def check_ended(self) -> None:
+    def check_ended(self):
         """Raise ProgramError unless all is done, and all posts were waited for."""
         if self._next < len(self._program.instructions):
             waiting = sorted(self.queue[0].left)[0] if self.queue else None
@@ -151,33 +144,19 @@ class _Player:
         if self._arriving:
             raise ProgramError(f"rank {self.rank} never waits for posts {sorted(self._arriving)}")
 
-    def _check_made(self, one: Instruction) -> None:
-        """Raise ProgramError where an instruction reads what is not made yet."""
-        if not self._made.issuperset(one.ins):
-            raise ProgramError(f"rank {self.rank} reads what does not exist yet: {one}")
-        self._made.update(one.outs)
-
-    def _check_reads(self, one: Instruction, values: Iterable[int]) -> None:
-        """Raise ProgramError where something is arriving in values that an instruction reads."""
-        if self._overlap(values, self._arriving):
+    def _check(self, one, read, written):
+        """Raise ProgramError where something is arriving in values that an instruction reads, or
+        leaving those that it writes to."""
+        if self._overlap(read, self._arriving):
             raise ProgramError(f"rank {self.rank} reads before it waits: {one}")
-
-    def _check_writes(self, one: Instruction, values: Iterable[int]) -> None:
-        """Raise ProgramError where values that an instruction writes to are on their way."""
-        if self._overlap(values, self._leaving):
+        if self._overlap(written, self._leaving):
             raise ProgramError(f"rank {self.rank} writes to what is being sent: {one}")
 
-    def _overlap(self, values: Iterable[int], under_way: Mapping[int, list[Place]]) -> bool:
+    def _overlap(self, values, under_way):
         places = [place for of_post in under_way.values() for place in of_post]
-        if not places:
-            return False
-        for value in values:
-            own = self._places[value]
-            if any(own.overlaps(place) for place in places):
-                return True
-        return False
+        return any(self._places[value].overlaps(place) for place in places for value in values)
 
-    def _start(self, one: Instruction) -> None:
+    def _start(self, one):
         """Begin a post or an all-to-all."""
         number, spec, *_ = one.constants
         if one.operation == "post":
@@ -188,24 +167,21 @@ class _Player:
             messages = self._messages_to_all(one)
             sent, received = [one.ins[0]], [one.ins[1]]
         # What is received must not be on its way here already, nor be sent by this very post.
-        self._check_reads(one, (*sent, *received))
-        self._arriving[number] = [self._places[value] for value in received]
         self._leaving[number] = [self._places[value] for value in sent]
-        self._check_writes(one, received)
+        self._check(one, (*sent, *received), received)
+        self._arriving[number] = [self._places[value] for value in received]
         self.queue.append(_Post(number, messages))
         self.drop_over()
 
-    def _messages(self, spec: PostSpec) -> set[_Message]:
-        messages = set()
-        for value, peer, tag in spec.sends:
-            messages.add(_Message(self.rank, peer, tag, self._bytes(value)))
-        for value, peer, tag in spec.recvs:
-            messages.add(_Message(peer, self.rank, tag, self._bytes(value)))
-        return messages
+    def _messages(self, spec):
+        ends = [(self.rank, peer, tag, value) for value, peer, tag in spec.sends]
+        ends += [(peer, self.rank, tag, value) for value, peer, tag in spec.recvs]
+        values = self._program.all_values
+        return {_Message(*end, nbytes(values[value], self._shape)) for *end, value in ends}
 
-    def _messages_to_all(self, one: Instruction) -> set[_Message]:
+    def _messages_to_all(self, one):
         _, spec = one.constants
-        item = self._shape.item_bytes(self._values[one.ins[0]].dtype)
+        item = self._shape.item_bytes(self._program.all_values[one.ins[0]].dtype)
         messages = set()
         for index, rank in enumerate(spec.ranks):
             if index != spec.own and spec.sent[index]:
@@ -213,6 +189,3 @@ class _Player:
             if index != spec.own and spec.received[index]:
                 messages.add(_Message(rank, self.rank, spec.tag, item * spec.received[index]))
         return messages
-
-    def _bytes(self, value: int) -> int:
-        return nbytes(self._values[value], self._shape)
