@@ -9,6 +9,7 @@ when it is posted, and so does a batch with such a message.
 import json
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -17,23 +18,17 @@ import torch.distributed as dist
 from hf_flexseq.distributed.gloo_cpu_group import GlooCpuGroup
 
 
-class StubBackend:
-    """A backend for some devices, with its timeout."""
-
-    def __init__(self, name, seconds=1800):
-        self._name = name
-        self.options = SimpleNamespace(_timeout=timedelta(seconds=seconds))
-
-    def name(self):
-        return self._name
-
-
 class StubJob:
-    """The job's own group: backends by device type."""
+    """The job's own group: a backend for each device type, with its timeout."""
 
     def __init__(self, **backends):
-        self._backends = {name: StubBackend(backend) for name, backend in backends.items()}
-        self._device_types = [torch.device(name) for name in backends]
+        self._backends = {
+            device: SimpleNamespace(
+                name=partial(str, name), options=SimpleNamespace(_timeout=timedelta(seconds=1800))
+            )
+            for device, name in backends.items()
+        }
+        self._device_types = [torch.device(device) for device in backends]
         self.bound_device_id = None
 
     def _get_backend(self, device):
@@ -71,9 +66,6 @@ class StubGroup:
     name: str
     ran: list = field(default_factory=list)
 
-    def size(self):
-        return len(self.ranks)
-
 
 class StubDistributed:
     """torch.distributed of one rank."""
@@ -102,10 +94,7 @@ class StubDistributed:
             GlooCpuGroup, "gather_ints", lambda cpu_group, values: [values] * world_size
         )
 
-    def new_group(
-        self, ranks=None, *, backend, timeout, use_local_synchronization=False, **unknown
-    ):
-        assert not unknown, unknown
+    def new_group(self, ranks=None, *, backend, timeout, use_local_synchronization=False):
         ranks = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
         number = len(self.groups)
         name = f"{ranks} after {number}" if use_local_synchronization else str(number)
@@ -114,22 +103,18 @@ class StubDistributed:
         return group
 
     def batch(self, ops):
-        group = ops[0][2]
+        """What torch returns for these messages, posted at once."""
+        if any(peer in self.gone for _, peer, _ in ops):
+            raise RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
         names = {dist.isend: "send", dist.irecv: "recv"}
-        return self._post(group, [(names[op], peer) for op, peer, _ in ops])
+        ops[0][2].ran.append([(names[op], peer) for op, peer, _ in ops])
+        return [SimpleNamespace(wait=lambda: None)]
 
     def isend(self, tensor, peer, group, tag):
-        return self._post(group, [("send", peer)])[0]
+        return self.batch([(dist.isend, peer, group)])[0]
 
     def irecv(self, tensor, peer, group, tag):
-        return self._post(group, [("recv", peer)])[0]
-
-    def _post(self, group, messages):
-        """What torch returns for these messages, (direction, peer) of each, posted at once."""
-        if any(peer in self.gone for _, peer in messages):
-            raise RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
-        group.ran.append(messages)
-        return [SimpleNamespace(wait=lambda: None)]
+        return self.batch([(dist.irecv, peer, group)])[0]
 
     def by_backend(self, backend):
         return [group for group in self.groups if group.backend == backend]

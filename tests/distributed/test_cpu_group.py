@@ -43,44 +43,39 @@ def exchange(cpu_group, rank, world_size):
     own = list(range(rank))  # rank 0 has nothing
     counts = list(range(world_size))  # so many rows to each rank: none to rank 0
     rows = torch.arange(2 * sum(counts)).view(-1, 2) + 100 * rank
-    received = cpu_group.exchange_rows(rows, counts, [rank] * world_size)
     total = torch.tensor([float(rank), 1.0])
     cpu_group.all_reduce(total)
     cpu_group.barrier()
-    return {
-        "ints": cpu_group.gather_ints(own),
-        "long ints": cpu_group.gather_ints([rank] * rank * TOO_LONG),
-        "objects": cpu_group.gather_values({"of": rank, "text": "x" * 100 * rank}),
-        "broadcast": cpu_group.broadcast_value({"plan": "y" * 10} if rank == 0 else rank),
-        "long broadcast": cpu_group.broadcast_value("y" * TOO_LONG if rank == 0 else rank),
-        "bytes": cpu_group.broadcast_bytes(b"\x00plan\n" if rank == 0 else b""),
-        "floats": cpu_group.gather_floats([0.25 * rank, 1.0]).tolist(),
-        "no floats": cpu_group.gather_floats([]).shape,
-        "rows": received.tolist(),
-        "sum": total.tolist(),
-    }
+    return [
+        cpu_group.gather_ints(own),
+        cpu_group.gather_ints([rank] * rank * TOO_LONG),
+        cpu_group.gather_values({"of": rank, "text": "x" * 100 * rank}),
+        cpu_group.broadcast_value({"plan": "y" * 10} if rank == 0 else rank),
+        cpu_group.broadcast_value("y" * TOO_LONG if rank == 0 else rank),
+        cpu_group.broadcast_bytes(b"\x00plan\n" if rank == 0 else b""),
+        cpu_group.gather_floats([0.25 * rank, 1.0]).tolist(),
+        cpu_group.gather_floats([]).shape,
+        cpu_group.exchange_rows(rows, counts, [rank] * world_size).tolist(),
+        total.tolist(),
+    ]
 
 
 def assert_exchanged(results):
     ranks = range(len(results))
     for rank, found in enumerate(results):
-        start = sum(range(rank))  # rows to the ranks before
-        assert found == {
-            "ints": [list(range(of)) for of in ranks],
-            "long ints": [[of] * of * TOO_LONG for of in ranks],
-            "objects": [{"of": of, "text": "x" * 100 * of} for of in ranks],
-            "broadcast": {"plan": "y" * 10},
-            "long broadcast": "y" * TOO_LONG,
-            "bytes": b"\x00plan\n",
-            "floats": [[0.25 * of, 1.0] for of in ranks],
-            "no floats": (len(results), 0),
-            "rows": [
-                [100 * of + 2 * row, 100 * of + 2 * row + 1]
-                for of in ranks
-                for row in range(start, start + rank)
-            ],
-            "sum": [sum(ranks), len(results)],
-        }
+        own_rows = range(sum(range(rank)), sum(range(rank + 1)))  # those before are others'
+        assert found == [
+            [list(range(of)) for of in ranks],
+            [[of] * of * TOO_LONG for of in ranks],
+            [{"of": of, "text": "x" * 100 * of} for of in ranks],
+            {"plan": "y" * 10},
+            "y" * TOO_LONG,
+            b"\x00plan\n",
+            [[0.25 * of, 1.0] for of in ranks],
+            (len(results), 0),
+            [[100 * of + 2 * row, 100 * of + 2 * row + 1] for of in ranks for row in own_rows],
+            [sum(ranks), len(results)],
+        ]
 
 
 def test_exchanges_of_threads():

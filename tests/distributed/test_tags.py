@@ -71,13 +71,11 @@ class RecordingTransport:
 
 def test_both_sides_of_a_link_count_its_messages():
     transport, lane = RecordingTransport(), Lane("hidden states", (0, 1))
-    one = links.StageLink(transport, lane, 1, links.HIDDEN_STATES)
-    other = links.StageLink(transport, lane, 0, links.HIDDEN_STATES)
+    one, other = (links.StageLink(transport, lane, peer, links.HIDDEN_STATES) for peer in (1, 0))
     for elements in (3, 0, 2):  # a message without elements is counted but not posted
         one.send(torch.zeros(elements)).wait()
         other.receive(torch.zeros(elements)).wait()
-    first = tags.LINKS
-    assert transport.tags == [first, first, first + 4, first + 4]
+    assert transport.tags == [tags.LINKS, tags.LINKS, tags.LINKS + 4, tags.LINKS + 4]
 
 
 def test_tags_of_links_stay_in_range_and_differ_by_kind():

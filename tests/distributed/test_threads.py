@@ -119,13 +119,13 @@ def use_tags_in_another_order(transport):
         pending.wait()
 
 
-def reduce_or_broadcast(transport, of_rank_0, of_rank_1):
-    """Each rank calls what it is given of its group, on a tensor that it is given."""
+def call(transport, of_rank_0, of_rank_1):
+    """Each rank calls what it is given of its group, on a tensor of the size that it is given."""
     group = transport.open_group([range(2)])
     chosen = (of_rank_0, of_rank_1)[transport.rank]
     if chosen is not None:
-        name, tensor = chosen
-        getattr(group, name)(tensor)
+        name, size = chosen
+        getattr(group, name)(torch.ones(size))
 
 
 def expect_other_rows(transport):
@@ -145,63 +145,31 @@ def fail(transport):
 
 CHANGED = "rank 0 has changed the words while it was being sent to rank 1"
 EXPECTS = r"rank 0 sends the words \(0, 3, .*but rank 1 expects"
-SUM = ("all_reduce", torch.ones(2))
-ORDERED = (Launches.BY_LANE, Launches.ONE_QUEUE)
+STUCK = "no rank can go on: rank 0 could not send to rank 1 the words.*rank 1 could not receive fr"
+BY_TAG, BY_LANE, ONE_QUEUE = Launches.BY_TAG, Launches.BY_LANE, Launches.ONE_QUEUE
 
 
 @pytest.mark.parametrize(
     ("launches", "function", "words"),
     [
-        (Launches.BY_LANE, wait_twice, "already waited for"),
-        (
-            Launches.BY_LANE,
-            forget_to_wait,
-            "nobody has waited for .*rank 1, the words from rank 0",
-        ),
-        *(
-            (Launches.BY_LANE, partial(change_what_is_sent, dtype=dtype), CHANGED)
-            for dtype in (torch.float64, torch.bfloat16, torch.uint8)
-        ),
-        *(
-            (launches, partial(expect_another, **other), EXPECTS)
-            for launches in ORDERED
-            for other in ({"tag": 1}, {"elements": 4}, {"dtype": torch.int32})
-        ),
-        (
-            Launches.BY_TAG,
-            partial(expect_another, tag=6),
-            "no rank can go on: rank 0 could not send to rank 1 the words.*"
-            "rank 1 could not receive from rank 0 the words",
-        ),
-        (Launches.BY_LANE, end_early, r"after the end of ranks \[1\]: rank 0 could not send"),
-        (
-            Launches.ONE_QUEUE,
-            use_lanes_in_another_order,
-            "no rank can go on: rank 0 .*; rank 1 could not",
-        ),
-        (Launches.BY_LANE, use_tags_in_another_order, "the order of messages differs"),
-        (
-            Launches.BY_LANE,
-            partial(reduce_or_broadcast, of_rank_0=SUM, of_rank_1=("all_reduce", torch.ones(3))),
-            r"all_reduce of torch.float32 \[3\]",
-        ),
-        (
-            Launches.BY_LANE,
-            partial(reduce_or_broadcast, of_rank_0=SUM, of_rank_1=("broadcast", torch.ones(2))),
-            "comes to (all_reduce|broadcast).* comes to (broadcast|all_reduce)",
-        ),
-        (
-            Launches.BY_LANE,
-            partial(reduce_or_broadcast, of_rank_0=SUM, of_rank_1=None),
-            r"rank 0 is in all_reduce of .* of ranks \[0, 1\]",
-        ),
-        (
-            Launches.BY_LANE,
-            expect_other_rows,
-            r"rank 1 expects \[2, 1\] rows and is sent \[2, 2\]",
-        ),
-        (Launches.BY_LANE, miss_the_barrier, "rank 0 is in exchange 0 of the CPU group"),
-        (Launches.BY_LANE, fail, "mine"),
+        (BY_LANE, partial(change_what_is_sent, dtype=torch.float64), CHANGED),
+        (BY_LANE, partial(change_what_is_sent, dtype=torch.bfloat16), CHANGED),
+        (BY_TAG, partial(change_what_is_sent, dtype=torch.uint8), CHANGED),
+        (BY_LANE, wait_twice, "already waited for"),
+        (BY_LANE, forget_to_wait, "nobody has waited for .*rank 1, the words from rank 0"),
+        (BY_LANE, partial(expect_another, tag=1), EXPECTS),
+        (BY_LANE, partial(expect_another, elements=4), EXPECTS),
+        (ONE_QUEUE, partial(expect_another, dtype=torch.int32), EXPECTS),
+        (BY_TAG, partial(expect_another, tag=6), STUCK),
+        (BY_LANE, end_early, r"after the end of ranks \[1\]: rank 0 could not send"),
+        (ONE_QUEUE, use_lanes_in_another_order, "no rank can go on: .*; rank 1 could not"),
+        (BY_LANE, use_tags_in_another_order, "the order of messages differs"),
+        (BY_LANE, partial(call, of_rank_0=("all_reduce", 2), of_rank_1=("all_reduce", 3)), "[3]"),
+        (BY_LANE, partial(call, of_rank_0=("all_reduce", 2), of_rank_1=("broadcast", 2)), "comes"),
+        (BY_LANE, partial(call, of_rank_0=("all_reduce", 2), of_rank_1=None), "is in all_reduce"),
+        (BY_LANE, expect_other_rows, r"rank 1 expects \[2, 1\] rows and is sent \[2, 2\]"),
+        (BY_LANE, miss_the_barrier, "rank 0 is in exchange 0 of the CPU group"),
+        (BY_LANE, fail, "mine"),
     ],
 )
 def test_what_breaks_a_rule_is_named(launches, function, words):
