@@ -13,6 +13,7 @@ from tests.attention.group import context_of
 from tests.ranks import join, run_threads
 
 HEAD_DIM, CHUNK = 128, 16
+FORWARD, BACKWARD = 0, 1
 CASES = {  # (heads, key and value heads, tokens of the sequences for one rank)
     "MHA": (2, 2, (CHUNK,)),
     "GQA": (4, 1, (CHUNK,)),
@@ -25,23 +26,23 @@ class Counter:
 
     def __init__(self, transport):
         self._transport = transport
-        self.sent = self.received = 0
+        self._bytes = [0, 0]
 
     def __getattr__(self, name):
         return getattr(self._transport, name)
 
     def post(self, lane, *, sends, recvs, label):
-        self.sent += sum(message.tensor.nbytes for message in sends)
-        self.received += sum(message.tensor.nbytes for message in recvs)
+        for way, messages in enumerate((sends, recvs)):
+            self._bytes[way] += sum(message.tensor.nbytes for message in messages)
         return self._transport.post(lane, sends=sends, recvs=recvs, label=label)
 
     def read(self):
-        found, self.sent, self.received = (self.sent, self.received), 0, 0
-        return found
+        found, self._bytes = self._bytes, [0, 0]
+        return torch.tensor(found)
 
 
 def run_cases(rank, world_size, strategy, topology):
-    """{case: [(sent, received) in the forward, in the backward]} in units."""
+    """By case and phase the units that are sent and received."""
     found = {}
     world = join(topology, use_blocks=False)
     counter = world.transport = Counter(world.transport)
@@ -53,11 +54,10 @@ def run_cases(rank, world_size, strategy, topology):
             for h in (heads, kv_heads, kv_heads)
         )
         unit = 2 * CHUNK * heads * HEAD_DIM
-        counter.read()
         out = sequence_parallel_attention(q, k, v, seq_ctx)
-        forward = [x / unit for x in counter.read()]
+        found[case, FORWARD] = counter.read() / unit
         out.sum().backward()
-        found[case] = [forward, [x / unit for x in counter.read()]]
+        found[case, BACKWARD] = counter.read() / unit
     return found
 
 
@@ -66,41 +66,39 @@ def units(strategy, world_size, topology=None):
     receives."""
     by_rank = run_threads(run_cases, world_size, strategy, topology)
     found = {}
-    for case in CASES:
-        for phase in (0, 1):
-            both = [rank[case][phase] for rank in by_rank]
-            assert sum(sent for sent, _ in both) == sum(received for _, received in both)
-            mean = sum(sent for sent, _ in both) / world_size
-            found[case, phase] = mean, max(map(max, both))
+    for case in by_rank[0]:
+        moved = torch.stack([rank[case] for rank in by_rank])  # [ranks, ways]
+        sent, received = moved.mean(0).tolist()
+        assert sent == received
+        found[case] = sent, moved.max().item()
     return found
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_keys_are_fetched_by_need(world_size):
     found = units("zigzag", world_size)
-    others = world_size - 1
     for case, (heads, kv_heads, _) in CASES.items():
-        g = kv_heads / heads
-        mean, busiest = found[case, 0]
-        assert mean == pytest.approx(1.5 * others * g)
-        assert busiest == pytest.approx((1.5 if case == "two sequences" else 2) * others * g)
-        mean, busiest = found[case, 1]
-        assert mean == pytest.approx(2 * 1.5 * others * g)
-        assert busiest <= 2 * 2 * others * g
+        of_others = (world_size - 1) * kv_heads / heads
+        busy = 1.5 if case == "two sequences" else 2
+        assert found[case, FORWARD] == pytest.approx((1.5 * of_others, busy * of_others))
+        mean, busiest = found[case, BACKWARD]
+        assert mean == pytest.approx(2 * 1.5 * of_others)
+        assert busiest <= 2 * 2 * of_others
 
 
 def test_helpers_at_eight_ranks():
     found = units("balanced", 8)
-    mean, busiest = found["MHA", 0]
+    mean, busiest = found["MHA", FORWARD]
     assert mean <= 7.02
     assert busiest <= 11.1
-    assert found["MHA", 1] == pytest.approx((14.0, 17.0), rel=5e-3)  # the rest are log-sum-exps
-    assert found["two sequences", 0][1] < 0.85 * found["GQA", 0][1]
+    # the rest are log-sum-exps
+    assert found["MHA", BACKWARD] == pytest.approx((14.0, 17.0), rel=5e-3)
+    assert found["two sequences", FORWARD][1] < 0.85 * found["GQA", FORWARD][1]
 
 
 def test_ulysses_moves_a_share_of_four_tensors():
     found = units("ulysses", 2)
-    for phase in (0, 1):
+    for phase in (FORWARD, BACKWARD):
         assert found["MHA", phase][0] == pytest.approx(4 * (1 / 2) * 1)
 
 
@@ -110,4 +108,4 @@ def test_a_hybrid_moves_one_share_of_the_keys_across_nodes():
     found = units("hybrid", 4, Topology(nodes=2, ranks_per_node=2))
     # a node's tokens are two ranks', each has half of the heads
     inside, across = 4 / 2, 1.5 * (2 - 1)
-    assert found["MHA", 0][0] == pytest.approx(inside + across)
+    assert found["MHA", FORWARD][0] == pytest.approx(inside + across)

@@ -1,5 +1,5 @@
-"""The operations between kernel calls: torch's version against loops over rows and heads, and the
-Triton kernels, under Triton's interpreter, against torch's version; and compiled for GPUs.
+"""The operations between kernel calls: the Triton kernels, under Triton's interpreter, against
+torch's version, on which all attention on the CPU is tested; and compiled for GPUs.
 
 The interpreter runs what a kernel says, program after program, and takes more than the compiler
 does. So the kernels are compiled, too, which needs no GPU. Neither says how fast they are.
@@ -21,60 +21,6 @@ from tests.kernels.fused_cases import HEAD_RANGES, ROWS, added, gathered, merged
 TORCH = TorchFused()
 CASES = {merged: ROWS, added: ROWS, gathered: ROWS, packed: HEAD_RANGES}  # by operation
 every_operation = pytest.mark.parametrize("operation", CASES, ids=lambda one: one.__name__)
-
-
-class Loops:
-    """The operations as loops."""
-
-    def __init__(self, head_ranges=None):
-        """head_ranges: of the layout, by tensor, by part."""
-        self.head_ranges = head_ranges
-
-    def merge(self, out, lse, rows, part_out, part_lse):
-        for j, row in enumerate(torch.arange(len(out))[rows].tolist()):
-            total = torch.logaddexp(lse[row], part_lse[j])
-            some = total > -torch.inf
-            weights = [(x - total).exp() for x in (lse[row], part_lse[j])]
-            own, other = (torch.where(some, x, 0.0)[:, None] for x in weights)
-            out[row] = out[row] * own + part_out[j] * other
-            lse[row] = total
-
-    def add(self, totals, rows, parts):
-        for total, of_total, part in zip(totals, rows, parts, strict=True):
-            for j, row in enumerate(torch.arange(len(total))[of_total].tolist()):
-                total[row] += part[j]
-
-    def gather(self, sources, rows, targets):
-        for source, of_source, target in zip(sources, rows, targets, strict=True):
-            for j, row in enumerate(torch.arange(len(source))[of_source].tolist()):
-                target[j] = source[row]
-
-    def pack(self, tensors, layout, table, flat):
-        parts = []
-        for ranges in zip(*self.head_ranges, strict=True):
-            heads = [x[:, one] for x, one in zip(tensors, ranges, strict=True)]
-            parts.append(torch.cat(heads, dim=1).reshape(-1))
-        flat.copy_(torch.cat(parts))
-
-    def unpack(self, flat, layout, table, tensors):
-        tokens, _, head_dim = tensors[0].shape
-        for x in tensors:
-            x.zero_()
-        for ranges in zip(*self.head_ranges, strict=True):
-            counts = [one.stop - one.start for one in ranges]
-            part, flat = flat.tensor_split([tokens * sum(counts) * head_dim])
-            heads = part.view(tokens, sum(counts), head_dim).split(counts, dim=1)
-            for x, one, own in zip(tensors, ranges, heads, strict=True):
-                x[:, one] += own
-
-
-@every_operation
-def test_torchs_operations_are_loops(operation):
-    for case in CASES[operation]:
-        got = operation(TORCH, case, dtype=torch.float64)
-        wanted = operation(Loops(HEAD_RANGES.get(case)), case, dtype=torch.float64)
-        for mine, of_loops in zip(got, wanted, strict=True):
-            torch.testing.assert_close(mine, of_loops, rtol=1e-12, atol=1e-12)
 
 
 def test_results_over_no_keys_merge_to_one_over_no_keys():

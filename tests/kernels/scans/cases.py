@@ -150,18 +150,9 @@ class Case:
 
 
 def stand_in(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    use_qk_l2norm_in_kernel=False,
-    cu_seqlens=None,
-    cu_seqlens_cpu=None,
-):
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None,
+):  # fmt: skip
     """A function of the package, with the arguments that it has: rows [1, tokens, ...]."""
     assert scale is None
     assert output_final_state
