@@ -9,7 +9,7 @@ import torch
 
 from hf_flexseq.kernels.segments import Segments, cumulative
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.program.builder import Tables
+from hf_flexseq.program.tables import Tables
 
 
 class Uploads:

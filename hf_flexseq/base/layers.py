@@ -66,12 +66,6 @@ class Reach:
         """True if a query reads all keys up to its own."""
         return self.window is None and self.chunk is None
 
-    def within(self, length: int) -> "Reach":
-        """Return the pattern for sequences of at most `length` tokens: full if every query
-        reads back to the start."""
-        size = self.window or self.chunk
-        return FULL if size is not None and size >= length else self
-
     def first_key(self, query: int) -> int:
         """Return the first key that a query reads."""
         if self.window is not None:

@@ -4,7 +4,7 @@ Planning needs only the number of nodes and of ranks per node. Ranks are numbere
 every launcher does.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_flexseq.base.values import MAX_RANKS, whole
@@ -44,25 +44,6 @@ class Topology:
                 "start the same number of processes on every node"
             )
         return cls(nodes=world_size // local_world_size, ranks_per_node=local_world_size)
-
-    @classmethod
-    def from_hosts(cls, hosts: Sequence[str]) -> "Topology":
-        """Return the topology of ranks on these hosts, by rank.
-
-        Raises ValueError if hosts have different numbers of ranks, or ranks are not numbered host
-        by host.
-        """
-        ranks_per_node = hosts.count(hosts[0])
-        topology = cls.from_world(len(hosts), ranks_per_node)
-        for node in topology.node_ranks():
-            names = {hosts[rank] for rank in node}
-            if len(names) > 1 or hosts.count(hosts[node[0]]) != ranks_per_node:
-                raise ValueError(
-                    f"ranks {node[0]} to {node[-1]} should share a machine, but the hosts of all "
-                    f"ranks are {', '.join(hosts)}: start the same number of processes on every "
-                    "node, and number them node by node"
-                )
-        return topology
 
     def node_of(self, rank: int) -> int:
         """Return the node of `rank`."""

@@ -41,6 +41,7 @@ VERSION = 1
 
 LINE = 300  # characters of a message
 QUOTED = 60  # characters of a rejected value in a message
+NAMES_LISTED = 3  # names in a message
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 2
@@ -72,10 +73,11 @@ def one_line(text: str, most: int = LINE) -> str:
     return line
 
 
-def listed(names: Sequence[str], most: int = 3) -> str:
+def listed(names: Sequence[str]) -> str:
     """Return the first names and the number of the others, on one line."""
-    first = ", ".join(names[:most])
-    return first if len(names) <= most else f"{first} and {len(names) - most} others"
+    first = ", ".join(names[:NAMES_LISTED])
+    others = len(names) - NAMES_LISTED
+    return first if others <= 0 else f"{first} and {others} others"
 
 
 # ---- single values
@@ -174,11 +176,11 @@ def are_whole(values: Sequence[Any], *, least: int, most: int) -> bool:
     return bool(least <= min(values) and max(values) <= most)
 
 
-def words(name: str, value: Any, *, most: int = MAX_NOTE) -> tuple[str, ...]:
+def words(name: str, value: Any) -> tuple[str, ...]:
     """Return a list as a tuple. Raises ValueError unless it holds one-line strings."""
     if not isinstance(value, list | tuple):
         raise ValueError(f"{name}={quoted(value)}: must be a list of strings")
-    return tuple(word(f"{name}[{index}]", one, most=most) for index, one in enumerate(value))
+    return tuple(word(f"{name}[{index}]", one, most=MAX_NOTE) for index, one in enumerate(value))
 
 
 # ---- records

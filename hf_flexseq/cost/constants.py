@@ -31,16 +31,12 @@ from hf_flexseq.base.values import (
 from hf_flexseq.cost.kinds import (
     NearLayers,
     check_kinds,
+    check_listed_once,
     full_share,
-    kinds_of_records,
     percents,
 )
 from hf_flexseq.cost.launches import MOST_PER_RANK
-from hf_flexseq.cost.recurrent import (
-    RecurrentLayers,
-    check_recurrent,
-    recurrent_of_records,
-)
+from hf_flexseq.cost.recurrent import RecurrentLayers
 
 # Query heads x tokens that a piece must have to be worth a kernel call of its own: on the CPU of
 # one sequence, where each is a call; on CUDA of all of them, to fill the device.
@@ -140,7 +136,7 @@ class CostConstants:
             whole("heads", self.heads, least=1)
         whole("nics_per_node", self.nics_per_node, least=1)
         check_kinds(self.kinds)
-        check_recurrent(self.recurrent)
+        check_listed_once("recurrent", [kind.kind for kind in self.recurrent])
         number("attention_share", self.attention_share, most=1.0)
         if not self.attention_share and (self.kinds or self.attention_s):
             raise ValueError(
@@ -259,16 +255,16 @@ class CostConstants:
 
     @classmethod
     def from_record(cls, record: Any) -> Self:
-        """Return the model `to_record` was called on. Raises ValueError, naming the key, for
-        anything that is no cost model."""
+        """Inverse of `to_record`. Raises ValueError, naming the key, for any other record."""
         needed = [one.name for one in fields(cls) if one.default is MISSING]
         optional = [one.name for one in fields(cls) if one.default is not MISSING]
         values = dict(fields_of(record, "a cost model", needed=needed, optional=optional))
         values.pop("version", None)
         # The constructor checks the values.
         values["bandwidths"] = _bandwidths(values["bandwidths"])
-        values["kinds"] = kinds_of_records(values.get("kinds", []))
-        values["recurrent"] = recurrent_of_records(values.get("recurrent", []))
+        for name, kind in (("kinds", NearLayers), ("recurrent", RecurrentLayers)):
+            records = items(name, values.get(name, []))
+            values[name] = tuple(kind.from_record(record) for record in records)
         return cls(**values)
 
     def save(self, path: str | Path) -> None:

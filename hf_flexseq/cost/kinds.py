@@ -1,12 +1,12 @@
 """Layers that read less than all keys of their sequence, as a cost model knows them.
 
 A layer with a window of w tokens computes s(s+1)/2 pairs of a sequence up to w tokens, and w more
-for every further token; one with chunks of c tokens as many as that many sequences of c. Where
-ranks keep their own tokens (rings), such a layer needs a halo: of the tokens before
-each of a rank's slices as many as the reach goes back, but no more than there are.
+for every further token; one with chunks of c tokens computes the pairs of sequences of c. If ranks
+keep their own tokens (rings), such a layer needs a halo: the tokens before each slice of a rank
+that its queries read.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,25 +14,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_flexseq.base.layers import Reach
-from hf_flexseq.base.values import MAX_TOKENS, duration, fields_of, items, number, whole
+from hf_flexseq.base.values import MAX_TOKENS, duration, fields_of, number, whole
 from hf_flexseq.plan.rings import chunks_per_rank
 
 FloatArray = NDArray[np.float64]
 
-# Shares of layers are sums of floats: so much less than one layer is none.
+# Shares of layers are sums of floats: less than this counts as no layer.
 NO_SHARE = 1e-9
 
-# What a halo moves, in trips of keys and values: there, and float32 gradients back, which take as
-# long as two.
+# Trips of keys and values that a halo makes: there, and float32 gradients back, which count twice.
 HALO_TRIPS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NearLayers:
-    """All layers of a model that have one reach, which is no full one."""
+    """All layers of a model with the same window or chunk."""
 
     reach: Reach
-    """Which keys their queries read."""
+    """Keys that their queries read."""
     share: float
     """Share of the layers with attention, and of the bytes that these move."""
     attention_s: float
@@ -80,8 +79,10 @@ def record_of(reach: Reach) -> dict[str, int]:
 
 
 def reach_of(record: Mapping[str, Any], what: str = "kinds") -> Reach:
-    """Return the reach of a record with a `window`, a `chunk`, or neither. Raises ValueError for
-    tokens that none can have, which begins with `what`, the name of the record."""
+    """Return the reach of a record with a `window`, a `chunk`, or neither.
+
+    Raises ValueError for invalid sizes. what: the name of the record in messages.
+    """
     sizes = {}
     for name in ("window", "chunk"):
         if record.get(name) is not None:
@@ -91,26 +92,25 @@ def reach_of(record: Mapping[str, Any], what: str = "kinds") -> Reach:
 
 def check_kinds(kinds: Iterable[NearLayers]) -> None:
     """Raise ValueError for a reach that is listed twice, and for more layers than a model has."""
-    reaches = [kind.reach for kind in kinds]
-    for index, reach in enumerate(reaches):
-        if reach in reaches[:index]:
-            raise ValueError(f"kinds: {reach} is listed twice")
+    check_listed_once("kinds", [kind.reach for kind in kinds])
     if full_share(kinds) < 0:
         shares = sum(kind.share for kind in kinds)
         raise ValueError(f"kinds: {shares:.3g} of the layers, at most all of them (1) can be")
 
 
+def check_listed_once(name: str, values: Sequence[object]) -> None:
+    """Raise ValueError for a value that is listed twice. name: of the list."""
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            raise ValueError(f"{name}: {value} is listed twice")
+
+
 def full_share(kinds: Iterable[NearLayers]) -> float:
-    """Return the share of layers that are of none of the kinds."""
+    """Return the share of the layers that read all keys."""
     share = 1.0
     for kind in kinds:
         share -= kind.share
     return 0.0 if abs(share) < NO_SHARE else share
-
-
-def kinds_of_records(value: Any) -> tuple[NearLayers, ...]:
-    """Return a cost model's kinds from its record. Raises ValueError for others."""
-    return tuple(NearLayers.from_record(one) for one in items("kinds", value))
 
 
 # ---- pairs

@@ -292,13 +292,6 @@ class CostModel(CostTransfers):
         moved = sum(kind.exchanged_bytes(degree, strategy) for kind in self.recurrent)
         return moved / self.bandwidth(degree, spans_nodes)
 
-    def group_summaries_s(self, degree: int, strategy: str, spans_nodes: bool) -> float:
-        """Return the same where they count once a group: no rank under Ulysses has more than one
-        sequence that began on another."""
-        if strategy != "ulysses":
-            return 0.0
-        return self.summaries_s(degree, strategy, spans_nodes)
-
     @property
     def full_share(self) -> float:
         """Share of the layers with attention that read all keys."""
@@ -326,7 +319,8 @@ class CostModel(CostTransfers):
         host_s = self.host_s(degree, strategy, spans_nodes)
         hidden_s = self.host_overlap * host_s
         always_s = self.group_s + (host_s - hidden_s)
-        always_s += self.group_summaries_s(degree, strategy, spans_nodes)
+        if strategy == "ulysses":  # a rank has one sequence at most that began on another
+            always_s += self.summaries_s(degree, strategy, spans_nodes)
         return Waits(int(always_s * 1e9 + 0.5), int(hidden_s * 1e9 + 0.5))
 
     def host_s(self, degree: int, strategy: str, spans_nodes: bool) -> float:
@@ -389,19 +383,12 @@ class CostModel(CostTransfers):
         recurrent_s = sum(kind.token_s for kind in self.recurrent)
         return (self.linear_s + recurrent_s) / LINEAR_PASSES
 
-    @property
-    def forward_pair_s(self) -> float:
-        """Seconds per (query, key) pair of attention's forward, layers that read all keys.
-
-        A sequence of s tokens has about s^2 / 2 causal pairs, so that a pair takes twice what a
-        squared token takes.
-        """
-        return self.forward_share(self.attention_s)
-
-    def forward_share(self, attention_s: float) -> float:
+    @staticmethod
+    def forward_pair_s(attention_s: float) -> float:
         """Return the seconds per (query, key) pair of attention's forward.
 
-        attention_s: seconds per two pairs, forward and backward.
+        attention_s: seconds per two pairs, forward and backward. A squared token is about two
+        causal pairs.
         """
         return 2 * attention_s / (1 + ATTENTION_BACKWARD)
 

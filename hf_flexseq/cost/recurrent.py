@@ -23,14 +23,13 @@ Ulysses cuts the concatenation of all sequences of a group, so that no rank has 
 began on another: its summaries count once a group, and those of all others for each sequence.
 """
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from hf_flexseq.base.layers import RECURRENT_KINDS
-from hf_flexseq.base.values import MAX_TOKENS, duration, fields_of, items, number, quoted, whole
+from hf_flexseq.base.values import MAX_TOKENS, duration, fields_of, number, quoted, whole
 from hf_flexseq.cost.kinds import FloatArray
 from hf_flexseq.plan.rings import chunks_per_rank
 
@@ -97,33 +96,6 @@ class RecurrentLayers:
         )
         return cls(**{name: values[name] for name in names if name in values})
 
-    def of_layers(self, count: int, layers: int) -> "RecurrentLayers":
-        """Return `count` such layers of a model of `layers` layers. All figures here are those of
-        one layer."""
-        return replace(
-            self,
-            share=count / layers,
-            token_s=count * self.token_s,
-            again_s=count * self.again_s,
-            summary_bytes=count * self.summary_bytes,
-            halo_bytes=count * self.halo_bytes,
-            row_bytes=count * self.row_bytes,
-        )
-
-    def one_layer(self, layers: int) -> "RecurrentLayers":
-        """Return the figures of one layer of a model of `layers` layers, as `of_layers` takes
-        them."""
-        count = self.share * layers
-        return replace(
-            self,
-            share=1.0,
-            token_s=self.token_s / count,
-            again_s=self.again_s / count,
-            summary_bytes=self.summary_bytes / count,
-            halo_bytes=self.halo_bytes / count,
-            row_bytes=self.row_bytes / count,
-        )
-
     def scan_s(self, s: FloatArray, degree: int, strategy: str) -> FloatArray:
         """Return the seconds of a rank's scans and convolutions, the second pass included,
         [sequences]. s: [sequences] tokens."""
@@ -144,19 +116,6 @@ class RecurrentLayers:
 def scan_chunk(kind: str) -> int:
     """Return the tokens of a chunk of layers of a kind; a convolution alone has none."""
     return 1 if kind == "convolution" else SCAN_CHUNK
-
-
-def check_recurrent(layers: Iterable[RecurrentLayers]) -> None:
-    """Raise ValueError for a kind that is listed twice."""
-    kinds = [one.kind for one in layers]
-    for index, kind in enumerate(kinds):
-        if kind in kinds[:index]:
-            raise ValueError(f"recurrent: {kind} is listed twice")
-
-
-def recurrent_of_records(value: Any) -> tuple[RecurrentLayers, ...]:
-    """Return a cost model's recurrent layers from its record. Raises ValueError for others."""
-    return tuple(RecurrentLayers.from_record(one) for one in items("recurrent", value))
 
 
 # ---- segments

@@ -146,9 +146,9 @@ class PipelineCost:
         """
         stage = StageCost(
             linear_ns=cost.forward_linear_s * 1e9 / stages,
-            attention_ns=cost.forward_pair_s * 1e9 / stages,
+            attention_ns=cost.forward_pair_s(cost.attention_s) * 1e9 / stages,
             near_ns=tuple(
-                (kind.reach, cost.forward_share(kind.attention_s) * 1e9 / stages)
+                (kind.reach, cost.forward_pair_s(kind.attention_s) * 1e9 / stages)
                 for kind in cost.kinds
             ),
             # a chunk pays the constant in its F and its I, and half of it in its W

@@ -1,12 +1,12 @@
 """Which ranks share a machine.
 
-1. All ranks say what their launcher has told them (LOCAL_WORLD_SIZE, which torchrun and accelerate
-   set), and the name of their host.
-2. Where launchers say nothing (srun, mpirun), ranks with the same host name share a node.
-3. Otherwise what they say counts, and ranks of a node must have the same host name. Two nodes may
-   have one name: they may be emulated on one machine.
+1. All ranks gather what their launcher has set (LOCAL_WORLD_SIZE, by torchrun and accelerate), and
+   the name of their host.
+2. If launchers set nothing (srun, mpirun), ranks with the same host name share a node.
+3. Otherwise the launcher's number counts, and ranks of a node must have the same host name. Two
+   nodes may have one name, since they may be emulated on one machine.
 
-All ranks see the same answers, so all of them refuse a topology that cannot be, or none.
+All ranks see the same answers, so all of them refuse an impossible topology, or none.
 """
 
 import os
@@ -30,15 +30,21 @@ def topology_of(transport: Transport) -> Topology:
     answers = transport.cpu_group.gather_values(own)
     sizes = [size for size, _ in answers]
     hosts = [host for _, host in answers]
-    if all(size is None for size in sizes):
-        return Topology.from_hosts(hosts)
-    topology = Topology.from_world(len(hosts), _common_size(sizes, hosts))
+    is_told = any(size is not None for size in sizes)
+    ranks_per_node = _common_size(sizes, hosts) if is_told else hosts.count(hosts[0])
+    topology = Topology.from_world(len(hosts), ranks_per_node)
     for node in topology.node_ranks():
-        names = dict.fromkeys(hosts[rank] for rank in node)
-        if len(names) > 1:
+        names = list(dict.fromkeys(hosts[rank] for rank in node))
+        if is_told and len(names) > 1:
             raise ValueError(
-                f"{VARIABLE}={topology.ranks_per_node} says that ranks {node[0]} to {node[-1]} "
-                f"share a node, but they are on {', '.join(names)}: set it to the ranks of a host"
+                f"{VARIABLE}={ranks_per_node} says that ranks {node[0]} to {node[-1]} share a "
+                f"node, but they are on {', '.join(names)}: set it to the ranks of a host"
+            )
+        if not is_told and (len(names) > 1 or hosts.count(names[0]) != ranks_per_node):
+            raise ValueError(
+                f"ranks {node[0]} to {node[-1]} should share a machine, but the hosts of all "
+                f"ranks are {', '.join(hosts)}: start the same number of processes on every "
+                "node, and number them node by node"
             )
     return topology
 
@@ -46,7 +52,7 @@ def topology_of(transport: Transport) -> Topology:
 def _common_size(sizes: Sequence[str | None], hosts: Sequence[str]) -> int:
     """Return the number of ranks on a node that all launchers report.
 
-    sizes, hosts: by rank. Raises ValueError where they differ, or where it is no number.
+    sizes, hosts: by rank. Raises ValueError if sizes differ or are not a number.
     """
     size = sizes[0]
     if any(other != size for other in sizes):
@@ -57,5 +63,5 @@ def _common_size(sizes: Sequence[str | None], hosts: Sequence[str]) -> int:
             "node"
         )
     if size is None or not size.isdecimal():
-        raise ValueError(f"{VARIABLE}={size!r} is no number of ranks")
+        raise ValueError(f"{VARIABLE}={size!r}: expected a number of ranks")
     return int(size)

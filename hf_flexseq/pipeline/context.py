@@ -30,11 +30,12 @@ from hf_flexseq.pipeline.ulysses import Sharing, shared_chunk
 from hf_flexseq.plan import Group
 from hf_flexseq.plan.pipeline import Chunk
 from hf_flexseq.plan.shard import Zone
-from hf_flexseq.program.builder import Builder, Tables, Values
+from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.compile import Parts
 from hf_flexseq.program.instructions import INPUT, WIDE, LayerShape, Value
 from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.segments import RankSegments
+from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.weave import ZoneSteps
 from hf_flexseq.program.zones import Sinks, ZoneAttention
 

@@ -145,11 +145,11 @@ def _stage_cost(
 
     # 1. nanoseconds of the forward: per number that multiplies a token, and per causal pair
     linear_ns = cost.forward_linear_s * NS / (sum(sizes.layers) + sizes.head)
-    attention_ns = cost.forward_pair_s * NS
+    attention_ns = cost.forward_pair_s(cost.attention_s) * NS
     # Kinds of layers are taken to be spread evenly over the stages, those without attention, too.
     near_ns = []
     for kind in cost.kinds:
-        pair_ns = cost.forward_share(kind.attention_s) * NS * share_of_layers
+        pair_ns = cost.forward_pair_s(kind.attention_s) * NS * share_of_layers
         near_ns.append((kind.reach, pair_ns))
     head_ns = 0.0
     if index == len(stage.spans) - 1:

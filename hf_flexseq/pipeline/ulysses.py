@@ -20,7 +20,7 @@ import torch
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan import Group
-from hf_flexseq.plan.shard import contiguous_part
+from hf_flexseq.plan.shard import contiguous_part, contiguous_parts
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.head_exchange import HeadExchange
@@ -69,15 +69,10 @@ def shared_chunk(tokens: int, inner: Sequence[ZoneAttention], sharing: Sharing) 
 
     inner: the chunk's zones as a rank alone would have them
     """
-    degree = len(sharing.ranks)
-    sizes = []  # tokens of every rank
-    for index in range(degree):
-        start, stop = contiguous_part(tokens, index, degree)
-        sizes.append(stop - start)
-    start, stop = sharing.part(tokens)
+    sizes = [len(part) for part in contiguous_parts(tokens, len(sharing.ranks))]  # by rank
     group = Group(ranks=sharing.ranks, sequences=(0,), strategy="ulysses")
     return UlyssesZone(
-        rows=slice(0, stop - start),
+        rows=slice(0, sizes[sharing.index]),
         exchange=HeadExchange(Channel(group, 0), sharing.ranks, sharing.index, sizes),
         inner=Together(inner),
     )

@@ -5,7 +5,7 @@ shards.
     sequences.py   Plan: the micro-batches of an optimizer step
     pipeline.py    Chunk, Action, PipelinePlan: which stage does what with which part of a sequence
     replicas.py    StepPlan: which pipeline replica takes which sequences
-    records.py     Record, AnyPlan: JSON, digest and notes of every plan
+    records.py     Record: JSON and digest of every plan
     check.py       check: whether a topology can run a plan of groups
     shard.py       which tokens each rank holds of a micro-batch
 
@@ -14,11 +14,9 @@ Planners make the decisions; this package only stores and checks them.
 
 from hf_flexseq.plan.check import check
 from hf_flexseq.plan.groups import Group, MicroBatch, widest_first
-from hf_flexseq.plan.records import AnyPlan
 from hf_flexseq.plan.sequences import Plan, PlanInfeasible
 
 __all__ = [
-    "AnyPlan",
     "Group",
     "MicroBatch",
     "Plan",

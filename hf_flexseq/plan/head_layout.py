@@ -79,7 +79,10 @@ class HeadLayout:
         """Slots of each part; times head_dim they are elements."""
         self.heads = tuple(_all_heads(ranges) for ranges in head_ranges)
         """Heads of each tensor."""
-        self.shared = tuple(_is_shared(ranges) for ranges in head_ranges)
+        self.shared = tuple(
+            sum(map(heads_in, ranges)) > heads
+            for ranges, heads in zip(head_ranges, self.heads, strict=True)
+        )
         """True for each tensor with heads in several parts."""
         self.numbers: NDArray[np.int64] = _numbers(columns, self.heads)
         """The columns as integers, in one flat int64 array: [columns, 4], the fields of each,
@@ -95,11 +98,11 @@ def _runs(head_ranges: Sequence[Sequence[slice]], tokens: int) -> tuple[list[int
     slots = []
     end = 0
     for ranges_of_part in zip(*head_ranges, strict=True):
-        stride = sum(_heads_in(one) for one in ranges_of_part)
+        stride = sum(heads_in(one) for one in ranges_of_part)
         starts.append(end)
         before = 0  # heads of previous tensors
         for number, one in enumerate(ranges_of_part):
-            heads = _heads_in(one)
+            heads = heads_in(one)
             if heads:
                 run = HeadRun(number, one.start, heads, end + before, stride, 1, 0, 0)
                 single[number].append(run)
@@ -148,12 +151,8 @@ def _all_heads(ranges: Sequence[slice]) -> int:
     return len(heads)
 
 
-def _is_shared(ranges: Sequence[slice]) -> bool:
-    """Return True if several parts have a common head."""
-    return sum(_heads_in(one) for one in ranges) > _all_heads(ranges)
-
-
-def _heads_in(heads: slice) -> int:
+def heads_in(heads: slice) -> int:
+    """Return the number of heads in a range."""
     return int(heads.stop - heads.start)
 
 

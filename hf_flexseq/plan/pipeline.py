@@ -31,7 +31,7 @@ lists can contradict themselves.
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from hf_flexseq.base.values import (
@@ -53,19 +53,6 @@ KINDS = ("F", "B", "I", "W")
 
 # stage, kind, unit, chunk: 2F0.1; numbers have fewer than 10 digits
 _TEXT = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})\.([0-9]{1,9})")
-
-# Keys of a plan's record, besides `version`.
-KEYS = (
-    "lengths",
-    "ranks",
-    "stages",
-    "chunks",
-    "actions",
-    "checkpointed",
-    "schedule",
-    "objective_s",
-    "planning_s",
-)
 
 # Maximum stages of a pipeline, one layer each.
 MAX_STAGES = 1 << 14
@@ -120,9 +107,7 @@ class Chunk:
         Its attention crosses chunks. lengths: tokens of every sequence of the plan.
         """
         first = self.slices[0]
-        if first.tokens < lengths[first.sequence]:
-            return first
-        return None
+        return first if first.tokens < lengths[first.sequence] else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,13 +139,8 @@ class PipelinePlan(Record):
         return {(chunk.unit, chunk.index): index for index, chunk in enumerate(self.chunks)}
 
     def layers_checkpointed(self, stage: int, chunk: int) -> int:
-        """Return the number of layers of `stage` that recompute a chunk.
-
-        chunk: index in `chunks`.
-        """
-        if not self.checkpointed:
-            return 0
-        return self.checkpointed[stage][chunk]
+        """Return the number of layers of `stage` that recompute the chunk at this index."""
+        return self.checkpointed[stage][chunk] if self.checkpointed else 0
 
     def to_record(self) -> dict[str, Any]:
         """Return the plan as plain JSON values; a rank's actions are one line of text."""
@@ -217,6 +197,10 @@ class PipelinePlan(Record):
             raise ValueError(f"{len(self.actions)} lists of actions for {self.ranks} ranks")
         for rank, actions in enumerate(self.actions):
             _check_rank(self, rank, actions)
+
+
+# Keys of a plan's record, besides `version`.
+KEYS = tuple(one.name for one in fields(PipelinePlan))
 
 
 # ---- text and records
@@ -340,11 +324,6 @@ def _check_checkpointed(plan: PipelinePlan) -> None:
         raise ValueError("checkpointed layers must not be negative")
 
 
-def _unit_sizes(chunks: Iterable[Chunk]) -> dict[int, int]:
-    """Return how many chunks each unit has, by unit."""
-    return dict(sorted((chunk.unit, chunk.index + 1) for chunk in chunks))
-
-
 # ---- the form: actions
 
 
@@ -362,7 +341,7 @@ class _Progress:
 
 def _check_rank(plan: PipelinePlan, rank: int, actions: Iterable[Action]) -> None:
     """Raise ValueError, naming the action, unless `rank` runs every chunk on all of its stages."""
-    sizes = _unit_sizes(plan.chunks)
+    sizes = {chunk.unit: chunk.index + 1 for chunk in plan.chunks}  # chunks of each unit
     # Stages of a rank are `ranks` apart.
     stages = {stage: _Progress() for stage in range(rank, plan.stages, plan.ranks)}
     for action in actions:
@@ -382,39 +361,27 @@ def _advance(progress: _Progress, action: Action, size: int) -> str:
 
     size: chunks of the action's unit.
     """
-    if action.kind == "F":
-        return _advance_forward(progress, action)
-    if action.kind == "W":
-        return _advance_weights(progress, action)
-    return _advance_backward(progress, action, size)
-
-
-def _advance_forward(progress: _Progress, action: Action) -> str:
-    due = progress.forwards[action.unit]
-    if action.chunk != due:
-        return f"forwards of a unit ascend, {due} comes next"
-    progress.forwards[action.unit] += 1
-    return ""
-
-
-def _advance_weights(progress: _Progress, action: Action) -> str:
-    owed = progress.owed[action.unit]
-    if owed[:1] != [action.chunk]:
-        return f"weight gradients follow their I's, in their order: {owed} are due"
-    owed.pop(0)
-    return ""
-
-
-def _advance_backward(progress: _Progress, action: Action, size: int) -> str:
     unit = action.unit
+    owed = progress.owed[unit]
+    if action.kind == "F":
+        due = progress.forwards[unit]
+        if action.chunk != due:
+            return f"forwards of a unit ascend, {due} comes next"
+        progress.forwards[unit] += 1
+        return ""
+    if action.kind == "W":
+        if owed[:1] != [action.chunk]:
+            return f"weight gradients follow their I's, in their order: {owed} are due"
+        owed.pop(0)
+        return ""
     due = size - 1 - progress.backwards[unit]  # backwards descend
     if progress.forwards[unit] < size or action.chunk != due:
         return f"backwards of a unit begin after its {size} forwards and descend, {due} comes next"
-    if action.kind == "B" and progress.owed[unit]:
-        return f"the weight gradients of {progress.owed[unit]} come before this one's"
+    if action.kind == "B" and owed:
+        return f"the weight gradients of {owed} come before this one's"
     progress.backwards[unit] += 1
     if action.kind == "I":
-        progress.owed[unit].append(action.chunk)  # its W comes later
+        owed.append(action.chunk)  # its W comes later
     return ""
 
 

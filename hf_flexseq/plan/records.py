@@ -8,8 +8,7 @@
 A record has a `version` (`values.VERSION`), 1 if it is missing. All values are checked on reading,
 so other code need not check them again.
 
-A `Record` is a frozen dataclass. A plan of an optimizer step, of groups or of pipelines, is an
-`AnyPlan`, the interface that the engine uses.
+A `Record` is a frozen dataclass.
 
 Rejected: `dataclasses.asdict` as the record. It copies every tuple recursively, which takes longer
 than planning a pipeline of tens of thousands of actions, and it ties the file format to field
@@ -19,7 +18,7 @@ names.
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from hf_flexseq.base.reading import parse_json
 
@@ -78,39 +77,3 @@ class Record(ABC):
         """Return the hex digest of the decision."""
         text = json.dumps(self.decision(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_CHARACTERS]
-
-
-class AnyPlan(Protocol):
-    """The plan of one optimizer step, of either kind: `Plan` or `StepPlan`."""
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence, by sequence id."""
-
-    @property
-    def objective_s(self) -> float:
-        """Predicted seconds of the step."""
-
-    @property
-    def planner(self) -> str:
-        """Name of the planner, or of the pipeline's schedule."""
-
-    @property
-    def planning_s(self) -> float:
-        """Seconds that planning took."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Reasons of the decision, one line each."""
-
-    def to_record(self) -> dict[str, Any]:
-        """Return everything that was decided as plain JSON values."""
-
-    def to_bytes(self) -> bytes:
-        """Return everything that was decided as rank 0 sends it to the others."""
-
-    def digest(self) -> str:
-        """Return the hex digest of the decision."""
-
-    def check_form(self) -> None:
-        """Raise ValueError, saying where, unless the parts fit each other."""

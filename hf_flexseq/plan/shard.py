@@ -17,16 +17,15 @@ order (widest first). Inside a zone the layout depends on the strategy:
 * a ring of one chunk per rank: every sequence is cut into `degree` chunks, and the calls of its
   rounds even out the work.
 
-A sequence of 8 tokens on two ranks, and after it one of 6, which lies the other way round:
+A sequence of 8 tokens on two ranks, followed by a mirrored one of 6:
 
     ulysses    rank 0 | 0.0 0.1 0.2 0.3 0.4 0.5 0.6         rank 1 | 0.7 1.0 1.1 1.2 1.3 1.4 1.5
     zigzag     rank 0 | 0.0 0.1 0.6 0.7 1.2 1.3 1.4         rank 1 | 0.2 0.3 0.4 0.5 1.0 1.1 1.5
     one chunk  rank 0 | 0.0 0.1 0.2 0.3 1.3 1.4 1.5         rank 1 | 0.4 0.5 0.6 0.7 1.0 1.1 1.2
 
-Where sequences are cut into chunks, the ranks of the first chunks send and receive other amounts
-than those of the last ones. So about half of a group's tokens lie the other way round, the last
-rank holding the first chunk (`mirrored`), and the ranks that one sequence burdens another one
-spares.
+If sequences are cut into chunks, the ranks of the first chunks send and receive other amounts than
+those of the last ones. So about half of a group's tokens are *mirrored*: the last rank holds the
+first chunk.
 
 No layout pads: parts differ by at most one token, and no rank holds more than ceil(tokens /
 degree) for a group. tests/plan/test_shard.py counts every token of random plans one by one.
@@ -41,9 +40,9 @@ from typing import NamedTuple
 from hf_flexseq.plan.groups import Group, MicroBatch
 from hf_flexseq.plan.rings import chunks_per_rank
 
-# Sequences lie the other way round only if both sides then have at least this share of a group's
-# tokens, as 1 / MIRRORED_SHARE: less would even out little, and every step of a ring exchanges
-# with twice as many ranks.
+# Sequences are mirrored only if both directions then have at least 1 / MIRRORED_SHARE of a group's
+# tokens: a smaller share would even out little, and every step of a ring would exchange with twice
+# as many ranks.
 MIRRORED_SHARE = 4
 
 
@@ -202,6 +201,11 @@ def contiguous_part(tokens: int, index: int, degree: int) -> tuple[int, int]:
     Parts differ by at most one token.
     """
     return index * tokens // degree, (index + 1) * tokens // degree
+
+
+def contiguous_parts(tokens: int, degree: int) -> list[range]:
+    """Return all `degree` parts of `tokens`."""
+    return [range(*contiguous_part(tokens, index, degree)) for index in range(degree)]
 
 
 # ---- chunks

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import ModelShape
+from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.profiler.design import Effort, make_design
 from hf_flexseq.profiler.fit import Terms, fit, price, relative_errors

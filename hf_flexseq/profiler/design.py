@@ -25,7 +25,7 @@ from typing import NamedTuple
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, lockstep_ns
-from hf_flexseq.cost.analytic import ModelShape
+from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.plan import Group, MicroBatch, widest_first
 
 MOST_TOKENS = 16384  # tokens of a rank in a micro-batch of the deepest copy

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from hf_flexseq.cost.analytic import DEVICES, DeviceSpec
+from hf_flexseq.cost.devices import DEVICES, DeviceSpec
 
 logger = logging.getLogger(__name__)
 

@@ -33,11 +33,11 @@ from numpy.typing import NDArray
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, lockstep_ns
-from hf_flexseq.cost.analytic import ModelShape
 from hf_flexseq.cost.kinds import NearLayers, busiest_pairs, halos
 from hf_flexseq.cost.launches import EXCHANGES, LayerWork, halo_work, layer_work, segments_work
 from hf_flexseq.cost.recurrent import RecurrentLayers, filled, scan_chunk
 from hf_flexseq.cost.rings import RING_PASSES
+from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.profiler.design import Layers, LayerType, ProbeLayout, ProbeShape
 
 Floats = NDArray[np.float64]
@@ -264,13 +264,20 @@ def _recurrent(
     recurrent = []
     for one in estimate.recurrent:
         count = sum(count for kind, count in layers.items() if kind.recurrent == one.kind)
-        if count:
-            layer = replace(
-                one.one_layer(sum(model.values())),
-                token_s=seconds["scan", one.kind],
-                again_s=seconds.get(("again", one.kind), 0.0),
+        if not count:
+            continue
+        part = count / (one.share * sum(model.values()))  # of the model's layers of this kind
+        recurrent.append(
+            replace(
+                one,
+                share=count / sum(layers.values()),
+                token_s=count * seconds["scan", one.kind],
+                again_s=count * seconds.get(("again", one.kind), 0.0),
+                summary_bytes=part * one.summary_bytes,
+                halo_bytes=part * one.halo_bytes,
+                row_bytes=part * one.row_bytes,
             )
-            recurrent.append(layer.of_layers(count, sum(layers.values())))
+        )
     return tuple(recurrent)
 
 

@@ -7,16 +7,12 @@ A method emits nothing where there is nothing to do: taking all rows of a value 
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hf_flexseq.plan.head_layout import HeadLayout
 from hf_flexseq.program.instructions import (
     INPUT,
     WIDE,
     AllToAllSpec,
     Call,
-    CallLengths,
     Index,
     Instruction,
     LayerShape,
@@ -26,97 +22,9 @@ from hf_flexseq.program.instructions import (
     Value,
     last_uses,
 )
+from hf_flexseq.program.tables import Tables
 
-IntArray = NDArray[np.int64]
 Values = tuple[Value, ...]
-
-
-class Tables:
-    """The integers that the programs of a micro-batch share: index arrays, and lengths of kernel
-    calls. They go to the device in one copy (`attention/uploads.py`)."""
-
-    __slots__ = ("_calls", "_constants", "_head_tables", "_ranges", "calls", "indices")
-
-    def __init__(self) -> None:
-        self.indices: list[IntArray] = []
-        self.calls: list[CallLengths] = []
-        self._calls: dict[CallLengths, int] = {}
-        self._ranges: dict[tuple[tuple[int, int], ...], int] = {}
-        self._constants: dict[tuple[int, ...], int] = {}
-        self._head_tables: dict[HeadLayout, int] = {}
-
-    def index(self, array: IntArray) -> int:
-        """Add an index array, int64 [n], and return its number."""
-        self.indices.append(array)
-        return len(self.indices) - 1
-
-    def constant(self, numbers: tuple[int, ...]) -> int:
-        """Return the number of an index array of these numbers, which is made once."""
-        if numbers not in self._constants:
-            self._constants[numbers] = self.index(np.array(numbers, dtype=np.int64))
-        return self._constants[numbers]
-
-    def head_table(self, layout: HeadLayout) -> int:
-        """Return the number of the array of a layout of heads, which is made once."""
-        if layout not in self._head_tables:
-            self._head_tables[layout] = self.index(layout.numbers)
-        return self._head_tables[layout]
-
-    def rows(self, ranges: Sequence[tuple[int, int]]) -> Rows:
-        """Return rows given as ranges [start, stop), which may be empty, one after the other."""
-        # 1. ranges that follow each other are one
-        joined: list[tuple[int, int]] = []
-        tokens = 0
-        for start, stop in ranges:
-            if start == stop:
-                continue
-            tokens += stop - start
-            if joined and joined[-1][1] == start:
-                joined[-1] = (joined[-1][0], stop)
-            else:
-                joined.append((start, stop))
-        # 2. the simplest way to say which they are
-        if not joined:
-            return Rows(0, start=0)
-        if len(joined) == 1:
-            return Rows(tokens, start=joined[0][0])
-        key = tuple(joined)
-        if key not in self._ranges:
-            parts = [np.arange(start, stop) for start, stop in joined]
-            self._ranges[key] = self.index(np.concatenate(parts))
-        return Rows(tokens, array=self._ranges[key])
-
-    def positions(self, rows: Rows) -> IntArray:
-        """Return the rows one by one: int64 [n]."""
-        if rows.array is not None:
-            return self.indices[rows.array]
-        assert rows.start is not None, "the rows of another rank have no positions here"
-        return np.arange(rows.start, rows.start + rows.tokens)
-
-    def order(self, array: IntArray) -> Rows:
-        """Return rows in the order of `array`, int64 [n]."""
-        tokens = len(array)
-        if tokens == 0 or (array[0] + np.arange(tokens) == array).all():
-            return Rows(tokens, start=int(array[0]) if tokens else 0)
-        return Rows(tokens, array=self.index(array))
-
-    def call(
-        self,
-        q_lens: Sequence[int],
-        k_lens: Sequence[int],
-        *,
-        causal: bool,
-        window: int | None = None,
-    ) -> int:
-        """Add the lengths of a kernel call, and return their number. A window that is no shorter
-        than any sequence is none."""
-        if window is not None and window >= max(k_lens, default=0):
-            window = None
-        lengths = CallLengths(tuple(q_lens), tuple(k_lens), causal, window)
-        if lengths not in self._calls:
-            self._calls[lengths] = len(self.calls)
-            self.calls.append(lengths)
-        return self._calls[lengths]
 
 
 class Builder:

@@ -20,8 +20,8 @@ from hf_flexseq.base.layers import Reach
 from hf_flexseq.base.registry import RINGS
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan.shard import Shard, Zone, cuts
-from hf_flexseq.program import segments
-from hf_flexseq.program.builder import Builder, Tables, Values
+from hf_flexseq.program import row_programs
+from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.halo import halo_zone
 from hf_flexseq.program.hybrid import hybrid_zone
@@ -37,6 +37,7 @@ from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.ring import RingZone
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS, ZoneLayout, make_ring_steps
 from hf_flexseq.program.segments import RankSegments
+from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.ulysses import ulysses_zone
 from hf_flexseq.program.weave import run_zones
 from hf_flexseq.program.zones import LayerRows, NoZone, Sinks, ZoneAttention
@@ -230,11 +231,12 @@ def of_rows(parts: Parts, what: str, shape: RowShape) -> Program:
     """
     b = _builder(parts, shape.as_layer)
     if what == HALO:
-        return segments.halo(b, shape, parts.segments())
+        return row_programs.halo(b, shape, parts.segments())
     if what == HALO_RETURN:
-        return segments.halo_return(b, shape, parts.segments())
+        return row_programs.halo_return(b, shape, parts.segments())
     assert what in (SUMMARIES_BEFORE, SUMMARIES_AFTER), f"recurrent layers exchange no {what!r}"
-    return segments.summaries(b, shape, parts.segments(), after=what == SUMMARIES_AFTER)
+    after = what == SUMMARIES_AFTER
+    return row_programs.summaries(b, shape, parts.segments(), after=after)
 
 
 def _builder(parts: Parts, shape: LayerShape) -> Builder:

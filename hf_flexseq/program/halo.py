@@ -31,10 +31,11 @@ import numpy as np
 
 from hf_flexseq.base.layers import Reach, Span
 from hf_flexseq.plan.attention_schedule import ChunkKey
-from hf_flexseq.program.builder import Builder, IntArray, Tables, Values
+from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel, Exchange, Label, post
 from hf_flexseq.program.instructions import WIDE, Rows, Value
 from hf_flexseq.program.ring_steps import ZoneLayout, name_chunks
+from hf_flexseq.program.tables import IntArray, Tables
 from hf_flexseq.program.tags import HALO_GRADIENTS, HALO_KEYS
 from hf_flexseq.program.weave import END, ZoneSteps
 from hf_flexseq.program.zones import LayerRows, Sinks

@@ -15,10 +15,11 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hf_flexseq.plan.head_layout import HeadLayout
+from hf_flexseq.plan.head_layout import HeadLayout, heads_in
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel, Label
 from hf_flexseq.program.instructions import AllToAllSpec, Value
+from hf_flexseq.program.tags import head_to_seq, seq_to_head
 
 HeadRanges = Sequence[Sequence[slice]]  # by tensor, by rank
 
@@ -60,17 +61,12 @@ class HeadExchange:
         return self.tokens[self.index]
 
     def seq_to_head(
-        self,
-        b: Builder,
-        tensors: Values,
-        pieces: Sequence[HeadRanges],
-        messages: Sequence[int],
+        self, b: Builder, tensors: Values, pieces: Sequence[HeadRanges]
     ) -> list[ArrivingHeads]:
         """Post each [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim], piece by
         piece of the heads.
 
-        pieces: the heads that each rank is sent with a piece. messages: number of the exchange of
-        each piece among those of the group.
+        pieces: the heads that each rank is sent with a piece.
         """
         head_dim = tensors[0].shape[2]
         layout = layout_of(pieces, self.own_tokens)
@@ -78,14 +74,14 @@ class HeadExchange:
         # i, flat
         packed = b.pack_heads(tensors, layout)
         arriving = []
-        for (start, sent_counts), head_ranges, message in zip(
-            _parts(layout, len(pieces), head_dim), pieces, messages, strict=True
-        ):
-            own_heads = [_heads_in(ranges[self.index]) for ranges in head_ranges]
+        parts = _parts(layout, len(pieces), head_dim)
+        for piece, (start, sent_counts) in enumerate(parts):
+            own_heads = [heads_in(ranges[self.index]) for ranges in pieces[piece]]
             received_counts = [tokens * sum(own_heads) * head_dim for tokens in self.tokens]
             received = b.empty((sum(received_counts),), packed.dtype)
             sent = b.part(packed, start, start + sum(sent_counts))
-            post = self.post(b, sent, received, sent_counts, received_counts, message)
+            tag = seq_to_head(piece)
+            post = self.post(b, sent, received, sent_counts, received_counts, tag)
             arriving.append(
                 ArrivingHeads(b, post, received, sum(self.tokens), own_heads, head_dim)
             )
@@ -150,20 +146,20 @@ class LeavingHeads:
             self._received = self._builder.empty((elements,), self._dtype)
         return self._received
 
-    def post(self, tensors: Values, message: int) -> None:
-        """Post the tensors [all tokens, my heads, head_dim] of the next piece.
-
-        message: number of the exchange among those of the group.
-        """
+    def post(self, tensors: Values) -> None:
+        """Post the tensors [all tokens, my heads, head_dim] of the next piece."""
         b = self._builder
-        start, received_counts = self._parts[len(self._posts)]
+        piece = len(self._posts)
+        start, received_counts = self._parts[piece]
         own_heads = sum(x.shape[1] for x in tensors)
         sent_counts = [tokens * own_heads * self._head_dim for tokens in self._exchange.tokens]
         # [all tokens, my heads, head_dim] -> [all tokens, my heads of all tensors, head_dim], flat
         sent = b.flat_heads(tensors)
         received = b.part(self._buffer, start, start + sum(received_counts))
         self._posts.append(
-            self._exchange.post(b, sent, received, sent_counts, received_counts, message)
+            self._exchange.post(
+                b, sent, received, sent_counts, received_counts, head_to_seq(piece)
+            )
         )
 
     def wait(self) -> Values:
@@ -205,8 +201,3 @@ def _parts(layout: HeadLayout, pieces: int, head_dim: int) -> list[tuple[int, li
         parts.append((start, counts))
         start += sum(counts)
     return parts
-
-
-def _heads_in(head_range: slice) -> int:
-    """Return the number of heads in the range."""
-    return int(head_range.stop - head_range.start)

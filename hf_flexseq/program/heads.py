@@ -14,7 +14,7 @@ in 2 pieces:
 3. `PieceSums` gives the gradients of the KV heads that no later piece reads.
 
 Where a rank's query heads do not fall evenly on its KV heads, KV heads are repeated for the
-kernel, one for each query head, and gradients of repeats are summed (`Repeats`).
+kernel, one for each query head, and gradients of repeats are summed.
 """
 
 import functools
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hf_flexseq.cost import PIECE_ROWS
-from hf_flexseq.plan.shard import contiguous_part
+from hf_flexseq.plan.shard import contiguous_parts
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.instructions import Value
 
@@ -97,14 +97,8 @@ def head_pieces(heads: int, kv_heads: int, degree: int, most: int) -> tuple[Head
     the group.
     """
     # 1. the query heads of each rank
-    heads_by_rank = []
-    for i in range(degree):
-        start, stop = contiguous_part(heads, i, degree)
-        heads_by_rank.append(range(start, stop))
-    count = most
-    for rank_heads in heads_by_rank:
-        if rank_heads:
-            count = min(count, len(rank_heads))
+    heads_by_rank = contiguous_parts(heads, degree)
+    count = min([most, *(len(rank_heads) for rank_heads in heads_by_rank if rank_heads)])
 
     # 2. cut the heads of each rank
     shares_by_rank = [
@@ -130,22 +124,10 @@ def _shares(heads: range, queries_per_kv: int, count: int) -> list[HeadShare]:
     queries_per_kv: query heads of the model that read one KV head.
     """
     if not heads:
-        nothing = HeadShare(
-            q_start=heads.start,
-            q_stop=heads.stop,
-            kv_start=0,
-            kv_stop=0,
-            query2kv=None,
-            kv_new=0,
-            kv_kept=0,
-        )
-        return [nothing] * count
+        return [HeadShare(heads.start, heads.stop, 0, 0, None, 0, 0)] * count
 
     # 1. the query heads of each piece
-    pieces = []
-    for number in range(count):
-        start, stop = contiguous_part(len(heads), number, count)
-        pieces.append(heads[start:stop])
+    pieces = [heads[part.start : part.stop] for part in contiguous_parts(len(heads), count)]
 
     # 2. the KV heads that they read; two pieces may have one in common
     kv_starts = [piece[0] // queries_per_kv for piece in pieces]
@@ -154,16 +136,14 @@ def _shares(heads: range, queries_per_kv: int, count: int) -> list[HeadShare]:
     # 3. a KV head is new in the first piece that reads it, and complete in the last one
     shares = []
     for number, piece in enumerate(pieces):
-        is_first = number == 0
-        is_last = number == count - 1
         share = HeadShare(
             q_start=piece.start,
             q_stop=piece.stop,
             kv_start=kv_starts[number],
             kv_stop=kv_stops[number],
             query2kv=_query2kv(piece, queries_per_kv),
-            kv_new=kv_starts[0] if is_first else kv_stops[number - 1],
-            kv_kept=kv_stops[-1] if is_last else kv_starts[number + 1],
+            kv_new=kv_stops[number - 1] if number else kv_starts[0],
+            kv_kept=kv_starts[number + 1] if number + 1 < count else kv_stops[-1],
         )
         shares.append(share)
     return shares
@@ -194,40 +174,29 @@ def overlapping(head_ranges: Sequence[Sequence[slice]]) -> bool:
     return total > heads
 
 
-class Repeats:
-    """Repeats KV heads where the kernel could not share them out itself, and sums gradients of
-    repeats."""
+def _repeated(b: Builder, x: Value, share: HeadShare) -> Value:
+    """Return x [tokens, kv_heads, head_dim] with a KV head for each query head, if the share needs
+    repeats: [tokens, q_heads, head_dim]."""
+    if share.query2kv is None:
+        return x
+    return b.repeat_heads(x, b.tables.constant(share.query2kv), share.q_heads)
 
-    __slots__ = ("_builder",)
 
-    def __init__(self, b: Builder) -> None:
-        self._builder = b
-
-    def repeated(self, x: Value, share: HeadShare) -> Value:
-        """Return x [tokens, kv_heads, head_dim] as [tokens, q_heads, head_dim] where the share
-        needs it, elsewhere as it is."""
-        if share.query2kv is None:
-            return x
-        index = self._builder.tables.constant(share.query2kv)
-        return self._builder.repeat_heads(x, index, share.q_heads)
-
-    def summed(self, dx: Value, share: HeadShare) -> Value:
-        """Return the sums of gradients, [tokens, q_heads, head_dim] -> [tokens, kv_heads,
-        head_dim]: the transpose of `repeated`."""
-        if share.query2kv is None:
-            return dx
-        index = self._builder.tables.constant(share.query2kv)
-        return self._builder.sum_heads(dx, index, share.kv_heads)
+def _summed(b: Builder, dx: Value, share: HeadShare) -> Value:
+    """Return the sums of gradients, [tokens, q_heads, head_dim] -> [tokens, kv_heads, head_dim]:
+    the transpose of `_repeated`."""
+    if share.query2kv is None:
+        return dx
+    return b.sum_heads(dx, b.tables.constant(share.query2kv), share.kv_heads)
 
 
 class PieceReader:
     """Keys and values of the KV heads that each piece reads, one piece after the other."""
 
-    __slots__ = ("_builder", "_kv", "_repeats")
+    __slots__ = ("_builder", "_kv")
 
-    def __init__(self, b: Builder, repeats: Repeats) -> None:
+    def __init__(self, b: Builder) -> None:
         self._builder = b
-        self._repeats = repeats
         self._kv: Values = ()  # k and v of the piece before
 
     def next(self, share: HeadShare, new: Sequence[Value]) -> Values:
@@ -249,17 +218,16 @@ class PieceReader:
                 joined.append(b.join((last, x), dim=1) if x.shape[1] else last)
             kv = tuple(joined)
         self._kv = kv
-        return tuple(self._repeats.repeated(x, share) for x in kv)
+        return tuple(_repeated(b, x, share) for x in kv)
 
 
 class PieceSums:
     """Gradients of KV heads, summed over the pieces that read them, one piece after the other."""
 
-    __slots__ = ("_builder", "_incomplete", "_repeats")
+    __slots__ = ("_builder", "_incomplete")
 
-    def __init__(self, b: Builder, repeats: Repeats) -> None:
+    def __init__(self, b: Builder) -> None:
         self._builder = b
-        self._repeats = repeats
         # dk and dv of the KV heads that later pieces add to, [tokens, KV heads, head_dim]
         self._incomplete: Values = ()
 
@@ -273,7 +241,7 @@ class PieceSums:
         complete = []
         incomplete = []
         for number, grad in enumerate(grads):
-            total = self._repeats.summed(grad, share)  # [tokens, kv_heads, head_dim]
+            total = _summed(b, grad, share)  # [tokens, kv_heads, head_dim]
             heads = total.shape[1]
             again = share.kv_read_before
             if again:

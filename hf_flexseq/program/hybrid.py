@@ -25,13 +25,14 @@ import numpy as np
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.plan.attention_schedule import ChunkKey
 from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
-from hf_flexseq.program.builder import Builder, IntArray, Tables, Values
+from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.halo import halo_zone
 from hf_flexseq.program.head_exchange import HeadExchange
 from hf_flexseq.program.instructions import Value
 from hf_flexseq.program.ring import RingZone
 from hf_flexseq.program.ring_steps import ZoneLayout, make_ring_steps
+from hf_flexseq.program.tables import IntArray, Tables
 from hf_flexseq.program.ulysses import Span, UlyssesZone
 from hf_flexseq.program.weave import ZoneSteps
 from hf_flexseq.program.zones import Attention, LayerRows, Sinks

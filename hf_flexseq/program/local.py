@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hf_flexseq.base.layers import FULL, Reach
-from hf_flexseq.program.builder import Builder, Tables, Values
+from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.instructions import Value
+from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.weave import ZoneSteps
 from hf_flexseq.program.zones import SavesRows, Sinks
 

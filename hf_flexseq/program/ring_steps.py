@@ -41,8 +41,8 @@ from hf_flexseq.plan.attention_schedule import (
     interleaved,
 )
 from hf_flexseq.plan.shard import Cut, held_chunks
-from hf_flexseq.program.builder import Tables
 from hf_flexseq.program.instructions import Rows
+from hf_flexseq.program.tables import Tables
 
 DIAGONAL_TIME = 0  # time of a schedule at which every rank attends to its own chunks
 

@@ -28,19 +28,16 @@ The slow reference is `tests/attention/dense.py`.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.cost import HEAD_PIECES
-from hf_flexseq.plan.shard import Zone, contiguous_part
-from hf_flexseq.program import tags
-from hf_flexseq.program.builder import Builder, Tables, Values
+from hf_flexseq.plan.shard import Zone, contiguous_parts
+from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.head_exchange import (
     ArrivingHeads,
     HeadExchange,
-    HeadRanges,
     LeavingHeads,
 )
 from hf_flexseq.program.heads import (
@@ -48,13 +45,13 @@ from hf_flexseq.program.heads import (
     HeadShare,
     PieceReader,
     PieceSums,
-    Repeats,
     head_pieces,
     overlapping,
     pieces_per_head,
 )
 from hf_flexseq.program.instructions import INPUT, WIDE, Value
 from hf_flexseq.program.local import LocalZone
+from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.weave import END, ZoneSteps, within
 from hf_flexseq.program.zones import Attention, LayerRows, Sinks
 
@@ -78,10 +75,7 @@ def ulysses_zone(
     device: "cpu" or "cuda". reach: which keys a query reads.
     """
     all_tokens = sum(zone.lengths)
-    tokens = []
-    for i in range(zone.group.degree):
-        start, stop = contiguous_part(all_tokens, i, zone.group.degree)
-        tokens.append(stop - start)
+    tokens = [len(part) for part in contiguous_parts(all_tokens, zone.group.degree)]
     return UlyssesZone(
         rows=slice(zone.start, zone.stop),
         exchange=HeadExchange(channel, zone.group.ranks, zone.index, tokens),
@@ -132,13 +126,13 @@ class UlyssesZone:
 
         # 1. post what the pieces read: [my tokens, all heads] -> [all tokens, my heads]
         read = [(piece.queries, piece.kv_arriving, piece.kv_arriving) for piece in pieces]
-        arriving = self.exchange.seq_to_head(b, (q, k, v), read, _messages(tags.seq_to_head, read))
+        arriving = self.exchange.seq_to_head(b, (q, k, v), read)
 
         # 2. compute piece by piece
         written = [(piece.queries,) for piece in pieces]
         leaving = LeavingHeads(b, self.exchange, written, q.shape[2], INPUT)
         saved_by_piece: list[Values] = []
-        reader = PieceReader(b, Repeats(b))
+        reader = PieceReader(b)
         for number, piece in enumerate(pieces):
             share = self._share(piece)
             span = self._span(number, len(pieces))
@@ -154,7 +148,7 @@ class UlyssesZone:
                 out_heads = q_heads  # no head here: [all tokens, 0, head_dim]
             yield span.stop
             # [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim]
-            leaving.post((out_heads,), tags.head_to_seq(number))
+            leaving.post((out_heads,))
 
         # 3. wait for the results
         yield END
@@ -170,10 +164,14 @@ class UlyssesZone:
         pieces = self._pieces(b.shape.query_heads, b.shape.kv_heads)
         # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
         read = [(piece.queries,) for piece in pieces]
-        arriving = self.exchange.seq_to_head(b, (dout,), read, _messages(tags.seq_to_head, read))
+        arriving = self.exchange.seq_to_head(b, (dout,), read)
         saved_by_piece = self._unflat(b, saved, pieces)
-        shares = [self._share(piece) for piece in pieces]
-        piece_backward = partial(self._backward_of_saved, b, shares, saved_by_piece, sinks)
+
+        def piece_backward(number: int, arrived: Values) -> ZoneSteps[Values]:
+            (dout_heads,) = arrived  # [all tokens, my heads, head_dim]
+            own = _sinks_of(b, sinks, self._share(pieces[number]))
+            return self.inner.backward(b, dout_heads, saved_by_piece[number], own)
+
         return (yield from self._gradients(b, pieces, arriving, piece_backward))
 
     def backward_of_rows(
@@ -191,49 +189,20 @@ class UlyssesZone:
         for piece in pieces:
             keys = piece.kv_arriving
             read.append((piece.queries, keys, keys, piece.queries, piece.queries))
-        arriving = self.exchange.seq_to_head(b, rows[:-1], read, _messages(tags.seq_to_head, read))
+        arriving = self.exchange.seq_to_head(b, rows[:-1], read)
         lse_by_piece = self._unflat(b, (rows.lse,), pieces)
-        shares = [self._share(piece) for piece in pieces]
-        reader = PieceReader(b, Repeats(b))
-        piece_backward = partial(self._backward_of_heads, b, shares, reader, lse_by_piece, sinks)
+        reader = PieceReader(b)
+
+        def piece_backward(number: int, arrived: Values) -> ZoneSteps[Values]:
+            # each [all tokens, my heads, head_dim]
+            q_heads, new_k, new_v, out_heads, dout_heads = arrived
+            share = self._share(pieces[number])
+            k_heads, v_heads = reader.next(share, (new_k, new_v))
+            (lse,) = lse_by_piece[number]
+            own_rows = LayerRows(q_heads, k_heads, v_heads, out_heads, dout_heads, lse)
+            return self.inner.backward_of_rows(b, own_rows, _sinks_of(b, sinks, share))
+
         return (yield from self._gradients(b, pieces, arriving, piece_backward))
-
-    def _backward_of_saved(
-        self,
-        b: Builder,
-        shares: Sequence[HeadShare],
-        saved_by_piece: Sequence[Values],
-        sinks: Sinks | None,
-        number: int,
-        arrived: Values,
-    ) -> ZoneSteps[Values]:
-        """Start the inner backward of a piece from what its forward saved.
-
-        arrived: dout [all tokens, my heads, head_dim].
-        """
-        (dout_heads,) = arrived
-        own = _sinks_of(b, sinks, shares[number])
-        return self.inner.backward(b, dout_heads, saved_by_piece[number], own)
-
-    def _backward_of_heads(
-        self,
-        b: Builder,
-        shares: Sequence[HeadShare],
-        reader: PieceReader,
-        lse_by_piece: Sequence[Values],
-        sinks: Sinks | None,
-        number: int,
-        arrived: Values,
-    ) -> ZoneSteps[Values]:
-        """Start the inner backward of a piece from its log-sum-exp and what has arrived.
-
-        arrived: q, new k, new v, out and dout, each [all tokens, my heads, head_dim].
-        """
-        q_heads, new_k, new_v, out_heads, dout_heads = arrived
-        k_heads, v_heads = reader.next(shares[number], (new_k, new_v))
-        (lse,) = lse_by_piece[number]
-        rows = LayerRows(q_heads, k_heads, v_heads, out_heads, dout_heads, lse)
-        return self.inner.backward_of_rows(b, rows, _sinks_of(b, sinks, shares[number]))
 
     def _gradients(
         self,
@@ -252,7 +221,7 @@ class UlyssesZone:
         wire_dtype = WIDE if parts_of_sums else INPUT
         written = [(piece.queries, piece.kv_leaving, piece.kv_leaving) for piece in pieces]
         leaving = LeavingHeads(b, self.exchange, written, b.shape.head_dim, wire_dtype)
-        sums = PieceSums(b, Repeats(b))
+        sums = PieceSums(b)
         for number, piece in enumerate(pieces):
             share = self._share(piece)
             span = self._span(number, len(pieces))
@@ -269,7 +238,7 @@ class UlyssesZone:
             yield span.stop
             tensors = tuple(b.cast(x, wire_dtype) for x in (dq_heads, dk_heads, dv_heads))
             # [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim]
-            leaving.post(tensors, tags.head_to_seq(number))
+            leaving.post(tensors)
         yield END
         return leaving.wait()
 
@@ -321,11 +290,6 @@ def _sinks_of(b: Builder, sinks: Sinks | None, share: HeadShare) -> Sinks | None
     if sinks is None:
         return None
     return sinks.of_heads(b, share.q_start, share.q_stop)
-
-
-def _messages(message: Callable[[int], int], pieces: Sequence[HeadRanges]) -> list[int]:
-    """Return the number of the message of each piece."""
-    return [message(number) for number in range(len(pieces))]
 
 
 def _flat(b: Builder, saved_by_piece: Sequence[Values]) -> Values:

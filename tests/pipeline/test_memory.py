@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost.analytic import DEVICES, analytic_cost_model
+from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.cost.walk import timed
 from hf_flexseq.distributed.communicator import Communicator

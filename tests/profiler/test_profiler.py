@@ -17,7 +17,9 @@ from accelerate import Accelerator
 from hf_flexseq.base.layers import FULL, Reach, RecurrentShape
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, lockstep_ns
-from hf_flexseq.cost.analytic import DEVICES, ModelShape, analytic_cost_model
+from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.devices import DEVICES
+from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration import choose
 from hf_flexseq.hf.calibration.choose import cost_model_for, fit_key

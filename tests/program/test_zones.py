@@ -2,8 +2,8 @@
 
 import pytest
 
-from hf_flexseq.program.builder import Tables
 from hf_flexseq.program.local import LocalZone
+from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.weave import END, run_zones, within
 
 

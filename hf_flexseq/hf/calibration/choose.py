@@ -26,7 +26,8 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import ModelShape, analytic_cost_model
+from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.cost.sharding import TRIPS, trip_seconds
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.probe import ModelProbes

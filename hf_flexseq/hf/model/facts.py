@@ -27,7 +27,7 @@ from transformers.modeling_layers import (
 )
 
 from hf_flexseq.base.layers import Reach, RecurrentShape
-from hf_flexseq.cost.analytic import HeadShape, ModelShape
+from hf_flexseq.cost.shapes import HeadShape, ModelShape
 from hf_flexseq.hf.model.layer_kinds import (
     Layer,
     LayerKind,

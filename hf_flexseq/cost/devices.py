@@ -1,0 +1,115 @@
+"""What devices achieve: FLOP/s, bytes/s, and what their hosts take to launch and post."""
+
+from dataclasses import dataclass, replace
+
+from hf_flexseq.cost import PIECE_ROWS
+
+# Seconds of the host on a GPU machine. Measure your own with `flexseq calibrate`.
+#
+# * A launch: PyTorch's way from an operation to its kernel, on an H100, 5 to 25 us
+#   (https://jiahuanglin.xyz/all_lessons/gpu_kernel_serving/18_pytorch_to_kernel.html). Most of
+#   ours are small operations without autograd, which are near its lower end.
+# * A post: c10d's all-reduce, reduce-scatter and all-gather over NCCL take the host 89, 122 and
+#   131 us (https://github.com/pytorch/pytorch/issues/138773); a batch of sends and receives goes
+#   the same way. The figure holds the messages of a call, so these have none of their own.
+# * A first contact: the first ncclSend and ncclRecv between two H100 of a node, about 700 ms
+#   (https://github.com/NVIDIA/nccl/issues/1487).
+CUDA_LAUNCH_S = 8e-6
+CUDA_POST_S = 1e-4
+NCCL_CONTACT_S = 0.7
+
+# Keys of a kernel's block. A kernel computes whole blocks, on average one more than a window has
+# (FlashAttention's blocks, https://github.com/Dao-AILab/flash-attention).
+BLOCK_KEYS = 128
+
+# Share of a GPU's FLOP/s in training that a chunked scan achieves: 32,768 tokens
+# of 64 Gated DeltaNet heads of 128 take an H800 15.56 ms forward and backward
+# (https://github.com/fla-org/flash-linear-attention/pull/691). `_scan_flops` of analytic.py counts
+# 1.16 TFLOP for these. By the same page a quarter of them on each of four ranks takes 5.73 ms with
+# transfers, 47 % more than the quarter alone; the arithmetic of the second pass is 36 % more.
+SCAN_EFFICIENCY = 0.17
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceSpec:
+    """Achieved figures of one rank's device, below its peak."""
+
+    name: str
+    """The device's name."""
+    flops: float
+    """FLOP/s in training kernels."""
+    memory_bytes: float
+    """Bytes of memory that one rank can use."""
+    memory_rate: float = 2.3e12
+    """Bytes/s that kernels move between the device and its memory."""
+    scan_efficiency: float = SCAN_EFFICIENCY
+    """Share of `flops` in the scans of recurrent layers."""
+    intra_bytes: float
+    """Bytes/s a rank moves to ranks of its own node."""
+    inter_bytes: float
+    """Bytes/s a rank moves to ranks of other nodes."""
+    layer_s: float
+    """Seconds a layer's forward and backward cost besides their arithmetic (launches)."""
+    transfer_s: float = 3e-5
+    """Seconds until a transfer between ranks begins."""
+    launch_s: float = CUDA_LAUNCH_S
+    """Seconds of the host per operation that it launches."""
+    post_s: float = CUDA_POST_S
+    """Seconds of the host per call that posts messages."""
+    contact_s: float = NCCL_CONTACT_S
+    """Seconds of the first message between two ranks that are not connected."""
+    overlap: float = 1.0
+    """Share of a transfer, and of the host's work, that runs beside arithmetic: 0 for a CPU core,
+    which moves its bytes and launches its operations itself."""
+    own_nic: bool = True
+    """True if each rank has its own link to other nodes, False if those of a node share one."""
+    block_keys: int = BLOCK_KEYS
+    """Keys of a kernel's block; a window takes one block more than it has."""
+    piece_rows: int = PIECE_ROWS["cuda"]
+    """Query heads x tokens that make a piece worth a kernel call, as in `CostModel`."""
+
+
+# Achieved rates: about 45 % of the dense bf16 peak, 70 % of NVLink one way and of the memory's
+# (3.35 TB/s of an H100, 4.8 of an H200, 2.0 and 1.6 of the A100s), one 400 (A100: 200) Gb/s NIC
+# per rank.
+_H100 = DeviceSpec(
+    name="H100",
+    flops=4.4e14,
+    memory_bytes=79 * 2**30,
+    intra_bytes=3e11,
+    inter_bytes=4e10,
+    layer_s=5e-4,
+)
+_A100 = DeviceSpec(
+    name="A100-80GB",
+    flops=1.4e14,
+    memory_bytes=79 * 2**30,
+    memory_rate=1.4e12,
+    intra_bytes=2e11,
+    inter_bytes=2e10,
+    layer_s=5e-4,
+)
+_CPU = DeviceSpec(
+    name="CPU",
+    flops=3e10,
+    memory_bytes=4 * 2**30,
+    memory_rate=5e9,
+    scan_efficiency=1.0,
+    intra_bytes=1e9,
+    inter_bytes=1e8,
+    layer_s=1e-3,
+    transfer_s=3e-4,
+    launch_s=1e-5,
+    post_s=3e-4,
+    contact_s=0.0,  # gloo connects all ranks at the start
+    overlap=0.0,
+    own_nic=False,
+    piece_rows=PIECE_ROWS["cpu"],
+)
+DEVICES = {
+    "H200": replace(_H100, name="H200", memory_bytes=139 * 2**30, memory_rate=3.4e12),
+    "H100": _H100,
+    "A100-80GB": _A100,
+    "A100-40GB": replace(_A100, name="A100-40GB", memory_bytes=39 * 2**30, memory_rate=1.1e12),
+    "CPU": _CPU,
+}

@@ -1,0 +1,103 @@
+"""The sizes of a model, as estimates of its cost need them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hf_flexseq.base.layers import FULL, Reach, RecurrentShape
+
+
+class HeadShape(NamedTuple):
+    """The heads of an attention layer."""
+
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Heads of keys and values."""
+    head_dim: int
+    """Width of a head."""
+
+    @property
+    def query_width(self) -> int:
+        """Numbers in a token's queries, all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers in a token's keys and values, all heads."""
+        return 2 * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A Llama-like decoder in numbers."""
+
+    layers: int
+    """Decoder layers."""
+    hidden: int
+    """Width of the hidden states."""
+    heads: int
+    """Query heads; where layers differ, the most of one."""
+    kv_heads: int
+    """Heads of keys and values; where layers differ, the most of one."""
+    head_dim: int
+    """Width of a head; where layers differ, the largest."""
+    intermediate: int
+    """Width inside the MLP; with experts, the sum over those of one token."""
+    vocab: int
+    """Tokens of the vocabulary."""
+    params: int
+    """All parameters, embeddings included."""
+    dtype_bytes: int = 2
+    """Bytes of one activation."""
+    reaches: tuple[tuple[int, Reach], ...] = ()
+    """(layers, reach) of layers with a window or a chunk; all others read all keys."""
+    recurrent: tuple[tuple[int, RecurrentShape], ...] = ()
+    """(layers, sizes) of recurrent layers."""
+    without_attention: int = 0
+    """Layers without attention."""
+    active_params: int | None = None
+    """Parameters that work on one token, embeddings included: fewer with experts, more if the
+    embedding is also the head. None: all."""
+    head_shapes: tuple[tuple[Reach, HeadShape], ...] = ()
+    """(reach, heads of its layers) if layers differ; () if all have the heads above."""
+
+    def __post_init__(self) -> None:
+        if self.full_layers < 0:
+            raise ValueError(
+                f"{self.attention_count - self.full_layers} layers with a window or a chunk, of "
+                f"{self.attention_count} layers"
+            )
+        for layers, shape in self.recurrent:
+            if layers > self.layers:
+                raise ValueError(f"{layers} {shape} layers, of {self.layers} layers")
+
+    @property
+    def full_layers(self) -> int:
+        """Layers that read all keys."""
+        return self.attention_count - sum(layers for layers, _ in self.reaches)
+
+    @property
+    def attention_count(self) -> int:
+        """Layers with attention."""
+        return self.layers - self.without_attention
+
+    def heads_of(self, reach: Reach) -> HeadShape:
+        """Return the heads of the layers of a reach."""
+        same = HeadShape(self.heads, self.kv_heads, self.head_dim)
+        return dict(self.head_shapes).get(reach, same)
+
+    def attention_layers(self) -> Iterator[tuple[int, Reach, HeadShape]]:
+        """Yield (layers, their reach, their heads) of all layers with attention."""
+        for layers, reach in ((self.full_layers, FULL), *self.reaches):
+            yield layers, reach, self.heads_of(reach)
+
+    @property
+    def query_numbers(self) -> int:
+        """Numbers in a token's queries, all layers."""
+        return sum(layers * heads.query_width for layers, _, heads in self.attention_layers())
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers in a token's keys and values, all layers."""
+        return sum(layers * heads.kv_width for layers, _, heads in self.attention_layers())
