@@ -54,12 +54,12 @@ second pass of r'_k where several ranks share a sequence, and n the segments of 
 
 with s, or s / (d n), filled up to whole chunks.
 
-A halo is there before its one kernel call begins, so that nothing hides it. In a group,
-launches and posts are those of all its layers.
+A halo arrives before its one kernel call begins, so nothing hides it. Launches and posts of a
+group are those of all its layers.
 
-Rejected: H as a sum. A long sequence launches as often as a short one, but a device that is busy
-all the time does not notice. Rejected: one max for a rank, over all its groups and linear layers,
-which is closer, but makes the price of a group depend on the others.
+Rejected: H as a sum. A long sequence launches as often as a short one, but a busy device hides
+that. Rejected: one max for a rank, over all its groups and linear layers. It is more accurate, but
+the price of a group would depend on the others.
 
 The formula is FlexSP's (arXiv 2412.01523, equations 11 to 14), with heads, rings, latency and
 unsharded states added. Rejected: the factor (d - 1)/d on all-to-all bytes, which the published
@@ -92,10 +92,10 @@ LINEAR_PASSES = 3
 ATTENTION_BACKWARD = 2.5
 
 
-# The strategies of `auto` where hybrids are priced right, too.
+# The strategies of `auto` if the prices of hybrids are valid, too.
 WITH_HYBRIDS = "auto, with hybrids"
 
-# Constants that older models have not: where they are as in those, digests leave them out.
+# Constants that older models lack: digests leave out those with their default.
 HOST_CONSTANTS = ("launch_s", "post_s", "message_s", "host_overlap", "contact_s")
 LATER_CONSTANTS = (*HOST_CONSTANTS, "kinds", "recurrent", "attention_share")
 
@@ -135,8 +135,8 @@ class CostModel(CostTransfers):
     def strategies(self, strategy: str) -> tuple[str, ...]:
         """Return the strategies that groups of two ranks and more may use.
 
-        strategy: what the user asks for, `auto` or one strategy; or what `allowed` returns. Raises
-        ValueError for a strategy that this model cannot price.
+        strategy: `auto`, one strategy, or what `allowed` returns. Raises ValueError for a strategy
+        that this model cannot price.
         """
         if strategy in ("auto", WITH_HYBRIDS) and self.ring_bytes is None:
             return ("ulysses",)
@@ -147,13 +147,13 @@ class CostModel(CostTransfers):
         if strategy == "local":
             return ()
         if strategy in (*RINGS, "hybrid"):
-            self.trip_bytes()  # raises where the model does not know them
+            self.trip_bytes()  # raises if the model does not know them
         return (strategy,)
 
     @staticmethod
     def allowed(strategy: str, topology: Topology) -> str:
-        """Return which strategies groups may use on some ranks: `auto` becomes `WITH_HYBRIDS` if
-        no hybrid spans more nodes than it is priced for."""
+        """Return the strategies that groups may use on a topology: `auto` becomes `WITH_HYBRIDS`
+        if no hybrid spans more nodes than it is priced for."""
         per_node = topology.ranks_per_node
         nodes = range(2, topology.nodes + 1)
         if strategy == "auto" and nodes and all(nodes_spanned(n * per_node) >= n for n in nodes):
@@ -306,14 +306,14 @@ class CostModel(CostTransfers):
 
     @property
     def has_waits(self) -> bool:
-        """Whether a group takes longer than its sequences on the device."""
+        """True if a group takes longer than its sequences on the device."""
         return bool(
             self.group_s or self.launch_s or self.post_s or self.message_s or self.recurrent
         )
 
     def waits(self, degree: int, strategy: str, spans_nodes: bool) -> Waits:
-        """Return what a group of `degree` ranks takes besides its sequences. A rank alone has it
-        in the constant of the micro-batch."""
+        """Return the waits of a group of `degree` ranks. Those of a rank alone are in the constant
+        of the micro-batch."""
         if degree == 1:
             return Waits(0, 0)
         host_s = self.host_s(degree, strategy, spans_nodes)
@@ -326,10 +326,10 @@ class CostModel(CostTransfers):
     def host_s(self, degree: int, strategy: str, spans_nodes: bool) -> float:
         """Return the seconds in which the host launches and posts a group's attention.
 
-        Heads come in one piece: where they come in more, these have more work to hide under.
+        Heads count as one piece; more pieces have more work that hides them.
         """
         nodes = 1
-        asked = strategy  # whose slices the ranks have
+        asked = strategy  # decides the slices of the ranks
         if spans_nodes:
             nodes = nodes_spanned(degree)
         elif strategy == "hybrid":
@@ -355,17 +355,10 @@ class CostModel(CostTransfers):
     def alone_ns(
         self, lengths: Int64Array, degree: int, strategy: str, spans_nodes: bool
     ) -> Int64Array:
-        """Return the nanoseconds of each sequence as the only one of a group, [sequences]: as
-        `sequences_ns`, with what the group waits for."""
+        """Return the nanoseconds of each sequence alone in a group, with waits, [sequences]."""
         nanoseconds = self.sequences_ns(lengths, degree, strategy, spans_nodes)
         waits = self.waits(degree, strategy, spans_nodes)
         return nanoseconds + waits.beyond(self.cover_ns(nanoseconds, lengths, degree))
-
-    def group_ns(self, lengths: Int64Array, degree: int, strategy: str, spans_nodes: bool) -> int:
-        """Return the nanoseconds of a group with sequences of these lengths, at least one."""
-        nanoseconds = self.sequences_ns(lengths, degree, strategy, spans_nodes)
-        cover = self.cover_ns(nanoseconds, lengths, degree).sum()
-        return int(nanoseconds.sum() + self.waits(degree, strategy, spans_nodes).beyond(cover))
 
     def cover_ns(self, nanoseconds: Int64Array, lengths: Int64Array, degree: int) -> Int64Array:
         """Return the nanoseconds of each sequence's attention and transfers, [sequences].

@@ -166,7 +166,6 @@ class Transfers:
         recvs: Sequence[tuple[torch.Tensor, int]],
         tag: int = UNTAGGED,
         label: Label = unnamed,
-        lane: Lane | None = None,
         scratch: bool = False,
     ) -> None:
         """Post contiguous tensors to and from global ranks, each a (tensor, peer).
@@ -174,27 +173,26 @@ class Transfers:
         Nothing is posted for a tensor without elements, which both sides know. Several tensors for
         one peer must stand in the same order on both sides; they take the tags from `tag` on.
 
-        lane: of all messages; None takes the lane to each peer, which both ends agree on.
-        scratch: whether nobody reads what is sent once it has been sent.
+        scratch: True if what is sent is not read afterwards.
         """
         # 1. the messages of each lane
         sends_by_lane: dict[Lane, list[Message]] = {}
         recvs_by_lane: dict[Lane, list[Message]] = {}
         for tensor, peer, own_tag in _tagged(sends, tag):
             message = Message(tensor, peer, own_tag, scratch)
-            sends_by_lane.setdefault(lane or communicator.lane(peer), []).append(message)
+            sends_by_lane.setdefault(communicator.lane(peer), []).append(message)
         for tensor, peer, own_tag in _tagged(recvs, tag):
             message = Message(tensor, peer, own_tag)
-            recvs_by_lane.setdefault(lane or communicator.lane(peer), []).append(message)
+            recvs_by_lane.setdefault(communicator.lane(peer), []).append(message)
 
         # 2. one post for each; all ranks take the lanes in one order
         self._pending: list[Pending] | None = []  # None once waited for
-        for own_lane in [lane] if lane else communicator.lanes:
-            lane_sends = sends_by_lane.get(own_lane, [])
-            lane_recvs = recvs_by_lane.get(own_lane, [])
+        for lane in communicator.lanes:
+            lane_sends = sends_by_lane.get(lane, [])
+            lane_recvs = recvs_by_lane.get(lane, [])
             if lane_sends or lane_recvs:
                 pending = communicator.transport.post(
-                    own_lane, sends=lane_sends, recvs=lane_recvs, label=label
+                    lane, sends=lane_sends, recvs=lane_recvs, label=label
                 )
                 self._pending.append(pending)
 

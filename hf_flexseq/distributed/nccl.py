@@ -55,9 +55,7 @@ class NcclTransport:
         "world_size",
     )
 
-    capabilities = Capabilities(
-        ordered=True, waits_on_stream=True, fast_collectives=True, connects_lazily=True
-    )
+    capabilities = Capabilities(ordered=True, waits_on_stream=True, fast_collectives=True)
     meshes = 1  # groups in which each rank has a socket to every other one: that of the CPUs
 
     def __init__(self, timeout: timedelta, device: torch.device) -> None:

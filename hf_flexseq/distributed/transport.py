@@ -56,20 +56,17 @@ def unnamed(peer: int, sent: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """Says what a transport promises about posts."""
+    """Promises of a transport about posts."""
 
     ordered: bool
-    """Whether a lane carries out one post after the other, and matches messages by their order.
-    Otherwise posts are independent, and messages match by tag."""
+    """True if a lane carries out one post after the other, and matches messages by their order.
+    False if posts are independent, and messages match by tag."""
 
     waits_on_stream: bool
-    """Whether `wait` makes the device's stream wait, and not the host."""
+    """True if `wait` makes the device's stream wait instead of the host."""
 
     fast_collectives: bool = False
-    """Whether an all-to-all over a group is faster than messages between its ranks."""
-
-    connects_lazily: bool = False
-    """Whether two ranks are connected by their first message, if not when a lane was opened."""
+    """True if an all-to-all over a group is faster than messages between its ranks."""
 
 
 class Lane(NamedTuple):

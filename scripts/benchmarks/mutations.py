@@ -43,7 +43,7 @@ from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.pipeline.pipeline_plan import make_pipeline_plan
+from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
 
 LINE = 300  # characters of a message
 MOST_S = 10.0
@@ -96,7 +96,7 @@ def trace_text() -> str:
 def pipeline_text() -> str:
     """Return a line of a pipeline's trace."""
     cost = PipelineCost.of_model(PRESETS["llama-3.1-8b-h200"], 4)
-    plan = make_pipeline_plan((900, 5000, 40), cost, schedule="seq1f1b", chunks=4)
+    plan = make_pipeline_plan((900, 5000, 40), cost, PipelineOptions(schedule="seq1f1b", chunks=4))
     line = {"step": 3, "measured_s": [0.5], "pipeline_cost": cost.to_record(), "replica": 0}
     return json.dumps({**line, "sequences": [0, 1, 2], **plan.to_record()})
 

@@ -34,7 +34,7 @@ from common import argument_parser, machine, table_head, table_row, write_record
 from hf_flexseq.cost.pipeline_check import check, check_memory
 from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.plan.pipeline import PipelinePlan
-from hf_flexseq.planner.pipeline import make_pipeline_plan
+from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
 from hf_flexseq.view.pipeline import report
 from lengths import K, long_tailed
 
@@ -98,7 +98,7 @@ class Run:
 
 def run(lengths: tuple[int, ...], cost: PipelineCost, **arguments: object) -> Run:
     """Plan a batch, check the plan, and simulate it."""
-    plan = make_pipeline_plan(lengths, cost, **arguments)
+    plan = make_pipeline_plan(lengths, cost, PipelineOptions(**arguments))
     check(plan)
     if arguments.get("memory_limit"):
         check_memory(plan, cost, arguments["memory_limit"])
@@ -220,10 +220,14 @@ def planning(options: argparse.Namespace, write: Printer, figures: Figures) -> b
         for seed in range(options.batches):
             lengths = long_tailed(seed, 96 * K, 512)
             began = time.process_time()
-            plan = make_pipeline_plan(lengths, cost, max_tokens=most, memory_limit=memory_limit)
+            plan = make_pipeline_plan(
+                lengths, cost, PipelineOptions(max_tokens=most, memory_limit=memory_limit)
+            )
             milliseconds.append(1e3 * (time.process_time() - began))
             chunks.append(len(plan.chunks))
-            again = make_pipeline_plan(lengths, cost, max_tokens=most, memory_limit=memory_limit)
+            again = make_pipeline_plan(
+                lengths, cost, PipelineOptions(max_tokens=most, memory_limit=memory_limit)
+            )
             assert plan.digest() == again.digest(), "the same input gives the same plan"
         median = statistics.median(milliseconds)
         p90 = statistics.quantiles(milliseconds, n=10)[-1]

@@ -17,7 +17,7 @@ from hf_flexseq.hf.model.facts import model_shape
 from hf_flexseq.hf.pipeline.executor import token_bytes
 from hf_flexseq.pipeline import executor as executor_module
 from hf_flexseq.pipeline.cost import pipeline_cost
-from hf_flexseq.planner.pipeline import make_pipeline_plan
+from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
 from tests.budget import others_nightly
 from tests.hf.tiny import documents, tiny_llama
 from tests.pipeline.live import LiveBytes
@@ -68,7 +68,7 @@ def on_their_way(step):
 
 
 def plan_of_step(lengths, cost, schedule, options, checkpointed):
-    plan = make_pipeline_plan(lengths, cost, schedule=schedule, **options)
+    plan = make_pipeline_plan(lengths, cost, PipelineOptions(schedule=schedule, **options))
     layers = tuple((stage.layers,) * len(plan.chunks) for stage in cost.stages)
     return replace(plan, checkpointed=layers) if checkpointed else plan
 

@@ -204,7 +204,7 @@ class StageExecutor:
         return planner_of(job, ahead=ahead)
 
     def _options(self) -> dict[str, Any]:
-        """Return the keyword arguments of `make_step_plan`, as JSON values."""
+        """Return the fields of `PipelineOptions`, and `replicas`, as JSON values."""
         args = self.setup.args
         max_tokens = args.max_tokens_per_rank
         if max_tokens is not None:

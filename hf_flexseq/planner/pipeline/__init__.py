@@ -10,5 +10,6 @@ several.
 """
 
 from hf_flexseq.planner.pipeline.pipeline_plan import make_pipeline_plan
+from hf_flexseq.planner.pipeline.units import PipelineOptions
 
-__all__ = ["make_pipeline_plan"]
+__all__ = ["PipelineOptions", "make_pipeline_plan"]

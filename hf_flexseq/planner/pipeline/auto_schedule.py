@@ -115,7 +115,7 @@ class _Trial:
     checkpointed: Layers
     """[stage][chunk] layers, () for none."""
 
-    memory_limit: tuple[int, ...]
+    memory_limit: Sequence[int]
     """Bytes of each stage."""
 
     played: Played
@@ -156,9 +156,9 @@ def _candidates(task: PipelineTask) -> Iterator[tuple[_Way, list[Unit]]]:
     most_tokens = _most_tokens(task)
     units_by_target: dict[float, list[Unit]] = {}
     for way in WAYS:
-        if task.chunks is not None and way.factor != 1.0:
+        if task.options.chunks is not None and way.factor != 1.0:
             continue  # the number of chunks is given
-        if task.memory_limit is None and (way.spare or way.policy.w_first):
+        if task.options.memory_limit is None and (way.spare or way.policy.w_first):
             continue  # of no effect without a limit
         target = _target(task, work, way.factor)
         if target not in units_by_target:
@@ -169,8 +169,8 @@ def _candidates(task: PipelineTask) -> Iterator[tuple[_Way, list[Unit]]]:
 def _target(task: PipelineTask, work: CutWork, factor: float) -> float:
     """Return the work of a chunk in nanoseconds, for `factor` times the best number of chunks."""
     longest = work.between(0, max(task.lengths))
-    if task.chunks is not None:
-        return longest / task.chunks
+    if task.options.chunks is not None:
+        return longest / task.options.chunks
     total = sum(work.between(0, length) for length in task.lengths)
     least = total / min(MOST_CHUNKS, sum(task.lengths))
     # the constants of a chunk's F, I and W, on a mean stage
@@ -183,14 +183,14 @@ def _target(task: PipelineTask, work: CutWork, factor: float) -> float:
 def _most_tokens(task: PipelineTask) -> int | None:
     """Return the tokens that a chunk may have: as many as the task allows, and so few that every
     stage has room for one chunk per stage."""
-    if task.memory_limit is None:
-        return task.most_tokens
+    if task.options.memory_limit is None:
+        return task.options.max_tokens
     limits = []
-    for memory_limit, stage in zip(task.memory_limit, task.cost.stages, strict=True):
+    for memory_limit, stage in zip(task.options.memory_limit, task.cost.stages, strict=True):
         token_bytes = stage.token_bytes + stage.kv_bytes
         limits.append(int(memory_limit / token_bytes / task.stages))
-    if task.most_tokens is not None:
-        limits.append(task.most_tokens)
+    if task.options.max_tokens is not None:
+        limits.append(task.options.max_tokens)
     return max(1, min(limits))
 
 
@@ -213,7 +213,7 @@ def _trial(way: _Way, units: list[Unit], task: PipelineTask) -> _Trial:
     sizes = [len(unit) for unit in units]
     shapes = shapes_of(units, task.lengths)
     costs = chunk_costs(task.cost, shapes)
-    memory_limit = _window(sizes, costs) if task.memory_limit is None else task.memory_limit
+    memory_limit = task.options.memory_limit or _window(sizes, costs)
     # per-stage memory headroom in bytes
     beside = [way.spare * task.stages * sum(held) // len(held) for held in costs.held]
     checkpointed: Layers = ()

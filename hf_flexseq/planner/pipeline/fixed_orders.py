@@ -19,11 +19,11 @@ def whole_pipeline(task: PipelineTask) -> PipelineAnswer:
     Raises PlanInfeasible if one has more tokens than a chunk may have.
     """
     longest = max(task.lengths)
-    if task.most_tokens is not None and longest > task.most_tokens:
+    most = task.options.max_tokens
+    if most is not None and longest > most:
         raise PlanInfeasible(
-            f"sequence {task.lengths.index(longest)} has {longest} tokens, a chunk may have "
-            f"{task.most_tokens}: schedule='1f1b' does not cut it. Raise the limit, or take "
-            "schedule='auto'"
+            f"sequence {task.lengths.index(longest)} has {longest} tokens, a chunk may have {most}: "
+            "schedule='1f1b' does not cut it. Raise the limit, or take schedule='auto'"
         )
     units = whole_units(task.lengths)
     actions = one_forward_one_backward([len(unit) for unit in units], task.ranks)
@@ -32,8 +32,10 @@ def whole_pipeline(task: PipelineTask) -> PipelineAnswer:
 
 def chunked_pipeline(task: PipelineTask) -> PipelineAnswer:
     """Return sequences in chunks, in Seq1F1B's order."""
-    work = CutWork.of(task.cost, task.cuts)
-    units = chunked_units(task.lengths, task.chunks or SEQ1F1B_CHUNKS, work, task.most_tokens)
+    work = CutWork.of(task.cost, task.options.cuts)
+    units = chunked_units(
+        task.lengths, task.options.chunks or SEQ1F1B_CHUNKS, work, task.options.max_tokens
+    )
     sizes = [len(unit) for unit in units]
     if task.stages_per_rank == 1:
         actions = one_forward_one_backward(sizes, task.ranks)

@@ -1,25 +1,24 @@
 """Order the stages' actions by playing the step: a stage that is free runs its most urgent action.
 
-    I, F    in turns, as long as both are ready. I is the gradient of the input, for which the
-            stage before waits; F is a forward, which needs room for its activations.
-    W       when neither is ready. W is the gradient of the weights, for which nobody waits: it
+    I, F    alternate while both are ready. I is the gradient of the input, for which the previous
+            stage waits; F is a forward, which needs room for its activations.
+    W       when neither is ready. W is the gradient of the weights, which no stage waits for: it
             fills gaps and makes room.
 
 One pass over the step, without a flush:
 
 1. Units start in the given order and go backward in that order. A unit that has begun can
    therefore always finish, and the only limit is that each unit alone must fit.
-2. Bytes bound what is in flight, hence the size of every single sequence does: behind a short
-   sequence there is room for its successors.
-3. A backward stays whole (B) where a chunk would hold more from I to W than before, as with
-   checkpointed layers, which are computed again in I.
-4. I and W become one B where the stage before did not wait for the I: the split stays where it
-   paid (`actions_of`).
-5. In steps of very many chunks all backwards but the last ones are whole: bubbles are short there,
-   and a plan must not take long.
+2. Bytes limit what is in flight, so every sequence counts by its size: after a short one there is
+   room for others.
+3. A backward stays whole (B) if a chunk would hold more from I to W than before, as with
+   checkpointed layers, which are recomputed in I.
+4. I and W become one B if the previous stage did not wait for the I (`actions_of`).
+5. In steps of very many chunks only the last backwards are split: bubbles are short there, and
+   planning must not take long.
 
-There are other `Policy`s, each the best at times, and single actions can be put off
-(`deviations`): the best order of few chunks is seldom what any rule gives.
+There are other `Policy`s, each sometimes the best, and single actions can be delayed
+(`deviations`): the best order of few chunks seldom follows a rule.
 
 The slow reference, a search over all orders, is `tests/planner/pipeline_exact.py`.
 
@@ -52,8 +51,8 @@ NEVER = 1 << 62  # a time in nanoseconds that no step reaches
 
 # An order of a stage's actions as ints: 4 x index of the chunk + index of the kind in KINDS.
 Order = list[int]
-# The kinds as indices in KINDS, and two that are no action: with NOTHING no action is ready, with
-# WAIT one is put off until the next I or F is due.
+# The kinds as indices in KINDS, and two without an action: NOTHING is ready, or WAIT delays one
+# until the next I or F is due.
 F, B, I, W, NOTHING, WAIT = range(6)
 
 
@@ -69,7 +68,7 @@ class Policy:
     """True if every W follows its I at once."""
 
     w_delay: int = 0
-    """Half parts of a W: no W begins when an I or F will be ready before they are done."""
+    """Halves of a W's time: no W begins if an I or F will be ready within them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,31 +93,6 @@ class _Stage:
 
     Lists have one value for each chunk unless their comment says otherwise.
     """
-
-    __slots__ = (
-        "activation_bytes",
-        "backwards_done",
-        "begun",
-        "ended",
-        "f_bytes",
-        "f_input_at",
-        "f_is_next",
-        "f_ns",
-        "forwards_done",
-        "free_at",
-        "gradient_at",
-        "held_bytes",
-        "i_frees",
-        "i_ns",
-        "may_split",
-        "memory_limit",
-        "number",
-        "order",
-        "split",
-        "w_ns",
-        "weight_grad_bytes",
-        "weights_done",
-    )
 
     def __init__(self, number: int, sizes: Sequence[int], costs: ChunkCosts, limit: int) -> None:
         count = sum(sizes)
@@ -239,7 +213,7 @@ class _Play:
 
     def _most_urgent(self, stage: _Stage, now: int, i_at: int, f_at: int) -> int:
         """Return the action that the policy chooses, NOTHING or WAIT."""
-        owes_w = stage.weights_done < len(stage.split)
+        owes_w = stage.owes_w
         if owes_w and self.policy.w_first:
             return W
         if i_at <= now:
@@ -324,9 +298,9 @@ def play(
     costs: nanoseconds and bytes of every chunk on every stage
     memory_limit: bytes of each stage
     deviations: number of an action, counted over all stages -> what is done instead: the second
-        most urgent action (1), the third (2), or nothing when there is none
+        most urgent action (1), the third (2), or nothing if there are fewer
 
-    Returns None where a unit alone does not fit, or where a stage was made to wait for ever.
+    Returns None if a unit alone does not fit, or if a stage would wait for ever.
     """
     return _Play(sizes, costs, memory_limit, policy, deviations or {}).run()
 
@@ -386,8 +360,8 @@ def _bytes_of_actions(
 def actions_of(
     played: Played, sizes: Sequence[int], costs: ChunkCosts
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return [stage] the played order as a plan's actions, with I and W joined to B where that
-    delays nobody."""
+    """Return [stage] the played order as a plan's actions, with I and W joined to B if that delays
+    no stage."""
     names = forward_names(sizes)  # of every chunk, its (unit, index)
     lists = []
     for stage, order in enumerate(played.orders):
@@ -404,8 +378,8 @@ def actions_of(
 def _joined(
     order: Order, begun_before: list[int] | None, ended: list[int], send_ns: list[int]
 ) -> Order:
-    """Return the order with a B for every I that its W follows at once, where nobody needed the
-    I alone.
+    """Return the order with a B for every I that its W follows at once, if no stage needed the I
+    alone.
 
     begun_before: [chunk] when the stage before began its own backward; None for the first stage.
         It did not need the I alone if it began only after the W's end.

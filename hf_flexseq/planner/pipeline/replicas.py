@@ -1,11 +1,11 @@
 """Plan a step over several replicas of a pipeline.
 
-1. Sequences are dealt longest first, each to the replica with the least work so far, which keeps
-   the slowest within a third of the best (Graham 1969).
-2. Each replica's step is planned for itself.
+1. Longest first, each sequence goes to the replica with the least work so far, which keeps the
+   slowest within a third of the best (Graham 1969).
+2. Each replica's step is planned separately.
 
-Rejected: dealing chunks instead of sequences, for which keys and values would have to travel
-between replicas.
+Rejected: spreading chunks instead of sequences, which would send keys and values between
+replicas.
 """
 
 from collections import Counter
@@ -14,51 +14,31 @@ from collections.abc import Sequence
 from hf_flexseq.cost.stages import PipelineCost, causal_pairs
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.replicas import StepPlan
-from hf_flexseq.planner.pipeline import make_pipeline_plan
+from hf_flexseq.planner.pipeline.pipeline_plan import DEFAULTS, make_pipeline_plan
+from hf_flexseq.planner.pipeline.units import PipelineOptions
 from hf_flexseq.planner.task import longest_first
 
 
 def make_step_plan(
     lengths: Sequence[int],
     cost: PipelineCost,
+    options: PipelineOptions = DEFAULTS,
     *,
     replicas: int = 1,
-    schedule: str = "auto",
-    chunks: int | None = None,
-    max_tokens: int | None = None,
-    memory_limit: Sequence[int] | None = None,
 ) -> StepPlan:
-    """Plan one optimizer step over `replicas` pipelines.
-
-    The other arguments are those of `make_pipeline_plan`; cost and memory_limit are those of one
-    replica.
-    """
-    members = deal(lengths, replicas, cost)
+    """Plan one optimizer step over `replicas` pipelines. cost, options: of one replica."""
+    members = spread(lengths, replicas, cost)
     plans = []
     for ids in members:
-        plan = make_pipeline_plan(
-            [lengths[sequence] for sequence in ids],
-            cost,
-            schedule=schedule,
-            chunks=chunks,
-            max_tokens=max_tokens,
-            memory_limit=memory_limit,
-        )
-        plans.append(plan)
-    note = chunk_note(plans, chunks=chunks, max_tokens=max_tokens, memory_limit=memory_limit)
+        plans.append(make_pipeline_plan([lengths[i] for i in ids], cost, options))
+    note = chunk_note(plans, options)
     return StepPlan(lengths=tuple(lengths), members=members, plans=tuple(plans), notes=(note,))
 
 
-def chunk_note(
-    plans: Sequence[PipelinePlan],
-    *,
-    chunks: int | None,
-    max_tokens: int | None,
-    memory_limit: Sequence[int] | None,
-) -> str:
+def chunk_note(plans: Sequence[PipelinePlan], options: PipelineOptions) -> str:
     """Return a line for people: into how many chunks sequences are cut, and by whose choice.
 
-    plans: one for each replica. The other arguments are those of `make_step_plan`.
+    plans: one for each replica.
     """
     # 1. the parts of the longest sequence that is cut at all
     cut_sequences = 0
@@ -75,16 +55,17 @@ def chunk_note(
                 parts_of_longest = count
 
     # 2. who chose so
-    if chunks is not None:
-        reason = f"as chunks={chunks} asks"
-    elif plans and plans[0].schedule != "auto":
-        reason = f"by the rule of schedule={plans[0].schedule!r}"
+    if options.chunks is not None:
+        reason = f"as chunks={options.chunks} asks"
+    elif plans and options.schedule != "auto":
+        reason = f"by the rule of schedule={options.schedule!r}"
     else:
         limits = []
-        if max_tokens is not None:
-            limits.append(f"at most {max_tokens:,} tokens a chunk")
-        if memory_limit is not None:
-            limits.append(f"at most {min(memory_limit) / 2**30:.3g} GiB in flight on a rank")
+        if options.max_tokens is not None:
+            limits.append(f"at most {options.max_tokens:,} tokens a chunk")
+        if options.memory_limit is not None:
+            least = min(options.memory_limit)
+            limits.append(f"at most {least / 2**30:.3g} GiB in flight on a rank")
         reason = "the fastest by the cost model"
         if limits:
             reason = f"{reason}, with {' and '.join(limits)}"
@@ -100,7 +81,9 @@ def chunk_note(
     )
 
 
-def deal(lengths: Sequence[int], replicas: int, cost: PipelineCost) -> tuple[tuple[int, ...], ...]:
+def spread(
+    lengths: Sequence[int], replicas: int, cost: PipelineCost
+) -> tuple[tuple[int, ...], ...]:
     """Return the ids of each replica's sequences, ascending."""
     linear_ns = sum(stage.linear_ns + stage.head_ns for stage in cost.stages)
     attention_ns = sum(stage.attention_ns for stage in cost.stages)

@@ -1,6 +1,7 @@
 """The question to a pipeline planner, what it works on, and its answer.
 
-    PipelineTask      lengths, costs and limits of one step
+    PipelineOptions   schedule and limits
+    PipelineTask      lengths, costs and options of one step
     Row               slices (sequence, start, stop) of one chunk
     Unit              its rows, first to last: one cut sequence with what is packed beside it, or a
                       pack
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from hf_flexseq.base.registry import PIPELINE_SCHEDULES, entry_of
 from hf_flexseq.cost.stages import ChunkCosts, PipelineCost, StageShape, causal_pairs
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.pipeline import Action, Chunk
@@ -31,28 +33,59 @@ Moment = tuple[int, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineOptions:
+    """How a step is planned. Raises ValueError for invalid values, alone or together."""
+
+    schedule: str = "auto"
+    """Name of the schedule, one of PIPELINE_SCHEDULES."""
+    chunks: int | None = None
+    """Chunks of the longest sequence; None lets the planner choose."""
+    max_tokens: int | None = None
+    """Maximum tokens of a chunk; None for no limit."""
+    memory_limit: Sequence[int] | None = None
+    """Bytes of each rank for what is in flight; None for no limit."""
+    cuts: str = "time"
+    """Quantity that is equal in all parts of a sequence, one of `cuts.CUTS`; for seq1f1b."""
+
+    def __post_init__(self) -> None:
+        entry_of("schedule", self.schedule, PIPELINE_SCHEDULES)
+        for name, value in (("chunks", self.chunks), ("max_tokens", self.max_tokens)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: give at least 1")
+        if self.schedule == "1f1b" and (self.chunks or 1) > 1:
+            raise ValueError(
+                f"schedule='1f1b' runs whole sequences, chunks={self.chunks} is for the others"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineTask:
-    """A step to plan."""
+    """A step to plan. Raises ValueError for options that do not fit the stages."""
 
     lengths: tuple[int, ...]
     """Tokens of each sequence; at least one."""
-
     cost: PipelineCost
+    """Nanoseconds and bytes of chunks on every stage."""
+    options: PipelineOptions
+    """Schedule and limits."""
 
-    chunks: int | None
-    """Chunks of the longest sequence; None lets the planner choose."""
+    def __post_init__(self) -> None:
+        if self.stages % self.stages_per_rank:
+            raise ValueError(
+                f"{self.stages} stages cannot be spread evenly, {self.stages_per_rank} on each "
+                "rank"
+            )
+        limit = self.options.memory_limit
+        if limit is not None and (len(limit) != self.ranks or min(limit) < 1):
+            raise ValueError(
+                f"memory_limit={tuple(limit)}: give the positive bytes of each of {self.ranks} "
+                "ranks"
+            )
 
-    most_tokens: int | None
-    """Tokens that a chunk may have; None for no limit."""
-
-    memory_limit: tuple[int, ...] | None
-    """Bytes of each rank for what is in flight; None for no limit."""
-
-    cuts: str = "time"
-    """Quantity that the parts of a sequence have equal, one of `cuts.CUTS`; for seq1f1b."""
-
-    stages_per_rank: int = 1
-    """Stages of each rank; more than one are interleaved, for seq1f1b."""
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages of each rank; several are interleaved."""
+        return PIPELINE_SCHEDULES[self.options.schedule].stages_per_rank
 
     @property
     def stages(self) -> int:
@@ -114,17 +147,17 @@ def shapes_of(units: Sequence[Unit], lengths: Sequence[int]) -> list[StageShape]
 def _shape(row: Row, lengths: Sequence[int]) -> StageShape:
     """Return tokens and causal pairs of a row. Only its first slice may be a part of a
     sequence."""
-    tokens = 0
-    pairs = 0
     ranges = tuple((start, stop) for _, start, stop in row)
-    for start, stop in ranges:
-        tokens += stop - start
-        pairs += causal_pairs(start, stop)
     sequence, start, stop = row[0]
     length = lengths[sequence]
-    if stop - start == length:
-        return StageShape(tokens=tokens, pairs=pairs, cut=0, length=0, ranges=ranges)
-    return StageShape(tokens=tokens, pairs=pairs, cut=stop - start, length=length, ranges=ranges)
+    is_cut = stop - start < length
+    return StageShape(
+        tokens=sum(stop - start for start, stop in ranges),
+        pairs=sum(causal_pairs(start, stop) for start, stop in ranges),
+        cut=stop - start if is_cut else 0,
+        length=length if is_cut else 0,
+        ranges=ranges,
+    )
 
 
 # ---- bytes

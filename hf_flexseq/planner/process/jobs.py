@@ -22,6 +22,7 @@ from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.make import make_plan
 from hf_flexseq.planner.pipeline.replicas import make_step_plan
+from hf_flexseq.planner.pipeline.units import PipelineOptions
 
 
 class Job(Protocol):
@@ -120,7 +121,7 @@ class StagesJob:
     """Nanoseconds and bytes of chunks on every stage."""
 
     options: Mapping[str, Any]
-    """Keyword arguments of `make_step_plan`, as JSON values."""
+    """Fields of `PipelineOptions`, and `replicas`, as JSON values."""
 
     @property
     def is_quick(self) -> bool:
@@ -144,7 +145,9 @@ class StagesJob:
 
     def plan(self, lengths: Sequence[int]) -> StepPlan:
         """Return the plan of one optimizer step. Raises ValueError as `make_step_plan` does."""
-        return make_step_plan(lengths, self.cost, **self.options)
+        options = dict(self.options)
+        replicas = options.pop("replicas", 1)
+        return make_step_plan(lengths, self.cost, PipelineOptions(**options), replicas=replicas)
 
     def read(self, record: dict[str, Any]) -> StepPlan:
         """Return the plan whose `to_record` gave `record`."""

@@ -64,10 +64,10 @@ def infinipipe_pipeline(task: PipelineTask) -> PipelineAnswer:
     """Return the best plan over all K. Raises PlanInfeasible when there is none."""
     # 1. the chunks of every K, and how long they take without a limit
     work = CutWork.of(task.cost, "time")
-    counts = COUNTS if task.chunks is None else (task.chunks,)
+    counts = COUNTS if task.options.chunks is None else (task.options.chunks,)
     trials = []
     for number, k in enumerate(counts):
-        units = infinipipe_units(task.lengths, k, work, task.most_tokens)
+        units = infinipipe_units(task.lengths, k, work, task.options.max_tokens)
         unlimited_ns = _makespan(_answer(units, [_whole(units)], task), task)
         trials.append((unlimited_ns, number, units))
     trials.sort(key=lambda trial: trial[:2])
@@ -111,7 +111,7 @@ def _grouped(
 ) -> list[_Group] | None:
     """Return the cheapest groups, more chunks first; None when no grouping fits, or none that
     costs at most `spare_ns` nanoseconds more than one pipeline without recomputing."""
-    if task.memory_limit is None:
+    if task.options.memory_limit is None:
         return [_whole(units)]
     sizes = [len(unit) for unit in units]
     ends = [0]  # a group may end where the number of chunks changes
@@ -244,7 +244,7 @@ def _moments(
 
     sizes: chunks of each unit of the pipeline; first: the first unit's first chunk
     """
-    assert task.memory_limit is not None, "without a limit nothing is too much"
+    assert task.options.memory_limit is not None, "without a limit nothing is too much"
     first_chunks = list(accumulate(sizes, initial=first))
     backward_number = {}  # chunk -> the number of its backward on any stage
     for number, (unit, index) in enumerate(backward_names(sizes)):
@@ -273,9 +273,9 @@ def _moments(
                 # The gradients of keys and values come with the unit's first backward.
                 grows = carried[chunk] > 0
                 total += carried[chunk]
-            if grows and total > task.memory_limit[stage]:
+            if grows and total > task.options.memory_limit[stage]:
                 terms = tuple((diagonal, saved[other]) for other, diagonal in in_flight.items())
-                yield total - task.memory_limit[stage], terms
+                yield total - task.options.memory_limit[stage], terms
             if action.kind == "B":
                 del in_flight[chunk]
                 total -= held[chunk]

@@ -77,18 +77,10 @@ class MoveArrays(NamedTuple):
     tokens: Ints
 
 
-def transport(
-    tokens: Sequence[int], topology: Topology, *, rank: int | None = None
-) -> tuple[Move, ...]:
+def transport(tokens: Sequence[int], topology: Topology) -> tuple[Move, ...]:
     """Return the moves that turn `tokens` per rank into the even layout, by source, then by
-    target.
-
-    rank: only the moves from and to this rank; None for all.
-    """
+    target."""
     moves = transport_arrays(tokens, topology)
-    if rank is not None:
-        of_rank = (moves.source == rank) | (moves.target == rank)
-        moves = MoveArrays(*(column[of_rank] for column in moves))
     rows = zip(*(column.tolist() for column in moves), strict=True)
     return tuple(Move(source=source, target=target, tokens=n) for source, target, n in rows)
 

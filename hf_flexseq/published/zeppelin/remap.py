@@ -16,7 +16,6 @@ Not available for recurrent layers, whose rows have to stand as those of attenti
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -116,21 +115,11 @@ def _cut(slices: list[Slice], tokens: int) -> tuple[list[Slice], list[Slice]]:
 # ---- the decision
 
 
-class RemappedNs(NamedTuple):
-    """Nanoseconds of a remapped micro-batch, part by part; they follow each other."""
-
-    attention: int
-    """The slowest rank's attention and its transfers."""
-    linear: int
-    """Linear layers on evenly spread tokens."""
-    moves: int
-    """Bringing tokens to their groups and back."""
-
-
 def remapped_ns(
     cost: CostModel, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
-) -> RemappedNs:
-    """Return the nanoseconds of `micro_batch` if it is remapped, without the constant.
+) -> int:
+    """Return the nanoseconds of `micro_batch` if it is remapped, without the constant: attention,
+    linear layers and moves follow each other.
 
     Moving a token there and back is as many bytes as an all-to-all moves of it.
     """
@@ -147,11 +136,9 @@ def remapped_ns(
     one_byte_s = inside / cost.bandwidth(topology.ranks_per_node, False)  # of every token moved
     if between:
         one_byte_s += between / cost.bandwidth(topology.world_size, True)
-    return RemappedNs(
-        attention=max(0, int(attention.max())),
-        linear=round(cost.linear_s * share * 1e9),
-        moves=round(cost.all_to_all_bytes * one_byte_s * 1e9),
-    )
+    linear = round(cost.linear_s * share * 1e9)
+    moves = round(cost.all_to_all_bytes * one_byte_s * 1e9)
+    return max(0, int(attention.max())) + linear + moves
 
 
 def is_worth_it(
@@ -161,7 +148,7 @@ def is_worth_it(
     tokens = sum(group.tokens(lengths) for group in micro_batch.groups)
     if tokens < topology.world_size or cost.recurrent:  # some rank would have no token at all
         return False
-    even_ns = sum(remapped_ns(cost, micro_batch, lengths, topology))
+    even_ns = remapped_ns(cost, micro_batch, lengths, topology)
     return even_ns < slowest_ns(cost, micro_batch, lengths, topology)
 
 
