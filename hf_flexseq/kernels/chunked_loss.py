@@ -71,11 +71,7 @@ def chunked_cross_entropy_sum(
     works once: a second one raises RuntimeError. Raises ValueError when the dtypes differ, as the
     head by itself would.
     """
-    if hidden.dtype != weight.dtype:
-        raise ValueError(
-            f"hidden states in {hidden.dtype} meet a head in {weight.dtype}; cast one, or use "
-            "autocast"
-        )
+    check_dtypes(hidden, weight)
     if not torch.is_grad_enabled():
         # Autograd functions see requires_grad alone, and would compute all gradients for an
         # evaluation.
@@ -84,6 +80,15 @@ def chunked_cross_entropy_sum(
         if bias is not None:
             bias = bias.detach()
     return choose_backend(hidden, weight).sum(hidden, weight, bias, targets)
+
+
+def check_dtypes(hidden: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raise ValueError unless hidden [T, C] and weight [V, C] have one dtype."""
+    if hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"hidden states in {hidden.dtype} meet a head in {weight.dtype}; cast one, or use "
+            "autocast"
+        )
 
 
 def choose_backend(hidden: torch.Tensor, weight: torch.Tensor) -> Backend:
@@ -210,7 +215,7 @@ class _Loop(torch.autograd.Function):
         chunks = _Chunks(hidden, weight, bias, ctx.needs_input_grad)
         for start in range(0, hidden.shape[0], chunks.rows):
             chunks.run(targets, start)
-        ctx.save_for_backward(*chunks.gradients())
+        ctx.save_for_backward(*chunks.result())
         return chunks.losses.sum()
 
     @staticmethod
@@ -225,8 +230,8 @@ class _Loop(torch.autograd.Function):
         return (*grads, None)
 
 
-class _Chunks:
-    """The buffers of one call, and the arithmetic of a chunk."""
+class HeadGradients:
+    """Gradients of a head and its inputs, summed over chunks of tokens."""
 
     def __init__(
         self,
@@ -236,8 +241,6 @@ class _Chunks:
         needs_grad: Sequence[bool],
     ) -> None:
         """hidden [T, C], weight [V, C], bias [V] or None. needs_grad: of these three."""
-        tokens = hidden.shape[0]
-        vocab, width = weight.shape
         self.hidden = hidden
         self.weight = weight
         self.bias = bias
@@ -245,10 +248,6 @@ class _Chunks:
         self.dtype = sum_dtype(hidden.dtype)
         self.factor_dtype = factor_dtype(hidden.dtype, hidden.device)
         self.weight_factor = weight.to(self.factor_dtype)
-
-        self.rows = min(chunk_rows(width, vocab, self.dtype.itemsize), max(tokens, 1))
-        self.logits = hidden.new_empty(self.rows, vocab, dtype=self.dtype)  # shared by all chunks
-        self.losses = hidden.new_empty(tokens, dtype=self.dtype)
         self.d_hidden: torch.Tensor | None = None
         self.d_weight: torch.Tensor | None = None
         self.d_bias: torch.Tensor | None = None
@@ -258,6 +257,51 @@ class _Chunks:
             self.d_weight = torch.zeros_like(weight, dtype=self.dtype)
         if needs_grad[2]:
             self.d_bias = torch.zeros_like(bias, dtype=self.dtype)
+
+    def add(self, chunk: slice, hidden: torch.Tensor, d_logits: torch.Tensor) -> None:
+        """Add the gradients of a chunk's tokens: hidden [rows, C], d_logits [rows, V]."""
+        factor = d_logits.to(self.factor_dtype)
+        if self.d_hidden is not None:
+            self.d_hidden[chunk] = factor @ self.weight_factor  # [rows, V] x [V, C] -> [rows, C]
+        if self.d_weight is not None:
+            addmm_into(self.d_weight, factor.t(), hidden)  # [V, rows] x [rows, C] -> [V, C]
+        if self.d_bias is not None:
+            self.d_bias += d_logits.sum(0)  # [rows, V] -> [V]
+
+    def result(self) -> list[torch.Tensor | None]:
+        """Return d hidden [T, C], d weight [V, C] and d bias [V] in the dtypes of the inputs; None
+        for those not needed."""
+        pairs = (
+            (self.d_hidden, self.hidden),
+            (self.d_weight, self.weight),
+            (self.d_bias, self.bias),
+        )
+        grads: list[torch.Tensor | None] = []
+        for grad, like in pairs:
+            if grad is None or like is None:
+                grads.append(None)
+            else:
+                grads.append(grad.to(like.dtype))
+        return grads
+
+
+class _Chunks(HeadGradients):
+    """The buffers of one call, and the arithmetic of a chunk."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        needs_grad: Sequence[bool],
+    ) -> None:
+        """See `HeadGradients`."""
+        super().__init__(hidden, weight, bias, needs_grad)
+        tokens = hidden.shape[0]
+        vocab, width = weight.shape
+        self.rows = min(chunk_rows(width, vocab, self.dtype.itemsize), max(tokens, 1))
+        self.logits = hidden.new_empty(self.rows, vocab, dtype=self.dtype)  # shared by all chunks
+        self.losses = hidden.new_empty(tokens, dtype=self.dtype)
 
     def run(self, targets: torch.Tensor, start: int) -> None:
         """Compute losses and gradients of the tokens from `start` on, as many as the buffer holds.
@@ -285,31 +329,4 @@ class _Chunks:
         if self.d_hidden is not None or self.d_weight is not None or self.d_bias is not None:
             counts = counts.to(self.dtype)
             d_logits = logits.mul_(counts / total).scatter_add_(1, index, -counts)  # [rows, V]
-            self._add_gradients(chunk, hidden, d_logits)
-
-    def _add_gradients(self, chunk: slice, hidden: torch.Tensor, d_logits: torch.Tensor) -> None:
-        """Add the gradients of the tokens in `chunk`, from hidden [rows, C] and d_logits
-        [rows, V]."""
-        factor = d_logits.to(self.factor_dtype)
-        if self.d_hidden is not None:
-            self.d_hidden[chunk] = factor @ self.weight_factor  # [rows, V] x [V, C] -> [rows, C]
-        if self.d_weight is not None:
-            addmm_into(self.d_weight, factor.t(), hidden)  # [V, rows] x [rows, C] -> [V, C]
-        if self.d_bias is not None:
-            self.d_bias += d_logits.sum(0)  # [rows, V] -> [V]
-
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Return d hidden [T, C], d weight [V, C] and d bias [V] in the dtypes of the inputs, None
-        where none is needed."""
-        pairs = (
-            (self.d_hidden, self.hidden),
-            (self.d_weight, self.weight),
-            (self.d_bias, self.bias),
-        )
-        grads: list[torch.Tensor | None] = []
-        for grad, like in pairs:
-            if grad is None or like is None:
-                grads.append(None)
-            else:
-                grads.append(grad.to(like.dtype))
-        return grads
+            self.add(chunk, hidden, d_logits)

@@ -106,14 +106,33 @@ class CudaFlash(abc.ABC):
         )
 
 
-def empty_gradients(call: KernelCall) -> dict[str, torch.Tensor]:
-    """Return tensors for the gradients, by the names that both packages give them: dq
-    [Tq, H, D], dk and dv [Tk, Hkv, D], contiguous."""
-    inputs = {"dq": call.q, "dk": call.k, "dv": call.v}
-    return {name: x.new_empty(x.shape) for name, x in inputs.items()}
+class FlashPackage(CudaFlash):
+    """A build in a package of its own, which writes gradients into given tensors."""
+
+    capabilities: KernelCapabilities
+
+    def launch_backward(
+        self, call: KernelCall, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `CudaFlash.launch_backward`."""
+        q, k, v = call.q, call.k, call.v
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))  # contiguous
+        options = self.launch_options(call) | {
+            "deterministic": torch.are_deterministic_algorithms_enabled()
+        }
+        self.call_backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **options)
+        return dq, dk, dv
+
+    @abc.abstractmethod
+    def call_backward(self, *tensors: torch.Tensor, **options: object) -> None:
+        """Call the package's backward with dout, q, k, v, out, lse and options by name."""
+
+    @abc.abstractmethod
+    def launch_options(self, call: KernelCall) -> dict[str, object]:
+        """Return the arguments that forward and backward share, by the package's names."""
 
 
-def launch_options(call: KernelCall) -> dict[str, object]:
+def shared_options(call: KernelCall) -> dict[str, object]:
     """Return the arguments of a launch that both packages have, by the names they give them."""
     segments = call.segments
     before, after = window_sizes(segments)

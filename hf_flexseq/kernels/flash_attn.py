@@ -18,16 +18,15 @@ from hf_flexseq.kernels import KernelCall
 from hf_flexseq.kernels.capabilities import Calls
 from hf_flexseq.kernels.cuda_flash import (
     FLASH2,
-    CudaFlash,
-    empty_gradients,
-    launch_options,
+    FlashPackage,
     query_bound,
+    shared_options,
 )
 
 _OLDEST = (2, 7)  # release of the package
 
 
-class FlashAttn(CudaFlash):
+class FlashAttn(FlashPackage):
     """FlashAttention-2 from the flash-attn package."""
 
     name = "flash_attn"
@@ -42,38 +41,24 @@ class FlashAttn(CudaFlash):
         """See `CudaFlash.launch_forward`."""
         # [Tq, H, D], [H, Tq], and what autograd would keep
         out, lse, *_ = _interface()._flash_attn_varlen_forward(
-            call.q, call.k, call.v, **_launch(call), return_softmax=False
+            call.q, call.k, call.v, **self.launch_options(call), return_softmax=False
         )
         return out, lse
 
-    def launch_backward(
-        self, call: KernelCall, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `CudaFlash.launch_backward`."""
-        gradients = empty_gradients(call)
-        _interface()._flash_attn_varlen_backward(
-            dout.contiguous(),
-            call.q,
-            call.k,
-            call.v,
-            out,
-            lse,
-            **gradients,
-            **_launch(call),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        return gradients["dq"], gradients["dk"], gradients["dv"]
+    def call_backward(self, *tensors: torch.Tensor, **options: object) -> None:
+        """See `FlashPackage.call_backward`."""
+        dout, *others = tensors
+        _interface()._flash_attn_varlen_backward(dout.contiguous(), *others, **options)
 
-
-def _launch(call: KernelCall) -> dict[str, object]:
-    """Collect the arguments that forward and backward share, by the package's names."""
-    return {
-        **launch_options(call),
-        "max_seqlen_q": query_bound(call.segments),
-        "dropout_p": 0.0,
-        "causal": call.segments.causal,
-        "alibi_slopes": None,
-    }
+    def launch_options(self, call: KernelCall) -> dict[str, object]:
+        """See `FlashPackage.launch_options`."""
+        return {
+            **shared_options(call),
+            "max_seqlen_q": query_bound(call.segments),
+            "dropout_p": 0.0,
+            "causal": call.segments.causal,
+            "alibi_slopes": None,
+        }
 
 
 @functools.cache

@@ -28,9 +28,8 @@ from hf_flexseq.kernels import KernelCall
 from hf_flexseq.kernels.capabilities import Calls
 from hf_flexseq.kernels.cuda_flash import (
     FLASH3,
-    CudaFlash,
-    empty_gradients,
-    launch_options,
+    FlashPackage,
+    shared_options,
 )
 
 _INTERFACE = "flash_attn_interface"
@@ -58,7 +57,7 @@ _MISSING_WINDOWS: Mapping[str, str] = {"FLASHATTENTION_DISABLE_LOCAL": "sliding 
 _MISSING_SOFTCAP: Mapping[str, str] = {"FLASHATTENTION_DISABLE_SOFTCAP": "softcap"}
 
 
-class FlashAttn3(CudaFlash):
+class FlashAttn3(FlashPackage):
     """FlashAttention-3 from its package."""
 
     name = "flash_attn3"
@@ -73,36 +72,21 @@ class FlashAttn3(CudaFlash):
         """See `CudaFlash.launch_forward`."""
         # [Tq, H, D], [H, Tq], and the parts of keys that were split, of which there are none
         out, lse, *_ = torch.ops.flash_attn_3.fwd(
-            call.q, call.k, call.v, **_launch(call), num_splits=1
+            call.q, call.k, call.v, **self.launch_options(call), num_splits=1
         )
         return out, lse
 
-    def launch_backward(
-        self, call: KernelCall, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `CudaFlash.launch_backward`."""
-        gradients = empty_gradients(call)
-        torch.ops.flash_attn_3.bwd(
-            dout,
-            call.q,
-            call.k,
-            call.v,
-            out,
-            lse,
-            **_launch(call),
-            **gradients,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        return gradients["dq"], gradients["dk"], gradients["dv"]
+    def call_backward(self, *tensors: torch.Tensor, **options: object) -> None:
+        """See `FlashPackage.call_backward`."""
+        torch.ops.flash_attn_3.bwd(*tensors, **options)
 
-
-def _launch(call: KernelCall) -> dict[str, object]:
-    """Collect the arguments that forward and backward share, by the operators' names."""
-    return {
-        **launch_options(call),
-        "max_seqlen_q": call.segments.max_q,
-        "is_causal": call.segments.causal,
-    }
+    def launch_options(self, call: KernelCall) -> dict[str, object]:
+        """See `FlashPackage.launch_options`."""
+        return {
+            **shared_options(call),
+            "max_seqlen_q": call.segments.max_q,
+            "is_causal": call.segments.causal,
+        }
 
 
 @functools.cache
@@ -117,7 +101,7 @@ def package_problem() -> str | None:
         problem = _operator_problem(name)
         if problem is not None:
             return problem
-    return _build_problem()
+    return _without(_MISSING)
 
 
 def _operator_problem(name: str) -> str | None:
@@ -135,17 +119,10 @@ def _operator_problem(name: str) -> str | None:
     return None
 
 
-def _build_problem() -> str | None:
-    """Say what the build was made without, of what every call needs, or return None when it has
-    all or does not tell."""
-    return _without(_MISSING)
-
-
 def _lacking(calls: Calls) -> str | None:
-    """Say what the build was made without, of what such calls need, or return None."""
-    return (_without(_MISSING_WINDOWS) if calls.window else None) or (
-        _without(_MISSING_SOFTCAP) if calls.softcap else None
-    )
+    """Return what the build lacks for such calls, or None."""
+    features = _MISSING_WINDOWS if calls.window else {}
+    return _without({**features, **(_MISSING_SOFTCAP if calls.softcap else {})})
 
 
 def _without(features: Mapping[str, str]) -> str | None:

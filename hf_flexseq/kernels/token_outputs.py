@@ -25,8 +25,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.kernels.chunked_loss import chunk_rows
-from hf_flexseq.kernels.products import addmm_into, factor_dtype, mm_into, sum_dtype
+from hf_flexseq.kernels.chunked_loss import HeadGradients, check_dtypes, chunk_rows
+from hf_flexseq.kernels.products import factor_dtype, mm_into, sum_dtype
 
 
 def token_outputs(
@@ -39,11 +39,7 @@ def token_outputs(
     float32, float64 for float64 inputs. Raises ValueError when the dtypes differ, as the head by
     itself would.
     """
-    if hidden.dtype != weight.dtype:
-        raise ValueError(
-            f"hidden states in {hidden.dtype} meet a head in {weight.dtype}; cast one, or use "
-            "autocast"
-        )
+    check_dtypes(hidden, weight)
     log_probs, entropy = _TokenOutputs.apply(hidden, weight, bias, targets)
     return log_probs, entropy
 
@@ -82,14 +78,9 @@ class _TokenOutputs(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """Both [T] -> d hidden [T, C], d weight [V, C], d bias [V], None."""
         hidden, weight, bias, targets, log_sums, entropy = ctx.saved_tensors
-        dtype = sum_dtype(hidden.dtype)
-        narrow = factor_dtype(hidden.dtype, hidden.device)
-        weight_factor = weight.to(narrow)
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
-        d_bias = torch.zeros_like(bias, dtype=dtype) if ctx.needs_input_grad[2] else None
+        gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad)
         for chunk, logits in _chunks_of_logits(hidden, weight, bias):
-            # 1. d logits = d l * (onehot - p) - d H * p * (log p + H), nothing without a target
+            # d logits = d l * (onehot - p) - d H * p * (log p + H), 0 without a target
             counts = targets[chunk, None] != IGNORE_INDEX  # [rows, 1]
             index = targets[chunk, None].masked_fill(~counts, 0)  # [rows, 1]
             of_target = d_log_probs[chunk, None].masked_fill(~counts, 0)  # [rows, 1]
@@ -98,20 +89,8 @@ class _TokenOutputs(torch.autograd.Function):
             p = logits.exp()  # [rows, V]
             d_logits = logits.add_(entropy[chunk, None]).mul_(of_entropy).add_(of_target)
             d_logits = d_logits.mul_(p).neg_().scatter_add_(1, index, of_target)  # [rows, V]
-
-            # 2. through the head
-            factor = d_logits.to(narrow)
-            if d_hidden is not None:
-                d_hidden[chunk] = factor @ weight_factor  # [rows, V] x [V, C] -> [rows, C]
-            if d_weight is not None:
-                # [V, rows] x [rows, C] -> [V, C]
-                addmm_into(d_weight, factor.t(), hidden[chunk].to(narrow))
-            if d_bias is not None:
-                d_bias += d_logits.sum(0)  # [rows, V] -> [V]
-        grads: list[torch.Tensor | None] = []
-        for grad, like in ((d_hidden, hidden), (d_weight, weight), (d_bias, bias)):
-            grads.append(None if grad is None else grad.to(like.dtype))
-        return (*grads, None)
+            gradients.add(chunk, hidden[chunk].to(gradients.factor_dtype), d_logits)
+        return (*gradients.result(), None)
 
 
 def _chunks_of_logits(

@@ -15,6 +15,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, Int64Array
 from hf_flexseq.plan import Group, MicroBatch, widest_first
 from hf_flexseq.planner.blocks import Blocks, blocks_of
+from hf_flexseq.planner.task import PlanTask, longest_first
 
 # Nanoseconds or tokens of what is not possible; four of them still fit 64 bits.
 NEVER = 2**60
@@ -47,8 +48,7 @@ class Problem:
     constant: int
     """Nanoseconds of a micro-batch, whatever is in it."""
     free: bool
-    """Whether ranks meet only in their groups, so that their clocks run on from micro-batch to
-    micro-batch."""
+    """True if ranks meet only in their groups, so their clocks differ between micro-batches."""
 
     @property
     def world(self) -> int:
@@ -61,25 +61,16 @@ class Problem:
         return -(-int(self.lengths.sum()) // (self.cap * self.world))
 
 
-def make_problem(
-    lengths: Sequence[int],
-    topology: Topology,
-    cost: CostModel,
-    *,
-    strategy: str,
-    cap: int,
-    sync: str,
-    charged: bool = True,
-) -> Problem:
-    """Return the tables of some sequences.
+def make_problem(task: PlanTask, *, charged: bool = True) -> Problem:
+    """Return the tables of a step's sequences.
 
-    lengths: tokens of every sequence, by sequence id. strategy: what groups of two ranks and more
-    may use. cap: most tokens of a rank in a micro-batch. charged: True if what a group waits for
-    counts in the time of each of its sequences, as if each were alone in its group. That is too
+    charged: True if the waits of a group count in the time of each of its sequences. That is too
     much for groups of several sequences, and otherwise the table has too little.
     """
+    lengths, topology, cost = task.lengths, task.topology, task.cost
+    strategy, cap = task.strategy, task.cap
     # 1. the sequences, [K] each
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    order = longest_first(lengths)
     ids = np.array(order, dtype=np.int64)
     tokens = np.array([lengths[i] for i in order], dtype=np.int64)
     # 2. what each takes on each shape, [K, S] each
@@ -110,7 +101,7 @@ def make_problem(
         cheapest=np.stack(names_by_shape, axis=1),
         least_area=area.min(axis=1),
         constant=cost.micro_batch_ns,
-        free=sync == "free",
+        free=task.sync == "free",
     )
 
 
@@ -140,11 +131,8 @@ def cheapest(
 
 
 def least_wait_ns(cost: CostModel, shape: tuple[int, bool], strategy: str) -> int:
-    """Return the nanoseconds that a group takes besides its sequences at least, however long they
-    are.
-
-    shape, strategy: as in `cheapest`.
-    """
+    """Return the least nanoseconds of a group besides its sequences. shape, strategy: as in
+    `cheapest`."""
     degree, spans_nodes = shape
     if degree == 1 or not cost.has_waits:
         return 0

@@ -60,5 +60,5 @@ def test_a_rank_answers_with_its_environment_and_its_host(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert topology_of(LoneTransport()) == Topology(nodes=1, ranks_per_node=1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "none")
-    with pytest.raises(ValueError, match="'none' is no number"):
+    with pytest.raises(ValueError, match="'none': expected a number"):
         topology_of(LoneTransport())

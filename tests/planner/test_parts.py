@@ -33,7 +33,10 @@ def topology(shape: tuple[int, int]) -> Topology:
 def problem(shape: tuple[int, int], sync: str, *, count: int = 80, cap: int = 40_000) -> Problem:
     rng = random.Random(count)
     lengths = [int(rng.lognormvariate(7.5, 1.3)) + 1 for _ in range(count)]
-    return make_problem(lengths, topology(shape), FLEXSP, strategy="auto", cap=cap, sync=sync)
+    task = PlanTask(
+        lengths=tuple(lengths), topology=topology(shape), cost=FLEXSP, cap=cap, sync=sync
+    )
+    return make_problem(task)
 
 
 def started(asked: Problem, batches: int):
@@ -242,7 +245,8 @@ def test_static_packs_into_few_micro_batches(lengths, degree, cap, groups) -> No
 def test_the_worked_example_is_what_the_search_does() -> None:
     lengths = [9000, 3000, 2500, 2000, 1500, 1200, 1000, 800, 600, 500, 400, 300]
     ranks = topology((1, 4))
-    asked = make_problem(lengths, ranks, FLEXSP, strategy="auto", cap=3500, sync="lockstep")
+    task = PlanTask(lengths=tuple(lengths), topology=ranks, cost=FLEXSP, cap=3500)
+    asked = make_problem(task)
 
     def ms(nanoseconds: list[int]) -> list[int]:
         return [round(one / 1e6) for one in nanoseconds]

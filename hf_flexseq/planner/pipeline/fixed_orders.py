@@ -22,8 +22,8 @@ def whole_pipeline(task: PipelineTask) -> PipelineAnswer:
     most = task.options.max_tokens
     if most is not None and longest > most:
         raise PlanInfeasible(
-            f"sequence {task.lengths.index(longest)} has {longest} tokens, a chunk may have {most}: "
-            "schedule='1f1b' does not cut it. Raise the limit, or take schedule='auto'"
+            f"sequence {task.lengths.index(longest)} has {longest} tokens, a chunk may have "
+            f"{most}: schedule='1f1b' does not cut it. Raise the limit, or take schedule='auto'"
         )
     units = whole_units(task.lengths)
     actions = one_forward_one_backward([len(unit) for unit in units], task.ranks)

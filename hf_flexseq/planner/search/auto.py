@@ -27,8 +27,9 @@ A worked example stands in `search/__init__.py`. The slow twins are tests/planne
 tests/planner/exact.py; tests/planner/test_exact.py and test_make_plan.py compare the plans.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,7 +45,7 @@ from hf_flexseq.planner.problem import (
 )
 from hf_flexseq.planner.search.effort import EFFORT, PERMILLE
 from hf_flexseq.planner.search.fill import Filled, fill_short, water_levels
-from hf_flexseq.planner.search.place import Candidates, place_long
+from hf_flexseq.planner.search.place import Candidates, joined, place_long
 from hf_flexseq.planner.search.repair import repair
 from hf_flexseq.planner.search.targets import affordable, recipes_of, starting_candidates
 from hf_flexseq.planner.static import static_micro_batches
@@ -54,21 +55,13 @@ from hf_flexseq.planner.task import PlanTask
 def auto_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
     """Return the micro-batches of the best plan found."""
     lengths, topology, cost = task.lengths, task.topology, task.cost
-    strategy, cap, sync = task.strategy, task.cap, task.sync
+    strategy, sync = task.strategy, task.sync
     plans: list[tuple[int, tuple[MicroBatch, ...]]] = []  # (nanoseconds, micro-batches)
     # 1. Searches. Plans made for lockstep are good plans for free ranks, too.
     few = cost.has_waits and len(lengths) <= EFFORT.charged_both_ways
     charges = (True, False) if few else (True,)
     for assumed_sync, charged in product(dict.fromkeys((sync, "lockstep")), charges):
-        problem = make_problem(
-            lengths,
-            topology,
-            cost,
-            strategy=strategy,
-            cap=cap,
-            sync=assumed_sync,
-            charged=charged,
-        )
+        problem = make_problem(replace(task, sync=assumed_sync), charged=charged)
         filled = _search_over_batches(problem)
         if filled is None:
             continue
@@ -92,7 +85,8 @@ def auto_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
 
 
 def static_bound_ns(problem: Problem, cost: CostModel, *, degree: int, strategy: str) -> int:
-    """Return nanoseconds that no plan with one degree can undercut; NEVER where there is none."""
+    """Return a lower bound on the nanoseconds with one degree; NEVER if the longest sequence does
+    not fit."""
     longest = int(problem.lengths[0])
     if -(-longest // degree) > problem.cap:
         return NEVER
@@ -123,21 +117,19 @@ def _search_over_batches(problem: Problem) -> Filled | None:
     return with_one_more
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Tried:
+class _Tried(NamedTuple):
     """A complete candidate with the targets that it came from."""
 
     filled: Filled
-    """The blocks and micro-batches of all sequences."""
+    """Blocks and micro-batches of all sequences."""
     origin: Candidates
-    """The one candidate, for the next round to change."""
+    """The single candidate, which the next round changes."""
 
 
 def search(problem: Problem, batches: int, rival: int) -> Filled | None:
-    """Return the best complete candidate with `batches` micro-batches; None when memory is short.
+    """Return the best complete candidate with `batches` micro-batches; None if memory is short.
 
-    rival: nanoseconds of a plan in hand, NEVER where there is none. A search that stays far behind
-    it ends early.
+    rival: nanoseconds of a known plan, or NEVER. A search that stays far slower ends early.
     """
     candidates = starting_candidates(problem, batches)
     if rival < NEVER:
@@ -168,7 +160,7 @@ def search(problem: Problem, batches: int, rival: int) -> Filled | None:
 
 
 def _is_hopeless(filled: Filled, rival: int) -> bool:
-    """Return whether a candidate is so far behind a plan in hand that no more work is spent."""
+    """Return True if a candidate is so much slower than a known plan that the search ends."""
     return filled.objective * PERMILLE > rival * EFFORT.hopeless
 
 
@@ -196,8 +188,7 @@ def _complete_best(
             rise=int(rises[index]),
         )
         if filled is not None:
-            origin = candidates.take(np.array([index]))
-            completed.append(_Tried(filled=filled, origin=origin))
+            completed.append(_Tried(filled, candidates.take(np.array([index]))))
     return completed
 
 
@@ -210,21 +201,10 @@ def _changed(problem: Problem, kept: list[Candidates], change: int) -> Candidate
     copies = max(1, affordable(problem, batches, most_long) // len(kept))
     copies = min(recipes_of(problem, batches)[0].copies, copies)
     # 2. All copies, one kept candidate after the other: [1, ...] each -> [kept * copies, ...].
-    together = Candidates(
-        targets=np.concatenate([candidate.targets for candidate in kept]),
-        fit=np.concatenate([candidate.fit for candidate in kept]),
-        long_rows=np.concatenate([candidate.long_rows for candidate in kept]),
-        forced_shapes=np.concatenate([candidate.forced_shapes for candidate in kept]),
-    )
-    copied = together.take(np.repeat(np.arange(len(kept)), copies))
+    copied = joined(kept).take(np.repeat(np.arange(len(kept)), copies))
     # 3. Other targets.
     noise = _noise(copied.targets.shape, change)  # [candidates, micro_batches] per mille
-    return Candidates(
-        targets=copied.targets + copied.targets * noise // PERMILLE,
-        fit=copied.fit,
-        long_rows=copied.long_rows,
-        forced_shapes=copied.forced_shapes,
-    )
+    return replace(copied, targets=copied.targets + copied.targets * noise // PERMILLE)
 
 
 def _noise(shape: tuple[int, ...], change: int) -> Int64Array:
@@ -233,9 +213,8 @@ def _noise(shape: tuple[int, ...], change: int) -> Int64Array:
     They are a linear congruential generator's high bits, alike on every machine and numpy version.
     """
     state = 12345 + change
-    count = int(np.prod(shape))
     values = []
-    for _ in range(count):
+    for _ in range(int(np.prod(shape))):
         state = (1103515245 * state + 12345) % 2**31
         high_bits = state >> 8
         values.append(high_bits % (2 * change + 1) - change)

@@ -25,7 +25,8 @@ The slow twin is `placed_one_by_one` in tests/planner/brute.py: one candidate, o
 tests/planner/test_parts.py compares the two.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,12 +65,16 @@ class Candidates:
 
     def take(self, rows: Int64Array) -> "Candidates":
         """Return the candidates with these indices [chosen]."""
-        return Candidates(
-            targets=self.targets[rows],
-            fit=self.fit[rows],
-            long_rows=self.long_rows[rows],
-            forced_shapes=self.forced_shapes[rows],
-        )
+        arrays = {one.name: getattr(self, one.name)[rows] for one in fields(self)}
+        return Candidates(**arrays)
+
+
+def joined(candidates: Sequence[Candidates]) -> Candidates:
+    """Return all candidates in one, in their order."""
+    arrays = {}
+    for one in fields(Candidates):
+        arrays[one.name] = np.concatenate([getattr(some, one.name) for some in candidates])
+    return Candidates(**arrays)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

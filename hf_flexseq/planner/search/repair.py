@@ -20,7 +20,7 @@ The slow twin is a fresh count of the repaired plan, in tests/planner/test_parts
 "filling and repair agree with a fresh count and never worsen" and "repair keeps groups laminar".
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,20 +28,6 @@ from hf_flexseq.cost import Int64Array
 from hf_flexseq.planner.problem import Problem
 from hf_flexseq.planner.search.effort import EFFORT
 from hf_flexseq.planner.search.fill import Filled, completed, free_clocks, lockstep_objective
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _State:
-    """The arrays of a candidate under repair; changes are made in place."""
-
-    load: Int64Array
-    """[micro_batches, ranks] nanoseconds."""
-    tokens: Int64Array
-    """[micro_batches, ranks] tokens."""
-    row2block: Int64Array
-    """[sequences]"""
-    row2batch: Int64Array
-    """[sequences]"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +44,8 @@ class _Exchange:
 
 def repair(problem: Problem, filled: Filled) -> Filled:
     """Return a candidate after moves and swaps off its fullest ranks, never slower than before."""
-    state = _State(
+    state = replace(  # arrays of its own, which are changed in place
+        filled,
         load=filled.load.copy(),
         tokens=filled.tokens.copy(),
         row2block=filled.row2block.copy(),
@@ -77,16 +64,10 @@ def repair(problem: Problem, filled: Filled) -> Filled:
         active = [batch for batch in active if batch in reshaped or batch not in stuck]
         if not active:
             break
-    return Filled(
-        objective=lockstep_objective(problem, state.load),
-        row2block=state.row2block,
-        row2batch=state.row2batch,
-        load=state.load,
-        tokens=state.tokens,
-    )
+    return replace(state, objective=lockstep_objective(problem, state.load))
 
 
-def _repair_free(problem: Problem, state: _State) -> Filled:
+def _repair_free(problem: Problem, state: Filled) -> Filled:
     """Return the candidate after exchanges off the free rank that ends last."""
     batches = len(state.load)
     clock = free_clocks(problem, state.row2block, state.row2batch, state.load)  # [ranks]
@@ -113,7 +94,7 @@ def _repair_free(problem: Problem, state: _State) -> Filled:
 # ---- moves and swaps between single ranks
 
 
-def _relieve(problem: Problem, state: _State, batch: int) -> bool:
+def _relieve(problem: Problem, state: Filled, batch: int) -> bool:
     """Lower the fullest rank of a micro-batch by the best move or swap; False when none helps."""
     fullest = int(state.load[batch].argmax())
     on_fullest = (state.row2batch == batch) & (state.row2block == fullest)  # [sequences]
@@ -126,7 +107,7 @@ def _relieve(problem: Problem, state: _State, batch: int) -> bool:
 
 
 def _best_exchange(
-    problem: Problem, state: _State, movers: Int64Array, slack: Int64Array
+    problem: Problem, state: Filled, movers: Int64Array, slack: Int64Array
 ) -> _Exchange | None:
     """Return the exchange that gains most, or None when no exchange gains anything.
 
@@ -165,7 +146,7 @@ def _best_exchange(
     )
 
 
-def _make_exchange(problem: Problem, state: _State, exchange: _Exchange) -> None:
+def _make_exchange(problem: Problem, state: Filled, exchange: _Exchange) -> None:
     """Move a row to a slot, and its partner from that slot to where the row was."""
     row = exchange.row
     old = (int(state.row2batch[row]), int(state.row2block[row]))  # (micro-batch, rank)
@@ -186,7 +167,7 @@ def _make_exchange(problem: Problem, state: _State, exchange: _Exchange) -> None
 # ---- moves to blocks of any shape
 
 
-def _reshape(problem: Problem, state: _State, batch: int) -> bool:
+def _reshape(problem: Problem, state: Filled, batch: int) -> bool:
     """Lower the fullest rank of a micro-batch by moving a row to any block; False when none helps.
 
     The row may be on several ranks, the fullest among them, and the block wider or narrower.
@@ -212,7 +193,7 @@ def _reshape(problem: Problem, state: _State, batch: int) -> bool:
     return True
 
 
-def _slack_after(problem: Problem, state: _State, movers: Int64Array, batch: int) -> Int64Array:
+def _slack_after(problem: Problem, state: Filled, movers: Int64Array, batch: int) -> Int64Array:
     """Return [movers, micro_batches, blocks] nanoseconds of slack once a mover is on a block.
 
     Slack is what the block's ranks have left below the fullest rank of their micro-batch as it is
@@ -235,7 +216,7 @@ def _slack_after(problem: Problem, state: _State, movers: Int64Array, batch: int
 
 def _fullest_after(
     problem: Problem,
-    state: _State,
+    state: Filled,
     movers: Int64Array,
     batch: int,
     figures: tuple[Int64Array, Int64Array],
@@ -265,7 +246,7 @@ def _fullest_of_blocks(problem: Problem, rank_total: Int64Array) -> Int64Array:
     return fullest
 
 
-def _count_row(problem: Problem, state: _State, row: int, sign: int) -> None:
+def _count_row(problem: Problem, state: Filled, row: int, sign: int) -> None:
     """Add a row to the ranks of its block (sign 1), or take it away from them (sign -1)."""
     batch = state.row2batch[row]
     block = state.row2block[row]

@@ -25,8 +25,8 @@ tests/planner/test_exact.py compares the finished plans with tests/planner/exact
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,17 +41,16 @@ from hf_flexseq.planner.search.effort import (
     Recipe,
     Setting,
 )
-from hf_flexseq.planner.search.place import ANY_SHAPE, Candidates
+from hf_flexseq.planner.search.place import ANY_SHAPE, Candidates, joined
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Start:
+class _Start(NamedTuple):
     """A starting candidate; equal ones are tried once."""
 
     targets: tuple[int, ...]
-    """[micro_batches] nanoseconds."""
+    """[micro_batches] Nanoseconds."""
     setting: Setting
-    """Which of its sequences are long, and how they are placed."""
+    """Choice of long sequences, and their placement."""
 
 
 def starting_candidates(problem: Problem, batches: int) -> Candidates:
@@ -62,12 +61,11 @@ def starting_candidates(problem: Problem, batches: int) -> Candidates:
         for start in _starts_of(problem, batches, recipe):
             starts[start] = None
     # 2. How many sequences are long, for each fraction of the mean target.
-    mean = int(problem.least_area.sum()) // problem.world // batches
-    mean = max(1, mean)
+    mean = max(1, int(problem.least_area.sum()) // problem.world // batches)
     above2long: dict[int, int] = {}
-    for start in starts:
-        above = start.setting.long_above
-        above2long[above] = count_long(problem, mean * above // PERMILLE)
+    for _, setting in starts:
+        limit = mean * setting.long_above // PERMILLE
+        above2long[setting.long_above] = count_long(problem, limit)
     # 3. As many as a round can afford; those with most long sequences first, as `place.py` wants.
     most_long = max(above2long.values())
     chosen = list(starts)[: affordable(problem, batches, most_long)]
@@ -115,37 +113,18 @@ def _starts_of(problem: Problem, batches: int, recipe: Recipe) -> list[_Start]:
     """Return the recipe's starting candidates, the most promising first."""
     if problem.free:
         ends = [_ends(problem, batches, factor) for factor in EFFORT.free_factors]
-        return _paired(ends, recipe.free_settings)
-    full_shares = _chunk_shares(_full_cuts(problem, batches), problem)
-    even_shares = _chunk_shares(_even_cuts(problem, batches), problem)
+        return [_Start(*pair) for pair in product(ends, recipe.free_settings)]
+    # the tokens up to each chunk's end: chunks full of tokens, or of equal tokens
+    numbers = np.arange(1, batches + 1)
+    total = int(problem.lengths.sum())
+    chunk = problem.cap * problem.world * EFFORT.full_chunk // PERMILLE
+    full_shares = _chunk_shares(np.minimum(numbers * chunk, total), problem)
+    even_shares = _chunk_shares(numbers * total // batches, problem)
     mixed = []
     for mix in recipe.mixes:
         shares = full_shares if mix.full else even_shares
         mixed.append(_mixed(problem, shares, mix))
-    return _paired(mixed, recipe.settings)
-
-
-def _paired(all_targets: list[tuple[int, ...]], settings: tuple[Setting, ...]) -> list[_Start]:
-    """Return every targets with every setting, the settings of one targets side by side."""
-    starts = []
-    for targets, setting in product(all_targets, settings):
-        starts.append(_Start(targets=targets, setting=setting))
-    return starts
-
-
-def _full_cuts(problem: Problem, batches: int) -> Int64Array:
-    """Return [micro_batches] the tokens up to each chunk's end, chunks full of tokens."""
-    total = int(problem.lengths.sum())
-    chunk = problem.cap * problem.world * EFFORT.full_chunk // PERMILLE  # tokens
-    cuts: Int64Array = np.minimum(np.arange(1, batches + 1) * chunk, total)
-    return cuts
-
-
-def _even_cuts(problem: Problem, batches: int) -> Int64Array:
-    """Return [micro_batches] the tokens up to each chunk's end, chunks of equal tokens."""
-    total = int(problem.lengths.sum())
-    cuts: Int64Array = np.arange(1, batches + 1) * total // batches
-    return cuts
+    return [_Start(*pair) for pair in product(mixed, recipe.settings)]
 
 
 def _chunk_shares(cuts: Int64Array, problem: Problem) -> Int64Array:
@@ -200,9 +179,10 @@ def _with_forced_shapes(problem: Problem, started: Candidates) -> Candidates:
     shapes = np.pad(shapes, ((0, 0), (0, open_rows)), constant_values=ANY_SHAPE)
     count = len(shapes)
     first_targets = np.repeat(started.targets[:1], count, axis=0)  # [combinations, micro_batches]
-    return Candidates(
-        targets=np.concatenate([first_targets, started.targets]),
-        fit=np.concatenate([np.full(count, -1), started.fit]),
-        long_rows=np.concatenate([np.full(count, rows), started.long_rows]),
-        forced_shapes=np.concatenate([shapes, started.forced_shapes]),
+    forced = Candidates(
+        targets=first_targets,
+        fit=np.full(count, -1),
+        long_rows=np.full(count, rows),
+        forced_shapes=shapes,
     )
+    return joined([forced, started])
