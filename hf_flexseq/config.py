@@ -158,8 +158,7 @@ class FlexSeqArguments:
     )
 
     def __new__(cls, *given: object, **named: object) -> Self:
-        """Raise ValueError for removed options. `__init__` cannot: `dataclass` writes a new one
-        for each subclass."""
+        """Raise ValueError for removed options: each subclass gets a new `__init__`."""
         for name in named:
             refuse_removed(name)
         return super().__new__(cls)

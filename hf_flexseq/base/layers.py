@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Consecutive queries of a sequence and the keys that they read, as positions in the
-    sequence."""
+    """Consecutive queries and the keys that they read, as positions in their sequence."""
 
     first_key: int
     first_query: int
@@ -165,8 +164,7 @@ class RecurrentShape:
 
     @property
     def transition_numbers(self) -> int:
-        """Numbers in a segment's transition, which maps the state before it to the state after
-        it; all heads."""
+        """Numbers in the transition from the state before a segment to that after it."""
         if self.kind in ("gated_delta", "kimi_delta"):
             return self.value_heads * self.key_dim * self.key_dim
         return self.value_heads if self.kind == "mamba2" else 0

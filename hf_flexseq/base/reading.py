@@ -76,8 +76,7 @@ DEFAULT_LIMITS = Limits()
 
 
 def beyond(name: str, limit: int, enough: int | None = None) -> str:
-    """Return the text that names a limit and how to raise it. enough: a sufficient value, None
-    if unknown."""
+    """Return how to raise a limit. enough: a sufficient value, None if unknown."""
     value = "N" if enough is None else str(enough)
     return f"the limit is {limit:,} {name}, raise it with --limit {name}={value}"
 

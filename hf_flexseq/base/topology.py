@@ -95,8 +95,7 @@ class Topology:
         yield from sorted(blocks, key=lambda block: (block[0] - block[1], block))
 
     def blocks_of(self, degree: int) -> list[tuple[int, int]]:
-        """Return the disjoint aligned blocks [start, stop) of `degree` ranks; empty if blocks
-        never have that degree."""
+        """Return the disjoint aligned blocks [start, stop) of `degree` ranks, possibly none."""
         blocks = []
         for start, stop in self.aligned_blocks():
             # A node of 6 ranks has blocks of 6, 4 and 2; of two nodes, the 12 stand alone.
@@ -106,8 +105,7 @@ class Topology:
 
 
 def _aligned_ranges(count: int) -> Iterator[tuple[int, int]]:
-    """Yield [k*w, (k+1)*w) inside [0, count) for every power of two w >= 2, and [0, count)
-    itself from 2 on."""
+    """Yield [k*w, (k+1)*w) in [0, count) for powers of two w >= 2, and [0, count) from 2 on."""
     if count >= 2:
         yield 0, count
     width = 2

@@ -133,8 +133,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def word(name: str, value: Any, *, most: int = MAX_NAME) -> str:
-    """Return `value`. Raises ValueError unless it is a one-line string without control
-    characters."""
+    """Return `value`. Raises ValueError unless it is one line of printable characters."""
     if not isinstance(value, str):
         raise ValueError(f"{name}={quoted(value)}: must be a string")
     if len(value) > most:

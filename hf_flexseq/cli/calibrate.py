@@ -51,8 +51,7 @@ def _summary(record: dict[str, Any]) -> str:
 
 
 def _attention(cost: dict[str, Any]) -> str:
-    """Describe the attention of layers that read all keys, as the beginning of a line; nothing
-    where there are none."""
+    """Describe full attention as the beginning of a line; "" without such layers."""
     attention_ps = 1e12 * cost["attention_s"]
     if not cost["kinds"] and not cost["recurrent"]:
         return f"attention {attention_ps:.4g} ps per squared token, "
@@ -62,8 +61,7 @@ def _attention(cost: dict[str, Any]) -> str:
 
 
 def _kinds(cost: dict[str, Any]) -> list[str]:
-    """Describe the layers that read a window or a chunk, and those that are recurrent, in a line
-    for each kind."""
+    """Describe each kind of layers with a window, a chunk or a recurrence in a line."""
     lines = []
     for kind in cost["kinds"]:
         lines.append(

@@ -174,8 +174,7 @@ def _plans(
     planner: str,
     sp_degree: int | None = None,
 ) -> list[Plan]:
-    """Return the plan of every step. Raises ValueError, naming the step, for one without a
-    plan."""
+    """Return the plan of every step. Raises ValueError that names a step without a plan."""
     name = planner if sp_degree is None else f"{planner}, degree {sp_degree}"
     plans = []
     for number, lengths in enumerate(steps):

@@ -15,12 +15,10 @@ CLEAR = "\r\x1b[K"  # to the beginning of the line, and all of it away
 
 
 class Progress:
-    """Says what goes on, and since when, while it is open. A thread does: a solver may be busy for
-    minutes."""
+    """Reports the current work and its seconds from a thread, since a solver may block."""
 
     def __init__(self, stream: TextIO | None = None, *, every_s: float | None = None) -> None:
-        """stream: None for stderr. every_s: seconds between two lines; None for what suits the
-        stream."""
+        """stream: None for stderr. every_s: seconds between lines; None for the default."""
         self._stream = sys.stderr if stream is None else stream
         self._is_terminal = self._stream.isatty()
         self._every_s = every_s or (TERMINAL_S if self._is_terminal else FILE_S)

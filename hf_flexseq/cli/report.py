@@ -100,8 +100,7 @@ def report(options: Namespace) -> None:
 
 
 def _source(options: Namespace) -> tuple[list[int], StepsFile | None]:
-    """Return the lengths of all sequences of the file, and the steps of a trace, None for
-    lengths."""
+    """Return all sequences' lengths, and the steps of a trace or None."""
     path = Path(options.plan)
     if path.is_dir() or path.suffix == ".parquet":
         return read_lengths(path, options.column, options.limits), None
@@ -198,8 +197,7 @@ def _trace_remarks(file: StepsFile, lines: Sequence[PlannedStep]) -> list[str]:
 def _drawn_step(
     lines: Sequence[PlannedStep], rows: Sequence[StepRow], options: Namespace
 ) -> tuple[str, str]:
-    """Return the title and the figure of the step of --step, or of the median one; "" for a figure
-    beyond a limit."""
+    """Return the title and the figure of one step; the figure is "" beyond a limit."""
     number = options.step
     why = "the step of --step"
     if number is None:

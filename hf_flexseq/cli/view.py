@@ -68,8 +68,7 @@ def drawn(step: PlannedStep, options: Namespace) -> Timeline:
 
 
 def _stage_costs(step: PlannedStep, made: PipelinePlan, options: Namespace) -> PipelineCost:
-    """Return the cost of the stages: from the cost model of the options, else from the file, else
-    tokens as time."""
+    """Return stage costs: of the options' cost model, else of the file, else tokens as time."""
     # Finding the next action may look at every rank; a hundred looks take as long as an event.
     actions = sum(map(len, made.actions))
     work = actions + actions * made.ranks // 100

@@ -61,8 +61,7 @@ class CostConstants:
     all_to_all_bytes: float
     """Bytes per token that Ulysses moves, forward and backward, all layers."""
     ring_bytes: float | None
-    """Bytes per token that a ring moves, forward and backward, all layers. None: not known, so no
-    ring can be planned."""
+    """Bytes per token of a ring, forward and backward, all layers; None refuses rings."""
     query_bytes: float
     """Bytes of a token's queries on one trip, all layers."""
     ring_overlap: float
@@ -85,8 +84,7 @@ class CostConstants:
     transfer_s: float = 0.0
     """Seconds that a transfer between two ranks takes besides its bytes."""
     all_to_all_overlap: float = 0.0
-    """Share of Ulysses' transfers, but for their first piece, that can travel while attention
-    computes."""
+    """Share of Ulysses' transfers, except for the first piece, that attention can hide."""
     piece_rows: float = PIECE_ROWS["cuda"]
     """Query heads x tokens of one sequence that make a piece worth a kernel call, see
     `PIECE_ROWS`. On CUDA the sequences packed in a row fill a piece together, which the model
@@ -101,8 +99,7 @@ class CostConstants:
     """Share of the host's work that the device's can hide: 1 where the host launches ahead of the
     device, 0 where both are one processor."""
     contact_s: float = 0.0
-    """Seconds of the first message between two ranks that are not connected, once in a run. No
-    plan is decided by it."""
+    """Seconds of the first message between two ranks, once in a run; no plan depends on it."""
     kinds: tuple[NearLayers, ...] = ()
     """Layers that read a window or a chunk of their sequence; () where all read all keys."""
     recurrent: tuple[RecurrentLayers, ...] = ()
@@ -273,8 +270,7 @@ class CostConstants:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Return the model that `save` wrote. Raises ValueError naming the file and what is wrong
-        with it."""
+        """Inverse of `save`. Raises ValueError that names the file and its problem."""
         try:
             return cls.from_record(parse_json(read_text(path)))
         except (OSError, ValueError) as error:

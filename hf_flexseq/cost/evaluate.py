@@ -34,8 +34,7 @@ class GroupKind(NamedTuple):
 
 
 def group_ns(cost: CostModel, group: Group, lengths: Sequence[int], topology: Topology) -> int:
-    """Return the nanoseconds of a group: the sum over its sequences, and what it waits for beside
-    them."""
+    """Return the nanoseconds of a group: its sequences and its waits."""
     return int(groups_ns(cost, (group,), lengths, topology)[0])
 
 

@@ -196,8 +196,7 @@ class CostModel(CostTransfers):
         return np.maximum(1, nanoseconds).astype(np.int64)  # work is never free
 
     def sequence_ns(self, length: int, degree: int, strategy: str, spans_nodes: bool) -> int:
-        """Return the nanoseconds of one sequence of `length` tokens on a group of `degree`
-        ranks."""
+        """Return the nanoseconds of a sequence of `length` tokens on `degree` ranks."""
         return int(self.sequences_ns(np.array([length]), degree, strategy, spans_nodes)[0])
 
     def _ulysses_s(
@@ -213,8 +212,7 @@ class CostModel(CostTransfers):
         return computed + even.linear + exposed
 
     def _hybrid_s(self, even: _EvenSplit, degree: int) -> FloatArray:
-        """Return the seconds where Ulysses runs inside nodes and a ring across them,
-        [sequences]."""
+        """Return the seconds of Ulysses inside nodes and a ring across them, [sequences]."""
         s = even.tokens
         nodes = nodes_spanned(degree)
         width = degree // nodes  # ranks of a node
@@ -312,8 +310,7 @@ class CostModel(CostTransfers):
         )
 
     def waits(self, degree: int, strategy: str, spans_nodes: bool) -> Waits:
-        """Return the waits of a group of `degree` ranks. Those of a rank alone are in the constant
-        of the micro-batch."""
+        """Return the waits of `degree` ranks; the micro-batch's constant has those of one rank."""
         if degree == 1:
             return Waits(0, 0)
         host_s = self.host_s(degree, strategy, spans_nodes)

@@ -15,16 +15,14 @@ from hf_flexseq.plan.replicas import StepPlan
 
 
 def check(plan: PipelinePlan) -> None:
-    """Raise ValueError, naming chunk or action, unless the plan is of legal form and runs
-    through."""
+    """Raise ValueError, naming chunk or action, unless the plan is legal and runs through."""
     plan.check_form()
     for _ in walk(plan):  # raises where neighbours wait for each other
         pass
 
 
 def check_step(step: StepPlan) -> None:
-    """Raise ValueError unless every sequence is on one replica, whose plan is legal and runs
-    through."""
+    """Raise ValueError unless each sequence is on one replica, and all plans are legal and run."""
     step.check_form()
     for plan in step.plans:
         for _ in walk(plan):
@@ -32,8 +30,7 @@ def check_step(step: StepPlan) -> None:
 
 
 def check_memory(plan: PipelinePlan, cost: PipelineCost, memory_limit: Sequence[int]) -> None:
-    """Raise ValueError, naming the action, if a rank holds more bytes in flight than its
-    `memory_limit`."""
+    """Raise ValueError, naming the action, if a rank holds more than its `memory_limit` bytes."""
     for done in timed(plan, cost):
         if done.held > memory_limit[done.rank]:
             raise ValueError(

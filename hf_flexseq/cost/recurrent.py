@@ -106,8 +106,7 @@ class RecurrentLayers:
         return seconds
 
     def exchanged_bytes(self, degree: int, strategy: str) -> float:
-        """Return the bytes that the busiest rank sends or receives for a sequence, forward and
-        backward."""
+        """Return the bytes of a sequence that the busiest rank sends or receives, both ways."""
         each_way = summaries(degree, strategy) * self.summary_bytes
         each_way += segments_of_rank(degree, strategy) * self.halo_bytes
         return EXCHANGES_EACH_WAY * each_way
@@ -127,8 +126,7 @@ def segments_of_rank(degree: int, strategy: str) -> int:
 
 
 def summaries(degree: int, strategy: str) -> int:
-    """Return the summaries of a sequence that the busiest rank of a group sends, or receives, on
-    one way."""
+    """Return the summaries of a sequence that the busiest rank sends, or receives, on one way."""
     if chunks_per_rank(strategy) == 2:
         return max(degree - 1, 2 * degree - 3)
     return degree - 1

@@ -81,8 +81,7 @@ class FsdpFigures:
     """What the choice of a policy depends on, beside the step."""
 
     free_bytes: float
-    """Memory of a rank beside its share of the model's state; below 0 where that alone is too
-    much."""
+    """Bytes of a rank besides its share of the model's state; negative if that is too much."""
     token_bytes: float
     """Activation bytes of a token."""
     parameter_bytes: float
@@ -90,8 +89,7 @@ class FsdpFigures:
     gradient_bytes: float
     """Bytes of the gradients of all trained parameters, before they are scattered."""
     trip_s: float
-    """Seconds of a trip, as far as the cost model's seconds of a micro-batch hold its trips; 0
-    where they do not."""
+    """Seconds of a trip, 0 if the cost model's seconds of a micro-batch leave it out."""
 
     def __post_init__(self) -> None:
         number("free_bytes", self.free_bytes, least=-MAX_BYTES)
@@ -122,8 +120,7 @@ class FsdpFigures:
         return held
 
     def tokens_beside(self, policy: FsdpPolicy) -> int:
-        """Return the most tokens of a rank that fit beside what the policy holds; below 1 for
-        none."""
+        """Return the maximum tokens of a rank besides what the policy holds; below 1 for none."""
         return int((self.free_bytes - self.held_bytes(policy)) // self.token_bytes)
 
     # ---- the choice

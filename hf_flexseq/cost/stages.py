@@ -159,8 +159,7 @@ class PipelineCost:
 
 
 def _near_of(value: Any) -> tuple[tuple[Reach, float], ...]:
-    """Return a record's windows and chunks with their nanoseconds. Raises ValueError for any other
-    record."""
+    """Return a record's windows and chunks with their nanoseconds. Raises ValueError otherwise."""
     near = []
     for one in items("near_ns", value):
         values = fields_of(one, "near_ns", needed=("pair_ns",), optional=("window", "chunk"))
@@ -201,8 +200,7 @@ def shape_of(chunk: Chunk, lengths: tuple[int, ...]) -> StageShape:
 
 
 def causal_pairs(start: int, stop: int) -> int:
-    """Return the (query, key) pairs of tokens [start, stop) with themselves and all before
-    them."""
+    """Return the causal (query, key) pairs of queries [start, stop)."""
     return (stop * (stop + 1) - start * (start + 1)) // 2
 
 
@@ -336,8 +334,7 @@ def _add_bytes(
 
 
 def _whole(values: FloatArray) -> list[int]:
-    """Return values, [chunks], rounded to whole nanoseconds or bytes. Raises ValueError for more
-    than 63 bits can count."""
+    """Return values [chunks] as whole numbers. Raises ValueError beyond 63 bits."""
     if values.size and not values.max() <= MAX_BYTES:
         raise ValueError(
             f"the cost of a chunk is {values.max():.3g} ns or bytes, at most {MAX_BYTES:.3g} can "

@@ -42,8 +42,7 @@ class CostTransfers(CostConstants):
         return widest_speed
 
     def head_stretch(self, degree: int) -> float:
-        """Return how much longer Ulysses' attention takes than an even split of the heads over
-        `degree` ranks would."""
+        """Return the ratio of Ulysses' attention time to that of an even split of the heads."""
         if self.heads is None:
             return 1.0
         most_heads = -(-self.heads // degree)

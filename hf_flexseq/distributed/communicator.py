@@ -82,8 +82,7 @@ class Communicator:
             self.open_blocks(range(2, world_size + 1))
 
     def _open_lane(self, kind: str, parts: Sequence[Sequence[int]], peers: Sequence[int]) -> Lane:
-        """Open this rank's lane of disjoint sets of ranks that hold all ranks together. Collective
-        over the world."""
+        """Open lanes of disjoint sets that hold all ranks, and return this rank's. Collective."""
         lane = self.transport.open_lane(kind, parts, peers=peers)
         assert lane is not None, f"rank {self.rank} has no lane {kind}"
         return lane

@@ -37,8 +37,7 @@ class StageLink:
     __slots__ = ("_kind", "_lane", "_messages", "_peer", "_transport")
 
     def __init__(self, transport: Transport, lane: Lane, peer: int, kind: int) -> None:
-        """lane: of the two ranks. peer: global rank of the neighbour.
-        kind: HIDDEN_STATES or GRADIENTS."""
+        """lane: of the two ranks. peer: global rank. kind: HIDDEN_STATES or GRADIENTS."""
         self._transport = transport
         self._lane = lane
         self._peer = peer

@@ -50,8 +50,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: RankGroup, divisor:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows that this rank holds of a tensor, which may be sharded: [rows / ranks, ...],
-    sharing its memory."""
+    """Return this rank's rows of a tensor, sharing its memory: [rows / ranks, ...] if sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -58,8 +58,7 @@ class KernelCall(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Softmax attention. A query whose sequence has no keys gets out = 0, lse = -inf and
-    dq = 0."""
+    """Softmax attention. Without keys a query gets out = 0, lse = -inf and dq = 0."""
 
     name: str
     wide_gradients: bool
@@ -86,6 +85,5 @@ class Kernel(Protocol):
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the log-sum-exp for inputs of `dtype`: float64 for float64, float32 for
-    all others."""
+    """Return the dtype of the log-sum-exp: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

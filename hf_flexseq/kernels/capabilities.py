@@ -52,8 +52,7 @@ class KernelCapabilities:
     head_dim_step: int = 1
     """Head sizes are multiples of this."""
     keyless_lse: float = -torch.inf
-    """The log-sum-exp of a query without keys as the code beneath reports it; callers of `Kernel`
-    always get -inf."""
+    """Log-sum-exp of a query without keys in the code beneath; `Kernel` always returns -inf."""
     wide_gradients: bool
     """Whether gradients of 16-bit inputs are float32, else they have the inputs' dtype."""
     windows: bool = False

@@ -120,8 +120,7 @@ def _explain(calls: Calls) -> list[str]:
 
 
 def capabilities(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
-    """List one line per kernel that can serve such inputs on the device, in order of preference:
-    what it can do."""
+    """List the capabilities of each kernel that serves such inputs, in order of preference."""
     calls = Calls(device, dtype, head_dim)
     return [
         f"{kernel.name}: {kernel.capabilities.text()}"

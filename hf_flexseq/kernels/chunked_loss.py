@@ -269,8 +269,7 @@ class HeadGradients:
             self.d_bias += d_logits.sum(0)  # [rows, V] -> [V]
 
     def result(self) -> list[torch.Tensor | None]:
-        """Return d hidden [T, C], d weight [V, C] and d bias [V] in the dtypes of the inputs; None
-        for those not needed."""
+        """Return d hidden [T, C], d weight [V, C], d bias [V] in the inputs' dtypes, or None."""
         pairs = (
             (self.d_hidden, self.hidden),
             (self.d_weight, self.weight),

@@ -79,8 +79,7 @@ class CpuFlash:
     def backward(
         self, call: KernelCall, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
-        [Tk, Hkv, D]."""
+        """See `Kernel.backward`: dout, out [Tq, H, D], lse [H, Tq] -> dq, dk, dv as q, k, v."""
         call.check()
         attention = _attention(call)
         segments = call.segments
@@ -133,7 +132,6 @@ def _is_one_sequence(call: KernelCall) -> bool:
 
 
 def _split(x: torch.Tensor, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
-    """View x [tokens, heads, D] as one [1, heads, n, D] per sequence of n tokens, with the last
-    dimension contiguous."""
+    """View x [tokens, heads, D] as [1, heads, n, D] per sequence of n tokens, D contiguous."""
     views: Sequence[torch.Tensor] = heads_first(x).split(lengths, dim=2)
     return views

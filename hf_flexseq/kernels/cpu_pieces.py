@@ -74,8 +74,7 @@ class PiecewiseAttention:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend: q [1, H, n, D], k and v [1, Hkv, m, D] -> out [1, H, n, D], tokens first in
-        memory, and lse [1, H, n]."""
+        """Attend -> out [1, H, n, D], tokens first in memory, and lse [1, H, n]."""
         if self._is_one_call(q, k):
             out, lse = FORWARD(q, k, v, _NO_DROPOUT, self._causal, scale=self._scale)
             return out, lse
@@ -265,8 +264,7 @@ class PiecewiseAttention:
         return dq, dk[None], dv[None]
 
     def _tanh(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Return tanh(scale q k^T / softcap) [Hkv, G, r, c], where G query heads share a key
-        head."""
+        """Return tanh(scale q k^T / softcap) [Hkv, G, r, c] for G query heads per key head."""
         assert self._softcap is not None
         products = _grouped(q, k) @ k[0].transpose(1, 2)  # [Hkv, G r, c]
         products = products.unflatten(1, (-1, q.shape[2]))
@@ -282,19 +280,16 @@ def heads_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def tokens_first(x: torch.Tensor) -> torch.Tensor:
-    """Return x [1, heads, tokens, D] as contiguous [tokens, heads, D]: a view of what the kernel
-    leaves."""
+    """Return x [1, heads, tokens, D] as contiguous [tokens, heads, D], without a copy."""
     return x.squeeze(0).transpose(0, 1).contiguous()
 
 
 def _zeros_tokens_first(x: torch.Tensor) -> torch.Tensor:
-    """Return zeros in the shape [1, heads, tokens, D] of x and its dtype, tokens first in
-    memory."""
+    """Return zeros like x [1, heads, tokens, D], tokens first in memory."""
     _, heads, tokens, head_dim = x.shape
     return x.new_zeros((1, tokens, heads, head_dim)).transpose(1, 2)
 
 
 def _grouped(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Put the rows of heads that share a key head of k [1, Hkv, c, D] after each other:
-    x [1, H, r, D] -> [Hkv, G r, D]."""
+    """Join the rows of heads that share a key head: x [1, H, r, D] -> [Hkv, G r, D]."""
     return x[0].unflatten(0, (k.shape[1], -1)).flatten(1, 2)

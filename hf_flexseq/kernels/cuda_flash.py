@@ -72,8 +72,7 @@ class CudaFlash(abc.ABC):
 
     @abc.abstractmethod
     def launch_forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch a call in which some query has a key, with rows that are contiguous -> out
-        [Tq, H, D], lse [H, Tq]."""
+        """Launch a call with work and contiguous rows -> out [Tq, H, D], lse [H, Tq]."""
 
     @abc.abstractmethod
     def launch_backward(
@@ -162,8 +161,7 @@ def query_bound(segments: Segments) -> int:
 
 
 def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """Return x [tokens, heads, D] with a stride of 1 in the last dimension; the kernels take any
-    other strides."""
+    """Return x [tokens, heads, D] with D contiguous; kernels take any other strides."""
     if x.stride(-1) == 1:
         return x
     return x.contiguous()

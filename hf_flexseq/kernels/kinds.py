@@ -21,8 +21,7 @@ class LayerCalls(NamedTuple):
     name: str
     """One of these layers, for messages."""
     head_dim: int
-    """Size of the heads with which kernels are called: the larger one where queries and values
-    differ."""
+    """Head size of the calls: the larger one if queries and values differ."""
     window: bool = False
     """Whether queries are kept from keys that are too far before them."""
     softcap: bool = False
@@ -80,8 +79,7 @@ class KernelOfKinds:
     def backward(
         self, call: KernelCall, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
-        [Tk, Hkv, D]."""
+        """See `Kernel.backward`: dout, out [Tq, H, D], lse [H, Tq] -> dq, dk, dv as q, k, v."""
         return self._kernel(call).backward(call, dout, out, lse)
 
     def _kernel(self, call: KernelCall) -> Kernel:

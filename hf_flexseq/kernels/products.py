@@ -15,8 +15,7 @@ import torch
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which products of factors of `dtype` are added up: float32 for 16 bits,
-    else their own."""
+    """Return the dtype of sums of products: float32 for 16-bit factors, else their own."""
     return torch.float32 if dtype.itemsize == 2 else dtype
 
 

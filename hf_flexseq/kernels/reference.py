@@ -53,8 +53,7 @@ class Reference:
     def backward(
         self, call: KernelCall, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Kernel.backward`: dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv
-        [Tk, Hkv, D]."""
+        """See `Kernel.backward`: dout, out [Tq, H, D], lse [H, Tq] -> dq, dk, dv as q, k, v."""
         call.check()
         q, k, v, segments, scale, softcap = call
         dq = q.new_zeros(q.shape)
@@ -89,8 +88,7 @@ class Reference:
 
 
 def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Group the heads that share a key head: [n, H, D] -> [n, Hkv, G, D], in the dtype of the
-    math."""
+    """Group heads by key head, in the dtype of the math: [n, H, D] -> [n, Hkv, G, D]."""
     return x.to(lse_dtype(x.dtype)).unflatten(1, (kv_heads, -1))
 
 

@@ -101,8 +101,7 @@ class Segments:
         return self._cu_seqlens_k
 
     def place(self, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
-        """Take the cumulative lengths, int32 [sequences + 1] on `device`, from whoever has brought
-        them there."""
+        """Set the cumulative lengths, int32 [sequences + 1], which are on `device` already."""
         self._cu_seqlens_q = cu_seqlens_q
         self._cu_seqlens_k = cu_seqlens_k
 
@@ -127,8 +126,7 @@ class Segments:
         return any(q_len and not k_len for q_len, k_len in lengths)
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Assert that q [total_q, H, D], k and v [total_k, Hkv, D] fit these lengths and each
-        other."""
+        """Assert that q [total_q, H, D], k, v [total_k, Hkv, D] fit the lengths and each other."""
         assert q.shape[0] == self.total_q, (
             f"{q.shape[0]} query rows for sequences of {self.total_q} tokens"
         )

@@ -106,8 +106,7 @@ class TorchVarlen(CudaFlash):
 
 
 def _lengths(call: KernelCall) -> tuple[object, ...]:
-    """Return the arguments that forward and backward share by position: lengths, dropout and
-    whether the call is causal."""
+    """Return the shared arguments by position: lengths, dropout and causality."""
     segments = call.segments
     return (
         segments.cu_seqlens_q,
@@ -132,8 +131,7 @@ def _options(call: KernelCall) -> dict[str, object]:
 
 
 def active_implementation() -> str | None:
-    """Return the name under which torch's registry has the active implementation of
-    FlashAttention, None for torch's own."""
+    """Return the registered name of torch's active FlashAttention, None for torch's own."""
     ask = getattr(attention, "current_flash_attention_impl", None)
     if ask is None:
         return None

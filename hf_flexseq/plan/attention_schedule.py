@@ -62,8 +62,7 @@ class BlockCall(NamedTuple):
     """Chunks of the keys, all of the source, in the order of its rows."""
 
     causal: bool
-    """True: queries and keys are the same chunks, and no query reads a later token.
-    False: every query reads every key."""
+    """True: each query reads keys up to its own. False: each query reads each key."""
 
     @property
     def work(self) -> int:

@@ -119,8 +119,7 @@ def micro_batch_record(micro_batch: MicroBatch) -> dict[str, Any]:
 
 
 def micro_batch_of(record: Any, index: int) -> MicroBatch:
-    """Return micro-batch `index` of a plan's record. Its numbers are checked later, all at
-    once."""
+    """Return micro-batch `index` of a plan's record. Its numbers are checked later."""
     where = f"micro-batch {index}"
     # Records of older versions may have `remap`, for a layout that is not needed.
     record = fields_of(record, where, needed=("groups",), optional=("remap",))

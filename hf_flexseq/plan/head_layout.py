@@ -62,8 +62,7 @@ class HeadLayout:
         return f"{' + '.join(map(str, self.heads))} heads in {len(self.slots)} parts"
 
     def __init__(self, head_ranges: Sequence[Sequence[slice]], tokens: int) -> None:
-        """head_ranges: by tensor, by part, the heads of the tensor in the part. A head is in at
-        least one part."""
+        """head_ranges: by tensor and part, the heads in the part. Each head is in some part."""
         slots, runs = _runs(head_ranges, tokens)
         columns: list[HeadColumn] = []
         for run in runs:

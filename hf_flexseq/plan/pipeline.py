@@ -125,8 +125,7 @@ class PipelinePlan(Record):
     actions: tuple[tuple[Action, ...], ...]
     """[ranks] The actions of each rank, in order."""
     checkpointed: tuple[tuple[int, ...], ...] = ()
-    """[stages, chunks] Checkpointed layers of the stage, which recompute the chunk; () for
-    none."""
+    """[stages, chunks] Layers of the stage that recompute the chunk; () for none."""
     schedule: str
     """Name of the schedule that made the plan."""
     objective_s: float

@@ -21,8 +21,7 @@ class StepPlan(Record):
     lengths: tuple[int, ...]
     """Tokens of each sequence of the step; a sequence's id is its index."""
     members: tuple[tuple[int, ...], ...]
-    """[replicas] Ids of each replica's sequences, ascending. The replica's plan numbers them
-    from 0."""
+    """[replicas] Ids of each replica's sequences, ascending; its plan numbers them from 0."""
     plans: tuple[PipelinePlan, ...]
     """[replicas] The plan of each replica."""
     notes: tuple[str, ...] = ()

@@ -81,8 +81,7 @@ def chains_of(zone: Zone) -> Chains:
 
 
 def _chain(parts: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Return the parts of a sequence in token order, without empty ones, adjacent ones of a
-    rank joined."""
+    """Return the parts in token order, without empty ones, adjacent ones of a rank joined."""
     chain: list[Segment] = []
     for part in parts:
         if part.start == part.stop:

@@ -166,8 +166,7 @@ def _lengths_of(group: Group, lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Part(NamedTuple):
-    """Tokens [start, stop) of a group's sequence, possibly empty. A tuple, since there is one
-    per sequence and rank."""
+    """Tokens [start, stop) of a sequence, or none. A tuple: there is one per sequence and rank."""
 
     member: int
     """Index of the sequence in the group."""
@@ -292,6 +291,5 @@ def _dealt_shares(dealt: int, length: int, degree: int) -> list[int]:
 
 
 def _dealt_to(tokens: int, index: int, degree: int) -> int:
-    """Return how many of `tokens`, distributed round robin over `degree` ranks, the rank of
-    `index` has."""
+    """Return the tokens of the rank of `index` if `tokens` are distributed round robin."""
     return (tokens + degree - 1 - index) // degree

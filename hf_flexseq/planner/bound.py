@@ -47,8 +47,7 @@ def bound_ns(
 
 
 def shapes_of(topology: Topology) -> list[tuple[int, bool]]:
-    """Return every (degree, spans nodes) a group can have, ascending by degree: a part of one
-    node, or whole nodes."""
+    """Return every (degree, spans nodes) of groups inside a node or of whole nodes, ascending."""
     shapes = [(degree, False) for degree in range(1, topology.ranks_per_node + 1)]
     for nodes in range(2, topology.nodes + 1):
         shapes.append((nodes * topology.ranks_per_node, True))

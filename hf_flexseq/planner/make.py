@@ -117,8 +117,7 @@ def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_fits(lengths: tuple[int, ...], widest: int, cap: int, *, world: int) -> None:
-    """Raise PlanInfeasible when `widest` ranks of `cap` tokens cannot hold the longest
-    sequence."""
+    """Raise PlanInfeasible if `widest` ranks of `cap` tokens cannot hold the longest sequence."""
     if not lengths:
         return
     longest = lengths.index(max(lengths))

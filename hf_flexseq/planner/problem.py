@@ -131,8 +131,7 @@ def cheapest(
 
 
 def least_wait_ns(cost: CostModel, shape: tuple[int, bool], strategy: str) -> int:
-    """Return the least nanoseconds of a group besides its sequences. shape, strategy: as in
-    `cheapest`."""
+    """Return the least waits of a group in nanoseconds. shape, strategy: as in `cheapest`."""
     degree, spans_nodes = shape
     if degree == 1 or not cost.has_waits:
         return 0

@@ -192,8 +192,7 @@ def copies_of(layers: Layers, params: int) -> tuple[Layers, ...]:
 def _deep_shapes(
     copies: Sequence[Layers], tokens: int, topology: Topology, strategies: Sequence[str]
 ) -> list[ProbeShape]:
-    """List the runs whose size is the tokens of a rank: of the deepest copy, and short sequences
-    of the others."""
+    """List runs by tokens of a rank: of the deepest copy, and short sequences of the others."""
     deepest = copies[0]
     packs = ((tokens,), (tokens // 8,) * 4, (tokens // 64,) * 16, (FEW_TOKENS,))
     shapes = [_alone(lengths, deepest) for lengths in packs]
@@ -214,8 +213,7 @@ def _deep_shapes(
 def _long_shapes(
     copies: Sequence[Layers], sequence: int, topology: Topology, strategies: Sequence[str]
 ) -> list[ProbeShape]:
-    """List the runs whose size is the longest sequence: attention in copies of one layer, and
-    transfers alone."""
+    """List runs by the longest sequence: attention in copies of one layer, and bare transfers."""
     shapes = []
     for copy in copies[-len(copies[0]) :]:
         (kind,) = copy

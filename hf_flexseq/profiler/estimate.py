@@ -31,8 +31,7 @@ def device_spec(device: torch.device, ranks_per_node: int) -> DeviceSpec:
 
 
 def device_memory_bytes(device: torch.device, ranks_per_node: int) -> float:
-    """Return the memory that the device of a rank really has. Ranks of a node share the memory of
-    a CPU."""
+    """Return the bytes of a rank's device; ranks of a node share the memory of a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

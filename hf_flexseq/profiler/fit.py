@@ -76,8 +76,7 @@ class Terms:
 
     @classmethod
     def of(cls, estimate: CostModel, shape: ModelShape) -> "Terms":
-        """Return those of a model. A layer without attention counts as one that moves its hidden
-        states."""
+        """Return a model's terms; without attention a layer moves its hidden states."""
         hidden = float(EXCHANGES * shape.hidden * shape.dtype_bytes)
         layers = max(1, shape.attention_count)
         return cls(

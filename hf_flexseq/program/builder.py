@@ -152,14 +152,12 @@ class Builder:
             self._emit("put", (total, part), (), rows)
 
     def add(self, total: Value, rows: Rows, part: Value) -> None:
-        """Add part [n, ...] to these n rows of total [t, ...], in the dtype of total; no row is
-        meant twice."""
+        """Add part [n, ...] to these n different rows of total [t, ...], in its dtype."""
         if rows.tokens:
             self._emit("add", (total, part), (), rows)
 
     def accumulate(self, total: Value, rows: Rows, part: Value) -> None:
-        """Add part [n, ...] to rows of total [t, ...], in the dtype of total; a row may be meant
-        several times."""
+        """Add part [n, ...] to rows of total [t, ...], which may repeat, in its dtype."""
         assert rows.array is not None, "rows that stand together are meant once: add them"
         self._emit("accumulate", (total, part), (), Index(rows.array))
 
@@ -204,8 +202,7 @@ class Builder:
         return self._made("repeat_heads", (x,), shape, x.dtype, Index(index))
 
     def sum_heads(self, x: Value, index: int, count: int) -> Value:
-        """Sum heads that are repeats of one: [t, heads, D] -> [t, count, D], the transpose of
-        `repeat_heads`."""
+        """Sum repeated heads, the transpose of `repeat_heads`: [t, heads, D] -> [t, count, D]."""
         shape = (x.shape[0], count, *x.shape[2:])
         return self._made("sum_heads", (x,), shape, x.dtype, Index(index), count)
 
@@ -226,8 +223,7 @@ class Builder:
         return k, v
 
     def turned(self, lse: Value) -> Value:
-        """Return a log-sum-exp with its dimensions the other way round, a view: [H, n] <-> [n,
-        H]."""
+        """Return a log-sum-exp with its dimensions swapped, a view: [H, n] <-> [n, H]."""
         return self._made("turned", (lse,), lse.shape[::-1], lse.dtype)
 
     def kernel_lse(self, lse: Value) -> Value:
@@ -246,8 +242,7 @@ class Builder:
         return self._made("columns", (lse,), shape, lse.dtype, start, stop)
 
     def pack_heads(self, tensors: Values, layout: HeadLayout) -> Value:
-        """Return the heads of all tensors side by side, part after part: [tokens, heads, D] each
-        -> flat [slots x D]."""
+        """Return all heads side by side, part after part: [tokens, heads, D] -> [slots x D]."""
         shape = (sum(layout.slots) * tensors[0].shape[2],)
         table = Index(self.tables.head_table(layout))
         return self._made("pack_heads", tensors, shape, tensors[0].dtype, shape, layout, table)
@@ -262,16 +257,14 @@ class Builder:
         return outs
 
     def flat_heads(self, tensors: Values) -> Value:
-        """Return the heads of all tensors side by side, flat: [tokens, heads, D] each -> [tokens x
-        all heads x D]."""
+        """Return all heads side by side, flat: [tokens, heads, D] -> [tokens x all heads x D]."""
         elements = tensors[0].rows * sum(x.shape[1] for x in tensors) * tensors[0].shape[2]
         return self._made("flat_heads", tensors, (elements,), tensors[0].dtype)
 
     def arrived_heads(
         self, flat: Value, tokens: int, heads: Sequence[int], head_dim: int
     ) -> Values:
-        """Return what has come from all ranks as views: flat, by rank -> [tokens, heads, D] by
-        tensor."""
+        """Return what all ranks sent as views: flat, by rank -> [tokens, heads, D] by tensor."""
         outs = tuple(self._value((tokens, count, head_dim), flat.dtype) for count in heads)
         self._emit("arrived_heads", (flat,), outs, tokens, tuple(heads), head_dim)
         return outs
@@ -279,8 +272,7 @@ class Builder:
     # ---- kernels
 
     def attend(self, q: Value, k: Value, v: Value, call: int) -> tuple[Value, Value]:
-        """Return out [n, H, D] and lse [H, n] of a kernel call: q [n, H, D], k and v [m, Hkv,
-        D]."""
+        """Return out [n, H, D], lse [H, n] of a kernel call: q [n, H, D], k, v [m, Hkv, D]."""
         out = self._value((*q.shape[:2], v.shape[2]), INPUT)
         lse = self._value((q.shape[1], q.rows), WIDE)
         self._emit("attend", (q, k, v), (out, lse), self._call(call))
@@ -299,15 +291,13 @@ class Builder:
         return dq, dk, dv
 
     def sink(self, out: Value, lse: Value, sinks: Value) -> None:
-        """Let a sink of each head take part in a complete result, in place: out [t, H, D], lse
-        [H, t], sinks [H]."""
+        """Add sinks [H] to a complete result, in place: out [t, H, D], lse [H, t]."""
         self._emit("sink", (out, lse, sinks), ())
 
     def sink_gradient(
         self, total: Value, sinks: Value, dout: Value, out: Value, lse: Value
     ) -> None:
-        """Add the gradient of the sinks [H] to total [H]: dout, out [t, H, D], lse [H, t], as
-        `sink` left them."""
+        """Add the gradient of sinks to total [H]; out [t, H, D], lse [H, t] include them."""
         self._emit("sink_gradient", (total, sinks, dout, out, lse), ())
 
     def special(
@@ -362,8 +352,7 @@ class Rewriter(Builder):
     """Copies a finished program, with other instructions before, between or after its own."""
 
     def __init__(self, program: Program, shape: LayerShape, *, rank: int) -> None:
-        """The values and posts of `program` keep their numbers. shape: of the layer. rank: the one
-        whose program it is."""
+        """shape: of the layer. rank: runs `program`, whose values and posts keep their numbers."""
         super().__init__(Tables(), shape, rank=rank, wide=False)
         self._values = list(program.all_values)
         self._inputs = list(program.inputs)

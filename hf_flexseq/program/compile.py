@@ -253,8 +253,7 @@ def _inputs(b: Builder, tokens: int, kinds: str) -> Values:
 
 
 def _sinks(b: Builder, *, with_grads: bool = False) -> Sinks | None:
-    """Return the sinks of the layer, an input [heads], with their gradient, which is zero so far;
-    None where it has none."""
+    """Return the layer's sinks, an input [heads], with zero gradients if asked for, or None."""
     if not b.shape.sinks:
         return None
     values = b.input((b.shape.query_heads,), WIDE)

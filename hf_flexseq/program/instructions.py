@@ -251,8 +251,7 @@ class Program(NamedTuple):
     outputs: tuple[Value, ...]
 
     saved: tuple[tuple[Value, ...], ...]
-    """By zone, what the backward will need; the log-sum-exp is the last of each. Empty for a
-    backward."""
+    """By zone, what the backward reads, the log-sum-exp last; empty for a backward."""
 
     instructions: tuple[Instruction, ...]
 
@@ -274,8 +273,7 @@ class Program(NamedTuple):
 
     @property
     def launches(self) -> int:
-        """Operations that a device carries out, kernel calls among them, where those of
-        `kernels/fused.py` are one each."""
+        """Operations on the device, kernel calls included; fused operations count once."""
         counts = self.operations()
         return counts.total() - sum(counts[name] for name in NO_LAUNCH)
 
@@ -302,8 +300,7 @@ class Program(NamedTuple):
         return messages
 
     def log_sum_exps(self, saved: Sequence[Saved]) -> list[Saved]:
-        """Return the log-sum-exp of each zone, of all that the zones have saved, one zone after
-        the other."""
+        """Return the log-sum-exp of each zone among the saved values of all zones."""
         found = []
         stop = 0
         for of_zone in self.saved:

@@ -33,8 +33,7 @@ class PendingFetch(NamedTuple):
     exchange: Exchange
 
     of_queries: Sequence[Values]
-    """By read, values of the n queries: (q [n, H, D],), in the backward (q, dout, out, lse [n,
-    H])."""
+    """By read, n queries: (q [n, H, D],), or in the backward (q, dout, out, lse [n, H])."""
 
     of_keys: Sequence[Values]
     """By read, values of the m keys: (kv [m, 2, Hkv, D],)."""

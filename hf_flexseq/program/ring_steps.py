@@ -91,8 +91,7 @@ class Read(NamedTuple):
 
 
 class RingStep(NamedTuple):
-    """The work and the transfers of one rank at one time of a direction's schedule, or at several
-    joined times."""
+    """Work and transfers of one rank at one time of a direction's schedule, or at several."""
 
     number: int
     """Position among the steps of the group, the same on all of its ranks."""
@@ -104,8 +103,7 @@ class RingStep(NamedTuple):
     """Number of the lengths of this rank's kernel call; None when it has no call in this step."""
 
     reads: tuple[Read, ...]
-    """What the kernel call reads, one after the other: its sequences are those of the calls of
-    the schedule."""
+    """Reads of the kernel call, in the order of its sequences."""
 
     sent_queries: tuple[Share, ...]
     """Queries of this rank that calls of other ranks read."""
@@ -155,8 +153,7 @@ class ZoneLayout:
         return degree - 1 - place if self.cuts[sequence].mirrored else place
 
     def range_of(self, key: ChunkKey, first: int, stop: int) -> tuple[int, int]:
-        """Return the rows [start, stop) of tokens [first, stop) of a sequence, which are in a
-        chunk of this rank."""
+        """Return the rows [start, stop) of tokens [first, stop) in a chunk of this rank."""
         sequence, chunk = key
         row = self._starts[key] - self.cuts[sequence].bounds[chunk]
         return row + first, row + stop

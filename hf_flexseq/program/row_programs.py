@@ -20,8 +20,7 @@ def halo(b: Builder, shape: RowShape, segments: RankSegments) -> Program:
 
 
 def halo_return(b: Builder, shape: RowShape, segments: RankSegments) -> Program:
-    """Compile: gradients of received rows [R, columns] -> of edge rows [E, columns], the sums of
-    what their readers send."""
+    """Compile: gradients of received rows [R, columns] -> sums of edge rows [E, columns]."""
     found = segments.halo(shape.width)
     received = b.input((found.received_rows, shape.columns))
     sums = b.zeros((found.edge_rows, shape.columns), WIDE)
@@ -30,8 +29,7 @@ def halo_return(b: Builder, shape: RowShape, segments: RankSegments) -> Program:
 
 
 def summaries(b: Builder, shape: RowShape, segments: RankSegments, *, after: bool) -> Program:
-    """Compile: summaries [segments that others read, columns] -> those received [R,
-    columns]."""
+    """Compile: summaries that others read [n, columns] -> those received [R, columns]."""
     found = segments.neighbours(after=after)
     own = b.input((len(found.summarised), shape.columns))
     tag = RECURRENT_BACKWARD if after else RECURRENT_FORWARD
@@ -39,8 +37,7 @@ def summaries(b: Builder, shape: RowShape, segments: RankSegments, *, after: boo
 
 
 def _gather(b: Builder, messages: Sequence[RowMessages], own: Value, tag: int) -> Value:
-    """Send rows of own [n, columns], and return the received ones [R, columns], group by group and
-    peer by peer."""
+    """Send rows of own [n, columns]; return the received ones [R, columns] by group and peer."""
     exchanges = []
     parts: list[Value] = []
     for of_group in messages:

@@ -368,8 +368,7 @@ class _ZoneSegments(NamedTuple):
         return {chain[place].holder for place in self._needed(one, after=after)} - {self.own}
 
     def _needed(self, one: HeldSegment, *, after: bool) -> range:
-        """Return the places in its chain of the segments before, or after, a segment, the
-        farthest first."""
+        """Return the chain's places before, or after, a segment, the farthest first."""
         if after:
             return range(len(self._chain(one)) - 1, one.place, -1)
         return range(one.place)

@@ -12,8 +12,7 @@ IntArray = NDArray[np.int64]
 
 
 class Tables:
-    """The integers that the programs of a micro-batch share. They go to the device in one copy
-    (`attention/uploads.py`)."""
+    """Integers of a micro-batch's programs, copied to the device once (`attention/uploads.py`)."""
 
     __slots__ = ("_calls", "_constants", "_head_tables", "_ranges", "calls", "indices")
 

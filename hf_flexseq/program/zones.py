@@ -52,8 +52,7 @@ class Sinks(NamedTuple):
             b.sink(out, lse, self.values)
 
     def add_gradient(self, b: Builder, dout: Value, out: Value, lse: Value) -> None:
-        """Add the gradients from some queries: dout, out [t, H, D], lse [H, t], the sinks in
-        both."""
+        """Add gradients of some queries: dout, out [t, H, D], lse [H, t], sinks included."""
         assert self.grads is not None, "a forward has no gradients"
         if out.rows:
             b.sink_gradient(self.grads, self.values, dout, out, lse)

@@ -14,8 +14,7 @@ MOST_BYTES = 5_000_000
 
 
 def chrome_text(timeline: Timeline, *, ranks_per_node: int | None = None) -> tuple[str, str]:
-    """Return the trace as text of at most `MOST_BYTES`, and the ranks that it shows if these are
-    not all, else ""."""
+    """Return a trace of at most `MOST_BYTES`, and the ranks that it shows, "" for all."""
     ranks = timeline.world_size
     text = _text(chrome_trace(timeline, ranks_per_node=ranks_per_node))
     while len(text) > MOST_BYTES and ranks > 1:
@@ -62,8 +61,7 @@ def chrome_trace(
 
 
 def _slice(event: Event, node: int, scale: float) -> dict[str, Any]:
-    """Return the record of one event. node: ranks per node; scale: timeline units per trace
-    unit."""
+    """Return an event's record. node: ranks per node; scale: timeline units per trace unit."""
     shown = {"micro_batch": event.micro_batch}
     if event.group is not None:
         shown["group"] = event.group

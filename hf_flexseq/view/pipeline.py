@@ -77,8 +77,7 @@ def report(plan: PipelinePlan, cost: PipelineCost) -> Report:
 
 
 def peak_tokens(plan: PipelinePlan) -> tuple[int, ...]:
-    """Return the most tokens that each rank has between their forward and the end of their
-    backward."""
+    """Return each rank's maximum of tokens between their forward and the end of their backward."""
     chunk_numbers = plan.places()
     peaks = []
     for actions in plan.actions:
@@ -106,8 +105,7 @@ def tokens_as_time(plan: PipelinePlan) -> PipelineCost:
 def _events(
     rank: int, actions: Sequence[Done], chunk_numbers: dict[tuple[int, int], int], stop: int
 ) -> list[Event]:
-    """Return a rank's actions and the waits before, between and after them, up to `stop`
-    nanoseconds."""
+    """Return a rank's actions and its waits around them, up to `stop` nanoseconds."""
     events = []
     free_at = 0
     for done in actions:
@@ -125,8 +123,7 @@ def _events(
 
 
 def _event(rank: int, start: int, stop: int, kind: str, chunk: int, label: str) -> Event:
-    """Return an event of a chunk, which stands where events of other plans have their
-    micro-batch."""
+    """Return an event of a chunk, whose index takes the field of the micro-batch."""
     return Event(
         rank=rank,
         start=start,

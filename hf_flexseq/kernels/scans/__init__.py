@@ -51,8 +51,7 @@ class Scan(Protocol):
     def summarise_backward(
         self, dout: torch.Tensor, inputs: Tensors, saved: Tensors, chosen: Sequence[int]
     ) -> torch.Tensor:
-        """Return the gradients of the states before some segments, from the output of these
-        segments alone, [n, H, K, V]."""
+        """Return the gradients [n, H, K, V] of states before segments, from their own output."""
         ...
 
     def backward(
@@ -71,8 +70,7 @@ class Scan(Protocol):
 
 
 def apply_transition(transition: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """Return transition (state): [n, H, K, V] from [n, H, K, K], [n, H, K] or [n, H], and [n, H,
-    K, V]."""
+    """Return transition (state) [n, H, K, V], from [n, H, K, K], [n, H, K] or [n, H]."""
     if transition.dim() == state.dim():
         return transition @ state
     return _diagonal(transition, state) * state

@@ -48,8 +48,7 @@ def explain(kind: str, device: torch.device, dtype: torch.dtype, key_channels: i
 def reason_without_fla(
     kind: str, device: torch.device, dtype: torch.dtype, key_channels: int
 ) -> str | None:
-    """Say why flash-linear-attention cannot run such a scan, and what to change; None when it
-    can."""
+    """Return why flash-linear-attention cannot run such a scan, and what to change, or None."""
     if device.type != "cuda":
         return f"it runs on CUDA, not on {device.type}"
     if kind == MAMBA2:

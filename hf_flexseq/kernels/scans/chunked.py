@@ -58,8 +58,7 @@ class _Chunks(NamedTuple):
 
 
 class ChunkedScan:
-    """The Scan protocol on the inputs q, k, w, u, attn, decay of chunks; its output is that of
-    chunks, too, [N, H, C, V]."""
+    """Scan of chunks: inputs q, k, w, u, attn, decay, output [N, H, C, V]."""
 
     __slots__ = ("grid",)
 
@@ -253,8 +252,7 @@ class ChunkedScan:
         return self.grid.index(self.grid.order.tolist())
 
     def _sorted(self, chosen: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the places of chosen segments by their number of chunks, the most first, and the
-        way back."""
+        """Return the places of segments, those with most chunks first, and the inverse."""
         place = {segment: i for i, segment in enumerate(chosen)}
         ordered = [place[segment] for segment in self.grid.sort(chosen)]
         back = sorted(range(len(ordered)), key=lambda i: ordered[i])

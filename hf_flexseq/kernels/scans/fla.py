@@ -98,8 +98,7 @@ class FlaScan:
     def __init__(
         self, lengths: Sequence[int], device: torch.device, rule: Rule, *, l2norm: bool
     ) -> None:
-        """lengths: tokens of each segment, in the order of the rows. l2norm: whether q and k are
-        made unit vectors."""
+        """lengths: tokens of each segment, by row. l2norm: True to normalise q and k."""
         self._lengths = tuple(lengths)
         self._device = device
         self._rule = rule
@@ -109,8 +108,7 @@ class FlaScan:
     def summarise(
         self, inputs: Tensors, states_of: Sequence[int], transitions_of: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the end states from zero of some segments [n, H, K, V], and the transitions of
-        some [m, H, K, K]."""
+        """Return some segments' end states from zero [n, H, K, V] and transitions [m, H, K, K]."""
         states = self._zeros(inputs, len(states_of))
         if states_of:
             rows = self._rows(states_of)
@@ -180,8 +178,7 @@ class FlaScan:
     def _run(
         self, rows: _Rows, inputs: Sequence[torch.Tensor], states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out [tokens, H, V] and the states behind [n, H, K, V] of segments with these
-        rows."""
+        """Return out [tokens, H, V] and the states [n, H, K, V] after these rows."""
         q, k, v, g, beta = (x.unsqueeze(0) for x in inputs)  # [1, tokens, ...]
         out, finals = self._rule(
             q,

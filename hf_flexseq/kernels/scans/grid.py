@@ -71,8 +71,7 @@ class ChunkGrid:
         return np.concatenate((np.zeros(1, dtype=np.int64), active.cumsum()))
 
     def _make_slots(self, lengths: Sequence[int]) -> torch.Tensor | None:
-        """Return where each row stands in all chunks, one after the other, [tokens]; None where
-        rows are chunks already."""
+        """Return each row's place in all chunks, [tokens]; None if rows are chunks already."""
         tokens = np.array(lengths, dtype=np.int64)
         if len(tokens) == 1 and tokens[0] % CHUNK == 0:
             return None
@@ -116,8 +115,7 @@ class ChunkGrid:
         return steps
 
     def index(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Return numbers as an index array on the device, int64 [n], copied once for all layers of
-        the micro-batch."""
+        """Return an index array int64 [n] on the device, copied once per micro-batch."""
         key = tuple(numbers)
         if key not in self._indices:
             host = torch.tensor(key, dtype=torch.int64)
@@ -129,8 +127,7 @@ class ChunkGrid:
         return sorted(chosen, key=lambda segment: int(self._place[segment]))
 
     def to_chunks(self, x: torch.Tensor) -> torch.Tensor:
-        """Return rows as chunks: [tokens, H, ...] -> [chunks, H, CHUNK, ...], zeros at the ends of
-        segments."""
+        """Return rows as chunks padded with zeros: [tokens, H, ...] -> [chunks, H, CHUNK, ...]."""
         if self._slots is not None:
             slots = x.new_zeros(self.chunks * self.chunk, *x.shape[1:])
             x = slots.index_copy(0, self._slots, x)

@@ -168,8 +168,7 @@ def _decays_between(
 
 
 def _decays_inside(sums: torch.Tensor) -> torch.Tensor:
-    """Return the decays between tokens of a block: [n, b, K] -> [n, b, b, K], zeros above the
-    diagonal."""
+    """Return decays between tokens of a block: [n, b, K] -> [n, b, b, K], 0 above the diagonal."""
     tokens = sums.shape[1]
     later = torch.ones(tokens, tokens, dtype=torch.bool, device=sums.device).triu(1)
     decays = sums.unsqueeze(2) - sums.unsqueeze(1)

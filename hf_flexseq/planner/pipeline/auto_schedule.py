@@ -63,8 +63,7 @@ class _Way:
     """Share of the packs that go first."""
 
     spare: int = 0
-    """Mean chunks per stage for which room is kept beside a unit; of effect within a limit
-    only."""
+    """Mean chunks per stage of headroom besides a unit; used only with a limit."""
 
     policy: Policy = TURNS
     """The rule of the play. `w_first` has an effect within a limit only."""

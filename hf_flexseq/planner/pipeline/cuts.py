@@ -45,8 +45,7 @@ class CutWork:
 
     @classmethod
     def of(cls, cost: PipelineCost, cuts: str) -> "CutWork":
-        """Return the work that `cuts`, one of CUTS, makes equal. Raises ValueError for any other
-        name."""
+        """Return the work that `cuts`, one of CUTS, makes equal. Raises ValueError otherwise."""
         if cuts not in CUTS:
             raise ValueError(f"cuts must be one of {', '.join(CUTS)}, got {cuts!r}")
         if cuts == "even":
@@ -75,8 +74,7 @@ class CutWork:
         return linear + square
 
     def reach(self, work: float) -> float:
-        """Return how many first tokens make up `work`: the positive root of
-        square t^2 + linear t = work."""
+        """Return t, the number of first tokens with square t^2 + linear t = work."""
         if not self.square:
             return work / self.linear
         root = math.sqrt(self.linear * self.linear + 4 * self.square * work)

@@ -61,8 +61,7 @@ class Policy:
     """A rule for choosing between actions that are ready."""
 
     first: str = "turns"
-    """Which of I and F comes first when both are ready: "I", "F", or the one that did not come
-    last ("turns")."""
+    """First of I and F when both are ready: "I", "F", or the one that was not last ("turns")."""
 
     w_first: bool = False
     """True if every W follows its I at once."""
@@ -306,8 +305,7 @@ def play(
 
 
 def _other(kind: int, option: int, i_ready: bool, f_ready: bool, w_ready: bool) -> int:
-    """Return what a stage does instead of `kind`: the option-th other action that is ready, or
-    WAIT."""
+    """Return the option-th other action that is ready instead of `kind`, or WAIT."""
     others = []
     if i_ready and kind != I:
         others.append(I)
@@ -321,8 +319,7 @@ def _other(kind: int, option: int, i_ready: bool, f_ready: bool, w_ready: bool) 
 
 
 def _backward_order(sizes: Sequence[int]) -> list[int]:
-    """Return the chunks in the order of their backwards: unit by unit, each unit's last chunk
-    first."""
+    """Return the chunks in backward order: unit by unit, each unit's last chunk first."""
     first_chunks = list(accumulate(sizes, initial=0))
     order = []
     for unit, index in backward_names(sizes):
@@ -333,8 +330,7 @@ def _backward_order(sizes: Sequence[int]) -> list[int]:
 def _may_split(
     sizes: Sequence[int], weight_grad_bytes: Sequence[int], activation_bytes: Sequence[int]
 ) -> list[bool]:
-    """Return [chunk] True if the chunks of its unit hold no more from I to W than before the
-    I."""
+    """Return [chunk] True if its unit's chunks hold no more from I to W than before I."""
     row: list[bool] = []
     for size in sizes:
         first = len(row)
@@ -360,8 +356,7 @@ def _bytes_of_actions(
 def actions_of(
     played: Played, sizes: Sequence[int], costs: ChunkCosts
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return [stage] the played order as a plan's actions, with I and W joined to B if that delays
-    no stage."""
+    """Return [stage] the played order as actions, I and W joined to B if that delays no stage."""
     names = forward_names(sizes)  # of every chunk, its (unit, index)
     lists = []
     for stage, order in enumerate(played.orders):

@@ -110,8 +110,7 @@ def _turns(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _paired(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
-    """Return `warm_up` forwards, then pairs of a forward and a backward, then the remaining
-    backwards."""
+    """Return `warm_up` forwards, pairs of a forward and a backward, and the other backwards."""
     pairs = len(forwards) - warm_up
     actions = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards[:pairs], strict=True):

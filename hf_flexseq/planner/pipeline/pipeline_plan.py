@@ -72,8 +72,7 @@ def make_pipeline_plan(
 def _check_memory_limit(
     plan: PipelinePlan, cost: PipelineCost, memory_limit: Sequence[int]
 ) -> None:
-    """Raise PlanInfeasible unless the plan fits in `memory_limit`: these schedules do not adapt to
-    memory."""
+    """Raise PlanInfeasible unless the plan fits: these schedules do not adapt to memory."""
     try:
         check_memory(plan, cost, memory_limit)
     except ValueError as error:

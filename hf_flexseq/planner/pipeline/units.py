@@ -145,8 +145,7 @@ def shapes_of(units: Sequence[Unit], lengths: Sequence[int]) -> list[StageShape]
 
 
 def _shape(row: Row, lengths: Sequence[int]) -> StageShape:
-    """Return tokens and causal pairs of a row. Only its first slice may be a part of a
-    sequence."""
+    """Return the shape of a row. Only its first slice may be a part of a sequence."""
     ranges = tuple((start, stop) for _, start, stop in row)
     sequence, start, stop = row[0]
     length = lengths[sequence]

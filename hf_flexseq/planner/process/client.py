@@ -127,8 +127,7 @@ class PlannerWorker:
         self._send({"id": step, "lengths": tokens})
 
     def wait(self, step: int, seconds: float) -> str | None:
-        """Wait for an answer or for the end of the process, which needs no more waiting, either.
-        See `Planner.wait`."""
+        """Wait for an answer, or for the end of the process. See `Planner.wait`."""
         with self._changed:
             if self._changed.wait_for(lambda: self._is_known(step), timeout=seconds):
                 return None

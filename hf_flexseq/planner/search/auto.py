@@ -85,8 +85,7 @@ def auto_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
 
 
 def static_bound_ns(problem: Problem, cost: CostModel, *, degree: int, strategy: str) -> int:
-    """Return a lower bound on the nanoseconds with one degree; NEVER if the longest sequence does
-    not fit."""
+    """Return a lower bound on the nanoseconds with one degree; NEVER if it is infeasible."""
     longest = int(problem.lengths[0])
     if -(-longest // degree) > problem.cap:
         return NEVER

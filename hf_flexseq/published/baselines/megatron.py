@@ -129,8 +129,7 @@ class _Scheduler:
         return fit_together([pack.degree for pack in packs], self.topology)
 
     def _grow(self, packs: list[_Pack]) -> bool:
-        """Give the first group of the smallest degree the next degree; False when none can have
-        it."""
+        """Widen the first group of the smallest degree that has room; False if none has."""
         smallest = min(pack.degree for pack in packs)
         wider = [degree for degree in self.degrees if degree > smallest]
         if not wider:

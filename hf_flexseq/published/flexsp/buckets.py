@@ -61,8 +61,7 @@ def bucketed(
 
 
 def _stops(distinct: Int64Array, repeats: Int64Array, room: int, count: int) -> list[int]:
-    """Return where each bucket of `distinct` lengths [distinct] ends; `repeats` says how often
-    each one comes."""
+    """Return the end of each bucket in `distinct` lengths, each of which comes `repeats` times."""
     tokens = repeats * distinct  # [distinct]
     count_before = np.concatenate([[0], np.cumsum(repeats)])  # [distinct + 1]
     tokens_before = np.concatenate([[0], np.cumsum(tokens)])  # [distinct + 1]

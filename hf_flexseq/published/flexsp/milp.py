@@ -210,8 +210,7 @@ class _Model:
         yield _sum(terms) <= self.slowest
 
     def values_of(self, chosen: Chosen) -> list[float]:
-        """Return the solver's vector [variables] of the solution in which these groups are
-        used."""
+        """Return the solver's vector [variables] of a solution with these groups."""
         values = [0.0] * len(self.program.variables())
         # next unused virtual group of each column
         column2group = {column: self.group2column.index(column) for column in self.group2column}
@@ -225,8 +224,7 @@ class _Model:
         return values
 
     def groups_in(self, values: list[float]) -> Chosen:
-        """Return the groups with members in a solver's vector [variables]; none for an empty
-        one."""
+        """Return the groups with members in a solver's vector [variables], which may be empty."""
         if not values:
             return []
         groups: Chosen = []
@@ -238,8 +236,7 @@ class _Model:
 
 
 def slowest_ns(task: GroupingTask, chosen: Chosen) -> int:
-    """Return the nanoseconds of the slowest group, every sequence as long as its bucket's
-    longest."""
+    """Return the slowest group's nanoseconds, sequences as long as the longest of their bucket."""
     slowest = []
     for column, members in chosen:
         nanoseconds = int((task.times[:, column] * members).sum())

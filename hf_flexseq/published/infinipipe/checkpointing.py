@@ -43,8 +43,7 @@ class CheckpointingTask:
 
 
 def solve(task: CheckpointingTask) -> tuple[int, ...] | None:
-    """Return the layers of each diagonal; None where no allowed number of layers saves enough, or
-    none was found."""
+    """Return the layers of each diagonal; None if no allowed number was found to save enough."""
     # 1. what no solution can save
     for excess, terms in task.moments:
         if task.most * sum(saved for _, saved in terms) < excess:

@@ -224,8 +224,7 @@ def _mean(table: Sequence[Sequence[int]], chunks: slice) -> float:
 
 
 def _least_layers(moments: Sequence[Moment]) -> int:
-    """Return a lower bound on all diagonals' layers: what moments without a common diagonal
-    need."""
+    """Return a lower bound on all diagonals' layers, by moments without a common diagonal."""
     used: set[int] = set()
     least = 0
     for excess, terms in moments:

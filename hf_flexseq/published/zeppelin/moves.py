@@ -78,8 +78,7 @@ class MoveArrays(NamedTuple):
 
 
 def transport(tokens: Sequence[int], topology: Topology) -> tuple[Move, ...]:
-    """Return the moves that turn `tokens` per rank into the even layout, by source, then by
-    target."""
+    """Return the moves from `tokens` per rank to the even layout, by source, then by target."""
     moves = transport_arrays(tokens, topology)
     rows = zip(*(column.tolist() for column in moves), strict=True)
     return tuple(Move(source=source, target=target, tokens=n) for source, target, n in rows)

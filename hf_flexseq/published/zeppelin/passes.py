@@ -23,8 +23,7 @@ class ZeppelinPasses:
     """The passes of one run; see `program.passes.PlanPasses`."""
 
     def __init__(self, cost: CostModel, topology: Topology, *, lockstep: bool) -> None:
-        """lockstep: True if all ranks run every micro-batch together. Otherwise none is
-        remapped."""
+        """lockstep: True if all ranks run every micro-batch together; False never remaps."""
         self._cost = cost
         self._topology = topology
         self._remaps = lockstep

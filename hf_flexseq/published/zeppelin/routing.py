@@ -195,8 +195,7 @@ class Router:
         links: NicFigures,
         relays: Collection[int] | None,
     ) -> None:
-        """crossing: the transfers between nodes. level: bytes, see the module's step 1.
-        relays: see `make_routing`."""
+        """crossing: transfers between nodes. level: bytes, step 1. relays: see `make_routing`."""
         self._links = links
         self._relays = relays
         self._level = level
