@@ -170,8 +170,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these (key, value) pairs. Raises ValueError for a repeated key:
-    readers differ in which value counts."""
+    """Return an object of (key, value) pairs. Raises ValueError for a repeated key."""
     made = dict(pairs)
     if len(made) < len(pairs):
         seen = set()

@@ -58,8 +58,7 @@ def _devices() -> list[str]:
 
 
 def _kernels(device: "torch.device", dtype: "torch.dtype") -> list[str]:
-    """Return lines that name a device's kernels: which is chosen and why not the others, and what
-    each of those that could be chosen can do."""
+    """Return lines about a device's kernels: the choice with reasons, and their capabilities."""
     from hf_flexseq.kernels.choose import capabilities, explain
 
     lines = [f"  kernel {line}" for line in explain(device, dtype, HEAD_DIM)]

@@ -159,8 +159,7 @@ def _planners_text(results: Sequence[Result], options: Namespace) -> str:
 
 
 def _last_runs(file: StepsFile) -> list[PlannedStep]:
-    """Return the lines whose result training kept, by the number of their step: of a step that ran
-    again the last ones, a line for each replica."""
+    """Return the kept lines by step: the last run of each, a line per replica."""
     by_number: dict[int, list[PlannedStep]] = {}
     for step in file.steps:
         if step.replica == 0:  # the first line of a step

@@ -47,8 +47,7 @@ def view(options: Namespace) -> None:
 
 
 def drawn(step: PlannedStep, options: Namespace) -> Timeline:
-    """Return the timeline of a step: by the cost model, or without one by its tokens, and by its
-    measured seconds if it has any."""
+    """Return a step's timeline: by the cost model, by measured seconds, or by tokens."""
     limits = options.limits
     if isinstance(step.plan, PipelinePlan):
         return pipeline_timeline(step.plan, _stage_costs(step, step.plan, options))

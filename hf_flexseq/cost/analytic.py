@@ -199,8 +199,7 @@ def _scan_flops(sizes: RecurrentShape) -> float:
 
 
 def _again_flops(sizes: RecurrentShape) -> float:
-    """Return the FLOPs of a layer's second pass per token: end states and transitions in the
-    forward, gradients of the states in the backward."""
+    """Return a layer's FLOPs per token of the second pass: end states, transitions, gradients."""
     chunk, key, value = SCAN_CHUNK, sizes.key_dim, sizes.value_dim
     if sizes.kind == "mamba2":
         return float(sizes.value_heads * 4 * key * value)

@@ -56,8 +56,7 @@ class CostConstants:
     micro_batch_s: float
     """Seconds per micro-batch, whatever is in it (b1)."""
     group_s: float
-    """Seconds per group of two ranks and more, whatever is in it: the latency of its transfers
-    besides the host's work, all layers."""
+    """Seconds per group of several ranks: latency of its transfers, all layers."""
     all_to_all_bytes: float
     """Bytes per token that Ulysses moves, forward and backward, all layers."""
     ring_bytes: float | None
@@ -65,8 +64,7 @@ class CostConstants:
     query_bytes: float
     """Bytes of a token's queries on one trip, all layers."""
     ring_overlap: float
-    """Share of a ring's transfers that can travel while attention computes: 1 where they need none
-    of the processor's time, 0 where they take it."""
+    """Share of a ring's transfers that attention can hide; 0 if they take the processor's time."""
     bandwidths: tuple[tuple[int, float], ...]
     """(degree, bytes/s) pairs, ascending by degree."""
     heads: int | None
@@ -96,8 +94,7 @@ class CostConstants:
     message_s: float = 0.0
     """Seconds of the host per message in such a call, all layers."""
     host_overlap: float = 1.0
-    """Share of the host's work that the device's can hide: 1 where the host launches ahead of the
-    device, 0 where both are one processor."""
+    """Share of the host's work that the device's can hide; 0 if both are one processor."""
     contact_s: float = 0.0
     """Seconds of the first message between two ranks, once in a run; no plan depends on it."""
     kinds: tuple[NearLayers, ...] = ()
@@ -219,8 +216,7 @@ class CostConstants:
     # ---- words
 
     def layers_text(self, *, before: str = "") -> str:
-        """Return which share of the layers is of which kind, in words for people; nothing where
-        all read all keys. before: what the words follow."""
+        """Return the shares of layers by kind in words, "" if all are full. before: a prefix."""
         if not self.kinds and not self.recurrent:
             return ""
         shares = [(kind.share, kind.kind.replace("_", " ")) for kind in self.recurrent]

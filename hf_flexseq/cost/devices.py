@@ -59,8 +59,7 @@ class DeviceSpec:
     contact_s: float = NCCL_CONTACT_S
     """Seconds of the first message between two ranks that are not connected."""
     overlap: float = 1.0
-    """Share of a transfer, and of the host's work, that runs beside arithmetic: 0 for a CPU core,
-    which moves its bytes and launches its operations itself."""
+    """Share of transfers and of the host's work that runs beside arithmetic; 0 for a CPU core."""
     own_nic: bool = True
     """True if each rank has its own link to other nodes, False if those of a node share one."""
     block_keys: int = BLOCK_KEYS

@@ -55,8 +55,7 @@ def kinds_ns(
     sequences: Sequence[Sequence[int]],
     lengths: Sequence[int],
 ) -> Int64Array:
-    """Return the nanoseconds of groups of these kinds with these sequences, [groups], computed for
-    all groups of a kind at once."""
+    """Return the nanoseconds of groups, [groups], computed for all groups of a kind at once."""
     # 1. which groups are of one kind
     kind2groups: dict[GroupKind, list[int]] = defaultdict(list)
     for index, kind in enumerate(kinds):

@@ -35,8 +35,7 @@ class NearLayers:
     share: float
     """Share of the layers with attention, and of the bytes that these move."""
     attention_s: float
-    """Seconds per two (query, key) pairs, forward and backward, all of these layers; about a
-    squared token's where a sequence is within the reach."""
+    """Seconds per two (query, key) pairs, forward and backward, all of these layers."""
 
     def __post_init__(self) -> None:
         if self.reach.is_full:
@@ -151,8 +150,7 @@ def busiest_pairs(reach: Reach, s: FloatArray, degree: int, strategy: str) -> Fl
 
 
 def _bounds(s: FloatArray, degree: int, strategy: str) -> FloatArray:
-    """Return where the slices of sequences begin, and where the last one ends, [slices + 1,
-    sequences]. s: [sequences] tokens."""
+    """Return the slices' bounds, [slices + 1, sequences]. s: [sequences] tokens."""
     slices = chunks_per_rank(strategy) * degree
     bounds: FloatArray = np.floor(np.outer(np.arange(slices + 1), s) / slices)
     return bounds

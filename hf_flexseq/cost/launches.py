@@ -212,8 +212,7 @@ def _ring_posts(strategy: str, degree: int, nodes: int) -> int:
 
 
 def _places(degree: int, width: int) -> Iterable[int]:
-    """Return the indices of a few ranks of which one is the busiest: the first and the last rank
-    of the first node, of one in the middle and of the last."""
+    """Return a few ranks, the busiest among them: ends of the first, middle and last node."""
     middle = degree // width // 2 * width
     places = set()
     for first in (0, middle, degree - width):

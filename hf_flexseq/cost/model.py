@@ -283,8 +283,7 @@ class CostModel(CostTransfers):
         return seconds
 
     def summaries_s(self, degree: int, strategy: str, spans_nodes: bool) -> float:
-        """Return the seconds in which the ranks of a group exchange summaries and halos of a
-        sequence that all of them share."""
+        """Return the seconds of exchanging summaries and halos of a sequence in a group."""
         if degree == 1:
             return 0.0
         moved = sum(kind.exchanged_bytes(degree, strategy) for kind in self.recurrent)

@@ -97,8 +97,7 @@ class RecurrentLayers:
         return cls(**{name: values[name] for name in names if name in values})
 
     def scan_s(self, s: FloatArray, degree: int, strategy: str) -> FloatArray:
-        """Return the seconds of a rank's scans and convolutions, the second pass included,
-        [sequences]. s: [sequences] tokens."""
+        """Return the seconds of a rank's scans and convolutions, [sequences]. s: tokens."""
         tokens = filled(s, self.chunk, degree, strategy)
         seconds = self.token_s * tokens
         if degree > 1:

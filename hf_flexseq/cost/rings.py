@@ -32,8 +32,7 @@ class RingCosts(NamedTuple):
     """Figures of the busiest rank of a ring, each a function of the degree."""
 
     trips: Callable[[int], tuple[int, int]]
-    """Trips of a token's (keys and values, queries) that it sends or receives for each token that
-    it holds, forward and backward."""
+    """Trips of (keys and values, queries) per token that a rank holds, forward and backward."""
 
     stretch: Callable[[int], float]
     """Seconds of attention over those of an even split."""

@@ -57,8 +57,7 @@ class ModelShape:
     without_attention: int = 0
     """Layers without attention."""
     active_params: int | None = None
-    """Parameters that work on one token, embeddings included: fewer with experts, more if the
-    embedding is also the head. None: all."""
+    """Parameters that work on one token; a head that is the embedding counts twice. None: all."""
     head_shapes: tuple[tuple[Reach, HeadShape], ...] = ()
     """(reach, heads of its layers) if layers differ; () if all have the heads above."""
 

@@ -126,8 +126,7 @@ class FsdpFigures:
     # ---- the choice
 
     def beside(self, plan: Plan, world_size: int) -> FsdpPolicy:
-        """Return the policy of the fewest trips that fits beside the plan's fullest micro-batch;
-        of equal ones that which holds least."""
+        """Return the policy of fewest trips, then bytes, that fits the fullest micro-batch."""
         most_tokens = 0
         for micro_batch in plan.micro_batches:
             tokens = micro_batch.tokens_per_rank(plan.lengths, world_size)
@@ -175,8 +174,7 @@ class FsdpFigures:
     def _least_s(
         self, policy: FsdpPolicy, tokens: int, micro_batch_tokens: int, cost: CostModel
     ) -> float:
-        """Return the least seconds that a step of so many tokens spends on the constants of its
-        micro-batches and on trips."""
+        """Return the least seconds of constants and trips in a step of so many tokens."""
         micro_batches = -(-tokens // micro_batch_tokens)
         alone_s = cost.micro_batch_s - TRIPS * self.trip_s
         return micro_batches * alone_s + policy.trips(micro_batches) * self.trip_s
@@ -204,8 +202,7 @@ def trip_seconds(
 
 
 def shards_span_nodes(topology: Topology, replicas: int) -> bool:
-    """Return whether the ranks that share a replica, which stand side by side, are on more than
-    one node for some replica."""
+    """Return True if the ranks of some replica, which are neighbours, span nodes."""
     return topology.ranks_per_node % (topology.world_size // replicas) != 0
 
 

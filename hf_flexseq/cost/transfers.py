@@ -63,8 +63,7 @@ class CostTransfers(CostConstants):
         return self.all_to_all_overlap * (1 - 1 / pieces)
 
     def ring_traffic(self, degree: int, strategy: str) -> float:
-        """Return the bytes that the busiest rank sends or receives for each token it holds,
-        forward and backward, all layers."""
+        """Return the busiest rank's bytes per token, forward and backward, all layers."""
         keys, queries = self.trip_bytes()
         key_trips, query_trips = ring_costs(strategy).trips(degree)
         return keys * key_trips + queries * query_trips

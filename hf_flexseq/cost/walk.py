@@ -76,8 +76,7 @@ def walk(plan: PipelinePlan) -> Iterator[tuple[int, Action]]:
 
 
 def _take(action: Action, stages: int, queues: Queues) -> bool:
-    """Take the action's input from its queue and put its output into the next one; return False
-    when the input is not the next in its queue."""
+    """Move the action's input to its output queue; False if the input is not next in its queue."""
     if action.kind == "W":
         return True  # what it needs is on its stage
     if action.kind == "F":

@@ -84,8 +84,7 @@ def _report(error: Exception) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """Return a message in one line. Of several lines the first says where it happened, and the
-    last what: those between are a traceback."""
+    """Return a message in one line: the first and the last of several lines."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if len(lines) > 1:
         lines = [lines[0], lines[-1]]

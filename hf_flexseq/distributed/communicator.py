@@ -111,14 +111,12 @@ class Communicator:
                 self.blocks[group.ranks[0], group.ranks[-1] + 1] = group
 
     def open_fast_blocks(self, degrees: Iterable[int]) -> None:
-        """Make the groups of `open_blocks` on a transport whose collectives are faster than
-        messages, and none on others. Collective over the world."""
+        """Make the groups of `open_blocks` if collectives are faster than messages. Collective."""
         if self.transport.capabilities.fast_collectives:
             self.open_blocks(degrees)
 
     def open_world(self) -> RankGroup | None:
-        """Return the group of all ranks; None where there is but one rank. Collective over the
-        world when it is made, which is the first time."""
+        """Return the group of all ranks, None for one rank. Collective over the world at first."""
         return self.transport.open_group([range(self.world_size)])
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -135,8 +133,7 @@ class Communicator:
 
 
 def _usual_peers(rank: int, topology: Topology) -> tuple[list[int], list[int]]:
-    """Return the ranks that plans make `rank` exchange messages with again and again: the others
-    of its node, and those with the same index in other nodes."""
+    """Return the usual peers in plans: the other ranks of the node, and its counterparts."""
     mates = []
     counterparts = []
     for other in range(topology.world_size):

@@ -83,8 +83,7 @@ class LinkMessage:
     __slots__ = ("_pending", "_tensor")
 
     def __init__(self, pending: Pending | None, tensor: torch.Tensor) -> None:
-        """pending: None when there is nothing to move. tensor: sent or received, of any shape,
-        e.g. [1, tokens, hidden]; kept alive until `wait`."""
+        """pending: None if nothing moves. tensor: of any shape, kept alive until `wait`."""
         self._pending = pending
         self._tensor: torch.Tensor | None = tensor
 

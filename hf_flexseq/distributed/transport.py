@@ -59,8 +59,7 @@ class Capabilities:
     """Promises of a transport about posts."""
 
     ordered: bool
-    """True if a lane carries out one post after the other, and matches messages by their order.
-    False if posts are independent, and messages match by tag."""
+    """True if a lane carries out its posts in order, and messages match by order, not by tag."""
 
     waits_on_stream: bool
     """True if `wait` makes the device's stream wait instead of the host."""
@@ -183,8 +182,7 @@ class CpuGroup(abc.ABC):
         return torch.from_numpy(np.stack(rows))  # [values] of each -> [world, values]
 
     def gather_values(self, value: Any) -> list[Any]:
-        """Return the value of every rank, by rank: plain JSON values, in which tuples come back as
-        lists. Raises TypeError for other ones."""
+        """Return all JSON values, by rank; tuples become lists. Raises TypeError for others."""
         return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
 
     def broadcast_value(self, value: Any) -> Any:

@@ -155,8 +155,7 @@ def window_sizes(segments: Segments) -> tuple[int, int]:
 
 
 def query_bound(segments: Segments) -> int:
-    """Return the bound on queries per sequence that FlashAttention-2 is told: never 1, as the
-    docstring of the module explains."""
+    """Return FlashAttention-2's bound on queries per sequence, never 1: see the module."""
     return max(segments.max_q, 2)
 
 

@@ -90,8 +90,7 @@ class KernelOfKinds:
 
 
 def _keys(kind: LayerCalls) -> list[_Key]:
-    """Return the kinds of calls that a kind of layer makes. A layer with windows makes calls
-    without one, too, where all keys of a call are inside."""
+    """Return the kinds of a layer's calls; a window may hold all keys of a call."""
     whole = _Key(kind.head_dim, False, kind.softcap)
     if not kind.window:
         return [whole]

@@ -40,8 +40,7 @@ LARGE = {"cpu": 1024, "cuda": 4096}
 
 
 class BlockCall(NamedTuple):
-    """An attention call: some queries against some keys of the same sequence. A tuple, since a
-    rank of a large group has thousands."""
+    """Some queries against some keys of a sequence. A tuple: a rank may have thousands."""
 
     time: int
     """Position of the call in the worker's list; a worker has at most one call per time."""

@@ -86,8 +86,7 @@ class MicroBatch:
         return tuple(group for group in self.groups if group.start <= rank < group.stop)
 
     def tokens_per_rank(self, lengths: Sequence[int], world_size: int) -> tuple[int, ...]:
-        """Return an upper bound on the tokens of each rank, [world_size]: the sum of
-        ceil(tokens / degree) over its groups."""
+        """Return upper bounds on tokens, [world_size]: sums of ceil(tokens / degree)."""
         tokens = [0] * world_size
         for group in self.groups:
             share = group.tokens_per_rank(lengths)

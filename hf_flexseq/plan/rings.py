@@ -42,8 +42,7 @@ class Round(NamedTuple):
     """Work of all workers at one time."""
 
     distance: int
-    """Distance from a worker to its partner before it, modulo the degree. At 0 a worker is its
-    own partner, and its call is causal."""
+    """Distance to the partner before a worker, modulo the degree; 0 is a causal call."""
 
     earlier: Role | None
     """Role if the partner holds earlier tokens; None for no call."""

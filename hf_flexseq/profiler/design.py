@@ -237,8 +237,7 @@ def _group(strategy: str, degree: int, tokens_per_rank: int, layers: Layers) -> 
 
 
 def measured_degrees(topology: Topology) -> tuple[int, ...]:
-    """List the degrees of the topology's process groups, ascending; the cost model prices every
-    other degree as the next of these."""
+    """List the degrees of process groups, ascending; others are priced as the next of these."""
     degrees = {stop - start for start, stop in topology.aligned_blocks()}
     return tuple(sorted(degrees))
 

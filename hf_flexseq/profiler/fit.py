@@ -120,8 +120,7 @@ class Terms:
                     yield ("again", kind.recurrent), scanned
 
     def _pairs(self, reach: Reach, s: Floats, degree: int, strategy: str) -> float:
-        """Return twice the pairs of the busiest rank; of layers that read all keys the squared
-        tokens. s: [sequences] tokens."""
+        """Return twice the busiest rank's pairs; squared tokens if full. s: [sequences] tokens."""
         stretch = self.estimate.head_stretch(degree) if strategy == "ulysses" else 1.0
         if reach == FULL:
             return float((s * s).sum()) / degree * stretch

@@ -85,8 +85,7 @@ class RingRun:
 
 
 class HopRun:
-    """A transfer from each rank of node 0, or from its first rank alone, to its counterpart on
-    node 1. Ranks of other nodes do nothing."""
+    """A transfer from each rank of node 0, or its first alone, to its counterpart on node 1."""
 
     def __init__(
         self, communicator: Communicator, *, lone: bool, bytes_moved: int, device: torch.device

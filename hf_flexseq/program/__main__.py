@@ -146,8 +146,7 @@ def program(options: Namespace) -> None:
 
 
 def _print_programs(shard: Shard, topology: Topology, options: Namespace) -> None:
-    """Print the programs of a shard, forward and backward, with a title each: of attention, or of
-    the recurrent layer that the options name."""
+    """Print the programs of a shard: of attention, or of the recurrent layer in the options."""
     machine = Machine(
         topology=topology,
         device=options.device,

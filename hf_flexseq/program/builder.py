@@ -31,8 +31,7 @@ class Builder:
     """Emits the instructions of one program."""
 
     def __init__(self, tables: Tables, shape: LayerShape, *, rank: int, wide: bool) -> None:
-        """tables: of the micro-batch. rank: the global rank that will run the program. wide:
-        whether the kernel leaves gradients of 16-bit tensors in WIDE."""
+        """rank: global, of this program. wide: True if gradients of 16-bit tensors are WIDE."""
         self.tables = tables
         self.shape = shape
         self.rank = rank
@@ -227,8 +226,7 @@ class Builder:
         return self._made("turned", (lse,), lse.shape[::-1], lse.dtype)
 
     def kernel_lse(self, lse: Value) -> Value:
-        """Return lse [n, H] as kernels have it in memory, [H, n]; made once for each value, which
-        must not change any more."""
+        """Return lse [n, H] in the layout of kernels, [H, n]; it must not change any more."""
         if lse.number not in self._kernel_lses:
             made = self._made("kernel_lse", (lse,), lse.shape[::-1], lse.dtype)
             self._kernel_lses[lse.number] = made
@@ -248,8 +246,7 @@ class Builder:
         return self._made("pack_heads", tensors, shape, tensors[0].dtype, shape, layout, table)
 
     def unpack_heads(self, flat: Value, layout: HeadLayout, head_dim: int) -> Values:
-        """Return the tensors of a layout in INPUT, heads that several parts have summed: flat
-        [slots x D] -> [tokens, heads, D] by tensor."""
+        """Unpack heads, shared ones summed: flat [slots x D] -> [tokens, heads, D] in INPUT."""
         shapes = tuple((layout.tokens, heads, head_dim) for heads in layout.heads)
         outs = tuple(self._value(shape, INPUT) for shape in shapes)
         table = Index(self.tables.head_table(layout))
@@ -359,8 +356,7 @@ class Rewriter(Builder):
         self._posts = sum(one.operation in ("post", "all_to_all") for one in program.instructions)
 
     def replace_input(self, index: int, rows: int) -> Value:
-        """Return a new input instead of input `index`, of `rows` rows. Something else has to make
-        the value of the old one."""
+        """Return a new input of `rows` rows; another operation has to make the old value."""
         old = self._inputs[index]
         new = self._value((rows, *old.shape[1:]), old.dtype)
         self._inputs[index] = new

@@ -308,8 +308,7 @@ def _sent(layout: ZoneLayout, reach: Reach) -> dict[int, list[Piece]]:
 def _readers(
     layout: ZoneLayout, reach: Reach, sequence: int, chunk: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield (index of a rank, the first key that its next slice reads) for every other rank that
-    reads a chunk of this rank."""
+    """Yield (index, first key of its next slice) of other ranks that read a chunk of this rank."""
     bounds = layout.cuts[sequence].bounds
     seen = {layout.index}
     for later in range(chunk + 1, len(bounds) - 1):

@@ -48,8 +48,7 @@ class HeadExchange:
     def __init__(
         self, channel: Channel, ranks: Sequence[int], index: int, tokens: Sequence[int]
     ) -> None:
-        """ranks: those that exchange, global, contiguous. index: of this rank among `ranks`.
-        tokens: how many each of them holds."""
+        """ranks: global, contiguous. index: of this rank among them. tokens: of each rank."""
         self.channel = channel
         self.ranks = ranks
         self.index = index
@@ -96,8 +95,7 @@ class HeadExchange:
         received_counts: Sequence[int],
         message: int,
     ) -> int:
-        """Send sent_counts[i] elements of `sent`, flat, to the i-th rank, and expect
-        received_counts[i] from it; return the number of the post."""
+        """Exchange sent_counts[i], received_counts[i] elements with rank i; return the post."""
         label = Label(self.channel, self._describe)
         for rank in self.ranks:
             label.peers |= {(rank, True), (rank, False)}
@@ -116,8 +114,7 @@ class HeadExchange:
 
 
 class LeavingHeads:
-    """Tensors on their way back, [all tokens, my heads, head_dim] -> [my tokens, all heads,
-    head_dim], piece by piece of the heads."""
+    """Tensors on their way back by piece: [all tokens, my heads] -> [my tokens, all heads]."""
 
     def __init__(
         self,
@@ -139,8 +136,7 @@ class LeavingHeads:
 
     @property
     def _buffer(self) -> Value:
-        """What is received, flat, by piece and rank: [my tokens, its heads of all tensors,
-        head_dim]. It takes memory from the first post on."""
+        """Flat, by piece and rank: [my tokens, its heads, head_dim]; made at the first post."""
         if self._received is None:
             elements = sum(self._layout.slots) * self._head_dim
             self._received = self._builder.empty((elements,), self._dtype)

@@ -150,8 +150,7 @@ def _shares(heads: range, queries_per_kv: int, count: int) -> list[HeadShare]:
 
 
 def _query2kv(heads: range, queries_per_kv: int) -> tuple[int, ...] | None:
-    """Return which KV head each of these query heads reads, counted from the first one that is
-    read; None where every KV head has equally many readers."""
+    """Return each query head's KV head, from the first one read; None if readers are even."""
     first = heads[0] // queries_per_kv
     reads = [q // queries_per_kv - first for q in heads]
     readers = Counter(reads)
@@ -175,16 +174,14 @@ def overlapping(head_ranges: Sequence[Sequence[slice]]) -> bool:
 
 
 def _repeated(b: Builder, x: Value, share: HeadShare) -> Value:
-    """Return x [tokens, kv_heads, head_dim] with a KV head for each query head, if the share needs
-    repeats: [tokens, q_heads, head_dim]."""
+    """Return x [tokens, kv_heads, head_dim], or repeats [tokens, q_heads, head_dim] if needed."""
     if share.query2kv is None:
         return x
     return b.repeat_heads(x, b.tables.constant(share.query2kv), share.q_heads)
 
 
 def _summed(b: Builder, dx: Value, share: HeadShare) -> Value:
-    """Return the sums of gradients, [tokens, q_heads, head_dim] -> [tokens, kv_heads, head_dim]:
-    the transpose of `_repeated`."""
+    """Return sums over repeats, the transpose of `_repeated`: q_heads -> kv_heads of dx."""
     if share.query2kv is None:
         return dx
     return b.sum_heads(dx, b.tables.constant(share.query2kv), share.kv_heads)

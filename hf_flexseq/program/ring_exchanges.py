@@ -161,8 +161,7 @@ class Fetches:
         post(self._builder, [back, *self._collect_until(self._taken + AHEAD + 1)])
 
     def next(self) -> tuple[Values, Values]:
-        """Wait for what the next step's call reads: values [n, ...] of all its queries and [m,
-        ...] of all its keys; nothing where there is no call."""
+        """Wait for the next call's inputs: its queries [n, ...] and keys [m, ...], or nothing."""
         fetch = self._pending.popleft()
         self._taken += 1
         fetch.exchange.wait()

@@ -54,8 +54,7 @@ def _gather(b: Builder, messages: Sequence[RowMessages], own: Value, tag: int) -
 
 
 def _return(b: Builder, messages: Sequence[RowMessages], received: Value, sums: Value) -> None:
-    """Send the gradients of received rows [R, columns] back to their owners, and add those that
-    come back to sums [n, columns]. The transpose of `_gather`."""
+    """Return gradients of received rows to their owners, and add arriving ones to sums."""
     exchanges = []
     returned: list[tuple[Rows, Value]] = []
     start = 0

@@ -165,8 +165,7 @@ class RankSegments:
     # ---- summaries
 
     def neighbours(self, *, after: bool) -> Neighbours:
-        """Return whose summaries this rank's segments need: of the segments before them in the
-        forward, of those after them in the backward."""
+        """Return the needed summaries: of earlier segments, or of later ones in the backward."""
         if after not in self._neighbours:
             self._neighbours[after] = self._make_neighbours(after)
         return self._neighbours[after]
@@ -305,8 +304,7 @@ class _ZoneSegments(NamedTuple):
     # -- summaries
 
     def wanted(self, *, after: bool) -> Iterable[int]:
-        """Yield the segments of this zone whose summaries others read: those with any after them,
-        in the backward any before them."""
+        """Yield the segments whose summaries others read: any with a segment on the other side."""
         for number, one in enumerate(self.chains.held, start=self.number):
             if self._needed(one, after=not after):
                 yield number
@@ -375,8 +373,7 @@ class _ZoneSegments(NamedTuple):
 
 
 def _in_halo(chain: Sequence[Segment], place: int, before: int) -> Iterator[tuple[int, int]]:
-    """Yield (place, first token) of the parts of earlier segments that are in the `before` tokens
-    before a segment, the nearest first."""
+    """Yield (place, first token) of the `before` tokens before a segment, the nearest first."""
     first = chain[place].start - before
     for earlier in range(place - 1, -1, -1):
         segment = chain[earlier]

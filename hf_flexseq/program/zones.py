@@ -59,8 +59,7 @@ class Sinks(NamedTuple):
 
 
 class LayerRows(NamedTuple):
-    """This rank's rows of a layer that is replayed: what the replay has, and the gradient of its
-    result. Shapes: as in `Attention`."""
+    """Rows of a replayed layer, and the gradient of its result. Shapes: as in `Attention`."""
 
     q: Value
     k: Value

@@ -142,8 +142,7 @@ class ChunkedScan:
         return self._scan_wide(x, chosen, x.u.new_zeros(len(chosen), *x.state_shape))
 
     def _scan_wide(self, x: _Chunks, chosen: Sequence[int], state: torch.Tensor) -> torch.Tensor:
-        """Return what becomes of states of chosen segments: [n, H, K, any] -> the same shape. What
-        chunks write goes to the last V columns."""
+        """Scan states [n, H, K, any] of chosen segments; chunks write to the last V columns."""
         values = x.state_shape[2]
         ordered, back = self._sorted(chosen)
         state = state[ordered]
@@ -175,8 +174,7 @@ class ChunkedScan:
     def summarise_backward(
         self, dout: torch.Tensor, inputs: Tensors, saved: Tensors, chosen: Sequence[int]
     ) -> torch.Tensor:
-        """Return the gradients of the states before chosen segments from their own output, [n, H,
-        K, V]. dout: [N, H, C, V]."""
+        """Return the gradients [n, H, K, V] of states before segments. dout: [N, H, C, V]."""
         x = _Chunks(*inputs)
         _, back = self._sorted(chosen)
         grads = x.u.new_zeros(len(chosen), *x.state_shape)

@@ -140,8 +140,7 @@ class FlaScan:
     def summarise_backward(
         self, dout: torch.Tensor, inputs: Tensors, saved: Tensors, chosen: Sequence[int]
     ) -> torch.Tensor:
-        """Return the gradients of the states before some segments from their own output, [n, H, K,
-        V]. dout: [tokens, H, V]."""
+        """Return the gradients [n, H, K, V] of states before segments. dout: [tokens, H, V]."""
         # The output is linear in the state before it: the gradient is the same at any state.
         states = self._zeros(inputs, len(chosen))
         if not chosen:

@@ -83,8 +83,7 @@ class _Products(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, sums: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return those of queries with keys and those of keys with keys: q, k, sums [N, H, C, K]
-        -> two [N, H, C, C], zeros above the diagonal."""
+        """Return products of queries and of keys with keys: [N, H, C, K] -> 2 x [N, H, C, C]."""
         x = torch.stack((q, k), dim=2).flatten(0, 1)  # [N x H, 2, C, K]
         sums = sums.flatten(0, 1)  # [N x H, C, K]
         ctx.save_for_backward(x, sums)
@@ -160,8 +159,7 @@ def _blocks(tokens: int) -> Iterator[tuple[int, int]]:
 def _decays_between(
     sums: torch.Tensor, start: int, stop: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what keys before a block and tokens of it are multiplied by: sums [n, C, K] -> left
-    [n, 1, b, K], right [n, start, K]."""
+    """Return factors of tokens of a block [n, 1, b, K] and of keys before it [n, start, K]."""
     before = sums[:, start - 1 : start]  # [n, 1, K]
     left = (sums[:, start:stop] - before).exp().unsqueeze(1)
     return left, (before - sums[:, :start]).exp()

@@ -180,8 +180,7 @@ def _target(task: PipelineTask, work: CutWork, factor: float) -> float:
 
 
 def _most_tokens(task: PipelineTask) -> int | None:
-    """Return the tokens that a chunk may have: as many as the task allows, and so few that every
-    stage has room for one chunk per stage."""
+    """Return the maximum tokens of a chunk: each stage has room for one chunk per stage."""
     if task.options.memory_limit is None:
         return task.options.max_tokens
     limits = []
@@ -194,8 +193,7 @@ def _most_tokens(task: PipelineTask) -> int | None:
 
 
 def _ordered(units: Sequence[Unit], front: float) -> list[Unit]:
-    """Return the units in the order in which they start: a share of the packs, the emptiest of
-    them; then the cut sequences; then the other packs."""
+    """Return units in starting order: some emptiest packs, cut sequences, the other packs."""
     cut = [unit for unit in units if len(unit) > 1]
     packs = [unit for unit in units if len(unit) == 1]  # fullest first
     rest = len(packs) - math.ceil(front * len(packs))
@@ -207,8 +205,7 @@ def _ordered(units: Sequence[Unit], front: float) -> list[Unit]:
 
 
 def _trial(way: _Way, units: list[Unit], task: PipelineTask) -> _Trial:
-    """Return the played step of these units, with checkpointing where a unit needs it. Raises
-    PlanInfeasible where a unit cannot fit."""
+    """Return the played step, checkpointed if needed. Raises PlanInfeasible without room."""
     sizes = [len(unit) for unit in units]
     shapes = shapes_of(units, task.lengths)
     costs = chunk_costs(task.cost, shapes)
@@ -263,8 +260,7 @@ def _checkpointed(
     memory_limit: Sequence[int],
     beside: Sequence[int],
 ) -> Layers:
-    """Return [stage][chunk] checkpointed layers, as many for all chunks of a unit. Raises
-    PlanInfeasible where a unit cannot fit."""
+    """Return [stage][chunk] checkpointed layers. Raises PlanInfeasible if a unit cannot fit."""
     everything = [[stage.layers] * len(shapes) for stage in cost.stages]
     bare = chunk_costs(cost, shapes, everything)
     checkpointed = []

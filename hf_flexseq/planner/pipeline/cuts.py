@@ -34,8 +34,7 @@ UNEVEN = 1 / 8  # share of its work that a part may have more for being on tiles
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutWork:
-    """The work of a sequence's first t tokens, linear t + square t^2, in nanoseconds of a mean
-    stage, or in tokens for `even` cuts."""
+    """Work of t first tokens, linear t + square t^2: ns of a mean stage, or tokens if `even`."""
 
     linear: float
     """Work per token."""
@@ -110,8 +109,7 @@ def _equal_cuts(length: int, count: int, work: CutWork) -> list[int]:
 
 
 def on_tiles(cuts: Sequence[int], work: CutWork, most_tokens: int | None = None) -> list[int]:
-    """Return equal cuts moved to the nearest multiples of TILE; as they are where a part would
-    become too uneven, or longer than `most_tokens`."""
+    """Return equal cuts moved to multiples of TILE, or as they are if parts become too uneven."""
     length = cuts[-1]
     moved = [TILE * round(place / TILE) for place in cuts[:-1]]
     moved.append(length)

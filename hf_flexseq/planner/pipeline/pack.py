@@ -70,8 +70,7 @@ def chunked_units(
 def level_units(
     lengths: Sequence[int], target: float, work: CutWork, most_tokens: int | None = None
 ) -> list[Unit]:
-    """Return units whose rows all hold nearly `target` work: the cut sequences, longest first, and
-    then packs, fullest first."""
+    """Return units of rows with nearly `target` work: cut sequences, then packs, fullest first."""
     units: list[Unit] = []
     short: list[int] = []
     for sequence in longest_first(lengths):

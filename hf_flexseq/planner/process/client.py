@@ -217,8 +217,7 @@ class PlannerWorker:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment with a path of no current folder, and with one thread for
-    NumPy, which has no use for more here."""
+    """Return an environment without the current folder in paths, and one thread for NumPy."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     if "PYTHONPATH" in environment:
         environment["PYTHONPATH"] = _without_current(environment["PYTHONPATH"])
@@ -226,8 +225,7 @@ def _environment() -> dict[str, str]:
 
 
 def _without_current(path: str) -> str:
-    """Return a PYTHONPATH without the current folder, by whatever name: an empty part means it,
-    and so does a dot. Other parts are made absolute."""
+    """Return a PYTHONPATH of absolute parts, without the current folder."""
     current = os.path.realpath(os.curdir)
     folders = []
     for part in path.split(os.pathsep):

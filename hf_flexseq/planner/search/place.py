@@ -60,8 +60,7 @@ class Candidates:
     long_rows: Int64Array
     """[candidates] how many sequences, from the longest on, count as long; falling."""
     forced_shapes: Int64Array
-    """[candidates, forced rows] shape that the block of each of the first rows must have, an index
-    of `Blocks.shapes`; ANY_SHAPE leaves it open."""
+    """[candidates, forced rows] Shape of the first rows' blocks; ANY_SHAPE leaves it open."""
 
     def take(self, rows: Int64Array) -> "Candidates":
         """Return the candidates with these indices [chosen]."""
@@ -103,8 +102,7 @@ class _Board:
     """All candidates while rows are placed. A page is one micro-batch of one candidate."""
 
     over: IntArray
-    """[2, pages, blocks] ticks above the target, and tokens above the cap, of each block's fullest
-    rank; negative where something is left."""
+    """[2, pages, blocks] Ticks above the target, tokens above the cap, of the fullest rank."""
     misfit: IntArray
     """[pages, blocks] ticks that any row costs there at least, for time left below the target."""
     targets: IntArray

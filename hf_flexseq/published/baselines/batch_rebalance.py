@@ -113,8 +113,7 @@ class _RebalanceSearch:
         self.counts = best
 
     def _freeze(self, costs: list[int], most_expensive: int) -> None:
-        """Fill the groups that share a micro-batch with the most expensive one up to its cost, and
-        leave all of them alone from now on."""
+        """Fill the micro-batch of the most expensive group up to its cost, and freeze it."""
         ranking = sorted(range(len(costs)), key=lambda group: -costs[group])
         first = ranking.index(most_expensive) // self.ranks * self.ranks
         batch = set(ranking[first : first + self.ranks])

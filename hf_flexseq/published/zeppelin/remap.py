@@ -43,11 +43,9 @@ class RemappedShard(Shard):
     held: tuple[Slice, ...]
     """Slices outside of attention, in the order of the row."""
     given: PeerRows
-    """(peer, tokens) of every peer on which rows of this rank stand outside of attention: the last
-    rows of the zones, in this order."""
+    """(peer, tokens) of the last rows of the zones, in order, which stand on peers."""
     got: PeerRows
-    """(peer, tokens) of every peer whose rows stand here outside of attention: after the zones'
-    own rows, in this order."""
+    """(peer, tokens) of rows of peers, in order, which follow the zones' own rows."""
 
     @property
     def tokens(self) -> int:

@@ -245,8 +245,7 @@ class _Rewriting:
     def _straight(
         self, messages: Sequence[MessageSpec], legs: _Legs, *, sent: bool
     ) -> list[MessageSpec]:
-        """Return the messages that go straight; give the values of the others to the legs, those
-        that are received without contents so far."""
+        """Return the messages that go straight; give the values of the others to the legs."""
         pairs = legs.pairs
         straight = []
         for message in sorted(messages, key=lambda one: one.tag):
