@@ -40,7 +40,7 @@ from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.pipeline import PipelinePlan
-from hf_flexseq.planner.pipeline import make_pipeline_plan
+from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
 from hf_flexseq.steps.drawn import common_dtypes, source_row
 from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
@@ -321,8 +321,7 @@ def _pipeline_error(
     plan = make_pipeline_plan(
         lengths,
         PipelineCost.even(form.stages * form.virtual, even),
-        schedule=form.schedule,
-        chunks=form.chunks,
+        PipelineOptions(schedule=form.schedule, chunks=form.chunks),
     )
     world_size = form.stages * form.degree
     twins = [copy.deepcopy(model) for _ in range(world_size)]

@@ -7,14 +7,10 @@ import pytest
 from hf_flexseq.base.layers import FULL, Reach, RecurrentShape
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import (
-    BLOCK_KEYS,
-    DEVICES,
-    HeadShape,
-    ModelShape,
-    analytic_cost_model,
-)
+from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.devices import BLOCK_KEYS, DEVICES
 from hf_flexseq.cost.presets import LLAMA_8B, PRESETS, SHAPES
+from hf_flexseq.cost.shapes import HeadShape, ModelShape
 
 WINDOW = Reach(window=256)
 DELTA = RecurrentShape(

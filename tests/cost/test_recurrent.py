@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost import GroupKind, kinds_ns
 from hf_flexseq.cost.launches import segments_work
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.recurrent import RecurrentLayers, filled, segments_of_rank, summaries
@@ -100,7 +101,8 @@ def test_seconds_are_tokens_a_second_pass_and_summaries_worked_by_hand() -> None
         assert found == pytest.approx(1e9 * expected, rel=1e-6), strategy
     # Ulysses' summaries count once, however many sequences there are
     for lengths in ([32], [16, 16]):
-        whole = SIMPLE.group_ns(np.array(lengths), 4, "ulysses", False)
+        kind = GroupKind(4, "ulysses", False)
+        (whole,) = kinds_ns(SIMPLE, [kind], [range(len(lengths))], lengths)
         assert whole == pytest.approx(1e9 * (2.5 * 8 + 2 * (3 * 24 + 3)), rel=1e-6)
 
 
@@ -108,7 +110,7 @@ def test_what_is_exchanged_does_not_grow_with_the_sequence() -> None:
     cost = replace(SIMPLE, recurrent=(replace(SCAN, token_s=0.0, again_s=0.0),))
     for strategy in STRATEGIES:
         short, long = (
-            cost.group_ns(np.array([n]), 4, strategy, False) for n in (1 << 10, 1 << 20)
+            cost.alone_ns(np.array([n]), 4, strategy, False)[0] for n in (1 << 10, 1 << 20)
         )
         assert 0 < long - short < 1e6  # linear layers are a nanosecond per token
 

@@ -43,7 +43,7 @@ def test_the_launcher_says_how_many_ranks_a_node_has_or_else_host_names(sizes, n
         (["3"] * 4, "aaaa", "4 ranks cannot be spread evenly over nodes of 3"),
         ([None] * 4, "aaab", "spread evenly over nodes of 3"),
         ([None] * 4, "abba", "ranks 0 to 1 should share a machine.*a, b, b, a"),
-        (["two"] * 2, "aa", "LOCAL_WORLD_SIZE='two' is no number"),
+        (["two"] * 2, "aa", "LOCAL_WORLD_SIZE='two': expected a number"),
         (["0"] * 2, "aa", "2 ranks cannot be spread evenly over nodes of 0"),
     ],
 )

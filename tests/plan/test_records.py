@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_flexseq.plan import AnyPlan, Plan
+from hf_flexseq.plan import Plan
 from hf_flexseq.plan.pipeline import Action, Chunk, PipelinePlan, parse, text
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.plan.shard import Slice
@@ -60,7 +60,7 @@ either_kind = pytest.mark.parametrize("plan", [OF_GROUPS, OF_PIPELINES])
 
 
 @either_kind
-def test_a_step_says_what_an_engine_needs(plan: AnyPlan) -> None:
+def test_a_step_says_what_an_engine_needs(plan: Plan | StepPlan) -> None:
     assert (plan.lengths, plan.objective_s, plan.notes) == ((9, 2), 1.5, ("because",))
     assert plan.planner in ("auto", "seq1f1b")
     assert plan.planning_s in (0.01, 0.5)
@@ -68,7 +68,7 @@ def test_a_step_says_what_an_engine_needs(plan: AnyPlan) -> None:
 
 
 @either_kind
-def test_json_round_trip_and_records_of_before(plan: AnyPlan) -> None:
+def test_json_round_trip_and_records_of_before(plan: Plan | StepPlan) -> None:
     kind, record = type(plan), plan.to_record()
     assert kind.from_json(plan.to_json()) == plan
     assert record.pop("version") == 1
@@ -121,7 +121,7 @@ def test_json_round_trip_of_random_plans(seed: int) -> None:
     ],
 )
 def test_digests_see_all_but_notes_and_the_time_of_planning(
-    plan: AnyPlan | PipelinePlan, seen: list[dict], unseen: list[dict]
+    plan: Plan | StepPlan | PipelinePlan, seen: list[dict], unseen: list[dict]
 ) -> None:
     for change in seen:
         assert replace(plan, **change).digest() != plan.digest(), change
@@ -153,7 +153,7 @@ def test_other_records_are_refused(record: str) -> None:
         ),
     ],
 )
-def test_a_wrong_form_is_refused_without_a_topology(plan: AnyPlan, message: str) -> None:
+def test_a_wrong_form_is_refused_without_a_topology(plan: Plan | StepPlan, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan.check_form()
 

@@ -14,7 +14,9 @@ from hf_flexseq.base.layers import FULL, Reach, RecurrentShape
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cli.calibrate import _attention, _summary
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import DEVICES, HeadShape, ModelShape, analytic_cost_model
+from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.devices import DEVICES
+from hf_flexseq.cost.shapes import HeadShape, ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.choose import fit_key
 from hf_flexseq.hf.calibration.command import calibrate

@@ -9,13 +9,13 @@ import pytest
 
 from hf_flexseq.plan import attention_schedule as attention
 from hf_flexseq.plan.shard import cuts, make_shard
-from hf_flexseq.program.builder import Tables
 from hf_flexseq.program.ring_steps import (
     DIAGONAL_TIME,
     JOINED_QUERIES,
     backward_order,
     make_ring_steps,
 )
+from hf_flexseq.program.tables import Tables
 from tests.plans import one_group
 
 PACKS = [(1,), (2, 1), (17,), (40, 3, 29), tuple(random.Random(0).choices(range(1, 9), k=12))]

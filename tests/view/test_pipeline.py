@@ -10,7 +10,7 @@ import pytest
 from hf_flexseq.cli import main
 from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.plan.pipeline import parse
-from hf_flexseq.planner.pipeline import make_pipeline_plan
+from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
 from hf_flexseq.view import chrome_trace, pipeline_timeline, save_picture, text_grid
 from hf_flexseq.view.pipeline import peak_tokens, report, tokens_as_time
 from pipelines import even_cost, plan_of
@@ -113,8 +113,8 @@ def test_tokens_stand_for_time_where_there_is_no_cost_model(plan):
 def reports(cost, lengths, **options):
     """The step of whole sequences, and in chunks."""
     plans = (
-        make_pipeline_plan(lengths, cost, schedule="1f1b"),
-        make_pipeline_plan(lengths, cost, schedule="seq1f1b", **options),
+        make_pipeline_plan(lengths, cost, PipelineOptions(schedule="1f1b")),
+        make_pipeline_plan(lengths, cost, PipelineOptions(schedule="seq1f1b", **options)),
     )
     return [report(plan, cost) for plan in plans]
 

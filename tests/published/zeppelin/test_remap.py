@@ -98,7 +98,7 @@ def micro_batch_of(cost):
 def test_it_is_decided_by_the_cost_model():
     """Zeppelin levels attention alone, so tokens are uneven; moving them pays on fast links."""
     micro_batch = micro_batch_of(FAST)
-    even_ns = sum(remapped_ns(FAST, micro_batch, LENGTHS, NODE))
+    even_ns = remapped_ns(FAST, micro_batch, LENGTHS, NODE)
     assert even_ns < slowest_ns(FAST, micro_batch, LENGTHS, NODE)
     assert ZeppelinPasses(FAST, NODE, lockstep=True).shards(micro_batch, LENGTHS) is not None
     assert ZeppelinPasses(FAST, NODE, lockstep=False).shards(micro_batch, LENGTHS) is None
