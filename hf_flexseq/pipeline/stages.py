@@ -8,9 +8,8 @@ With V virtual stages per rank the model has V times as many stages as there are
 has the stages r, r + P, r + 2 P, ... of it in one model, of which it runs one at a time.
 
 Layers of other stages become a `Skip`, which hands its input on: so every parameter keeps its
-global name, and the model's own forward still works, given hidden states as `inputs_embeds`. That
-forward must do nothing between the embedding and the norm but call the layers; `cut` tries it on a
-stack of skips, which must change nothing.
+global name, and the model's own forward still works, given hidden states as `inputs_embeds`
+(`stack.py`).
 
 Tied embeddings: the first stage has the embedding, the last the head, each a copy of the one
 tensor. Both keep its name, `tied_name`, and their gradients are summed once per step.
@@ -20,195 +19,19 @@ inference only), and a forward of our own over the layers, which would have to k
 position embeddings and masks.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hf_flexseq.pipeline.divide import NONE, divide_layers
+from hf_flexseq.pipeline.divide import divide_layers
+from hf_flexseq.pipeline.stack import Elsewhere, Skip, Stack, View
 
-# Names of a decoder's last norm.
-NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
 # Tokens of a sequence, where attention is weighed against the rest of a layer: the model is cut
 # before any length is known. An assumption, not tuned.
 TYPICAL_CONTEXT = 4096
 
 Spans = tuple[tuple[int, int], ...]  # [start, stop) of the layers of every stage
-
-
-# ---- what stands in for modules of other stages
-
-
-class Skip(nn.Module):
-    """A module of another stage, which hands its input on.
-
-    It keeps plain attributes, because decoders read some of their layers'.
-    """
-
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        for name, value in vars(original).items():
-            if isinstance(value, int | float | str) and not name.startswith("_"):
-                setattr(self, name, value)
-
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return hidden [1, tokens, hidden_size] as it is. Raises ValueError where the layer is
-        given another tensor of that shape, which is not sent from stage to stage."""
-        for other in (*args, *kwargs.values()):
-            if isinstance(other, torch.Tensor) and other.shape == hidden.shape:
-                raise ValueError("its layers are given the embeddings, too")
-        return hidden
-
-
-class Elsewhere(nn.Module):
-    """The embedding or the head of another stage: nothing may call it, least of all `generate`,
-    which would go on with hidden states instead of logits."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Raise NotImplementedError in place of returning [1, tokens, ...]."""
-        raise NotImplementedError(
-            "this model is one stage of a pipeline: save it, and load the whole one to call it or "
-            "to generate"
-        )
-
-
-# ---- the whole model
-
-
-class LayerSizes(NamedTuple):
-    """Counts of the numbers that multiply each token."""
-
-    layers: tuple[int, ...]  # of every layer
-    head: int  # of the LM head
-
-
-class Stack:
-    """The parts of a decoder-only model: embedding, layers, norm, head, by the names they have in
-    it."""
-
-    __slots__ = ("decoder", "embedding_name", "head_name", "model", "norm_name", "width")
-
-    def __init__(self, model: nn.Module) -> None:
-        """Find the parts. Raises NotImplementedError, naming the model and the reason, for one
-        that is no plain stack of layers."""
-        prefix = getattr(model, "base_model_prefix", "base model")
-        decoder = getattr(model, prefix, None)
-        if decoder is None:
-            decoder = getattr(model, "model", None)  # Llama 4's prefix names what it has not
-        if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-            raise _no_stack(model, f"its {prefix!r} has no list `layers`")
-        self.model = model
-        self.decoder: nn.Module = decoder
-        self.embedding_name = _name_of(decoder, model.get_input_embeddings())
-        self.head_name = _name_of(model, model.get_output_embeddings())
-        self.norm_name = ""
-        for name in NORMS:
-            if not self.norm_name and hasattr(decoder, name):
-                self.norm_name = name
-        parts = {
-            "embedding": self.embedding_name,
-            "LM head": self.head_name,
-            "norm": self.norm_name,
-        }
-        for part, name in parts.items():
-            if not name:
-                raise _no_stack(model, f"it has no {part} where a plain decoder has it")
-        self._check_nothing_else()
-        self._check_nothing_shared()
-        self.width = self.embedding.weight.shape[1]  # hidden_size
-
-    @property
-    def layers(self) -> nn.ModuleList:
-        return self.decoder.layers
-
-    @property
-    def embedding(self) -> nn.Module:
-        return self.decoder.get_submodule(self.embedding_name)
-
-    @property
-    def head(self) -> nn.Module:
-        return self.model.get_submodule(self.head_name)
-
-    @property
-    def norm(self) -> nn.Module:
-        return self.decoder.get_submodule(self.norm_name)
-
-    def tied_name(self) -> str | None:
-        """Return the global name of the tensor [vocabulary, hidden_size] that is both embedding
-        and head; None when they are two."""
-        embedding = getattr(self.embedding, "weight", None)
-        head = getattr(self.head, "weight", None)
-        if embedding is None:
-            return None
-        # A model without memory is tied only after it has been loaded.
-        will_be_tied = embedding.is_meta and self.model.config.tie_word_embeddings
-        if embedding is not head and not will_be_tied:
-            return None
-        names = (name for name, weight in self.model.named_parameters() if weight is embedding)
-        return next(names)
-
-    def sizes(self) -> LayerSizes:
-        """Return how many numbers multiply each token, in every layer and in the head."""
-        return LayerSizes(tuple(map(_weights, self.layers)), _weights(self.head))
-
-    def inseparable(self) -> range:
-        """Return the layers that share keys: from the first one that stores its keys to the last
-        one that reads them. None where every layer has its own."""
-        config: Any = getattr(self.model, "config", None)
-        if hasattr(config, "get_text_config"):
-            config = config.get_text_config()
-        modes = list(getattr(config, "kv_sharing_modes", None) or ())
-        readers = [layer for layer, mode in enumerate(modes) if mode not in (None, "store")]
-        if not readers:
-            return NONE
-        return range(modes.index("store"), readers[-1] + 1)
-
-    def _check_nothing_else(self) -> None:
-        """Raise NotImplementedError for a parameter outside of the parts: it would belong to no
-        stage, or to all."""
-        known: set[int] = set()
-        for part in (self.embedding, self.layers, self.norm, self.head):
-            known.update(id(parameter) for parameter in part.parameters())
-        for name, parameter in self.model.named_parameters():
-            if id(parameter) not in known:
-                raise _no_stack(
-                    self.model, f"{name} is outside of embedding, layers, norm and head"
-                )
-
-    def _check_nothing_shared(self) -> None:
-        """Raise NotImplementedError for a parameter of two layers, which may be in two stages."""
-        layer_of: dict[int, int] = {}
-        for index, layer in enumerate(self.layers):
-            for name, parameter in layer.named_parameters():
-                first = layer_of.setdefault(id(parameter), index)
-                if first != index:
-                    raise _no_stack(self.model, f"layers {first} and {index} share {name}")
-
-
-def _weights(module: nn.Module) -> int:
-    """Return how many numbers multiply each token in `module`: those of its matrices."""
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.dim() == 2)
-
-
-def _name_of(parent: nn.Module, child: nn.Module | None) -> str:
-    """Return the name under which `parent` has `child` as a direct child, "" without one."""
-    for name, module in parent.named_children():
-        if module is child:
-            return name
-    return ""
-
-
-def _no_stack(model: nn.Module, reason: str) -> NotImplementedError:
-    """Return the error for a model that cannot be cut."""
-    return NotImplementedError(
-        f"{type(model).__name__} cannot be cut into pipeline stages: {reason}; set "
-        "pipeline_parallel_size=1"
-    )
-
-
-# ---- one rank's part of it
 
 
 class Stage:
@@ -311,9 +134,9 @@ class VirtualStage:
         self.is_first = number == 0
         self.is_last = number == len(stage.spans) - 1
         # A rank with one stage need not hide its other layers: it has none.
-        self._alone: _View | None = None
+        self._alone: View | None = None
         if len(stage.spans) > stage.count:
-            self._alone = _view_of(stage.stack, self)
+            self._alone = stage.stack.view(*self.layers, has_norm=self.is_last)
 
     def hidden(self, source: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Return hidden states [1, tokens, hidden_size] after the stage's layers, and on the last
@@ -322,7 +145,7 @@ class VirtualStage:
         source: token ids [1, tokens] on the first stage, hidden states [1, tokens, hidden_size]
             elsewhere
         """
-        with _replaced(self._stack, self._alone):
+        with self._stack.replaced(self._alone):
             output = self._stack.decoder(**self._entry(source), use_cache=False, **kwargs)
         return output.last_hidden_state
 
@@ -343,7 +166,7 @@ class VirtualStage:
 
         hook = self._stack.decoder.register_forward_hook(divide)
         try:
-            with _replaced(self._stack, self._alone):
+            with self._stack.replaced(self._alone):
                 output = self._stack.model(**self._entry(source), use_cache=False, **kwargs)
         finally:
             hook.remove()
@@ -365,25 +188,21 @@ def cut(
     count: int,
     *,
     virtual: int = 1,
-    division: Callable[[Stack], Spans] | None = None,
     check: bool = True,
 ) -> Stage:
     """Reduce `model` in place to the part that rank `index` of `count` has of it, and return it.
 
     virtual: stages of each rank
-    division: gives the layers of each stage; by default `modelled_division`
-    check: whether to try the model on hidden states, which one without memory cannot do: then call
-        `check_identity` later
+    check: True to try the model on hidden states; one without memory cannot do that, so call
+        `Stack.check_identity` later
 
     Raises ValueError for more stages than layers + 1, layers that share keys being one, and
     NotImplementedError for a model without a plain decoder stack.
     """
     stack = Stack(model)
-    stages = count * virtual
-    spans = division(stack) if division is not None else modelled_division(stack, stages)
-    assert len(spans) == stages, f"{len(spans)} spans of layers for {count} x {virtual} stages"
+    spans = modelled_division(stack, count * virtual)
     if check:
-        check_identity(stack)
+        stack.check_identity()
     return Stage(stack, index, count, spans)
 
 
@@ -398,66 +217,3 @@ def modelled_division(stack: Stack, count: int) -> Spans:
         last=sizes.head,
         inseparable=stack.inseparable(),
     )
-
-
-def check_identity(stack: Stack) -> None:
-    """Raise NotImplementedError unless the decoder, all of whose layers are skips, hands hidden
-    states on as they are. The model may have been cut."""
-    parameter = next(stack.model.parameters())
-    hidden = torch.ones(1, 2, stack.width, dtype=parameter.dtype, device=parameter.device)
-    positions = torch.arange(2, device=parameter.device).unsqueeze(0)  # [2] -> [1, 2]
-    with torch.no_grad(), _emptied(stack):
-        try:
-            output = stack.decoder(inputs_embeds=hidden, position_ids=positions, use_cache=False)
-            found = output.last_hidden_state  # [1, 2, hidden_size]
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            raise _no_stack(stack.model, f"it does not run on hidden states ({error})") from error
-    if found.shape != hidden.shape or not torch.equal(found, hidden):
-        raise _no_stack(
-            stack.model, "it changes hidden states between its embedding and its layers"
-        )
-
-
-# ---- a stack with other layers for a while
-
-
-class _View(NamedTuple):
-    """Layers and norm that a decoder may have for a while."""
-
-    layers: nn.ModuleList
-    norm: nn.Module
-
-
-def _view_of(stack: Stack, stage: VirtualStage) -> _View:
-    """Return the view in which the decoder has the layers of `stage` alone."""
-    start, stop = stage.layers
-    layers = nn.ModuleList()
-    for index, layer in enumerate(stack.layers):
-        layers.append(layer if start <= index < stop else Skip(layer))
-    return _View(layers, stack.norm if stage.is_last else Skip(stack.norm))
-
-
-def _emptied(stack: Stack) -> AbstractContextManager[None]:
-    """Return a block inside which all layers and the norm are skips."""
-    layers = nn.ModuleList(map(Skip, stack.layers))
-    return _replaced(stack, _View(layers, Skip(stack.norm)))
-
-
-@contextmanager
-def _replaced(stack: Stack, view: _View | None) -> Iterator[None]:
-    """Give the decoder the layers and the norm of `view`, if there is one, inside this block."""
-    if view is None:
-        yield
-        return
-    own = _View(stack.layers, stack.norm)
-    _put(stack, view)
-    try:
-        yield
-    finally:
-        _put(stack, own)
-
-
-def _put(stack: Stack, view: _View) -> None:
-    """Make layers and norm of `view` those of the decoder."""
-    stack.decoder.layers = view.layers
-    setattr(stack.decoder, stack.norm_name, view.norm)

@@ -16,11 +16,11 @@ out, and `padding_targets` says how many they are.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.steps.loss_masks import MASKS, check_masks, column_tensor, masks_without_labels
 from hf_flexseq.steps.users_code import is_known
 from hf_flexseq.steps.whole_batches import other_rows
 
@@ -31,9 +31,6 @@ OTHER_ROWS = "other_rows"
 # Batches of which the user's collator makes rows one by one and together: training and evaluation
 # may share it.
 COMPARED = 8
-
-# Columns of TRL, 1 for each token that is a target.
-_MASKS = ("completion_mask", "assistant_masks")
 
 # Columns that collators add for attention implementations that read the limits of sequences from
 # their batch.
@@ -97,7 +94,7 @@ class DataCollatorForFlexSeq:
         differing = self._other_rows(examples)
         own = []
         for index, example in enumerate(examples):
-            own.append(self._of_tokens(example, index, needs_labels=True))
+            own.append(self.of_tokens(example, index, needs_labels=True))
         columns = [_for_micro_batches(example.columns) for example in own]
         _check_same_columns(columns)
         batch: dict[str, Any] = {}
@@ -124,35 +121,29 @@ class DataCollatorForFlexSeq:
         self._to_compare = 0 if differing else self._to_compare - 1
         return differing
 
-    def of_tokens(
-        self, example: Mapping[str, Any], index: int, *, needs_labels: bool = True
-    ) -> dict[str, torch.Tensor]:
-        """Return the columns of one example, each [tokens], with labels of the tokens themselves.
+    def of_tokens(self, example: Mapping[str, Any], index: int, *, needs_labels: bool) -> _Example:
+        """Return one example without its padding.
 
-        index: of the example in its batch, for messages. needs_labels: whether there must be some.
+        index: its number in the batch, for messages. needs_labels: True if it must have labels.
         """
-        return self._of_tokens(example, index, needs_labels=needs_labels).columns
-
-    def _of_tokens(
-        self, example: Mapping[str, Any], index: int, *, needs_labels: bool
-    ) -> _Example:
-        """Return one example as `of_tokens` does, and what was beside its padding."""
         # 1. the user's own collator, if there is one
         masks: dict[str, torch.Tensor] = {}
         given_ids = torch.empty(0)
         if self.example_collator is not None:
             # Read before the collator runs, because a collator may take columns out of the
             # example.
-            masks = _masks_without_labels(example, index)
+            masks = masks_without_labels(example, index)
             if masks:
-                given_ids = _tensor("input_ids", example["input_ids"], index).flatten()  # [tokens]
+                given_ids = column_tensor(
+                    "input_ids", example["input_ids"], index
+                ).flatten()  # [tokens]
             example = _only_row(self.example_collator([example]), index)
 
         # 2. one value for each token that is no padding
         given = _tensors(example, index, needs_labels=needs_labels)
         columns, padding_targets = _without_padding(given, index)
         if masks:
-            _check_masks(masks, given_ids, columns, index)
+            check_masks(masks, given_ids, columns, index)
         tokens = columns["input_ids"].numel()
         if tokens == 0:
             raise ValueError(
@@ -191,7 +182,7 @@ class PaddedCollator:
         """
         rows = []
         for index, example in enumerate(examples):
-            row = self._collator.of_tokens(example, index, needs_labels=False)
+            row = self._collator.of_tokens(example, index, needs_labels=False).columns
             row["attention_mask"] = torch.ones_like(row["input_ids"])
             rows.append(row)
         _check_same_columns(rows)
@@ -235,70 +226,6 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return torch.cat((labels[1:], none))
 
 
-# ---- masks without labels
-
-
-def _masks_without_labels(example: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
-    """Return the masks, each [tokens], that leave tokens out of the loss; none of an example that
-    has labels."""
-    if not isinstance(example, Mapping) or example.get("input_ids") is None:
-        return {}
-    if example.get("labels") is not None:
-        return {}
-    masks = {}
-    for name in _MASKS:
-        if example.get(name) is None:
-            continue
-        mask = _tensor(name, example[name], index).flatten()  # [tokens]
-        if (mask == 0).any():
-            masks[name] = mask
-    return masks
-
-
-def _check_masks(
-    masks: Mapping[str, torch.Tensor],
-    given_ids: torch.Tensor,
-    columns: Mapping[str, torch.Tensor],
-    index: int,
-) -> None:
-    """Raise ValueError when labels that a collator made follow none of the masks, each [tokens].
-
-    One mask is enough: TRL leaves completion masks alone under completion_only_loss=False.
-    given_ids: [tokens], before the collator.
-    columns: what the collator made, each [tokens made].
-    """
-    labels = columns["labels"]
-    ids = columns["input_ids"]
-    if any(_follows(labels, ids, mask, given_ids) for mask in masks.values()):
-        return
-    raise ValueError(
-        f"example {index} has {' and '.join(masks)} but no labels, and the collator made labels "
-        f"for tokens that are masked out: give `labels` ({IGNORE_INDEX} where a mask is 0), or a "
-        "data_collator that reads the masks"
-    )
-
-
-def _follows(
-    labels: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, given_ids: torch.Tensor
-) -> bool:
-    """Tell if labels [tokens made] leave out what a mask [tokens] leaves out.
-
-    A collator may have cut tokens off one end, or added some: the ids tell at which end both still
-    agree.
-    """
-    common = min(labels.numel(), mask.numel())
-    ends = (slice(None, common), slice(-common, None))
-    agreeing = [end for end in ends if torch.equal(ids[end], given_ids[end])]
-    # other tokens than those of the mask: labels that leave some out were made with care
-    if not agreeing:
-        return bool((labels == IGNORE_INDEX).any())
-    for end in agreeing:
-        masked_out = labels[end][mask[end] == 0]  # [tokens that the mask leaves out]
-        if (masked_out == IGNORE_INDEX).all():
-            return True
-    return False
-
-
 # ---- columns of one example
 
 
@@ -333,7 +260,7 @@ def _tensors(
     columns = {}
     for name, value in example.items():
         if value is not None and not isinstance(value, str):
-            columns[name] = _tensor(name, value, index)
+            columns[name] = column_tensor(name, value, index)
     tokens = columns["input_ids"].numel()
     for name, value in columns.items():
         if value.shape != (tokens,):
@@ -354,7 +281,7 @@ def _check_required(example: Mapping[str, Any], index: int, *, needs_labels: boo
         raise ValueError(f"example {index} has no input_ids: tokenize it")
     if example.get("labels") is not None or not needs_labels:
         return
-    masks = [name for name in _MASKS if example.get(name) is not None]
+    masks = [name for name in MASKS if example.get(name) is not None]
     if masks:
         raise ValueError(
             f"example {index} has no labels: it has {' and '.join(masks)}, so give a copy of "
@@ -363,23 +290,6 @@ def _check_required(example: Mapping[str, Any], index: int, *, needs_labels: boo
     raise ValueError(
         f"example {index} has no labels: for plain language modelling, give a copy of input_ids"
     )
-
-
-def _tensor(name: str, value: Any, index: int) -> torch.Tensor:
-    """Return a column as a tensor. Raises ValueError for one that cannot be."""
-    try:
-        if isinstance(value, list) and value and type(value[0]) is int:
-            numbers = np.asarray(value)  # a fifth of the time that torch takes for a list
-            if numbers.dtype == np.int64:
-                return torch.from_numpy(numbers)
-        if isinstance(value, np.ndarray) and not value.flags.writeable:
-            value = value.copy()  # datasets give such ones, and torch warns of them
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"column {name!r} of example {index} cannot be a tensor ({error}); drop the column, "
-            "or set remove_unused_columns=True"
-        ) from error
 
 
 def _without_padding(

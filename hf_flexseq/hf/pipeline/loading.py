@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_flexseq.pipeline.stages import Stage, check_identity, cut
+from hf_flexseq.pipeline.stages import Stage, cut
 
 STAGE = "_flexseq_stage"  # where a model that was cut keeps its Stage
 
@@ -38,7 +38,7 @@ def load_stage_of(
     model.__class__ = kind
     stage = stage_of(model)
     assert stage is not None, "the constructor of a cutting class keeps the stage"
-    check_identity(stage.stack)
+    stage.stack.check_identity()
     return model
 
 

@@ -1,0 +1,238 @@
+"""The parts of a decoder-only HF model that a pipeline cuts (`stages.py`), and what stands in for
+those of other stages.
+
+The model's own forward must do nothing between the embedding and the norm but call the layers:
+`check_identity` tries it on a stack of skips, which must change nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_flexseq.pipeline.divide import NONE
+
+# Names of a decoder's last norm.
+NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
+
+
+class Skip(nn.Module):
+    """A module of another stage, which hands its input on.
+
+    It keeps plain attributes, because decoders read some of their layers'.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(original).items():
+            if isinstance(value, int | float | str) and not name.startswith("_"):
+                setattr(self, name, value)
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return hidden [1, tokens, hidden_size] as it is. Raises ValueError where the layer is
+        given another tensor of that shape, which is not sent from stage to stage."""
+        for other in (*args, *kwargs.values()):
+            if isinstance(other, torch.Tensor) and other.shape == hidden.shape:
+                raise ValueError("its layers are given the embeddings, too")
+        return hidden
+
+
+class Elsewhere(nn.Module):
+    """The embedding or the head of another stage: nothing may call it, least of all `generate`,
+    which would go on with hidden states instead of logits."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Raise NotImplementedError in place of returning [1, tokens, ...]."""
+        raise NotImplementedError(
+            "this model is one stage of a pipeline: save it, and load the whole one to call it or "
+            "to generate"
+        )
+
+
+class View(NamedTuple):
+    """Layers and norm that a decoder has for a while."""
+
+    layers: nn.ModuleList
+    norm: nn.Module
+
+
+class LayerSizes(NamedTuple):
+    """Counts of the numbers that multiply each token."""
+
+    layers: tuple[int, ...]  # of every layer
+    head: int  # of the LM head
+
+
+class Stack:
+    """The parts of a decoder-only model: embedding, layers, norm, head, by the names they have in
+    it."""
+
+    __slots__ = ("decoder", "embedding_name", "head_name", "model", "norm_name", "width")
+
+    def __init__(self, model: nn.Module) -> None:
+        """Find the parts. Raises NotImplementedError, naming the model and the reason, for one
+        that is no plain stack of layers."""
+        prefix = getattr(model, "base_model_prefix", "base model")
+        decoder = getattr(model, prefix, None)
+        if decoder is None:
+            decoder = getattr(model, "model", None)  # Llama 4's prefix names what it has not
+        if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+            raise _no_stack(model, f"its {prefix!r} has no list `layers`")
+        self.model = model
+        self.decoder: nn.Module = decoder
+        self.embedding_name = _name_of(decoder, model.get_input_embeddings())
+        self.head_name = _name_of(model, model.get_output_embeddings())
+        self.norm_name = ""
+        for name in NORMS:
+            if not self.norm_name and hasattr(decoder, name):
+                self.norm_name = name
+        parts = {
+            "embedding": self.embedding_name,
+            "LM head": self.head_name,
+            "norm": self.norm_name,
+        }
+        for part, name in parts.items():
+            if not name:
+                raise _no_stack(model, f"it has no {part} where a plain decoder has it")
+        self._check_nothing_else()
+        self._check_nothing_shared()
+        self.width = self.embedding.weight.shape[1]  # hidden_size
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.decoder.layers
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self.decoder.get_submodule(self.embedding_name)
+
+    @property
+    def head(self) -> nn.Module:
+        return self.model.get_submodule(self.head_name)
+
+    @property
+    def norm(self) -> nn.Module:
+        return self.decoder.get_submodule(self.norm_name)
+
+    def tied_name(self) -> str | None:
+        """Return the global name of the tensor [vocabulary, hidden_size] that is both embedding
+        and head; None when they are two."""
+        embedding = getattr(self.embedding, "weight", None)
+        head = getattr(self.head, "weight", None)
+        if embedding is None:
+            return None
+        # A model without memory is tied only after it has been loaded.
+        will_be_tied = embedding.is_meta and self.model.config.tie_word_embeddings
+        if embedding is not head and not will_be_tied:
+            return None
+        names = (name for name, weight in self.model.named_parameters() if weight is embedding)
+        return next(names)
+
+    def sizes(self) -> LayerSizes:
+        """Return how many numbers multiply each token, in every layer and in the head."""
+        return LayerSizes(tuple(map(_weights, self.layers)), _weights(self.head))
+
+    def inseparable(self) -> range:
+        """Return the layers that share keys: from the first one that stores its keys to the last
+        one that reads them. None where every layer has its own."""
+        config: Any = getattr(self.model, "config", None)
+        if hasattr(config, "get_text_config"):
+            config = config.get_text_config()
+        modes = list(getattr(config, "kv_sharing_modes", None) or ())
+        readers = [layer for layer, mode in enumerate(modes) if mode not in (None, "store")]
+        if not readers:
+            return NONE
+        return range(modes.index("store"), readers[-1] + 1)
+
+    # ---- other layers for a while
+
+    def view(self, start: int, stop: int, *, has_norm: bool) -> View:
+        """Return the view in which the decoder has layers [start, stop) alone."""
+        layers = nn.ModuleList()
+        for index, layer in enumerate(self.layers):
+            layers.append(layer if start <= index < stop else Skip(layer))
+        return View(layers, self.norm if has_norm else Skip(self.norm))
+
+    @contextmanager
+    def replaced(self, view: View | None) -> Iterator[None]:
+        """Give the decoder the layers and the norm of `view`, if there is one, inside this
+        block."""
+        if view is None:
+            yield
+            return
+        own = View(self.layers, self.norm)
+        self._put(view)
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    def _put(self, view: View) -> None:
+        self.decoder.layers = view.layers
+        setattr(self.decoder, self.norm_name, view.norm)
+
+    # ---- checks
+
+    def check_identity(self) -> None:
+        """Raise NotImplementedError unless the decoder, with all of its layers skipped, returns
+        hidden states unchanged. The model may have been cut."""
+        parameter = next(self.model.parameters())
+        hidden = torch.ones(1, 2, self.width, dtype=parameter.dtype, device=parameter.device)
+        positions = torch.arange(2, device=parameter.device).unsqueeze(0)  # [2] -> [1, 2]
+        with torch.no_grad(), self.replaced(self.view(0, 0, has_norm=False)):
+            try:
+                output = self.decoder(
+                    inputs_embeds=hidden, position_ids=positions, use_cache=False
+                )
+                found = output.last_hidden_state  # [1, 2, hidden_size]
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+                reason = f"it does not run on hidden states ({error})"
+                raise _no_stack(self.model, reason) from error
+        if found.shape != hidden.shape or not torch.equal(found, hidden):
+            raise _no_stack(
+                self.model, "it changes hidden states between its embedding and its layers"
+            )
+
+    def _check_nothing_else(self) -> None:
+        """Raise NotImplementedError for a parameter outside of the parts: it would belong to no
+        stage, or to all."""
+        known: set[int] = set()
+        for part in (self.embedding, self.layers, self.norm, self.head):
+            known.update(id(parameter) for parameter in part.parameters())
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) not in known:
+                raise _no_stack(
+                    self.model, f"{name} is outside of embedding, layers, norm and head"
+                )
+
+    def _check_nothing_shared(self) -> None:
+        """Raise NotImplementedError for a parameter of two layers, which may be in two stages."""
+        layer_of: dict[int, int] = {}
+        for index, layer in enumerate(self.layers):
+            for name, parameter in layer.named_parameters():
+                first = layer_of.setdefault(id(parameter), index)
+                if first != index:
+                    raise _no_stack(self.model, f"layers {first} and {index} share {name}")
+
+
+def _weights(module: nn.Module) -> int:
+    """Return how many numbers multiply each token in `module`: those of its matrices."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.dim() == 2)
+
+
+def _name_of(parent: nn.Module, child: nn.Module | None) -> str:
+    """Return the name under which `parent` has `child` as a direct child, "" without one."""
+    for name, module in parent.named_children():
+        if module is child:
+            return name
+    return ""
+
+
+def _no_stack(model: nn.Module, reason: str) -> NotImplementedError:
+    """Return the error for a model that cannot be cut."""
+    return NotImplementedError(
+        f"{type(model).__name__} cannot be cut into pipeline stages: {reason}; set "
+        "pipeline_parallel_size=1"
+    )
