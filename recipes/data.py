@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from arguments import DataArguments
 from corpus import document_columns
 from hf_flexseq.config import IGNORE_INDEX
+from rows import check_longer
 
 Rows = dict[str, list]
 # A document's text in order, each part with whether it is to be learned.
@@ -26,12 +27,8 @@ def to_sequences(
     columns = document_columns(documents, args)
     tokens = _map(documents, tokenize, args, tokenizer=tokenizer, columns=columns)
     longer = sum(length > args.max_length for length in tokens["length"])
-    if longer and args.long_sequences is None:
-        raise ValueError(
-            f"{longer:,} of {len(tokens):,} documents are longer than "
-            f"max_length={args.max_length:,} tokens: "
-            "set long_sequences to split or drop, or raise max_length"
-        )
+    limit, advice = f"max_length={args.max_length:,}", "long_sequences to split or drop"
+    check_longer(longer, len(tokens), "documents", limit, args.long_sequences, advice)
     sequences = _map(tokens, fit, args, max_length=args.max_length, how=args.long_sequences)
     if not len(sequences):
         raise ValueError(f"no sequence is left of {len(documents):,} documents of {args.dataset}")

@@ -29,9 +29,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import DPOConfig, DPOTrainer
 
 import run
-from arguments import ModelArguments, PreferenceArguments, errors_in_a_line, parse
+from arguments import ModelArguments, PreferenceArguments, parse
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from launch import device_defaults
+from mistakes import errors_in_a_line
 from model import load_base, lora_config
 from pairs import MADE, texts_of, to_pairs
 
@@ -83,8 +84,8 @@ def load_reference(
     return load_base(model_args, tokenizer)
 
 
-def summary(trainer: DPOTrainer) -> str:
-    """Return the last lines of a run: what was learned, and where it lies."""
+def summary(trainer: DPOTrainer) -> list[str]:
+    """Return lines about what was learned."""
     lines = []
     losses = run.first_and_last(trainer, "eval_loss")
     accuracies = run.first_and_last(trainer, "eval_rewards/accuracies")
@@ -92,7 +93,7 @@ def summary(trainer: DPOTrainer) -> str:
         lines.append(
             f"held out:      loss {losses[1]:.2f}, {accuracies[1]:.0%} of the pairs in their order"
         )
-    return "\n".join(lines + run.where_it_lies(trainer))
+    return lines
 
 
 if __name__ == "__main__":

@@ -28,9 +28,10 @@ from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 import run
-from arguments import ModelArguments, PromptArguments, errors_in_a_line, parse
+from arguments import ModelArguments, PromptArguments, parse
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from launch import device_defaults
+from mistakes import errors_in_a_line
 from model import load_base, lora_config
 from prompts import MADE, texts_of, to_prompts
 from rewards import check_columns, load_rewards
@@ -87,8 +88,8 @@ def find_reference(training_args: GRPOConfig, model_args: ModelArguments) -> Non
         training_args.model_init_kwargs = {"revision": model_args.model_revision}
 
 
-def summary(trainer: GRPOTrainer) -> str:
-    """Return the last lines of a run: what was learned, and where it lies."""
+def summary(trainer: GRPOTrainer) -> list[str]:
+    """Return lines about what was learned."""
     lines = []
     rewards = run.mean_of_ends(trainer, "reward", ENDS)
     if rewards:
@@ -96,7 +97,7 @@ def summary(trainer: GRPOTrainer) -> str:
     rewards = run.first_and_last(trainer, "eval_reward")
     if rewards:
         lines.append(f"held out:      {rewards[0]:.2f} -> {rewards[1]:.2f}")
-    return "\n".join(lines + run.where_it_lies(trainer))
+    return lines
 
 
 if __name__ == "__main__":

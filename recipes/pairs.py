@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from arguments import PreferenceArguments
 from corpus import STDLIB, stdlib, stdlib_files
+from rows import check_longer
 
 Rows = dict[str, list]
 
@@ -100,12 +101,8 @@ def to_pairs(
         num_proc=args.preprocessing_workers,
     )
     longer = sum(length > args.max_length for length in measured["length"])
-    if longer and args.long_pairs is None:
-        raise ValueError(
-            f"{longer:,} of {len(pairs):,} pairs are longer than "
-            f"max_length={args.max_length:,} tokens: "
-            "set long_pairs to truncate or drop, or raise max_length"
-        )
+    limit, advice = f"max_length={args.max_length:,}", "long_pairs to truncate or drop"
+    check_longer(longer, len(pairs), "pairs", limit, args.long_pairs, advice)
     # Of a pair whose prompt alone is as long as the context, nothing of an answer would be left.
     column = "length" if args.long_pairs == "drop" else "prompt_length"
     most = args.max_length if args.long_pairs == "drop" else args.max_length - 1

@@ -16,6 +16,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from arguments import PromptArguments
+from rows import check_longer
 
 COUNTING = "count-on"
 
@@ -59,12 +60,8 @@ def to_prompts(
     options = {"tokenizer": tokenizer, "most": args.max_prompt_length}
     fitting = prompts.filter(_fits, fn_kwargs=options, num_proc=args.preprocessing_workers)
     longer = len(prompts) - len(fitting)
-    if longer and args.long_prompts is None:
-        raise ValueError(
-            f"{longer:,} of {len(prompts):,} prompts are longer than "
-            f"max_prompt_length={args.max_prompt_length:,} tokens: "
-            "set long_prompts to drop, or raise max_prompt_length"
-        )
+    limit, advice = f"max_prompt_length={args.max_prompt_length:,}", "long_prompts to drop"
+    check_longer(longer, len(prompts), "prompts", limit, args.long_prompts, advice)
     if not len(fitting):
         raise ValueError(f"no prompt is left of {len(prompts):,} of {args.dataset}")
     became = f" ({longer:,} longer ones dropped)" if longer else ""

@@ -50,6 +50,21 @@ def check_template(
             )
 
 
+def check_longer(
+    longer: int, count: int, what: str, limit: str, choice: str | None, advice: str
+) -> None:
+    """Raise ValueError if some documents are too long and the options do not say what to do.
+
+    longer, count: numbers of `what`. limit: the option and its value. choice: what the options
+    say. advice: what to set.
+    """
+    if longer and choice is None:
+        raise ValueError(
+            f"{longer:,} of {count:,} {what} are longer than {limit} tokens: set {advice}, or "
+            f"raise {limit.partition('=')[0]}"
+        )
+
+
 def kind_of(documents: Dataset, column: str) -> str:
     """Return what a column holds: text, messages, or words for anything else."""
     type_ = documents.features.arrow_schema.field(column).type

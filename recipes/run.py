@@ -12,12 +12,13 @@ from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from arguments import CorpusArguments, ModelArguments, errors_in_a_line, refusals_in_a_line
+from arguments import CorpusArguments, ModelArguments
 from bpe import cached_bpe
 from characters import character_tokenizer
 from corpus import document_columns, load_documents
 from hf_flexseq import FlexSeqConfig
 from launch import check_world
+from mistakes import errors_in_a_line, refusals_in_a_line
 from model import load_tokenizer
 from progress import PlanProgress
 from rows import check_template
@@ -116,11 +117,13 @@ def start_trace(args: FlexSeqConfig, anew: bool) -> None:
         Path(args.plan_trace).unlink(missing_ok=True)
 
 
-def train(trainer: Trainer, checkpoint: str | None, summary: Callable[[Trainer], str]) -> None:
+def train(
+    trainer: Trainer, checkpoint: str | None, summary: Callable[[Trainer], list[str]]
+) -> None:
     """Train, evaluate, save, and leave together; the first process prints the summary. Ends the
     program with one line for what hf_flexseq refuses, such as a sequence that fits nowhere.
 
-    checkpoint: where training goes on, None at its start.
+    checkpoint: where training resumes, None at its start. summary: lines about what was learned.
     """
     if not trainer.args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
@@ -131,7 +134,7 @@ def train(trainer: Trainer, checkpoint: str | None, summary: Callable[[Trainer],
             trainer.evaluate()
     save(trainer)
     if trainer.is_world_process_zero():
-        print(summary(trainer))
+        print("\n".join(last_lines(trainer, summary)))
     end(trainer)
 
 
@@ -160,10 +163,10 @@ def mean_of_ends(trainer: Trainer, name: str, count: int) -> tuple[float, float]
     return mean(values[:count]), mean(values[-count:])
 
 
-def where_it_lies(trainer: Trainer) -> list[str]:
-    """Return the last lines of a run: where its plans and its model are."""
+def last_lines(trainer: Trainer, summary: Callable[[Trainer], list[str]]) -> list[str]:
+    """Return the last lines of a run: what was learned, and where its plans and its model are."""
     args = trainer.args
-    lines = []
+    lines = summary(trainer)
     if args.plan_trace:
         lines.append(f"plan trace:    {args.plan_trace}")
     loading = f'AutoModelForCausalLM.from_pretrained("{args.output_dir}")'

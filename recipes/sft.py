@@ -24,11 +24,12 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, set_seed
 
 import run
-from arguments import DataArguments, ModelArguments, errors_in_a_line, parse
+from arguments import DataArguments, ModelArguments, parse
 from corpus import MADE
 from data import to_sequences
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from launch import device_defaults
+from mistakes import errors_in_a_line
 from model import load_model
 
 
@@ -64,13 +65,13 @@ def prepare(
     )
 
 
-def summary(trainer: FlexSeqTrainer) -> str:
-    """Return the last lines of a run: what was learned, and where it lies."""
+def summary(trainer: FlexSeqTrainer) -> list[str]:
+    """Return lines about what was learned."""
     lines = []
     losses = run.first_and_last(trainer, "eval_loss")
     if losses:
         lines.append(f"held-out loss: {losses[0]:.2f} -> {losses[1]:.2f}")
-    return "\n".join(lines + run.where_it_lies(trainer))
+    return lines
 
 
 if __name__ == "__main__":

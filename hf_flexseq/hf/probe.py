@@ -1,30 +1,26 @@
-"""Hunt silent wrongness: run a small model with `flexseq` on ranks that are threads, and compare
-with one process what comes out, and what changes when one token is changed.
+"""Find silent errors: run a small model with `flexseq` on ranks that are threads, and compare its
+outputs with one process, also after a change of one token.
 
-    wrong = probe_model(model)      # [] if nothing is; a line for each thing otherwise
+    wrong = probe_model(model)      # a line for each difference; [] without any
 
 1. one process    transformers' own eager attention, on every sequence alone
 2. ranks          the same sequences, packed on single ranks and shared by all of them
-3. outputs        are the same, and so are the gradients of all parameters
-4. changes        one token of a sequence is another one; exactly the outputs that change in one
-                  process change on the ranks, and on all of them
+3. outputs        and gradients of all parameters must be the same
+4. changes        one token of a sequence changes; exactly the outputs that change in one process
+                  must change on the ranks
 
-Equal outputs show that nothing is missing, such as a sink, a scale, or a state that should have
-come from another rank. Changes show that nothing is read that should not be, such as the state of
-the sequence before, and they need no tolerance: an output that does not depend on a token stays as
-it is, bit by bit, up to sums of other sizes in routed experts.
+Equal outputs show that nothing is missing, such as a sink, a scale, or a state from another rank.
+Changes show that nothing else is read, such as the state of the previous sequence. They need no
+tolerance: an output that does not depend on a token stays the same to the bit, up to sums of other
+sizes in routed experts.
 
-Windows, chunks and original lengths of position embeddings must be shorter than the sequences:
-what is longer than all of them cannot be seen. Sequences are of at most `SEQUENCES[0]` tokens. A
-layer of full attention, or a recurrent one, carries a change to all tokens behind it, so changes
-tell most about a model that has none.
+Windows, chunks and original lengths of position embeddings must be shorter than the longest
+sequence, of `SEQUENCES[0]` tokens. Full attention and recurrent layers carry a change to all later
+tokens, so changes tell most about a model without them.
 """
 
 import copy
-import threading
-from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -35,12 +31,11 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.lone import LoneTransport
-from hf_flexseq.distributed.transport import Label, Lane, Message, Messages, unnamed
 from hf_flexseq.hf.model.facts import layer_calls
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
+from hf_flexseq.hf.probe_ranks import ThreadTransport, run_threads
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.plan import Group, MicroBatch, Plan
@@ -49,7 +44,6 @@ from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 
 CPU = torch.device("cpu")
 TOPOLOGY = Topology(nodes=2, ranks_per_node=2)
-STUCK_S = 300.0  # seconds that a rank waits for a message
 SHARED = STRATEGIES[1:]  # strategies of groups of several ranks
 
 # Tokens of the sequences: two that all ranks share, then two for each rank alone.
@@ -237,7 +231,7 @@ def _run_ranks(
     outputs = [torch.empty(0)] * len(sequences)
     summed: dict[str, torch.Tensor] = {}
 
-    def run_rank(transport: _ThreadTransport) -> None:
+    def run_rank(transport: ThreadTransport) -> None:
         communicator = Communicator(TOPOLOGY, transport=transport)
         own = ranks.models[communicator.rank]
         shard = make_shard(plan.micro_batches[0], plan.lengths, communicator.rank)
@@ -262,7 +256,7 @@ def _run_ranks(
         for name, gradient in _taken_gradients(own).items():
             summed[name] = summed[name] + gradient if name in summed else gradient
 
-    _run_threads(run_rank)
+    run_threads(run_rank, TOPOLOGY.world_size)
     return _Run(outputs, summed)
 
 
@@ -306,86 +300,6 @@ def _taken_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             gradients[name] = parameter.grad
     model.zero_grad()
     return gradients
-
-
-# ---- ranks that are threads
-
-
-class _Mail:
-    """Messages between ranks that are threads. One rank runs at a time."""
-
-    def __init__(self) -> None:
-        self.turn = threading.Condition()  # the rank that runs holds it
-        # by (sender, receiver, tag)
-        self.messages: dict[tuple[int, int, int], deque[torch.Tensor]] = defaultdict(deque)
-        self.failed = False
-
-    def take(self, key: tuple[int, int, int]) -> torch.Tensor:
-        """Return the next message of a key. Other ranks run until it is sent."""
-        messages = self.messages[key]
-        sent = self.turn.wait_for(lambda: messages or self.failed, STUCK_S)
-        if not sent or self.failed:
-            raise RuntimeError(f"rank {key[1]} waits for a message from rank {key[0]}")
-        return messages.popleft()
-
-
-class _ThreadTransport(LoneTransport):
-    """The transport of a rank that is a thread: messages by tag, no groups, no values."""
-
-    world_size = TOPOLOGY.world_size
-
-    def __init__(self, rank: int, mail: _Mail) -> None:
-        super().__init__()
-        self.rank = rank
-        self.mail = mail
-
-    def post(
-        self, lane: Lane, *, sends: Messages, recvs: Messages, label: Label = unnamed
-    ) -> "_Receives":
-        """Send copies, see `Transport.post`."""
-        for message in sends:
-            key = (self.rank, message.peer, message.tag)
-            self.mail.messages[key].append(message.tensor.detach().clone())
-        self.mail.turn.notify_all()
-        return _Receives(self, recvs)
-
-
-class _Receives(NamedTuple):
-    """Messages that a rank expects; see `Pending`."""
-
-    transport: _ThreadTransport
-    messages: Sequence[Message]
-
-    def wait(self) -> None:
-        """Fill the tensors of the messages."""
-        rank = self.transport.rank
-        for message in self.messages:
-            sent = self.transport.mail.take((message.peer, rank, message.tag))
-            message.tensor.detach().copy_(sent.view_as(message.tensor))
-
-
-def _run_threads(function: Callable[[_ThreadTransport], None]) -> None:
-    """Run a function as every rank. Raises the error of the first rank that fails."""
-    mail = _Mail()
-    errors: list[BaseException] = []
-    torch_threads = torch.get_num_threads()
-
-    def run_rank(rank: int) -> None:
-        with mail.turn:
-            # Threads of torch's own would outlive this one, and hang processes forked later.
-            torch.set_num_threads(1)
-            try:
-                function(_ThreadTransport(rank, mail))
-            except BaseException as error:  # raised again by the caller's thread
-                errors.append(error)
-                mail.failed = True
-                mail.turn.notify_all()
-
-    with ThreadPoolExecutor(TOPOLOGY.world_size) as threads:
-        list(threads.map(run_rank, range(TOPOLOGY.world_size)))
-    torch.set_num_threads(torch_threads)
-    if errors:
-        raise errors[0]
 
 
 # ---- comparisons

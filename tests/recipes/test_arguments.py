@@ -15,15 +15,14 @@ from arguments import (
     ModelArguments,
     PreferenceArguments,
     PromptArguments,
-    errors_in_a_line,
     parse,
-    refusals_in_a_line,
     to_argv,
 )
 from dpo import FlexSeqDPOConfig
 from grpo import FlexSeqGRPOConfig
 from hf_flexseq import FlexSeqConfig
 from hf_flexseq.distributed.agreement import Attempt
+from mistakes import errors_in_a_line, refusals_in_a_line
 from tests.ranks import join, run_cases
 
 RECIPES = Path(__file__).parents[2] / "recipes"
