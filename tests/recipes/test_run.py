@@ -19,6 +19,7 @@ from run import (
     checkpoint_to_resume,
     choose_tokenizer,
     first_and_last,
+    last_lines,
     mean_of_ends,
     prepare,
     start_trace,
@@ -186,22 +187,20 @@ def test_ends_of_a_run_are_compared_where_they_do_not_overlap():
 
 def test_the_summary_ends_with_what_a_user_looks_for():
     logs = [{"eval_loss": 8.314}, {"loss": 7.0}, {"eval_loss": 6.02}]
-    first, second, third = run.last_lines(
-        trainer_that_logged(*logs, trace="runs/x/t"), sft.summary
-    )
+    first, second, third = last_lines(trainer_that_logged(*logs, trace="runs/x/t"), sft.summary)
     assert first == "held-out loss: 8.31 -> 6.02"
     assert second.endswith("runs/x/t")
     assert 'AutoModelForCausalLM.from_pretrained("runs/x")' in third
 
     logs = [{"eval_loss": 0.6, "eval_rewards/accuracies": 0.5}]
     logs.append({"eval_loss": 0.31, "eval_rewards/accuracies": 0.825})
-    first, second = run.last_lines(trainer_that_logged(*logs), dpo.summary)
+    first, second = last_lines(trainer_that_logged(*logs), dpo.summary)
     assert first == "held out:      loss 0.31, 82% of the pairs in their order"
     assert "runs/x" in second
 
     logs = [{"reward": 0.25}] * grpo.ENDS + [{"reward": 0.75}] * grpo.ENDS
     logs += [{"eval_reward": 0.2}, {"eval_reward": 0.8}]
-    first, second, third = run.last_lines(trainer_that_logged(*logs), grpo.summary)
+    first, second, third = last_lines(trainer_that_logged(*logs), grpo.summary)
     assert first == "mean reward:   0.25 -> 0.75 (10 logs each)"
     assert second == "held out:      0.20 -> 0.80"
     assert "runs/x" in third
