@@ -31,7 +31,7 @@ softmax's denominator; torch's own choice of chunks, which are so small that 32,
 s instead of 1.2 s; and compacting the tokens to those with a target, because counting them makes
 the host wait for the device.
 
-The slow reference, which makes all logits, is `full_sum` in tests/hf/test_loss.py.
+The slow reference, which makes all logits, is `full_sum` in tests/kernels/test_chunked_loss.py.
 """
 
 import functools

@@ -1,19 +1,12 @@
-"""Training scripts of a user's own, run by `test_lifetime.py` on two ranks each.
+"""Training scripts of a user's own, as `test_lifetime.py` starts them: one process for each rank.
 
-    python ends.py FOLDER KIND-DESTROY ...
+    python -m tests.hf.ends KIND FOLDER
 
-KIND: trainer, or engine for a loop of its own. DESTROY: keep or destroy, what it does with the
-process group. Beside them runs a script that does nothing. Each is a fork of this process, which
-has imported everything once, and goes on to the end of this file as any script does: its
-interpreter ends by itself. All run at the same time, and write what they say into FOLDER.
-
-Prints JSON: of each process its script, exit code, seconds from its last line to its end and what
-it said. A process that does not end is killed, and has None for its exit code.
+KIND: trainer; engine, a loop of its own, which destroys the process group; nothing, which has the
+same imports. Prints when its last line runs.
 """
 
-import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -36,10 +29,9 @@ OPTIONS = {"cost_model": "estimate", "max_tokens_per_rank": 40}
 
 
 def with_a_trainer(model, examples, folder):
-    args = FlexSeqConfig(
-        output_dir=folder, max_steps=3, use_cpu=True, report_to="none", save_strategy="no",
-        per_device_train_batch_size=2, disable_tqdm=True, **OPTIONS,
-    )  # fmt: skip
+    settings = {"max_steps": 3, "per_device_train_batch_size": 2, "save_strategy": "no"}
+    settings |= {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    args = FlexSeqConfig(output_dir=folder, **settings, **OPTIONS)
     FlexSeqTrainer(model=model, args=args, train_dataset=examples, eval_dataset=examples).train()
 
 
@@ -59,59 +51,17 @@ def with_a_loop(model, examples):
             break
 
 
-def main(rank, kind, destroy, folder):
-    folder.mkdir(exist_ok=True)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    torch.set_num_threads(1)
+kind, folder = sys.argv[1], Path(sys.argv[2])
+torch.set_num_threads(1)
+examples = documents([5 + index % 30 for index in range(40)])
+if kind != "nothing":
+    meeting = f"file://{folder}/{kind}-rendezvous"
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+        "gloo", init_method=meeting, rank=int(os.environ["RANK"]), world_size=2
     )
-    examples = documents([5 + index % 30 for index in range(40)])
-    if kind == "trainer":
-        with_a_trainer(tiny_llama(torch.float32), examples, folder)
-    else:
-        with_a_loop(tiny_llama(torch.float32), examples)
-    if destroy == "destroy":
-        dist.destroy_process_group()
-
-
-SECONDS = 120  # in which all have to end
-
-
-def ended(forks):
-    """What became of the forks, a list of (script, file of what it said, process id)."""
-    results = {}
-    deadline = time.monotonic() + SECONDS
-    while len(results) < len(forks):
-        for script, said, process in forks:
-            done, status = (0, 0) if process in results else os.waitpid(process, os.WNOHANG)
-            if done:
-                *lines, last = said.read_text().split("last line at ")
-                seconds = time.time() - float(last) if lines else None
-                code = os.waitstatus_to_exitcode(status)
-                results[process] = (script, code, seconds, said.read_text())
-            elif process not in results and time.monotonic() > deadline:
-                os.kill(process, signal.SIGKILL)
-                os.waitpid(process, 0)
-                results[process] = (script, None, None, said.read_text())
-        time.sleep(0.02)
-    return list(results.values())
-
-
-folder, scripts = Path(sys.argv[1]), sys.argv[2:]
-forks = []
-for script, rank in [("nothing", 0), *((script, rank) for script in scripts for rank in range(2))]:
-    said = folder / f"{script}-{rank}"
-    process = os.fork()
-    if process == 0:
-        with said.open("w") as file:
-            os.dup2(file.fileno(), sys.stdout.fileno())
-            os.dup2(file.fileno(), sys.stderr.fileno())
-        if script != "nothing":
-            main(rank, *script.split("-"), folder / script)
-        print("last line at", time.time(), flush=True)
-        break
-    forks.append((script, said, process))
-else:
-    print(json.dumps(ended(forks)))
+if kind == "trainer":
+    with_a_trainer(tiny_llama(torch.float32), examples, folder)
+elif kind == "engine":
+    with_a_loop(tiny_llama(torch.float32), examples)
+    dist.destroy_process_group()
+print("last line at", time.time(), flush=True)

@@ -6,10 +6,10 @@ that their weights and logs can be compared. `scripts/benchmarks/objectives.py` 
 """
 
 import copy
-import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,14 @@ from trl import (
     RLOOTrainer,
 )
 
-from hf_flexseq import FlexSeqArguments, FlexSeqMixin
-from tests.hf.test_exactness import whole
+from hf_flexseq import FlexSeqArguments
 from tests.hf.test_sharding import ZERO
 from tests.hf.test_trainer import training_arguments
-from tests.hf.tiny import VOCAB, tiny_llama, torch_norm
+from tests.hf.tiny import VOCAB, tiny_llama, with_torch_norms
+from tests.hf.trainers import Difference, Run, difference, flexseq_class, trained
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
 OPTIONS = {"max_tokens_per_rank": 60, "cost_model": "estimate"}
 ROWS, EVALUATED = 64, 6  # examples to train on, and to evaluate
-CLOCKS = ("runtime", "per_second", "time", "total_flos", "flexseq/")  # parts of names of figures
 
 # Bounds of weights over the update: trainers of TRL that read log-probabilities compute those in
 # float32, the others stay in the model's float64.
@@ -116,64 +114,68 @@ class Case:
 # ---- data
 
 
-def word_tokenizer(vocabulary: int = VOCAB) -> PreTrainedTokenizerFast:
+def word_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer whose tokens are words, such as w17 for the number 17; 0 pads and 1 ends."""
-    words = {f"w{number}": number for number in range(2, vocabulary)}
-    model = models.WordLevel({"<pad>": 0, "<end>": 1, **words}, unk_token="<pad>")
-    tokenizer = Tokenizer(model)
+    words = {f"w{number}": number for number in range(2, VOCAB)}
+    vocabulary = {"<pad>": 0, "<end>": 1, **words}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>"
     )
 
 
-def words_of(rng: random.Random, count: int, vocabulary: int = VOCAB) -> str:
+def words_of(rng: random.Random, count: int) -> str:
     """So many random words of `word_tokenizer`."""
-    return " ".join(f"w{rng.randrange(2, vocabulary)}" for _ in range(count))
+    return " ".join(f"w{rng.randrange(2, VOCAB)}" for _ in range(count))
+
+
+def _rows(count: int, row: Callable[[random.Random], dict[str, Any]]) -> Dataset:
+    rng = random.Random(0)
+    return Dataset.from_list([row(rng) for _ in range(count)])
 
 
 def pairs(count: int) -> Dataset:
     """Prompts with a chosen and a rejected completion."""
-    rng = random.Random(0)
-    rows = []
-    for _ in range(count):
-        prompt = words_of(rng, rng.randrange(3, 9))
-        chosen = " " + words_of(rng, rng.randrange(2, 30))
-        rejected = " " + words_of(rng, rng.randrange(2, 12))
-        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
-    return Dataset.from_list(rows)
+
+    def row(rng: random.Random) -> dict[str, Any]:
+        return {
+            "prompt": words_of(rng, rng.randrange(3, 9)),
+            "chosen": " " + words_of(rng, rng.randrange(2, 30)),
+            "rejected": " " + words_of(rng, rng.randrange(2, 12)),
+        }
+
+    return _rows(count, row)
 
 
 def labelled(count: int) -> Dataset:
     """Prompts with a completion that is good or bad."""
-    rng = random.Random(0)
-    rows = []
-    for _ in range(count):
-        prompt = words_of(rng, rng.randrange(3, 9))
-        completion = " " + words_of(rng, rng.randrange(2, 30))
-        rows.append({"prompt": prompt, "completion": completion, "label": rng.random() < 0.5})
-    return Dataset.from_list(rows)
+
+    def row(rng: random.Random) -> dict[str, Any]:
+        return {
+            "prompt": words_of(rng, rng.randrange(3, 9)),
+            "completion": " " + words_of(rng, rng.randrange(2, 30)),
+            "label": rng.random() < 0.5,
+        }
+
+    return _rows(count, row)
 
 
 def prompts(count: int) -> Dataset:
     """Prompts alone."""
-    rng = random.Random(0)
-    return Dataset.from_list(
-        [{"prompt": words_of(rng, rng.randrange(3, 9))} for _ in range(count)]
-    )
+    return _rows(count, lambda rng: {"prompt": words_of(rng, rng.randrange(3, 9))})
 
 
 def classified(count: int, *, tokens: bool) -> Dataset:
     """Sequences of one class, or of one for each token, some of them without."""
-    rng = random.Random(0)
-    rows = []
-    for _ in range(count):
+
+    def row(rng: random.Random) -> dict[str, Any]:
         ids = [rng.randrange(2, VOCAB) for _ in range(rng.randrange(3, 40))]
-        labels: Any = rng.randrange(3)
         if tokens:
-            labels = [rng.choice([-100, 0, 1, 2]) for _ in ids]
-        rows.append({"input_ids": ids, "labels": labels})
-    return Dataset.from_list(rows)
+            return {"input_ids": ids, "labels": [rng.choice([-100, 0, 1, 2]) for _ in ids]}
+        return {"input_ids": ids, "labels": rng.randrange(3)}
+
+    return _rows(count, row)
 
 
 DATA = {"pairs": pairs, "labelled": labelled}
@@ -200,25 +202,12 @@ class TorchNormLlama(LlamaForCausalLM):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
-        for layer in self.model.layers:
-            layer.input_layernorm = torch_norm(layer.input_layernorm)
-            layer.post_attention_layernorm = torch_norm(layer.post_attention_layernorm)
-        self.model.norm = torch_norm(self.model.norm)
+        with_torch_norms(self)
 
 
 def classifier(cls: Any, labels: int, dtype: torch.dtype) -> Any:
     """A model of the size of `tiny_llama` with a classification head."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
-    model = cls(
-        LlamaConfig(**sizes, **heads, num_labels=labels, pad_token_id=0, classifier_dropout=0.0)
-    )
-    for layer in model.model.layers:
-        layer.input_layernorm = torch_norm(layer.input_layernorm)
-        layer.post_attention_layernorm = torch_norm(layer.post_attention_layernorm)
-    model.model.norm = torch_norm(model.model.norm)
-    return model.to(dtype)
+    return tiny_llama(dtype, cls=cls, num_labels=labels, pad_token_id=0, classifier_dropout=0.0)
 
 
 def save_inputs(folder: Path) -> None:
@@ -240,7 +229,8 @@ def data_of(name: str, case: Case, path: Path, rows: int) -> Dataset:
 def causal_model(case: Case, path: Path) -> Any:
     """The trained model of a case. path: of `save_inputs`."""
     if case.sharding == "fsdp2":
-        return sharded_at_load(case, path)
+        shards = DistributedConfig(fsdp_size=torch.distributed.get_world_size())
+        return TorchNormLlama.from_pretrained(path, dtype=case.dtype, distributed_config=shards)
     if case.kind in ("grpo", "rloo"):
         model: Any = TorchNormLlama.from_pretrained(path, dtype=case.dtype)
     else:
@@ -256,23 +246,12 @@ def causal_model(case: Case, path: Path) -> Any:
     return model.to(case.dtype)
 
 
-def sharded_at_load(case: Case, path: Path) -> Any:
-    """The model that was saved, sharded over all ranks by transformers."""
-    config = DistributedConfig(fsdp_size=torch.distributed.get_world_size())
-    return TorchNormLlama.from_pretrained(path, dtype=case.dtype, distributed_config=config)
-
-
 def lora_config() -> LoraConfig:
     """Adapters of attention."""
     return LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"])
 
 
 # ---- trainers
-
-
-def trainer_class(cls: Any, is_ours: bool) -> Any:
-    """`cls` itself, or with FlexSeqMixin in front."""
-    return type(f"FlexSeq{cls.__name__}", (FlexSeqMixin, cls), {}) if is_ours else cls
 
 
 def make_trainer(
@@ -304,7 +283,7 @@ def make_trainer(
         given["peft_config"] = lora_config()
     if is_ours:
         given.setdefault("flexseq_args", FlexSeqArguments(**OPTIONS))
-    cls = is_ours if isinstance(is_ours, type) else trainer_class(cls, is_ours)
+        cls = is_ours if isinstance(is_ours, type) else flexseq_class(cls)
     for name, values in case.columns.items():
         rows = arguments["train_dataset"]
         filled = [values[index % len(values)] for index in range(len(rows))]
@@ -312,35 +291,21 @@ def make_trainer(
     return cls(args=args, **(arguments | given))
 
 
-def _dpo(case: Case, path: Path, model: Any) -> Any:
-    arguments = {
-        "model": model or causal_model(case, path),
-        "train_dataset": data_of("pairs", case, path, case.rows),
-        "eval_dataset": data_of("pairs", case, path, EVALUATED),
-        "processing_class": word_tokenizer(),
-    }
-    if case.reference and case.adapter is None:
-        arguments["ref_model"] = tiny_llama(case.dtype, seed=1, **case.changes)
-    return _max_length_none(DPOConfig, beta=0.5), DPOTrainer, arguments
+def _preferences(config: Any, cls: Any, data: str, **defaults: Any) -> Any:
+    def of_case(case: Case, path: Path, model: Any) -> Any:
+        arguments = {
+            "train_dataset": data_of(data, case, path, case.rows),
+            "eval_dataset": data_of(data, case, path, EVALUATED),
+            "processing_class": word_tokenizer(),
+        }
+        if cls is RewardTrainer:
+            model = model or classifier(LlamaForSequenceClassification, 1, case.dtype)
+        elif case.reference and case.adapter is None:
+            arguments["ref_model"] = tiny_llama(case.dtype, seed=1, **case.changes)
+        arguments["model"] = model or causal_model(case, path)
+        return partial(config, max_length=None, **defaults), cls, arguments
 
-
-def _kto(case: Case, path: Path, model: Any) -> Any:
-    _, _, arguments = _dpo(case, path, model)
-    arguments |= {
-        "train_dataset": data_of("labelled", case, path, case.rows),
-        "eval_dataset": data_of("labelled", case, path, EVALUATED),
-    }
-    return _max_length_none(KTOConfig, beta=0.5), KTOTrainer, arguments
-
-
-def _reward(case: Case, path: Path, model: Any) -> Any:
-    arguments = {
-        "model": model or classifier(LlamaForSequenceClassification, 1, case.dtype),
-        "train_dataset": data_of("pairs", case, path, case.rows),
-        "eval_dataset": data_of("pairs", case, path, EVALUATED),
-        "processing_class": word_tokenizer(),
-    }
-    return _max_length_none(RewardConfig), RewardTrainer, arguments
+    return of_case
 
 
 def _rolling_out(config: Any, cls: Any) -> Any:
@@ -353,7 +318,7 @@ def _rolling_out(config: Any, cls: Any) -> Any:
             "processing_class": word_tokenizer(),
         }
         defaults = {"num_generations": 4, "max_completion_length": 12, "beta": 0.1}
-        return _with(config, defaults), cls, arguments
+        return partial(config, **defaults), cls, arguments
 
     return of_case
 
@@ -367,23 +332,15 @@ def _classes(head: Any, collator: Any, *, tokens: bool) -> Any:
             "data_collator": collator(word_tokenizer()),
             "compute_metrics": classes_metrics,
         }
-        return _with(TrainingArguments, {"per_device_eval_batch_size": 2}), Trainer, arguments
+        return partial(TrainingArguments, per_device_eval_batch_size=2), Trainer, arguments
 
     return of_case
 
 
-def _with(config: Any, defaults: Mapping[str, Any]) -> Any:
-    return lambda **options: config(**{**defaults, **options})
-
-
-def _max_length_none(config: Any, **defaults: Any) -> Any:
-    return _with(config, {"max_length": None, **defaults})
-
-
 _ARGUMENTS = {
-    "dpo": _dpo,
-    "kto": _kto,
-    "reward": _reward,
+    "dpo": _preferences(DPOConfig, DPOTrainer, "pairs", beta=0.5),
+    "kto": _preferences(KTOConfig, KTOTrainer, "labelled", beta=0.5),
+    "reward": _preferences(RewardConfig, RewardTrainer, "pairs"),
     "grpo": _rolling_out(GRPOConfig, GRPOTrainer),
     "rloo": _rolling_out(RLOOConfig, RLOOTrainer),
     "sequences": _classes(LlamaForSequenceClassification, DataCollatorWithPadding, tokens=False),
@@ -396,34 +353,6 @@ _ARGUMENTS = {
 # ---- both of a pair
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a trainer has made of its model."""
-
-    start: dict[str, Array]
-    weights: dict[str, Array]
-    log: list[dict[str, float]]
-
-
-def trained(trainer: Any, *, evaluates: bool = False) -> Run:
-    """Train, and return the weights before and after, in float64, and all that was logged."""
-    start = weights_of(trainer.model)
-    trainer.train()
-    if evaluates:  # not before: the plain Trainer would never wrap the model in DDP then
-        trainer.evaluate()
-    return Run(start=start, weights=weights_of(trainer.model), log=trainer.state.log_history)
-
-
-def weights_of(model: Any) -> dict[str, Array]:
-    """A copy of all weights, whole and in float64, by name."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):  # nothing happens without ZeRO-3
-            value = whole(parameter.detach())
-            found[name] = value.double().numpy().copy()
-    return found
-
-
 def run_case(case: Case, is_ours: bool, folder: Path, **given: Any) -> Run:
     """Make a case's trainer, and train it as `trained` does. Collective over the world.
 
@@ -434,68 +363,6 @@ def run_case(case: Case, is_ours: bool, folder: Path, **given: Any) -> Run:
     GradientState._reset_state()
     torch.manual_seed(5)
     return trained(make_trainer(case, is_ours, folder, **given), evaluates=case.evaluates)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """How far ours is from stock."""
-
-    weights: float
-    """||ours - stock|| over ||stock - start||, all weights together."""
-
-    metrics: float
-    """The largest difference of a figure that was logged, over its size where that exceeds 1;
-    see `size_of`."""
-
-    metric: str
-    """The name of that figure."""
-
-    missing: tuple[str, ...]
-    """Figures that stock logs and ours does not."""
-
-    figures: int
-    """So many were compared."""
-
-
-def difference(stock: Run, ours: Run) -> Difference:
-    """Compare weights and logs."""
-    apart = _distance(stock.weights, ours.weights)
-    update = _distance(stock.weights, stock.start)
-    worst, missing, count = (0.0, ""), [], 0
-    assert len(stock.log) == len(ours.log), "both log as often"
-    for wanted, found in zip(stock.log, ours.log, strict=True):
-        for name, value in wanted.items():
-            if not isinstance(value, int | float) or any(clock in name for clock in CLOCKS):
-                continue
-            if name not in found:
-                missing.append(name)
-                continue
-            count += 1
-            if math.isnan(value) and math.isnan(found[name]):
-                continue
-            worst = max(worst, (abs(value - found[name]) / size_of(name, wanted), name))
-    return Difference(
-        weights=apart / update,
-        metrics=worst[0],
-        metric=worst[1],
-        missing=tuple(missing),
-        figures=count,
-    )
-
-
-def size_of(name: str, entry: Mapping[str, float]) -> float:
-    """What the rounding of a figure in an entry of a log is measured by: its own size, at least 1.
-    Rewards of DPO and KTO are differences of log-probabilities of whole sequences, and have their
-    rounding."""
-    names = [name]
-    if name.removeprefix("eval_").startswith("rewards/"):
-        names += [other for other in entry if "logps/" in other]
-    return max(1.0, *(abs(entry[one]) for one in names))
-
-
-def _distance(some: Mapping[str, Array], others: Mapping[str, Array]) -> float:
-    """||some - others||, all weights together."""
-    return math.hypot(*(float(np.linalg.norm(others[n] - own)) for n, own in some.items()))
 
 
 def compare(case: Case, folder: Path) -> Difference:

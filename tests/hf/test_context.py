@@ -10,21 +10,22 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
+from tests.hf.by_hand import CPU
 from tests.hf.tiny import tiny_llama
 from tests.ranks import run_cases
 
 pytestmark = pytest.mark.processes
 
 
-def local_context(tokens, dtype, communicator):
+def local_context(tokens, communicator):
     group = Group(ranks=(communicator.rank,), sequences=(0,), strategy="local")
     shard = make_shard(MicroBatch(groups=(group,)), [tokens], communicator.rank)
-    return SequenceContext(
-        shard, communicator, choose_kernel(torch.device("cpu"), dtype, 8), torch.device("cpu")
-    )
+    kernel = choose_kernel(CPU, torch.bfloat16, 8)
+    return SequenceContext(shard, communicator, kernel, CPU)
 
 
 def seen_by_attention(rank, world_size, checkpointing):
+    """How often attention saw the context of its micro-batch, in the forward and in a replay."""
     seen = []
 
     def probe(module, query, key, value, attention_mask, seq_ctx=None, **kwargs):
@@ -36,25 +37,25 @@ def seen_by_attention(rank, world_size, checkpointing):
     model.set_attn_implementation("probe")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in model.model.layers:
-        fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for unit in (*model.model.layers, model):
+        fully_shard(unit, mp_policy=policy)
     communicator = Communicator()
-    contexts = [local_context(n, torch.bfloat16, communicator) for n in (3, 5)]
+    contexts = [local_context(tokens, communicator) for tokens in (3, 5)]
     losses = []
     for seq_ctx in contexts:  # two micro-batches in flight: both forwards before both backwards
         ids = torch.arange(seq_ctx.tokens)[None]
-        output = model(
-            input_ids=ids, position_ids=ids, labels=ids, seq_ctx=seq_ctx, use_cache=False
-        )
-        losses.append(output.loss)
-    forwards, layers = len(seen), len(model.model.layers)
-    assert [c is contexts[i // layers] for i, c in enumerate(seen)] == [True] * forwards
+        given = {"input_ids": ids, "position_ids": ids, "labels": ids, "use_cache": False}
+        losses.append(model(**given, seq_ctx=seq_ctx).loss)
+    forwards = len(seen)
     for loss in losses:
         loss.backward()
-    replayed = seen[forwards:]
-    assert [c is contexts[i // layers] for i, c in enumerate(replayed)] == [True] * len(replayed)
-    return forwards, len(replayed)
+    layers = len(model.model.layers)
+    wanted = [seq_ctx for seq_ctx in contexts for _ in range(layers)]
+    for calls in (seen[:forwards], seen[forwards:]):
+        for found, own in zip(calls, wanted, strict=bool(calls)):
+            assert found is own
+    return forwards, len(seen) - forwards
 
 
 def test_the_context_arrives_as_itself_through_fsdp2_in_bfloat16_and_in_the_replay():

@@ -13,9 +13,9 @@ from hf_flexseq import FlexSeqEngine
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.dataset_checks import _example, _token_counts
 from hf_flexseq.plan import PlanInfeasible
-from tests.hf.test_checks import DATA, make_trainer, one_line
+from tests.hf.test_checks import DATA, make_trainer
 from tests.hf.test_trainer import padded
-from tests.hf.tiny import VOCAB
+from tests.hf.tiny import refused
 from tests.ranks import run_ranks
 
 # ---- labels
@@ -49,35 +49,16 @@ def with_names(names):
 )
 def test_missing_labels(tmp_path, data):
     message = r"train_dataset has the columns \['input_ids', 'text'\] but no labels"
-    with pytest.raises(ValueError, match=message) as raised:
+    with refused(message, ValueError):
         make_trainer(tmp_path, data=data, max_steps=1)
-    one_line(raised)
     with pytest.raises(ValueError, match=r"eval_dataset\['b'\] has the columns .* no labels"):
         make_trainer(tmp_path, trainer={"eval_dataset": {"a": DATA, "b": data}})
 
 
-@pytest.mark.parametrize("data", [DATA, with_names(None), with_names(["input_ids", "labels"])])
-def test_labels_that_are_there_or_may_be(tmp_path, data):
-    make_trainer(tmp_path, data=data, max_steps=1)
-
-
-def test_labels_that_a_collator_makes(tmp_path):
-    make_trainer(tmp_path, data=unlabelled(DATA), collator=padded)
-
-
-def test_looking_at_an_example_leaves_the_run_as_it_was(tmp_path):
-    class Random:
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, index):
-            tokens = torch.randint(VOCAB, (5,))
-            return {"input_ids": tokens, "labels": tokens}
-
-    make_trainer(tmp_path, data=Random())
-    after = torch.get_rng_state()
-    torch.manual_seed(TrainingArguments.seed)
-    assert torch.equal(after, torch.get_rng_state())
+def test_labels_that_are_there_or_may_be(tmp_path):
+    for data in (DATA, with_names(None), with_names(["input_ids", "labels"])):
+        make_trainer(tmp_path, data=data, max_steps=1)
+    make_trainer(tmp_path, data=unlabelled(DATA), collator=padded)  # which makes labels
 
 
 # ---- examples
@@ -92,112 +73,75 @@ def as_list(examples):
     return examples
 
 
-ONE_STEP = {"max_steps": 1, "per_device_train_batch_size": 8}
+def make(folder, data, **settings):
+    """A trainer of examples as they are."""
+    defaults = {"max_steps": 1, "per_device_train_batch_size": 8, "lookahead": 0}
+    return make_trainer(folder, data=data, cost_model="estimate", **defaults | settings)
 
 
-def train(folder, data, **settings):
-    """Train on examples as they are."""
-    trainer = make_trainer(folder, data=data, cost_model="estimate", **ONE_STEP | settings)
-    trainer.train()
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("made", [as_list, Dataset.from_list])
 def test_examples_that_cannot_be_trained_on_are_named_before_training(tmp_path, made, monkeypatch):
     def drawn(*args):
         raise AssertionError("a step was drawn")
 
+    data = made([example(n) for n in (5, 9, 3)])
     with monkeypatch.context() as patched:
         patched.setattr(FlexSeqEngine, "next_step", drawn)
-        with pytest.raises(ValueError, match=r"train_dataset is empty \(0 examples\)"):
-            train(tmp_path, made([]))
-        message = r"train_dataset\[1\] has no tokens \(2 of 4 examples"
-        with pytest.raises(ValueError, match=message) as raised:
-            train(tmp_path, made([example(n) for n in (5, 0, 3, 0)]))
-        one_line(raised)
-        data = made([example(n) for n in (5, 9, 3)])
-        message = r"train_dataset\[1\] has 9 tokens, .* raise max_tokens_per_rank to 9,"
-        with pytest.raises(PlanInfeasible, match=message) as raised:
-            train(tmp_path, data, max_tokens_per_rank=8)
-        one_line(raised)
-    train(tmp_path, data, max_tokens_per_rank=9)
+        with refused(r"train_dataset is empty \(0 examples\)", ValueError):
+            make(tmp_path, made([])).train()
+        with refused(r"train_dataset\[1\] has no tokens \(2 of 4 examples", ValueError):
+            make(tmp_path, made([example(n) for n in (5, 0, 3, 0)])).train()
+        said = r"train_dataset\[1\] has 9 tokens, .* raise max_tokens_per_rank to 9,"
+        with refused(said, PlanInfeasible):
+            make(tmp_path, data, max_tokens_per_rank=8).train()
+    make(tmp_path, data, max_tokens_per_rank=9).train()
 
 
-@pytest.mark.processes
-def test_padding_needs_no_room(tmp_path):
+def test_padding_and_examples_that_were_filtered_out_do_not_count(tmp_path):
     row = example(20) | {"attention_mask": [1] * 8 + [0] * 12, "name": "a text"}
-    train(tmp_path, Dataset.from_list([row] * 4), max_tokens_per_rank=8)
-
-
-@pytest.mark.processes
-def test_examples_that_were_filtered_out_do_not_count(tmp_path):
+    make(tmp_path, Dataset.from_list([row] * 4), max_tokens_per_rank=8).train()
     whole = Dataset.from_list([example(n) for n in (5, 0, 3)])
-    train(tmp_path, whole.select([0, 2]))
+    make(tmp_path, whole.select([0, 2])).train()
 
 
-@pytest.mark.processes
 def test_examples_that_a_run_does_not_draw_are_left_alone(tmp_path):
     data = [example(5), example(9)]
     order = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 1}
-    train(tmp_path, data, max_tokens_per_rank=8, **order)
-    trainer = make_trainer(
-        tmp_path,
-        data=data[:1],
-        trainer={"eval_dataset": data},
-        cost_model="estimate",
-        max_tokens_per_rank=8,
-        **ONE_STEP,
-    )
+    make(tmp_path, data, max_tokens_per_rank=8, **order).train()
+    trainer = make(tmp_path, data[:1], trainer={"eval_dataset": data}, max_tokens_per_rank=8)
     trainer.train()
     trainer.args.eval_strategy = "epoch"
     with pytest.raises(PlanInfeasible, match=r"eval_dataset\[1\] has 9 tokens"):
         trainer.train()
 
 
-def drawing(rank, world_size, folder, examples):
-    class Given(IterableDataset):
+def drawing(rank, world_size, folder):
+    class Empty(IterableDataset):
         def __iter__(self):
-            return iter(examples)
+            return iter(())
 
-    trainer = make_trainer(folder, data=Given(), max_steps=2, cost_model="estimate")
-    with pytest.raises(ValueError) as raised:
-        trainer.train()
-    one_line(raised)
-    return str(raised.value)
+    with refused("no rank drew an example", ValueError):
+        make(folder, Empty()).train()
 
 
 @pytest.mark.processes
 def test_a_stream_without_examples_ends_all_ranks(tmp_path):
-    for said in run_ranks(drawing, 2, tmp_path, []):
-        assert "no rank drew an example" in said
+    run_ranks(drawing, 2, tmp_path)
 
 
-@pytest.mark.processes
-def test_a_first_step_without_anything_to_learn_is_named(tmp_path, caplog):
+def test_a_step_without_anything_to_learn_is_named_if_it_is_the_first(tmp_path, caplog):
     masked = example(5) | {"labels": [3] + [IGNORE_INDEX] * 4}
-    train(tmp_path, [masked] * 4)
+    make(tmp_path, [masked] * 4).train()
     assert "labels of its 4 sequences are -100" in caplog.text
     caplog.clear()
-    train(tmp_path, [example(5)] * 4)
+    settings = {"per_device_train_batch_size": 1, "train_sampling_strategy": "sequential"}
+    trainer = make(tmp_path, [example(5), masked, example(4)], max_steps=3, **settings)
+    trainer.train()
+    assert trainer.state.global_step == 3
     assert "nothing to learn" not in caplog.text
 
 
-@pytest.mark.processes
-def test_a_later_step_without_anything_to_learn_is_run(tmp_path):
-    masked = example(5) | {"labels": [IGNORE_INDEX] * 5}
-    settings = {"per_device_train_batch_size": 1, "cost_model": "estimate"}
-    order = {"train_sampling_strategy": "sequential"}
-    data = [example(5), masked, example(4)]
-    trainer = make_trainer(tmp_path, data=data, num_train_epochs=1, **settings, **order)
-    trainer.train()
-    assert trainer.state.global_step == 3
-
-
-@pytest.mark.parametrize(
-    "column",
-    [["text", "more"], [1, 2], [[1, 2], None]],
-    ids=["text", "numbers", "missing"],
-)
+@pytest.mark.parametrize("column", [["text", "more"], [1, 2], [[1, 2], None]])
 def test_columns_that_a_collator_makes_rows_of_are_left_alone(column):
     assert _token_counts(Dataset.from_dict({"input_ids": column})) is None
     assert _token_counts([{"input_ids": 5}]) is None
@@ -207,20 +151,24 @@ class AtRandom(list):
     """Examples that are changed at random when they are read."""
 
     def __getitem__(self, index):
-        random.random()
-        np.random.rand()
-        torch.rand(1)
+        drawn()
         return super().__getitem__(index)
 
 
-def test_looking_at_examples_draws_no_random_numbers_of_the_run():
-    def drawn():
-        return random.random(), np.random.rand(), torch.rand(1).item()
+def drawn():
+    return random.random(), np.random.rand(), torch.rand(1).item()
 
-    for seeded in (random.seed, np.random.seed, torch.manual_seed):
-        seeded(0)
-    wanted = drawn()
-    for seeded in (random.seed, np.random.seed, torch.manual_seed):
-        seeded(0)
-    _example(AtRandom([example(5)]), 0)
-    assert drawn() == wanted
+
+def test_looking_at_examples_draws_no_random_numbers_of_the_run(tmp_path):
+    numbers = []
+    for looks in (False, True):
+        for seeded in (random.seed, np.random.seed, torch.manual_seed):
+            seeded(0)
+        if looks:
+            _example(AtRandom([example(5)]), 0)
+        numbers.append(drawn())
+    assert numbers[0] == numbers[1]
+    make_trainer(tmp_path, data=AtRandom([example(5)]))
+    after = torch.get_rng_state()
+    torch.manual_seed(TrainingArguments.seed)
+    assert torch.equal(after, torch.get_rng_state())

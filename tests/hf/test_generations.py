@@ -1,6 +1,7 @@
 """Samples that serve several optimizer steps: the later steps are planned while the first one
 runs, and trained as the plain trainer does."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,18 +15,16 @@ from trl import GRPOTrainer
 from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.objectives.generations import Generations
 from tests.hf.objectives import (
+    FLOAT32_BOUND,
     METRICS_BOUND,
     OPTIONS,
     Case,
     compare,
-    difference,
     make_trainer,
     save_inputs,
-    trainer_class,
-    weights_of,
 )
-from tests.hf.objectives import trained as run_of
-from tests.ranks import run_ranks
+from tests.hf.trainers import difference, flexseq_class, trained
+from tests.ranks import run_cases
 
 # 4 slices, gone through twice: 4 steps of 2 batches
 SPANNING = Case(
@@ -34,7 +33,6 @@ SPANNING = Case(
     steps=6,
     settings={"steps_per_generation": 4, "num_iterations": 2},
 )
-BOUND = 2e-6  # of weights over the update: TRL computes log-probabilities in float32
 
 
 class Rolling:
@@ -58,27 +56,25 @@ class Rolling:
         return self._buffered_inputs[self._step % slices]
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("per_step", [1, 2, 3, 4, 5, 8, 9])
-@pytest.mark.parametrize(("slices", "iterations"), [(1, 1), (4, 1), (4, 2), (3, 2), (2, 5)])
-def test_steps_to_come_are_those_that_come(per_step, slices, iterations):
-    trainer = Rolling(per_step=per_step, slices=slices, iterations=iterations)
-    generations = Generations(trainer)
-    assert generations.span_steps == (slices * iterations > per_step)
-    said, came = [], []
-    for _ in range(12):
-        came.append(generations.prepared([None] * per_step))
-        said.append(generations.steps_to_come(per_step))
-        trainer._step += per_step
-    for index, steps in enumerate(said[:-8]):
-        assert steps == came[index + 1 : index + 1 + len(steps)]
-        # and no more of them are made of the present samples alone
-        present = came[index][-1][0]
-        after = came[index + 1 + len(steps)]
-        assert any(made != present for made, _ in after)
+def test_steps_to_come_are_those_that_come():
+    lengths = ((1, 1), (4, 1), (4, 2), (3, 2), (2, 5))  # slices, iterations
+    for per_step, (slices, iterations) in itertools.product((1, 2, 3, 4, 5, 8, 9), lengths):
+        trainer = Rolling(per_step=per_step, slices=slices, iterations=iterations)
+        generations = Generations(trainer)
+        assert generations.span_steps == (slices * iterations > per_step)
+        said, came = [], []
+        for _ in range(12):
+            came.append(generations.prepared([None] * per_step))
+            said.append(generations.steps_to_come(per_step))
+            trainer._step += per_step
+        for index, steps in enumerate(said[:-8]):
+            assert steps == came[index + 1 : index + 1 + len(steps)]
+            # and no more of them are made of the present samples alone
+            present = came[index][-1][0]
+            after = came[index + 1 + len(steps)]
+            assert any(made != present for made, _ in after)
 
 
-@pytest.mark.quick
 def test_settings_are_those_of_the_moment():
     trainer = Rolling(per_step=2, slices=4, iterations=2)
     generations = Generations(trainer)
@@ -89,7 +85,6 @@ def test_settings_are_those_of_the_moment():
     assert second == [[(0, 1)], [(0, 0)], [(0, 1)]]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("kept", [None, [(0, 0)]])
 def test_samples_that_a_subclass_keeps_elsewhere_are_not_known_before(kept):
     trainer = Rolling(per_step=2, slices=4, iterations=2)
@@ -99,43 +94,44 @@ def test_samples_that_a_subclass_keeps_elsewhere_are_not_known_before(kept):
     assert generations.steps_to_come(2) == []
 
 
-def differences(rank, world_size, folder, cases):
+def differences(rank, world_size, folder, case):
     datasets.disable_progress_bars()
-    return [compare(case, folder) for case in cases]
+    return compare(case, folder)
 
 
 @pytest.mark.processes
 def test_two_ranks_train_as_the_plain_trainer_does(tmp_path):
     save_inputs(tmp_path)
+    between = {"eval_strategy": "steps", "eval_steps": 3}
+    evaluated = replace(SPANNING, steps=5, settings={**SPANNING.settings, **between})
     # a step of two generation batches, and at the epoch's end one of fewer batches
     uneven = Case(
-        kind="grpo", accumulation=3, steps=6, rows=16, settings={"steps_per_generation": 4}
+        kind="grpo", accumulation=3, steps=4, rows=16, settings={"steps_per_generation": 4}
     )
-    between = {"eval_strategy": "steps", "eval_steps": 3}
-    evaluated = replace(SPANNING, settings={**SPANNING.settings, **between})
-    for found in run_ranks(differences, 2, tmp_path, [evaluated, uneven], seconds=120):
-        for apart in found:
-            assert apart.weights < BOUND
-            assert apart.metrics < METRICS_BOUND, apart.metric
+    for by_rank in run_cases(differences, 2, [(tmp_path, evaluated), (tmp_path, uneven)]):
+        for apart in by_rank:
+            assert_equal(apart)
             assert apart.figures > 20
             assert not apart.missing
+
+
+def assert_equal(apart):
+    assert apart.weights < FLOAT32_BOUND
+    assert apart.metrics < METRICS_BOUND, apart.metric
 
 
 def trained_twice(is_ours, folder):
     """What two runs of one trainer make, of which the first ends amid a generation batch."""
     torch.manual_seed(5)
     trainer = make_trainer(replace(SPANNING, steps=3), is_ours, folder)
-    first = run_of(trainer)
-    second = run_of(trainer)
+    first, second = trained(trainer), trained(trainer)
     return replace(second, start=first.start, log=first.log + second.log)
 
 
 @pytest.mark.processes
 def test_a_second_training_goes_on_with_samples_of_the_first(tmp_path):
     save_inputs(tmp_path)
-    apart = difference(trained_twice(False, tmp_path), trained_twice(True, tmp_path))
-    assert apart.weights < BOUND
-    assert apart.metrics < METRICS_BOUND, apart.metric
+    assert_equal(difference(trained_twice(False, tmp_path), trained_twice(True, tmp_path)))
 
 
 class CountsPlans(TrainerCallback):
@@ -149,26 +145,13 @@ class CountsPlans(TrainerCallback):
         self.counts.append(self.engine._training._next_request)
 
 
-def trained(folder, lookahead, cls=True):
+def planned(folder, lookahead, cls=True):
     """Plans given to the planner when each step ends, and the weights after training."""
     counts = CountsPlans()
     options = FlexSeqArguments(**OPTIONS, lookahead=lookahead)
     trainer = make_trainer(SPANNING, cls, folder, flexseq_args=options, callbacks=[counts])
     counts.engine = trainer.flexseq
-    trainer.train()
-    return counts.counts, weights_of(trainer.model)
-
-
-@pytest.mark.processes
-def test_steps_of_one_generation_batch_are_planned_ahead(tmp_path):
-    save_inputs(tmp_path)
-    in_place, wanted = trained(tmp_path, 0)
-    ahead, found = trained(tmp_path, 2)
-    assert in_place == [1, 2, 3, 4, 5, 6]
-    # with the first step of four two more, and the last when that one ends
-    assert ahead == [4, 4, 4, 4, 8, 8]
-    for name, weights in wanted.items():
-        assert np.array_equal(weights, found[name])
+    return trained(trainer).weights, counts.counts
 
 
 class CutsShort(GRPOTrainer):
@@ -184,13 +167,21 @@ class CutsShort(GRPOTrainer):
 
 
 @pytest.mark.processes
-def test_samples_that_a_subclass_changes_are_planned_as_they_are(tmp_path):
+def test_steps_of_one_generation_batch_are_planned_ahead(tmp_path):
     save_inputs(tmp_path)
-    _, wanted = trained(tmp_path, 0, trainer_class(CutsShort, is_ours=True))
-    plans, found = trained(tmp_path, 2, trainer_class(CutsShort, is_ours=True))
-    _, unchanged = trained(tmp_path, 2)
-    # once step 1 was found to be another one, no step is planned before it comes
-    assert plans == [4, 5, 6, 7, 8, 9]
-    for name, weights in wanted.items():
-        assert np.array_equal(weights, found[name])
-    assert any(not np.array_equal(found[name], unchanged[name]) for name in found)
+    by_class = []
+    # with the first step of four two more, and the last when that one ends; but once step 1 was
+    # found to be another one than the samples said, no step is planned before it comes
+    for cls, wanted in (
+        (True, [4, 4, 4, 4, 8, 8]),
+        (flexseq_class(CutsShort), [4, 5, 6, 7, 8, 9]),
+    ):
+        in_place, counts = planned(tmp_path, 0, cls)
+        assert cls is not True or counts == [1, 2, 3, 4, 5, 6]
+        ahead, counts = planned(tmp_path, 2, cls)
+        assert counts == wanted
+        for name, weights in in_place.items():
+            assert np.array_equal(weights, ahead[name])
+        by_class.append(ahead)
+    plain, cut = by_class
+    assert any(not np.array_equal(cut[name], plain[name]) for name in cut)

@@ -1,23 +1,25 @@
 """What a process holds after many trainers, and how a script ends."""
 
 import gc
-import json
+import itertools
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import Trainer
 
-from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from tests.hf.tiny import documents, tiny_llama
+from tests.hf.trainers import trainer_of
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
 # In one process; with 50 of them: FLEXSEQ_TRAINERS=50 pytest tests/hf/test_lifetime.py -s
-TRAINERS = int(os.environ.get("FLEXSEQ_TRAINERS", "7"))
+TRAINERS = int(os.environ.get("FLEXSEQ_TRAINERS", "6"))
 SECONDS = 60 + 20 * TRAINERS
 WARM = 4  # trainers after which nothing may be added
 MOST_MB_EACH = 1.5  # by a trainer: allocators keep what they have, a group's threads take more
@@ -38,27 +40,15 @@ def held():
 def train_again_and_again(rank, world_size, folder, options):
     """What this process holds after each trainer."""
     examples = documents([5 + index % 20 for index in range(8)])
+    data = {"train_dataset": examples, "eval_dataset": examples}
     figures = []
     for _ in range(TRAINERS):
         model = tiny_llama(torch.float32)
-        args = FlexSeqConfig(
-            output_dir=folder,
-            max_steps=1,
-            per_device_train_batch_size=2,
-            use_cpu=True,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            cost_model="estimate",
-            lookahead=1,
-            **options,
-        )
-        trainer = FlexSeqTrainer(
-            model=model, args=args, train_dataset=examples, eval_dataset=examples
-        )
+        flexseq = {"lookahead": 1, **options}
+        trainer = trainer_of(Trainer, folder, flexseq=flexseq, model=model, max_steps=1, **data)
         trainer.train()
         trainer.evaluate()
-        del trainer, model, args
+        del trainer, model
         figures.append(held())
     return figures
 
@@ -91,19 +81,27 @@ SCATTER = 1.5  # of the seconds that an interpreter takes to end, on a busy mach
 @pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_a_script_ends_soon_after_its_last_line(tmp_path):
-    scripts = ("trainer-keep", "engine-destroy")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.hf.ends", str(tmp_path), *scripts],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (_, _, without_s, _), *ranks = sorted(
-        json.loads(done.stdout), key=lambda end: end[0] in scripts
-    )
-    assert sorted(script for script, *_ in ranks) == sorted(2 * scripts)
-    for script, code, seconds, said in ranks:
-        print(f"{script}: {seconds} s after the last line, {without_s} without")
-        assert code == 0, said
-        assert seconds < SCATTER * without_s + ENDS_S, said
+    started = []
+    for kind, rank in (("nothing", 0), *itertools.product(("trainer", "engine"), (0, 1))):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} if kind != "nothing" else {}
+        command = [sys.executable, "-m", "tests.hf.ends", kind, str(tmp_path)]
+        said = tmp_path / f"{kind}-{rank}"
+        with said.open("w") as file:
+            output = {"stdout": file, "stderr": subprocess.STDOUT}
+            started.append(
+                (said, subprocess.Popen(command, env=os.environ | own | size, **output))
+            )
+    ended = {}
+    while len(ended) < len(started):
+        for said, process in started:
+            if said not in ended and process.poll() is not None:
+                ended[said] = time.time()
+        time.sleep(0.02)
+    after_s = []
+    for said, process in started:
+        text = said.read_text()
+        assert process.returncode == 0, text
+        after_s.append(ended[said] - float(text.rpartition("last line at ")[2]))
+    print(f"seconds after the last line: {after_s}")
+    assert max(after_s[1:]) < SCATTER * after_s[0] + ENDS_S

@@ -7,23 +7,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_flexseq import FlexSeqArguments, FlexSeqTrainer
 from hf_flexseq.hf.model.own_loss import check_own_loss
-from tests.hf.test_checks import one_line
-from tests.hf.test_trainer import OPTIONS, padded, training_arguments, update_error
-from tests.hf.tiny import VOCAB, documents
+from tests.hf.tiny import VOCAB, documents, refused, tiny_llama
+from tests.hf.trainers import trained, trainer_of, weights_apart
 
-LENGTHS = [2 + (i * i * 7) % 8 for i in range(24)]
+DATA = documents([2 + (i * i * 7) % 8 for i in range(24)])
 
 
 class MyLlama(LlamaForCausalLM):
@@ -39,10 +30,7 @@ class MyLlamaForMaskedLM(LlamaForCausalLM):
 
 
 def llama(cls=MyLlama):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
-    return cls(LlamaConfig(**sizes, **heads))
+    return tiny_llama(torch.float32, cls=cls)
 
 
 def gpt2():
@@ -57,45 +45,31 @@ def adapted(model):
     return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False))
 
 
-def trainer_of(cls, model, folder):
-    args = training_arguments(
-        TrainingArguments, folder, batch=4, accumulation=1, optim="sgd", max_steps=3
-    )
-    args.max_grad_norm = 0
-    options = {}
-    if cls is FlexSeqTrainer:
-        ours = {**OPTIONS, "lookahead": 0, "max_tokens_per_rank": 12}
-        options = {"flexseq_args": FlexSeqArguments(**ours)}
-    data = documents(LENGTHS)
-    return cls(model=model, args=args, train_dataset=data, data_collator=padded, **options)
+def make(ours, folder, model, **settings):
+    flexseq = {"lookahead": 0, "max_tokens_per_rank": 12} if ours else None
+    settings = {"batch": 4, "model": model, "train_dataset": DATA, **settings}
+    trainer = trainer_of(Trainer, folder, flexseq=flexseq, **settings)
+    trainer.args.max_grad_norm = 0
+    return trainer
 
 
-def difference(make, folder):
+def difference(model, folder):
     """How far ours is from the plain Trainer, in parts of the update."""
-    weights = []
-    for cls in (Trainer, FlexSeqTrainer):
-        trainer = trainer_of(cls, make(), folder)
-        named = dict(trainer.model.named_parameters())
-        before = {name: value.detach().clone() for name, value in named.items()}
-        trainer.train()
-        weights.append({name: value.detach() for name, value in named.items()})
-    return update_error(before, *weights)
+    return weights_apart(*(trained(make(ours, folder, model())) for ours in (False, True)))
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
-@pytest.mark.parametrize(
-    "wrap", [lambda model: model, pytest.param(adapted, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("make_model", "wrap"), [(llama, lambda model: model), (gpt2, adapted)])
 def test_a_class_without_a_known_loss_is_named_with_what_makes_both_equal(
-    tmp_path, caplog, make, wrap
+    tmp_path, caplog, make_model, wrap
 ):
     def with_loss_type():
-        model = make()
+        model = make_model()
         model.loss_type = "ForCausalLM"
         return wrap(model)
 
     with caplog.at_level(logging.WARNING, "hf_flexseq"):
-        trainer_of(FlexSeqTrainer, wrap(make()), tmp_path)
+        make(True, tmp_path, wrap(make_model()))
         said = [r.getMessage() for r in caplog.records if "loss_type=" in r.getMessage()]
         assert len(said) == 1
         assert ".loss_type = " in said[0]
@@ -103,14 +77,13 @@ def test_a_class_without_a_known_loss_is_named_with_what_makes_both_equal(
         caplog.clear()
         assert difference(with_loss_type, tmp_path) < 1e-5
     assert not [r for r in caplog.records if "loss_type=" in r.getMessage()]
-    assert difference(lambda: wrap(make()), tmp_path) > 1e-3, "no warning would be needed"
+    assert difference(lambda: wrap(make_model()), tmp_path) > 1e-3, "no warning would be needed"
 
 
 @pytest.mark.parametrize("cls", [MyLlamaForTokenClassification, MyLlamaForMaskedLM])
 def test_a_class_named_after_another_loss_is_refused(tmp_path, cls):
-    with pytest.raises(NotImplementedError, match=f"{cls.__name__}: its loss is For") as raised:
-        trainer_of(FlexSeqTrainer, llama(cls), tmp_path)
-    one_line(raised)
+    with refused(f"{cls.__name__}: its loss is For"):
+        make(True, tmp_path, llama(cls))
 
 
 # ---- a loss function of the user's own
@@ -152,9 +125,8 @@ def test_a_sum_over_tokens_of_the_users_own_trains_as_under_the_plain_trainer(tm
     ],
 )
 def test_other_loss_functions_are_refused(tmp_path, function, said):
-    with pytest.raises(NotImplementedError, match=said) as raised:
-        trainer_of(FlexSeqTrainer, with_loss(function), tmp_path)
-    one_line(raised)
+    with refused(said):
+        make(True, tmp_path, with_loss(function))
 
 
 def test_trying_a_loss_function_draws_no_random_numbers():
@@ -169,14 +141,8 @@ def test_trying_a_loss_function_draws_no_random_numbers():
 
 
 def test_an_own_loss_function_under_a_loss_on_samples_is_refused(tmp_path):
-    args = training_arguments(TrainingArguments, tmp_path, batch=2, accumulation=1)
-    with pytest.raises(NotImplementedError, match="outputs.loss is next-token loss") as raised:
-        FlexSeqTrainer(
-            model=with_loss(doubled),
-            args=args,
-            train_dataset=documents(LENGTHS),
-            data_collator=padded,
-            compute_loss_func=lambda outputs, labels, num_items_in_batch: outputs.loss,
-            flexseq_args=FlexSeqArguments(**OPTIONS),
-        )
-    one_line(raised)
+    def on_samples(outputs, labels, num_items_in_batch):
+        return outputs.loss
+
+    with refused("outputs.loss is next-token loss"):
+        make(True, tmp_path, with_loss(doubled), compute_loss_func=on_samples)

@@ -1,27 +1,33 @@
 """Losses of the user's own on a causal language model: `compute_loss_func`, and classes that say
 `flexseq_loss_on_whole_samples`, against the plain Trainer with whole logits."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
-from hf_flexseq import FlexSeqArguments, FlexSeqMixin, FlexSeqTrainer
+from hf_flexseq import FlexSeqTrainer
 from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
 from hf_flexseq.hf.objectives.heads import TokenFigures, figures_of_logits
 from hf_flexseq.hf.objectives.outputs import PlannedOutput
 from hf_flexseq.hf.one_pass import LossInOnePass
 from hf_flexseq.kernels import token_outputs as kernel
-from tests.hf.test_checks import OwnLoss, one_line
+from tests.hf.test_checks import OwnLoss
+from tests.hf.test_exactness import whole
 from tests.hf.test_metrics import scaled
 from tests.hf.test_router import mixture
-from tests.hf.test_trainer import OPTIONS, logged, padded, training_arguments, update_error
-from tests.hf.tiny import VOCAB, documents, tiny_llama
-from tests.ranks import run_ranks
+from tests.hf.test_trainer import padded
+from tests.hf.tiny import VOCAB, documents, refused, tiny_llama
+from tests.hf.trainers import assert_logged_alike, trained, trainer_of, weights_apart
+from tests.ranks import run_cases
 
 LENGTHS = [1 + (i * i * 7) % 60 for i in range(24)]
+OPTIONS = {"max_tokens_per_rank": 61, "lookahead": 0}
+STAGES = {"pipeline_parallel_size": 2}
 
 
 # ---- the figures
@@ -43,18 +49,17 @@ def plain_figures(hidden, weight, bias, targets):
 def test_figures_and_their_gradients_are_those_of_all_logits(monkeypatch, rows, has_bias):
     monkeypatch.setattr(kernel, "chunk_rows", lambda *sizes: rows)
     torch.manual_seed(rows)
-    hidden, weight = torch.randn(19, 12).double(), torch.randn(VOCAB, 12).double()
-    bias = torch.randn(VOCAB).double() if has_bias else None
+    operands = [torch.randn(19, 12), torch.randn(VOCAB, 12), torch.randn(VOCAB)]
     targets = torch.randint(VOCAB, (19,))
     targets[::5] = -100
     weights = torch.randn(2, 19).double()
     gradients = []
     for compute in (plain_figures, kernel.token_outputs):
-        leaves = [hidden, weight] + ([bias] if has_bias else [])
-        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-        found = compute(*leaves, *([] if has_bias else [None]), targets)
+        leaves = [operand.double().requires_grad_() for operand in operands]
+        hidden, weight, bias = leaves
+        found = compute(hidden, weight, bias if has_bias else None, targets)
         (torch.stack(found) * weights).sum().backward()
-        gradients.append([*(f.detach() for f in found), *(leaf.grad for leaf in leaves)])
+        gradients.append([*(f.detach() for f in found), *(x.grad for x in leaves[: 2 + has_bias])])
     for ours, plain in zip(*reversed(gradients), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13)
 
@@ -64,9 +69,8 @@ def test_figures_of_half_precision_are_added_up_in_float32():
     hidden, weight = torch.randn(40, 16).bfloat16(), torch.randn(VOCAB, 16).bfloat16()
     targets = torch.randint(VOCAB, (40,))
     wanted = plain_figures(hidden.double(), weight.double(), None, targets)
-    for found, value in zip(
-        kernel.token_outputs(hidden, weight, None, targets), wanted, strict=True
-    ):
+    outputs = kernel.token_outputs(hidden, weight, None, targets)
+    for found, value in zip(outputs, wanted, strict=True):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), value, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="meet a head in"):
@@ -88,55 +92,44 @@ def test_a_head_gives_figures_in_place_of_logits():
     chunked.detach()
 
 
-def example(rank):
-    """A row of tokens with targets, and weights of its figures."""
+def figures_and_gradients(rank, world_size, policy=None):
+    """Figures and gradients of a rank's row, of its model sharded with a policy of the head, or of
+    a model of its own through all logits."""
+    model = tiny_llama()
     torch.manual_seed(100 + rank)
     ids = torch.randint(VOCAB, (1, 7 + 4 * rank))
     targets = F.pad(ids[:, 1:], (0, 1), value=-100)
     weights = torch.randn(2, ids.shape[1]).double()
-    return {"input_ids": ids, "labels": targets, "shift_labels": targets}, weights
-
-
-def sharded_figures(rank, world_size, policy):
-    """Figures and gradients of a model whose head is a unit of its own."""
-    model = tiny_llama()
-    head = TokenFigures(model)
-    head.attach()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model.lm_head, mp_policy=policy)
-    fully_shard(model)
-    inputs, weights = example(rank)
-    found = head.forward(model, inputs)
+    if policy is None:
+        found = figures_of_logits(model(input_ids=ids).logits[0], targets[0])
+    else:
+        head = TokenFigures(model)
+        head.attach()
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model.lm_head, mp_policy=policy)
+        fully_shard(model)
+        labels = {"labels": targets, "shift_labels": targets}
+        found = head.forward(model, {"input_ids": ids, **labels})
     (torch.stack([found["log_probs"], found["entropy"]]) * weights).sum().backward()
-    gradients = {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
+    gradients = {name: whole(p.grad).numpy() for name, p in model.named_parameters()}
     return {name: value.detach().numpy() for name, value in found.items()}, gradients
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("policy", "tolerance"),
-    [
-        (MixedPrecisionPolicy(), 1e-12),
-        # outputs of the head, and their gradients, are rounded; values are not
-        (MixedPrecisionPolicy(output_dtype=torch.float32), 1e-6),
-    ],
-)
-def test_figures_of_a_sharded_head(policy, tolerance):
-    wanted = []
-    for rank in range(2):
-        model = tiny_llama()
-        inputs, weights = example(rank)
-        logits = model(input_ids=inputs["input_ids"]).logits[0]
-        found = figures_of_logits(logits, inputs["labels"][0])
-        (torch.stack([found["log_probs"], found["entropy"]]) * weights).sum().backward()
-        wanted.append((found, {name: p.grad for name, p in model.named_parameters()}))
-    for rank, (figures, gradients) in enumerate(run_ranks(sharded_figures, 2, policy)):
-        for name, value in wanted[rank][0].items():
-            np.testing.assert_allclose(figures[name], value.detach(), rtol=1e-12)
-        for name, gradient in gradients.items():
-            mean = (wanted[0][1][name] + wanted[1][1][name]) / 2
-            assert float((torch.as_tensor(gradient) - mean).norm() / mean.norm()) < tolerance
+def test_figures_of_a_sharded_head():
+    wanted = [figures_and_gradients(rank, 2) for rank in range(2)]
+    # outputs of the head, and their gradients, are rounded; values are not
+    rounding = MixedPrecisionPolicy(output_dtype=torch.float32)
+    policies = [MixedPrecisionPolicy(), rounding]
+    by_policy = run_cases(figures_and_gradients, 2, [(policy,) for policy in policies])
+    for by_rank, tolerance in zip(by_policy, (1e-12, 1e-6), strict=True):
+        for (figures, gradients), (own, _) in zip(by_rank, wanted, strict=True):
+            for name, value in own.items():
+                np.testing.assert_allclose(figures[name], value, rtol=1e-12)
+            for name, gradient in gradients.items():
+                mean = (wanted[0][1][name] + wanted[1][1][name]) / 2
+                assert np.linalg.norm(gradient - mean) / np.linalg.norm(mean) < tolerance
 
 
 # ---- training
@@ -182,91 +175,45 @@ class Focal(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+FUNCTION = {"compute_loss_func": focal_loss}
 CASES = {
-    "function": {"func": focal_loss, "batch": 3},
-    "accumulated": {"func": focal_loss, "batch": 2, "accumulation": 2},
-    "class": {"base": Focal, "batch": 3},
-    "scaled": {"func": focal_loss, "batch": 3, "model": scaled},
+    "function": FUNCTION,
+    "accumulated": {**FUNCTION, "accumulation": 2},
+    "class": {"base": Focal},
+    "scaled": {**FUNCTION, "model": scaled},
 }
 
 
-def weights_of(model):
-    return {name: value.detach().numpy().copy() for name, value in model.named_parameters()}
+def make(folder, *, flexseq=OPTIONS, base=Trainer, model=tiny_llama, **settings):
+    data = {"train_dataset": documents(LENGTHS), "eval_dataset": documents(LENGTHS[:8])}
+    settings = {"learning_rate": 0.1, **settings}
+    return trainer_of(base, folder, flexseq=flexseq, model=model(), **data, **settings)
 
 
-def train(rank, world_size, flex, folder):
-    found = {}
-    for name, case in CASES.items():
-        case = {"base": Trainer, "func": None, "accumulation": 1, "model": tiny_llama, **case}
-        trainer = make(flex, folder, **case)
-        before = weights_of(trainer.model)
-        trainer.train()
-        after = weights_of(trainer.model)
-        evaluation = trainer.evaluate()["eval_loss"]
-        found[name] = (before, after, logged(trainer.state.log_history, "loss"), evaluation)
-    return found
-
-
-def make(
-    flex,
-    folder,
-    *,
-    base,
-    func=None,
-    batch=2,
-    accumulation=1,
-    model=tiny_llama,
-    settings=None,
-    **options,
-):
-    extra = {}
-    if flex:
-        if not issubclass(base, FlexSeqMixin):
-            base = type(f"Flex{base.__name__}", (FlexSeqMixin, base), {})
-        extra = {"flexseq_args": FlexSeqArguments(**{**OPTIONS, **(settings or {})})}
-    args = training_arguments(
-        TrainingArguments,
-        folder,
-        batch=batch,
-        accumulation=accumulation,
-        **{"optim": "sgd", "learning_rate": 0.1, "max_steps": 3, **options},
-    )
-    args.per_device_eval_batch_size = 2
-    return base(
-        model=model(),
-        args=args,
-        train_dataset=documents(LENGTHS),
-        eval_dataset=documents(LENGTHS[:8]),
-        data_collator=padded,
-        compute_loss_func=func,
-        **extra,
-    )
+def train(rank, world_size, name, flexseq, folder):
+    trainer = make(folder, flexseq=flexseq, **CASES[name])
+    return trained(trainer), trainer.evaluate()["eval_loss"]
 
 
 @pytest.mark.processes
 def test_own_losses_train_as_the_plain_trainer_does(tmp_path):
-    wanted = run_ranks(train, 2, False, tmp_path)
-    found = run_ranks(train, 2, True, tmp_path)
-    for name in CASES:
-        *weights, losses, evaluation = wanted[0][name]
-        before, after = ({n: torch.as_tensor(v) for n, v in own.items()} for own in weights)
-        for rank in found:
-            _, own, own_losses, own_evaluation = rank[name]
-            assert update_error(before, after, own) < 1e-9, name
-            np.testing.assert_allclose(own_losses, losses, rtol=1e-6)
+    cases = [(name, flexseq, tmp_path) for name in CASES for flexseq in (None, {})]
+    by_case = run_cases(train, 2, cases)
+    for name, wanted, found in zip(CASES, by_case[::2], by_case[1::2], strict=True):
+        for (stock, evaluation), (ours, own_evaluation) in zip(wanted, found, strict=True):
+            assert weights_apart(stock, ours) < 1e-9, name
+            assert_logged_alike(stock, ours, ["loss"], rel=1e-6)
             assert own_evaluation == pytest.approx(evaluation, rel=1e-6), name
 
 
 def test_a_metric_beside_an_own_loss(tmp_path):
     seen = []
-    for flex in (False, True):
-        options = {"settings": {"max_tokens_per_rank": 61}} if flex else {}
-        trainer = make(flex, tmp_path, base=Trainer, func=focal_loss, **options)
+    for flexseq in (None, OPTIONS):
+        trainer = make(tmp_path, flexseq=flexseq, **FUNCTION)
         trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
         trainer.compute_metrics = lambda given: {"best": float(given.predictions[0, 0])}
         seen.append(trainer.evaluate())
-        if flex:
-            assert trainer.predict(documents([5, 9])).predictions.shape == (2, 9)
+    assert trainer.predict(documents([5, 9])).predictions.shape == (2, 9)
     assert seen[1]["eval_best"] == seen[0]["eval_best"]
     assert seen[1]["eval_loss"] == pytest.approx(seen[0]["eval_loss"], rel=1e-6)
 
@@ -274,31 +221,12 @@ def test_a_metric_beside_an_own_loss(tmp_path):
 # ---- what is refused
 
 
-def asks(name):
-    def loss(outputs, labels, num_items_in_batch=None):
-        if isinstance(name, str) and name.startswith("."):
-            return getattr(outputs, name[1:]).sum()
-        return outputs[name].sum()
+def test_what_a_loss_cannot_have_is_named(tmp_path):
+    def asks(outputs, labels, num_items_in_batch=None):
+        return outputs.logits.sum()
 
-    return loss
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        (".logits", r"outputs\.logits"),
-        (".hidden_states", r"outputs\.hidden_states"),
-        ("logits", r"outputs\['logits'\]"),
-        (1, r"outputs\[1\]"),
-    ],
-)
-def test_what_a_loss_cannot_have_is_named(tmp_path, name, said):
-    ours = {"max_tokens_per_rank": 61}
-    trainer = make(True, tmp_path, base=Trainer, func=asks(name), settings=ours)
-    with pytest.raises(NotImplementedError, match=f"asks for {said}, .*log_probs") as raised:
-        trainer.train()
-    one_line(raised)
+    with refused(r"asks for outputs\.logits, .*log_probs"):
+        make(tmp_path, compute_loss_func=asks).train()
 
 
 def test_outputs_have_what_they_have():
@@ -308,8 +236,13 @@ def test_outputs_have_what_they_have():
     assert "logits" not in outputs
     assert set(outputs) == {"loss", "log_probs"}
     assert not hasattr(outputs, "_anything")
-    with pytest.raises(NotImplementedError, match=r"asks for outputs\['logits'\]"):
+    with refused(r"asks for outputs\.hidden_states"):
+        _ = outputs.hidden_states
+    with refused(r"asks for outputs\['logits'\]"):
         outputs.get("logits")
+    for key in ("logits", 1):
+        with refused(re.escape(f"asks for outputs[{key!r}]")):
+            _ = outputs[key]
 
 
 class OnOtherTokens(FlexSeqTrainer):
@@ -325,29 +258,6 @@ class Twice(OnOtherTokens):
         return model(**inputs).loss + model(**inputs).loss
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("base", [OnOtherTokens, Twice])
-def test_gradients_are_of_one_call_for_each_batch(tmp_path, base):
-    trainer = make(True, tmp_path, base=base, settings={"max_tokens_per_rank": 61})
-    with pytest.raises(NotImplementedError, match=f"{base.__name__} .* or calls the model twice"):
-        trainer.train()
-
-
-@pytest.mark.processes
-def test_labels_of_padding_are_refused(tmp_path):
-    def collate(examples):
-        batch = padded(examples)
-        return {**batch, "labels": batch["input_ids"]}
-
-    trainer = make(
-        True, tmp_path, base=Trainer, func=focal_loss, settings={"max_tokens_per_rank": 61}
-    )
-    trainer.data_collator = collate
-    with pytest.raises(ValueError, match="labels where its attention_mask has padding") as raised:
-        trainer.train()
-    one_line(raised)
-
-
 class WithoutLabels(OwnLoss):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
@@ -355,38 +265,42 @@ class WithoutLabels(OwnLoss):
         return F.cross_entropy(logits[0, :-1], labels[0, 1:])
 
 
-@pytest.mark.processes
-def test_one_pass_keeps_to_sums_over_tokens(tmp_path):
-    """Labels of a micro-batch are shifted already: a loss of its own logits would be wrong."""
-    ours = {"max_tokens_per_rank": 61}
-    trainer = make(True, tmp_path, base=OwnLoss, settings=ours)
-    assert isinstance(trainer._flexseq_loss, LossInOnePass), "handing on takes one pass"
-    trainer = make(True, tmp_path, base=WithoutLabels, settings=ours)
-    with pytest.raises(
-        NotImplementedError, match="WithoutLabels.*flexseq_loss_on_whole_samples"
-    ) as raised:
-        trainer.train()
-    one_line(raised)
-
-
 class FormerName(OwnLoss):
     flexseq_loss_at_home = True
 
 
-def test_the_former_name_of_the_attribute_is_refused_and_the_new_one_named(tmp_path):
-    with pytest.raises(ValueError, match="flexseq_loss_on_whole_samples = True") as raised:
-        make(True, tmp_path, base=FormerName, settings={"max_tokens_per_rank": 61})
-    one_line(raised)
+def labelled_padding(examples):
+    batch = padded(examples)
+    return {**batch, "labels": batch["input_ids"]}
 
 
-def test_an_own_loss_does_not_run_in_pipeline_stages(tmp_path):
-    with pytest.raises(NotImplementedError, match="set it to 1") as raised:
-        make(True, tmp_path, base=Trainer, func=focal_loss, settings={"pipeline_parallel_size": 2})
-    one_line(raised)
+def test_gradients_are_of_one_call_for_each_batch(tmp_path):
+    for base in (OnOtherTokens, Twice):
+        with refused(f"{base.__name__} .* or calls the model twice"):
+            make(tmp_path, base=base).train()
 
 
-def test_a_router_loss_beside_an_own_one_is_refused(tmp_path):
-    settings = {"max_tokens_per_rank": 61}
-    with pytest.raises(NotImplementedError, match="set config.output_router_logits=False") as own:
-        make(True, tmp_path, base=Trainer, func=focal_loss, model=mixture, settings=settings)
-    one_line(own)
+def test_labels_of_padding_are_refused(tmp_path):
+    with refused("labels where its attention_mask has padding", ValueError):
+        make(tmp_path, data_collator=labelled_padding, **FUNCTION).train()
+
+
+def test_one_pass_keeps_to_sums_over_tokens(tmp_path):
+    """Labels of a micro-batch are shifted already: a loss of its own logits would be wrong."""
+    trainer = make(tmp_path, base=OwnLoss)
+    assert isinstance(trainer._flexseq_loss, LossInOnePass), "handing on takes one pass"
+    with refused("WithoutLabels.*flexseq_loss_on_whole_samples"):
+        make(tmp_path, base=WithoutLabels).train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "said"),
+    [
+        ({"base": FormerName}, ValueError, "flexseq_loss_on_whole_samples = True"),
+        (FUNCTION | {"flexseq": STAGES}, NotImplementedError, "set it to 1"),
+        (FUNCTION | {"model": mixture}, NotImplementedError, "config.output_router_logits=False"),
+    ],
+)
+def test_what_is_refused_when_a_trainer_is_made(tmp_path, settings, kind, said):
+    with refused(said, kind):
+        make(tmp_path, **settings)

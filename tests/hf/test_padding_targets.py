@@ -4,33 +4,36 @@ import logging
 
 import pytest
 import torch
-from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from transformers import DataCollatorForLanguageModeling, Trainer
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqTrainer
+from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.steps.collator import PADDING_TARGETS
 from tests.hf.test_mixin import tokenizer
-from tests.hf.test_trainer import OPTIONS, training_arguments
-from tests.hf.tiny import tiny_llama
+from tests.hf.trainers import trainer_of
 
 
 def example(ids, mask, labels):
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+RIGHT, LEFT = [5, 6, 7, 0, 0], [0, 0, 5, 6, 7]
+
+
 @pytest.mark.parametrize(
-    ("given", "left_out"),
+    ("ids", "labels", "left_out"),
     [
-        (example([5, 6, 7, 0, 0], [1, 1, 1, 0, 0], [5, 6, 7, -100, -100]), 0),
-        (example([5, 6, 7, 0, 0], [1, 1, 1, 0, 0], [5, 6, 7, 0, 0]), 2),
-        (example([0, 0, 5, 6, 7], [0, 0, 1, 1, 1], [-100, -100, -100, 6, 7]), 0),
-        (example([0, 0, 5, 6, 7], [0, 0, 1, 1, 1], [-100, -100, 5, 6, 7]), 1),
-        (example([0, 0, 5, 6, 7], [0, 0, 1, 1, 1], [0, 0, 5, 6, 7]), 2),
+        (RIGHT, [5, 6, 7, -100, -100], 0),
+        (RIGHT, [5, 6, 7, 0, 0], 2),
+        (LEFT, [-100, -100, -100, 6, 7], 0),
+        (LEFT, [-100, -100, 5, 6, 7], 1),
+        (LEFT, [0, 0, 5, 6, 7], 2),
     ],
 )
-def test_targets_beside_padding_are_those_that_the_plain_trainer_has_more(given, left_out):
-    batch = DataCollatorForFlexSeq()([given])
+def test_targets_beside_padding_are_those_that_the_plain_trainer_has_more(ids, labels, left_out):
+    mask = [int(token > 0) for token in ids]
+    batch = DataCollatorForFlexSeq()([example(ids, mask, labels)])
     assert batch.get(PADDING_TARGETS, 0) == left_out
-    of_plain = int((torch.tensor(given["labels"])[1:] != -100).sum())  # the Trainer's own count
+    of_plain = int((torch.tensor(labels)[1:] != -100).sum())  # the Trainer's own count
     assert of_plain - int((batch["labels"] != -100).sum()) == left_out
 
 
@@ -49,15 +52,12 @@ def test_padding_on_the_left_is_foreseen_where_the_collator_would_put_it(side, l
 
 def test_a_run_says_once_what_it_leaves_out(tmp_path, caplog):
     rows = [example([5, 6, 7, 8, 0, 0], [1, 1, 1, 1, 0, 0], [5, 6, 7, 8, 0, 0])] * 8
-    args = training_arguments(TrainingArguments, tmp_path, batch=2, accumulation=2, max_steps=2)
-    plain = Trainer(model=tiny_llama(), args=args, train_dataset=rows)
+    settings = {"accumulation": 2, "max_steps": 2, "train_dataset": rows, "data_collator": None}
+    plain = trainer_of(Trainer, tmp_path, **settings)
     batches = list(plain.get_train_dataloader())[:2]
     assert int(plain._get_num_items_in_batch(batches, "cpu")) == 4 * 5
-    options = FlexSeqArguments(**{**OPTIONS, "lookahead": 0})
-    ours = FlexSeqTrainer(model=tiny_llama(), args=args, train_dataset=rows, flexseq_args=options)
     with caplog.at_level(logging.WARNING, "hf_flexseq"):
-        ours.train()
-    lines = [r.getMessage() for r in caplog.records if "padding" in r.getMessage()]
-    assert len(lines) == 1
-    assert "leaves out 8 targets beside padding" in lines[0]
-    assert "12 targets of tokens stay" in lines[0]
+        trainer_of(Trainer, tmp_path, flexseq={"lookahead": 0}, **settings).train()
+    (line,) = (r.getMessage() for r in caplog.records if "padding" in r.getMessage())
+    assert "leaves out 8 targets beside padding" in line
+    assert "12 targets of tokens stay" in line

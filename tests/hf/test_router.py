@@ -1,8 +1,6 @@
 """Router losses of mixtures of experts are those of the whole step, whatever the plan: one process
 that has the step as one batch gives the same loss and gradients."""
 
-import random
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -11,33 +9,28 @@ from peft import LoraConfig
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.models.mixtral import modeling_mixtral
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
-from hf_flexseq import FlexSeqArguments, FlexSeqConfig, FlexSeqMixin, FlexSeqTrainer
+from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.model.router import PROBABILITIES, RouterLoss, RouterSums, router_facts
+from tests.hf import objectives
+from tests.hf.objectives import Case
 from tests.hf.test_exactness import own_batches, whole
-from tests.hf.test_mixin import FlexSeqSFTTrainer, tokenizer
+from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer
 from tests.hf.test_reach import keep_float64, make_model
-from tests.hf.test_sharding import zero_run
-from tests.hf.test_trainer import (
-    OPTIONS,
-    dataset,
-    logged,
-    padded,
-    plain_run,
-    training_arguments,
-    update_error,
-)
+from tests.hf.test_trainer import OPTIONS, dataset, logged
 from tests.hf.tiny import (
-    VOCAB,
     RandomPlanEngine,
     documents,
     reference_loss,
+    refused,
     relative_errors,
+    taken_gradients,
 )
-from tests.ranks import run_ranks
+from tests.hf.trainers import assert_logged_alike, trained, trainer_of, weights_apart
+from tests.ranks import run_cases, run_ranks
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 1, 40, 11, 2, 13, 23]
 COEFFICIENT = 0.5
@@ -51,21 +44,14 @@ def mixture(family="Mixtral", **others):
 
 def router_loss_of(model, examples):
     """The router loss of all tokens of all documents, by its definition, in float64."""
-    config = model.config
-    of_layers = None
+    by_document = []
     for example in examples:
-        outputs = model(
-            input_ids=torch.tensor([example["input_ids"]]),
-            output_router_logits=True,
-            use_cache=False,
-        )
-        own = [[logits] for logits in outputs.router_logits]  # [tokens, experts] of each layer
-        of_layers = (
-            own if of_layers is None else [a + b for a, b in zip(of_layers, own, strict=True)]
-        )
-    logits = torch.cat([torch.cat(parts) for parts in of_layers])  # [layers * tokens, experts]
+        ids = torch.tensor([example["input_ids"]])
+        outputs = model(input_ids=ids, output_router_logits=True, use_cache=False)
+        by_document.append(torch.stack(outputs.router_logits))  # [layers, tokens, experts]
+    logits = torch.cat(by_document, dim=1).flatten(0, 1)  # [layers * tokens, experts]
     probabilities = logits.softmax(dim=-1)
-    chosen = probabilities.topk(config.num_experts_per_tok).indices  # [layers * tokens, k]
+    chosen = probabilities.topk(model.config.num_experts_per_tok).indices  # [layers * tokens, k]
     experts = logits.shape[-1]
     fractions = F.one_hot(chosen, experts).sum(dim=1).double().mean(dim=0)  # [experts]
     return experts * (fractions * probabilities.mean(dim=0)).sum()
@@ -75,11 +61,9 @@ def reference(family, examples):
     """Loss and gradients of one process, with the step as one batch."""
     model = mixture(family)
     model.set_attn_implementation("eager")
-    loss = reference_loss(model, examples)
-    loss = loss + COEFFICIENT * router_loss_of(model, examples)
+    loss = reference_loss(model, examples) + COEFFICIENT * router_loss_of(model, examples)
     loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return float(loss.detach()), gradients
+    return float(loss.detach()), taken_gradients(model)
 
 
 def errors_under_random_plans(rank, world_size, family, sharding, plans):
@@ -104,11 +88,7 @@ def errors_under_random_plans(rank, world_size, family, sharding, plans):
                 loss = step.backward(wrapped)
                 micro_batches.append(len(step.plan.micro_batches))
             torch.distributed.all_reduce(loss)
-            found = {}
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    found[name] = whole(parameter.grad)
-            model.zero_grad()
+            found = {name: whole(g) for name, g in taken_gradients(model).items()}
             errors = relative_errors(found, wanted)
             worst = max(worst, abs(float(loss) / world_size / wanted_loss - 1), *errors.values())
         assert max(micro_batches) > 1
@@ -128,124 +108,7 @@ def test_gradients_with_a_router_loss_equal_one_process(world_size, family, shar
 # ---- trainers
 
 
-def plain_or_sft(kind, cls, folder, batch, accumulation, **options):
-    """A trainer of next tokens, with its options in common: a step is 8 documents."""
-    common = {"optim": "sgd", "bf16": False, "learning_rate": 0.1, "max_steps": 2}
-    common |= {"batch": batch, "accumulation": accumulation}
-    common |= {"per_device_eval_batch_size": batch * accumulation}
-    data = {"train_dataset": Dataset.from_list(dataset(16)), "eval_dataset": dataset(8)}
-    if kind == "plain":
-        kind_of_args = TrainingArguments if cls is Trainer else FlexSeqConfig
-        args = training_arguments(kind_of_args, folder, **common, **options)
-        collator = {"data_collator": padded} if cls is Trainer else {}
-        return cls(model=mixture(), args=args, **data, **collator)
-    skip = {"dataset_kwargs": {"skip_prepare_dataset": True}, "gradient_checkpointing": False}
-    args = training_arguments(
-        SFTConfig, folder, max_length=None, router_aux_loss_coef=0.3, **skip, **common
-    )
-    data["eval_dataset"] = Dataset.from_list(data["eval_dataset"])
-    options["peft_config"] = LoraConfig(
-        target_modules=["q_proj"], r=2, modules_to_save=["mlp.gate"]
-    )
-    return cls(model=mixture(), args=args, processing_class=tokenizer(), **data, **options)
-
-
-class FlexSeqDPOTrainer(FlexSeqMixin, DPOTrainer):
-    pass
-
-
-def dpo(cls, folder, batch, accumulation, **options):
-    """A DPO trainer: a step is 8 pairs."""
-    draw = random.Random(0)
-
-    def words(fewest, most):
-        return " ".join(f"t{draw.randrange(2, VOCAB)}" for _ in range(draw.randint(fewest, most)))
-
-    pairs = []
-    for _ in range(16):
-        sides = {"chosen": " " + words(2, 20), "rejected": " " + words(2, 12)}
-        pairs.append({"prompt": words(3, 8), **sides})
-    args = training_arguments(
-        DPOConfig,
-        folder,
-        batch=batch,
-        accumulation=accumulation,
-        max_length=None,
-        bf16=False,
-        optim="sgd",
-        learning_rate=0.1,
-        max_steps=2,
-        gradient_checkpointing=False,
-    )
-    return cls(
-        model=mixture(output_router_logits=False),
-        ref_model=mixture(output_router_logits=False),
-        args=args,
-        train_dataset=Dataset.from_list(pairs),
-        processing_class=tokenizer(),
-        **options,
-    )
-
-
-def trained(trainer):
-    """Weights before and after training, the log, and what an evaluation says."""
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    log = trainer.state.log_history
-    if trainer.eval_dataset is not None:
-        log.append(trainer.evaluate())
-    after = {name: p.detach().numpy() for name, p in trainer.model.named_parameters()}
-    return before, after, log
-
-
-def flexseq_run(rank, world_size, kind, folder, accumulation):
-    batch = 8 // world_size // accumulation
-    options = {"flexseq_args": FlexSeqArguments(**OPTIONS)}
-    torch.manual_seed(0)
-    if kind == "dpo":
-        return trained(dpo(FlexSeqDPOTrainer, folder, batch, accumulation, **options))[1:]
-    if kind == "plain":
-        trainer = plain_or_sft(kind, FlexSeqTrainer, folder, batch, accumulation, **OPTIONS)
-    else:
-        trainer = plain_or_sft(kind, FlexSeqSFTTrainer, folder, batch, accumulation, **options)
-    return trained(trainer)[1:]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(("kind", "accumulation"), [("plain", 2), ("sft", 1), ("dpo", 2)])
-def test_two_ranks_equal_one_process_with_the_step_as_one_batch(tmp_path, kind, accumulation):
-    torch.manual_seed(0)
-    if kind == "dpo":
-        stock = dpo(DPOTrainer, tmp_path, 8, 1)
-    else:
-        stock = plain_or_sft(kind, Trainer if kind == "plain" else SFTTrainer, tmp_path, 8, 1)
-    before, wanted, history = trained(stock)
-    wanted = {name: torch.as_tensor(value) for name, value in wanted.items()}
-    names = ["loss", "aux_loss"]
-    if kind == "sft":  # DPO's are means over the batches of its ranks
-        names += ["mean_token_accuracy", "entropy", "num_tokens"]
-    for found, log in run_ranks(flexseq_run, 2, kind, tmp_path, accumulation):
-        assert update_error(before, wanted, found) < 2e-6
-        for key in (*names, *(f"eval_{name}" for name in names)):
-            assert logged(log, key) == pytest.approx(logged(history, key), rel=2e-6), key
-    assert kind == "plain" or len(logged(history, "aux_loss")) == 2
-
-
-def mixture32():
-    return mixture().float()
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-def test_zero_3_equals_the_plain_trainer(tmp_path):
-    steps = 5
-    options = {"model": mixture32(), "learning_rate": 0.1, "max_steps": steps}
-    before, wanted, history = plain_run(tmp_path, batch=4, **options)
-    settings = (3, 1, False, mixture32, steps)
-    for found, log, _ in run_ranks(zero_run, 2, tmp_path, *settings, seconds=120):
-        assert len(logged(log, "loss")) == steps
-        assert update_error(before, wanted, found) < 2e-6
-        assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-5)
+KINDS = ("plain", "plain, with metrics", "sft", "dpo")
 
 
 def likeliest(logits, labels):
@@ -254,34 +117,60 @@ def likeliest(logits, labels):
     return logits.argmax(dim=-1)
 
 
-def evaluated(cls, folder, batch, **options):
-    """What an evaluation with metrics says, beside training, of a model with a router loss."""
-    common = {"batch": batch, "accumulation": 1, "per_device_eval_batch_size": batch}
-    kind = TrainingArguments if cls is Trainer else FlexSeqConfig
-    args = training_arguments(kind, folder, **common, max_steps=1, **options)
-    trainer = cls(
-        model=mixture(),
-        args=args,
-        train_dataset=dataset(8),
-        eval_dataset=dataset(8),
-        data_collator=padded,
-        preprocess_logits_for_metrics=likeliest,
-        compute_metrics=lambda found: {"first": float(found.predictions[:, 0].sum())},
-    )
-    trainer.train()
-    return trainer.evaluate()
+def make(kind, ours, folder, batch, accumulation=1):
+    """A trainer of two steps of eight documents or pairs."""
+    if kind == "dpo":
+        options = {"batch": batch, "accumulation": accumulation, "steps": 2}
+        case = Case(kind="dpo", settings={"learning_rate": 0.1}, evaluates=True, **options)
+        models = {name: mixture(output_router_logits=False) for name in ("model", "ref_model")}
+        return objectives.make_trainer(case, ours, folder, eval_dataset=None, **models)
+    data = {"train_dataset": dataset(16), "eval_dataset": dataset(8)}
+    settings = {"learning_rate": 0.1, "max_steps": 2, "model": mixture()}
+    settings["per_device_eval_batch_size"] = batch * accumulation
+    if kind == "sft":
+        data = {name: Dataset.from_list(rows) for name, rows in data.items()}
+        adapter = LoraConfig(target_modules=["q_proj"], r=2, modules_to_save=["mlp.gate"])
+        given = {"peft_config": adapter, "eval_dataset": data["eval_dataset"]}
+        if ours:
+            given["flexseq_args"] = FlexSeqArguments(**OPTIONS)
+        model = settings.pop("model")
+        return sft_trainer(
+            FlexSeqSFTTrainer if ours else SFTTrainer,
+            folder,
+            batch,
+            accumulation=accumulation,
+            model=model,
+            train_dataset=data["train_dataset"],
+            settings={**settings, "router_aux_loss_coef": 0.3},
+            **given,
+        )
+    if kind == "plain, with metrics":
+        data["preprocess_logits_for_metrics"] = likeliest
+        data["compute_metrics"] = lambda found: {"first": float(found.predictions[:, 0].sum())}
+    settings |= {"flexseq": {} if ours else None, "batch": batch, "accumulation": accumulation}
+    return trainer_of(Trainer, folder, **data, **settings)
 
 
-def flexseq_evaluated(rank, world_size, folder):
-    return evaluated(FlexSeqTrainer, folder, 8 // world_size, **OPTIONS)
+def run(rank, world_size, kind, folder):
+    torch.manual_seed(0)
+    trainer = make(kind, True, folder, 2, accumulation=2)
+    return trained(trainer, evaluates=kind != "dpo")
 
 
 @pytest.mark.processes
-def test_an_evaluation_with_metrics_has_the_router_loss(tmp_path):
-    wanted = evaluated(Trainer, tmp_path, 8)
-    for found in run_ranks(flexseq_evaluated, 2, tmp_path):
-        assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=2e-6)
-        assert found["eval_first"] == wanted["eval_first"]
+def test_two_ranks_equal_one_process_with_the_step_as_one_batch(tmp_path):
+    by_kind = run_cases(run, 2, [(kind, tmp_path) for kind in KINDS], seconds=120)
+    for kind, by_rank in zip(KINDS, by_kind, strict=True):
+        torch.manual_seed(0)
+        stock = trained(make(kind, False, tmp_path, 8), evaluates=kind != "dpo")
+        names = ["loss", "aux_loss"]
+        if kind == "sft":  # DPO's are means over the batches of its ranks
+            names += ["mean_token_accuracy", "entropy", "num_tokens"]
+        for ours in by_rank:
+            assert weights_apart(stock, ours) < 2e-6, kind
+            keys = [*names, *(f"eval_{name}" for name in names), "eval_first"]
+            assert_logged_alike(stock, ours, keys, rel=2e-6)
+        assert len(logged(stock.log, "aux_loss")) == (2 if kind in ("sft", "dpo") else 0)
 
 
 # ---- both passes
@@ -338,28 +227,22 @@ def test_another_function_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(
         modeling_mixtral, "load_balancing_loss_func", lambda *given: 2 * own(*given)
     )
-    args = training_arguments(FlexSeqConfig, tmp_path, batch=2, accumulation=1)
-    with pytest.raises(NotImplementedError, match="its load_balancing_loss_func gives") as raised:
-        FlexSeqTrainer(model=mixture(), args=args, train_dataset=dataset())
-    assert "set config.output_router_logits=False" in str(raised.value)
-    with pytest.raises(NotImplementedError, match="router_aux_loss_coef=0.5 with Mixtral"):
-        dpo(FlexSeqDPOTrainer, tmp_path, 2, 1, flexseq_args=FlexSeqArguments(**OPTIONS))
+    with refused("its load_balancing_loss_func gives .*set config.output_router_logits=False"):
+        make("plain", True, tmp_path, 2)
+    with refused("router_aux_loss_coef=0.5 with Mixtral"):
+        make("dpo", True, tmp_path, 2)
 
 
-def test_a_loss_of_the_users_own_is_refused(tmp_path):
-    args = training_arguments(FlexSeqConfig, tmp_path, batch=2, accumulation=1)
-    own = {"compute_loss_func": lambda outputs, labels, num_items_in_batch: outputs.loss}
-    with pytest.raises(NotImplementedError, match="output_router_logits=True of Mixtral"):
-        FlexSeqTrainer(model=mixture(), args=args, train_dataset=dataset(), **own)
-
-
-def test_a_pipeline_is_refused(tmp_path):
-    options = {"pipeline_parallel_size": 2, **OPTIONS}
-    args = training_arguments(FlexSeqConfig, tmp_path, batch=2, accumulation=1, **options)
-    with pytest.raises(
-        NotImplementedError, match="output_router_logits=True with pipeline_parallel_size"
-    ):
-        FlexSeqTrainer(model=mixture(), args=args, train_dataset=dataset())
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"compute_loss_func": lambda outputs, labels, num_items_in_batch: outputs.loss}, "of M"),
+        ({"flexseq": {"pipeline_parallel_size": 2}}, "with pipeline_parallel_size"),
+    ],
+)
+def test_a_loss_of_the_users_own_and_a_pipeline_are_refused(tmp_path, settings, said):
+    with refused(f"output_router_logits=True {said}"):
+        trainer_of(Trainer, tmp_path, **{"flexseq": {}, "model": mixture(), **settings})
 
 
 def test_nothing_is_left_on_the_model():

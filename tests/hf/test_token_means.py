@@ -11,63 +11,43 @@ from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.token_means import TokenMeans
 from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer
 from tests.hf.test_trainer import OPTIONS, dataset, logged
+from tests.hf.trainers import assert_logged_alike, trained
 from tests.ranks import run_ranks
 
 SEQUENCES = 6  # of a step
 STEPS = 3
-CAPS = (60, 100, 400)  # tokens of a rank in a micro-batch
+CAPS = (60, 400)  # tokens of a rank in a micro-batch
 TRAINED = ("loss", "mean_token_accuracy", "entropy", "num_tokens")
-EVALUATED = ("eval_loss", "eval_mean_token_accuracy", "eval_entropy", "eval_num_tokens")
 
 
-def log_of(cls, folder, *, batch, accumulation=1, evaluated, **options):
-    """What is logged of a training that ends in an evaluation."""
+def run(cls, folder, *, evaluated, batch=SEQUENCES, accumulation=1, **given):
+    """A training that ends in an evaluation, of so many sequences at a time."""
     data = Dataset.from_list(dataset(SEQUENCES * STEPS))
+    given |= {"train_dataset": data, "eval_dataset": data.select(range(7))}
     settings = {"max_steps": STEPS, "per_device_eval_batch_size": evaluated}
-    trainer = sft_trainer(
-        cls,
-        folder,
-        batch,
-        accumulation=accumulation,
-        settings=settings,
-        train_dataset=data,
-        eval_dataset=data.select(range(7)),
-        **options,
-    )
-    trainer.train()
-    trainer.evaluate()
-    return trainer.state.log_history
+    options = {"accumulation": accumulation, "settings": settings}
+    return trained(sft_trainer(cls, folder, batch, **options, **given), evaluates=True)
 
 
-def logs_by_cap(rank, world_size, folder):
+def runs_by_cap(rank, world_size, folder):
+    own = SEQUENCES // world_size
     found = []
-    for number, cap in enumerate(CAPS):
-        options = {**OPTIONS, "max_tokens_per_rank": cap, "lookahead": 0}
-        batch = 1 if cap == CAPS[0] else SEQUENCES // world_size
-        found.append(
-            log_of(
-                FlexSeqSFTTrainer,
-                folder,
-                batch=batch,
-                accumulation=SEQUENCES // world_size // batch,
-                evaluated=1 + number,
-                flexseq_args=FlexSeqArguments(**options),
-            )
-        )
+    for cap, batch in zip(CAPS, (1, own), strict=True):
+        options = FlexSeqArguments(**{**OPTIONS, "max_tokens_per_rank": cap, "lookahead": 0})
+        given = {"batch": batch, "accumulation": own // batch, "flexseq_args": options}
+        found.append(run(FlexSeqSFTTrainer, folder, evaluated=batch, **given))
     return found
 
 
 @pytest.mark.processes
 def test_figures_of_the_sft_trainer_do_not_depend_on_plan_or_ranks(tmp_path):
-    wanted = log_of(SFTTrainer, tmp_path, batch=SEQUENCES, evaluated=7)
-    for world_size in (1, 2, 3):
-        micro_batches = set()
-        for logs in run_ranks(logs_by_cap, world_size, tmp_path):
-            for log in logs:
-                micro_batches.add(max(logged(log, "flexseq/micro_batches")))
-                for key in (*TRAINED, *EVALUATED):
-                    assert logged(log, key) == pytest.approx(logged(wanted, key), rel=1e-6), key
-        assert len(micro_batches) > 1
+    by_rank = run_ranks(runs_by_cap, 3, tmp_path)
+    stock = run(SFTTrainer, tmp_path, evaluated=7)
+    for runs in by_rank:
+        for ours in runs:
+            keys = (*TRAINED, *(f"eval_{name}" for name in TRAINED))
+            assert_logged_alike(stock, ours, keys, rel=1e-6)
+        assert len({max(logged(ours.log, "flexseq/micro_batches")) for ours in runs}) > 1
 
 
 def trainer_with(**lists):

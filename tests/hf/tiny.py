@@ -1,7 +1,9 @@
 """A model, documents, and what one process makes of them."""
 
 import random
+from contextlib import contextmanager
 
+import pytest
 import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -11,23 +13,41 @@ from hf_flexseq.plan import Plan
 from tests.plans import random_plan
 
 VOCAB = 61
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+}
 
 
-def tiny_llama(dtype=torch.float64, seed=0, **config):
+@contextmanager
+def refused(message, kind=NotImplementedError):
+    """Expect an error of this kind, whose message matches and is one line."""
+    with pytest.raises(kind, match=message) as raised:
+        yield raised
+    assert "\n" not in str(raised.value)
+
+
+def tiny_llama(dtype=torch.float64, seed=0, cls=LlamaForCausalLM, **config):
     """Two layers, grouped-query attention; different seeds are different weights.
 
     transformers' RMSNorm computes in float32 whatever the dtype, so that a loss scaled by 3
     (ranks) has gradients that round differently; torch's own computes in the dtype of its input.
     """
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
-    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **config}))
+    return with_torch_norms(cls(LlamaConfig(**{**SIZES, **config}))).to(dtype)
+
+
+def with_torch_norms(model):
+    """The model, a Llama, with torch's norms in place of transformers' own."""
     for layer in model.model.layers:
         layer.input_layernorm = torch_norm(layer.input_layernorm)
         layer.post_attention_layernorm = torch_norm(layer.post_attention_layernorm)
     model.model.norm = torch_norm(model.model.norm)
-    return model.to(dtype)
+    return model
 
 
 def torch_norm(norm):
@@ -139,16 +159,11 @@ class RandomPlanEngine(FlexSeqEngine):
     """An engine whose plans are random; see `RandomPlanner` for `accepts`."""
 
     def __init__(self, accelerator, seed, accepts=lambda plan: True, **options):
-        super().__init__(
-            accelerator,
-            FlexSeqArguments(
-                **{
-                    "lookahead": 0,
-                    "cost_model": "flexsp-gpt-7b-a100",
-                    "max_tokens_per_rank": 1000,
-                    **options,
-                }
-            ),
-        )
+        defaults = {
+            "lookahead": 0,
+            "cost_model": "flexsp-gpt-7b-a100",
+            "max_tokens_per_rank": 1000,
+        }
+        super().__init__(accelerator, FlexSeqArguments(**{**defaults, **options}))
         topology = self.communicator.topology
         self.executor.planner = lambda ahead: RandomPlanner(topology, seed, accepts)

@@ -46,8 +46,9 @@ from tests.hf.drawn_settings.sources import (
     wide_loss,
 )
 from tests.hf.drawn_settings.verdicts import Judged, Outcome, Verdict, of_both, of_refusal
-from tests.hf.objectives import classes_metrics, classifier, weights_of, word_tokenizer
+from tests.hf.objectives import classes_metrics, classifier, word_tokenizer
 from tests.hf.tiny import tiny_llama
+from tests.hf.trainers import weights_of
 from tests.ranks import run_ranks
 
 RANKS = 2

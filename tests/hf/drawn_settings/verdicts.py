@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.hf.drawn_settings.case import Case
-from tests.hf.objectives import CLOCKS, Array, _distance, size_of
+from tests.hf.trainers import CLOCKS, Array, distance, size_of
 
 
 class Verdict(Enum):
@@ -119,8 +119,8 @@ def differences(case: Case, stock: Outcome, ours: Outcome) -> list[str]:
     """Return what differs, each as a few words."""
     weights_bound, figures_bound = bounds(case)
     found = []
-    apart = _distance(stock.weights, ours.weights)
-    update = max(_distance(stock.weights, stock.start), 1e-9)
+    apart = distance(stock.weights, ours.weights)
+    update = max(distance(stock.weights, stock.start), 1e-9)
     if apart > weights_bound * update:
         found.append(f"weights by {apart / update:.2g} of the update")
     if len(stock.log) != len(ours.log):

@@ -1,0 +1,167 @@
+"""Trainers with hf_flexseq and without, on the same data, and how far apart their runs are.
+
+`scripts/benchmarks/objectives.py` uses this, too.
+"""
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import numpy as np
+import pytest
+from transformers import Trainer, TrainingArguments
+
+from hf_flexseq import FlexSeqArguments, FlexSeqMixin
+from tests.hf.test_exactness import whole
+from tests.hf.test_trainer import OPTIONS, dataset, logged, padded, training_arguments
+from tests.hf.tiny import tiny_llama
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+CLOCKS = ("runtime", "per_second", "time", "total_flos", "flexseq/")  # parts of names of figures
+OF_TRAINER = frozenset(inspect.signature(Trainer.__init__).parameters)
+
+
+def flexseq_class(base: Any) -> Any:
+    """`base` with FlexSeqMixin in front, unless it has it."""
+    if issubclass(base, FlexSeqMixin):
+        return base
+    return type(f"Flex{base.__name__}", (FlexSeqMixin, base), {})
+
+
+def trainer_of(
+    base: Any,
+    folder: Any,
+    *,
+    flexseq: Mapping[str, Any] | None = None,
+    batch: int = 2,
+    accumulation: int = 1,
+    **settings: Any,
+) -> Any:
+    """A trainer of a user's class `base`: three steps of SGD on padded documents.
+
+    flexseq: options besides OPTIONS, None for the stock trainer. settings: arguments of the
+    trainer, and of its TrainingArguments, by their names.
+    """
+    given = {name: settings.pop(name) for name in OF_TRAINER & settings.keys()}
+    if "model" not in given:
+        given["model"] = tiny_llama()
+    if flexseq is not None:
+        base = flexseq_class(base)
+        given["flexseq_args"] = FlexSeqArguments(**{**OPTIONS, **flexseq})
+    defaults = {"optim": "sgd", "max_steps": 3, "per_device_eval_batch_size": 2}
+    args = training_arguments(
+        TrainingArguments,
+        folder,
+        batch=batch,
+        accumulation=accumulation,
+        **{**defaults, **settings},
+    )
+    return base(args=args, **{"train_dataset": dataset(16), "data_collator": padded, **given})
+
+
+# ---- what a trainer makes of its model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a trainer has made of its model."""
+
+    start: dict[str, Array]
+    weights: dict[str, Array]
+    log: list[dict[str, float]]
+
+
+def trained(trainer: Any, *, evaluates: bool = False) -> Run:
+    """Train, and return the weights before and after, in float64, and all that was logged."""
+    start = weights_of(trainer.model)
+    trainer.train()
+    if evaluates:  # not before: the plain Trainer would never wrap the model in DDP then
+        trainer.evaluate()
+    return Run(start=start, weights=weights_of(trainer.model), log=trainer.state.log_history)
+
+
+def weights_of(model: Any) -> dict[str, Array]:
+    """A copy of all weights, whole and in float64, by name."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):  # nothing happens without ZeRO-3
+            value = whole(parameter.detach())
+            found[name] = value.double().numpy().copy()
+    return found
+
+
+# ---- two runs
+
+
+def weights_apart(stock: Run, ours: Run) -> float:
+    """||ours - stock|| over ||stock - start||, all weights together."""
+    return distance(stock.weights, ours.weights) / distance(stock.weights, stock.start)
+
+
+def distance(some: Mapping[str, Array], others: Mapping[str, Array]) -> float:
+    """||some - others||, all weights together."""
+    return math.hypot(*(float(np.linalg.norm(others[n] - own)) for n, own in some.items()))
+
+
+def assert_logged_alike(stock: Run, ours: Run, keys: Sequence[str], *, rel: float) -> None:
+    """Compare figures of two logs."""
+    for key in keys:
+        assert logged(ours.log, key) == pytest.approx(logged(stock.log, key), rel=rel), key
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far ours is from stock."""
+
+    weights: float
+    """||ours - stock|| over ||stock - start||, all weights together."""
+
+    metrics: float
+    """The largest difference of a figure that was logged, over its size where that exceeds 1;
+    see `size_of`."""
+
+    metric: str
+    """The name of that figure."""
+
+    missing: tuple[str, ...]
+    """Figures that stock logs and ours does not."""
+
+    figures: int
+    """So many were compared."""
+
+
+def difference(stock: Run, ours: Run) -> Difference:
+    """Compare weights and logs."""
+    worst, missing, count = (0.0, ""), [], 0
+    assert len(stock.log) == len(ours.log), "both log as often"
+    for wanted, found in zip(stock.log, ours.log, strict=True):
+        for name, value in wanted.items():
+            if not isinstance(value, int | float) or any(clock in name for clock in CLOCKS):
+                continue
+            if name not in found:
+                missing.append(name)
+                continue
+            count += 1
+            if math.isnan(value) and math.isnan(found[name]):
+                continue
+            worst = max(worst, (abs(value - found[name]) / size_of(name, wanted), name))
+    return Difference(
+        weights=weights_apart(stock, ours),
+        metrics=worst[0],
+        metric=worst[1],
+        missing=tuple(missing),
+        figures=count,
+    )
+
+
+def size_of(name: str, entry: Mapping[str, float]) -> float:
+    """What the rounding of a figure in an entry of a log is measured by: its own size, at least 1.
+    Rewards of DPO and KTO are differences of log-probabilities of whole sequences, and have their
+    rounding."""
+    names = [name]
+    if name.removeprefix("eval_").startswith("rewards/"):
+        names += [other for other in entry if "logps/" in other]
+    return max(1.0, *(abs(entry[one]) for one in names))

@@ -1,0 +1,202 @@
+"""Head and cross-entropy in chunks against the twin that makes all logits."""
+
+import itertools
+import json
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.kernels import chunked_loss
+from hf_flexseq.kernels.chunked_loss import choose_backend, chunk_rows, chunked_cross_entropy_sum
+
+needs_torch_loss = pytest.mark.skipif(
+    not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch >= 2.13"
+)
+BACKENDS = [chunked_loss.loop_sum, pytest.param(chunked_loss.torch_sum, marks=needs_torch_loss)]
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """||a - b|| / ||b||, in float64; 0 when both are 0."""
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm().clamp(min=1e-300))
+
+
+def operands(tokens, vocab, dtype, *, bias=True):
+    """hidden [tokens, 12], weight [vocab, 12], bias [vocab] or None and targets [tokens], a third
+    of them ignored."""
+    random = torch.Generator().manual_seed(7)
+    found = []
+    for shape in ((tokens, 12), (vocab, 12), (vocab,)):
+        values = torch.randn(shape, generator=random, dtype=torch.float64)
+        found.append(values.to(dtype).requires_grad_())
+    targets = torch.randint(vocab, (tokens,), generator=random)
+    targets[1::3] = IGNORE_INDEX
+    return [*found[:2], found[2] if bias else None, targets]
+
+
+def wide(inputs):
+    """The same operands in float64."""
+    return [
+        x.detach().double().requires_grad_() if x is not None and x.is_floating_point() else x
+        for x in inputs
+    ]
+
+
+def full_sum(hidden, weight, bias, targets):
+    """The twin: all logits."""
+    logits = F.linear(hidden, weight, bias)
+    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX)
+
+
+def loss_and_grads(function, inputs):
+    """The loss and the gradient of every input that requires one."""
+    leaves = [x for x in inputs if x is not None and x.requires_grad]
+    loss = function(*inputs)
+    return [loss.detach(), *torch.autograd.grad(loss * 0.3, leaves)]
+
+
+def apart(backend, inputs, twins):
+    """How far the loss and each gradient are from those of all logits, of the inputs `twins`."""
+    pairs = zip(loss_and_grads(backend, inputs), loss_and_grads(full_sum, twins), strict=True)
+    return [difference(chunked, full) for chunked, full in pairs]
+
+
+@pytest.fixture
+def four_rows(monkeypatch):
+    """Chunks of four rows."""
+    monkeypatch.setattr(chunked_loss, "chunk_rows", lambda *shape: 4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_sum_and_gradients_are_those_of_full_logits(backend, bias, dtype, tolerance, four_rows):
+    for tokens, vocab in ((1, 5), (2, 5), (7, 33), (8, 33), (23, 33)):
+        inputs = operands(tokens, vocab, dtype, bias=bias)
+        assert {x.dtype for x in loss_and_grads(backend, inputs)} == {dtype}
+        assert max(apart(backend, inputs, wide(inputs))) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_summed_in_float32(dtype, four_rows):
+    inputs = operands(50, 33, dtype)
+    loss, *grads = loss_and_grads(chunked_cross_entropy_sum, inputs)
+    assert loss.dtype == torch.float32
+    assert [grad.dtype for grad in grads] == [dtype] * 3
+    of_loss, *of_grads = apart(chunked_cross_entropy_sum, inputs, wide(inputs))
+    assert of_loss < 1e-6
+    # a gradient is rounded twice: when it is stored, and when it is scaled
+    assert max(of_grads) < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_what_requires_a_gradient_gets_one(backend, four_rows):
+    for frozen in ((0,), (1,), (1, 2), (0, 2)):
+        inputs = operands(9, 33, torch.float64)
+        for i in frozen:
+            inputs[i] = inputs[i].detach()
+        assert max(apart(backend, inputs, inputs)) < 1e-12
+
+
+def test_mixed_dtypes_raise():
+    hidden, weight, bias, targets = operands(5, 33, torch.float32)
+    with pytest.raises(ValueError, match="cast one"):
+        chunked_cross_entropy_sum(hidden.bfloat16(), weight, bias, targets)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_targets_give_zero_loss_and_zero_gradients(backend):
+    for tokens in (0, 5):
+        inputs = operands(tokens, 33, torch.float64)
+        inputs[3][:] = IGNORE_INDEX
+        assert all(not x.any() for x in loss_and_grads(backend, inputs))
+
+
+def test_a_second_backward_raises():
+    loss = chunked_cross_entropy_sum(*operands(5, 33, torch.float64))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError):
+        loss.backward()
+
+
+def peak_bytes(run, folder):
+    """The most bytes that were allocated at once during `run()`, beyond those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    memory = [event for event in events if event["name"] == "[memory]"]
+    memory.sort(key=lambda event: event["ts"])
+    return max(itertools.accumulate(event["args"]["Bytes"] for event in memory))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_of_all_tokens_never_exist(backend, tmp_path, four_rows):
+    tokens, vocab = 512, 700
+    inputs = operands(tokens, vocab, torch.float32)
+    all_logits = tokens * vocab * 4
+    enough = 2 * sum(x.numel() * 4 for x in inputs[:3]) + 4 * 4 * vocab * 4
+    assert enough < all_logits / 2
+    assert peak_bytes(lambda: loss_and_grads(full_sum, inputs), tmp_path) > all_logits
+    assert peak_bytes(lambda: loss_and_grads(backend, inputs), tmp_path) < enough
+
+
+def test_evaluation_computes_no_gradients(tmp_path, four_rows):
+    inputs = operands(8, 4096, torch.bfloat16)
+    enough = inputs[1].numel() * 4 + 3 * 4 * 4096 * 4  # the widened weight, and three chunks
+    with torch.no_grad():
+        assert peak_bytes(lambda: chunked_cross_entropy_sum(*inputs), tmp_path) < enough
+        found = chunked_cross_entropy_sum(*inputs)
+        assert difference(found, full_sum(*wide(inputs))) < 1e-6
+
+
+def test_a_chunk_is_64_mebibytes_or_a_quarter_of_the_weight():
+    assert chunk_rows(256, 32_000, 4) == 524
+    assert chunk_rows(4096, 128_256, 4) == 1024
+    assert chunk_rows(2, 10**9, 4) == 1
+
+
+def test_the_backend_is_chosen_by_dtype_and_device(monkeypatch):
+    def operand(dtype, device="cuda", requires_grad=True):
+        return types.SimpleNamespace(
+            dtype=dtype, device=torch.device(device), requires_grad=requires_grad
+        )
+
+    def name_of(operand, weight=None):
+        return choose_backend(operand, weight or operand).name
+
+    for dtype in (torch.float32, torch.bfloat16):
+        assert name_of(operand(dtype, "cpu")) == "loop"
+    narrow = operand(torch.bfloat16, "cpu")
+    assert "not on cpu" in choose_backend(narrow, narrow).why
+
+    has_torch_loss = hasattr(nn, "LinearCrossEntropyOptions")
+    assert name_of(operand(torch.float32)) == ("torch" if has_torch_loss else "loop")
+    monkeypatch.delattr(nn, "LinearCrossEntropyOptions", raising=False)
+    assert name_of(operand(torch.float32)) == "loop"
+
+    narrow, frozen = operand(torch.bfloat16), operand(torch.bfloat16, requires_grad=False)
+    monkeypatch.setattr(chunked_loss, "_liger_function", lambda: None)
+    assert "not installed" in choose_backend(narrow, narrow).why
+    monkeypatch.setattr(chunked_loss, "_liger_function", lambda: F)
+    assert name_of(narrow) == "liger"
+    assert name_of(frozen, narrow) == "loop"
+    assert name_of(narrow, frozen) == "liger"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("name", ["loop", "liger"])
+def test_16_bits_on_cuda(name):
+    if name == "liger":
+        pytest.importorskip("liger_kernel")
+    inputs = [
+        x.detach().cuda().requires_grad_(x.is_floating_point())
+        for x in operands(50, 33, torch.bfloat16)
+    ]
+    backend = {"loop": chunked_loss.loop_sum, "liger": chunked_loss.liger_sum}[name]
+    assert max(apart(backend, inputs, wide(inputs))) < 2e-2
