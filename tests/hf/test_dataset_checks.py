@@ -79,6 +79,7 @@ def make(folder, data, **settings):
     return make_trainer(folder, data=data, cost_model="estimate", **defaults | settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [as_list, Dataset.from_list])
 def test_examples_that_cannot_be_trained_on_are_named_before_training(tmp_path, made, monkeypatch):
     def drawn(*args):
@@ -97,6 +98,7 @@ def test_examples_that_cannot_be_trained_on_are_named_before_training(tmp_path, 
     make(tmp_path, data, max_tokens_per_rank=9).train()
 
 
+@pytest.mark.slow
 def test_padding_and_examples_that_were_filtered_out_do_not_count(tmp_path):
     row = example(20) | {"attention_mask": [1] * 8 + [0] * 12, "name": "a text"}
     make(tmp_path, Dataset.from_list([row] * 4), max_tokens_per_rank=8).train()
@@ -104,6 +106,7 @@ def test_padding_and_examples_that_were_filtered_out_do_not_count(tmp_path):
     make(tmp_path, whole.select([0, 2])).train()
 
 
+@pytest.mark.slow
 def test_examples_that_a_run_does_not_draw_are_left_alone(tmp_path):
     data = [example(5), example(9)]
     order = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 1}
@@ -129,6 +132,7 @@ def test_a_stream_without_examples_ends_all_ranks(tmp_path):
     run_ranks(drawing, 2, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_step_without_anything_to_learn_is_named_if_it_is_the_first(tmp_path, caplog):
     masked = example(5) | {"labels": [3] + [IGNORE_INDEX] * 4}
     make(tmp_path, [masked] * 4).train()

@@ -103,6 +103,7 @@ def test_four_steps_are_those_of_the_stock_trainer(tmp_path):
             assert entry["step_time"] > entry["flexseq/measured_s"]  # of a whole step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_a_loss_of_ones_own_takes_two_passes_to_the_same_weights(tmp_path, beta):
     wanted = run(0, 1, FixedCompletions, tmp_path, {"beta": beta})
@@ -122,6 +123,7 @@ def test_each_model_runs_once_on_a_micro_batch(tmp_path):
         assert calls.count(model.model) == micro_batches
 
 
+@pytest.mark.slow
 def test_devices_that_leave_out_tokens_without_a_loss_find_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(distillation_trainer, "_use_triton", lambda device: True)
     wanted = run(0, 1, FixedCompletions, tmp_path, {})

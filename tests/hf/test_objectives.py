@@ -1,6 +1,8 @@
 """Trainers whose loss is computed on whole samples: the plain trainer's weights and figures on two
 ranks, what cannot be computed exactly is refused in one line, and the model is left as it was."""
 
+from contextlib import nullcontext
+
 import datasets
 import pytest
 import torch
@@ -28,7 +30,7 @@ from tests.hf.objectives import (
 )
 from tests.hf.test_resume import KilledAfter
 from tests.hf.test_trainer import logged
-from tests.hf.tiny import refused, tiny_llama
+from tests.hf.tiny import VOCAB, refused, tiny_llama
 from tests.ranks import run_cases, run_ranks
 
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 5.0}
@@ -132,32 +134,28 @@ def test_arguments_that_change_results_are_refused_by_name(name):
         Call.read(padded_call(**{name: torch.ones(1)}), of_tokens=True)
 
 
-class OwnLoss(FlexSeqMixin, DPOTrainer):
-    """A loss that asks the model for what `asks` returns."""
+def asking(asks):
+    """A class of ours whose loss first calls the model with what `asks` makes of its inputs."""
 
-    def asks(self, inputs):
-        raise NotImplementedError
+    class Asks(FlexSeqMixin, DPOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            model(**asks(inputs))
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        model(**self.asks(inputs))
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-
-class AsksForLogits(OwnLoss):
-    def asks(self, inputs):
-        return {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+    return Asks
 
 
-class AsksForOtherTokens(OwnLoss):
-    def asks(self, inputs):
-        ids = inputs["input_ids"].flip(0)
-        mask = inputs["attention_mask"].flip(0)
-        return {"input_ids": ids, "attention_mask": mask, "labels": ids, "fused_lm_head": True}
+def logits(inputs):
+    return {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
 
 
-class Fails(OwnLoss):
-    def asks(self, inputs):
-        raise ArithmeticError("the loss itself fails")
+def other_tokens(inputs):
+    flipped = {name: value.flip(0) for name, value in logits(inputs).items()}
+    return {**flipped, "labels": flipped["input_ids"], "fused_lm_head": True}
+
+
+def fails(inputs):
+    raise ArithmeticError("the loss itself fails")
 
 
 def own_trainer(cls, folder, **given):
@@ -167,16 +165,17 @@ def own_trainer(cls, folder, **given):
     return make_trainer(Case(kind="dpo", steps=1), cls, folder, **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cls", "what"),
+    ("asks", "what"),
     [
-        (AsksForLogits, "asks the model for logits, a whole vocabulary for every token"),
-        (AsksForOtherTokens, "OtherTokens computes a loss from tokens or labels that are not"),
+        (logits, "asks the model for logits, a whole vocabulary for every token"),
+        (other_tokens, "Asks computes a loss from tokens or labels that are not"),
     ],
 )
-def test_a_loss_that_asks_for_more_is_refused(tmp_path, cls, what):
+def test_a_loss_that_asks_for_more_is_refused(tmp_path, asks, what):
     with refused(what):
-        own_trainer(cls, tmp_path).train()
+        own_trainer(asking(asks), tmp_path).train()
 
 
 @pytest.mark.parametrize("sizes", [{"hidden_size": 64}, {"num_hidden_layers": 3}])
@@ -223,6 +222,7 @@ class NotesTypes(FlexSeqMixin, Trainer):
         return loss
 
 
+@pytest.mark.slow
 def test_logits_of_classes_are_float32_under_mixed_precision(tmp_path):
     case = Case(kind="sequences", steps=1, dtype=torch.float32, settings={"bf16": True})
     options = FlexSeqArguments(**OPTIONS, lookahead=0)
@@ -262,20 +262,18 @@ def whole_state(trainer):
     return found
 
 
-@pytest.mark.parametrize("cls", [True, Fails])
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", [True, asking(fails)])
 def test_the_models_are_left_as_they_were(tmp_path, cls):
     trainer = own_trainer(cls, tmp_path)
     before = whole_state(trainer)
-    ids = torch.tensor([[5, 6, 7]])
-    if cls is Fails:
-        with pytest.raises(ArithmeticError, match="the loss itself fails"):
-            trainer.train()
-    else:
+    failing = pytest.raises(ArithmeticError, match="the loss itself fails")
+    with nullcontext() if cls is True else failing:
         trainer.train()
     after = whole_state(trainer)
     assert {key: (before[key], after[key]) for key in before if before[key] != after[key]} == {}
     for model in (trainer.model, trainer.ref_model):
-        assert model(input_ids=ids).logits.shape == (1, 3, model.config.vocab_size)
+        assert model(input_ids=torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, VOCAB)
 
 
 def test_every_trainer_whose_loss_is_on_samples_has_its_calls_foreseen():

@@ -206,6 +206,7 @@ def test_own_losses_train_as_the_plain_trainer_does(tmp_path):
             assert own_evaluation == pytest.approx(evaluation, rel=1e-6), name
 
 
+@pytest.mark.slow
 def test_a_metric_beside_an_own_loss(tmp_path):
     seen = []
     for flexseq in (None, OPTIONS):
@@ -221,6 +222,7 @@ def test_a_metric_beside_an_own_loss(tmp_path):
 # ---- what is refused
 
 
+@pytest.mark.slow
 def test_what_a_loss_cannot_have_is_named(tmp_path):
     def asks(outputs, labels, num_items_in_batch=None):
         return outputs.logits.sum()
@@ -274,17 +276,20 @@ def labelled_padding(examples):
     return {**batch, "labels": batch["input_ids"]}
 
 
+@pytest.mark.slow
 def test_gradients_are_of_one_call_for_each_batch(tmp_path):
     for base in (OnOtherTokens, Twice):
         with refused(f"{base.__name__} .* or calls the model twice"):
             make(tmp_path, base=base).train()
 
 
+@pytest.mark.slow
 def test_labels_of_padding_are_refused(tmp_path):
     with refused("labels where its attention_mask has padding", ValueError):
         make(tmp_path, data_collator=labelled_padding, **FUNCTION).train()
 
 
+@pytest.mark.slow
 def test_one_pass_keeps_to_sums_over_tokens(tmp_path):
     """Labels of a micro-batch are shifted already: a loss of its own logits would be wrong."""
     trainer = make(tmp_path, base=OwnLoss)

@@ -139,6 +139,7 @@ def errors_of(rank, world_size, topology, family, plans, wanted, is_attached, ad
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "adapted"),
     [*((family, False) for family in FAMILIES | TOLD), ("Phi3", True), ("Llama4", True)],
@@ -189,6 +190,7 @@ def errors_in_stages(rank, world_size, family, degree, wanted):
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "degree"), [("Llama", 1), ("Llama4", 2)])
 def test_chunks_stand_where_one_process_has_them(family, degree, stays_in_float64):  # noqa: F811
     _, wanted = reference_gradients(make_model(family), EXAMPLES, attention="eager")

@@ -93,6 +93,7 @@ class SkipsCounts(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "base", [Scales, PassesItems, changing_inputs(replaced_tokens), SkipsCounts]
 )
@@ -165,6 +166,7 @@ def test_an_evaluation_with_metrics_before_any_training_refuses_the_same(tmp_pat
         trainer.evaluate()
 
 
+@pytest.mark.slow
 def test_a_mean_beside_the_head_of_sft_is_refused(tmp_path):
     class FlexMeansSFT(FlexSeqMixin, SFTTrainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
@@ -186,6 +188,7 @@ def test_a_mean_beside_the_head_of_sft_is_refused(tmp_path):
     assert figures[0] == figures[1], "the trial leaves no trace in the figures"
 
 
+@pytest.mark.slow
 def test_the_trial_is_made_once_and_leaves_random_numbers_alone(tmp_path):
     calls = []
 
@@ -329,10 +332,12 @@ def test_changed_labels_gradients_and_calls_are_refused(tmp_path, base, said):
     refuses_to_train(base, tmp_path, said)
 
 
+@pytest.mark.slow
 def test_changed_samples_of_a_loss_on_samples_train_as_under_the_plain_trainer(tmp_path):
     assert weights_apart(*both(changing_inputs(labels_masked, Focal), tmp_path)) < 1e-8
 
 
+@pytest.mark.slow
 def test_linear_hooks_on_gradients_train_as_under_the_plain_trainer(tmp_path):
     def masked():
         model = tiny_llama()
@@ -384,6 +389,7 @@ def hooked():
     return model
 
 
+@pytest.mark.slow
 def test_hooks_on_tokens_and_on_logits_train_as_under_the_plain_trainer(tmp_path):
     """Under a hook on its head a model keeps its own loss, with logits."""
 
@@ -444,6 +450,7 @@ class Looks(TrainerCallback):
     on_train_begin = on_step_begin = on_step_end = on_evaluate = on_train_end = look
 
 
+@pytest.mark.slow
 def test_callbacks_call_the_model_as_under_the_plain_trainer(tmp_path):
     found = []
     for how in ("stock", "mixin", "callback"):
