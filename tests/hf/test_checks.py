@@ -63,13 +63,35 @@ def make_trainer(
     )
 
 
+class OwnLoss(FlexSeqTrainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+class MeanLoss(OwnLoss):
+    loss_is_scaled_for_ga = False
+
+
+class PreparesInputs(FlexSeqTrainer):
+    def _prepare_inputs(self, inputs):
+        return super()._prepare_inputs(inputs)
+
+
+class MakesSamples(PreparesInputs):
+    """Samples that are made of prompts."""
+
+    def _set_signature_columns_if_needed(self):
+        self._signature_columns = ["prompt"]
+
+
 # ---- arguments of the Trainer
 
-REENTRANT = {"use_reentrant": True}
+FREE = "sync='free' needs ranks .* use sync='auto'"
+ACCUMULATION = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 WRONG_VALUES = [
     ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size=True: max_tokens_per_rank"),
-    ({"gradient_checkpointing_kwargs": REENTRANT}, "'use_reentrant': False"),
+    ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "'use_reentrant': False"),
     ({"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, "torch's default"),
     ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True: .*it at None"),
     ({"accelerator_config": {"split_batches": True}}, "split_batches=True"),
@@ -78,6 +100,8 @@ WRONG_VALUES = [
     ({"plan_trace": "/"}, "plan_trace='/' is a folder"),
     ({"ddp_timeout": 0}, "ddp_timeout=0: .*more than 0"),
     ({"ddp_timeout": -1}, "ddp_timeout=-1: .*more than 0"),
+    ({"cls": OwnLoss, "sync": "free"}, FREE),
+    ({"sync": "free", "accelerator_config": ACCUMULATION}, FREE),
 ]
 UNSUPPORTED = [
     ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1.*set it to 0"),
@@ -86,6 +110,9 @@ UNSUPPORTED = [
     ({"optim": "lomo"}, "optim='lomo'.*use adamw_torch"),
     ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise'"),
     ({"ddp_static_graph": True}, "ddp_static_graph=True"),
+    ({"trainer": {"compute_metrics": lambda predictions: {}}}, "compute_metrics"),
+    ({"cls": MeanLoss}, "MeanLoss: it is not divided by the tokens.*num_items_in_batch"),
+    ({"cls": MakesSamples}, "support samples made in PreparesInputs: it makes samples"),
 ]
 
 
@@ -94,7 +121,7 @@ UNSUPPORTED = [
     [(ValueError, *case) for case in WRONG_VALUES]
     + [(NotImplementedError, *case) for case in UNSUPPORTED],
 )
-def test_training_arguments(tmp_path, kind, settings, message):
+def test_settings_that_are_refused(tmp_path, kind, settings, message):
     with refused(message, kind):
         make_trainer(tmp_path, **settings)
 
@@ -105,26 +132,24 @@ def test_training_arguments(tmp_path, kind, settings, message):
 def test_the_other_spelling_of_checkpointing(tmp_path):
     with pytest.raises(ValueError, match="'use_reentrant': False"):
         make_trainer(tmp_path, activation_checkpointing_kwargs={"use_reentrant": True})
-    make_trainer(
-        tmp_path,
-        activation_checkpointing=True,
-        activation_checkpointing_kwargs={"every_n_layers": 2},
-    )
+    settings = {"activation_checkpointing_kwargs": {"every_n_layers": 2}}
+    make_trainer(tmp_path, activation_checkpointing=True, **settings)
+
+
+CHECKPOINTING = {"gradient_checkpointing": True}
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"gradient_checkpointing": True},
-        {
-            "gradient_checkpointing": True,
-            "gradient_checkpointing_kwargs": {"use_reentrant": False},
-        },
+        CHECKPOINTING,
+        {**CHECKPOINTING, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
         {"train_sampling_strategy": "group_by_length", "dataloader_drop_last": True},
         {"optim": "sgd", "gradient_accumulation_steps": 4, "sync": "free"},
         {"accelerator_config": {"even_batches": False}},
         {"planner": "static", "sp_degree": 1},
         {"cost_model": "flexsp-gpt-7b-a100"},
+        {"cls": PreparesInputs},
     ],
 )
 def test_settings_that_work(tmp_path, settings):
@@ -151,11 +176,6 @@ def test_packing_of_trl(tmp_path):
         FlexSeqCallback(trainer)
 
 
-def test_metrics_of_whole_logits(tmp_path):
-    with refused("compute_metrics"):
-        make_trainer(tmp_path, trainer={"compute_metrics": lambda predictions: {}})
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -169,44 +189,6 @@ def test_functions_that_sft_would_give_logits(tmp_path, given, message):
     trainer.__dict__ = {**vars(plain), "_is_vision_dataset": False}
     with refused(message):
         trainer._setup_flexseq(FlexSeqArguments())
-
-
-class OwnLoss(FlexSeqTrainer):
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs)
-
-
-class MeanLoss(OwnLoss):
-    loss_is_scaled_for_ga = False
-
-
-class PreparesInputs(FlexSeqTrainer):
-    def _prepare_inputs(self, inputs):
-        return super()._prepare_inputs(inputs)
-
-
-class MakesSamples(PreparesInputs):
-    """Samples that are made of prompts."""
-
-    def _set_signature_columns_if_needed(self):
-        self._signature_columns = ["prompt"]
-
-
-def test_trainers_with_losses_and_samples_of_their_own(tmp_path):
-    with refused("loss of MeanLoss: it is not divided by the tokens.*num_items_in_batch"):
-        make_trainer(tmp_path, cls=MeanLoss)
-    with refused("support samples made in PreparesInputs: it makes samples"):
-        make_trainer(tmp_path, cls=MakesSamples)
-    make_trainer(tmp_path, cls=PreparesInputs)
-
-
-def test_free_synchronisation_where_ranks_meet(tmp_path):
-    message = "sync='free' needs ranks .* use sync='auto'"
-    with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, cls=OwnLoss, sync="free")
-    each = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, sync="free", accelerator_config=each)
 
 
 def zero(stage):
@@ -273,9 +255,8 @@ def test_accelerators(given, kind, message):
 def test_other_parallelism_over_the_same_ranks(size):
     accelerator = Accelerator(cpu=True)
     # accelerate itself refuses it where there is no accelerator
-    accelerator.state.parallelism_config = SimpleNamespace(
-        **{"cp_size": 1, "sp_size": 1, "tp_size": 1, size: 2}
-    )
+    sizes = {"cp_size": 1, "sp_size": 1, "tp_size": 1, size: 2}
+    accelerator.state.parallelism_config = SimpleNamespace(**sizes)
     with pytest.raises(ValueError, match=f"{size}=2: .* leave parallelism_config out"):
         FlexSeqEngine(accelerator, FlexSeqArguments())
 

@@ -26,6 +26,7 @@ from hf_flexseq.hf.model.trial import try_model
 from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS, with_token_columns
+from tests.hf import test_reach
 from tests.hf.by_hand import run_plan
 from tests.hf.test_checks import EXPERTS, SIZES
 from tests.hf.test_reach import stays_in_float64  # noqa: F401  (a fixture)
@@ -54,56 +55,25 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [2.0, 3.0, 5.0, 7.0],
 }
+SCALED = {**LONGROPE, "factor": 4.0}
 FULL = {"layer_types": ["full_attention"] * 2}
+NO_JITTER = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}
+BY_LAYER = {
+    "full_attention": SCALED,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+# by family, beside what tests/hf/test_reach.py says of it
 FAMILIES = {
-    "Phi3": {
-        "rope_parameters": {**LONGROPE, "factor": 4.0},
-        "original_max_position_embeddings": LIMIT,
-    },
-    "Llama": {"rope_parameters": {**LONGROPE, "factor": 4.0}},
+    "Llama": {"rope_parameters": SCALED},
+    "Phi3": {"rope_parameters": SCALED, "original_max_position_embeddings": LIMIT},
     "Phimoe": {
         "rope_parameters": {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3},
         "sliding_window": None,
-        "router_jitter_noise": 0.0,
-        "input_jitter_noise": 0.0,
+        **NO_JITTER,
         **EXPERTS,
     },
-    "Gemma3": {
-        "head_dim": 8,
-        "query_pre_attn_scalar": 16,
-        **FULL,
-        "rope_parameters": {
-            "full_attention": {**LONGROPE, "factor": 4.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    },
-    "Llama4": {
-        "head_dim": 8,
-        "no_rope_layers": [1, 0],
-        "attention_chunk_size": 64,
-        "attn_temperature_tuning": True,
-        "floor_scale": 6,
-        "attn_scale": 0.5,
-        "intermediate_size_mlp": 48,
-        "num_local_experts": 2,
-        "moe_layers": [1],
-        **FULL,
-    },
-}
-
-# Scaled by a function of position_ids, which reach every layer: nothing has to be told.
-TOLD = {
-    "Ministral3": {
-        "head_dim": 8,
-        "sliding_window": None,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 6,
-            "llama_4_scaling_beta": 0.5,
-        },
-    }
+    "Gemma3": {**FULL, "rope_parameters": BY_LAYER},
+    "Llama4": {**FULL, "floor_scale": 6, "attn_scale": 0.5},
 }
 
 
@@ -111,7 +81,8 @@ def make_model(family, *, adapted=False):
     """A model; adapted: with adapters, whose gradients alone are wanted."""
     kind = getattr(transformers, family + "ForCausalLM")
     torch.manual_seed(0)
-    config = kind.config_class(**{**SIZES, **(FAMILIES | TOLD)[family]})
+    known = test_reach.FAMILIES.get(family, {})
+    config = kind.config_class(**{**SIZES, **known, **FAMILIES[family]})
     model = kind._from_config(config, dtype=torch.float64, experts_implementation="eager")
     if adapted:
         layers = ["qkv_proj", "q_proj", "v_proj", "o_proj"]
@@ -142,7 +113,7 @@ def errors_of(rank, world_size, topology, family, plans, wanted, is_attached, ad
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "adapted"),
-    [*((family, False) for family in FAMILIES | TOLD), ("Phi3", True), ("Llama4", True)],
+    [*((family, False) for family in FAMILIES), ("Phi3", True), ("Llama4", True)],
 )
 def test_every_token_stands_where_one_process_has_it(family, adapted, stays_in_float64):  # noqa: F811
     wanted = reference_gradients(make_model(family, adapted=adapted), EXAMPLES, attention="eager")
@@ -155,7 +126,7 @@ def test_every_token_stands_where_one_process_has_it(family, adapted, stays_in_f
         errors = [error for of_rank in by_rank for error in of_rank]
         if is_attached:
             assert max(errors) < 1e-10
-        elif family not in TOLD:
+        else:
             assert min(errors) > 1e-3, "these documents would not show a wrong position"
 
 
@@ -219,6 +190,11 @@ def test_detached_it_leaves_nothing_on_the_model():
         handle.detach()
         handle.detach()
         assert traces(model) == before, family
+    plain = tiny_llama()
+    before = traces(plain)
+    attach_positions(plain)
+    assert traces(plain) == before
+    assert needed_columns(plain) == ()
 
 
 def test_a_forward_that_was_replaced_before_comes_back():
@@ -229,51 +205,29 @@ def test_a_forward_that_was_replaced_before_comes_back():
     assert rotary.forward is former
 
 
-@pytest.mark.parametrize("family", ["Llama", "Llama4"])
-def test_a_copy_of_an_attached_model_stands_alone(family):
-    """Its forwards have its own parameters, whatever becomes of the first one."""
+@pytest.mark.parametrize(("family", "column"), [("Llama", LENGTHS), ("Llama4", INDICES)])
+def test_an_attached_model_and_its_copy_outside_of_a_training(family, column):
     model = make_model(family).eval()
-    handle = attach_positions(model)
-    twin = copy.deepcopy(model)
-    ids = torch.randint(VOCAB, (1, 5), generator=torch.Generator().manual_seed(0))
-    columns = {LENGTHS: torch.full((1, 5), LIMIT + 5), INDICES: torch.arange(7, 12)[None]}
-    columns = {name: columns[name] for name in needed_columns(model)}
-    given = {"input_ids": ids, "position_ids": torch.arange(7, 12)[None], **columns}
+    ids = torch.randint(VOCAB, (1, LIMIT + 5), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
+        plain = model(input_ids=ids).logits
+        handle = attach_positions(model)
+        # as `generate` calls it, between two steps
+        assert torch.equal(model(input_ids=ids).logits, plain)
+        with pytest.raises(ValueError, match=f"is given seq_ctx without '{column}'"):
+            model(input_ids=ids, seq_ctx=object())
+
+        # the forwards of a copy have its own parameters
+        twin = copy.deepcopy(model)
+        positions = torch.arange(7, 12)[None]
+        value = {LENGTHS: torch.full((1, 5), LIMIT + 5), INDICES: positions}[column]
+        given = {"input_ids": ids[:, :5], "position_ids": positions, column: value}
         wanted = model(**given).logits
         handle.detach()
-        plain = model(**given).logits
+        assert not torch.equal(model(**given).logits, wanted)
         for parameter in model.parameters():
             parameter.zero_()
         assert torch.equal(twin(**given).logits, wanted)
-        assert not torch.equal(plain, wanted)
-
-
-def test_a_model_with_plain_positions_is_left_alone():
-    model = tiny_llama()
-    before = traces(model)
-    attach_positions(model)
-    assert traces(model) == before
-    assert needed_columns(model) == ()
-
-
-@pytest.mark.parametrize("family", ["Llama", "Llama4"])
-def test_called_without_a_context_a_model_counts_as_it_does(family):
-    """As `generate` calls it, between two steps."""
-    model = make_model(family).eval()
-    ids = torch.randint(VOCAB, (2, LIMIT + 5), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        wanted = model(input_ids=ids).logits
-        attach_positions(model)
-        assert torch.equal(model(input_ids=ids).logits, wanted)
-
-
-@pytest.mark.parametrize(("family", "column"), [("Llama", LENGTHS), ("Llama4", INDICES)])
-def test_a_context_without_the_column_is_refused(family, column):
-    model = make_model(family)
-    attach_positions(model)
-    with pytest.raises(ValueError, match=f"is given seq_ctx without '{column}'"):
-        model(input_ids=torch.tensor([[1, 2]]), seq_ctx=object())
 
 
 def test_an_engine_gives_a_model_its_columns_and_takes_them_back(stays_in_float64):  # noqa: F811
