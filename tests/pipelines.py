@@ -3,6 +3,7 @@
 from hf_flexseq.cost.stages import PipelineCost, StageCost, chunk_costs, shape_of
 from hf_flexseq.plan.pipeline import Chunk, PipelinePlan
 from hf_flexseq.plan.shard import Slice
+from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
 
 
 def stage_cost(**changed):
@@ -37,6 +38,11 @@ def plan_of(actions, *, sizes=(), tokens=8, stages=None, **fields):
         "planning_s": 0.0,
     }
     return PipelinePlan(**values | fields)
+
+
+def pipelined(lengths, cost, **options):
+    """The plan of `make_pipeline_plan` with these options."""
+    return make_pipeline_plan(lengths, cost, PipelineOptions(**options))
 
 
 def even_cost(stages, *, forward_ns=1000, tokens=8):

@@ -4,7 +4,6 @@ import gzip
 import json
 import pickle
 import sys
-from pathlib import Path
 
 import datasets
 import pyarrow
@@ -22,7 +21,7 @@ TOKENS = [6, 2, 301]
 @pytest.mark.parametrize(
     "text", [json.dumps(LENGTHS, indent=1), "5\n 1\n\n300\n", "\n".join(map(json.dumps, ROWS))]
 )
-def test_text(tmp_path: Path, text: str) -> None:
+def test_text(tmp_path, text):
     (tmp_path / "a").write_text(text)
     (tmp_path / "a.gz").write_bytes(gzip.compress(text.encode()))
     for name in ("a", "a.gz"):
@@ -31,7 +30,7 @@ def test_text(tmp_path: Path, text: str) -> None:
             assert read_lengths(tmp_path / name, "input_ids") == TOKENS
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_parquet(tmp_path):
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
     assert read_lengths(path) == LENGTHS
@@ -42,7 +41,7 @@ def test_parquet(tmp_path: Path) -> None:
         read_lengths(path, "tokens")
 
 
-def test_a_parquet_file_beyond_the_limits_is_refused(tmp_path: Path) -> None:
+def test_a_parquet_file_beyond_the_limits_is_refused(tmp_path):
     path = tmp_path / "a.parquet"
     table = pyarrow.table({"length": [7] * 5000, "input_ids": [[1] * 10] * 5000})
     parquet.write_table(table, path)
@@ -53,7 +52,7 @@ def test_a_parquet_file_beyond_the_limits_is_refused(tmp_path: Path) -> None:
     assert read_lengths(path, "input_ids") == [10] * 5000
 
 
-def test_a_saved_dataset(tmp_path: Path) -> None:
+def test_a_saved_dataset(tmp_path):
     saved = datasets.Dataset.from_list(ROWS)
     saved.select([2, 0]).save_to_disk(tmp_path / "chosen")
     saved.remove_columns("length").save_to_disk(tmp_path / "tokens")
@@ -66,7 +65,7 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
         read_lengths(tmp_path)
 
 
-def test_a_pickle_in_a_saved_dataset_is_not_loaded(tmp_path: Path) -> None:
+def test_a_pickle_in_a_saved_dataset_is_not_loaded(tmp_path):
     class Planted:
         def __reduce__(self) -> tuple[object, ...]:
             return open, (str(tmp_path / "mark"), "w")
@@ -101,16 +100,14 @@ def test_a_pickle_in_a_saved_dataset_is_not_loaded(tmp_path: Path) -> None:
         ('{"tokens": 5}', "size", "no column 'size'"),
     ],
 )
-def test_other_text_is_refused(
-    tmp_path: Path, text: str, column: str | None, message: str
-) -> None:
+def test_other_text_is_refused(tmp_path, text, column, message):
     (tmp_path / "a.txt").write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
         read_lengths(tmp_path / "a.txt", column)
     assert "\n" not in str(caught.value)
 
 
-def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_lengths(tmp_path / "missing.txt")
     for name in ("broken.gz", "binary.txt", "broken.parquet"):
@@ -119,7 +116,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
             read_lengths(tmp_path / name)
 
 
-def test_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.parquet").touch()

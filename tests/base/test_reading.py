@@ -6,7 +6,6 @@ import os
 import pickle
 import threading
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from hf_flexseq.base.reading import Limits, parse_json, read_text
 SMALL = Limits(bytes=1000)
 
 
-def test_text_is_read_gzipped_or_not(tmp_path: Path) -> None:
+def test_text_is_read_gzipped_or_not(tmp_path):
     (tmp_path / "a").write_text("für\n")
     (tmp_path / "a.gz").write_bytes(gzip.compress("für\n".encode()))
     assert read_text(tmp_path / "a") == read_text(tmp_path / "a.gz") == "für\n"
@@ -24,16 +23,14 @@ def test_text_is_read_gzipped_or_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["long.txt", "archive.gz", "/dev/zero"])
-def test_what_is_too_long_is_refused_with_the_option_that_raises_the_limit(
-    tmp_path: Path, name: str
-) -> None:
+def test_what_is_too_long_is_refused_with_the_option_that_raises_the_limit(tmp_path, name):
     (tmp_path / "long.txt").write_bytes(b"x" * 1001)
     (tmp_path / "archive.gz").write_bytes(gzip.compress(b"0" * 10**6, mtime=0))
     with pytest.raises(ValueError, match="is 1,000 bytes, raise it with --limit bytes="):
         read_text(tmp_path / name, SMALL)
 
 
-def test_the_limit_holds_for_a_pipe_without_an_end(tmp_path: Path) -> None:
+def test_the_limit_holds_for_a_pipe_without_an_end(tmp_path):
     """Its writer is stopped by the reader that has seen enough."""
     os.mkfifo(tmp_path / "pipe")
 
@@ -60,7 +57,7 @@ def test_the_limit_holds_for_a_pipe_without_an_end(tmp_path: Path) -> None:
         ("bent.gz", gzip.compress(bytes(range(100)), mtime=0)[:12] + b"\xff" * 40),
     ],
 )
-def test_what_is_no_text_is_refused(tmp_path: Path, name: str, data: bytes) -> None:
+def test_what_is_no_text_is_refused(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match="is no") as caught:
         read_text(tmp_path / name)
@@ -81,12 +78,12 @@ def test_what_is_no_text_is_refused(tmp_path: Path, name: str, data: bytes) -> N
         ("", "is not JSON"),
     ],
 )
-def test_json_that_is_none_or_means_two_things_is_refused(text: str, message: str) -> None:
+def test_json_that_is_none_or_means_two_things_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         parse_json(text)
 
 
-def test_more_lists_than_memory_holds_are_counted_before_they_are_made() -> None:
+def test_more_lists_than_memory_holds_are_counted_before_they_are_made():
     text = json.dumps([[]] * 1000)
     with pytest.raises(ValueError, match="1,001 lists and objects, more than 1,000") as bad:
         parse_json(text, SMALL)
@@ -94,7 +91,7 @@ def test_more_lists_than_memory_holds_are_counted_before_they_are_made() -> None
     assert parse_json(text, Limits(bytes=enough)) == [[]] * 1000
 
 
-def test_limits_are_whole_numbers_and_positive() -> None:
+def test_limits_are_whole_numbers_and_positive():
     assert Limits().with_values([("ranks", 5), ("ranks", 7)]).ranks == 7
     with pytest.raises(ValueError, match="ranks=0: must be at least 1"):
         Limits(ranks=0)

@@ -6,18 +6,18 @@ from hf_flexseq.base.topology import Topology
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(0, 8), (1, 0), (-1, 2)])
-def test_empty_topologies_are_refused(nodes: int, ranks_per_node: int) -> None:
+def test_empty_topologies_are_refused(nodes, ranks_per_node):
     with pytest.raises(ValueError, match="must be at least 1"):
         Topology(nodes=nodes, ranks_per_node=ranks_per_node)
 
 
-def test_from_world_spreads_ranks_evenly() -> None:
+def test_from_world_spreads_ranks_evenly():
     assert Topology.from_world(12, 6) == Topology(nodes=2, ranks_per_node=6)
     with pytest.raises(ValueError, match="cannot be spread evenly"):
         Topology.from_world(12, 8)
 
 
-def test_parts_of_a_node_and_whole_nodes_are_allowed() -> None:
+def test_parts_of_a_node_and_whole_nodes_are_allowed():
     topology = Topology(nodes=3, ranks_per_node=4)
     for block in ((0, 1), (1, 4), (0, 4), (4, 6), (0, 8), (4, 12), (0, 12)):
         assert topology.allows(*block), block
@@ -26,7 +26,7 @@ def test_parts_of_a_node_and_whole_nodes_are_allowed() -> None:
     assert topology.degrees() == [1, 2, 4, 12]
 
 
-def test_spans_nodes() -> None:
+def test_spans_nodes():
     topology = Topology(nodes=2, ranks_per_node=4)
     for block, spans in (((0, 4), False), ((4, 8), False), ((3, 5), True), ((0, 8), True)):
         assert topology.spans_nodes(*block) == spans, block
@@ -35,7 +35,7 @@ def test_spans_nodes() -> None:
 @pytest.mark.parametrize(
     "nodes, ranks_per_node", [(1, 1), (1, 2), (1, 8), (8, 8), (2, 3), (3, 1), (5, 6)]
 )
-def test_aligned_blocks_are_allowed_and_fewer_than_ranks(nodes: int, ranks_per_node: int) -> None:
+def test_aligned_blocks_are_allowed_and_fewer_than_ranks(nodes, ranks_per_node):
     topology = Topology(nodes=nodes, ranks_per_node=ranks_per_node)
     blocks = list(topology.aligned_blocks())
     assert len(blocks) == len(set(blocks)) < max(2, topology.world_size)

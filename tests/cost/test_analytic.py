@@ -35,7 +35,7 @@ def estimate(
 # ---- full attention
 
 
-def test_flops_and_bytes_are_counted() -> None:
+def test_flops_and_bytes_are_counted():
     cost, flops = estimate(LLAMA_8B, 2, zero_stage=3), DEVICES["H100"].flops
     assert cost.linear_s * flops == pytest.approx(8 * (LLAMA_8B.params - 128256 * 4096))
     assert cost.attention_s * flops == pytest.approx(32 * 7 * 4096)
@@ -47,7 +47,7 @@ def test_flops_and_bytes_are_counted() -> None:
     assert cost.sharded_state_bytes == 16 * LLAMA_8B.params
 
 
-def test_memory_depends_on_sharding_and_checkpointing() -> None:
+def test_memory_depends_on_sharding_and_checkpointing():
     def tokens(**options: object) -> int:
         return estimate(LLAMA_8B, 2, device="H200", **options).max_tokens_per_rank(16)
 
@@ -63,7 +63,7 @@ def test_memory_depends_on_sharding_and_checkpointing() -> None:
 @pytest.mark.parametrize(
     "nodes, ranks", [(1, 1), (1, 8), (2, 8), (2, 4), (3, 2), (2, 12), (2, 16), (5, 3)]
 )
-def test_bandwidth_is_the_node_s_exactly_inside_nodes(nodes: int, ranks: int) -> None:
+def test_bandwidth_is_the_node_s_exactly_inside_nodes(nodes, ranks):
     cost, device = estimate(LLAMA_8B, nodes, ranks, zero_stage=3), DEVICES["H100"]
     assert all(cost.bandwidth(d, False) == device.intra_bytes for d in range(2, ranks + 1))
     assert all(cost.bandwidth(n * ranks, True) == device.inter_bytes for n in range(2, nodes + 1))
@@ -72,7 +72,7 @@ def test_bandwidth_is_the_node_s_exactly_inside_nodes(nodes: int, ranks: int) ->
 # ---- windows
 
 
-def test_pairs_of_windows_and_weights_of_active_experts_are_counted() -> None:
+def test_pairs_of_windows_and_weights_of_active_experts_are_counted():
     model = shape(active_params=4_000, reaches=((9, WINDOW),))
     cost, plain = estimate(model, zero_stage=3), estimate(shape(), zero_stage=3)
     (kind,) = cost.kinds
@@ -91,7 +91,7 @@ def test_pairs_of_windows_and_weights_of_active_experts_are_counted() -> None:
     assert kept.state_bytes - lone.state_bytes == 9 * halos
 
 
-def test_heads_that_differ_by_kind_count_by_kind() -> None:
+def test_heads_that_differ_by_kind_count_by_kind():
     even = shape(layers=4, kv_heads=4, head_dim=32, reaches=((3, WINDOW),))
     by_kind = ((FULL, HeadShape(4, 1, 32)), (WINDOW, HeadShape(4, 4, 16)))
     cost, uneven = estimate(even), estimate(replace(even, head_shapes=by_kind))
@@ -112,7 +112,7 @@ def recurrent(sizes: RecurrentShape, count: int = 6) -> ModelShape:
     return shape(layers=8, without_attention=6, recurrent=((count, sizes),))
 
 
-def test_bytes_of_summaries_halos_and_rows_are_counted() -> None:
+def test_bytes_of_summaries_halos_and_rows_are_counted():
     cost = estimate(recurrent(DELTA), checkpointing=False)
     (kind,) = cost.recurrent
     assert (cost.attention_share, kind.share) == (0.25, 0.75)
@@ -126,7 +126,7 @@ def test_bytes_of_summaries_halos_and_rows_are_counted() -> None:
     assert lone.state_bytes < cost.state_bytes  # states of segments, and summaries on their way
 
 
-def test_a_mamba_2_has_the_summaries_of_a_decay_and_a_convolution_none() -> None:
+def test_a_mamba_2_has_the_summaries_of_a_decay_and_a_convolution_none():
     (kind,) = estimate(recurrent(replace(DELTA, kind="mamba2"))).recurrent
     assert kind.summary_bytes == 6 * 4 * (16 * 8 + 1) * 4
     convolution = RecurrentShape(kind="convolution", width=3, channels=64)
@@ -135,7 +135,7 @@ def test_a_mamba_2_has_the_summaries_of_a_decay_and_a_convolution_none() -> None
     assert kind.token_s > 0
 
 
-def test_the_scan_of_a_preset_takes_what_was_measured_of_its_kernel() -> None:
+def test_the_scan_of_a_preset_takes_what_was_measured_of_its_kernel():
     # 32,768 tokens of 64 heads: 15.56 ms without checkpointing, as SCAN_EFFICIENCY says
     sizes = RecurrentShape(
         kind="gated_delta",
@@ -165,14 +165,8 @@ def test_the_scan_of_a_preset_takes_what_was_measured_of_its_kernel() -> None:
     ],
 )
 def test_presets_have_the_published_sizes(
-    model: str,
-    attention: float,
-    full: float,
-    recurrent: float,
-    billions: float,
-    active: float,
-    device: str,
-) -> None:
+    model, attention, full, recurrent, billions, active, device
+):
     cost = PRESETS[f"{model}-{device}"]
     assert cost.attention_share == pytest.approx(attention)
     assert cost.full_share == pytest.approx(full)
@@ -191,7 +185,7 @@ def test_presets_have_the_published_sizes(
 # ---- refused
 
 
-def test_shapes_without_meaning_are_refused() -> None:
+def test_shapes_without_meaning_are_refused():
     with pytest.raises(ValueError, match="63 layers with a window or a chunk, of 62 layers"):
         replace(SHAPES["gemma-3-27b"], reaches=((63, WINDOW),))
     with pytest.raises(ValueError, match="9 gated delta layers, of 8 layers"):

@@ -36,7 +36,7 @@ def slices_of(degree: int, strategy: str) -> list[tuple[int, ...]]:
     [FULL, *(Reach(window=n) for n in (1, 5, 64)), *(Reach(chunk=n) for n in (1, 7))],
     ids=str,
 )
-def test_pairs_of_arrays_are_those_of_single_sequences(reach: Reach) -> None:
+def test_pairs_of_arrays_are_those_of_single_sequences(reach):
     lengths = np.arange(0, 200)
     counted = [2 * reach.pairs(int(length)) for length in lengths]
     assert doubled_pairs(reach, lengths.astype(np.float64)).tolist() == counted
@@ -51,9 +51,7 @@ def test_pairs_of_arrays_are_those_of_single_sequences(reach: Reach) -> None:
     ],
     ids=str,
 )
-def test_the_busiest_rank_has_the_pairs_and_halos_that_it_is_priced_with(
-    reach: Reach, strategy: str
-) -> None:
+def test_the_busiest_rank_has_the_pairs_and_halos_that_it_is_priced_with(reach, strategy):
     for degree in (1, 2, 3, 4, 8):
         ranks = slices_of(degree, strategy)
         pairs, received = [], []
@@ -74,7 +72,7 @@ def test_the_busiest_rank_has_the_pairs_and_halos_that_it_is_priced_with(
         assert priced[0] == max(received) or not short
 
 
-def test_the_ranks_of_a_hybrid_share_the_pairs_of_the_busiest_node() -> None:
+def test_the_ranks_of_a_hybrid_share_the_pairs_of_the_busiest_node():
     window = NearLayers(reach=Reach(window=64), share=1.0, attention_s=1.0)
     cost = simple_cost(heads=8, kinds=(window,))
     nodes = nodes_spanned(16)
@@ -84,7 +82,7 @@ def test_the_ranks_of_a_hybrid_share_the_pairs_of_the_busiest_node() -> None:
     assert found == pytest.approx(most / (16 // nodes))
 
 
-def test_seconds_are_a_sum_over_kinds_worked_by_hand() -> None:
+def test_seconds_are_a_sum_over_kinds_worked_by_hand():
     # A quarter of the layers are full, and have a quarter of the bytes.
     full = 2.0 * 16 * 16
     near = 0.5 * 2 * (4 * 5 / 2 + 12 * 4)  # 10 + 48 pairs
@@ -101,7 +99,7 @@ def test_seconds_are_a_sum_over_kinds_worked_by_hand() -> None:
         assert found == pytest.approx(1e9 * expected, rel=1e-8), strategy
 
 
-def test_a_window_halo_does_not_grow_with_the_sequence() -> None:
+def test_a_window_halo_does_not_grow_with_the_sequence():
     kinds = (replace(WINDOW, share=1.0, attention_s=0.0),)
     only_windows = replace(SIMPLE, attention_s=0.0, kinds=kinds)
     short, long = (only_windows.sequence_ns(n, 4, "zigzag", False) for n in (1 << 10, 1 << 20))
@@ -109,7 +107,7 @@ def test_a_window_halo_does_not_grow_with_the_sequence() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["local", "ulysses"])
-def test_a_window_beyond_the_sequence_costs_what_a_full_layer_does(strategy: str) -> None:
+def test_a_window_beyond_the_sequence_costs_what_a_full_layer_does(strategy):
     full = replace(SIMPLE, kinds=())
     wide = NearLayers(reach=Reach(window=10**6), share=0.75, attention_s=1.5)
     split = replace(SIMPLE, attention_s=0.5, kinds=(wide,))
@@ -118,14 +116,14 @@ def test_a_window_beyond_the_sequence_costs_what_a_full_layer_does(strategy: str
     assert parts == pytest.approx(whole, rel=1e-4)  # s (s + 1) for s^2
 
 
-def test_hybrids_and_groups_on_nodes_have_a_price_with_windows() -> None:
+def test_hybrids_and_groups_on_nodes_have_a_price_with_windows():
     cost = PRESETS["gemma-3-27b-h100"]
     for strategy in (*RINGS, "hybrid", "ulysses"):
         short, long = (cost.sequence_ns(n, 16, strategy, True) for n in (1 << 14, 1 << 18))
         assert 0 < short < long
 
 
-def test_the_host_of_a_ring_does_less_for_windows() -> None:
+def test_the_host_of_a_ring_does_less_for_windows():
     cost = replace(SIMPLE, launch_s=1.0, post_s=1.0, message_s=1.0)
     full = replace(cost, kinds=())
     assert cost.host_s(8, "zigzag", False) < 0.5 * full.host_s(8, "zigzag", False)

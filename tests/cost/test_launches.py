@@ -64,15 +64,13 @@ def ring_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
         *((name, ONE_NODE + TWO_NODES + UNEVEN) for name in RINGS),
     ],
 )
-def test_the_closed_forms_are_what_the_busiest_rank_does(
-    strategy: str, places: list[tuple[int, int]]
-) -> None:
+def test_the_closed_forms_are_what_the_busiest_rank_does(strategy, places):
     for degree, nodes in places:
         wanted = layer_work(strategy, degree, nodes=nodes)
         assert busiest(strategy, degree, nodes) == wanted, (degree, nodes)
 
 
-def test_a_zigzag_of_eight_launches_and_posts_no_more_than_that() -> None:
+def test_a_zigzag_of_eight_launches_and_posts_no_more_than_that():
     work = layer_work("zigzag", 8)
     assert (work.launches, work.posts) == (59, 16)
 
@@ -84,28 +82,24 @@ def test_a_zigzag_of_eight_launches_and_posts_no_more_than_that() -> None:
         *((name, [(2, 1), (3, 1), (8, 1), (4, 2), (8, 2), (8, 4), (4, 4)]) for name in RINGS),
     ],
 )
-def test_a_window_launches_one_call_and_posts_its_halo_once_each_way(
-    strategy: str, places: list[tuple[int, int]]
-) -> None:
+def test_a_window_launches_one_call_and_posts_its_halo_once_each_way(strategy, places):
     for degree, nodes in places:
         wanted = halo_work(strategy, degree, nodes=nodes)
         assert busiest(strategy, degree, nodes, WINDOW) == wanted, (degree, nodes)
 
 
-def test_windows_leave_ulysses_its_launches_and_posts() -> None:
+def test_windows_leave_ulysses_its_launches_and_posts():
     assert busiest("ulysses", 8, 1, WINDOW) == layer_work("ulysses", 8)
 
 
 @pytest.mark.parametrize("pieces", [2, 4])
-def test_every_piece_of_the_heads_is_exchanged_on_its_own(
-    pieces: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_piece_of_the_heads_is_exchanged_on_its_own(pieces, monkeypatch):
     monkeypatch.setitem(PIECE_ROWS, "cuda", TOKENS * 8 * SHAPE.query_heads // 8 // pieces)
     assert busiest("ulysses", 8, 1) == layer_work("ulysses", 8, pieces=pieces)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_count_exceeds_the_bound(strategy: str) -> None:
+def test_no_count_exceeds_the_bound(strategy):
     for degree in (2, 3, 4, 7, 8, 64, 1024):
         for nodes in (1, 2, degree // 2, degree):
             if degree % nodes == 0:
@@ -113,10 +107,10 @@ def test_no_count_exceeds_the_bound(strategy: str) -> None:
                 assert max(work) <= MOST_PER_RANK * degree
 
 
-def test_rings_fetch_as_far_ahead_as_they_are_priced() -> None:
+def test_rings_fetch_as_far_ahead_as_they_are_priced():
     assert RING_AHEAD == ring.AHEAD
 
 
-def test_an_unknown_strategy_is_refused() -> None:
+def test_an_unknown_strategy_is_refused():
     with pytest.raises(ValueError, match="strategy 'ring' has no counted launches"):
         layer_work("ring", 2)

@@ -37,13 +37,13 @@ def published_ms(length: int, degree: int, gigabytes_per_s: float) -> float:
 @pytest.mark.parametrize(
     "degree, speed", [(2, 119.5), (4, 104.1), (8, 96.5), (16, 10.33), (32, 5.94), (64, 4.87)]
 )
-def test_preset_is_the_published_formula(degree: int, speed: float) -> None:
+def test_preset_is_the_published_formula(degree, speed):
     for length in (1, 4096, 100_003, 393_216):
         ours = FLEXSP.sequence_ns(length, degree, "ulysses", spans_nodes=degree > 8)
         assert abs(ours - published_ms(length, degree, speed) * 1e6) <= 1
 
 
-def test_preset_constants_and_memory_are_the_published_ones() -> None:
+def test_preset_constants_and_memory_are_the_published_ones():
     assert FLEXSP.sequence_ns(10_000, 1, "local", False) == round((5.128e-6 * 1e8 + 1839.6) * 1e6)
     assert FLEXSP.micro_batch_ns == 629_400_000
     assert PRESETS["flexsp-gpt-13b-a100"].micro_batch_ns == 1_132_600_000
@@ -55,7 +55,7 @@ def test_preset_constants_and_memory_are_the_published_ones() -> None:
     assert at_192k.max_tokens_per_rank(64) == 5993
 
 
-def test_bandwidth_of_unmeasured_degrees() -> None:
+def test_bandwidth_of_unmeasured_degrees():
     speed = dict(FLEXSP.bandwidths)
     inside, across = (
         [FLEXSP.bandwidth(d, spans) for d in (2, 3, 5, 6, 8)] for spans in (False, True)
@@ -66,13 +66,13 @@ def test_bandwidth_of_unmeasured_degrees() -> None:
     assert wide == [speed[d] for d in (16, 32, 64, 64, 64)]
 
 
-def test_ulysses_with_heads_that_do_not_divide() -> None:
+def test_ulysses_with_heads_that_do_not_divide():
     cost = simple_cost(attention_s=1.0, linear_s=1e-6, heads=6)
     attention = [cost.sequence_ns(1000, d, "ulysses", False) / 1e15 for d in (2, 3, 4, 6, 12)]
     assert attention == pytest.approx([1 / 2, 1 / 3, 2 / 6, 1 / 6, 1 / 6], rel=1e-6)
 
 
-def test_a_ring_hides_transfers_behind_attention_or_the_other_way_round() -> None:
+def test_a_ring_hides_transfers_behind_attention_or_the_other_way_round():
     cost = simple_cost(
         attention_s=1.0, linear_s=1.0, ring_bytes=2.0, ring_overlap=1.0, bandwidths=((4, 0.5),)
     )
@@ -81,7 +81,7 @@ def test_a_ring_hides_transfers_behind_attention_or_the_other_way_round() -> Non
     assert cost.sequence_ns(100, 4, "zigzag", False) == round((100**2 / 4 + 100 / 4) * 1e9)
 
 
-def test_ulysses_hides_all_but_the_first_piece_of_its_heads() -> None:
+def test_ulysses_hides_all_but_the_first_piece_of_its_heads():
     """Two heads on each of four ranks: half of the transfers may be hidden, of sixteen heads three
     quarters."""
     link = {"all_to_all_bytes": 2.0, "bandwidths": ((4, 0.5),), "all_to_all_overlap": 0.5}
@@ -93,7 +93,7 @@ def test_ulysses_hides_all_but_the_first_piece_of_its_heads() -> None:
             assert cost.sequence_ns(length, 4, "ulysses", False) == round(seconds * 1e9)
 
 
-def test_a_hybrid_is_ulysses_inside_a_node_and_a_ring_across_nodes() -> None:
+def test_a_hybrid_is_ulysses_inside_a_node_and_a_ring_across_nodes():
     """16 ranks on two nodes: 10 bytes a token inside at 5 bytes/s, one trip of 3 bytes a token
     across at 1 byte/s."""
     cost = simple_cost(
@@ -114,7 +114,7 @@ def test_a_hybrid_is_ulysses_inside_a_node_and_a_ring_across_nodes() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced", "hybrid"])
-def test_unknown_rings_are_refused(strategy: str) -> None:
+def test_unknown_rings_are_refused(strategy):
     with pytest.raises(ValueError, match="no ring_bytes"):
         FLEXSP.sequence_ns(10, 2, strategy, True)
     with pytest.raises(ValueError, match="no ring_bytes"):
@@ -124,7 +124,7 @@ def test_unknown_rings_are_refused(strategy: str) -> None:
         FLEXSP.sequence_ns(10, 2, "ring", False)
 
 
-def test_vector_and_scalar_agree() -> None:
+def test_vector_and_scalar_agree():
     cost = rings(Topology(nodes=2, ranks_per_node=8))
     lengths = np.array([1, 17, 4096, 123_457])
     for degree, strategy in ((1, "local"), (6, "ulysses"), (16, "zigzag")):
@@ -137,7 +137,7 @@ def test_vector_and_scalar_agree() -> None:
     "name", ["llama-3.1-8b-h200", "qwen3.5-35b-a3b-h100", "gpt-oss-120b-h100"]
 )
 @pytest.mark.parametrize("strategy", ["local", "ulysses", "zigzag"])
-def test_forwards_alone_take_between_a_quarter_and_a_half(name: str, strategy: str) -> None:
+def test_forwards_alone_take_between_a_quarter_and_a_half(name, strategy):
     cost = PRESETS[name]
     degree = 1 if strategy == "local" else 8
     lengths = np.array([100, 5_000, 60_000])
@@ -160,13 +160,13 @@ STEP = (
 )
 
 
-def test_lockstep_waits_for_the_slowest_rank_of_each_micro_batch() -> None:
+def test_lockstep_waits_for_the_slowest_rank_of_each_micro_batch():
     node = Topology(nodes=1, ranks_per_node=2)
     assert [ns / 1e9 for ns in lockstep_ns(SIMPLE, STEP, LENGTHS, node)] == [108, 106]
     assert step_ns(SIMPLE, STEP, LENGTHS, node, sync="lockstep") == 214e9
 
 
-def test_groups_of_two_ranks_and_more_pay_their_latency() -> None:
+def test_groups_of_two_ranks_and_more_pay_their_latency():
     cost, node = replace(SIMPLE, group_s=3.0), Topology(nodes=1, ranks_per_node=3)
     later, before = (rank_ns(model, STEP[0].groups, LENGTHS, node) for model in (cost, SIMPLE))
     assert [(a - b) / 1e9 for a, b in zip(later, before, strict=True)] == [3, 3, 0]
@@ -175,9 +175,7 @@ def test_groups_of_two_ranks_and_more_pay_their_latency() -> None:
 
 @pytest.mark.parametrize("overlap", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("strategy", ["ulysses", "zigzag", "balanced"])
-def test_a_group_takes_its_attention_or_its_launches_whichever_is_longer(
-    strategy: str, overlap: float
-) -> None:
+def test_a_group_takes_its_attention_or_its_launches_whichever_is_longer(strategy, overlap):
     """Sequences of a group share its launches; linear layers and latencies come on top."""
     host = {"launch_s": 2.0, "post_s": 5.0, "message_s": 1.0, "host_overlap": overlap}
     cost = replace(SIMPLE, attention_s=1.0, ring_bytes=3.0, ring_overlap=1.0, group_s=7.0, **host)
@@ -199,13 +197,13 @@ def test_a_group_takes_its_attention_or_its_launches_whichever_is_longer(
     assert group_ns(cost, alone, (8,), node) == group_ns(SIMPLE, alone, (8,), node) + 64e9
 
 
-def test_a_hybrid_inside_a_node_launches_what_ulysses_does() -> None:
+def test_a_hybrid_inside_a_node_launches_what_ulysses_does():
     cost = simple_cost(ring_bytes=3.0, launch_s=1.0, post_s=1.0)
     assert cost.waits(4, "hybrid", False) == cost.waits(4, "ulysses", False)
     assert cost.waits(16, "hybrid", True) != cost.waits(16, "ulysses", True)
 
 
-def test_free_ranks_wait_only_in_their_groups() -> None:
+def test_free_ranks_wait_only_in_their_groups():
     node = Topology(nodes=1, ranks_per_node=3)
     assert [ns / 1e9 for ns in free_ns(SIMPLE, STEP, LENGTHS, node)] == [210, 210, 0]
     late = (STEP[1], STEP[0])
@@ -241,7 +239,7 @@ def crossover(cost: CostModel) -> int:
     return lengths[beats.index(True)]
 
 
-def test_launches_rule_out_a_zigzag_of_8_at_16k_and_allow_it_at_128k() -> None:
+def test_launches_rule_out_a_zigzag_of_8_at_16k_and_allow_it_at_128k():
     without = replace(H200, launch_s=0.0, post_s=0.0)
     assert chosen(without, 16 * K) == ("zigzag", 8)
     assert chosen(H200, 16 * K) == ("ulysses", 8)
@@ -251,7 +249,7 @@ def test_launches_rule_out_a_zigzag_of_8_at_16k_and_allow_it_at_128k() -> None:
     assert seconds(H200, "zigzag", 128 * K) == seconds(without, "zigzag", 128 * K)
 
 
-def test_doubling_the_cost_of_a_launch_moves_the_crossover() -> None:
+def test_doubling_the_cost_of_a_launch_moves_the_crossover():
     launches_twice = replace(H200, launch_s=2 * H200.launch_s)
     both_twice = replace(launches_twice, post_s=2 * H200.post_s)
     lengths = [16 * K, *map(crossover, (H200, launches_twice, both_twice)), 128 * K]
@@ -262,15 +260,13 @@ def test_doubling_the_cost_of_a_launch_moves_the_crossover() -> None:
     ("nodes", "per_node", "tried"),
     [(8, 8, True), (2, 4, True), (3, 6, True), (5, 6, False), (4, 1, False), (1, 8, False)],
 )
-def test_auto_tries_hybrids_where_they_are_priced_for_their_nodes(
-    nodes: int, per_node: int, tried: bool
-) -> None:
+def test_auto_tries_hybrids_where_they_are_priced_for_their_nodes(nodes, per_node, tried):
     asked = H200.allowed("auto", Topology(nodes=nodes, ranks_per_node=per_node))
     assert ("hybrid" in H200.strategies(asked)) == tried
     assert "hybrid" not in FLEXSP.strategies(asked)  # which knows no ring
 
 
-def test_auto_takes_a_hybrid_that_beats_all_other_strategies() -> None:
+def test_auto_takes_a_hybrid_that_beats_all_other_strategies():
     """One sequence over two nodes, whose links are slow: one share of the keys crosses them."""
     topology = Topology(nodes=2, ranks_per_node=8)
     slow = replace(H200, bandwidths=((8, 4e11), (16, 4e9)))

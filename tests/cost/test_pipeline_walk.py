@@ -11,8 +11,7 @@ from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.cost.walk import makespan_ns, peak_bytes, timed
 from hf_flexseq.plan.pipeline import parse
-from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
-from pipelines import costs_of, even_cost, plan_of, relaxed, stage_cost
+from pipelines import costs_of, even_cost, pipelined, plan_of, relaxed, stage_cost
 from tests.budget import examples, for_seeds
 
 
@@ -26,7 +25,7 @@ def random_plan(rng):
     cost = PipelineCost(stages=tuple(stages), send_ns=rng.choice([0.0, 40.0]))
     lengths = [rng.randint(1, 4000) for _ in range(rng.randint(1, 6))]
     schedule = rng.choice(["auto", "seq1f1b", "infinipipe"])
-    plan = make_pipeline_plan(lengths, cost, PipelineOptions(schedule=schedule, chunks=3))
+    plan = pipelined(lengths, cost, schedule=schedule, chunks=3)
     layers = tuple(tuple(rng.randint(0, 5) for _ in plan.chunks) for _ in stages)
     return replace(plan, checkpointed=layers), cost
 

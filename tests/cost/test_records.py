@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import MISSING, fields
-from pathlib import Path
 
 import pytest
 
@@ -41,7 +40,7 @@ CHANGED = {
 }
 
 
-def test_json_round_trip(tmp_path: Path) -> None:
+def test_json_round_trip(tmp_path):
     chunks = NearLayers(reach=Reach(chunk=8192), share=0.25, attention_s=1e-9)
     scans = RecurrentLayers(**SCANS)
     for model in (*PRESETS.values(), simple_cost(kinds=(chunks,), recurrent=(scans,))):
@@ -51,7 +50,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
         assert loaded.digest() == model.digest()
 
 
-def test_digest_sees_every_constant() -> None:
+def test_digest_sees_every_constant():
     constants = FLEXSP.to_record()
     assert constants.pop("version") == 1
     digests = {FLEXSP.digest()}
@@ -61,7 +60,7 @@ def test_digest_sees_every_constant() -> None:
     assert len(digests) == 1 + len(constants)
 
 
-def test_models_of_before_are_read_and_keep_their_digests() -> None:
+def test_models_of_before_are_read_and_keep_their_digests():
     """Plans made with them are in traces."""
     digests = {
         "flexsp-gpt-7b-a100": "afa882b7c5c26842",
@@ -115,7 +114,7 @@ def test_models_of_before_are_read_and_keep_their_digests() -> None:
         ({"attention_share": 0.0}, "attention_share=0.0: attention of no layers"),
     ],
 )
-def test_a_file_with_nonsense_is_named(tmp_path: Path, change: dict, message: str) -> None:
+def test_a_file_with_nonsense_is_named(tmp_path, change, message):
     path = tmp_path / "cost.json"
     path.write_text(json.dumps(FLEXSP.to_record() | change))
     with pytest.raises(ValueError, match=message) as caught:
@@ -138,7 +137,7 @@ def test_a_file_with_nonsense_is_named(tmp_path: Path, change: dict, message: st
         ({"window": 2}, "kinds"),
     ],
 )
-def test_kinds_without_meaning_are_refused(kinds: object, message: str) -> None:
+def test_kinds_without_meaning_are_refused(kinds, message):
     with pytest.raises(ValueError, match=message):
         CostModel.from_record(FLEXSP.to_record() | {"kinds": kinds})
 
@@ -155,20 +154,20 @@ def test_kinds_without_meaning_are_refused(kinds: object, message: str) -> None:
         ([SCANS] * 2, "gated_delta is listed twice"),
     ],
 )
-def test_recurrent_layers_without_meaning_are_refused(layers: object, message: str) -> None:
+def test_recurrent_layers_without_meaning_are_refused(layers, message):
     with pytest.raises(ValueError, match=message):
         CostModel.from_record(FLEXSP.to_record() | {"recurrent": layers})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"name": "x"}'])
-def test_a_file_that_does_not_parse_is_named(tmp_path: Path, text: str) -> None:
+def test_a_file_that_does_not_parse_is_named(tmp_path, text):
     path = tmp_path / "cost.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"cost\.json"):
         CostModel.load(path)
 
 
-def test_unknown_names_list_the_presets() -> None:
+def test_unknown_names_list_the_presets():
     assert load_cost_model("flexsp-gpt-7b-a100") is FLEXSP
     with pytest.raises(
         ValueError, match="flexsp-gpt-7b-a100, flexsp-gpt-13b-a100, flexsp-gpt-30b"

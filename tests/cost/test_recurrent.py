@@ -43,9 +43,7 @@ SIMPLE = simple_cost(heads=8, recurrent=(SCAN,), attention_share=0.25)
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("degree", [2, 3, 4, 8])
-def test_the_busiest_rank_has_the_segments_and_summaries_that_it_is_priced_with(
-    strategy: str, degree: int
-) -> None:
+def test_the_busiest_rank_has_the_segments_and_summaries_that_it_is_priced_with(strategy, degree):
     most_segments, most_moved = 0, {False: 0, True: 0}  # by whether segments after count
     for rank, shard in enumerate(shards_of(strategy, degree, (64 * degree,))):
         (zone,) = shard.zones
@@ -69,13 +67,13 @@ def test_the_busiest_rank_has_the_segments_and_summaries_that_it_is_priced_with(
     assert set(most_moved.values()) == {summaries(degree, strategy)}
 
 
-def test_no_rank_of_ulysses_receives_more_of_many_sequences_than_of_one() -> None:
+def test_no_rank_of_ulysses_receives_more_of_many_sequences_than_of_one():
     for shard in shards_of("ulysses", 4, (30, 10, 50, 3, 90)):
         (zone,) = shard.zones
         assert sum(one.place for one in chains_of(zone).held) <= summaries(4, "ulysses")
 
 
-def test_chunks_are_filled_up() -> None:
+def test_chunks_are_filled_up():
     s = np.array([1.0, 64.0, 1000.0])
     assert filled(s, 64, 1, "local").tolist() == [64, 64, 1024]
     assert filled(s, 64, 4, "ulysses").tolist() == [16, 16, 256]
@@ -87,7 +85,7 @@ def test_chunks_are_filled_up() -> None:
 # ---- seconds
 
 
-def test_seconds_are_tokens_a_second_pass_and_summaries_worked_by_hand() -> None:
+def test_seconds_are_tokens_a_second_pass_and_summaries_worked_by_hand():
     # a rank of four has 8 of 32 tokens; a summary has 24 bytes and a halo 3, both ways
     seconds = {
         "local": 2.0 * 32,
@@ -106,7 +104,7 @@ def test_seconds_are_tokens_a_second_pass_and_summaries_worked_by_hand() -> None
         assert whole == pytest.approx(1e9 * (2.5 * 8 + 2 * (3 * 24 + 3)), rel=1e-6)
 
 
-def test_what_is_exchanged_does_not_grow_with_the_sequence() -> None:
+def test_what_is_exchanged_does_not_grow_with_the_sequence():
     cost = replace(SIMPLE, recurrent=(replace(SCAN, token_s=0.0, again_s=0.0),))
     for strategy in STRATEGIES:
         short, long = (
@@ -115,7 +113,7 @@ def test_what_is_exchanged_does_not_grow_with_the_sequence() -> None:
         assert 0 < long - short < 1e6  # linear layers are a nanosecond per token
 
 
-def test_memory_alone_decides_the_degrees_of_recurrent_layers() -> None:
+def test_memory_alone_decides_the_degrees_of_recurrent_layers():
     """Where attention takes nothing, ranks share a sequence only if none can hold it."""
     cost = replace(PRESETS["qwen3.5-35b-a3b-h100"], attention_s=0.0)
     topology = Topology(nodes=1, ranks_per_node=8)
@@ -128,7 +126,7 @@ def test_memory_alone_decides_the_degrees_of_recurrent_layers() -> None:
 # ---- the host
 
 
-def test_the_host_posts_for_layers_of_either_kind() -> None:
+def test_the_host_posts_for_layers_of_either_kind():
     cost = replace(SIMPLE, post_s=1.0)
     attention = replace(cost, recurrent=(), attention_share=1.0)
     # a quarter of the layers post as Ulysses does, three quarters two halos and two summaries
@@ -138,9 +136,7 @@ def test_the_host_posts_for_layers_of_either_kind() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("degree, nodes", [(2, 1), (3, 1), (8, 1), (8, 2)])
-def test_posts_and_messages_are_those_of_the_programs(
-    strategy: str, degree: int, nodes: int
-) -> None:
+def test_posts_and_messages_are_those_of_the_programs(strategy, degree, nodes):
     topology = Topology(nodes=nodes, ranks_per_node=degree // nodes)
     machine = Machine(topology=topology, device="cuda", wide_gradients=False)
     posts, messages = [], []

@@ -36,7 +36,7 @@ FIGURES = FsdpFigures(
 COST = simple_cost(micro_batch_s=3.5, budget_bytes=1000.0)
 
 
-def test_trips_are_counted_by_step() -> None:
+def test_trips_are_counted_by_step():
     assert [policy.trips(4) for policy in (PLAIN, KEEPS, ONCE, BOTH)] == [12, 5, 9, 2]
     assert [policy.trips(1) for policy in (PLAIN, KEEPS, ONCE, BOTH)] == [3, 2, 3, 2]
     for policy in POLICIES:
@@ -55,14 +55,12 @@ def test_trips_are_counted_by_step() -> None:
         ((300, 300), 900.0, ONCE),  # parameters are too large
     ],
 )
-def test_the_fewest_trips_that_fit_beside_the_fullest_micro_batch(
-    tokens: tuple[int, ...], parameter_bytes: float, policy: FsdpPolicy
-) -> None:
+def test_the_fewest_trips_that_fit_beside_the_fullest_micro_batch(tokens, parameter_bytes, policy):
     plan = plan_of_groups(tokens, *([group(0, 1, sequence)] for sequence in range(len(tokens))))
     assert replace(FIGURES, parameter_bytes=parameter_bytes).beside(plan, 1) == policy
 
 
-def test_no_plan_gets_a_policy_that_its_memory_does_not_allow() -> None:
+def test_no_plan_gets_a_policy_that_its_memory_does_not_allow():
     rng = random.Random(0)
     taken = set()
     for _ in range(200):
@@ -95,7 +93,7 @@ def test_no_plan_gets_a_policy_that_its_memory_does_not_allow() -> None:
 # ---- before a step is planned
 
 
-def test_candidates_weigh_trips_against_more_micro_batches() -> None:
+def test_candidates_weigh_trips_against_more_micro_batches():
     # plain: 4 micro-batches, 4 * 3.5 s. both: 300 tokens each, 14 of 0.5 s and 2 s. parameters
     # kept: 700 tokens each, 6 of 1.5 s and 1 s.
     assert FIGURES.candidates([100] * 40, 1, COST, None) == [(BOTH, 300), (KEEPS, 700)]
@@ -113,14 +111,12 @@ def test_candidates_weigh_trips_against_more_micro_batches() -> None:
     ("bound", "policies"),
     [(300, [BOTH, KEEPS, ONCE]), (301, [KEEPS, ONCE]), (701, []), (2000, [])],
 )
-def test_the_user_s_bound_on_tokens_stays_and_must_fit(
-    bound: int, policies: list[FsdpPolicy]
-) -> None:
+def test_the_user_s_bound_on_tokens_stays_and_must_fit(bound, policies):
     found = FIGURES.candidates([100] * 40, 1, COST, bound)
     assert found == [(policy, bound) for policy in policies]
 
 
-def test_only_repeated_trips_have_a_price() -> None:
+def test_only_repeated_trips_have_a_price():
     prices = [FIGURES.priced(COST, policy).micro_batch_s for policy in (PLAIN, KEEPS, ONCE, BOTH)]
     assert prices == [3.5, 1.5, 2.5, 0.5]
 
@@ -134,7 +130,7 @@ def planned_with(figures: FsdpFigures | None, lengths: list[int]) -> Any:
     return job.plan(lengths)
 
 
-def test_a_step_is_planned_and_priced_for_the_policy_that_it_gets() -> None:
+def test_a_step_is_planned_and_priced_for_the_policy_that_it_gets():
     plan = planned_with(FIGURES, [100] * 40)
     assert len(plan.micro_batches) == 14
     assert plan.objective_s == pytest.approx(14 * 0.5, rel=1e-5)
@@ -148,7 +144,7 @@ def test_a_step_is_planned_and_priced_for_the_policy_that_it_gets() -> None:
     assert plain.objective_s == pytest.approx(4 * 3.5, rel=1e-5)
 
 
-def test_a_sequence_too_long_beside_what_is_held_is_planned_all_the_same() -> None:
+def test_a_sequence_too_long_beside_what_is_held_is_planned_all_the_same():
     plan = planned_with(FIGURES, [650, *[100] * 33])
     assert FIGURES.beside(plan, 1) == KEEPS
     assert any("at most 700 tokens" in note for note in plan.notes)
@@ -162,7 +158,7 @@ def test_a_sequence_too_long_beside_what_is_held_is_planned_all_the_same() -> No
 # ---- HSDP
 
 
-def test_replicas_hold_more_and_move_less_far() -> None:
+def test_replicas_hold_more_and_move_less_far():
     nodes, device = Topology(nodes=2, ranks_per_node=8), DEVICES["H100"]
     flat, hybrid, whole = (
         analytic_cost_model(LLAMA_8B, device, nodes, zero_stage=3, replicas=replicas)
@@ -183,7 +179,5 @@ def test_replicas_hold_more_and_move_less_far() -> None:
     ("nodes", "ranks", "replicas", "spans"),
     [(2, 8, 1, True), (2, 8, 2, False), (2, 8, 4, False), (2, 6, 3, True), (1, 8, 1, False)],
 )
-def test_ranks_that_share_a_replica_stand_side_by_side(
-    nodes: int, ranks: int, replicas: int, spans: bool
-) -> None:
+def test_ranks_that_share_a_replica_stand_side_by_side(nodes, ranks, replicas, spans):
     assert shards_span_nodes(Topology(nodes=nodes, ranks_per_node=ranks), replicas) == spans

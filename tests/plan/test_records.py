@@ -60,7 +60,7 @@ either_kind = pytest.mark.parametrize("plan", [OF_GROUPS, OF_PIPELINES])
 
 
 @either_kind
-def test_a_step_says_what_an_engine_needs(plan: Plan | StepPlan) -> None:
+def test_a_step_says_what_an_engine_needs(plan):
     assert (plan.lengths, plan.objective_s, plan.notes) == ((9, 2), 1.5, ("because",))
     assert plan.planner in ("auto", "seq1f1b")
     assert plan.planning_s in (0.01, 0.5)
@@ -68,7 +68,7 @@ def test_a_step_says_what_an_engine_needs(plan: Plan | StepPlan) -> None:
 
 
 @either_kind
-def test_json_round_trip_and_records_of_before(plan: Plan | StepPlan) -> None:
+def test_json_round_trip_and_records_of_before(plan):
     kind, record = type(plan), plan.to_record()
     assert kind.from_json(plan.to_json()) == plan
     assert record.pop("version") == 1
@@ -84,7 +84,7 @@ def test_json_round_trip_and_records_of_before(plan: Plan | StepPlan) -> None:
 
 
 @for_seeds(examples(40))
-def test_json_round_trip_of_random_plans(seed: int) -> None:
+def test_json_round_trip_of_random_plans(seed):
     rng = random.Random(seed)
     lengths = [rng.randint(1, 100) for _ in range(rng.randint(1, 12))]
     made = random_plan(lengths, rng.randint(1, 6), rng)
@@ -120,9 +120,7 @@ def test_json_round_trip_of_random_plans(seed: int) -> None:
         ),
     ],
 )
-def test_digests_see_all_but_notes_and_the_time_of_planning(
-    plan: Plan | StepPlan | PipelinePlan, seen: list[dict], unseen: list[dict]
-) -> None:
+def test_digests_see_all_but_notes_and_the_time_of_planning(plan, seen, unseen):
     for change in seen:
         assert replace(plan, **change).digest() != plan.digest(), change
     for change in unseen:
@@ -133,7 +131,7 @@ def test_digests_see_all_but_notes_and_the_time_of_planning(
 @pytest.mark.parametrize(
     "record", ["{}", '{"micro_batches": 3}', '{"micro_batches": [{}]}', "[]", "no json"]
 )
-def test_other_records_are_refused(record: str) -> None:
+def test_other_records_are_refused(record):
     with pytest.raises(ValueError):
         Plan.from_json(record)
 
@@ -153,7 +151,7 @@ def test_other_records_are_refused(record: str) -> None:
         ),
     ],
 )
-def test_a_wrong_form_is_refused_without_a_topology(plan: Plan | StepPlan, message: str) -> None:
+def test_a_wrong_form_is_refused_without_a_topology(plan, message):
     with pytest.raises(ValueError, match=message):
         plan.check_form()
 
@@ -161,7 +159,7 @@ def test_a_wrong_form_is_refused_without_a_topology(plan: Plan | StepPlan, messa
 # ---- the plan of a pipeline
 
 
-def test_the_text_form_names_stage_kind_unit_and_chunk() -> None:
+def test_the_text_form_names_stage_kind_unit_and_chunk():
     assert str(Action(2, "F", 0, 1)) == "2F0.1"
     assert parse("2F0.1 10W3.12") == (Action(2, "F", 0, 1), Action(10, "W", 3, 12))
     assert text(parse("2F0.1 10W3.12")) == "2F0.1 10W3.12"
@@ -170,14 +168,14 @@ def test_the_text_form_names_stage_kind_unit_and_chunk() -> None:
             Action.parse(word)
 
 
-def test_a_chunk_knows_its_cut_sequence() -> None:
+def test_a_chunk_knows_its_cut_sequence():
     _, tail = CUT.chunks
     assert tail.cut(CUT.lengths) == Slice(sequence=0, start=6, stop=9)
     assert chunk_of(0, (1, 0, 2)).cut(CUT.lengths) is None
     assert tail.tokens == 5
 
 
-def test_json_of_a_cut_plan() -> None:
+def test_json_of_a_cut_plan():
     assert PipelinePlan.from_json(CUT.to_json()) == CUT
     with pytest.raises(ValueError, match="not a plan of a pipeline"):
         PipelinePlan.from_json(json.dumps({"lengths": [1]}))

@@ -9,7 +9,7 @@ from tests.plans import group, plan_of_groups
 NODE = Topology(nodes=1, ranks_per_node=4)
 
 
-def test_tokens_and_degrees_are_counted() -> None:
+def test_tokens_and_degrees_are_counted():
     plan = plan_of_groups((10, 3, 7), [group(0, 4, 0), group(0, 2, 1), group(3, 4, 2)])
     check(plan, NODE, max_tokens_per_rank=10)
     (micro_batch,) = plan.micro_batches
@@ -31,9 +31,7 @@ def test_tokens_and_degrees_are_counted() -> None:
         ((0,), (0,), "zigzag", "does not fit degree 1"),
     ],
 )
-def test_illegal_groups_are_refused(
-    ranks: tuple[int, ...], sequences: tuple[int, ...], strategy: str, message: str
-) -> None:
+def test_illegal_groups_are_refused(ranks, sequences, strategy, message):
     with pytest.raises(ValueError, match=message):
         Group(ranks=ranks, sequences=sequences, strategy=strategy)
 
@@ -56,12 +54,12 @@ def plan(lengths: tuple[int, ...], *groups: tuple[int, ...]) -> Plan:
         (plan((9, 4), (0, 2, 0), (1, 2, 1)), "rank 1 holds 9 tokens, the limit is 8"),
     ],
 )
-def test_illegal_plans_are_refused(illegal: Plan, message: str) -> None:
+def test_illegal_plans_are_refused(illegal, message):
     with pytest.raises(ValueError, match=message):
         check(illegal, NODE, max_tokens_per_rank=8)
 
 
-def test_groups_across_half_nodes_are_refused() -> None:
+def test_groups_across_half_nodes_are_refused():
     two_nodes = Topology(nodes=2, ranks_per_node=2)
     check(plan((8,), (0, 4, 0)), two_nodes)
     with pytest.raises(ValueError, match="2 x 2"):

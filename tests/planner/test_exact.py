@@ -28,7 +28,7 @@ def cap_of(lengths: list[int], world: int, fill: float) -> int:
     return int(max(max(lengths) / world + 1, sum(lengths) / world / fill))
 
 
-def test_plans_of_few_sequences_are_within_1_percent_of_the_optimum() -> None:
+def test_plans_of_few_sequences_are_within_1_percent_of_the_optimum():
     over = []
     for seed in range(examples(40)):
         rng = random.Random(seed)
@@ -44,7 +44,7 @@ def test_plans_of_few_sequences_are_within_1_percent_of_the_optimum() -> None:
 
 
 @pytest.mark.parametrize("fill", [0.6, 0.9, 1.8, 2.7])
-def test_plans_are_close_to_the_optimum_where_memory_is_tight(fill: float) -> None:
+def test_plans_are_close_to_the_optimum_where_memory_is_tight(fill):
     for seed in range(examples(5)):
         rng = random.Random(seed)
         topology = Topology(nodes=rng.choice((1, 2)), ranks_per_node=rng.randint(1, 4))
@@ -56,7 +56,7 @@ def test_plans_are_close_to_the_optimum_where_memory_is_tight(fill: float) -> No
 
 
 @pytest.mark.slow
-def test_launches_are_shared_by_good_groups() -> None:
+def test_launches_are_shared_by_good_groups():
     """Three sequences on three H200: every group of every strategy, priced whole."""
     node = Topology(nodes=1, ranks_per_node=3)
     over = []
@@ -77,7 +77,7 @@ def test_launches_are_shared_by_good_groups() -> None:
 # ---- the bound
 
 
-def test_the_bound_is_below_the_optimum_and_often_close() -> None:
+def test_the_bound_is_below_the_optimum_and_often_close():
     rng = random.Random(0)
     close = 0
     for _ in range(50):
@@ -101,7 +101,7 @@ def test_the_bound_is_below_the_optimum_and_often_close() -> None:
     assert close > 5
 
 
-def test_the_bound_by_hand() -> None:
+def test_the_bound_by_hand():
     """Two sequences on two ranks of one node; the long one needs both."""
     node = Topology(nodes=1, ranks_per_node=2)
     cost = replace(FLEXSP, micro_batch_s=1.0)

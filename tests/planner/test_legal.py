@@ -90,7 +90,7 @@ def drawn(rng: random.Random, planner: str):
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @for_seeds(examples(EXAMPLES))
-def test_plans_are_legal_and_cost_what_they_say(planner: str, seed: int) -> None:
+def test_plans_are_legal_and_cost_what_they_say(planner, seed):
     if planner == "flexsp" and seed % 3:
         return  # its integer programs take most of the time
     lengths, topology, cost, options = drawn(random.Random(seed), planner)
@@ -110,7 +110,7 @@ def test_plans_are_legal_and_cost_what_they_say(planner: str, seed: int) -> None
         assert planned(lengths, topology, cost, **options).digest() == plan.digest()
 
 
-def test_the_checker_sees_what_is_wrong() -> None:
+def test_the_checker_sees_what_is_wrong():
     def group(ranks: list[int], sequences: list[int], strategy: str = "ulysses") -> dict:
         return {"ranks": ranks, "sequences": sequences, "strategy": strategy}
 

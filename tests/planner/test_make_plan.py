@@ -43,7 +43,7 @@ def long_tailed(count: int, seed: int, limit: int) -> list[int]:
     ],
 )
 @pytest.mark.parametrize("sync", ["lockstep", "free"])
-def test_no_single_degree_beats_it_on_64_ranks(lengths: list[int], sync: str) -> None:
+def test_no_single_degree_beats_it_on_64_ranks(lengths, sync):
     plan = planned(lengths, CLUSTER, FLEXSP, sync=sync)
     for degree in CLUSTER.degrees():
         if max(lengths) <= 5951 * degree:
@@ -52,14 +52,14 @@ def test_no_single_degree_beats_it_on_64_ranks(lengths: list[int], sync: str) ->
 
 
 @pytest.mark.parametrize("fill", [0.9, 0.95, 0.99])
-def test_memory_nearly_full(fill: float) -> None:
+def test_memory_nearly_full(fill):
     lengths = long_tailed(256, seed=3, limit=300_000)
     cap = int(sum(lengths) / 64 / 2 / fill) + 1
     plan = planned(lengths, CLUSTER, FLEXSP, max_tokens_per_rank=cap)
     assert len(plan.micro_batches) <= (2 if fill < 0.97 else 3)
 
 
-def test_near_the_lower_bound_on_long_tailed_batches() -> None:
+def test_near_the_lower_bound_on_long_tailed_batches():
     plans = [make_plan(long_tailed(512, seed, 300_000), CLUSTER, FLEXSP) for seed in range(3)]
     assert np.mean([plan.objective_s / plan.lower_bound_s for plan in plans]) < 1.07
 
@@ -67,7 +67,7 @@ def test_near_the_lower_bound_on_long_tailed_batches() -> None:
 # ---- layers with a window
 
 
-def test_windows_that_hold_every_sequence_give_the_plans_of_full_layers() -> None:
+def test_windows_that_hold_every_sequence_give_the_plans_of_full_layers():
     full = replace(
         GEMMA, kinds=(), attention_s=1e-9, ring_bytes=None, all_to_all_overlap=0.0, heads=None
     )
@@ -79,7 +79,7 @@ def test_windows_that_hold_every_sequence_give_the_plans_of_full_layers() -> Non
         assert whole.objective_s == pytest.approx(parts.objective_s, rel=1e-3)
 
 
-def test_between_nodes_windows_make_a_ring_cheaper_than_exchanges_of_heads() -> None:
+def test_between_nodes_windows_make_a_ring_cheaper_than_exchanges_of_heads():
     def strategies(plan: Plan) -> set[str]:
         return {group.strategy for one in plan.micro_batches for group in one.groups}
 
@@ -91,12 +91,12 @@ def test_between_nodes_windows_make_a_ring_cheaper_than_exchanges_of_heads() -> 
 # ---- arguments
 
 
-def test_no_sequences_make_an_empty_plan() -> None:
+def test_no_sequences_make_an_empty_plan():
     plan = make_plan([], CLUSTER, FLEXSP)
     assert (plan.micro_batches, plan.objective_s, plan.lower_bound_s, plan.notes) == ((), 0, 0, ())
 
 
-def test_lengths_may_be_numpy_integers() -> None:
+def test_lengths_may_be_numpy_integers():
     assert make_plan(np.array([5, 6]), CLUSTER, FLEXSP).to_json()
     with pytest.raises(TypeError):
         make_plan([1.5], CLUSTER, FLEXSP)
@@ -117,9 +117,7 @@ def test_lengths_may_be_numpy_integers() -> None:
         ([4], {"strategy": "zigzag"}, "no ring_bytes"),
     ],
 )
-def test_arguments_without_meaning_are_refused(
-    lengths: list[int], options: dict, message: str
-) -> None:
+def test_arguments_without_meaning_are_refused(lengths, options, message):
     with pytest.raises(ValueError, match=message):
         planned(lengths, CLUSTER, FLEXSP, **options)
 
@@ -140,7 +138,7 @@ def test_arguments_without_meaning_are_refused(
         ({"planner": "static", "sp_degree": 8}, r"48750 on each of 8 ranks"),
     ],
 )
-def test_infeasible_sequences_are_named(options: dict, message: str) -> None:
+def test_infeasible_sequences_are_named(options, message):
     with pytest.raises(PlanInfeasible, match=message):
         planned([4, 390_000, 7], CLUSTER, FLEXSP, **options)
 
@@ -167,7 +165,7 @@ for nodes, ranks in ((8, 8), (1, 6)):
 
 
 @pytest.mark.processes
-def test_the_hash_seed_does_not_matter_and_planning_needs_no_torch() -> None:
+def test_the_hash_seed_does_not_matter_and_planning_needs_no_torch():
     digests = set()
     for seed in ("0", "4242"):
         path = os.pathsep.join(p for p in sys.path if p)
@@ -182,7 +180,7 @@ def test_the_hash_seed_does_not_matter_and_planning_needs_no_torch() -> None:
 # ---- notes
 
 
-def test_a_note_says_that_memory_forces_a_degree() -> None:
+def test_a_note_says_that_memory_forces_a_degree():
     plan = planned([80_000, *[500] * 40], CLUSTER, FLEXSP, planner="zeppelin")
     assert max(plan.degrees()) == 16
     assert plan.notes == (
@@ -190,7 +188,7 @@ def test_a_note_says_that_memory_forces_a_degree() -> None:
     )
 
 
-def test_a_note_compares_the_seconds_of_a_chosen_degree() -> None:
+def test_a_note_compares_the_seconds_of_a_chosen_degree():
     plan = make_plan([20_000, *[500] * 100], CLUSTER, FLEXSP)
     degree = max(plan.degrees())
     assert degree > 4
@@ -203,7 +201,7 @@ def test_a_note_compares_the_seconds_of_a_chosen_degree() -> None:
     assert f"{fewest:.3g} s on 4" in note
 
 
-def test_notes_on_degrees_that_were_not_chosen() -> None:
+def test_notes_on_degrees_that_were_not_chosen():
     static = planned([500] * 4, NODE, FLEXSP, planner="static", sp_degree=2, **CAP)
     local = planned([500] * 4, NODE, FLEXSP, strategy="local", **CAP)
     assert static.notes == ("degree 2 for every sequence, set by sp_degree",)

@@ -25,7 +25,7 @@ def micro_batch(*, shared: int | None = None, first: int | None = None, second: 
 
 
 @pytest.mark.parametrize("sync", ["lockstep", "free"])
-def test_what_communicates_most_comes_first(sync: str) -> None:
+def test_what_communicates_most_comes_first(sync):
     lengths = (8000, 3000, 900, 4000, 4000, 500)
     whole, mixed = micro_batch(shared=0), micro_batch(shared=1, first=2)
     local, small = micro_batch(first=3, second=4), micro_batch(second=5)
@@ -33,7 +33,7 @@ def test_what_communicates_most_comes_first(sync: str) -> None:
     assert made == (whole, mixed, small, local)
 
 
-def test_free_ranks_wait_less_when_what_they_do_alone_comes_last() -> None:
+def test_free_ranks_wait_less_when_what_they_do_alone_comes_last():
     """3,000 tokens more on rank 0, then as many on rank 1: between shared sequences each has to
     wait."""
     lengths = (8000, 3000, 8000, 3000)
@@ -46,7 +46,7 @@ def test_free_ranks_wait_less_when_what_they_do_alone_comes_last() -> None:
 
 
 @for_seeds(30)
-def test_nothing_is_lost_and_no_step_gets_longer(seed: int) -> None:
+def test_nothing_is_lost_and_no_step_gets_longer(seed):
     rng = random.Random(seed)
     nodes = rng.choice((1, 2))
     lengths = [rng.randint(1, 60_000) for _ in range(rng.randint(1, 12))]

@@ -56,7 +56,7 @@ def filled(asked: Problem, batches: int):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_blocks_and_their_relations(shape: tuple[int, int]) -> None:
+def test_blocks_and_their_relations(shape):
     where = topology(shape)
     blocks = blocks_of(where)
     ranges = list(zip(blocks.start.tolist(), blocks.stop.tolist(), strict=True))
@@ -82,7 +82,7 @@ def test_blocks_and_their_relations(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("sync", ["lockstep", "free"])
 @pytest.mark.parametrize("shape", [(1, 12), (2, 6), (4, 8)])
-def test_objectives_are_the_cost_model_s(shape: tuple[int, int], sync: str) -> None:
+def test_objectives_are_the_cost_model_s(shape, sync):
     """Any placement on a tree, scored by arrays and by walking through the plan it stands for."""
     asked = problem(shape, sync)
     rng = random.Random(1)
@@ -97,9 +97,7 @@ def test_objectives_are_the_cost_model_s(shape: tuple[int, int], sync: str) -> N
 
 
 @pytest.mark.parametrize("shape, cap", [((2, 2), 40_000), ((1, 12), 5_000), ((4, 8), 40_000)])
-def test_placing_all_candidates_at_once_is_placing_them_one_by_one(
-    shape: tuple[int, int], cap: int
-) -> None:
+def test_placing_all_candidates_at_once_is_placing_them_one_by_one(shape, cap):
     asked = problem(shape, "lockstep", count=25, cap=cap)
     candidates, placed, _ = started(asked, 2)
     tick = tick_bits(asked, candidates)
@@ -114,7 +112,7 @@ def test_placing_all_candidates_at_once_is_placing_them_one_by_one(
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (2, 4), (1, 12), (4, 8)])
-def test_placing_keeps_every_block_s_fullest_rank(shape: tuple[int, int]) -> None:
+def test_placing_keeps_every_block_s_fullest_rank(shape):
     asked = problem(shape, "lockstep", count=30)
     candidates, placed, tick = started(asked, 2)
     blocks = asked.blocks
@@ -132,7 +130,7 @@ def test_placing_keeps_every_block_s_fullest_rank(shape: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("shape", [(1, 12), (4, 8)])
-def test_free_ranks_wait_for_each_other(shape: tuple[int, int]) -> None:
+def test_free_ranks_wait_for_each_other(shape):
     """Clocks after placing row by row: a group begins when its last rank is free, and ends for all
     of them at once."""
     asked = problem(shape, "free", count=30)
@@ -154,7 +152,7 @@ def test_free_ranks_wait_for_each_other(shape: tuple[int, int]) -> None:
         assert (abs(counted - clock) <= 2 * tick * (rows + 1)).all()
 
 
-def test_filling_and_repair_agree_with_a_fresh_count_and_never_worsen() -> None:
+def test_filling_and_repair_agree_with_a_fresh_count_and_never_worsen():
     asked = problem((4, 8), "lockstep", count=300, cap=12_000)
     for *_, before in filled(asked, asked.fewest_micro_batches):
         better = repair(asked, before)
@@ -166,7 +164,7 @@ def test_filling_and_repair_agree_with_a_fresh_count_and_never_worsen() -> None:
 
 
 @pytest.mark.parametrize("cap", [12_000, 20_000])
-def test_water_levels_and_pouring_agree_with_looking_at_every_rank(cap: int) -> None:
+def test_water_levels_and_pouring_agree_with_looking_at_every_rank(cap):
     asked = problem((4, 8), "lockstep", count=300, cap=cap)
     alone = asked.times[:, 0]
     longest_bisection = int(alone[alone < NEVER].sum())
@@ -189,7 +187,7 @@ def test_water_levels_and_pouring_agree_with_looking_at_every_rank(cap: int) -> 
 
 
 @pytest.mark.parametrize("shape", [(1, 12), (4, 8)])
-def test_repair_of_free_ranks_stays_within_memory_and_helps(shape: tuple[int, int]) -> None:
+def test_repair_of_free_ranks_stays_within_memory_and_helps(shape):
     asked = problem(shape, "free", count=150, cap=12_000)
     helped = 0
     for *_, before in filled(asked, asked.fewest_micro_batches + 1):
@@ -200,7 +198,7 @@ def test_repair_of_free_ranks_stays_within_memory_and_helps(shape: tuple[int, in
     assert helped
 
 
-def test_repair_shares_out_a_sequence_that_all_wait_for() -> None:
+def test_repair_shares_out_a_sequence_that_all_wait_for():
     asked = problem((1, 4), "lockstep", count=1)
     alone = completed(asked, np.array([2]), np.array([0]), 1)
     shared = repair(asked, alone)
@@ -209,7 +207,7 @@ def test_repair_shares_out_a_sequence_that_all_wait_for() -> None:
 
 
 @for_seeds(10)
-def test_repair_keeps_groups_laminar(seed: int) -> None:
+def test_repair_keeps_groups_laminar(seed):
     """On up to eight ranks blocks may partly overlap; two such must not meet in a micro-batch."""
     asked = problem((1, 6), "lockstep", count=12)
     rng = random.Random(seed)
@@ -231,7 +229,7 @@ def test_repair_keeps_groups_laminar(seed: int) -> None:
         ([600, 400, 500, 500], 6, 334, [4]),
     ],
 )
-def test_static_packs_into_few_micro_batches(lengths, degree, cap, groups) -> None:
+def test_static_packs_into_few_micro_batches(lengths, degree, cap, groups):
     task = PlanTask(
         lengths=tuple(lengths), topology=topology((1, 6)), cost=FLEXSP, cap=cap, sp_degree=degree
     )
@@ -242,7 +240,7 @@ def test_static_packs_into_few_micro_batches(lengths, degree, cap, groups) -> No
 # ---- the worked example of planner/search/__init__.py
 
 
-def test_the_worked_example_is_what_the_search_does() -> None:
+def test_the_worked_example_is_what_the_search_does():
     lengths = [9000, 3000, 2500, 2000, 1500, 1200, 1000, 800, 600, 500, 400, 300]
     ranks = topology((1, 4))
     task = PlanTask(lengths=tuple(lengths), topology=ranks, cost=FLEXSP, cap=3500)

@@ -8,17 +8,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from hf_flexseq.base.layers import Reach
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES
 from hf_flexseq.cost.pipeline_check import check, check_memory
 from hf_flexseq.cost.stages import ChunkCosts, PipelineCost
 from hf_flexseq.cost.walk import peak_bytes
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
+from hf_flexseq.planner.pipeline import PipelineOptions
 from hf_flexseq.planner.pipeline.cuts import CUTS, TILE, UNEVEN, CutWork, cut, on_tiles
 from hf_flexseq.planner.pipeline.greedy import Policy, actions_of, play
 from hf_flexseq.planner.pipeline.pack import chunked_units, first_fit, level_units, whole_units
 from hf_flexseq.planner.pipeline.replicas import make_step_plan
-from pipelines import costs_of, relaxed, stage_cost
+from pipelines import costs_of, pipelined, relaxed, stage_cost
 from planner.pipeline_exact import shortest
 from tests.budget import examples, for_seeds
 
@@ -47,13 +48,13 @@ def test_every_plan_is_legal_and_says_what_it_takes(lengths, stages, schedule, c
     assume(schedule != "seq1f1b-i" or stages % 2 == 0)
     cost = price(stages)
     options = {"schedule": schedule, "chunks": chunks}
-    plan = make_pipeline_plan(lengths, cost, PipelineOptions(**options))
+    plan = pipelined(lengths, cost, **options)
     check(plan)
     # By a twin that knows neither the planner's play nor `walk`: pulled until nothing moves.
     took = max(relaxed(plan, cost).values(), default=0) / 1e9
     # auto's play may wait before a weight gradient that the plan begins at once
     assert took == plan.objective_s or (schedule == "auto" and took < plan.objective_s)
-    assert plan.digest() == make_pipeline_plan(lengths, cost, PipelineOptions(**options)).digest()
+    assert plan.digest() == pipelined(lengths, cost, **options).digest()
 
 
 @settings(max_examples=examples(25), deadline=None)
@@ -67,9 +68,7 @@ def test_plans_stay_within_their_room(lengths, stages, tenths, schedule):
     cost = price(stages)
     limit = (tenths * max(lengths) * 38 // 10,) * stages
     try:
-        plan = make_pipeline_plan(
-            lengths, cost, PipelineOptions(schedule=schedule, memory_limit=limit, chunks=2)
-        )
+        plan = pipelined(lengths, cost, schedule=schedule, memory_limit=limit, chunks=2)
     except PlanInfeasible as error:
         # all of a sequence and its carries are 38 bytes a token, and InfiniPipe's window may ask
         # for more
@@ -86,21 +85,32 @@ def test_plans_stay_within_their_room(lengths, stages, tenths, schedule):
 )
 def test_no_chunk_exceeds_its_tokens(lengths, most, schedule):
     assume(sum(lengths) / most < 150)
-    plan = make_pipeline_plan(
-        lengths, price(2), PipelineOptions(schedule=schedule, max_tokens=most, chunks=2)
-    )
+    plan = pipelined(lengths, price(2), schedule=schedule, max_tokens=most, chunks=2)
     assert max(chunk.tokens for chunk in plan.chunks) <= most
 
 
 @pytest.mark.parametrize("schedule", ["auto", "seq1f1b", "infinipipe"])
 def test_chunks_are_those_of_the_longest_sequence(schedule):
-    plan = make_pipeline_plan(
-        [9000, 4000, 100], price(2), PipelineOptions(schedule=schedule, chunks=6)
-    )
+    plan = pipelined([9000, 4000, 100], price(2), schedule=schedule, chunks=6)
     assert sum(part.sequence == 0 for chunk in plan.chunks for part in chunk.slices) == 6
 
 
 # ---- cuts and packs
+
+
+def test_equal_work_is_that_of_a_forward_or_of_all_passes():
+    near = ((Reach(window=100), 3.0), (Reach(chunk=64), 1.0))
+    stages = (
+        stage_cost(linear_ns=10.0, attention_ns=4.0, near_ns=near),
+        stage_cost(linear_ns=20.0, attention_ns=2.0, head_ns=6.0),
+    )
+    linear, windows, square = 18.0, 166.0, 1.5  # of a mean stage
+    works = {
+        "even": CutWork(linear=1.0, square=0.0),
+        "computation": CutWork(linear=linear + windows, square=square),
+        "time": CutWork(linear=3 * linear + 3.5 * windows, square=3.5 * square),
+    }
+    assert {name: CutWork.of(PipelineCost(stages=stages), name) for name in CUTS} == works
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -207,9 +217,7 @@ def test_auto_is_within_two_percent_of_the_exact_order():
         )
         lengths = [rng.choice([300, 1000, 1500, 2500]) for _ in range(rng.randint(2, 3))]
         memory_limit = (int(max(lengths) * 38 * rng.uniform(1.05, 2.5)),) * stages
-        plan = make_pipeline_plan(
-            lengths, cost, PipelineOptions(chunks=2, memory_limit=memory_limit)
-        )
+        plan = pipelined(lengths, cost, chunks=2, memory_limit=memory_limit)
         if len(plan.chunks) > (5 if stages == 2 else 4):
             continue
         units = [chunk.unit for chunk in plan.chunks]
@@ -228,7 +236,7 @@ def test_a_unit_that_does_not_fit_alone_cannot_be_played():
 
 def test_backwards_are_joined_where_no_stage_waited():
     cost = price(2)
-    plan = make_pipeline_plan([1000], cost, PipelineOptions(chunks=1))
+    plan = pipelined([1000], cost, chunks=1)
     assert [a.kind for a in plan.actions[0]] == ["F", "B"]  # nothing comes before the first stage
     # its neighbour waits for the input's gradient
     assert [a.kind for a in plan.actions[1]] == ["F", "I", "W"]
@@ -239,26 +247,22 @@ def test_backwards_are_joined_where_no_stage_waited():
 def test_auto_checkpoints_what_does_not_fit_and_names_what_never_does():
     cost = price(2)
     lengths = [100, 10_000, 200]
-    free = make_pipeline_plan(lengths, cost, PipelineOptions(chunks=8))
-    tight = make_pipeline_plan(
-        lengths, cost, PipelineOptions(chunks=8, memory_limit=(300_000,) * 2)
-    )
+    free = pipelined(lengths, cost, chunks=8)
+    tight = pipelined(lengths, cost, chunks=8, memory_limit=(300_000,) * 2)
     assert not free.checkpointed
     assert any(map(any, tight.checkpointed))
     assert tight.objective_s > free.objective_s
     check_memory(tight, cost, (300_000,) * 2)
     with pytest.raises(PlanInfeasible, match="sequence 1 .* the limit is 50000"):
-        make_pipeline_plan(lengths, cost, PipelineOptions(chunks=8, memory_limit=(50_000,) * 2))
+        pipelined(lengths, cost, chunks=8, memory_limit=(50_000,) * 2)
 
 
 @pytest.mark.parametrize("stages, chunks", [(2, 1), (2, 4), (4, 2)])
 def test_auto_beats_seq1f1b_on_equal_lengths_in_its_memory(stages, chunks):
     cost, lengths = price(stages, attention_ns=0.02), [8192] * 12
-    plain = make_pipeline_plan(lengths, cost, PipelineOptions(schedule="seq1f1b", chunks=chunks))
+    plain = pipelined(lengths, cost, schedule="seq1f1b", chunks=chunks)
     memory_limit = (max(peak_bytes(plain, cost)),) * stages
-    found = make_pipeline_plan(
-        lengths, cost, PipelineOptions(chunks=chunks, memory_limit=memory_limit)
-    )
+    found = pipelined(lengths, cost, chunks=chunks, memory_limit=memory_limit)
     assert found.objective_s <= plain.objective_s
 
 
@@ -271,7 +275,7 @@ def test_what_backwards_owe_fits_the_room(seed, owed_bytes):
     lengths = [rng.randint(100, 4000) for _ in range(rng.randint(3, 12))]
     cost = price(3, token_bytes=30.0, kv_bytes=1.0, owed_bytes=owed_bytes)
     tight = tuple(rng.randint(20, 40) * max(lengths) for _ in range(3))
-    plan = make_pipeline_plan(lengths, cost, PipelineOptions(memory_limit=tight))
+    plan = pipelined(lengths, cost, memory_limit=tight)
     check(plan)
     check_memory(plan, cost, tight)
     places = plan.places()
@@ -284,7 +288,7 @@ def test_checkpointing_fits_to_the_byte():
     """A layer less leaves 7.5 bytes of each chunk's 10, which round to 8: five of them are 40, not
     37.5."""
     cost = price(2, token_bytes=10.0, kv_bytes=0.0, input_bytes=0.0, layers=4)
-    plan = make_pipeline_plan([5], cost, PipelineOptions(chunks=5, memory_limit=(38, 38)))
+    plan = pipelined([5], cost, chunks=5, memory_limit=(38, 38))
     check_memory(plan, cost, (38, 38))
     assert plan.checkpointed == ((2,) * 5,) * 2
 
@@ -308,20 +312,16 @@ def test_checkpointing_fits_to_the_byte():
 def test_arguments_without_meaning_are_refused(arguments, problem):
     cost = price(arguments.pop("stages", 4))
     with pytest.raises(ValueError, match=problem):
-        make_pipeline_plan(arguments.pop("lengths", [100]), cost, PipelineOptions(**arguments))
+        pipelined(arguments.pop("lengths", [100]), cost, **arguments)
 
 
 def test_fixed_schedules_say_that_they_do_not_fit():
     problem = "schedule seq1f1b: 0F0.* Raise chunks, or take schedule='auto'"
     with pytest.raises(PlanInfeasible, match=problem):
-        make_pipeline_plan(
-            [1000] * 4, price(2), PipelineOptions(schedule="seq1f1b", memory_limit=(1000, 1000))
-        )
+        pipelined([1000] * 4, price(2), schedule="seq1f1b", memory_limit=(1000, 1000))
     with pytest.raises(PlanInfeasible, match="sequence 1 has 1000 tokens, a chunk may have 999"):
-        make_pipeline_plan([5, 1000], price(2), PipelineOptions(schedule="1f1b", max_tokens=999))
-    check(
-        make_pipeline_plan([5, 1000], price(2), PipelineOptions(schedule="1f1b", max_tokens=1000))
-    )
+        pipelined([5, 1000], price(2), schedule="1f1b", max_tokens=999)
+    check(pipelined([5, 1000], price(2), schedule="1f1b", max_tokens=1000))
 
 
 # ---- notes of a step over several replicas

@@ -53,7 +53,7 @@ def worker() -> Iterator[PlannerWorker]:
 
 
 @pytest.mark.processes
-def test_answers_are_make_plan_s_in_any_order_of_asking(worker: PlannerWorker) -> None:
+def test_answers_are_make_plan_s_in_any_order_of_asking(worker):
     batches = {step: [step * 1000 + 1, 17, 30_000] for step in range(3)}
     for step, lengths in batches.items():
         worker.submit(step, lengths)
@@ -70,7 +70,7 @@ def test_answers_are_make_plan_s_in_any_order_of_asking(worker: PlannerWorker) -
 
 
 @pytest.mark.processes
-def test_errors_come_back_as_they_were_and_do_not_end_it(worker: PlannerWorker) -> None:
+def test_errors_come_back_as_they_were_and_do_not_end_it(worker):
     for step, length in enumerate((50_000, 0, 1)):
         worker.submit(step, [length])
     with pytest.raises(PlanInfeasible, match="sequence 0 has 50000 tokens"):
@@ -81,7 +81,7 @@ def test_errors_come_back_as_they_were_and_do_not_end_it(worker: PlannerWorker) 
 
 
 @pytest.mark.processes
-def test_many_outstanding_requests_do_not_block(worker: PlannerWorker) -> None:
+def test_many_outstanding_requests_do_not_block(worker):
     """Far more than two pipes hold, submitted before the first answer is fetched."""
     began = time.monotonic()
     for step in range(40):
@@ -90,7 +90,7 @@ def test_many_outstanding_requests_do_not_block(worker: PlannerWorker) -> None:
     assert len(worker.result(0).lengths) == 4096
 
 
-def test_serve_speaks_only_json_lines() -> None:
+def test_serve_speaks_only_json_lines():
     job = groups_job(max_tokens_per_rank=10, sync="free").to_record()
     requests = [job, {"id": 5, "lengths": [3, 4]}, {"id": 6, "lengths": [100]}]
     answers = io.StringIO()
@@ -104,11 +104,11 @@ def test_serve_speaks_only_json_lines() -> None:
     "job",
     [groups_job(sync="free"), replace(groups_job(), fsdp=FSDP), stages_job(replicas=2)],
 )
-def test_a_job_comes_back_from_its_record(job: GroupsJob | StagesJob) -> None:
+def test_a_job_comes_back_from_its_record(job):
     assert job_from_record(json.loads(json.dumps(job.to_record()))) == job
 
 
-def test_a_job_of_no_kind_is_refused() -> None:
+def test_a_job_of_no_kind_is_refused():
     with pytest.raises(ValueError, match="must be groups or stages, got 'rows'"):
         job_from_record({"kind": "rows"})
 
@@ -117,7 +117,7 @@ def test_a_job_of_no_kind_is_refused() -> None:
 
 
 @pytest.mark.processes
-def test_a_worker_plans_pipelines_too() -> None:
+def test_a_worker_plans_pipelines_too():
     job = stages_job(replicas=2, schedule="seq1f1b")
     with closing(PlannerWorker(job)) as worker:
         for step in (0, 1):
@@ -131,9 +131,7 @@ def test_a_worker_plans_pipelines_too() -> None:
 
 
 @pytest.mark.processes
-def test_the_first_step_of_a_quick_job_does_not_wait_for_the_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_first_step_of_a_quick_job_does_not_wait_for_the_process(monkeypatch):
     sent: list[dict[str, Any]] = []
     monkeypatch.setattr(PlannerWorker, "_send", lambda worker, message: sent.append(message))
     with closing(PlannerWorker(stages_job(max_tokens=30, schedule="1f1b"))) as worker:
@@ -148,7 +146,7 @@ def test_the_first_step_of_a_quick_job_does_not_wait_for_the_process(
     assert [message["id"] for message in sent[1:]] == [4]
 
 
-def test_integer_programs_are_left_to_the_process() -> None:
+def test_integer_programs_are_left_to_the_process():
     quick = {"auto": True, "1f1b": True, "seq1f1b": True, "infinipipe": False}
     assert {schedule: stages_job(schedule=schedule).is_quick for schedule in quick} == quick
     assert not groups_job().is_quick
@@ -158,7 +156,7 @@ def test_integer_programs_are_left_to_the_process() -> None:
 
 
 @pytest.mark.processes
-def test_a_killed_worker_is_reported(worker: PlannerWorker) -> None:
+def test_a_killed_worker_is_reported(worker):
     os.kill(worker._process.pid, signal.SIGKILL)
     worker.submit(0, [1])
     with pytest.raises(RuntimeError, match="ended with code -9"):
@@ -166,7 +164,7 @@ def test_a_killed_worker_is_reported(worker: PlannerWorker) -> None:
 
 
 @pytest.mark.processes
-def test_a_worker_that_fails_shows_its_last_words() -> None:
+def test_a_worker_that_fails_shows_its_last_words():
     message = r"ended with code 1\n[\s\S]*unexpected keyword argument 'colour'"
     with closing(PlannerWorker(stages_job(schedule="infinipipe", colour="blue"))) as worker:
         worker.submit(0, [1])
@@ -175,9 +173,7 @@ def test_a_worker_that_fails_shows_its_last_words() -> None:
 
 
 @pytest.mark.processes
-def test_a_line_that_was_cut_short_ends_the_planner_at_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_line_that_was_cut_short_ends_the_planner_at_once(monkeypatch, tmp_path):
     cut = tmp_path / "cut.py"
     cut.write_text('import time\nprint(\'{"id": 0, "pl\', flush=True)\nprint()\ntime.sleep(600)')
     monkeypatch.setattr(client, "START", cut)
@@ -188,9 +184,7 @@ def test_a_line_that_was_cut_short_ends_the_planner_at_once(
 
 
 @pytest.mark.processes
-def test_a_stopped_worker_is_waited_for_as_long_as_asked_and_closed_twice(
-    worker: PlannerWorker,
-) -> None:
+def test_a_stopped_worker_is_waited_for_as_long_as_asked_and_closed_twice(worker):
     os.kill(worker._process.pid, signal.SIGSTOP)
     worker.submit(0, [1])
     assert re.match(rf"the planning process \({worker._process.pid} on ", worker.wait(0, 0.1))
@@ -246,7 +240,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.processes
-def test_it_ends_with_the_interpreter() -> None:
+def test_it_ends_with_the_interpreter():
     shown, _ = start(LEAVES_IT_OPEN).communicate(timeout=30)
     with pytest.raises(ProcessLookupError):
         os.kill(int(shown), 0)
@@ -254,7 +248,7 @@ def test_it_ends_with_the_interpreter() -> None:
 
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="asks /proc which processes run")
-def test_it_ends_when_its_parent_is_killed_though_a_forked_child_holds_its_pipe() -> None:
+def test_it_ends_when_its_parent_is_killed_though_a_forked_child_holds_its_pipe():
     parent = start(LEAVES_IT_OPEN + FORKS_AND_IS_KILLED)
     try:
         pid = int(parent.stdout.readline())
@@ -275,9 +269,7 @@ def test_it_ends_when_its_parent_is_killed_though_a_forked_child_holds_its_pipe(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("path", ["", "{here}/sub/..:"])
-def test_nothing_is_imported_from_the_current_folder(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_imported_from_the_current_folder(path, tmp_path, monkeypatch):
     for name in ("json", "queue", "numpy", "sitecustomize", "hf_flexseq"):
         (tmp_path / f"{name}.py").write_text("import os\nos._exit(77)\n")
     (tmp_path / "sub").mkdir()
@@ -288,7 +280,7 @@ def test_nothing_is_imported_from_the_current_folder(
         assert worker.result(0).lengths == (1,)
 
 
-def test_other_folders_on_the_path_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_folders_on_the_path_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"/one::.:lib:{tmp_path}:/two")
     assert _environment()["PYTHONPATH"] == f"/one:{tmp_path}/lib:/two"

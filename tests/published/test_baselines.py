@@ -32,7 +32,7 @@ def groups_of(
 # ---- zeppelin
 
 
-def test_zeppelin_makes_three_zones() -> None:
+def test_zeppelin_makes_three_zones():
     """Plan a sequence above a node's memory, one above its share of a node's work, short ones."""
     topology = Topology(nodes=2, ranks_per_node=4)
     lengths = [9000, 3000] + [100] * 12
@@ -42,7 +42,7 @@ def test_zeppelin_makes_three_zones() -> None:
     assert {group[:2] for group in alone} == {(1, "local")}
 
 
-def test_zeppelin_uses_the_strategy_asked_for_and_ulysses_where_no_ring_is_known() -> None:
+def test_zeppelin_uses_the_strategy_asked_for_and_ulysses_where_no_ring_is_known():
     ((first, *_),) = groups_of("zeppelin", [3000, 10], NODE, 2000)
     assert first[1:] == ("ulysses", (0,))
     for strategy in ("balanced", "ulysses"):
@@ -50,7 +50,7 @@ def test_zeppelin_uses_the_strategy_asked_for_and_ulysses_where_no_ring_is_known
         assert only == (4, strategy, (0,))
 
 
-def test_zeppelin_levels_the_quadratic_work() -> None:
+def test_zeppelin_levels_the_quadratic_work():
     rng = random.Random(2)
     topology = Topology(nodes=1, ranks_per_node=8)
     lengths = [int(rng.lognormvariate(7, 1)) + 1 for _ in range(200)]
@@ -63,13 +63,13 @@ def test_zeppelin_levels_the_quadratic_work() -> None:
     assert max(work) <= 1.1 * sum(work) / 8
 
 
-def test_zeppelin_splits_more_where_memory_is_full() -> None:
+def test_zeppelin_splits_more_where_memory_is_full():
     (groups,) = groups_of("zeppelin", [600] * 6, Topology(nodes=2, ranks_per_node=2), 900)
     assert max(degree for degree, *_ in groups) > 1
 
 
 @for_seeds(5)
-def test_zeppelin_cuts_long_tails_into_few_micro_batches(seed: int) -> None:
+def test_zeppelin_cuts_long_tails_into_few_micro_batches(seed):
     rng = random.Random(seed)
     limit = 64 * 5951
     lengths = [min(limit, int(rng.lognormvariate(6.9, 1.75)) + 1) for _ in range(512)]
@@ -91,7 +91,7 @@ def test_zeppelin_cuts_long_tails_into_few_micro_batches(seed: int) -> None:
         ([1000, 900], 2000, [[(2, (0,)), (2, (1,))]]),
     ],
 )
-def test_megatron_packs_and_limits_the_work_by_the_longest(lengths, cap, groups) -> None:
+def test_megatron_packs_and_limits_the_work_by_the_longest(lengths, cap, groups):
     found = groups_of("megatron", lengths, NODE, cap)
     assert [[(degree, ids) for degree, _, ids in one] for one in found] == groups
 
@@ -100,7 +100,7 @@ def test_megatron_packs_and_limits_the_work_by_the_longest(lengths, cap, groups)
 
 
 @pytest.mark.parametrize("count", [10, 200])
-def test_batch_ada_is_the_best_single_degree(count: int) -> None:
+def test_batch_ada_is_the_best_single_degree(count):
     rng = random.Random(0)
     lengths = [min(100_000, int(rng.lognormvariate(7, 1.75)) + 1) for _ in range(count)]
     seconds = []
@@ -115,7 +115,7 @@ def test_batch_ada_is_the_best_single_degree(count: int) -> None:
 
 
 @for_seeds(examples(30))
-def test_the_rebalancing_rule_is_transformers_own(seed: int) -> None:
+def test_the_rebalancing_rule_is_transformers_own(seed):
     rng = random.Random(seed)
     ranks = rng.randint(1, 5)
     batches = rng.randint(1, 4)
@@ -130,6 +130,6 @@ def test_the_rebalancing_rule_is_transformers_own(seed: int) -> None:
         assert theirs[rank][batch] == order[start:stop]
 
 
-def test_batch_rebalance_never_splits() -> None:
+def test_batch_rebalance_never_splits():
     plan = planned([5, 5900], CLUSTER, FLEXSP, planner="batch-rebalance")
     assert plan.degrees() == {1: 2}

@@ -43,9 +43,7 @@ def cuts_of(count: int, most: int) -> Iterator[list[tuple[int, int]]]:
 
 @settings(deadline=None, max_examples=examples(100))
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 4))
-def test_the_blaster_s_largest_slice_is_the_smallest_possible(
-    lengths: list[int], count: int
-) -> None:
+def test_the_blaster_s_largest_slice_is_the_smallest_possible(lengths, count):
     ordered = sorted(lengths, reverse=True)
     micro_batches = blast(lengths, count)
     ids = [i for micro_batch in micro_batches for i in micro_batch]
@@ -56,14 +54,14 @@ def test_the_blaster_s_largest_slice_is_the_smallest_possible(
     assert largest == best
 
 
-def test_the_blaster_evens_out_what_a_giant_leaves_open() -> None:
+def test_the_blaster_evens_out_what_a_giant_leaves_open():
     micro_batches = blast([1000] + [10] * 60, 4)
     assert [len(micro_batch) for micro_batch in micro_batches] == [1, 20, 20, 20]
 
 
 @settings(deadline=None, max_examples=examples(100))
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 4))
-def test_buckets_add_as_few_tokens_as_possible(lengths: list[int], count: int) -> None:
+def test_buckets_add_as_few_tokens_as_possible(lengths, count):
     buckets = bucketed(range(len(lengths)), lengths, 10**9, count)
     assert sorted(i for ids in buckets.members for i in ids) == list(range(len(lengths)))
     for longest, ids in zip(buckets.longest, buckets.members, strict=True):
@@ -75,7 +73,7 @@ def test_buckets_add_as_few_tokens_as_possible(lengths: list[int], count: int) -
     assert int((buckets.longest * buckets.counts).sum()) == best
 
 
-def test_buckets_leave_half_of_the_spare_memory_free() -> None:
+def test_buckets_leave_half_of_the_spare_memory_free():
     lengths = [10 * i for i in range(1, 41)]
     for spare in (0, 100, 1000, 10_000):
         buckets = bucketed(range(40), lengths, sum(lengths) + spare)
@@ -84,7 +82,7 @@ def test_buckets_leave_half_of_the_spare_memory_free() -> None:
 
 
 @for_seeds(200)
-def test_groups_stand_side_by_side_on_legal_ranks(seed: int) -> None:
+def test_groups_stand_side_by_side_on_legal_ranks(seed):
     rng = random.Random(seed)
     where = topology(rng.choice(SHAPES))
     degrees = aligned_degrees(where)
@@ -126,7 +124,7 @@ def best_chosen(task: GroupingTask, where: Topology) -> int:
 
 
 @for_seeds(12)
-def test_the_program_s_optimum_is_found(seed: int) -> None:
+def test_the_program_s_optimum_is_found(seed):
     rng = random.Random(seed)
     where = topology(rng.choice([(1, 2), (1, 3), (1, 4), (2, 2)]))
     world = where.world_size
@@ -147,7 +145,7 @@ def test_the_program_s_optimum_is_found(seed: int) -> None:
     assert (members @ task.tokens <= task.cap * np.array(degrees)).all()
 
 
-def test_no_nodes_leave_the_start() -> None:
+def test_no_nodes_leave_the_start():
     planner = flexsp([4000, 300, 200, 100], topology((1, 4)), 5000)
     task = planner._task(bucketed(range(4), planner.lengths, 20_000))
     start = planner._one_degree(task, 2)
@@ -158,7 +156,7 @@ def test_no_nodes_leave_the_start() -> None:
 # ---- the plans
 
 
-def test_it_beats_the_best_single_degree() -> None:
+def test_it_beats_the_best_single_degree():
     rng = random.Random(5)
     lengths = [min(40_000, int(rng.lognormvariate(7, 1.5)) + 1) for _ in range(32)]
     mixed, single = (
@@ -169,7 +167,7 @@ def test_it_beats_the_best_single_degree() -> None:
     assert mixed.objective_s < single.objective_s
 
 
-def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr("hf_flexseq.base.registry.find_spec", lambda module: None)
     with pytest.raises(ValueError, match=r'needs pulp and highspy.*"hf_flexseq\[planner\]"'):
         planned([4], topology((1, 2)), MODEL, planner="flexsp")

@@ -10,12 +10,11 @@ from hf_flexseq.cost.pipeline_check import check, check_memory
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.cost.walk import peak_bytes
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
 from hf_flexseq.planner.pipeline.cuts import CutWork
 from hf_flexseq.published.infinipipe import checkpointing
 from hf_flexseq.published.infinipipe.checkpointing import CheckpointingTask, solve
 from hf_flexseq.published.infinipipe.chunking import infinipipe_units
-from pipelines import stage_cost
+from pipelines import pipelined, stage_cost
 from tests.budget import for_seeds
 
 LINEAR = CutWork(linear=1.0, square=0.0)
@@ -113,11 +112,9 @@ def test_a_program_that_ends_by_its_count_of_nodes_still_saves_enough(monkeypatc
 
 def plans_of(lengths, cost, share, chunks):
     """Plans without a limit, and with a limit of this share of the memory that the first takes."""
-    free = make_pipeline_plan(lengths, cost, PipelineOptions(schedule="infinipipe", chunks=chunks))
+    free = pipelined(lengths, cost, schedule="infinipipe", chunks=chunks)
     limit = (int(share * peak_bytes(free, cost)[0]),) * 3
-    tight = make_pipeline_plan(
-        lengths, cost, PipelineOptions(schedule="infinipipe", chunks=chunks, memory_limit=limit)
-    )
+    tight = pipelined(lengths, cost, schedule="infinipipe", chunks=chunks, memory_limit=limit)
     check(tight)
     check_memory(tight, cost, limit)
     assert not free.checkpointed
@@ -148,8 +145,6 @@ def test_layers_lie_on_diagonals():
 
 def test_what_never_fits_is_named():
     with pytest.raises(PlanInfeasible, match="sequence 1 fits for no number of chunks"):
-        make_pipeline_plan(
-            [100, 5000],
-            price(2),
-            PipelineOptions(schedule="infinipipe", chunks=4, memory_limit=(5000, 5000)),
+        pipelined(
+            [100, 5000], price(2), schedule="infinipipe", chunks=4, memory_limit=(5000, 5000)
         )

@@ -9,7 +9,7 @@ from hf_flexseq.plan.attention_schedule import attention_schedule
 from tests.costs import simple_cost
 
 
-def test_no_rank_idles_at_odd_degrees_and_each_for_half_a_block_at_even_ones() -> None:
+def test_no_rank_idles_at_odd_degrees_and_each_for_half_a_block_at_even_ones():
     for degree in (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16):
         schedule = attention_schedule("balanced", degree)
         assert schedule.critical_path() == (1.0 if degree % 2 else (degree + 1) / degree)
@@ -38,7 +38,7 @@ def busiest_link(degree: int, keys: float, queries: float) -> float:
 
 
 @pytest.mark.parametrize("degree", range(2, 17))
-def test_the_ring_pays_what_its_busiest_rank_moves(degree: int) -> None:
+def test_the_ring_pays_what_its_busiest_rank_moves(degree):
     """Keys and values of a width of 2, queries `shared` times as wide as keys alone."""
     for shared in (1, 2, 4, 8):
         cost = simple_cost(ring_bytes=6.0, query_bytes=shared)
@@ -46,7 +46,7 @@ def test_the_ring_pays_what_its_busiest_rank_moves(degree: int) -> None:
         assert cost.ring_traffic(degree, "balanced") == busiest_link(degree, 2.0, shared)
 
 
-def test_the_ring_is_the_fastest_where_keys_are_as_wide_as_queries_and_links_slow() -> None:
+def test_the_ring_is_the_fastest_where_keys_are_as_wide_as_queries_and_links_slow():
     """With one head Ulysses cannot share; a ring moves 24 tensors' worth a token, balanced 16."""
     widths = {"ring_bytes": 6.0, "query_bytes": 1.0, "all_to_all_bytes": 8.0}
     cost = simple_cost(attention_s=0.2, linear_s=1.0, ring_overlap=1.0, heads=1, **widths)
@@ -56,7 +56,7 @@ def test_the_ring_is_the_fastest_where_keys_are_as_wide_as_queries_and_links_slo
     assert seconds["zigzag"] - seconds["balanced"] == 24 * 18 - 0.2 * 90 * 18
 
 
-def test_seconds_count_the_idle_time_of_even_degrees() -> None:
+def test_seconds_count_the_idle_time_of_even_degrees():
     cost = simple_cost(attention_s=1.0)
     assert [cost.sequence_ns(12, d, "balanced", False) / 1e9 for d in (2, 3, 4)] == pytest.approx(
         [144 / 2 * 3 / 2, 144 / 3, 144 / 4 * 5 / 4], rel=1e-6

@@ -53,9 +53,7 @@ def check_timeline(timeline: Timeline) -> None:
     sync=st.sampled_from(["lockstep", "free"]),
     preset=st.sampled_from(["gemma-3-27b-h100", "qwen3.5-35b-a3b-h100", "llama-3.1-8b-h200"]),
 )
-def test_the_timeline_of_any_plan_ends_with_its_closed_form(
-    lengths: list[int], nodes: int, seed: int, sync: str, preset: str
-) -> None:
+def test_the_timeline_of_any_plan_ends_with_its_closed_form(lengths, nodes, seed, sync, preset):
     topology = Topology(nodes=nodes, ranks_per_node=4)
     plan = random_plan(lengths, topology.world_size, random.Random(seed), nodes=nodes)
     cost = PRESETS[preset]
@@ -67,7 +65,7 @@ def test_the_timeline_of_any_plan_ends_with_its_closed_form(
     assert max(event.stop for event in timeline.events) == timeline.stop
 
 
-def test_the_parts_of_a_group_by_hand() -> None:
+def test_the_parts_of_a_group_by_hand():
     """32 s of attention on each rank, 24 bytes moved by each at 1 byte/s."""
     assert parts_of("ulysses", replace(TINY, all_to_all_bytes=6.0)) == {
         "linear layers": 4,
@@ -77,7 +75,7 @@ def test_the_parts_of_a_group_by_hand() -> None:
     }
 
 
-def test_a_ring_s_transfers_are_exposed_as_far_as_they_last_longer_than_attention() -> None:
+def test_a_ring_s_transfers_are_exposed_as_far_as_they_last_longer_than_attention():
     """32 s of attention on each rank, 4 tokens' keys and values moved."""
     for ring_bytes, exposed in ((6.0, 0), (12.0, 12 * 4 - 32)):
         parts = parts_of("zigzag", replace(TINY, ring_bytes=ring_bytes))
@@ -85,7 +83,7 @@ def test_a_ring_s_transfers_are_exposed_as_far_as_they_last_longer_than_attentio
         assert parts[EXPOSED] == exposed * 10**9
 
 
-def test_recurrent_layers_and_windows_have_parts_of_their_own() -> None:
+def test_recurrent_layers_and_windows_have_parts_of_their_own():
     topology, windows = Topology(nodes=2, ranks_per_node=4), PRESETS["gemma-3-27b-h100"]
 
     def parts(cost: CostModel) -> dict[str, int]:
@@ -97,7 +95,7 @@ def test_recurrent_layers_and_windows_have_parts_of_their_own() -> None:
     assert near["attention"] > full["attention"]
 
 
-def test_ranks_of_a_group_wait_for_the_last_of_them() -> None:
+def test_ranks_of_a_group_wait_for_the_last_of_them():
     """Free: rank 0's own sequence of the first micro-batch holds up rank 1 in the second."""
     plan = plan_of_groups((8, 4), [group(0, 1, 0)], [group(0, 2, 1)])
     timeline = timeline_of(plan, PAIR, TINY, sync="free")
@@ -106,7 +104,7 @@ def test_ranks_of_a_group_wait_for_the_last_of_them() -> None:
     assert timeline.starts == (0, 0)
 
 
-def test_memory_is_that_of_the_micro_batch_at_hand() -> None:
+def test_memory_is_that_of_the_micro_batch_at_hand():
     plan = plan_of_groups((8, 6), [group(0, 2, 0), group(2, 3, 1)])
     timeline = timeline_of(plan, NODE, TINY)
     held = [[m.bytes for m in timeline.memory if m.rank == rank] for rank in range(4)]
@@ -114,7 +112,7 @@ def test_memory_is_that_of_the_micro_batch_at_hand() -> None:
     assert timeline.peak_bytes == 106
 
 
-def test_peak_memory_is_the_closed_forms() -> None:
+def test_peak_memory_is_the_closed_forms():
     topology, lengths = Topology(nodes=2, ranks_per_node=4), [30_000, 7000, 5000, 3000, 100, 90]
     plan = planned(lengths, topology, FLEXSP, max_tokens_per_rank=6000)
     fullest = max(max(mb.tokens_per_rank(plan.lengths, 8)) for mb in plan.micro_batches)
@@ -122,7 +120,7 @@ def test_peak_memory_is_the_closed_forms() -> None:
     assert timeline_of(plan, topology, FLEXSP).peak_bytes == pytest.approx(expected, rel=1e-9)
 
 
-def test_shares_of_a_hand_made_step() -> None:
+def test_shares_of_a_hand_made_step():
     """Rank 0 computes 100 s and rank 1 a quarter of that, in lockstep."""
     plan = plan_of_groups((10, 5), [group(0, 1, 0), group(1, 2, 1)])
     timeline = timeline_of(plan, PAIR, TINY)
@@ -133,7 +131,7 @@ def test_shares_of_a_hand_made_step() -> None:
     assert (empty.stop, empty.share("wait")) == (0, 0.0)
 
 
-def test_what_cannot_be_priced_is_refused() -> None:
+def test_what_cannot_be_priced_is_refused():
     plan = plan_of_groups((16,), [group(0, 4, 0, strategy="zigzag")])
     with pytest.raises(ValueError, match="no ring_bytes"):
         timeline_of(plan, NODE, FLEXSP)

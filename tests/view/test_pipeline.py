@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 from hf_flexseq.cli import main
-from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.plan.pipeline import parse
-from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
 from hf_flexseq.view import chrome_trace, pipeline_timeline, save_picture, text_grid
 from hf_flexseq.view.pipeline import peak_tokens, report, tokens_as_time
-from pipelines import even_cost, plan_of
+from pipelines import even_cost, pipelined, plan_of
 
 SCRIPT = Path(__file__).parents[2] / "scripts/benchmarks/pipeline.py"
 
@@ -110,44 +108,12 @@ def test_tokens_stand_for_time_where_there_is_no_cost_model(plan):
 # ---- Seq1F1B's memory
 
 
-def reports(cost, lengths, **options):
-    """The step of whole sequences, and in chunks."""
-    plans = (
-        make_pipeline_plan(lengths, cost, PipelineOptions(schedule="1f1b")),
-        make_pipeline_plan(lengths, cost, PipelineOptions(schedule="seq1f1b", **options)),
-    )
-    return [report(plan, cost) for plan in plans]
-
-
 @pytest.mark.parametrize(("stages", "k"), [(2, 2), (2, 8), (4, 4), (8, 2), (8, 4)])
 def test_even_chunks_hold_k_plus_p_minus_1_of_k_p(stages, k):
-    lengths = [8 * k] * 2 * stages
-    whole, cut = reports(even_cost(stages), lengths, chunks=k, cuts="even")
-    assert cut.peak_tokens[0] * k * stages == whole.peak_tokens[0] * (k + stages - 1)
-
-
-def test_the_30b_model_with_64k_tokens_fits_without_recomputing_and_under_1f1b_it_does_not():
-    """Seq1F1B's 30B model on 64 A100: 64 layers, hidden 6144; 8 stages x tensor parallelism of 8.
-
-    bf16: 34 bytes per token, layer and hidden element, the published count for tensor and sequence
-    parallelism with flash attention, of which K and V are 4. 18 bytes of model states for each of
-    a 64th of 30 billion parameters.
-    """
-    hidden, layers, vocabulary = 6144, 8, 50_000
-    stage = StageCost(
-        linear_ns=24 * hidden * hidden * layers * 1e-6,
-        attention_ns=4 * hidden * layers * 1e-6,
-        chunk_ns=0.0,
-        head_ns=4 * hidden * vocabulary / 8 * 1e-6,
-        layers=layers,
-        token_bytes=30 * hidden * layers / 8,
-        kv_bytes=4 * hidden * layers / 8,
-    )
-    cost, left = PipelineCost.even(8, stage), 80e9 - 18 * 30e9 / 64
-    whole, cut = reports(cost, [65_536] * 16, chunks=4, cuts="computation")
-    assert whole.peak_bytes[0] > left > cut.peak_bytes[0]
-    # 0.344 with even cuts
-    assert cut.peak_tokens[0] / whole.peak_tokens[0] == pytest.approx(0.371, abs=0.003)
+    cost, lengths = even_cost(stages), [8 * k] * 2 * stages
+    whole = pipelined(lengths, cost, schedule="1f1b")
+    cut = pipelined(lengths, cost, schedule="seq1f1b", chunks=k, cuts="even")
+    assert peak_tokens(cut)[0] * k * stages == peak_tokens(whole)[0] * (k + stages - 1)
 
 
 # ---- the benchmark

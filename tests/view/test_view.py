@@ -54,7 +54,7 @@ def lasting(*durations: int) -> Timeline:
 # ---- sketches and figures
 
 
-def test_a_sketch_is_busy_in_proportion_to_tokens() -> None:
+def test_a_sketch_is_busy_in_proportion_to_tokens():
     timeline = sketch(PLAN, 4)
     assert (timeline.unit, timeline.stop, timeline.starts) == ("tokens", 35, (0, 20))
     busy = [(e.rank, e.start, e.stop, e.degree) for e in timeline.events if e.kind == "compute"]
@@ -66,7 +66,7 @@ def test_a_sketch_is_busy_in_proportion_to_tokens() -> None:
     assert timeline.share("compute") == pytest.approx((35 + 35 + 10 + 20) / (4 * 35))
 
 
-def test_a_measured_sketch_is_in_seconds() -> None:
+def test_a_measured_sketch_is_in_seconds():
     timeline = sketch(PLAN, 4, [2.0, 1.0])
     assert (timeline.unit, timeline.stop, timeline.starts) == ("ns", 3 * 10**9, (0, 2 * 10**9))
     assert degrees(timeline) == {1: 1, 2: 2, 4: 1}
@@ -74,7 +74,7 @@ def test_a_measured_sketch_is_in_seconds() -> None:
     assert shares(timeline).startswith("compute ")
 
 
-def test_boundaries_only_where_all_ranks_pass_together() -> None:
+def test_boundaries_only_where_all_ranks_pass_together():
     assert boundaries(sketch(PLAN, 4)) == [20]
     recorder = Recorder(2)
     recorder.work(1, 3, "wait", "x")
@@ -89,7 +89,7 @@ def test_boundaries_only_where_all_ranks_pass_together() -> None:
 # ---- text
 
 
-def test_text_grid_by_hand() -> None:
+def test_text_grid_by_hand():
     lines = text_grid(sketch(PLAN, 4), title="Four ranks", width=40).splitlines()
     assert lines == [
         "Four ranks",
@@ -104,7 +104,7 @@ def test_text_grid_by_hand() -> None:
     ]
 
 
-def test_text_fits_a_screen_and_merges_equal_ranks() -> None:
+def test_text_fits_a_screen_and_merges_equal_ranks():
     lines = text_grid(large()).splitlines()
     assert max(map(len, lines)) <= 100
     assert len(lines) <= 64 + 5
@@ -117,7 +117,7 @@ def test_text_fits_a_screen_and_merges_equal_ranks() -> None:
 # ---- pictures
 
 
-def test_an_svg_follows_the_colour_scheme_and_is_the_same_each_time(tmp_path: Path) -> None:
+def test_an_svg_follows_the_colour_scheme_and_is_the_same_each_time(tmp_path):
     texts = []
     for name in ("a.svg", "b.svg"):
         save_picture(sketch(PLAN, 4), tmp_path / name, title="A step", ranks_per_node=2)
@@ -132,7 +132,7 @@ def test_an_svg_follows_the_colour_scheme_and_is_the_same_each_time(tmp_path: Pa
 
 
 @pytest.mark.parametrize("degree", [1, 6])
-def test_a_picture_shows_groups_in_the_colour_of_their_degree(tmp_path: Path, degree: int) -> None:
+def test_a_picture_shows_groups_in_the_colour_of_their_degree(tmp_path, degree):
     image = pytest.importorskip("matplotlib.image")
     whole = plan_of_groups((degree,), [group(0, degree, 0)])
     save_picture(sketch(whole, 2 * degree), tmp_path / "a.png")
@@ -143,7 +143,7 @@ def test_a_picture_shows_groups_in_the_colour_of_their_degree(tmp_path: Path, de
     assert (pixels[int(height * 0.6), width // 2] == 255).all()  # the lower half is idle
 
 
-def test_every_degree_of_a_node_has_a_colour_of_its_own() -> None:
+def test_every_degree_of_a_node_has_a_colour_of_its_own():
     assert [colour_of(2**index) for index in range(len(COLOURS))] == list(COLOURS)
     assert colour_of(1024) == colour_of(2**15) == COLOURS[-1]
     assert len({colour_of(degree) for degree in range(1, 17)}) == 16
@@ -151,13 +151,13 @@ def test_every_degree_of_a_node_has_a_colour_of_its_own() -> None:
     assert red_of == sorted(red_of, reverse=True)
 
 
-def test_empty_timelines_can_be_shown(tmp_path: Path) -> None:
+def test_empty_timelines_can_be_shown(tmp_path):
     empty = sketch(plan_of_groups(()), 2)
     assert text_grid(empty).split() == ["0", "0", "tokens"]
     save_picture(empty, tmp_path / "empty.svg")
 
 
-def test_names_in_a_title_are_neither_markup_nor_mathematics(tmp_path: Path) -> None:
+def test_names_in_a_title_are_neither_markup_nor_mathematics(tmp_path):
     evil = r"</text><script>alert(1)</script> $\frac{$ & \"'"
     for name in ("a.svg", "a.png"):
         save_picture(lasting(1), tmp_path / name, title=evil)
@@ -170,9 +170,7 @@ def test_names_in_a_title_are_neither_markup_nor_mathematics(tmp_path: Path) -> 
     "durations, numbers",
     [([10] * 30, [str(number) for number in range(1, 30)]), ([1000, 1, 1, 1, 1000], ["1", "4"])],
 )
-def test_micro_batches_are_numbered_where_there_is_room(
-    tmp_path: Path, durations: list[int], numbers: list[str]
-) -> None:
+def test_micro_batches_are_numbered_where_there_is_room(tmp_path, durations, numbers):
     save_picture(lasting(*durations), tmp_path / "a.svg")
     texts = re.findall(r"<text[^>]*>(.*?)</text>", (tmp_path / "a.svg").read_text())
     after = texts[texts.index("micro-batch 0") :]
@@ -180,13 +178,11 @@ def test_micro_batches_are_numbered_where_there_is_room(
 
 
 @pytest.mark.parametrize("count, inches", [(2, 12), (25, 20), (60, 40)])
-def test_a_picture_is_as_wide_as_its_micro_batches_need(count: int, inches: int) -> None:
+def test_a_picture_is_as_wide_as_its_micro_batches_need(count, inches):
     assert picture.picture_of(lasting(*[10] * count)).get_size_inches()[0] == inches
 
 
-def test_a_picture_without_matplotlib_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(picture, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "hf_flexseq\[pictures\]"'):
         save_picture(lasting(1), tmp_path / "a.png")
@@ -199,7 +195,7 @@ def test_a_picture_without_matplotlib_names_the_extra(
 # ---- traces
 
 
-def test_chrome_trace_is_json_with_ordered_lanes() -> None:
+def test_chrome_trace_is_json_with_ordered_lanes():
     timeline = large()
     trace = json.loads(json.dumps(chrome_trace(timeline, ranks_per_node=8)))
     slices = [e for e in trace["traceEvents"] if e["ph"] == "X"]
@@ -217,7 +213,7 @@ def test_chrome_trace_is_json_with_ordered_lanes() -> None:
     assert len(counters) == len(timeline.memory)
 
 
-def test_a_trace_stays_small_and_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_stays_small_and_says_what_it_lacks(monkeypatch):
     whole, shown = chrome_text(large(), ranks_per_node=8)
     assert json.loads(whole) == chrome_trace(large(), ranks_per_node=8)
     assert shown == ""

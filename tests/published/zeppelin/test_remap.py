@@ -51,7 +51,7 @@ def optimum(tokens: list[int], topology: Topology) -> tuple[int, int]:
 
 @settings(deadline=None, max_examples=examples(25), derandomize=True)
 @given(st.sampled_from([(1, 1), (1, 4), (2, 2), (2, 3), (3, 2), (4, 1)]), st.data())
-def test_transport_is_the_linear_programs(shape: tuple[int, int], data: st.DataObject) -> None:
+def test_transport_is_the_linear_programs(shape, data):
     topology = Topology(nodes=shape[0], ranks_per_node=shape[1])
     world = topology.world_size
     tokens = data.draw(st.lists(st.integers(0, 50), min_size=world, max_size=world))
@@ -70,12 +70,12 @@ def test_transport_is_the_linear_programs(shape: tuple[int, int], data: st.DataO
     assert (sum(m.tokens for m in moves), crossing) == optimum(tokens, topology)
 
 
-def test_nothing_moves_where_tokens_are_even() -> None:
+def test_nothing_moves_where_tokens_are_even():
     for tokens in ([5, 5, 5, 5], [0, 0, 0, 0], [3, 2, 3, 2]):
         assert transport(tokens, TWO_BY_TWO) == ()
 
 
-def test_the_busiest_rank_counts_by_kind_of_link() -> None:
+def test_the_busiest_rank_counts_by_kind_of_link():
     tokens = [12, 0, 0, 0]
     moves = tuple(Move(source=0, target=target, tokens=3) for target in (1, 2, 3))
     assert transport(tokens, TWO_BY_TWO) == moves
