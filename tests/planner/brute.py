@@ -6,8 +6,9 @@ stages of the default search with loops over single candidates, micro-batches an
 * `least_rise_by_search` and `poured_one_by_one`: the twins of `planner/search/fill.py`.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import combinations, product
+from itertools import chain, combinations, product
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, lockstep_ns
@@ -63,8 +64,7 @@ def placed_one_by_one(
         forced = ANY_SHAPE
         if row < candidates.forced_shapes.shape[1]:
             forced = int(candidates.forced_shapes[candidate, row])
-        best = None
-        least = 0
+        scores = {}  # of (micro-batch, block)
         for batch, target in enumerate(targets):
             for block, shape in enumerate(blocks.shape_of.tolist()):
                 time_ns, need = int(problem.times[row, shape]), int(problem.needs[row, shape])
@@ -78,13 +78,11 @@ def placed_one_by_one(
                 fullest = max(load[batch][ranks])
                 above = fullest + (time_ns >> tick) - target
                 misfit = fit * (target - fullest) // divisor
-                score = max(above, misfit) + (wasted >> tick)
-                if best is None or score < least:
-                    best, least = (batch, block), score
-        if best is None:
+                scores[batch, block] = max(above, misfit) + (wasted >> tick)
+        if not scores:
             return None
-        spots.append(best)
-        batch, block = best
+        batch, block = min(scores, key=scores.__getitem__)  # of equal ones the first
+        spots.append((batch, block))
         shape = int(blocks.shape_of[block])
         for rank in range(int(blocks.start[block]), int(blocks.stop[block])):
             load[batch][rank] += int(problem.times[row, shape]) >> tick
@@ -99,29 +97,16 @@ def least_rise_by_search(
     """Return the least nanoseconds by which targets rise until the rows from `first_row` on fit.
 
     The rows count as divisible. slack, memory: [micro-batches][ranks] nanoseconds below the
-    target, and tokens left. Tries every rise that makes a rank start or stop taking, and solves
-    for the rise in between.
+    target, and tokens left.
     """
-    time = sum(int(t) for t in problem.times[first_row:, 0])
+    time = sum(problem.times[first_row:, 0].tolist())
     rate = time // max(1, sum(problem.lengths[first_row:].tolist())) + 1
-    pairs = []
-    for slacks, memories in zip(slack, memory, strict=True):
-        for ns, tokens in zip(slacks, memories, strict=True):
-            pairs.append((ns, tokens * rate))
+    ranks = list(zip(chain(*slack), chain(*memory), strict=True))
 
     def taken(rise: int) -> int:
-        return sum(max(0, min(ns + rise, most)) for ns, most in pairs)
+        return sum(max(0, min(ns + rise, tokens * rate)) for ns, tokens in ranks)
 
-    rise = 0
-    for point in sorted({0, *(-ns for ns, _ in pairs), *(most - ns for ns, most in pairs)}):
-        if point < 0:
-            continue
-        if taken(point) >= time:
-            growing = sum(1 for ns, most in pairs if ns + rise >= 0 and ns + rise < most)
-            missing = time - taken(rise)
-            return rise + (-(-missing // growing) if missing > 0 else 0)
-        rise = point
-    raise AssertionError("memory does not hold the rows")
+    return bisect_left(range(2**60), time, key=taken)
 
 
 def poured_one_by_one(
