@@ -11,7 +11,6 @@ import runpy
 import sys
 import traceback
 from contextlib import redirect_stdout
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tests.ranks import run_ranks
@@ -19,7 +18,7 @@ from tests.ranks import run_ranks
 ROOT = Path(__file__).parents[1]
 
 
-def run_program(path: Path, *words: object, seconds: float = 150, folder: Path = ROOT) -> str:
+def run_program(path, *words, seconds=150, folder=ROOT):
     """What `python path words` prints, started in `folder`. Raises AssertionError where it
     fails."""
     context = multiprocessing.get_context("fork")
@@ -37,14 +36,12 @@ def run_program(path: Path, *words: object, seconds: float = 150, folder: Path =
     return said
 
 
-def run_program_on_ranks(
-    world_size: int, path: Path, *words: object, seconds: float = 150, folder: Path = ROOT
-) -> list[str]:
+def run_program_on_ranks(world_size, path, *words, seconds=150, folder=ROOT):
     """What each rank prints, where a launcher starts `python path words` on all of them."""
     return run_ranks(_on_a_rank, world_size, path, words, folder, seconds=seconds)
 
 
-def _main(pipe: Connection, path: Path, words: tuple[object, ...], folder: Path) -> None:
+def _main(pipe, path, words, folder):
     try:
         pipe.send((True, _printed(path, words, folder)))
     except BaseException:
@@ -53,13 +50,11 @@ def _main(pipe: Connection, path: Path, words: tuple[object, ...], folder: Path)
         os._exit(0)  # a fork has nothing of the parent's to end
 
 
-def _on_a_rank(
-    rank: int, world_size: int, path: Path, words: tuple[object, ...], folder: Path
-) -> str:
+def _on_a_rank(rank, world_size, path, words, folder):
     return _printed(path, words, folder)
 
 
-def _printed(path: Path, words: tuple[object, ...], folder: Path) -> str:
+def _printed(path, words, folder):
     os.chdir(folder)
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path), *map(str, words)]

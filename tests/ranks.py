@@ -10,6 +10,7 @@ costs a fifth of a second where spawning costs ten. The parent must not have tou
 
 import faulthandler
 import multiprocessing
+import multiprocessing.connection
 import os
 import sys
 import tempfile
@@ -17,45 +18,35 @@ import threading
 import time
 import traceback
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
 from tests.matching import Launches
-from tests.threads import ThreadHub, ThreadTransport
+from tests.threads import ThreadHub
 
 DIED = "the process died"
 
 _this_rank = threading.local()  # .transport, where this rank is a thread
 
 
-def join(topology: Topology | None = None, **options: Any) -> Communicator:
+def join(topology=None, **options):
     """This rank's communicator, whatever kind of rank it is."""
     transport = getattr(_this_rank, "transport", None)
     return Communicator(topology, transport=transport, **options)
 
 
-def this_rank() -> int:
+def this_rank():
     """The number of this rank, where it is a thread."""
     return _this_rank.transport.rank
 
 
-def run_threads(
-    function: Any,
-    world_size: int,
-    *args: Any,
-    launches: Launches = Launches.BY_LANE,
-    seed: int | None = None,
-    seconds: float = 60,
-) -> list[Any]:
+def run_threads(function, world_size, *args, launches=Launches.BY_LANE, seed=None, seconds=60):
     """`function(rank, world_size, *args)` on every rank; the results by rank. seconds: for which a
     rank may compute before it posts or waits again."""
 
-    def run_rank(transport: ThreadTransport) -> Any:
+    def run_rank(transport):
         _this_rank.transport = transport
         return function(transport.rank, world_size, *args)
 
@@ -64,14 +55,8 @@ def run_threads(
 
 
 def run_ranks(
-    function: Any,
-    world_size: int,
-    *args: Any,
-    seconds: float = 60,
-    group_seconds: float = 120,
-    may_die: tuple[int, ...] = (),
-    ranks_per_node: int | None = None,
-) -> list[Any]:
+    function, world_size, *args, seconds=60, group_seconds=120, may_die=(), ranks_per_node=None
+):
     """`function(rank, world_size, *args)` on every rank; the results by rank, None of those that
     `may_die` and did.
 
@@ -103,14 +88,14 @@ def run_ranks(
                 process.join()
 
 
-def run_cases(function: Any, world_size: int, cases: Any, **options: Any) -> list[list[Any]]:
+def run_cases(function, world_size, cases, **options):
     """`function(rank, world_size, *case)` for each of `cases` on the same forked ranks; the
     results by case, then by rank. options: those of `run_ranks`."""
     by_rank = run_ranks(_each_case, world_size, function, list(cases), **options)
     return [list(results) for results in zip(*by_rank, strict=True)]
 
 
-def _each_case(rank: int, world_size: int, function: Any, cases: list[tuple[Any, ...]]) -> Any:
+def _each_case(rank, world_size, function, cases):
     environment = dict(os.environ)
     results = []
     for case in cases:
@@ -125,31 +110,31 @@ def _each_case(rank: int, world_size: int, function: Any, cases: list[tuple[Any,
     return results
 
 
-def be_silent() -> None:
+def be_silent():
     """Answer to no rank until all others have called `give_up`."""
     while _given_up(0) < dist.get_world_size() - 1:
         time.sleep(0.02)
 
 
-def give_up() -> None:
+def give_up():
     """Say that this rank no longer waits for the one that is silent."""
     _given_up(1)
 
 
-def _given_up(count: int) -> int:
+def _given_up(count):
     """Add to the number of ranks that have given up, and return it."""
     return dist.distributed_c10d._get_default_store().add("given up", count)
 
 
-def _collect(pipes: list[Connection], deadline: float, may_die: tuple[int, ...]) -> list[Any]:
-    results: dict[int, Any] = {}
+def _collect(pipes, deadline, may_die):
+    results = {}
     while len(results) < len(pipes):
         waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
         ready = multiprocessing.connection.wait(
             list(waiting), timeout=max(deadline - time.monotonic(), 0)
         )
         assert ready, f"ranks {sorted(waiting.values())} did not finish in time"
-        failed: dict[int, str] = {}
+        failed = {}
         for pipe in ready:
             rank = waiting.pop(pipe)
             ok, value = _answer(pipe)
@@ -164,7 +149,7 @@ def _collect(pipes: list[Connection], deadline: float, may_die: tuple[int, ...])
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _answer(pipe: Connection) -> tuple[bool, Any]:
+def _answer(pipe):
     """Whether a rank has returned, and what: its result, its traceback, or DIED."""
     try:
         return pipe.recv()
@@ -172,7 +157,7 @@ def _answer(pipe: Connection) -> tuple[bool, Any]:
         return False, DIED
 
 
-def _died(waiting: dict[Connection, int]) -> dict[int, str]:
+def _died(waiting):
     """The ranks of these pipes that die within a second: others may know of it before the pipe."""
     died = {}
     for pipe in multiprocessing.connection.wait(list(waiting), timeout=1):
@@ -182,16 +167,7 @@ def _died(waiting: dict[Connection, int]) -> dict[int, str]:
     return died
 
 
-def _main(
-    pipe: Connection,
-    folder: str,
-    limits: tuple[float, float],
-    function: Any,
-    rank: int,
-    sizes: tuple[int, int],
-    args: tuple[Any, ...],
-    may_die: tuple[int, ...],
-) -> None:
+def _main(pipe, folder, limits, function, rank, sizes, args, may_die):
     seconds, group_seconds = limits
     world_size, ranks_per_node = sizes
     # where a rank hangs

@@ -4,21 +4,11 @@ used, and a module that uses none belongs elsewhere."""
 import ast
 from pathlib import Path
 
-import pytest
-
 import hf_flexseq
 
 PACKAGE = Path(hf_flexseq.__file__).parent
-HUGGINGFACE = {
-    "transformers",
-    "accelerate",
-    "datasets",
-    "deepspeed",
-    "huggingface_hub",
-    "peft",
-    "tokenizers",
-    "trl",
-}
+HUGGINGFACE = {"transformers", "accelerate", "datasets", "deepspeed", "huggingface_hub"}
+HUGGINGFACE |= {"peft", "tokenizers", "trl"}
 
 
 def imported(source):
@@ -43,11 +33,16 @@ def modules(folder):
     return found
 
 
-@pytest.mark.parametrize("path", modules(PACKAGE / "hf"), ids=lambda path: path.stem)
-def test_modules_in_hf_use_a_huggingface_library(path):
-    assert imported(path.read_text(encoding="utf-8")) & HUGGINGFACE, (
-        f"{path.relative_to(PACKAGE)} imports no HuggingFace library: it belongs in another folder"
-    )
+def test_modules_in_hf_use_a_huggingface_library():
+    """A module that uses none belongs in another folder."""
+    paths = modules(PACKAGE / "hf")
+    assert len(paths) > 50
+    without = [
+        str(path.relative_to(PACKAGE))
+        for path in paths
+        if not imported(path.read_text(encoding="utf-8")) & HUGGINGFACE
+    ]
+    assert not without
 
 
 def test_the_search_finds_imports_wherever_they_stand():
