@@ -66,13 +66,10 @@ def several(rank, world_size, runs):
 
 @pytest.mark.processes
 def test_random_plans_end_on_gloo_too():
-    drawn = [draw(number) for number in range(100)]
-    runs = [
-        run
-        for run in drawn
-        if isinstance(run, AttentionRun) and run.topology.world_size == WORLD_SIZE
-    ]
-    assert len(runs) > 10
+    drawn = [draw(number) for number in range(60)]
+    runs = [run for run in drawn if isinstance(run, AttentionRun)]
+    runs = [run for run in runs if run.topology.world_size == WORLD_SIZE]
+    assert len(runs) > 6
     by_rank = run_ranks(several, WORLD_SIZE, runs)
     for run, results in zip(runs, zip(*by_rank, strict=True), strict=True):
         assert attention_error(run, results) <= MOST_ERROR, run

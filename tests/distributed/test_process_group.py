@@ -17,45 +17,37 @@ def own(rank):
     return torch.arange(6.0, dtype=torch.float64).view(3, 2) * 10**rank
 
 
+def empty(rows):
+    return torch.empty(rows, 2, dtype=torch.float64)
+
+
 def every_collective(rank, world_size):
-    found = {name: own(rank) for name in ("all_reduce", "average", "broadcast")}
-    for name in ("reduce_scatter", "reduce_scatter_single"):
-        found[name] = torch.empty(1, 2, dtype=torch.float64)
-    found["all_to_all"] = torch.empty(3, 2, dtype=torch.float64)
-    found["all_gather_single"] = torch.empty(9, 2, dtype=torch.float64)
-    parts = [torch.empty(3, 2, dtype=torch.float64) for _ in range(world_size)]
-    dist.all_reduce(found["all_reduce"])
-    dist.all_reduce(found["average"], op=dist.ReduceOp.AVG)
-    dist.broadcast(found["broadcast"], 1)
+    summed, average, copied = own(rank), own(rank), own(rank)
+    dist.all_reduce(summed)
+    dist.all_reduce(average, op=dist.ReduceOp.AVG)
+    dist.broadcast(copied, 1)
+    parts, whole = [empty(3) for _ in range(world_size)], empty(9)
     dist.all_gather(parts, own(rank))
-    found["all_gather"] = torch.cat(parts)
-    dist.all_gather_single(found["all_gather_single"], own(rank))
-    dist.reduce_scatter(found["reduce_scatter"], list(own(rank).split(1)))
-    dist.reduce_scatter_single(found["reduce_scatter_single"], own(rank))
-    dist.all_to_all_single(found["all_to_all"], own(rank))
+    dist.all_gather_single(whole, own(rank))
+    scattered, scattered_single, exchanged = empty(1), empty(1), empty(3)
+    dist.reduce_scatter(scattered, list(own(rank).split(1)))
+    dist.reduce_scatter_single(scattered_single, own(rank))
+    dist.all_to_all_single(exchanged, own(rank))
     dist.barrier()
-    return found
+    return [summed, average, copied, *parts, whole, scattered, scattered_single, exchanged]
 
 
 @pytest.mark.parametrize("launches", Launches)
 def test_every_collective_does_what_its_name_says(launches):
-    total = own(0) + own(1) + own(2)
-    gathered = torch.cat([own(0), own(1), own(2)])
+    inputs = [own(rank) for rank in range(3)]
+    total = sum(inputs)
     for seed in (None, 1, 2):
         results = run_threads_with_groups(every_collective, 3, launches=launches, seed=seed)
         for rank, found in enumerate(results):
-            scattered = total[rank : rank + 1]
-            wanted = {
-                "all_reduce": total,
-                "average": total / 3,
-                "broadcast": own(1),
-                "all_gather": gathered,
-                "all_gather_single": gathered,
-                "reduce_scatter": scattered,
-                "reduce_scatter_single": scattered,
-                "all_to_all": torch.stack([own(other)[rank] for other in range(3)]),
-            }
-            torch.testing.assert_close(dict(sorted(found.items())), dict(sorted(wanted.items())))
+            scattered = [total[rank : rank + 1]] * 2
+            exchanged = torch.stack([of_rank[rank] for of_rank in inputs])
+            wanted = [total, total / 3, own(1), *inputs, torch.cat(inputs), *scattered, exchanged]
+            torch.testing.assert_close(found, wanted)
 
 
 def asynchronous(rank, world_size):

@@ -1,4 +1,5 @@
-"""Ranks that are threads: what the transport holds them to, and the words in which it says so."""
+"""Ranks that are threads: what the transport holds them to, and the words in which it says so.
+`tests/attention/test_planted_faults.py` breaks more of its rules."""
 
 import time
 from functools import partial
@@ -74,31 +75,11 @@ def keep_the_rules(transport):
     post(transport, torch.ones(3)).wait()
 
 
-def change_what_is_sent(transport, dtype):
-    tensor = torch.ones(3, dtype=dtype)
-    pending = post(transport, tensor)
-    if transport.rank == 0:
-        tensor[1] = 0
-    pending.wait()
-
-
-def wait_twice(transport):
-    pending = post(transport, torch.ones(3))
-    pending.wait()
-    pending.wait()
-
-
-def forget_to_wait(transport):
-    pending = post(transport, torch.ones(3))
-    if transport.rank == 0:
-        pending.wait()
-
-
-def expect_another(transport, tag=0, elements=3, dtype=torch.float32):
+def expect_another(transport, elements=3, dtype=torch.float32):
     if transport.rank == 0:
         post(transport, torch.ones(3)).wait()
     else:
-        post(transport, torch.empty(elements, dtype=dtype), tag=tag).wait()
+        post(transport, torch.empty(elements, dtype=dtype)).wait()
 
 
 def end_early(transport):
@@ -143,25 +124,16 @@ def fail(transport):
     post(transport, torch.empty(2)).wait()
 
 
-CHANGED = "rank 0 has changed the words while it was being sent to rank 1"
 EXPECTS = r"rank 0 sends the words \(0, 3, .*but rank 1 expects"
-STUCK = "no rank can go on: rank 0 could not send to rank 1 the words.*rank 1 could not receive fr"
 BY_TAG, BY_LANE, ONE_QUEUE = Launches.BY_TAG, Launches.BY_LANE, Launches.ONE_QUEUE
 
 
 @pytest.mark.parametrize(
     ("launches", "function", "words"),
     [
-        (BY_LANE, partial(change_what_is_sent, dtype=torch.float64), CHANGED),
-        (BY_LANE, partial(change_what_is_sent, dtype=torch.bfloat16), CHANGED),
-        (BY_TAG, partial(change_what_is_sent, dtype=torch.uint8), CHANGED),
-        (BY_LANE, wait_twice, "already waited for"),
-        (BY_LANE, forget_to_wait, "nobody has waited for .*rank 1, the words from rank 0"),
-        (BY_LANE, partial(expect_another, tag=1), EXPECTS),
         (BY_LANE, partial(expect_another, elements=4), EXPECTS),
         (ONE_QUEUE, partial(expect_another, dtype=torch.int32), EXPECTS),
-        (BY_TAG, partial(expect_another, tag=6), STUCK),
-        (BY_LANE, end_early, r"after the end of ranks \[1\]: rank 0 could not send"),
+        (BY_TAG, end_early, r"after the end of ranks \[1\]: rank 0 could not send to rank 1 the"),
         (ONE_QUEUE, use_lanes_in_another_order, "no rank can go on: .*; rank 1 could not"),
         (BY_LANE, use_tags_in_another_order, "the order of messages differs"),
         (BY_LANE, partial(call, of_rank_0=("all_reduce", 2), of_rank_1=("all_reduce", 3)), "[3]"),

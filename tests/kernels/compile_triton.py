@@ -11,9 +11,7 @@ cases of `fused_cases.py`.
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -39,14 +37,14 @@ TYPES = {
 }
 
 
-def type_of(value: object) -> object:
+def type_of(value):
     """The type of an argument, in Triton's words."""
     if isinstance(value, tuple):
         return tuple(type_of(one) for one in value)
     return TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
 
 
-def compiled(kernel: Any, arguments: tuple[object, ...]) -> int:
+def compiled(kernel, arguments):
     """The bytes of a kernel for these arguments of a launch."""
     signature = {}
     constants = {}
@@ -58,7 +56,7 @@ def compiled(kernel: Any, arguments: tuple[object, ...]) -> int:
     return len(triton.compile(source, target=TARGET).asm["cubin"])
 
 
-def variant(kernel: Any, arguments: tuple[object, ...]) -> tuple[object, ...]:
+def variant(kernel, arguments):
     """What Triton tells launches of a kernel apart by."""
     seen = []
     for parameter, value in zip(kernel.params, arguments, strict=True):
@@ -73,19 +71,19 @@ def variant(kernel: Any, arguments: tuple[object, ...]) -> tuple[object, ...]:
 class Launches:
     """Stands where a kernel does, and notes what its launches give."""
 
-    def __init__(self, kernel: Any, look: Callable[..., object]) -> None:
+    def __init__(self, kernel, look):
         self.kernel = kernel
         self.look = look
-        self.found: list[object] = []
+        self.found = []
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: object) -> None:
+    def __getitem__(self, grid):
+        def launch(*arguments):
             self.found.append(self.look(self.kernel, arguments))
 
         return launch
 
 
-def each_launch(look: Callable[..., object], calls: Callable[[], None]) -> dict[str, list[object]]:
+def each_launch(look, calls):
     """By kernel, look(kernel, arguments) of each launch by some calls; nothing is launched."""
     launches = {name: Launches(getattr(triton_fused, name), look) for name in KERNELS}
     with mock.patch.multiple(triton_fused, **launches):
@@ -93,7 +91,7 @@ def each_launch(look: Callable[..., object], calls: Callable[[], None]) -> dict[
     return {name: one.found for name, one in launches.items()}
 
 
-def some_launches() -> None:
+def some_launches():
     """Call every operation."""
     fused = triton_fused.TritonFused()
     merged(fused, "an index", dtype=torch.bfloat16, head_dim=128)
@@ -103,7 +101,7 @@ def some_launches() -> None:
     packed(fused, "overlapping heads", dtype=torch.bfloat16, head_dim=96)
 
 
-def launches_of_other_sizes() -> None:
+def launches_of_other_sizes():
     """Call every operation on many numbers of rows and tokens."""
     fused = triton_fused.TritonFused()
     out, total = torch.zeros(64, 4, 8), torch.zeros(64, 16)
@@ -121,7 +119,7 @@ def launches_of_other_sizes() -> None:
         fused.unpack(flat, layout, table, tensors)
 
 
-def main() -> None:
+def main():
     sizes = each_launch(compiled, some_launches)
     variants = each_launch(variant, launches_of_other_sizes)
     counts = {name: len(set(found)) for name, found in variants.items()}

@@ -3,10 +3,9 @@
 import torch
 
 from hf_flexseq.kernels import lse_dtype
-from hf_flexseq.kernels.fused import Fused, Rows
 from hf_flexseq.plan.head_layout import HeadLayout
 
-ROWS: dict[str, tuple[Rows, int]] = {  # a selection of 11 rows, and how many it has
+ROWS = {  # a selection of 11 rows, and how many it has
     "a slice": (slice(3, 9), 6),
     "all rows": (slice(None), 11),
     "an index": (torch.tensor([7, 0, 10, 3, 4]), 5),
@@ -17,7 +16,7 @@ ROWS: dict[str, tuple[Rows, int]] = {  # a selection of 11 rows, and how many it
 TOTAL_ROWS = 11
 
 # by tensor, by part, the heads of a part
-HEAD_RANGES: dict[str, list[list[slice]]] = {
+HEAD_RANGES = {
     "heads that divide": [
         [slice(0, 2), slice(2, 4), slice(4, 6)],
         [slice(0, 1), slice(1, 2), slice(2, 3)],
@@ -43,15 +42,13 @@ HEAD_RANGES: dict[str, list[list[slice]]] = {
 }
 
 
-def normal(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def normal(seed, shape, dtype):
     """Normal numbers of this shape and dtype."""
     random = torch.Generator().manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, generator=random).to(dtype)
 
 
-def merged(
-    fused: Fused, selection: str, *, dtype: torch.dtype, heads: int = 3, head_dim: int = 7
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merged(fused, selection, *, dtype, heads=3, head_dim=7):
     """out [11, H, D] and lse [11, H] after a merge; some rows have no key on one side or both.
 
     dtype: of the part. Log-sum-exps are [H, rows] in memory, as kernels leave them.
@@ -62,37 +59,29 @@ def merged(
     lse = (300 * normal(1, (heads, TOTAL_ROWS), wide)).t()
     part_out = normal(2, (count, heads, head_dim), dtype)
     part_lse = (300 * normal(3, (heads, count), wide)).t()
-    for row in (0, 3):
-        lse[row] = -torch.inf
-        out[row] = 0
-    for row in (1, 4):
-        part_lse[row : row + 1] = -torch.inf
-        part_out[row : row + 1] = 0
+    for values, log_sum_exps, keyless in ((out, lse, [0, 3]), (part_out, part_lse, [1, 4])):
+        for row in keyless:
+            log_sum_exps[row : row + 1] = -torch.inf
+            values[row : row + 1] = 0
     fused.merge(out, lse, rows, part_out, part_lse)
     return out, lse
 
 
-def added(fused: Fused, selection: str, *, dtype: torch.dtype) -> list[torch.Tensor]:
+def added(fused, selection, *, dtype):
     """dq [11, 5, 7], dk and dv [11, 2, 7] after parts were added; dk and dv are views."""
     rows, count = ROWS[selection]
     wide = lse_dtype(dtype)
-    dq = normal(0, (TOTAL_ROWS, 5, 7), wide)
-    dkv = normal(1, (TOTAL_ROWS, 2, 2, 7), wide)
-    dk, dv = dkv.unbind(1)
-    parts = (
-        normal(2, (count, 5, 7), dtype),
-        normal(3, (4, 2, 7), dtype),
-        normal(4, (4, 2, 7), dtype),
-    )
-    fused.add((dq, dk, dv), (rows, slice(2, 6), slice(2, 6)), parts)
+    dq, dkv = normal(0, (TOTAL_ROWS, 5, 7), wide), normal(1, (TOTAL_ROWS, 2, 2, 7), wide)
+    shapes = [(count, 5, 7), (4, 2, 7), (4, 2, 7)]
+    parts = [normal(2 + i, shape, dtype) for i, shape in enumerate(shapes)]
+    fused.add((dq, *dkv.unbind(1)), (rows, slice(2, 6), slice(2, 6)), parts)
     return [dq, dkv]
 
 
-def gathered(fused: Fused, selection: str, *, dtype: torch.dtype) -> list[torch.Tensor]:
+def gathered(fused, selection, *, dtype):
     """q [n, 3, 7], kv [4, 2, 1, 40] and lse [n, 3], in one buffer where dtypes allow."""
     rows, count = ROWS[selection]
-    q = normal(0, (TOTAL_ROWS, 3, 7), dtype)
-    kv = normal(1, (TOTAL_ROWS, 2, 1, 40), dtype)
+    q, kv = normal(0, (TOTAL_ROWS, 3, 7), dtype), normal(1, (TOTAL_ROWS, 2, 1, 40), dtype)
     lse = normal(2, (3, TOTAL_ROWS), lse_dtype(dtype)).t()
     buffer = torch.full((count * 21 + 4 * 80,), 9.0, dtype=dtype)
     q_rows = buffer[: count * 21].view(count, 3, 7)
@@ -103,20 +92,16 @@ def gathered(fused: Fused, selection: str, *, dtype: torch.dtype) -> list[torch.
     return [buffer, lse_rows]
 
 
-def packed(
-    fused: Fused, case: str, *, dtype: torch.dtype, head_dim: int = 7, tokens: int = 5
-) -> list[torch.Tensor]:
+def packed(fused, case, *, dtype, head_dim=7, tokens=5):
     """The buffer of a layout, [slots x D], and the tensors that are unpacked from such a one."""
     layout = HeadLayout(HEAD_RANGES[case], tokens)
     table = torch.from_numpy(layout.numbers)
-    slots = sum(layout.slots)
-    tensors = []
-    targets = []
-    for number, heads in enumerate(layout.heads):
-        # one head more, for strides that are not those of a tensor of its own
-        tensors.append(normal(number, (tokens, heads + 1, head_dim), dtype)[:, 1:])
-        targets.append(torch.full((tokens, heads, head_dim), 9.0, dtype=dtype))
-    flat = torch.full((slots * head_dim,), 9.0, dtype=dtype)
+    # one head more, for strides that are not those of a tensor of its own
+    shapes = [(tokens, heads + 1, head_dim) for heads in layout.heads]
+    tensors = [normal(number, shape, dtype)[:, 1:] for number, shape in enumerate(shapes)]
+    targets = [torch.full(x.shape, 9.0, dtype=dtype) for x in tensors]
+    elements = sum(layout.slots) * head_dim
+    flat = torch.full((elements,), 9.0, dtype=dtype)
     fused.pack(tensors, layout, table, flat)
-    fused.unpack(normal(9, (slots * head_dim,), dtype), layout, table, targets)
+    fused.unpack(normal(9, (elements,), dtype), layout, table, targets)
     return [flat, *targets]

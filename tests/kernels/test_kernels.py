@@ -212,11 +212,11 @@ def test_16_bit_error_is_at_most_twice_that_of_plain_softmax(kernel, dtype, caus
         assert (got.double() - true).abs().max() <= 2 * (rough.double() - true).abs().max()
 
 
+@pytest.mark.slow
 def test_16_bit_gradients_do_not_lose_accuracy_with_length_or_shared_heads():
-    """1,409 tokens and four query heads to a key head: as good as float32 math that is rounded
-    once."""
+    """Four query heads to a key head: as good as float32 math that is rounded once."""
     dtype = torch.bfloat16
-    segments = Segments([1409], [1409], causal=True, device=CPU)
+    segments = Segments([1000], [1000], causal=True, device=CPU)
     inputs = random_inputs(segments, (4, 1), head_dim=64, dtype=dtype)
     true = run(Reference(), *(x.double() for x in inputs), segments)[2:]
     rounded_once = run(Reference(), *inputs, segments)[2:]

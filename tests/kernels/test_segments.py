@@ -26,15 +26,6 @@ def test_offsets_are_made_once_and_shared():
     assert segments.cu_seqlens_q is segments.cu_seqlens_q is segments.cu_seqlens_k
 
 
-def test_no_sequences_at_all():
-    segments = Segments([], [], causal=True, device=CPU)
-    assert segments.cu_seqlens_q.tolist() == [0]
-    assert segments.max_q == segments.total_k == 0
-    assert not list(segments.blocks())
-    assert not segments.has_work()
-    assert not segments.has_keyless()
-
-
 @pytest.mark.parametrize(
     ("q_lens", "k_lens", "options", "message"),
     [
