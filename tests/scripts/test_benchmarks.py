@@ -1,24 +1,20 @@
-"""scripts/benchmarks: every benchmark starts, is in the index, and records what it measured."""
+"""scripts/benchmarks: every benchmark starts, is in the index, and records what it measured. Those
+that measure trainers run on documents so short that their figures mean nothing."""
 
 import importlib.util
 import json
 import os
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.programs import ROOT, run_program
 
 BENCHMARKS = ROOT / "scripts/benchmarks"
-SHARED = {
-    "common",
-    "forked",
-    "lengths",
-    "reach_models",
-    "tiny",
-}  # modules that the benchmarks import
+SHARED = {"common", "forked", "lengths", "reach_models", "tiny"}  # modules that they import
 NAMES = sorted({path.stem for path in BENCHMARKS.glob("*.py")} - SHARED)
-
 
 # Starts every benchmark with --help in one fork, for torch takes seconds to import. Modules beside
 # it are found as by a command, whatever this process has imported by their names.
@@ -41,55 +37,78 @@ print(json.dumps(helps))
 """
 
 
-@pytest.fixture(scope="module")
-def helps(tmp_path_factory):
-    """What every benchmark says about itself."""
-    program = tmp_path_factory.mktemp("helps") / "all_helps.py"
-    program.write_text(ALL_HELPS)
-    return json.loads(run_program(program, BENCHMARKS, *NAMES))
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize("name", NAMES)
-def test_every_benchmark_starts_and_takes_a_file_for_its_raw_figures(helps, name):
-    assert "--json FILE" in helps[name]
-    assert f"scripts/benchmarks/{name}.py" in helps[name]
+def test_every_benchmark_starts_and_takes_a_file_for_its_raw_figures(tmp_path):
+    program = tmp_path / "all_helps.py"
+    program.write_text(ALL_HELPS)
+    for name, said in json.loads(run_program(program, BENCHMARKS, *NAMES)).items():
+        assert "--json FILE" in said, name
+        assert f"scripts/benchmarks/{name}.py" in said
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_benchmark_is_in_the_index(name):
-    assert f"benchmarks/{name}.py" in (BENCHMARKS / "README.md").read_text()
+def test_every_benchmark_is_in_the_index_and_hides_no_module_of_the_standard_library():
+    index = (BENCHMARKS / "README.md").read_text()
+    assert [name for name in NAMES if f"benchmarks/{name}.py" not in index] == []
+    # a benchmark's own folder comes first on its path
+    beside = {path.stem for path in BENCHMARKS.iterdir()}
+    assert beside & set(sys.stdlib_module_names) == set()
 
 
-@pytest.fixture
-def common(monkeypatch):
-    """The module that benchmarks share, as if `step_time.py` had been started."""
-    monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "step_time.py"), "--steps", "2"])
-    spec = importlib.util.spec_from_file_location("benchmarks_common", BENCHMARKS / "common.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def module(name):
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
 @pytest.mark.processes  # git
-def test_a_record_holds_the_figures_and_what_they_were_measured_with(common, tmp_path):
-    path = tmp_path / "folder" / "record.json"
-    common.write_record(path, {"steps": [1, 2]})
-    record = json.loads(path.read_text())
+def test_a_record_holds_the_figures_and_what_they_were_measured_with(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "step_time.py"), "--steps", "2"])
+    monkeypatch.chdir(tmp_path)
+    common = module("common")
+    common.write_record(None, {"steps": [1, 2]})
+    assert list(tmp_path.iterdir()) == []
+    common.write_record(tmp_path / "folder/record.json", {"steps": [1, 2]})
+    record = json.loads((tmp_path / "folder/record.json").read_text())
     assert record["command"] == "python scripts/benchmarks/step_time.py --steps 2"
     assert record["machine"]["cores"] == os.cpu_count()
     assert {"python", "numpy"} <= set(record["versions"])
     assert record["figures"] == {"steps": [1, 2]}
 
 
-def test_without_a_file_nothing_is_written(common, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    common.write_record(None, {"steps": [1, 2]})
-    assert list(tmp_path.iterdir()) == []
+def test_planning_time_counts_the_steps_of_both_larger_clusters_apart(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for name in ("common", "lengths", "planners"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    steps = module("planning_time").all_steps(2, 1)
+    assert {ranks: len(chosen) for ranks, chosen in steps.items()} == {64: 14, 1024: 1, 4096: 1}
 
 
-def test_no_benchmark_hides_a_module_of_the_standard_library():
-    """A benchmark's own folder comes first on its path."""
-    assert {*NAMES, *SHARED, "exchange", "peers", "data", "results"} & set(
-        sys.stdlib_module_names
-    ) == set()
+def first_cells(name, *options):
+    """The first column of what a benchmark prints, and all of it."""
+    printed = run_program(BENCHMARKS / f"{name}.py", *options)
+    rows = [line for line in printed.splitlines() if line.startswith("| ")]
+    return [row.split("|")[1].strip() for row in rows], printed
+
+
+@pytest.mark.processes
+def test_overhead_compares_all_lanes():
+    options = ["--steps", 2, "--warmup", 1, "--lengths", 9, 5, 5]
+    cells, printed = first_cells("overhead", *options)
+    assert cells[:4] == ["lane", "packed", "same work", "flexseq"]
+    assert "3 documents a step, 19 tokens: 9, 2 x 5" in printed
+
+
+@pytest.mark.processes
+def test_remat_states_the_gain_and_the_memory(monkeypatch):
+    def run(command, **options):
+        """A fork, as the processes that the benchmark starts for its peaks of memory."""
+        interpreter, path, *words = command
+        assert interpreter == sys.executable
+        return SimpleNamespace(stdout=run_program(Path(path), *words))
+
+    monkeypatch.setattr("subprocess.run", run)
+    cells, printed = first_cells("remat", "--tokens", 64, "--layers", 2, "--pairs", 2)
+    assert cells == ["save_attention_output", "True", "False"]
+    assert "one document of 64 tokens; 2 pairs" in printed
+    assert "faster on the processor" in printed

@@ -1,17 +1,22 @@
-"""The documentation: what it names exists, and it knows every option."""
+"""The documentation: what it names exists, what it quotes is printed, and what is written from the
+code is what the code says."""
 
+import ast
+import inspect
 import re
 import runpy
-from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
 
 import hf_flexseq
 from hf_flexseq.hf.calibration import choose
 from tests.hf.tiny import documents, tiny_llama
+from tests.programs import ROOT
+from tests.scripts.docs_blocks import FENCE, estimated
 
-ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -22,63 +27,141 @@ PAGES = [
 PATH = re.compile(
     r"`((?:hf_flexseq|tests|scripts|recipes|docs|[a-z_]+)/[\w/.-]*?(?:\.(?:py|sh|md|yaml|txt)|/))`"
 )
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 NOT_OURS = ("runs/", "build/")
 
 
-def test_every_file_that_a_page_names_exists():
+def page(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_every_file_and_page_that_a_page_names_exists():
     missing = []
-    for page in PAGES:
+    for path in PAGES:
         # modules are named with and without the package, result pages beside their index
-        places = (ROOT, ROOT / "hf_flexseq", page.parent)
-        for name in PATH.findall(page.read_text()):
+        places = (ROOT, ROOT / "hf_flexseq", path.parent)
+        for name in PATH.findall(path.read_text()):
             is_there = any((place / name).exists() for place in places)
             if not name.startswith(NOT_OURS) and not is_there:
-                missing.append((page.name, name))
+                missing.append((path.name, name))
+        for link in LINK.findall(path.read_text()):
+            if not link.startswith("http") and not (path.parent / link).exists():
+                missing.append((path.name, link))
     assert missing == []
-
-
-def test_every_link_between_pages_leads_somewhere():
-    missing = []
-    for page in PAGES:
-        links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
-        pages = [link for link in links if not link.startswith("http")]
-        missing += [(page.name, link) for link in pages if not (page.parent / link).exists()]
-    assert missing == []
-
-
-def test_the_options_page_is_what_the_options_say():
-    names = runpy.run_path(str(ROOT / "scripts/options_page.py"))
-    page = (ROOT / "docs/options.md").read_text()
-    assert names["with_options"](page) == page, "run python scripts/options_page.py"
 
 
 def test_every_public_name_is_on_the_page_of_the_api():
-    page = (ROOT / "docs/api.md").read_text()
-    named = re.findall(r"^::: hf_flexseq\.(\w+)$", page, re.MULTILINE)
+    named = re.findall(r"^::: hf_flexseq\.(\w+)$", page("docs/api.md"), re.MULTILINE)
     assert sorted(named) == sorted(hf_flexseq.__all__)
 
 
 def test_every_part_of_the_gpu_check_has_its_row(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     parts = runpy.run_path(str(ROOT / "scripts/gpu_check.py"))["PARTS"]
-    page = (ROOT / "docs/gpus.md").read_text()
-    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(parts)
+    assert re.findall(r"^\| `(\w+)` \|", page("docs/gpus.md"), re.MULTILINE) == list(parts)
+
+
+def test_every_claim_of_the_readme_is_a_line_with_a_link():
+    claims = page("README.md").split("## Six claims")[1].split("\n\n")[1]
+    items = re.split(r"^\* ", claims, flags=re.MULTILINE)[1:]
+    assert len(items) == 6
+    assert all("](" in item and len(item) < 250 for item in items)
 
 
 @pytest.mark.processes
 def test_the_first_snippet_trains_on_any_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(choose, "HF_HOME", tmp_path)  # a cost model is measured, and kept here
-    page = (ROOT / "README.md").read_text()
-    snippet = re.search(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
+    monkeypatch.setattr(choose, "HF_HOME", tmp_path)  # a cost model is kept here
+    monkeypatch.setattr(choose, "calibrate", estimated)
+    snippet = re.search(r"^```python\n(.*?)^```", page("README.md"), re.MULTILINE | re.DOTALL)[1]
     names = {"model": tiny_llama(torch.float32), "dataset": documents([5, 3, 8, 4])}
     exec(compile(snippet, "README.md", "exec"), names)
     assert names["trainer"].state.global_step == 3
 
 
-def test_every_claim_of_the_readme_is_a_line_with_a_link():
-    text = (ROOT / "README.md").read_text()
-    claims = text.split("## Six claims")[1].split("\n\n")[1]
-    items = re.split(r"^\* ", claims, flags=re.MULTILINE)[1:]
-    assert len(items) == 6
-    assert all("](" in item and len(item) < 250 for item in items)
+# ---- pages that are written by scripts
+
+
+def of_script(name):
+    return runpy.run_path(str(ROOT / f"scripts/{name}_page.py"))
+
+
+@pytest.mark.parametrize("name", ["options", "overrides", "refusals"])
+def test_the_page_is_what_the_code_says(name):
+    script, written = of_script(name), page(f"docs/{name}.md")
+    made = script["with_options"](written) if name == "options" else script["page_text"]()
+    assert made == written, f"run python scripts/{name}_page.py"
+
+
+def test_every_place_where_a_user_can_put_code_is_on_the_page_of_overrides():
+    script, written = of_script("overrides"), page("docs/overrides.md")
+    arguments = set(inspect.signature(Trainer.__init__).parameters)
+    assert set(script["ARGUMENTS"]) == arguments - {"self", "model", "args"}
+    names = {*dir(nn.Module), *dir(torch.Tensor)}
+    assert set(script["HOOKS"]) == {name for name in names if name.startswith("register_")}
+    assert set(script["EVENTS"]) == {name for name in dir(TrainerCallback) if name[:3] == "on_"}
+    for name in vars(Trainer):
+        if callable(getattr(Trainer, name)) and not name.startswith("__"):
+            assert f"`{name}`" in written, name
+
+
+# ---- errors that docs/troubleshooting.md quotes
+
+SHORTEST = 20  # letters of a string that say which message it is
+LEAST = 0.25  # share of a message that is the same whatever is filled in
+
+
+def patterns():
+    """A pattern for each string of the package and the recipes: a group for each constant part."""
+    found = set()
+    for folder in ("hf_flexseq", "recipes"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for parts in strings_of(ast.parse(path.read_text(encoding="utf-8"))):
+                if sum(map(len, parts)) >= SHORTEST:
+                    found.add(tuple(parts))
+    return found
+
+
+def strings_of(node):
+    """The strings below a node, each as its parts before, between and behind what is filled in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield [node.value]
+    elif isinstance(node, ast.JoinedStr):
+        texts = [""]
+        for part in node.values:
+            if isinstance(part, ast.Constant):
+                texts[-1] += part.value
+            else:
+                texts.append("")
+        yield texts
+    else:
+        for below in ast.iter_child_nodes(node):
+            yield from strings_of(below)
+
+
+def is_printed(message, strings):
+    """Whether the strings of the code that are whole in a message make enough of it up."""
+    covered = set()
+    for parts in strings:
+        if all(part in message for part in parts):  # most strings are none of this message's
+            match = re.search(".+?".join(f"({re.escape(part)})" for part in parts), message)
+            for group in range(len(parts) if match else 0):
+                covered |= set(range(*match.span(group + 1)))
+    return len(covered) >= LEAST * len(message)
+
+
+@pytest.mark.slow
+def test_every_quoted_error_is_one_of_the_code():
+    fences = FENCE.findall(page("docs/troubleshooting.md"))
+    quoted = [text.strip() for language, _, text in fences if language == "text"]
+    assert 25 <= len(quoted) <= 30
+    assert len(set(quoted)) == len(quoted)
+    quoted.remove("torch.OutOfMemoryError: CUDA out of memory.")  # of torch
+    strings = patterns()
+    assert [message for message in quoted if not is_printed(message, strings)] == []
+    message = next(one for one in quoted if "has no hf_flexseq options" in one)
+    for changed in (
+        message.replace("has no hf_flexseq", "lacks hf_flexseq"),
+        message.removesuffix(message[-20:]),
+    ):
+        assert not is_printed(changed, strings), "a message with other words is noticed"

@@ -5,7 +5,6 @@ import os
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +15,17 @@ from hf_flexseq.kernels.choose import CANDIDATES
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.fused import TorchFused
 from tests.matching import Launches
+from tests.programs import ROOT
 
-SCRIPT = Path(__file__).parents[2] / "scripts/gpu_check.py"
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}
+SCRIPT = ROOT / "scripts/gpu_check.py"
 CPU = torch.device("cpu")
-MINUTES = pytest.mark.timeout(600)  # on a busy machine
+ONCE_A_WEEK = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(600)]
+
+
+def once_a_week(test):
+    for mark in ONCE_A_WEEK:
+        test = mark(test)
+    return test
 
 
 @pytest.fixture(autouse=True)
@@ -33,18 +38,10 @@ def part(name):
     return importlib.import_module(f"gpu_checks.{name}")
 
 
-def rehearsal(plans=1):
-    return part("report").Setting(rehearse=True, plans=plans)
-
-
-def command(*options, **variables):
-    return subprocess.run(
-        [sys.executable, SCRIPT, *options],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT | variables,
-        check=False,
-    )
+def rehearsed(module, name):
+    """A section of a rehearsal."""
+    setting = part("report").Setting(rehearse=True, plans=1)
+    return getattr(part(module), f"{name}_section")(setting)
 
 
 # ---- the command
@@ -53,19 +50,19 @@ def command(*options, **variables):
 def test_without_a_gpu_it_says_so_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(SCRIPT), run_name="__main__")
     said = capsys.readouterr()
-    assert ended.value.code == 2
     assert said.err == "gpu_check needs a CUDA GPU, and torch sees none here\n"
     assert not said.out
 
 
-@pytest.mark.processes
-@MINUTES
-@pytest.mark.nightly
+@once_a_week
 def test_a_rehearsal_writes_a_page_that_says_so(tmp_path):
-    done = command("--rehearse", "--parts", "kernels", "hsdp", "--out", str(tmp_path))
+    words = ["--rehearse", "--parts", "kernels", "hsdp", "--out", tmp_path]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, SCRIPT, *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     (page,) = tmp_path.iterdir()
     assert page.read_text() == done.stdout
@@ -74,32 +71,77 @@ def test_a_rehearsal_writes_a_page_that_says_so(tmp_path):
 
 
 @pytest.mark.processes
-def test_a_part_that_dies_is_on_the_page():
-    died = part("report").launch([sys.executable, "-c", "raise ValueError('no luck')"])
-    section = part("training").section_of({"stock": died}, part("training").SHORT)
+def test_a_part_that_dies_or_hangs_is_on_the_page():
+    launch, training = part("report").launch, part("training")
+    died = launch([sys.executable, "-c", "raise ValueError('no luck')"])
+    section = training.section_of({"stock": died}, training.SHORT)
     assert not section.holds
     assert "no luck" in section.text()
-
-
-@pytest.mark.processes
-def test_a_part_that_hangs_is_ended():
-    late = part("report").launch(
-        [sys.executable, "-c", "import time; time.sleep(60)"], seconds=0.5
-    )
+    late = launch([sys.executable, "-c", "import time; time.sleep(60)"], seconds=0.5)
     assert "had not ended" in late["error"]
 
 
-# ---- kernels
+# ---- each part
 
 
-def test_a_right_kernel_holds():
-    section = part("kernels").kernel_errors_section(rehearsal())
+@pytest.mark.parametrize(
+    ("module", "name", "rows"),
+    [
+        ("kernels", "kernel_errors", 4),
+        ("fused", "fused", 1),
+        pytest.param("one_device", "plans", 4, marks=ONCE_A_WEEK),
+        pytest.param("one_device", "pipelines", 2, marks=ONCE_A_WEEK),
+        pytest.param("several", "plans", 12, marks=ONCE_A_WEEK),
+    ],
+)
+def test_what_is_right_holds(module, name, rows):
+    section = rehearsed(module, name)
+    assert section.holds, section.text()
+    assert section.text().count("| ok |") == rows
+
+
+WAYS = ("| {} | no |", "| {} | yes |")
+HOST = [WAYS[0].format(work) for work in ("local", "zigzag", "balanced")]
+HOST += [way.format(work) for work in ("ulysses", "hybrid", "three zones") for way in WAYS]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        (
+            "kernels",
+            "kernel_seconds",
+            ["| cpu_flash | 0.", "| FA3 | not run: it runs on CUDA"],
+        ),
+        pytest.param("lost_rank", "lost_rank", ["| 0 | yes |"], marks=ONCE_A_WEEK),
+        pytest.param("figures", "calibration", ["not judged"], marks=ONCE_A_WEEK),
+        pytest.param("figures", "memory", ["not judged"], marks=ONCE_A_WEEK),
+        pytest.param("figures", "host", HOST, marks=ONCE_A_WEEK),
+    ],
+)
+def test_what_is_seen_is_on_the_page(module, name, said):
+    section = rehearsed(module, name)
     assert section.holds
-    rows = [line for line in section.lines if "| cpu_flash |" in line and "| ok |" in line]
-    assert len(rows) == len(part("kernels").SHORT_CASES)
+    for words in said:
+        assert words in section.text()
 
 
-def test_a_wrong_kernel_does_not(monkeypatch):
+@once_a_week
+def test_both_trainers_train_alike():
+    training = part("training")
+    names = ("stock", "flexseq")
+    runs = {name: training.train(name, training.SHORT, use_cpu=True) for name in names}
+    section = training.section_of(runs, training.SHORT)
+    assert section.holds
+    assert len(runs["flexseq"]["losses"]) == 3
+    assert runs["flexseq"]["tokens_per_s"] > 0
+    assert section.text().count("| ok |") == 2
+
+
+# ---- what is wrong is found
+
+
+def test_a_wrong_kernel_is_found(monkeypatch):
     class Wrong(CpuFlash):
         def forward(self, call):
             return super().forward(call._replace(scale=call.scale * 1.1))
@@ -110,55 +152,18 @@ def test_a_wrong_kernel_does_not(monkeypatch):
     assert "FAILED" in section.text()
 
 
-def test_kernels_that_are_not_there_are_named_with_the_reason():
-    text = part("kernels").kernel_seconds_section(rehearsal()).text()
-    assert "| cpu_flash | 0." in text
-    assert "| FA3 | not run: it runs on CUDA, not on cpu |" in text
-
-
-# ---- between kernel calls
-
-
-def test_triton_s_kernels_hold():
-    section = part("fused").fused_section(rehearsal())
-    assert section.holds, section.text()
-    assert section.text().count("| ok |") == len(part("fused").SHORT_CASES)
-
-
 @pytest.mark.parametrize("operation", ["merge", "add", "gather", "pack", "unpack"])
-def test_an_operation_that_leaves_something_out_does_not(operation):
-    class Wrong(TorchFused):
-        pass
-
-    setattr(Wrong, operation, lambda *_: None)
-    section = part("fused").section_of(Wrong(), CPU, part("fused").SHORT_CASES)
+def test_an_operation_that_leaves_something_out_is_found(operation):
+    wrong = type("Wrong", (TorchFused,), {operation: lambda *_: None})()
+    section = part("fused").section_of(wrong, CPU, part("fused").SHORT_CASES)
     assert not section.holds
     assert "FAILED" in section.text()
 
 
 def test_without_triton_s_interpreter_a_cpu_says_so(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
-    text = part("fused").fused_section(rehearsal()).text()
-    assert "Not run: on a CPU it needs Triton's interpreter: set TRITON_INTERPRET=1." in text
-
-
-# ---- plans
-
-
-@MINUTES
-@pytest.mark.nightly
-def test_plans_on_threads_are_exact():
-    section = part("one_device").plans_section(rehearsal())
-    assert section.holds, section.text()
-    assert section.text().count("| ok |") == 4
-
-
-@MINUTES
-@pytest.mark.nightly
-def test_pipelines_on_threads_are_exact():
-    section = part("one_device").pipelines_section(rehearsal())
-    assert section.holds, section.text()
-    assert section.text().count("| ok |") == 2
+    said = "Not run: on a CPU it needs Triton's interpreter: set TRITON_INTERPRET=1."
+    assert said in rehearsed("fused", "fused").text()
 
 
 def test_a_ring_that_loses_a_hundredth_is_found(monkeypatch):
@@ -168,11 +173,8 @@ def test_a_ring_that_loses_a_hundredth_is_found(monkeypatch):
     def wrong(out, lse, part_out, part_lse):
         merge(out, lse, 0.99 * part_out, part_lse)
 
-    monkeypatch.setattr(fused, "merge_into", wrong)
-    examples = subject.documents(rehearsal())
-    lengths = []
-    for rank in range(2):
-        lengths += [len(example["input_ids"]) for example in examples[rank::2]]
+    examples = subject.documents(part("report").Setting(rehearse=True, plans=1))
+    lengths = [len(one["input_ids"]) for rank in range(2) for one in examples[rank::2]]
     planner = part("lost_rank").OneRing(2)
     planner.submit(0, lengths)
     precision, _ = subject.precisions(CPU)
@@ -186,57 +188,19 @@ def test_a_ring_that_loses_a_hundredth_is_found(monkeypatch):
     )
     model = subject.small_llama(CPU, layers=1)
     true = subject.true_gradients(model, examples)
-    assert one_device._error_of(case, model, examples, true) > subject.FLOAT32_BOUND
-    monkeypatch.setattr(fused, "merge_into", merge)
     assert one_device._error_of(case, model, examples, true) < subject.FLOAT32_BOUND
-
-
-@pytest.mark.processes
-@MINUTES
-@pytest.mark.nightly
-def test_plans_on_two_processes_are_exact():
-    section = part("several").plans_section(rehearsal())
-    assert section.holds, section.text()
-    assert section.text().count("| ok |") == 12
-
-
-@pytest.mark.processes
-@MINUTES
-@pytest.mark.nightly
-def test_a_killed_rank_is_named():
-    section = part("lost_rank").lost_rank_section(rehearsal())
-    assert section.holds, section.text()
-    assert "| 0 | yes |" in section.text()
+    monkeypatch.setattr(fused, "merge_into", wrong)
+    assert one_device._error_of(case, model, examples, true) > subject.FLOAT32_BOUND
 
 
 def test_last_words_name_a_rank_or_they_do_not():
-    names = part("lost_rank").names
-    assert names("Error: rank 0 could not receive from rank 3 chunks [1]", 3)
-    assert names("rank 0 could not exchange with ranks [3] heads", 3)
-    assert not names("rank 0 could not receive from rank 31", 3)
-    assert not names("connection closed by peer", 3)
-
-
-# ---- figures
-
-
-@MINUTES
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["calibration", "memory"])
-def test_figures_are_shown_and_not_judged(name):
-    section = getattr(part("figures"), f"{name}_section")(rehearsal())
-    assert section.holds
-    assert "not judged" in section.text()
-
-
-@MINUTES
-@pytest.mark.nightly
-def test_the_host_is_timed_in_every_kind_of_attention():
-    text = part("figures").host_section(rehearsal()).text()
-    for work in ("local", "ulysses", "zigzag", "balanced", "hybrid", "three zones"):
-        assert f"| {work} | no |" in text
-    for work in ("ulysses", "hybrid", "three zones"):
-        assert f"| {work} | yes |" in text
+    for words, is_named in (
+        ("Error: rank 0 could not receive from rank 3 chunks [1]", True),
+        ("rank 0 could not exchange with ranks [3] heads", True),
+        ("rank 0 could not receive from rank 31", False),
+        ("connection closed by peer", False),
+    ):
+        assert part("lost_rank").names(words, 3) == is_named
 
 
 def test_waits_are_errors_inside_of_attention_and_nowhere_else(monkeypatch):
@@ -257,27 +221,10 @@ def test_waits_are_errors_inside_of_attention_and_nowhere_else(monkeypatch):
     monkeypatch.setattr(figures, "choose_kernel", lambda *asked: Looking())
     guard = figures.host_waits_nowhere
     monkeypatch.setattr(figures, "host_waits_nowhere", lambda is_guarded: guard(True))
-    figures._timed(figures._works(16)[0], rehearsal(), use_blocks=False)
+    setting = part("report").Setting(rehearse=True, plans=1)
+    figures._timed(figures._works(16)[0], setting, use_blocks=False)
     assert seen == ["error"] * 4  # two rounds, forward and backward
     assert modes[-1] == "default"
-
-
-# ---- training
-
-
-@pytest.mark.processes
-@MINUTES
-@pytest.mark.nightly
-def test_both_trainers_train_alike():
-    training = part("training")
-    runs = {
-        name: training.train(name, training.SHORT, use_cpu=True) for name in ("stock", "flexseq")
-    }
-    section = training.section_of(runs, training.SHORT)
-    assert section.holds
-    assert len(runs["flexseq"]["losses"]) == 3
-    assert runs["flexseq"]["tokens_per_s"] > 0
-    assert sum("| ok |" in line for line in section.lines) == 2
 
 
 @pytest.mark.slow
@@ -287,18 +234,18 @@ def test_a_strategy_is_held_to_the_error_of_a_kernel_call(monkeypatch):
     window = kinds.KINDS[name]._replace(reach=kinds.Reach(window=16))
     monkeypatch.setattr(kinds, "KINDS", {name: window})
     monkeypatch.setattr(kinds, "STRATEGIES", ("zigzag",))
-    assert kinds.kinds_section(rehearsal()).holds
+    assert rehearsed("kinds", "kinds").holds
     monkeypatch.setattr(kinds, "MOST_OF_A_CALL", 0.01)
-    assert not kinds.kinds_section(rehearsal()).holds
+    assert not rehearsed("kinds", "kinds").holds
 
 
 @pytest.mark.slow
 def test_ranks_that_share_a_recurrence_are_held_to_the_error_of_one(monkeypatch):
     recurrent = part("recurrent")
-    monkeypatch.setattr(recurrent, "KINDS", ("convolution", "gated delta"))
+    monkeypatch.setattr(recurrent, "KINDS", ("gated delta",))
     monkeypatch.setattr(recurrent, "STRATEGIES", ("zigzag",))
-    section = recurrent.recurrent_section(rehearsal())
+    section = rehearsed("recurrent", "recurrent")
     assert section.holds
     assert any("gated delta | chunked" in line for line in section.lines)
     monkeypatch.setattr(recurrent, "MOST_OF_ONE_RANK", 0.01)
-    assert not recurrent.recurrent_section(rehearsal()).holds
+    assert not rehearsed("recurrent", "recurrent").holds

@@ -1,0 +1,200 @@
+"""The blocks of the pages run as they stand there, in their order, once a week; every time they
+are read."""
+
+import json
+import os
+import re
+import sys
+
+# What every forked rank would import again.
+import deepspeed  # noqa: F401
+import pytest
+import torch
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification  # noqa: F401
+from trl import (  # noqa: F401
+    DPOTrainer,
+    GRPOTrainer,
+    KTOTrainer,
+    RewardTrainer,
+    RLOOTrainer,
+    SFTTrainer,
+)
+
+from hf_flexseq import FlexSeqMixin
+from hf_flexseq.hf.calibration import choose
+from rewards import check_columns, load_rewards
+from tests.programs import ROOT
+from tests.ranks import run_ranks
+from tests.scripts.docs_blocks import commands_of, estimated, files_of, left_out, run
+
+# By page: titles of the blocks that do not run everywhere, and files that no command names.
+PAGES = {
+    "start.md": (["installs", "needs GPUs"], ["my_data.py"]),
+    "loop.md": ([], []),
+    "migrating.md": (["axolotl 0.19", "ms-swift 4.6"], []),
+    "tutorial.md": ([], []),
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_of_a_page_are_read_and_named_by_its_commands(page):
+    titles, imported = PAGES[page]
+    assert left_out(page) == titles
+    commands = " ".join(commands_of(page))
+    for name, text in files_of(page).items():
+        if name.endswith(".py"):
+            compile(text, name, "exec")
+        assert (name in commands) == (name not in imported)
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A folder that has of the clone what the pages name."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    return tmp_path
+
+
+def write_files(page, folder):
+    for name, text in files_of(page).items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def followed(page, folder):
+    """What each command of a page has printed. A recipe's run is cut short."""
+    return {command: run(command, folder, "--max_steps", "2") for command in commands_of(page)}
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_a_newcomer_gets_from_an_example_to_scripts_of_their_own(clone):
+    write_files("start.md", clone)
+    printed = followed("start.md", clone)
+    (recipe,) = (text for command, text in printed.items() if "my-run.yaml" in command)
+    (view,) = (text for command, text in printed.items() if "flexseq view" in command)
+    assert "held-out loss: 6.9" in recipe
+    assert "step    2  loss 6." in recipe
+    assert view.startswith("Step 0: 16 sequences")
+    assert (clone / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_a_loop_that_goes_on_ends_with_the_weights_of_one_that_did_not_stop(clone):
+    write_files("start.md", clone)
+    run("python make_example.py", clone)
+    write_files("loop.md", clone)
+    whole, resumed = commands_of("loop.md")
+    assert resumed == f"{whole} 4"
+    saved = clone / "loop/model/model.safetensors"
+    weights = []
+    for command in (whole, resumed):
+        run(command, clone)
+        weights.append(saved.read_bytes())
+        saved.unlink()
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_those_who_move_run_the_same_model_and_data(clone):
+    write_files("start.md", clone)
+    run("python make_example.py", clone)
+    write_files("migrating.md", clone)
+    printed = followed("migrating.md", clone)
+    assert sum("checkpoint:    ./out" in text for text in printed.values()) == 2
+
+
+# ---- the tutorial
+
+# What is smaller: documents, model, run, and what a rank may hold, so that some are shared.
+SMALLER = {
+    '"*/*.py"': '"json/*.py"',
+    '"hidden_size": 128': '"hidden_size": 16',
+    '"intermediate_size": 352': '"intermediate_size": 24',
+    "--max_steps 12": "--max_steps 1",
+    "--per_device_train_batch_size 8": "--per_device_train_batch_size 2",
+    "6144": "1024",
+    "--step 3": "--step 0",
+    "--sequences-per-step 16": "--sequences-per-step 4",
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_the_tutorial_on_fewer_documents_and_a_smaller_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(choose, "calibrate", estimated)
+    text = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    assert all(of_page in text for of_page in SMALLER)
+
+    def smaller(text):
+        for of_page, of_test in SMALLER.items():
+            text = text.replace(of_page, of_test)
+        return text
+
+    for name, block in files_of("tutorial.md").items():
+        (tmp_path / name).write_text(smaller(block), encoding="utf-8")
+    for command in commands_of("tutorial.md"):
+        run(smaller(command), tmp_path)
+    for html in re.findall(r"--html (\S+)", text):
+        assert (tmp_path / html).stat().st_size < 2e6
+    plans = [json.loads((tmp_path / f"{kind}.jsonl").read_text()) for kind in ("auto", "static")]
+    assert plans[0]["lengths"] == plans[1]["lengths"]
+
+
+# ---- objectives
+
+FOLDER = ROOT / "docs/objectives"
+SCRIPTS = {}
+for path in sorted(FOLDER.glob("*.md")):
+    SCRIPTS |= files_of(path.relative_to(ROOT / "docs"))
+SHARED = "tiny.py"  # what the others import
+REWARDS = "my_rewards.py"  # for a recipe
+
+
+def test_every_python_block_of_the_objectives_is_a_file_that_compiles():
+    text = "".join(page.read_text(encoding="utf-8") for page in FOLDER.glob("*.md"))
+    assert text.count("```python") == len(SCRIPTS)
+    for name, script in SCRIPTS.items():
+        compile(script, name, "exec")
+
+
+def test_the_reward_function_of_the_pages_is_one_of_a_recipe(tmp_path):
+    (tmp_path / REWARDS).write_text(SCRIPTS[REWARDS], encoding="utf-8")
+    names = [f"{tmp_path / REWARDS}:starts_like"]
+    (reward,) = load_rewards(names)
+    check_columns(names, [reward], ["prompt", "answer"])
+    scores = reward(completions=["4 it is", "5"], answer=["4", "4"], prompts=["2 + 2?"] * 2)
+    assert scores == [1, 0]
+
+
+def run_script(rank, world_size, folder, name):
+    """Run a script beside the one that it imports; return the trainer's log, and the figures of
+    its steps."""
+    steps = []
+    note = FlexSeqMixin._note_figures
+
+    def noting(trainer, number, figures):
+        steps.append(figures)
+        note(trainer, number, figures)
+
+    FlexSeqMixin._note_figures = noting  # in a process of its own
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    names = {"__name__": "__main__"}
+    exec(compile(SCRIPTS[name], name, "exec"), names)
+    return names["trainer"].state.log_history, steps
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.parametrize("name", sorted(set(SCRIPTS) - {SHARED, REWARDS}))
+def test_a_script_of_the_objectives_trains(tmp_path, name):
+    (tmp_path / SHARED).write_text(SCRIPTS[SHARED], encoding="utf-8")
+    for log, figures in run_ranks(run_script, 2, tmp_path, name, seconds=120):
+        steps = [entry for entry in log if "loss" in entry]
+        assert len(steps) == 3
+        assert torch.isfinite(torch.tensor([entry["loss"] for entry in steps])).all()
+        # several sequences were too long for one rank, and packed beside others
+        assert all(entry["flexseq/micro_batches"] > 1 for entry in steps)
+        assert [of_step["groups_of_2"] > 0 for of_step in figures] == [True] * 3
