@@ -39,10 +39,6 @@ def test_trains_on_all_ranks_into_one_folder(tmp_path):
     assert (tmp_path / "model.safetensors").exists()
 
 
-def test_is_refused(tmp_path):
-    make_trainer(tmp_path, neftune_noise_alpha=5)
-
-
 class TestsInAClass(unittest.TestCase):
     def test_is_refused(self):
         make_trainer("unused", neftune_noise_alpha=5)
@@ -72,7 +68,6 @@ def test_is_skipped():
 
 OUTCOMES = {
     "test_trains_on_all_ranks_into_one_folder": ("passed", ""),
-    "test_is_refused": ("refused", "neftune_noise_alpha=5"),
     "TestsInAClass::test_is_refused": ("refused", "neftune_noise_alpha=5"),
     "test_fails": ("failed", "ValueError: not one"),
     "test_fails_on_a_rank": ("failed", "rank 0 unused:  | rank 1 failed: AssertionError"),
@@ -96,11 +91,8 @@ def test_each_outcome_of_a_test_with_the_class_exchanged(tmp_path, monkeypatch):
     ]
     with pytest.raises(AssertionError, match="SystemExit"):  # with the number of tests: none ran
         run_program(Path(pytest.__file__).parent.parent / "pytest/__main__.py", *words)
-    found = {}
-    for line in outcomes.read_text().splitlines():
-        record = json.loads(line)
-        name = record["test"].partition("::")[2]
-        found[name] = (record["outcome"], record["why"])
+    records = [json.loads(line) for line in outcomes.read_text().splitlines()]
+    found = {one["test"].partition("::")[2]: (one["outcome"], one["why"]) for one in records}
     assert found.keys() == OUTCOMES.keys()
     for name, (outcome, why) in OUTCOMES.items():
         assert found[name][0] == outcome, (name, found[name])
@@ -118,13 +110,14 @@ def test_without_sources_it_says_what_it_leaves_out():
 def test_the_page_counts_and_names(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     page = runpy.run_path(str(BENCHMARKS / "dropin.py"))["page"]
-    ours = [
-        {"test": "a", "outcome": "passed", "why": ""},
-        {"test": "b", "outcome": "refused", "why": "ValueError: example 3 has no labels: it has"},
-        {"test": "c", "outcome": "refused", "why": "ValueError: example 0 has no labels: it has"},
-        {"test": "d", "outcome": "failed", "why": "AssertionError: 1 | 2"},
-        {"test": "e", "outcome": "unused", "why": ""},
+    outcomes = [
+        ("a", "passed", ""),
+        ("b", "refused", "ValueError: example 3 has no labels: it has"),
+        ("c", "refused", "ValueError: example 0 has no labels: it has"),
+        ("d", "failed", "AssertionError: 1 | 2"),
+        ("e", "unused", ""),
     ]
+    ours = [dict(zip(("test", "outcome", "why"), one, strict=True)) for one in outcomes]
     printed = page([{"library": "trl", "ranks": 2, "stock": {}, "ours": ours}])
     assert "| trl | 2 | 4 | 1 | 2 | 1 |" in printed
     assert "| trl | 2 | an example has no labels | 2 |" in printed

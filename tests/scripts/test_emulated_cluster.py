@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts/emulated_cluster.py"
+from tests.programs import ROOT
+
+SCRIPT = ROOT / "scripts/emulated_cluster.py"
 TRANSFER = Path(__file__).with_name("transfer.py")
-SIZE = ("--nodes", 2)
 MBIT, BURST, BYTES = 133, 256 * 1024, 2_000_000
 IDEAL_S = (BYTES - BURST) * 8 / (MBIT * 1e6)  # the first bytes of a burst pass at once
 
@@ -29,40 +30,34 @@ def load():
 emulated_cluster = load()
 
 
-def can_be_emulated():
-    if emulated_cluster.why_not() is not None:
-        return False
-    cluster = emulated_cluster.Cluster(nodes=1, ranks_per_node=1, inter="1mbit")
-    try:
-        with emulated_cluster.network(cluster):
-            return True
-    except RuntimeError:
-        return False
-
-
 @pytest.fixture(scope="module")
-def cluster():
-    """A function that runs a command on a cluster; afterwards its namespaces must be gone."""
-    handlers = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
-    possible = can_be_emulated()
+def possible():
+    """Skips where no cluster can be emulated."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    cluster = emulated_cluster.Cluster(nodes=1, ranks_per_node=1, inter="1mbit")
+    why = emulated_cluster.why_not()
+    try:
+        if why is None:
+            with emulated_cluster.network(cluster):
+                pass
+    except RuntimeError as error:
+        why = str(error)
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    if not possible:
-        pytest.skip("no network namespaces here")
-    return run
+    if why is not None:
+        pytest.skip(why)
 
 
-def start(*words):
-    command = [sys.executable, str(SCRIPT), "--inter", f"{MBIT}mbit", *map(str, words)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+def start(ranks, *command):
+    words = [SCRIPT, "--inter", f"{MBIT}mbit", "--nodes", 2, "--ranks-per-node", ranks, "--"]
+    words = [sys.executable, *words, *command]
+    return subprocess.Popen([*map(str, words)], stderr=subprocess.PIPE, text=True)
 
 
-def run(*words):
+def run(ranks, *command):
     """Exit status and messages; its namespaces are gone."""
-    process = start(*words)
+    process = start(ranks, *command)
     messages = process.communicate()[1]
     assert namespaces(process.pid) == []
     return process.returncode, messages
@@ -75,15 +70,16 @@ def namespaces(pid):
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_links_between_nodes_are_shaped_and_no_others(cluster, tmp_path):
-    words = [*SIZE, "--", sys.executable, TRANSFER, tmp_path, BYTES]
-    status, messages = cluster("--ranks-per-node", 2, *words)
+@pytest.mark.usefixtures("possible")
+def test_links_between_nodes_are_shaped_and_no_others(tmp_path):
+    status, messages = run(2, sys.executable, TRANSFER, tmp_path, BYTES)
     assert status == 0, messages
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     for rank, found in enumerate(ranks):
-        assert (found["RANK"], found["LOCAL_RANK"]) == (str(rank), str(rank % 2))
-        assert (found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("4", "2")
-        assert (found["OMP_NUM_THREADS"], found["GLOO_SOCKET_IFNAME"]) == ("1", "nic")
+        assert found["environment"] == {
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank % 2), "WORLD_SIZE": "4"},
+            **{"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "nic"},
+        }
     assert ranks[0]["0 to 1"]["shaped"] < BYTES / 10
     for source, target in ((0, 2), (2, 0), (3, 1)):
         transfer = f"{source} to {target}"
@@ -94,18 +90,18 @@ def test_links_between_nodes_are_shaped_and_no_others(cluster, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_a_rank_that_fails_ends_all(cluster):
+@pytest.mark.usefixtures("possible")
+def test_a_rank_that_fails_ends_all():
     script = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"
-    status, _ = cluster("--ranks-per-node", 1, *SIZE, "--", sys.executable, "-c", script)
-    assert status == 1  # of torchrun
+    assert run(1, sys.executable, "-c", script)[0] == 1  # of torchrun
 
 
 @pytest.mark.nightly
 @pytest.mark.processes
+@pytest.mark.usefixtures("possible")
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_nothing_is_left_of_one_that_is_interrupted(cluster, tmp_path, number, status):
-    command = ("sh", "-c", f"echo >> {tmp_path}/up; sleep 600")
-    process = start("--ranks-per-node", 1, *SIZE, "--", *command)
+def test_nothing_is_left_of_one_that_is_interrupted(tmp_path, number, status):
+    process = start(1, "sh", "-c", f"echo >> {tmp_path}/up; sleep 600")
     deadline = time.monotonic() + 60
     while not (tmp_path / "up").exists():
         assert time.monotonic() < deadline
@@ -116,19 +112,14 @@ def test_nothing_is_left_of_one_that_is_interrupted(cluster, tmp_path, number, s
     assert namespaces(process.pid) == []
 
 
-def test_it_says_what_is_missing(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["emulated_cluster.py", "--", "true"])
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert emulated_cluster.main() == 2
-    assert "it needs root" in capsys.readouterr().err
-    monkeypatch.setattr("os.geteuid", lambda: 0)
+def test_it_says_what_is_missing_and_refuses_nonsense(monkeypatch, capsys):
     monkeypatch.setattr("shutil.which", lambda tool: None)
-    assert emulated_cluster.main() == 2
-    assert "it needs ip and tc of iproute2" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["--nodes", "0"], ["--inter", "fast"], ["--nodes", "200"]])
-def test_nonsense_is_refused(monkeypatch, capsys, words):
-    monkeypatch.setattr(sys, "argv", ["emulated_cluster.py", *words, "--", "true"])
-    with pytest.raises(SystemExit):
-        emulated_cluster.main()
+    for user, said in ((1000, "it needs root"), (0, "it needs ip and tc of iproute2")):
+        monkeypatch.setattr("os.geteuid", lambda user=user: user)
+        monkeypatch.setattr(sys, "argv", ["emulated_cluster.py", "--", "true"])
+        assert emulated_cluster.main() == 2
+        assert said in capsys.readouterr().err
+    for words in (["--nodes", "0"], ["--inter", "fast"], ["--nodes", "200"]):
+        monkeypatch.setattr(sys, "argv", ["emulated_cluster.py", *words, "--", "true"])
+        with pytest.raises(SystemExit):
+            emulated_cluster.main()

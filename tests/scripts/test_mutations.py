@@ -2,13 +2,15 @@
 promise."""
 
 import os
+import pickle
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts/benchmarks/mutations.py"
+from tests.programs import ROOT
+
+SCRIPT = ROOT / "scripts/benchmarks/mutations.py"
 COUNT = 240  # inputs: of each kind 20 or 40
 
 
@@ -38,9 +40,9 @@ def test_mutated_inputs_end_with_a_result_or_one_line(script, tmp_path, monkeypa
     assert sum(status == 0 for _, status in ended) > 5
 
 
-@pytest.mark.parametrize(
-    "status, out, err, problem",
-    [
+def test_a_broken_promise_is_seen(script, tmp_path):
+    case = script["Case"]("arguments", ["view", "x"])
+    for status, out, err, problem in (
         (1, "", "", "exit status 1"),
         (2, "", "a\nb\n", "2 lines of error"),
         (2, "", "", "0 lines of error"),
@@ -52,17 +54,9 @@ def test_mutated_inputs_end_with_a_result_or_one_line(script, tmp_path, monkeypa
         (0, "\x1b]0;title\x07", "", "control characters"),
         (0, "information on finance", "", ""),
         (2, "", "flexseq view: no\n", ""),
-    ],
-)
-def test_a_broken_promise_is_seen(script, status, out, err, problem):
-    case = script["Case"]("arguments", ["view", "x"])
-    seen = script["broken_promise"](case, status, out, err)
-    assert problem in seen
-    assert bool(problem) == bool(seen)
-
-
-def test_a_planted_pickle_leaves_its_mark_where_it_is_loaded(script, tmp_path):
-    import pickle
-
+    ):
+        seen = script["broken_promise"](case, status, out, err)
+        assert problem in seen
+        assert bool(problem) == bool(seen)
     pickle.loads(script["planted"](tmp_path / "mark")).close()
-    assert (tmp_path / "mark").exists()
+    assert (tmp_path / "mark").exists(), "a planted pickle leaves its mark where it is loaded"

@@ -15,6 +15,7 @@ from hf_flexseq.hf.model.layer_kinds import layer_kinds
 from tests.programs import ROOT
 
 FOLDER = ROOT / "scripts/benchmarks"
+PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +31,11 @@ def census():
             sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_every_checkpoint_has_a_family_a_source_and_options_that_say_something(census):
     families, _ = census
     known = {family.name: family for family in families.families()}
+    assert [name for name in known if f"| `{name}` |" not in PAGE] == []
     for name, rows in families.checkpoints().items():
         kind = known[name].kind
         source = ""  # of the configuration and of the model, which read the options
@@ -47,64 +50,63 @@ def test_every_checkpoint_has_a_family_a_source_and_options_that_say_something(c
 def test_checkpoints_have_the_windows_that_are_known_of_them(census):
     families, _ = census
     known = {family.name: family for family in families.families()}
-    windows = {}
-    for rows in families.checkpoints().values():
-        for row in rows:
-            if row.family in ("gpt_oss", "gemma2", "gemma3_text"):
-                kinds = layer_kinds(families.checkpoint_config(known[row.family], row))
-                near = [kind.reach.window for kind in kinds if not kind.reach.is_full]
-                windows[row.checkpoint] = (len(kinds), len(near), set(near))
-    assert windows["openai/gpt-oss-120b"] == (36, 18, {128})
-    assert windows["google/gemma-2-27b"] == (46, 23, {4096})
-    assert windows["google/gemma-3-27b (text)"] == (62, 52, {1024})
+    wanted = {
+        "openai/gpt-oss-120b": (36, 18, {128}),
+        "google/gemma-2-27b": (46, 23, {4096}),
+        "google/gemma-3-27b (text)": (62, 52, {1024}),
+    }
+    for row in (row for rows in families.checkpoints().values() for row in rows):
+        if row.checkpoint in wanted:
+            kinds = layer_kinds(families.checkpoint_config(known[row.family], row))
+            near = [kind.reach.window for kind in kinds if not kind.reach.is_full]
+            assert (len(kinds), len(near), set(near)) == wanted.pop(row.checkpoint)
+    assert not wanted
 
 
 def test_a_refusal_is_put_into_a_group(census):
     _, reach = census
-    answer = reach.Answer(
-        "a", "A", None, None, reach.REFUSED, "A counts positions itself, in b", ()
-    )
+    why = "A counts positions itself, in b"
+    answer = reach.Answer("a", "A", None, None, reach.REFUSED, why, ())
     assert "count positions" in reach.group_of(answer)
 
 
-def test_the_page_on_models_names_every_family(census):
-    families, _ = census
-    page = (ROOT / "docs/models.md").read_text()
-    missing = [f.name for f in families.families() if f"| `{f.name}` |" not in page]
-    assert missing == []
-
-
-SMALL_TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 300,
-}
+# How the page loads the text of a model with towers, and further options of a tiny one.
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 300}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LINEAR |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
 TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5", "Gemma4"])
-def test_the_text_of_a_model_with_towers_is_loaded_as_the_page_says(tmp_path, name):
-    page = (ROOT / "docs/models.md").read_text()
-    if name == "Qwen3_5":
-        text = {f"linear_{part}_head_dim": 8 for part in ("key", "value")}
-        text |= {f"linear_num_{part}_heads": 2 for part in ("key", "value")}
-        tower = {**TOWER, "depth": 1, "out_hidden_size": 32}
-        call = re.search(r"= (AutoModelForCausalLM)\.from_pretrained\(.*?(\))", page)
-    else:
-        text = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
-        tower = {**TOWER, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
-        call = re.search(r"= (\w+)\.from_pretrained\(\s*\S+, (key_mapping=.*)\n\)", page)
+@pytest.mark.parametrize(
+    ("name", "call", "text", "tower"),
+    [
+        (
+            "Qwen3_5",
+            r"= (AutoModelForCausalLM)\.from_pretrained\(.*?(\))",
+            LINEAR,
+            {"depth": 1, "out_hidden_size": 32},
+        ),
+        (
+            "Gemma4",
+            r"= (\w+)\.from_pretrained\(\s*\S+, (key_mapping=.*)\n\)",
+            {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+            {"num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8},
+        ),
+    ],
+    ids=["Qwen3_5", "Gemma4"],
+)
+def test_the_text_of_a_model_with_towers_is_loaded_as_the_page_says(
+    tmp_path, name, call, text, tower
+):
     config = getattr(transformers, f"{name}Config")(
-        text_config=SMALL_TEXT | text, vision_config=tower
+        text_config=SIZES | HEADS | text, vision_config=TOWER | tower
     )
     whole = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     whole.save_pretrained(tmp_path)
-    options = eval(f"dict({call[2].removesuffix(')')})")
-    found, info = getattr(transformers, call[1]).from_pretrained(
+    loader, options = re.search(call, PAGE).groups()
+    options = eval(f"dict({options.removesuffix(')')})")
+    found, info = getattr(transformers, loader).from_pretrained(
         tmp_path, output_loading_info=True, **options
     )
     assert type(found).__name__ == f"{name}ForCausalLM"

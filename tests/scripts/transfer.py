@@ -12,15 +12,8 @@ import time
 from pathlib import Path
 
 FOLDER, BYTES = Path(sys.argv[1]), int(sys.argv[2])
-NAMES = (
-    "RANK",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "OMP_NUM_THREADS",
-    "GLOO_SOCKET_IFNAME",
-)
+NAMES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+NAMES += ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
 RANK, RANKS_PER_NODE = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 TRANSFERS = [(0, 1), (0, 2), (2, 0), (3, 1)]  # (from, to), one after the other
 
@@ -65,7 +58,7 @@ def receive(listener):
 
 
 def main():
-    found = {name: os.environ[name] for name in NAMES}
+    found = {"environment": {name: os.environ[name] for name in NAMES}}
     with socket.create_server(place(RANK)) as listener:
         for source, target in TRANSFERS:
             if source == RANK:
