@@ -71,8 +71,7 @@ class BoundProgram:
         kernel: Kernel,
         dtype: torch.dtype,
     ) -> None:
-        """uploads: the integers that the program refers to. communicator: None where this rank
-        works alone. dtype: of queries, keys and values."""
+        """communicator: None for a rank alone. dtype: dtype of queries, keys and values."""
         self.program = program
         device = uploads.device
         self.means = Means(device, kernel, choose_fused(device), communicator)

@@ -127,8 +127,7 @@ class _Layer(NamedTuple):
 
 
 def _of_one_width(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
-    """Return q, k and v with heads of one size: the smaller ones end in zeros, which change
-    neither scores nor what is kept of the result."""
+    """Pad heads of q, k and v to one size with zeros, which change neither scores nor results."""
     width = max(q.shape[-1], v.shape[-1])
     padded = []
     for x in (q, k, v):
@@ -142,8 +141,7 @@ class _SequenceParallelAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, layer: _Layer, *inputs: torch.Tensor | None) -> torch.Tensor:
-        """Return out [tokens, heads, head_dim] from q, k, v [tokens, heads or kv_heads, head_dim]
-        and sinks [heads]."""
+        """Return out [tokens, heads, head_dim]. inputs: q, k, v [tokens, ..., head_dim], sinks."""
         ctx.layer = layer
         (out,), saved = layer.run(FORWARD, inputs)
         sinks = inputs[3]

@@ -28,8 +28,7 @@ def layer_shape(
     reach: Reach = FULL,
     sinks: torch.Tensor | None = None,
 ) -> LayerShape:
-    """Return the shape of a layer, from q [tokens, heads, head_dim] and k [tokens, kv_heads,
-    head_dim], and what its queries read."""
+    """Return the shape of a layer: q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim]."""
     return LayerShape(
         query_heads=q.shape[1],
         kv_heads=k.shape[1],
@@ -74,16 +73,14 @@ class MicroBatchPrograms:
         self._bound: dict[ProgramKey, BoundProgram] = {}
 
     def find(self, direction: str, shape: LayerShape | RowShape) -> BoundProgram:
-        """Return the program of one direction for layers of one shape, or of one exchange of
-        recurrent layers for rows of one shape (`program.compile.of_rows`)."""
+        """Return the program of a direction, or of an exchange of recurrent layers (`of_rows`)."""
         key = (direction, shape)
         if key not in self._bound:
             self.prepare([key])
         return self._bound[key]
 
     def prepare(self, keys: Iterable[ProgramKey]) -> None:
-        """Make the programs that layers will ask for, of those with these keys; they may be those
-        of another micro-batch. Their integers go to the device in one copy."""
+        """Make the missing programs of these keys; their integers go to the device in one copy."""
         new = [key for key in keys if key not in self._bound]
         for direction, shape in new:
             self._compile(direction, shape)
@@ -109,8 +106,7 @@ class MicroBatchPrograms:
         return self.once("grid", lambda lengths: ChunkGrid(lengths, device))
 
     def once(self, name: Hashable, make: Callable[[tuple[int, ...]], Made]) -> Made:
-        """Return what `make` returns for the lengths of this rank's segments, made once for all
-        recurrent layers that ask by this name."""
+        """Return the result of `make` for the lengths of this rank's segments, cached by name."""
         if name not in self._made:
             self._made[name] = make(self.parts.segments().lengths)
         made: Made = self._made[name]

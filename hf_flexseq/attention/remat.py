@@ -84,15 +84,13 @@ def checkpointed_region() -> Region | None:
 
 
 class Kept(NamedTuple):
-    """The result of one call of attention, or of one exchange or scan of a recurrent layer, for
-    the replay of its layer."""
+    """Result of one call of attention, or of one exchange or scan, for the replay of its layer."""
 
     out: torch.Tensor
     """The result, [tokens, heads, head_dim] of this rank in attention."""
 
     flat: torch.Tensor
-    """What else the backward needs, flat and one after the other, [elements]: the log-sum-exps of
-    all zones in attention."""
+    """[elements] Other inputs of the backward, concatenated: in attention, all log-sum-exps."""
 
     shapes: tuple[torch.Size, ...]
     """The shape of each of these, e.g. [tokens, heads] of a ring's log-sum-exp."""

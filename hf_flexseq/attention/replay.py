@@ -26,8 +26,7 @@ SINK_ROWS = 8192  # rows whose gradient of the sinks is computed at once
 
 
 class CutAttention(Protocol):
-    """Attention of the part of a sequence that a pipeline's chunk begins with, in one layer
-    (`pipeline/carry.py`)."""
+    """Attention of the part of a cut sequence in one layer of a pipeline (`pipeline/carry.py`)."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, reach: Reach

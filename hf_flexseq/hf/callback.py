@@ -18,8 +18,7 @@ class FlexSeqCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, args: FlexSeqArguments | None = None) -> None:
-        """Raises ValueError or NotImplementedError as `FlexSeqTrainer` does, and leaves the
-        trainer unchanged then."""
+        """Raises as `FlexSeqTrainer` does, and then leaves the trainer unchanged."""
         if isinstance(trainer, FlexSeqMixin):
             raise ValueError(
                 f"{type(trainer).__name__} plans its steps already; leave the callback out"

@@ -8,8 +8,7 @@ from hf_flexseq.steps.collator import DataCollatorForFlexSeq, PaddedCollator
 
 
 def flexseq_collator(given: Any) -> DataCollatorForFlexSeq:
-    """Return our own collator unchanged, a new one instead of the Trainer's defaults, which only
-    pad, and a wrapper around any other."""
+    """Return our own collator, a new one for the Trainer's defaults, or a wrapper of `given`."""
     if isinstance(given, DataCollatorForFlexSeq):
         return given
     if given is default_data_collator or type(given) is DataCollatorWithPadding:

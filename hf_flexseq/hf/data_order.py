@@ -123,8 +123,7 @@ class DataOrder:
         return None
 
     def fitting(self, former: Factors, now: Factors) -> Factors | None:
-        """Return factors that keep the order of `former` on the processes of `now`, with the
-        batch size nearest to that of `now`; None if there are none."""
+        """Return factors that keep the order of `former` on the processes of `now`, or None."""
         if former.processes == now.processes:
             return former
         kept = []
@@ -169,8 +168,7 @@ def order_of(trainer: Trainer) -> DataOrder:
 
 
 def _unknown_source(trainer: Trainer) -> str | None:
-    """Return the source of a trainer's samples if its order is unknown; None if the Trainer's own
-    methods draw from a dataset with a length."""
+    """Return the source of a trainer's samples if its order is unknown; None otherwise."""
     for name in _DRAWING:
         method = getattr(trainer, name)
         if getattr(method, "__func__", None) is not getattr(Trainer, name):

@@ -69,8 +69,7 @@ def check_examples(trainer: Trainer, args: FlexSeqArguments, *, resumes: bool) -
 
 
 def check_sides(trainer: Trainer, args: FlexSeqArguments) -> None:
-    """Raise PlanInfeasible for an example with a sequence that does not fit, for losses that
-    compare sequences, if this is known before training."""
+    """Raise PlanInfeasible for pairs with a sequence known not to fit before training."""
     for name, dataset in _datasets(trainer):
         longest = _longest_sides(dataset)
         if longest is not None and len(longest):
@@ -135,8 +134,7 @@ def _is_map_style(dataset: Any) -> bool:
 
 
 def _columns(dataset: Any) -> set[str] | None:
-    """Return the columns of a dataset, from its first example; for a stream only if it declares
-    them. None if unknown."""
+    """Return the columns of a dataset, declared or from its first example; None if unknown."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         names = getattr(dataset, "column_names", None)
         return set(names) if names else None
@@ -176,8 +174,7 @@ def draws_random_numbers(trainer: Trainer, dataloader: Any) -> str | None:
 
 
 def _token_counts(dataset: Any, column: str = "input_ids") -> np.ndarray | None:
-    """Return the lengths [examples] of `column`, padding included; None if this would read every
-    example."""
+    """Return the padded lengths [examples] of `column`; None if this would read every example."""
     if isinstance(dataset, list | tuple):
         if not all(isinstance(example, Mapping) and column in example for example in dataset):
             return None
@@ -217,8 +214,7 @@ _SIDES = (
 
 
 def _longest_sides(dataset: Any) -> np.ndarray | None:
-    """Return [examples] the length of each example's longest sequence; None if this would read
-    every example."""
+    """Return [examples] the longest sequence of each example; None if this would read all."""
     longest = None
     for columns in _SIDES:
         counts = []
@@ -294,8 +290,7 @@ def _read_columns(example: Mapping[str, Any], trainer: Trainer) -> dict[str, Any
 
 
 def _longest_row(example: Mapping[str, Any], trainer: Trainer) -> int:
-    """Return the length of the longest sequence that the trainer's collator makes of an
-    example."""
+    """Return the length of the longest sequence that the collator makes of an example."""
     with random_numbers_kept():
         batch = trainer.data_collator([dict(example)])
     masks = [value for name, value in batch.items() if name.endswith("attention_mask")]

@@ -108,8 +108,7 @@ class FlexSeqEngine:
         self._costs.bring(checkpoint, record)
 
     def cost_record(self) -> dict[str, Any] | None:
-        """Return the cost model for a checkpoint, as plain JSON values; None before it is
-        known."""
+        """Return the cost model for a checkpoint as plain JSON values; None if unknown."""
         return self._costs.to_record()
 
     # ---- the model
@@ -167,8 +166,7 @@ class FlexSeqEngine:
             self.detach()
 
     def keep_loader_settings(self) -> None:
-        """Leave accelerate's dataloader settings changed on `detach`: a Trainer prepares the
-        loader of an evaluation before it attaches the model."""
+        """Leave accelerate's dataloader settings changed on `detach`, for a Trainer's loaders."""
         self._loader_settings.keep()
 
     def _check_attached(self) -> None:
@@ -179,8 +177,7 @@ class FlexSeqEngine:
     # ---- drawing steps
 
     def draw_in_place(self) -> None:
-        """Draw training steps when they run, as with `lookahead=0`, until `detach`. Called on all
-        ranks, before the first step is drawn."""
+        """Draw training steps when they run, until `detach`. Called on all ranks, before any."""
         assert self._training is None, "steps have been drawn ahead already"
         self._draws_in_place = True
 
@@ -227,8 +224,7 @@ class FlexSeqEngine:
         return step
 
     def evaluation_steps(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Step]:
-        """Yield every batch as a step, planned in place, until no rank has data left. Collective
-        over the world."""
+        """Yield every batch as a step, planned in place. Collective over the world."""
         self._check_attached()
         steps = self._prefetched(0, what="evaluation step")
         iterator = iter(batches)
@@ -372,8 +368,7 @@ class FlexSeqEngine:
         self.communicator.cpu_group.phase = f"what follows on step {step.number}"
 
     def gather_figures(self) -> None:
-        """Gather the figures of the last step, if `finish` has put it off; wait for the device.
-        Collective over the world."""
+        """Gather figures that `finish` has put off. Collective over the world."""
         due, self._unread = self._unread, None
         if due is not None:
             self._gather(due)
@@ -390,8 +385,7 @@ class FlexSeqEngine:
         self._gather(due)
 
     def _gather(self, due: Step | None) -> None:
-        """Gather what ranks have found that is not finite, and with it the figures of a step, if
-        one is due. Collective over the world."""
+        """Gather NaN reports, and the figures of a step that is due. Collective over the world."""
         cpu_group = self.communicator.cpu_group
         own = self._watch.report()
         if due is None:

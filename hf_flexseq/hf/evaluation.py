@@ -60,8 +60,7 @@ class EvaluationLoss:
         self._targets += targets
 
     def mean(self, communicator: Communicator) -> float:
-        """Return the mean loss over all target tokens of all ranks; nan without any. Collective
-        over the world."""
+        """Return the mean loss over all targets of all ranks. Collective over the world."""
         total = self._sum.cpu()
         communicator.cpu_group.all_reduce(total)  # [] -> []
         if not self._targets:

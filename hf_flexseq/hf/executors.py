@@ -124,8 +124,7 @@ class Executor(Protocol):
         """Return the plan whose `to_bytes` gave `data`."""
 
     def dispatch(self, planned: PlannedStep) -> Any:
-        """Bring the drawn tokens to where the plan wants them, and return the step that this rank
-        runs. Collective over the world."""
+        """Dispatch the drawn tokens; return this rank's step. Collective over the world."""
 
     def micro_batches(self, step: Any, model: nn.Module, *, trains: bool) -> Iterator[Inputs]:
         """Yield the inputs of every micro-batch of a whole model, whose losses the caller adds to
@@ -138,16 +137,14 @@ class Executor(Protocol):
         """
 
     def figures(self, step: Any, trace: PlanTrace) -> Figures:
-        """Write the trace of a finished step and return its figures. Collective over the
-        world."""
+        """Write a finished step's trace; return its figures. Collective over the world."""
 
 
 # ---- what both executors use
 
 
 def planner_of(job: Job, *, ahead: bool) -> Planner:
-    """Return a planner for `job`: in a process of its own when steps are planned ahead of the one
-    that runs, in this process otherwise."""
+    """Return a planner for `job`, in a separate process if steps are planned ahead."""
     if ahead:
         return PlannerWorker(job)
     return InlinePlanner(job)

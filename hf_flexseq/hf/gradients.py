@@ -30,8 +30,7 @@ def gradients_of(model: nn.Module, accelerator: Accelerator) -> dict[str, torch.
 
 
 def _norm_of_all(engine: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return DeepSpeed's norm of all gradients, a scalar; NaN in place of the -1 that it takes for
-    a norm that is not finite."""
+    """Return DeepSpeed's norm of all gradients, a scalar; NaN for its -1, which is not finite."""
     norm = engine.get_global_grad_norm()
     if norm is None:
         return {}

@@ -67,8 +67,7 @@ BEFORE_END = LoaderState(end_of_dataloader=False, remainder=-1)
 def drawn_batches(
     iterator: Iterator[Any], count: int, accelerator: Accelerator
 ) -> tuple[list[Any], LoaderState]:
-    """Return the next batches, at most `count`, and the state of their loader with the last of
-    them."""
+    """Return the next batches, at most `count`, and the state of their loader after the last."""
     known = accelerator.gradient_state
     batches, state = [], BEFORE_END
     for batch in islice(iterator, count):
@@ -102,8 +101,7 @@ class LongestLoader(LoaderProxy):
 
     @classmethod
     def over(cls, dataloader: Any, communicator: Communicator) -> Any:
-        """Return `dataloader` itself when all ranks' lengths agree, or when one of them has none.
-        Collective over the world."""
+        """Return a loader as long as the longest of all ranks. Collective over the world."""
         lengths = lengths_of(dataloader, communicator)
         longest = max(lengths)
         if longest == lengths[communicator.rank] or NO_LENGTH in lengths:
@@ -112,8 +110,7 @@ class LongestLoader(LoaderProxy):
 
 
 def lengths_of(dataloader: Any, communicator: Communicator) -> list[int]:
-    """Return the number of batches that each rank's loader has, NO_LENGTH where it is not known.
-    Collective over the world."""
+    """Return the batches of each rank's loader, NO_LENGTH if unknown. Collective."""
     own = len(dataloader) if has_length(dataloader) else NO_LENGTH
     return [length for (length,) in communicator.cpu_group.gather_ints([own])]
 
@@ -175,8 +172,7 @@ class LoaderSettings:
         self.change()
 
     def change(self) -> None:
-        """Let every rank draw its own batches: accelerate dispatches streams from rank 0 by
-        default, which breaks on rows of different lengths."""
+        """Let every rank draw its batches: accelerate's rank 0 needs rows of equal length."""
         if not self._is_changed:
             self._former = self._configuration.dispatch_batches
             self._configuration.dispatch_batches = False

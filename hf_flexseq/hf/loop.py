@@ -46,8 +46,7 @@ class LoopItem:
         return self.step.plan
 
     def _loss(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
-        """Return this rank's share of the loss on a micro-batch, a scalar: the mean over ranks is
-        the mean over the step's target tokens."""
+        """Return this rank's share of a micro-batch's loss, a scalar."""
         outputs = model(**inputs, use_cache=False, num_items_in_batch=max(self.step.targets, 1))
         loss: torch.Tensor = outputs.loss
         router = self._executor.router
@@ -115,8 +114,7 @@ class EvaluationItem(LoopItem):
 
 
 class Evaluation:
-    """One pass over a dataloader without gradients, in planned steps of one batch per rank. It
-    leaves no line in the plan trace."""
+    """One pass over a dataloader without gradients, in steps of one batch per rank, untraced."""
 
     def __init__(
         self,
@@ -130,13 +128,11 @@ class Evaluation:
         self._sum = EvaluationLoss()
 
     def __iter__(self) -> Iterator[EvaluationItem]:
-        """Yield the steps. Every sample counts once: those that accelerate repeats to fill the
-        last batches are left out. Collective over the world."""
+        """Yield the steps, each sample once. Collective over the world."""
         self._sum = EvaluationLoss()
         for step in once_each(self._dataloader, self._plan_steps):
             yield EvaluationItem(step, self._executor, self._sum)
 
     def mean_loss(self) -> float:
-        """Return the mean loss over the target tokens of all steps that have run, as the Trainer's
-        `eval_loss` is with hf_flexseq; nan without any. Collective over the world."""
+        """Return the mean loss over all targets so far; nan without any. Collective."""
         return self._sum.mean(self._executor.setup.communicator)

@@ -65,8 +65,7 @@ def distills(trainer: Trainer) -> bool:
 
 
 def unsuitable_distillation(trainer: Trainer) -> str | None:
-    """Return the class of a trainer, and why it cannot be planned, if it distills without a
-    teacher in this process; None otherwise."""
+    """Return the class and the reason if a trainer distills without a teacher in this process."""
     for cls in type(trainer).__mro__:
         if cls.__name__ in _OTHER_DISTILLATIONS:
             return f"{cls.__name__} ({_OTHER_DISTILLATIONS[cls.__name__]})"
@@ -76,8 +75,7 @@ def unsuitable_distillation(trainer: Trainer) -> str | None:
 
 
 def has_planned_loss(trainer: Trainer) -> bool:
-    """Tell if the loss of a trainer is computed on its source rank, from
-    log-probabilities or scores."""
+    """Tell if a trainer computes its loss on source ranks, from log-probabilities or scores."""
     if _is_one_of(trainer, _ON_SAMPLES) or reads_figures(trainer):
         return True
     return is_classifier(_plain_model(trainer))

@@ -59,8 +59,7 @@ class LossInOnePass(StepLoss):
         """No-op: uneven loaders are supported."""
 
     def attached(self) -> AbstractContextManager[None]:
-        """Surround training or an evaluation: micro-batches have their share of the router loss
-        of a model that asks for one."""
+        """Surround training or an evaluation: micro-batches get their shares of a router loss."""
         if self._engine.executor.trainer_hooks is None:  # a stage alone has no loss to try
             self._trial.look()
         router = self._engine.executor.router
@@ -86,8 +85,7 @@ class LossInOnePass(StepLoss):
         return stock_preparation(batch)
 
     def batches(self, model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
-        """Yield every micro-batch of a step; nothing for the items before the last. Collective
-        over the world."""
+        """Yield every micro-batch of a step, at its last item. Collective over the world."""
         if not isinstance(batch, StepItem) or not batch.is_as_made:
             raise NotImplementedError(
                 f"{type(self._trainer).__name__} trains on other inputs than the planned step "
@@ -120,8 +118,7 @@ class LossInOnePass(StepLoss):
         self._step.add(loss)
 
     def settle(self, logged: torch.Tensor) -> None:
-        """Have NaN and infinity filtered out of the losses of whole steps. Collective over the
-        world."""
+        """Filter NaN and infinity out of the losses of whole steps. Collective over the world."""
         self._losses.settle(logged, self._engine.communicator)
 
     def _in_training_mode(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -148,8 +145,7 @@ class LossInOnePass(StepLoss):
         return self._watch.gradients(model) if self._changes_step else nullcontext()
 
     def _raise_noted(self) -> None:
-        """Raise, on all ranks, what a rank's watch has noted. Collective over the world where a
-        rank has code of the user's."""
+        """Raise a rank's noted error on all ranks. Collective over the world with users' code."""
         if self._trial.has_code_anywhere:
             self._watch.raise_together(self._engine.communicator.cpu_group)
 
@@ -194,8 +190,7 @@ class LossInOnePass(StepLoss):
     def _predict_tokens(
         self, tokens: TokenPredictions, model: nn.Module, batch: Any
     ) -> Prediction:
-        """Return the loss of a padded batch, a scalar, what was predicted of its tokens, and its
-        labels; no loss without labels."""
+        """Return loss, a scalar, predictions and labels of a padded batch."""
 
         def forward(micro_batch: Inputs, divisor: torch.Tensor) -> torch.Tensor:
             return self._forward(model, micro_batch, divisor)
@@ -226,21 +221,18 @@ class LossInOnePass(StepLoss):
         return loss
 
     def evaluated(self, output: Any, name: str) -> Any:
-        """Return the output with the mean loss over all target tokens, as the trainer's own
-        figures are. Collective over the world."""
+        """Return the output with the mean loss over all targets. Collective over the world."""
         self._means.end_evaluation()
         loss = self._sum.mean(self._engine.communicator)
         return output._replace(metrics=output.metrics | {name: loss})
 
 
 def _targets_in_order(step: Step) -> list[int]:
-    """Return the tokens with a label, over all ranks, of each micro-batch of a step, in the order
-    in which their losses are computed."""
+    """Return all ranks' targets of each micro-batch, in the order of their losses."""
     assert isinstance(step, RankMicroBatches), "a stage of a model has no compute_loss of its own"
     return step.targets_of(step.ran)
 
 
 def _divisor(targets: int, device: torch.device) -> torch.Tensor:
-    """Return what the sum over a step's target tokens is divided by, a scalar on the device, where
-    it is filled: a tensor made of the number would be copied there, and waited for."""
+    """Return the divisor of a step's loss, a scalar filled on the device: a copy would wait."""
     return torch.full((), max(targets, 1), device=device)

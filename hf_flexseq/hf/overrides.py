@@ -163,8 +163,7 @@ IN_PARTS = tuple(
 
 
 def runs_other_code(trainer: Any) -> bool:
-    """Return True if a micro-batch runs code other than `Trainer`'s own: a subclass's
-    `compute_loss`, or any code of the user's."""
+    """Return True if a micro-batch runs a subclass's `compute_loss` or any code of the user's."""
     is_stock = type(trainer).compute_loss is Trainer.compute_loss
     return not is_stock or bool(users_methods(trainer, IN_PARTS))
 
@@ -189,8 +188,7 @@ def check_overrides(trainer: Any, *, pipeline_parallel_size: int) -> None:
 
 
 def remarks(trainer: Any) -> Iterator[str]:
-    """Yield a line for each piece of the user's code with other inputs than under the plain
-    Trainer, if it is neither refused nor tried."""
+    """Yield a line for each piece of users' code that gets other inputs and is not refused."""
     where = users_method(trainer, "training_step")
     if where is not None and has_planned_loss(trainer):
         yield (

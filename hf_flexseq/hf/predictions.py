@@ -73,8 +73,7 @@ class TokenPredictions:
     def predict(
         self, batch: Mapping[str, Any], forward: Forward
     ) -> tuple["PredictedBatch", torch.Tensor, RankMicroBatches]:
-        """Return what was predicted of a padded batch, the loss of its step, a scalar, and the
-        step itself. Collective over the world."""
+        """Return predictions, loss, a scalar, and step of a padded batch. Collective."""
         if not self._is_started:  # the engine has attached it by now, where the model is suitable
             self._chunked = attach_chunked_loss(base_model(self._trainer.model))
             self._is_started = True
@@ -90,8 +89,7 @@ class TokenPredictions:
     def _run(
         self, predicted: "PredictedBatch", step: RankMicroBatches, forward: Forward
     ) -> torch.Tensor:
-        """Run the micro-batches of a step, and give what they find to the batch; return the sum of
-        the losses, a scalar."""
+        """Run a step's micro-batches, take their findings, and return the loss, a scalar."""
         device = self._trainer.args.device
         targets = torch.full((), max(step.targets, 1), device=device)
         model = base_model(self._trainer.model)
@@ -144,8 +142,7 @@ class PredictedBatch:
     """A padded batch, and what was predicted of its tokens."""
 
     def __init__(self, trainer: Any, batch: Mapping[str, Any]) -> None:
-        """Raises ValueError for a batch that is not padded, or has more than a value for each
-        token."""
+        """Raises ValueError for an unpadded batch, or columns without one value per token."""
         ids = batch.get("input_ids")
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or "lengths" in batch:
             raise ValueError(
@@ -240,8 +237,7 @@ class _Reader:
         labels: Sequence[torch.Tensor],
         targets: torch.Tensor | None,
     ) -> None:
-        """labels: each [1, tokens], as the batch has them. targets: [1, tokens], shifted, where
-        the loss of every token is wanted, too."""
+        """labels: each [1, tokens]. targets: [1, tokens], shifted, if losses are wanted."""
         self._function = function
         self._labels = labels
         self._targets = targets

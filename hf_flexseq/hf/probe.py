@@ -31,11 +31,11 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.thread_ranks import ThreadTransport, run_threads
 from hf_flexseq.hf.model.facts import layer_calls
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
-from hf_flexseq.hf.probe_ranks import ThreadTransport, run_threads
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.plan import Group, MicroBatch, Plan
@@ -148,8 +148,7 @@ def _attach(model: PreTrainedModel) -> None:
 
 
 def _lively(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy in float64 whose parameters are random and large enough for every token to
-    matter."""
+    """Return a copy in float64 with random parameters, large enough for every token to matter."""
     twin = copy.deepcopy(model).double().eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -284,8 +283,7 @@ def _inputs(
 
 
 def _weights(sequence: int, start: int, logits: torch.Tensor) -> torch.Tensor:
-    """Return fixed weights for logits [tokens, vocabulary] of a sequence from token `start` on, of
-    which the loss is the weighted sum."""
+    """Return the fixed weights of a loss for logits [tokens, vocabulary] from token `start` on."""
     tokens, vocabulary = logits.shape
     rows = torch.arange(start, start + tokens, dtype=logits.dtype).unsqueeze(1) + 1
     columns = torch.arange(vocabulary, dtype=logits.dtype) + 1
@@ -306,8 +304,7 @@ def _taken_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _differences(have: _Run, want: _Run, same: float) -> list[str]:
-    """Say where outputs and gradients differ. same: by how much outputs may, and gradients ten
-    times as much."""
+    """Return lines on differing outputs and gradients. same: tolerance, tenfold for gradients."""
     found = []
     scale = max(float(output.abs().max()) for output in want.outputs)
     for sequence, (output, wanted) in enumerate(zip(have.outputs, want.outputs, strict=True)):

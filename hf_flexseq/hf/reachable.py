@@ -118,8 +118,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _references(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the objects that `value` refers to, each with how it is written behind the path of
-    `value`. Runs no code of the user's."""
+    """Yield the objects that `value` refers to, with their paths, without running users' code."""
     kind = type(value)
     if issubclass(kind, dict):
         for key, inner in islice(dict.items(value), MOST_OF_CONTAINER):

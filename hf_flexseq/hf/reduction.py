@@ -127,8 +127,7 @@ def average_gradients(model: DistributedDataParallel, communicator: Communicator
 
 
 def _reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
-    """Return the parameters whose gradients DDP would reduce, in an order that is the same on all
-    ranks."""
+    """Return the parameters whose gradients DDP would reduce, in the same order on all ranks."""
     parameters = []
     for name, parameter in model.module.named_parameters():
         if parameter.requires_grad and name not in model.parameters_to_ignore:

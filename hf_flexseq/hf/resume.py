@@ -68,8 +68,7 @@ def choose_checkpoint(
 def _chosen(
     asked: str | os.PathLike[str] | bool | None, output_dir: str | None
 ) -> dict[str, Any] | None:
-    """Return folder and marker of the checkpoint to go on from, or an error, as JSON values; None
-    to start anew."""
+    """Return folder and marker of the chosen checkpoint, or an error; None to start anew."""
     if asked is None or asked is False:
         return None
     if asked is True:
@@ -86,8 +85,7 @@ def _chosen(
 
 
 def _newest_whole(output_dir: Path) -> dict[str, Any]:
-    """Return the newest whole checkpoint in a folder, with a warning for each that is passed
-    over."""
+    """Return the newest whole checkpoint in a folder, with a warning for each newer one."""
     passed_over: list[str] = []
     for folder in _newest_first(output_dir):
         found = inspect(folder)
@@ -135,8 +133,7 @@ def _accepted(folder: Path, found: Inspection) -> dict[str, Any]:
 
 
 def warn_without_optimizer(folder: str, communicator: Communicator) -> None:
-    """Warn, on rank 0, of a checkpoint without the state of optimizer or scheduler: the Trainer
-    then reads neither and says nothing."""
+    """Warn on rank 0 that optimizer or scheduler start anew, which the Trainer does silently."""
     if communicator.rank != 0:
         return
     path = Path(folder)

@@ -48,8 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def reduces_each_batch(accelerator: Accelerator) -> bool:
-    """Return whether the user wants gradients reduced in every micro-batch, for the sake of memory
-    (accelerate's `sync_each_batch`)."""
+    """Return True if gradients are to be reduced in every micro-batch (`sync_each_batch`)."""
     return bool(accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False))
 
 
@@ -99,8 +98,7 @@ class FsdpPolicies:
     def __init__(
         self, figures: FsdpFigures | None, communicator: Communicator, *, over_replicas: bool
     ) -> None:
-        """figures: None for the plain policy in every step. over_replicas: whether every
-        micro-batch is to sum its gradients over replicas, too."""
+        """figures: None for the plain policy. over_replicas: True to sum over replicas always."""
         self.figures = figures
         self._communicator = communicator
         self._over_replicas = over_replicas
@@ -129,8 +127,7 @@ class FsdpPolicies:
 
     @contextmanager
     def of_step(self, plan: Plan, model: nn.Module) -> Iterator[BeforeLast]:
-        """Surround all micro-batches of a step; the block gets what surrounds each of them but
-        the last. A model without units is left alone."""
+        """Surround a step; the block gets the surroundings of each micro-batch but the last."""
         self.find_units(model)
         policy = self._chosen(plan)
         with self.whole_step(policy):
@@ -138,8 +135,7 @@ class FsdpPolicies:
 
     @contextmanager
     def whole_step(self, policy: FsdpPolicy) -> Iterator[None]:
-        """Surround all micro-batches of a step: parameters that are kept are not freed after a
-        forward."""
+        """Surround a step: kept parameters are not freed after a forward."""
         kept: list[FSDPModule] = []
         if not policy.regathers:
             kept = [unit for unit in self._units if self._frees_after_forward(unit)]
@@ -169,8 +165,7 @@ class FsdpPolicies:
                 unit.set_requires_gradient_sync(True, recurse=False)
 
     def _frees_after_forward(self, unit: FSDPModule) -> bool:
-        """Return whether FSDP2 frees the unit's parameters after its forward. torch has a public
-        way to set this, and none to read it."""
+        """Return True if FSDP2 frees the parameters after the forward; torch has no getter."""
         state = fully_shard.state(unit)
         if state._auto_reshard_after_forward and unit in self._outermost:
             return False  # so FSDP2 decides in the first forward

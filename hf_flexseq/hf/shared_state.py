@@ -151,8 +151,7 @@ def _training_roots(trainer: Trainer) -> Iterator[tuple[str, Any]]:
 
 
 def _evaluation_sets(trainer: Trainer) -> set[int]:
-    """Return the ids of the datasets of evaluations: training does not draw from them, though
-    they may be cut from the same source."""
+    """Return the ids of evaluation datasets, which may be cut from the training data's source."""
     given = trainer.eval_dataset
     datasets = given.values() if isinstance(given, dict) else [given]
     return {id(dataset) for dataset in datasets if dataset is not trainer.train_dataset}
@@ -178,8 +177,7 @@ def _kind_of_training(value: Any, model_parts: set[int]) -> str | None:
 
 
 def _can_change(value: Any) -> bool:
-    """Tell if what an object holds may be changed in place, with an effect on the data. What the
-    datasets library keeps inside of its datasets never is."""
+    """Tell if an object can be changed in place; the inside of the datasets library cannot."""
     if issubclass(type(value), types.FunctionType):
         return bool(value.__dict__)  # attributes of a function
     if issubclass(type(value), _PASSAGES):
@@ -196,8 +194,7 @@ def _is_inside_datasets(cls: type) -> bool:
 
 
 def _asked_for(callback: TrainerCallback) -> str | None:
-    """Return the method in which a callback asks for the data while training runs, and what it
-    asks for; None where no method does."""
+    """Return how a callback asks for the data while training runs; None if it does not."""
     for cls in type(callback).__mro__:
         if is_known(cls):
             continue

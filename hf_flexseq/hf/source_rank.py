@@ -36,8 +36,7 @@ class LossOnSourceRank(StepLoss):
         check_sides(self._trainer, self._engine.args)
 
     def check_loader(self, dataloader: Any) -> None:
-        """Raise ValueError, on all ranks, for a loader that gives them different numbers of
-        batches. Collective over the world."""
+        """Raise ValueError for ranks with different numbers of batches. Collective."""
         self.planned.drawing.check_loader(dataloader)
 
     def attached(self) -> AbstractContextManager[None]:
@@ -49,23 +48,20 @@ class LossOnSourceRank(StepLoss):
     def next_batches(
         self, iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | None]:
-        """Return the batches of the next step themselves, and the Trainer's count of their target
-        tokens. Collective over the world."""
+        """Return the next step's batches and the Trainer's count of targets. Collective."""
         number = self._trainer.state.global_step
         batches = self.planned.drawing.next_batches(iterator, num_batches, first_number=number)
         return batches, self._trainer._get_num_items_in_batch(batches, device)
 
     def prepare(self, batch: Any, stock_preparation: StockPreparation) -> Any:
-        """Return a batch as the Trainer prepares it, once; samples are made with the model's own
-        attention."""
+        """Return a batch, prepared once; samples are made with the model's own attention."""
         if batch is self.planned.answers.prepared:
             return batch
         with self.planned.preparing():
             return stock_preparation(batch)
 
     def batches(self, model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
-        """Take the next batch of a step; with the last one, run the step and yield each of its
-        prepared batches. Collective over the world."""
+        """Take a step's next batch; run the step with the last one. Collective over the world."""
         self.value = torch.zeros((), device=self._trainer.args.device)
         if self.planned.drawing.is_complete(batch):
             yield from self.planned.batches(model, is_last=self._is_last_step)
@@ -76,8 +72,7 @@ class LossOnSourceRank(StepLoss):
         self.planned.add(loss)
 
     def settle(self, logged: torch.Tensor) -> None:
-        """Leave what the Trainer has added up as it is: the losses are those of its own
-        batches."""
+        """Leave the Trainer's sum as it is: the losses are those of its own batches."""
 
     # ---- evaluation
 
@@ -88,8 +83,7 @@ class LossOnSourceRank(StepLoss):
     def predict(
         self, model: nn.Module, batch: Any, loss_only: bool, stock: StockPrediction
     ) -> Prediction:
-        """Return what the Trainer's own step finds on planned results; predictions of tokens are
-        those of the model. Collective over the world."""
+        """Return the Trainer's own result on planned figures. Collective over the world."""
         predicts = self._tokens is not None
         with ExitStack() as answered:
             answered.enter_context(self.planned.answers.answering(model))

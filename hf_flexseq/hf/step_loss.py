@@ -61,8 +61,7 @@ class StepLoss(ABC):
 
     @abstractmethod
     def check_loader(self, dataloader: Any) -> None:
-        """Raise ValueError, on all ranks, for a loader that gives them different numbers of
-        batches, if the loss does not support it. Collective over the world."""
+        """Raise ValueError for a loader that the loss cannot use. Collective over the world."""
 
     @abstractmethod
     def attached(self) -> AbstractContextManager[None]:
@@ -95,8 +94,7 @@ class StepLoss(ABC):
 
     @abstractmethod
     def settle(self, logged: torch.Tensor) -> None:
-        """Make what the Trainer has added up of this rank's losses since the last log line, a
-        scalar, what it should log. Collective over the world."""
+        """Correct the Trainer's sum of losses since the last log line. Collective."""
 
     # ---- evaluation
 
@@ -133,5 +131,4 @@ class StepLoss(ABC):
 
     @abstractmethod
     def evaluated(self, output: Any, name: str) -> Any:
-        """Return the output of an evaluation with the loss under its `name` as it should be.
-        Collective over the world."""
+        """Return an evaluation's output with its loss under `name`. Collective over the world."""

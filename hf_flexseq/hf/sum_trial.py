@@ -140,8 +140,7 @@ class SumTrial:
             )
 
     def _try_methods(self, losses: LossesOfTwo) -> None:
-        """Raise NotImplementedError where methods of the trainer make the loss depend on the
-        plan."""
+        """Raise NotImplementedError if methods of the trainer make the loss depend on the plan."""
         found = losses.of(self._trainer.compute_loss)
         if found is not None and not found.add_up:
             raise NotImplementedError(
@@ -152,8 +151,7 @@ class SumTrial:
 
 
 def _stock_loss(trainer: Trainer, engine: FlexSeqEngine) -> ComputeLoss:
-    """Return `compute_loss` without the user's overrides of it, with the share of the router loss
-    where there is one."""
+    """Return `compute_loss` without the user's overrides, plus the share of any router loss."""
     compute_loss = library_method(trainer, "compute_loss")
     router = engine.executor.router
     if router is None:
@@ -167,8 +165,7 @@ def _stock_loss(trainer: Trainer, engine: FlexSeqEngine) -> ComputeLoss:
 
 @contextmanager
 def _unchanged(trainer: Trainer) -> Iterator[None]:
-    """Take back, after the block, what it has counted: numbers on the trainer, TRL's lists of
-    metrics, and random numbers."""
+    """Restore numbers on the trainer, TRL's metrics and random numbers after the block."""
     numbers = {}
     for name, value in vars(trainer).items():
         if isinstance(value, int | float):

@@ -41,8 +41,7 @@ def resolve_sync(
 
 
 def _reduces_by_itself(accelerator: Accelerator) -> bool:
-    """Return True if DeepSpeed or a communication hook reduces gradients, instead of
-    `hf_flexseq/hf/reduction.py`."""
+    """Return True if DeepSpeed or a DDP hook reduces gradients, instead of `reduction.py`."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return True
     hook = getattr(accelerator.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)

@@ -48,8 +48,7 @@ class TokenMeans:
             lists["num_tokens"][:] = [self._counted + tokens]
 
     def end_evaluating(self, targets: Sequence[int]) -> None:
-        """End a step of an evaluation, whose values wait for those of the other steps; see
-        `end_training`."""
+        """End an evaluation step, whose values wait for the other steps; see `end_training`."""
         for name, values in self._taken("eval", targets).items():
             self._evaluated.setdefault(name, []).extend(values)
 

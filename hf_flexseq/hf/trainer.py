@@ -120,8 +120,7 @@ class FlexSeqMixin(PartOfModelMixin):
         self._setup_flexseq(flexseq_args)
 
     def _setup_flexseq(self, flexseq_args: FlexSeqArguments | None) -> None:
-        """Do all that must happen after the Trainer's own constructor. Collective over the
-        world."""
+        """Set up after the Trainer's own constructor. Collective over the world."""
         options = flexseq_args or arguments_on(self.args)
         check_trainer(self, options)
         base = base_model(self.model)
@@ -140,8 +139,7 @@ class FlexSeqMixin(PartOfModelMixin):
         self._flexseq_resumed: Resumed | None = None  # the checkpoint that this run goes on from
 
     def _choose_collators(self) -> None:
-        """Put a collator of ours around the user's where batches are planned; keep one that makes
-        batches as the plain Trainer has them."""
+        """Wrap the user's collator to plan batches; keep one that makes the plain Trainer's."""
         self._flexseq_padded = self.data_collator
         on_samples = has_planned_loss(self)
         if on_samples and not reads_figures(self):
@@ -178,8 +176,7 @@ class FlexSeqMixin(PartOfModelMixin):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Train, from a whole checkpoint where one is asked for: True takes the newest. Raises
-        ValueError for one that is not whole."""
+        """Train, from a whole checkpoint if asked: True takes the newest. Raises ValueError."""
         resumed = choose_checkpoint(
             resume_from_checkpoint, self.args.output_dir, self.flexseq.communicator
         )
@@ -253,8 +250,7 @@ class FlexSeqMixin(PartOfModelMixin):
         return super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Prepare a batch of a loss on whole samples once, with the model's own attention to make
-        samples with."""
+        """Prepare a batch once; a loss on whole samples generates with the model's attention."""
         return self._flexseq_loss.prepare(inputs, super()._prepare_inputs)
 
     def _get_per_token_logps_and_entropies(
@@ -266,8 +262,7 @@ class FlexSeqMixin(PartOfModelMixin):
         batch_size: int | None = None,
         **options: Any,
     ) -> Any:
-        """Plan the log-probabilities of a whole batch of samples together, instead of
-        `batch_size` of them at a time. Only TRL's GRPO and RLOO call this."""
+        """Plan a whole batch's log-probabilities together. Only TRL's GRPO and RLOO call this."""
         assert isinstance(self._flexseq_loss, LossOnSourceRank), "GRPO and RLOO are known as such"
         with self._flexseq_loss.planned.answers.answering(self.model_wrapped):
             return super()._get_per_token_logps_and_entropies(
@@ -293,15 +288,13 @@ class FlexSeqMixin(PartOfModelMixin):
             self._flexseq_log.judge_predictions()
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Log the loss of whole steps, where the Trainer has filtered NaN out of one rank's share.
-        Collective over the world where the Trainer logs a loss."""
+        """Log the loss of whole steps, if NaN was filtered out of shares. Collective."""
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._flexseq_loss.settle(tr_loss)
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Count the steps since the last log line by the mean over ranks in `train_loss`; the
-        Trainer would take rank 0's share. Collective over the world."""
+        """Make `train_loss` the mean over ranks, not rank 0's share. Collective over the world."""
         self._flexseq_loss.settle(self._tr_loss)
         communicator = self.flexseq.communicator
         total = self._tr_loss.double().cpu()
@@ -312,8 +305,7 @@ class FlexSeqMixin(PartOfModelMixin):
     # ---- checkpoints
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint between its marker and its manifest, and none that NaN has gone into.
-        Collective over the world."""
+        """Save between marker and manifest, after a check for NaN. Collective over the world."""
         self.flexseq.check_finite()
         factors = Factors.of(self)
         marker = {
@@ -381,8 +373,7 @@ class FlexSeqMixin(PartOfModelMixin):
 
     @contextmanager
     def _padding(self, pads: bool) -> Iterator[None]:
-        """Give loaders that are made inside the block the collator of padded batches, if
-        `pads`."""
+        """Give loaders made inside the block the collator of padded batches, if `pads`."""
         former = self.data_collator
         if pads:
             self.data_collator = self._flexseq_padded
@@ -394,12 +385,10 @@ class FlexSeqMixin(PartOfModelMixin):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
-        """Return the loss of a step, a scalar, with predictions and labels where they are
-        wanted."""
+        """Return the loss of a step, a scalar, with predictions and labels if wanted."""
         stock = partial(super().prediction_step, ignore_keys=ignore_keys)
         return self._flexseq_loss.predict(model, inputs, prediction_loss_only, stock)
 
 
 class FlexSeqTrainer(FlexSeqMixin, Trainer):
-    """`Trainer` with flexible sequence parallelism; takes the same arguments, and a
-    `FlexSeqConfig` as `args`."""
+    """`Trainer` with flexible sequence parallelism. `args` is a `FlexSeqConfig`."""

@@ -46,8 +46,7 @@ class TrainerLog:
                 logger.info("step %d: %s", number, plan_line(figures))
 
     def take_figures(self) -> Figures:
-        """Return the mean figures of the steps since the last entry, under their names in the
-        log."""
+        """Return the mean figures since the last entry, under their names in the log."""
         means = logged_figures(self._figures)
         self._figures.clear()
         return means

@@ -78,8 +78,7 @@ class TrainingData:
                 data._epochs.forget()
 
     def batches(self, epoch_iterator: Iterator[Any]) -> Iterator[Any]:
-        """Return the iterator that stands for `epoch_iterator`. Collective over the world before
-        the first batch: only then it is known if steps can be drawn ahead."""
+        """Return the iterator that stands for `epoch_iterator`. Collective over the world."""
         self.check_accumulation()
         epoch = self._epochs.of(epoch_iterator)
         if not self._has_drawn:
@@ -88,8 +87,7 @@ class TrainingData:
         return epoch
 
     def check_accumulation(self) -> None:
-        """Raise ValueError where a callback has changed the accumulation in a training: the
-        Trainer counts batches by it that were drawn as one step."""
+        """Raise ValueError if a callback has changed the accumulation during training."""
         steps = self._trainer.args.gradient_accumulation_steps
         if steps != self._accumulation:
             raise ValueError(

@@ -59,8 +59,7 @@ class Found:
 
     @property
     def add_up(self) -> bool:
-        """True if the loss of both is the sum of their losses in either form, or not finite, which
-        is reported when the step has run."""
+        """True if the loss of both is the sum of their losses in either form, or not finite."""
         return self.unlabelled == 0 and all(map(self._is_sum, (self.together, self.padded)))
 
     def _is_sum(self, loss: float) -> bool:
@@ -100,8 +99,7 @@ class LossesOfTwo:
         self._tolerance = _TOLERANCES.get(dtype, _TOLERANCE_OF_16_BITS)
 
     def of(self, compute_loss: ComputeLoss) -> Found | None:
-        """Return the losses that a function like `Trainer.compute_loss` gives; None where they
-        differ from call to call."""
+        """Return the losses by a function like `Trainer.compute_loss`; None if they vary."""
 
         def prepared(model: nn.Module, inputs: Inputs, **given: Any) -> Any:
             return compute_loss(model, self._trainer._prepare_inputs(inputs), **given)

@@ -81,8 +81,7 @@ class Watch:
 
     @contextmanager
     def gradients(self, model: nn.Module) -> Iterator[None]:
-        """Refuse changes of gradients inside the block after its backward, which has added those
-        of a micro-batch to those of the micro-batches before."""
+        """Refuse changes of gradients inside the block after its backward."""
         accelerator = self._trainer.accelerator
         backward: Callable[..., None] = accelerator.backward
         after_backward: list[Any] = []
@@ -101,8 +100,7 @@ class Watch:
 
     @contextmanager
     def no_gradients_yet(self, model: nn.Module) -> Iterator[None]:
-        """Refuse changes of gradients inside the block, which comes before all backwards of a
-        step: it sees zeros."""
+        """Refuse changes of gradients inside the block, before all backwards of a step."""
         empty = [p for p in model.parameters() if p.requires_grad and p.grad is None]
         for parameter in empty:
             parameter.grad = torch.zeros_like(parameter)
@@ -124,8 +122,7 @@ class Watch:
 
 
 class StepInFront:
-    """Watches a `training_step` of the user's in front of the mixin. It gets the batches of a step
-    one by one, but gradients come with the last of them."""
+    """Watches a user's `training_step` before the mixin: gradients come with the last batch."""
 
     def __init__(self, trainer: Trainer, mixin: type) -> None:
         """mixin: the class that a `training_step` may stand in front of."""
@@ -136,8 +133,7 @@ class StepInFront:
         self._after_step: list[Any] | None = None
 
     def note(self, model: nn.Module, accumulation: int) -> None:
-        """Note the gradients of a step of `accumulation` batches. One batch alone has all that it
-        would have under the plain Trainer."""
+        """Note the gradients of a step; one batch alone is as under the plain Trainer."""
         if self._is_watched and accumulation > 1:
             self._after_step = _versions(model)
 

@@ -60,8 +60,7 @@ class ModelContexts:
         self._former_programs: MicroBatchPrograms | None = None  # of the last context
 
     def __call__(self, shard: Shard) -> SequenceContext:
-        """Return the context of one shard, with programs for the layers seen in the previous
-        micro-batch."""
+        """Return a shard's context, with programs for the layers of the previous micro-batch."""
         context = SequenceContext(
             shard,
             self._setup.communicator,
@@ -77,8 +76,7 @@ class ModelContexts:
 
 
 class WholeModelExecutor:
-    """Runs micro-batches of groups on a model that every rank has, or of which accelerate gives it
-    what it needs (FSDP, ZeRO)."""
+    """Runs micro-batches of groups on a whole model, as accelerate provides it (FSDP, ZeRO)."""
 
     trainer_hooks = None
 
@@ -164,8 +162,7 @@ class WholeModelExecutor:
             self.fsdp.forget_model()
 
     def _open_blocks(self, cost: CostModel) -> None:
-        """Make the groups of ranks that may exchange heads, where a collective is faster than
-        messages. Collective."""
+        """Make the groups that exchange heads by a collective, if faster. Collective."""
         args = self.setup.args
         communicator = self.setup.communicator
         degrees = exchange_degrees(
@@ -239,8 +236,7 @@ class WholeModelExecutor:
         )
 
     def _contexts_of_run(self) -> ModelContexts:
-        """Return what makes contexts, with the kernel that the first step chooses. Collective over
-        the world."""
+        """Return the maker of contexts; the first step chooses its kernel. Collective."""
         if self.kernel is None:
             self.kernel = kernel_of(self.setup, self._attached_model.base)
         if self._contexts is None:
@@ -248,8 +244,7 @@ class WholeModelExecutor:
         return self._contexts
 
     def inputs_alone(self, row: SourceRow) -> Inputs:
-        """Return the inputs of a micro-batch that has the sequences of `row`, all of them on this
-        rank. A step must have been dispatched before, whose kernel it takes."""
+        """Return the inputs of a micro-batch of `row`, all on this rank, after a dispatch."""
         assert self._contexts is not None, "a step has been dispatched"
         shard = shard_alone(row.lengths, self.setup.communicator.rank)
         columns = with_token_columns(row, self._attached_model.token_columns).columns
@@ -280,8 +275,7 @@ class WholeModelExecutor:
     def reducing(
         self, step: RankMicroBatches, model: nn.Module
     ) -> AbstractContextManager[BeforeLast]:
-        """Surround the micro-batches of a step by what reduces their gradients; the block gets
-        what surrounds each of them but the last that runs backward."""
+        """Surround a step; the block gets the surroundings of each micro-batch but the last."""
         assert self.fsdp is not None, "attach sets FSDP2's figures"
         reduction = GradientReduction(
             self.setup.accelerator, self.setup.communicator, self.fsdp, lockstep=self.lockstep
@@ -289,8 +283,7 @@ class WholeModelExecutor:
         return reduction.of_step(step.plan, model)
 
     def figures(self, step: RankMicroBatches, trace: PlanTrace) -> Figures:
-        """Write the trace of a finished step and return its figures. Collective over the
-        world."""
+        """Write a finished step's trace; return its figures. Collective over the world."""
         assert self.cost is not None, "attach sets the cost model"
         return trace.record(step, self.cost)
 
@@ -301,8 +294,7 @@ class WholeModelExecutor:
         return self._attached_model.own_attention()
 
     def planned_attention(self) -> AbstractContextManager[None]:
-        """Give the attached model our attention inside the block, also where `own_attention` has
-        taken it away."""
+        """Use our attention inside the block, even within `own_attention`."""
         return self._attached_model.planned_attention()
 
     def beside(self, model: PreTrainedModel) -> Callable[[Shard], SequenceContext]:

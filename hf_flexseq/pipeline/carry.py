@@ -135,8 +135,7 @@ class KVCarry:
         return total
 
     def check_empty(self) -> None:
-        """Raise WrongOrder unless every sequence that began has been drained. Afterwards nothing
-        is carried."""
+        """Raise WrongOrder unless all begun sequences have been drained; forget all of them."""
         left = [str(carried) for carried in self._carried.values() if not carried.is_over]
         self._carried.clear()
         if left:
@@ -182,8 +181,7 @@ class Carried:
         return self.stored == self.length and not self._keeps_grad
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """Yield the buffers there are: K and V together [2, length, kv_heads, head_dim], and
-        gradients of either [start of last chunk, kv_heads, head_dim]."""
+        """Yield K and V [2, length, kv_heads, head_dim], and their prefix gradients."""
         for buffer in (self._kv, self._dk, self._dv):
             if buffer is not None:
                 yield buffer
@@ -277,8 +275,7 @@ class Carried:
         self.stored = part.stop
 
     def _keys(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the stored k and v of positions [start, stop), [stop - start, kv_heads, head_dim]
-        each."""
+        """Return stored k and v [stop - start, kv_heads, head_dim] of positions [start, stop)."""
         assert self._kv is not None, "nothing was stored"
         return self._kv[0, start:stop], self._kv[1, start:stop]
 

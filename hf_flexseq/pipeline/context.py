@@ -260,8 +260,7 @@ def _zones(layout: ChunkLayout, tables: Tables, reach: Reach) -> list[ZoneAttent
 
 
 class ChunkInLayer:
-    """A chunk as one layer sees it: recurrent layers carry states, and are told apart by the order
-    of their calls in one run, be it the forward or a replay."""
+    """A chunk as one layer sees it, which counts its recurrent calls in each run."""
 
     __slots__ = ("_calls", "_layer", "_replay", "chunk", "kept", "programs")
 
@@ -278,8 +277,7 @@ class ChunkInLayer:
         return self.chunk.of_layer(layer, keeps_grad=keeps_grad)
 
     def carrying(self, *, keeps_grad: bool) -> Carrying | None:
-        """Return what the next recurrent call of the layer carries; None where all sequences are
-        whole. keeps_grad: whether a backward will follow"""
+        """Return what the next recurrent call carries; None if all sequences are whole."""
         region = checkpointed_region()
         replay = region.hook if region is not None and region.replays else None
         if replay is not self._replay:  # of a layer that checkpoints itself: a new run begins
@@ -308,8 +306,7 @@ class LayerChunk:
     def __init__(
         self, chunk: ChunkContext, part: CutPart | None, layer: int, *, keeps_grad: bool
     ) -> None:
-        """Carry nothing yet. part: of a cut sequence; None where all are whole. keeps_grad: True
-        if a backward will follow."""
+        """part: of a cut sequence, if any. keeps_grad: True if a backward will follow."""
         self.kept = None
         self.tokens = chunk.tokens
         self.programs = chunk.programs

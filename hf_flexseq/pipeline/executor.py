@@ -64,8 +64,7 @@ class _Flight:
 
 
 class PipelineExecutor:
-    """A rank at work. Make it once; `train` runs an optimizer step, `evaluate` forwards
-    alone."""
+    """A rank at work. `train` runs an optimizer step, `evaluate` forwards alone."""
 
     def __init__(
         self,
@@ -149,8 +148,7 @@ class _ChunkRun:
         targets: int,
         autocast: Context,
     ) -> None:
-        """Arguments are those of `PipelineExecutor.train`; columns: [chunk] of [1, tokens of the
-        chunk]."""
+        """Arguments are those of `train`; columns: [chunk] of [1, tokens of the chunk]."""
         self.executor = executor
         self.stage = executor.stage
         self.plan = plan

@@ -124,8 +124,7 @@ class Outbox:
         self._under_way: dict[Item, LinkMessage] = {}
 
     def put(self, item: Item, tensor: torch.Tensor) -> None:
-        """Send a tensor [1, tokens, hidden_size]; where the window is full wait for the oldest
-        send."""
+        """Send a tensor [1, tokens, hidden_size]; wait for the oldest if the window is full."""
         self._under_way[item] = self._link.send(tensor.detach().contiguous())
         if self._window is not None and len(self._under_way) > self._window:
             self.arrived(next(iter(self._under_way)))

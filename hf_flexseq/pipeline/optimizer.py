@@ -272,8 +272,7 @@ def _load_scheduler(scheduler: Any, folder: str) -> None:
 
 
 def _other_names(stage: Stage) -> dict[str, str]:
-    """Return the global names of parameters that have another name in this stage: of the head that
-    is a copy of the embedding."""
+    """Return the global names of parameters renamed here: the head that copies the embedding."""
     tied = stage.tied_parameter()
     if tied is None or not stage.tied_name:
         return {}
@@ -282,8 +281,7 @@ def _other_names(stage: Stage) -> dict[str, str]:
 
 
 def _renamed(key: str, names: Mapping[str, str]) -> str:
-    """Return `state.<parameter>.exp_avg` or `param_groups.<parameter>.lr` with the parameter's
-    other name."""
+    """Return a key such as `state.<parameter>.exp_avg` with the parameter's other name."""
     for name, other in names.items():
         for prefix in ("state.", "param_groups."):
             if key.startswith(f"{prefix}{name}."):

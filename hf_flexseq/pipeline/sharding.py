@@ -39,8 +39,7 @@ from hf_flexseq.pipeline.stages import Stage
 
 
 class ShardedStage:
-    """The parameters of a stage, sharded over the ranks of a group. Make the optimizer
-    afterwards."""
+    """Parameters of a stage, sharded over the ranks of a group. Make the optimizer afterwards."""
 
     __slots__ = ("_group", "_model", "_units")
 
@@ -68,8 +67,7 @@ class ShardedStage:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Give every rank all of the stage's parameters inside this block. Collective over the
-        group when it begins."""
+        """Gather all of the stage's parameters inside the block. Collective over the group."""
         for unit in self._units:
             unit.unshard()
         try:
@@ -96,8 +94,7 @@ class ShardedStage:
             self._reduce(bucket, [gradients.pop(names[parameter]) for parameter in bucket])
 
     def _take_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Return the gradients of the whole parameters by name, and take them off the
-        parameters."""
+        """Return the gradients of the whole parameters by name, and remove them."""
         gradients = {}
         for name, parameter in self._model.named_parameters():
             gradients[name] = parameter.grad
@@ -168,14 +165,12 @@ def _add_share(parameter: nn.Parameter, share: torch.Tensor) -> None:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all rows of a tensor, which may be sharded: [rows, ...]. Collective over the ranks
-    that share it, if it is."""
+    """Return all rows [rows, ...] of a tensor. Collective over the ranks that share it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def divided_like(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, of which every rank has all [rows, ...], sharded as `model` is. Moves
-    nothing; a tensor of another shape than `model` stays whole."""
+    """Return a whole tensor [rows, ...] sharded like `model`; another shape stays whole."""
     if not isinstance(model, DTensor) or tensor.shape != model.shape:
         return tensor
     return distribute_tensor(

@@ -31,8 +31,7 @@ class Skip(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return hidden [1, tokens, hidden_size] as it is. Raises ValueError where the layer is
-        given another tensor of that shape, which is not sent from stage to stage."""
+        """Return hidden [1, tokens, hidden_size]; ValueError for another tensor of that shape."""
         for other in (*args, *kwargs.values()):
             if isinstance(other, torch.Tensor) and other.shape == hidden.shape:
                 raise ValueError("its layers are given the embeddings, too")
@@ -40,8 +39,7 @@ class Skip(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """The embedding or the head of another stage: nothing may call it, least of all `generate`,
-    which would go on with hidden states instead of logits."""
+    """Embedding or head of another stage, which nothing may call, `generate` included."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Raise NotImplementedError in place of returning [1, tokens, ...]."""
@@ -66,14 +64,12 @@ class LayerSizes(NamedTuple):
 
 
 class Stack:
-    """The parts of a decoder-only model: embedding, layers, norm, head, by the names they have in
-    it."""
+    """Embedding, layers, norm and head of a decoder-only model, by their names."""
 
     __slots__ = ("decoder", "embedding_name", "head_name", "model", "norm_name", "width")
 
     def __init__(self, model: nn.Module) -> None:
-        """Find the parts. Raises NotImplementedError, naming the model and the reason, for one
-        that is no plain stack of layers."""
+        """Find the parts. Raises NotImplementedError, with the reason, for another structure."""
         prefix = getattr(model, "base_model_prefix", "base model")
         decoder = getattr(model, prefix, None)
         if decoder is None:
@@ -117,8 +113,7 @@ class Stack:
         return self.decoder.get_submodule(self.norm_name)
 
     def tied_name(self) -> str | None:
-        """Return the global name of the tensor [vocabulary, hidden_size] that is both embedding
-        and head; None when they are two."""
+        """Return the name of the tensor [vocabulary, hidden_size] tied to both ends, or None."""
         embedding = getattr(self.embedding, "weight", None)
         head = getattr(self.head, "weight", None)
         if embedding is None:
@@ -135,8 +130,7 @@ class Stack:
         return LayerSizes(tuple(map(_weights, self.layers)), _weights(self.head))
 
     def inseparable(self) -> range:
-        """Return the layers that share keys: from the first one that stores its keys to the last
-        one that reads them. None where every layer has its own."""
+        """Return the layers from the first that stores shared keys to the last that reads them."""
         config: Any = getattr(self.model, "config", None)
         if hasattr(config, "get_text_config"):
             config = config.get_text_config()
@@ -157,8 +151,7 @@ class Stack:
 
     @contextmanager
     def replaced(self, view: View | None) -> Iterator[None]:
-        """Give the decoder the layers and the norm of `view`, if there is one, inside this
-        block."""
+        """Give the decoder the layers and norm of `view`, if any, inside the block."""
         if view is None:
             yield
             return
@@ -176,8 +169,7 @@ class Stack:
     # ---- checks
 
     def check_identity(self) -> None:
-        """Raise NotImplementedError unless the decoder, with all of its layers skipped, returns
-        hidden states unchanged. The model may have been cut."""
+        """Raise NotImplementedError unless the decoder without layers keeps hidden states."""
         parameter = next(self.model.parameters())
         hidden = torch.ones(1, 2, self.width, dtype=parameter.dtype, device=parameter.device)
         positions = torch.arange(2, device=parameter.device).unsqueeze(0)  # [2] -> [1, 2]
@@ -196,8 +188,7 @@ class Stack:
             )
 
     def _check_nothing_else(self) -> None:
-        """Raise NotImplementedError for a parameter outside of the parts: it would belong to no
-        stage, or to all."""
+        """Raise NotImplementedError for a parameter outside of the parts, in no stage or all."""
         known: set[int] = set()
         for part in (self.embedding, self.layers, self.norm, self.head):
             known.update(id(parameter) for parameter in part.parameters())

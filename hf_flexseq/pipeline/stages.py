@@ -101,8 +101,7 @@ class Stage:
         return None
 
     def global_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return (name in the whole model, parameter) of this rank; both copies of a tied tensor
-        have its one name."""
+        """Return (global name, parameter) of this rank; both tied copies have the same name."""
         tied = self.tied_parameter()
         parameters = []
         for name, parameter in self.stack.model.named_parameters():
@@ -174,8 +173,7 @@ class VirtualStage:
         return Loss(output.loss, hidden, entry)
 
     def _entry(self, source: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return `source`, [1, tokens] or [1, tokens, hidden_size], as the model's keyword
-        argument."""
+        """Return `source` [1, tokens] or [1, tokens, hidden_size] as keyword argument."""
         return {"input_ids" if self.is_first else "inputs_embeds": source}
 
 
@@ -207,8 +205,7 @@ def cut(
 
 
 def modelled_division(stack: Stack, count: int) -> Spans:
-    """Return the division into `count` stages by multiplications per token: one per weight, and
-    attention over a typical context."""
+    """Return the division by multiplications per token, of weights and a typical context."""
     attention = TYPICAL_CONTEXT * stack.width  # two products with half of the context's keys
     sizes = stack.sizes()
     return divide_layers(

@@ -50,8 +50,7 @@ class Sharing:
 def own_columns(
     columns: Mapping[str, torch.Tensor], sharing: Sharing | None
 ) -> dict[str, torch.Tensor]:
-    """Return this rank's part of a chunk's columns: [1, tokens of the chunk] -> [1, tokens of this
-    rank], or a dummy token [1, 1]."""
+    """Return this rank's part of a chunk's columns, [1, tokens], or a dummy token [1, 1]."""
     if sharing is None:
         return dict(columns)
     start, stop = sharing.part(columns["input_ids"].shape[1])
@@ -79,8 +78,7 @@ def shared_chunk(tokens: int, inner: Sequence[ZoneAttention], sharing: Sharing) 
 
 
 class Together(Attention):
-    """Zones that follow each other in the rows, as a single one. All are of this rank alone:
-    nothing in them waits."""
+    """Zones that follow each other in the rows, as one; nothing in them waits."""
 
     __slots__ = ("_saved", "zones")
 

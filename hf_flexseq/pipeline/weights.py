@@ -40,14 +40,12 @@ Key = Hashable  # names the backward of a chunk on a stage
 
 
 class WeightGradients:
-    """The store of one stage: products that wait, by the backward that left them, and the weights
-    that have been cast."""
+    """Store of one stage: postponed products by backward, and cast weights."""
 
     __slots__ = ("_casts", "_deferred_to", "_keeps_casts", "_linears", "_waiting")
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        """Let every plain nn.Linear inside `layers` ask this store in its backward. Undone by
-        `detach`."""
+        """Make plain nn.Linears inside `layers` use this store, until `detach`."""
         self._waiting: dict[Key, list[_Product]] = {}
         self._deferred_to: Key | None = None  # the backward that is running, if it is an I
         self._casts: dict[nn.Linear, _Cast] = {}
@@ -71,8 +69,7 @@ class WeightGradients:
 
     @contextmanager
     def casting_once(self) -> Iterator[None]:
-        """Keep the weights that are cast inside this block until it ends: one optimizer step, or
-        the forwards of one."""
+        """Keep cast weights inside the block: one optimizer step, or its forwards."""
         self._keeps_casts = True
         try:
             yield
@@ -116,8 +113,7 @@ class WeightGradients:
             product.add()
 
     def put(self, product: "_Product") -> bool:
-        """Keep the product if the running backward is an I. Returns whether it was kept; if not,
-        it is to be computed at once."""
+        """Keep the product if the running backward is an I, else return False: compute it now."""
         if self._deferred_to is None:
             return False
         self._waiting[self._deferred_to].append(product)
@@ -158,8 +154,7 @@ class _Product:
         self.dy = dy.reshape(-1, dy.shape[-1])  # [..., out_features] -> [rows, out_features]
 
     def add(self) -> None:
-        """Add dW [out_features, in_features] and db [out_features] to the gradients of the Linear,
-        in the gradients' dtype."""
+        """Add dW [out_features, in_features] and db [out_features] to the Linear's gradients."""
         weight = self.linear.weight
         bias = self.linear.bias
         if weight.requires_grad:
@@ -180,22 +175,19 @@ def _empty_gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """Return the dtype of the parameter's gradient, which may be wider than its own
-    (`ShardedStage`)."""
+    """Return the dtype of the parameter's gradient, maybe wider than its own (`ShardedStage`)."""
     dtype: torch.dtype = parameter.grad_dtype or parameter.dtype
     return dtype
 
 
 def _split_forward(linear: nn.Linear, store: WeightGradients, x: torch.Tensor) -> torch.Tensor:
-    """Return what `linear` does, [..., in_features] -> [..., out_features]; its backward asks the
-    store."""
+    """Return linear(x), [..., in_features] -> [..., out_features]; its backward uses the store."""
     out: torch.Tensor = _SplitLinear.apply(x, linear.weight, linear.bias, linear, store)
     return out
 
 
 class _SplitLinear(torch.autograd.Function):
-    """F.linear whose backward adds its weight gradient itself, or leaves it in the store. Under
-    autocast it computes in autocast's dtype."""
+    """F.linear whose backward adds its weight gradient, or leaves it in the store."""
 
     @staticmethod
     def forward(
@@ -206,8 +198,7 @@ class _SplitLinear(torch.autograd.Function):
         linear: nn.Linear,
         store: WeightGradients,
     ) -> torch.Tensor:
-        """Return x [..., in_features] times weight [out_features, in_features], plus bias
-        [out_features]: [..., out_features]."""
+        """Return x [..., in_features] @ weight.T + bias: [..., out_features]."""
         ctx.input_dtype = x.dtype
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:

@@ -96,15 +96,13 @@ class Call:
         return values[self._places]
 
     def padded(self, values: torch.Tensor) -> torch.Tensor:
-        """Put the values of tokens where the batch has them, [tokens, ...] -> [B, S, ...], with
-        zeros for padding. Differentiable."""
+        """Put tokens' values into the batch, [tokens, ...] -> [B, S, ...]; differentiable."""
         empty = values.new_zeros(*self.mask.shape, *values.shape[1:])
         return empty.index_put(self._places, values)
 
 
 def joined(calls: Sequence[Call]) -> dict[str, Any] | None:
-    """Return the sequences of all calls as one batch of the engine: columns [1, tokens] and their
-    lengths; None for no sequence."""
+    """Return all calls as one batch of the engine, columns [1, tokens] and lengths, or None."""
     lengths: list[int] = []
     for call in calls:
         lengths += call.lengths
@@ -129,8 +127,7 @@ _ADVICE = {
 
 
 def _checked_lengths(mask: torch.Tensor) -> list[int]:
-    """Return the tokens of every row, [B, S]. Raises ValueError unless they stand one behind the
-    other."""
+    """Return the tokens of every row of [B, S]. Raises ValueError for gaps between tokens."""
     counts = mask.sum(dim=1)  # [B]
     # where a token is followed by padding: once at most, the row's end counted
     ends = (mask[:, :-1] & ~mask[:, 1:]).sum(dim=1) + mask[:, -1]

@@ -201,8 +201,7 @@ class PaddedCollator:
 
 
 def _for_micro_batches(columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the columns of one example, each [tokens], that the plan's micro-batches need, with
-    the labels shifted."""
+    """Return the columns of a micro-batch, each [tokens], with the labels shifted."""
     columns.setdefault("position_ids", torch.arange(columns["input_ids"].numel()))
     columns["labels"] = shifted(columns["labels"])
     columns["shift_labels"] = columns["labels"]
@@ -220,8 +219,7 @@ def _check_same_columns(columns: Sequence[Mapping[str, torch.Tensor]]) -> None:
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """Return the target of each token of one sequence, [tokens] -> [tokens]: the label of the next
-    token, none for the last."""
+    """Return each token's target, [tokens] -> [tokens]: the next label, none for the last."""
     none = labels.new_full((1,), IGNORE_INDEX)
     return torch.cat((labels[1:], none))
 
@@ -230,8 +228,7 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _only_row(batch: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return the columns of a batch of one example, each [1, tokens] -> [tokens], without those
-    made for other attention implementations."""
+    """Return a batch's only row, each [1, tokens] -> [tokens], without others' columns."""
     if not isinstance(batch, Mapping):
         raise ValueError(
             f"the collator made a {type(batch).__name__} of example {index}, not a batch of "
@@ -254,8 +251,7 @@ def _only_row(batch: Mapping[str, Any], index: int) -> dict[str, Any]:
 def _tensors(
     example: Mapping[str, Any], index: int, *, needs_labels: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the columns of an example, each [tokens]; text is left out, as by the Trainer's own
-    collator."""
+    """Return the columns of an example, each [tokens], without text, as the Trainer's collator."""
     _check_required(example, index, needs_labels=needs_labels)
     columns = {}
     for name, value in example.items():
@@ -322,16 +318,14 @@ def _without_padding(
 
 
 def _pads_left(collator: Any) -> bool:
-    """Tell if a collator of transformers puts padding on the left, by its tokenizer. Given one
-    example it puts none."""
+    """Tell if a collator of transformers pads on the left, which one example does not show."""
     side = getattr(getattr(collator, "tokenizer", None), "padding_side", None)
     is_of_library = any(is_known(cls) for cls in type(collator).__mro__[:-1])
     return is_of_library and side == "left"
 
 
 def _shorter_with_first_label(examples: Sequence[_Example]) -> int:
-    """Return how many examples are shorter than the longest one and have a label of their first
-    token."""
+    """Return the number of examples with a first label that are shorter than the longest."""
     longest = max(len(example.columns["input_ids"]) for example in examples)
     return sum(
         len(example.columns["input_ids"]) < longest and example.first_label for example in examples

@@ -34,8 +34,7 @@ class SourceRow:
     """The sequences that this rank drew for one step, one after the other."""
 
     columns: Columns
-    """Tensors of [tokens] on the CPU by name; none as long as a rank that drew nothing has not
-    been told by the others."""
+    """Tensors of [tokens] on the CPU by name; {} until a rank without data knows the others'."""
 
     lengths: tuple[int, ...]
     """Tokens of each sequence."""
@@ -65,8 +64,7 @@ class SourceRow:
 
     @property
     def signature(self) -> int:
-        """A number that tells names and dtypes of the columns, below 2^56 on every rank alike;
-        NO_COLUMNS for none."""
+        """Number below 2^56 for names and dtypes of the columns; NO_COLUMNS for none."""
         if not self.columns:
             return NO_COLUMNS
         text = json.dumps(self.dtypes, sort_keys=True)

@@ -208,8 +208,7 @@ def gathered(
 
 
 def _with_agreed(step: RankMicroBatches, gradients: Columns, figures: Columns) -> Columns:
-    """Return gradients for what some rank's loss depends on, zeros where it is another's.
-    Collective over the world."""
+    """Return gradients for every figure that a rank's loss uses, zeros for others' alone."""
     names = sorted(figures)
     used = [int(name in gradients) for name in names]
     of_all = step.exchange.communicator.cpu_group.gather_ints(used)

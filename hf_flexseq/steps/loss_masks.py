@@ -13,8 +13,7 @@ MASKS = ("completion_mask", "assistant_masks")
 
 
 def masks_without_labels(example: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
-    """Return the masks, each [tokens], that leave tokens out of the loss; none of an example that
-    has labels."""
+    """Return the masks [tokens] of an example without labels that exclude tokens of the loss."""
     if not isinstance(example, Mapping) or example.get("input_ids") is None:
         return {}
     if example.get("labels") is not None:

@@ -35,8 +35,7 @@ class TokenLoss(Protocol):
     """A loss that is a sum over tokens once totals of the whole step are known."""
 
     def count(self, inputs: Inputs) -> torch.Tensor:
-        """Run a micro-batch forward without gradients: return its share of the totals, [n] on the
-        CPU."""
+        """Run a micro-batch forward without gradients: return its totals, [n] on the CPU."""
 
     def know(self, totals: torch.Tensor) -> None:
         """Take the totals of the step, [n] on the CPU."""
@@ -136,8 +135,7 @@ class RankMicroBatches(RankStep[Plan]):
         return len(self.plan.micro_batches) - 1
 
     def second_order(self) -> list[int]:
-        """Return the indices of this rank's micro-batches in the order of a second pass: the
-        plan's last one, which keeps something of the first pass, comes first."""
+        """Return this rank's indices for a second pass: the plan's last one comes first."""
         order = [index for index in self.indices if index != self.last_of_plan]
         if self.last_of_plan in self.indices:
             order.insert(0, self.last_of_plan)
@@ -195,8 +193,7 @@ class RankMicroBatches(RankStep[Plan]):
     # ---- what is known of the micro-batches
 
     def measured_s(self) -> list[float]:
-        """Return the seconds of every micro-batch of the plan on this rank, all passes together,
-        0 where the rank had none; wait for the device."""
+        """Return this rank's seconds of every micro-batch of the plan; wait for the device."""
         seconds = self.stopwatch.seconds()
         return [seconds.get(index, 0.0) for index in range(len(self.plan.micro_batches))]
 
@@ -212,8 +209,7 @@ class RankMicroBatches(RankStep[Plan]):
     # ---- random numbers: dropout is the same in both passes
 
     def keep_random_state(self, index: int) -> None:
-        """Keep the states of the random number generators before the first pass of a
-        micro-batch."""
+        """Keep the random number generators' states before a micro-batch's first pass."""
         self._random[index] = _random_states()
 
     @contextmanager

@@ -57,15 +57,13 @@ class NonfiniteWatch:
         self._taken = _Flags(step, loss, gradients)
 
     def settle(self, *, skipped: bool) -> None:
-        """Let the step count whose flags were taken last. skipped: whether the optimizer has left
-        it out for the sake of its loss scale."""
+        """Count the last flagged step. skipped: True if loss scaling skipped its optimizer."""
         if self._taken is not None and not skipped:
             self._due = self._taken
         self._taken = None
 
     def report(self) -> Report | None:
-        """Return what this rank has found in the settled step, as a JSON value; None for nothing.
-        A step is reported once."""
+        """Return this rank's findings in the settled step, as a JSON value, or None."""
         due = self._due
         self._due = None
         names = due.names() if due is not None else []
@@ -114,8 +112,7 @@ class _Flags:
 
 
 def _flagged(tensors: Mapping[str, torch.Tensor]) -> tuple[list[str], torch.Tensor]:
-    """Return the names of some tensors, and for each of them True if it is not finite: bool
-    [tensors], on the device of the first one."""
+    """Return tensors' names, and flags, bool [tensors] on a device: True if not finite."""
     # 1. one launch for all tensors of a kind
     kinds: dict[Any, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -135,8 +132,7 @@ def _flagged(tensors: Mapping[str, torch.Tensor]) -> tuple[list[str], torch.Tens
 
 
 def _not_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return for each tensor, all on one device and of one dtype, whether it is not finite: bool
-    [tensors]."""
+    """Return, bool [tensors], which tensors of one device and dtype are not finite."""
     dtype = tensors[0].dtype
     if dtype == torch.float16:
         dtype = torch.float32  # float16 has no room for the norm of many numbers

@@ -173,8 +173,7 @@ class PrefetchedSteps:
     # ---- from one stage to the next
 
     def _dispatch_next(self) -> Step | None:
-        """Draw steps, and dispatch the next one; None when no rank has a sequence left. Collective
-        over the world."""
+        """Draw steps and dispatch the next; None if no data is left. Collective over the world."""
         while not self._is_exhausted and len(self._drawn) <= self._lookahead:
             self._draw()
         if not self._drawn:

@@ -71,8 +71,7 @@ class RankStep(Generic[PlanT]):
 
 
 class RankChunks(RankStep[StepPlan]):
-    """The chunks of one replica's plan, with their tokens: a few integers each, which every rank
-    of the replica gets for all of its chunks."""
+    """The chunks of one replica's plan, with their tokens, on every rank of the replica."""
 
     __slots__ = ("columns", "replica")
 
@@ -84,8 +83,7 @@ class RankChunks(RankStep[StepPlan]):
         replica: int,
         device: torch.device,
     ) -> None:
-        """columns: of each chunk of the replica, each [tokens]. replica: the one that this rank
-        works for."""
+        """columns: each [tokens], by chunk of the replica. replica: the one of this rank."""
         super().__init__(planned, device)
         self.replica = replica
         self.columns: list[Columns] = []  # of each chunk, [1, tokens] on the device

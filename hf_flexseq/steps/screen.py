@@ -29,8 +29,7 @@ BUSY = 1.5
 
 
 def beside_bars() -> AbstractContextManager[None]:
-    """Return a context in which lines may be written to stderr: progress bars are gone in it, and
-    come back below."""
+    """Return a context for lines on stderr, in which progress bars are hidden."""
     bars: AbstractContextManager[None] = tqdm.external_write_mode(file=sys.stderr)
     return bars
 

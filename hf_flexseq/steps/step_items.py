@@ -12,8 +12,7 @@ from hf_flexseq.steps.rank_step import RankStep
 
 
 class StepItem(dict[str, Any]):
-    """A batch to the Trainer, which counts these. It is read-only: its tokens were sent to the
-    ranks of the plan before."""
+    """A batch for the Trainer's count. It is read-only: its tokens have been dispatched."""
 
     step: RankStep[Any] | None = None  # the whole step on its last item, None on the others
     _versions: dict[str, int] | None = None  # None for a copy that a user's code has made

@@ -8,8 +8,7 @@ import torch
 
 
 class Stopwatch:
-    """Times numbered blocks: by the wall clock on a CPU, by events of the stream on CUDA, which
-    the host does not wait for."""
+    """Times numbered blocks: by the wall clock on a CPU, by events on CUDA, without waiting."""
 
     __slots__ = ("_cuda", "_events", "_spans")
 

@@ -45,8 +45,7 @@ class PlanTrace:
         self._digest = functools.lru_cache(maxsize=1)(CostModel.digest)
 
     def record(self, step: RankMicroBatches, cost: CostModel) -> Figures:
-        """Write the trace of a finished step and return its figures. Collective over the
-        world."""
+        """Write a finished step's trace; return its figures. Collective over the world."""
         by_rank = self._gather(step, step.measured_s)  # [world, micro-batches]
         slowest = float(by_rank.sum(dim=1).max())
         if self._file is not None:
@@ -134,8 +133,7 @@ def pipeline_figures(step: RankChunks, measured_s: float) -> Figures:
 
 
 def logged_figures(steps: Sequence[Figures]) -> Figures:
-    """Return the means over some steps of the figures that are logged, under their names in the
-    log; a pipeline has no micro-batches."""
+    """Return mean logged figures over some steps by logged name; pipelines lack micro-batches."""
     means = {}
     for name in LOGGED:
         values = [figures[name] for figures in steps if name in figures]

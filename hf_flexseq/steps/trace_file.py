@@ -99,8 +99,7 @@ class TraceFile:
 
 
 def _whole_lines(lines: Iterable[bytes]) -> tuple[set[int], int]:
-    """Return the numbers of the steps in some lines, and the bytes of the lines without a torn
-    last one."""
+    """Return the step numbers in some lines, and the bytes of the untorn lines."""
     steps: set[int] = set()
     size = 0  # of the lines before the last one
     last = b""

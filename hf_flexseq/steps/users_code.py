@@ -54,8 +54,7 @@ def is_known(code: Any) -> bool:
 
 
 def package(code: Any) -> str:
-    """Return the name of the package that a function or class was defined in, or the class of an
-    object."""
+    """Return the package that a function, a class, or the class of an object is defined in."""
     module = getattr(code, "__module__", None)
     return str(module or type(code).__module__).partition(".")[0]
 
@@ -64,8 +63,7 @@ def package(code: Any) -> str:
 
 
 def users_method(trainer: Any, name: str) -> str | None:
-    """Return where the user has overridden a method of the trainer, such as `MyTrainer.log`;
-    None where the method is a library's."""
+    """Return where the user has overridden a method, such as `MyTrainer.log`, or None."""
     own = vars(trainer).get(name)
     if own is not None and not is_known(own):
         return f"{name} of this {type(trainer).__name__}"
@@ -103,8 +101,7 @@ def _function(member: Any) -> Any:
 
 
 def users_modules(model: nn.Module) -> Iterator[str]:
-    """Yield a description of each module whose class, or whose `forward`, the user has defined,
-    such as `layers.0 (MyLayer)`."""
+    """Yield a description, such as `layers.0 (MyLayer)`, of each module of the user's."""
     for name, module in model.named_modules():
         own_forward = vars(module).get("forward")
         if not is_known(type(module)):
@@ -167,8 +164,7 @@ def _hooks_on_modules(model: nn.Module, kinds: Iterable[str]) -> Iterator[str]:
 
 
 def users_accumulation_hooks(model: nn.Module) -> Iterator[str]:
-    """Yield a description of each hook of the user's that runs when a backward has added to the
-    gradient of a parameter."""
+    """Yield a description of each of the user's hooks after a parameter's gradient is added."""
     for name, parameter in model.named_parameters():
         for hook in _of_user(getattr(parameter, "_post_accumulate_grad_hooks", None)):
             yield f"{_name(hook)} on {name}"

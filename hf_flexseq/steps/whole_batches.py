@@ -37,8 +37,7 @@ def other_rows(collate: Collate, examples: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _is_same_row(together: Mapping[str, Any], index: int, alone: Mapping[str, Any]) -> bool:
-    """Tell if a row of a batch [rows, padded tokens] is that of its example alone [1, tokens], and
-    has no targets beside its padding."""
+    """Tell if a row [rows, padded tokens] equals its example alone [1, tokens]."""
     ids = together["input_ids"][index]  # [padded tokens]
     mask = together.get("attention_mask")
     is_token = torch.arange(len(ids)) < alone["input_ids"].shape[1]

@@ -19,8 +19,7 @@ Key = tuple[Hashable, int]  # (layer and call in it, sequence)
 
 
 class WrongOrder(RuntimeError):
-    """Raised when a chunk is not the next one of its sequence, or when something was left at the
-    end of a step."""
+    """A chunk is not the next one of its sequence, or something was left at the end of a step."""
 
 
 class _Sequence:
@@ -51,8 +50,7 @@ class StateCarry:
         self._sequences: dict[Key, _Sequence] = {}
 
     def given(self, key: Key, start: int) -> torch.Tensor | None:
-        """Return what the chunk that begins at `start` goes on from; None at the start of the
-        sequence. Raises WrongOrder when nothing was stored there."""
+        """Return the input of the chunk at `start`; None at 0. Raises WrongOrder without one."""
         if start == 0:
             return None
         sequence = self._sequences.get(key)
@@ -87,8 +85,7 @@ class StateCarry:
             del self._sequences[key]
 
     def gradient_after(self, key: Key, part: "Part") -> torch.Tensor | None:
-        """Return the gradient of what this part has left for the next one; None after the last.
-        Raises WrongOrder when the part is not the next one to go backward."""
+        """Return the gradient that the next chunk has left. Raises WrongOrder."""
         sequence = self._sequences.get(key)
         if sequence is None or sequence.stored < part.length or part.stop != sequence.drained:
             raise WrongOrder(f"the backward of {part} of {_name(key)} is not the next one")
@@ -114,8 +111,7 @@ class StateCarry:
         return total
 
     def check_empty(self) -> None:
-        """Raise WrongOrder unless every sequence that began has been drained. Afterwards nothing
-        is carried."""
+        """Raise WrongOrder unless all begun sequences have been drained; forget all of them."""
         left = [_name(key) for key, one in self._sequences.items() if not one.is_over]
         self._sequences.clear()
         if left:
@@ -138,8 +134,7 @@ class Part(NamedTuple):
 
 
 class Carrying(NamedTuple):
-    """One call of a recurrent layer on a chunk that begins with a part of a cut sequence, which is
-    the first of its segments."""
+    """One call of a recurrent layer on a chunk whose first segment is part of a cut sequence."""
 
     carry: StateCarry
     layer: Hashable

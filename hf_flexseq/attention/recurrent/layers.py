@@ -125,8 +125,7 @@ def _fla(
     *,
     l2norm: bool,
 ) -> torch.Tensor:
-    """Return out [tokens, heads, V] by a rule of flash-linear-attention, from rows q, k, v, g and
-    beta."""
+    """Return out [tokens, heads, V] by a rule of flash-linear-attention, from q, k, v, g, beta."""
     device = inputs[0].device
     scan = seq_ctx.programs.once(
         (rule, l2norm), lambda lengths: fla.FlaScan(lengths, device, rule(), l2norm=l2norm)

@@ -32,8 +32,7 @@ class RecurrentContext(Protocol):
         """Results that wait for the replay of their layers; None where none are kept."""
 
     def carrying(self, *, keeps_grad: bool) -> Carrying | None:
-        """Return what this call carries from chunk to chunk of a pipeline; None where no sequence
-        is cut into chunks. keeps_grad: whether a backward will follow."""
+        """Return what this call carries between chunks; None if all sequences are whole."""
 
 
 def check_rows(x: torch.Tensor, seq_ctx: RecurrentContext) -> None:

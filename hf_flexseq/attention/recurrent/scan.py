@@ -65,16 +65,14 @@ class _Run(NamedTuple):
     """Of the output."""
 
     def first_state(self) -> torch.Tensor | None:
-        """Return the states before all segments of a pipeline's chunk, [segments, H, K, V], the
-        first of which goes on from the chunk before; None where they are zero."""
+        """Return the states before a chunk's segments, [segments, H, K, V], or None for zeros."""
         if self.carrying is None:
             return None
         given = self.carrying.given()
         return None if given is None else self._of_first(given)
 
     def first_gradient(self) -> torch.Tensor | None:
-        """Return the gradients of the states after all segments of a pipeline's chunk,
-        [segments, H, K, V]; None where they are zero."""
+        """Return the gradients of the states after all segments of a chunk; None for zeros."""
         if self.carrying is None:
             return None
         after = self.carrying.gradient_after()
@@ -124,8 +122,7 @@ class _Run(NamedTuple):
     def gradients_after(
         self, dout: torch.Tensor, inputs: Tensors, saved: Tensors, transitions: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return the gradients of the states after all segments, [segments, H, K, V]; None where
-        they are zero."""
+        """Return gradients of the states after all segments [segments, H, K, V], or None."""
         segments = self.seq_ctx.programs.parts.segments()
         after = segments.neighbours(after=True)
         sums = self.scan.summarise_backward(dout, inputs, saved, after.summarised)
@@ -176,8 +173,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *inputs: torch.Tensor) -> torch.Tensor:
-        """Return what the scan gives: computed in the first run, taken in a replay, which goes
-        through the states alone."""
+        """Return the scan's output, computed in the first run and taken in a replay."""
         store = run.seq_ctx.kept
         kept = None
         if run.region is not None and store is not None:

@@ -47,8 +47,7 @@ class ModelProbes:
         return Counter(layer_types(self._facts.config))
 
     def __call__(self, layers: Layers) -> "ModelProbe":
-        """Make a copy with the given number of layers of each type. Raises ValueError, naming the
-        layer, if no kernel serves all layers."""
+        """Make a copy with so many layers of each type. Raises ValueError without a kernel."""
         calls = layer_calls(self._facts.config)
         kernel = choose_kernels(self._device, self._facts.compute_dtype, calls)
         kept = kept_layers(self._facts.config, layers)

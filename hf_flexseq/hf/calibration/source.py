@@ -151,8 +151,7 @@ class CostSource:
         )
 
     def expected(self, subject: CostSubject) -> CostModel:
-        """Return rank 0's cost model for memory checks before the real one is found. Nothing is
-        measured. Collective over the world."""
+        """Return rank 0's cost model for memory checks, unmeasured. Collective over the world."""
         own = subject.estimate
         if self._named is not None:
             own = replicated(self._named, subject.facts.replicas)
@@ -188,8 +187,7 @@ class CostSource:
         return values
 
     def _taken_over(self, made_for: Mapping[str, Any]) -> SavedCost | None:
-        """Return the checkpoint's cost model if this run can use it. Collective over the world
-        if a checkpoint has one."""
+        """Return the checkpoint's cost model if it fits. Collective over the world."""
         if self._brought is None or self._named is not None:
             return None
         name, brought = self._brought

@@ -73,8 +73,7 @@ def read_call(
 
 
 def number_of(module: nn.Module) -> int | None:
-    """Return which layer of its model a mixer belongs to; None where it does not know, as one that
-    several layers share."""
+    """Return the layer number of a mixer; None if unknown, as for one that layers share."""
     layer: int | None = getattr(module, "layer_idx", None)
     return None if layer is None or layer < 0 else layer
 

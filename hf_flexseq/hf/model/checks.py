@@ -60,8 +60,7 @@ _REFUSED_OPTIONS = {
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise NotImplementedError, naming what to change, when training with `flexseq` could not be
-    exact, and ValueError for a configuration that has no meaning."""
+    """Raise NotImplementedError for an inexact model, ValueError for a wrong configuration."""
     config = model.config.get_text_config()
     name = type(model).__name__
     reason = _unsuitable_kind(model)
@@ -280,8 +279,7 @@ def _contradiction(call: Call, calls: Sequence[Call], layers: Sequence[Layer]) -
 
 
 def _kind_of(layer: int | None, layers: Sequence[Layer]) -> LayerKind | None:
-    """Return the attention of a layer, by its number; of one that does not know it, that of all
-    layers, if they are alike."""
+    """Return the attention of a layer; without a number, that of all layers if they are alike."""
     if layer is not None:
         return layers[layer].attention if layer < len(layers) else None
     kinds = [one.attention for one in layers if one.attention is not None]
@@ -324,8 +322,7 @@ _ONE_SCAN = "hf_flexseq computes convolutions of one width before one scan, or c
 
 
 def _shape_of(calls: Sequence[RecurrentCall]) -> RecurrentShape | None:
-    """Return the sizes of what a mixer has called; None unless this is convolutions of one width,
-    and one scan at most."""
+    """Return the sizes of a mixer's calls: convolutions of one width and at most one scan."""
     convolutions = [call for call in calls if call.kind == "convolution"]
     scans = [call for call in calls if call.kind != "convolution"]
     widths = {call.width for call in convolutions}

@@ -121,8 +121,7 @@ def attention_shape(config: PreTrainedConfig) -> AttentionShape:
 
 
 def layer_calls(config: PreTrainedConfig) -> list[LayerCalls]:
-    """Return the kinds of kernel calls that a model's attention layers make, one for each such
-    layer; of a model without attention, one that is never made."""
+    """Return the kernel calls of each attention layer; an unused one without such layers."""
     calls = []
     for layer, kind in attention_layers(config.get_text_config()).items():
         calls.append(
@@ -180,8 +179,7 @@ def _recurrent(layers: Sequence[Layer]) -> tuple[tuple[int, RecurrentShape], ...
 def _head_shapes(
     kinds: Sequence[LayerKind], largest: AttentionShape
 ) -> tuple[tuple[Reach, HeadShape], ...]:
-    """Return the largest heads of the layers of each reach; nothing where all have those of the
-    model."""
+    """Return the largest heads of the layers of each reach; () if all have those of the model."""
     shapes: dict[Reach, HeadShape] = {}
     for kind in kinds:
         before = shapes.get(kind.reach, HeadShape(0, 0, 0))
@@ -193,8 +191,7 @@ def _head_shapes(
 
 
 def _experts(config: PreTrainedConfig) -> tuple[int, int]:
-    """Return how many experts a layer has, and how many of them work on a token; (0, 0) for a
-    model without experts."""
+    """Return the experts of a layer, and those that work on a token; (0, 0) without experts."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         experts = getattr(config, name, None)
         if experts:
@@ -218,8 +215,7 @@ def _mlp_width(config: PreTrainedConfig) -> int:
 
 
 def _active_params(model: nn.Module, params: int) -> int | None:
-    """Return the parameters that work on one token, where these are not just all: fewer with
-    experts, and those of an embedding that is the head a second time."""
+    """Return the parameters that work on one token; None if that is each exactly once."""
     experts, active = _experts(model.config.get_text_config())
     of_experts = 0
     if active != experts:
@@ -232,8 +228,7 @@ def _active_params(model: nn.Module, params: int) -> int | None:
 
 
 def _tied_elements(model: nn.Module) -> int:
-    """Count the elements of an embedding that is the head, too; 0 where these are two, or one is
-    on another stage of a pipeline."""
+    """Count the elements of an embedding that is also the head; 0 if this rank has not both."""
     if not isinstance(model, PreTrainedModel):
         return 0
     embedding = getattr(model.get_input_embeddings(), "weight", None)
@@ -288,8 +283,7 @@ def is_checkpointed(model: nn.Module) -> bool:
 
 
 def is_reentrant(options: Mapping[str, Any]) -> bool:
-    """Tell whether torch's `checkpoint` is reentrant when it is given `options`, as it is unless
-    they say otherwise."""
+    """Tell whether torch's `checkpoint` with `options` is reentrant, which is its default."""
     return options.get("use_reentrant", True) is not False
 
 
@@ -317,8 +311,7 @@ def zero_stage(model: nn.Module, accelerator: Accelerator) -> int:
 
 
 def is_fully_sharded(model: nn.Module, accelerator: Accelerator) -> bool:
-    """Tell whether FSDP shards, or will shard, the model: by accelerate, by transformers at load,
-    or by the user."""
+    """Tell whether FSDP shards the model: by accelerate, by transformers, or by the user."""
     if accelerator.distributed_type == DistributedType.FSDP:
         return True
     return has_sharded_modules(model)
@@ -349,8 +342,7 @@ def _distributed_config(model: nn.Module) -> Any:
 
 
 def replicas(model: nn.Module, accelerator: Accelerator) -> int:
-    """Return how often the model's sharded state is there: 1, or in HSDP the number of
-    replicas."""
+    """Return the number of copies of the model's sharded state: 1, or the replicas of HSDP."""
     if accelerator.distributed_type == DistributedType.FSDP:
         parallelism = getattr(accelerator, "parallelism_config", None)
         return getattr(parallelism, "dp_replicate_size", 1) or 1

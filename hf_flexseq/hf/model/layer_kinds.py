@@ -108,8 +108,7 @@ def layers_of(config: PreTrainedConfig) -> tuple[Layer, ...]:
 
 
 def attention_layers(config: PreTrainedConfig) -> dict[int, LayerKind]:
-    """Return what each attention layer of a decoder-only model is, by its number in the model.
-    Raises as `layers_of` does."""
+    """Return each attention layer of a decoder by its number. Raises as `layers_of` does."""
     kinds = {}
     for number, layer in enumerate(layers_of(config)):
         if layer.attention is not None:
@@ -118,14 +117,12 @@ def attention_layers(config: PreTrainedConfig) -> dict[int, LayerKind]:
 
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
-    """Return what each attention layer of a decoder-only model is, in the order of the layers.
-    Raises as `layers_of` does."""
+    """Return each attention layer of a decoder, in order. Raises as `layers_of` does."""
     return tuple(attention_layers(config).values())
 
 
 def recurrent_kinds(config: PreTrainedConfig) -> tuple[RecurrentShape, ...]:
-    """Return what each recurrent mixer of a decoder-only model is, in the order of the layers.
-    Raises as `layers_of` does."""
+    """Return each recurrent mixer of a decoder, in order. Raises as `layers_of` does."""
     shapes = []
     for layer in layers_of(config):
         if layer.recurrent is not None:
@@ -154,8 +151,7 @@ def layer_reach(config: PreTrainedConfig, layer: int | None) -> Reach:
 
 
 def reach_counts(kinds: Sequence[LayerKind]) -> dict[Reach, int]:
-    """Return how many attention layers there are of each reach, in the order of their first
-    layers."""
+    """Return the number of attention layers of each reach, in the order of first layers."""
     return dict(Counter(kind.reach for kind in kinds))
 
 

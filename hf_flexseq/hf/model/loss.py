@@ -97,8 +97,7 @@ def attach_chunked_loss(model: nn.Module) -> "ChunkedLoss | None":
 
 
 def has_chunkable_loss(model: nn.Module) -> bool:
-    """Tell whether `attach_chunked_loss` can do without the logits of all tokens of `model`, which
-    is not an adapter."""
+    """Tell whether `attach_chunked_loss` works without all logits of `model`, not an adapter."""
     try:
         _suitable_head(model)
     except KeepsOwnLoss:
@@ -133,8 +132,7 @@ class LogitsNotKept(NotImplementedError, AttributeError):
 
 
 class NoLogits:
-    """Stands where a model's outputs would have logits [B, S, V]; raises LogitsNotKept when it is
-    used as if it were a tensor."""
+    """Stands for logits [B, S, V] in a model's outputs; raises LogitsNotKept when it is used."""
 
     __slots__ = ()
 
@@ -299,8 +297,7 @@ class ChunkedLoss:
     def _with_head(
         self, compute: Callable[..., Any], rows: torch.Tensor, targets: torch.Tensor
     ) -> Any:
-        """Return what `compute` makes of rows [B * S, C], the head and targets [B * S], in the
-        dtype of the arithmetic that is switched on."""
+        """Return `compute` of rows [B * S, C], the head and targets [B * S], under autocast."""
         weight = self._head.weight  # [V, C]
         bias = self._head.bias  # [V] or None
         device_type = rows.device.type

@@ -51,8 +51,7 @@ def meta_model(
 
 
 def copy_users_modules(model: nn.Module, target: nn.Module) -> bool:
-    """Copy into `target`, the meta model of `model`, what the user has put into `model`. Returns
-    True if there was anything."""
+    """Copy the user's modules in `model` into its meta model `target`; True if there were any."""
     expected = {name: type(module) for name, module in target.named_modules()}
     copied: list[str] = []
     for name, module in model.named_modules():

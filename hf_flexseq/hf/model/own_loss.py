@@ -25,8 +25,7 @@ TOLERANCE = 1e-3  # relative: functions may round to 16 bits
 
 
 def own_loss_of(model: nn.Module) -> Loss | None:
-    """Return the loss function that the user has set on a model, which is not an adapter; None for
-    transformers' own."""
+    """Return the loss function that the user has set on a model; None for transformers' own."""
     own: Loss | None = getattr(model, "_loss_function", None)
     if own is ForCausalLMLoss or isinstance(getattr(own, "__self__", None), ChunkedLoss):
         return None

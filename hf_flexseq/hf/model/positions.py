@@ -42,8 +42,7 @@ _FROM_PADDING = "create_position_ids_from_input_ids"
 
 
 def unsuitable_positions(model: PreTrainedModel, config: Any) -> str | None:
-    """Return the reason why `model`, with the text configuration `config`, would not know the
-    positions of its tokens; None without one."""
+    """Return why `model`, with text configuration `config`, would not know positions, or None."""
     return _unsuitable_rotary(model, config) or _unsuitable_embeddings(model)
 
 
@@ -90,8 +89,7 @@ def _unsuitable_embeddings(model: PreTrainedModel) -> str | None:
 
 
 def unsuitable_count(counts: Sequence[Count]) -> str | None:
-    """Return the first of `counts`, seen in a trial, that would be wrong in a row; None if all are
-    made right, or there are none."""
+    """Return the first of a trial's `counts` that would be wrong in a row; None without one."""
     for count in counts:
         if _is_one_of((*_TOLD_BY_CACHE, *_TABLES), count.module):
             continue

@@ -110,8 +110,7 @@ def _functions_of(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
 
 
 def replaced_mixer(model: nn.Module) -> str | None:
-    """Return the name of a mixer whose forward is not that of its class, as kernels from the hub
-    leave it; None without one."""
+    """Return the name of a mixer whose forward is not its class's, as with hub kernels."""
     for mixer in mixers(model):
         own = vars(mixer.module).get("forward")
         if own is None:
@@ -157,8 +156,7 @@ class RecurrentFunctions:
             _replace(scope, name)
 
     def detach(self) -> None:
-        """Put back the functions that no other model needs replaced. A second call does
-        nothing."""
+        """Restore the functions that no other model needs replaced. A second call does nothing."""
         if not self._is_attached:
             return
         self._is_attached = False
@@ -375,6 +373,5 @@ def _refuse_states(function: str, keywords: dict[str, Any]) -> None:
 
 
 def _without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which operations compute in the dtypes of their tensors: states are in
-    float32 at least."""
+    """Return a context without autocast: states are in float32 at least."""
     return torch.autocast(x.device.type, enabled=False)

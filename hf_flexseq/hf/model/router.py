@@ -88,8 +88,7 @@ def router_facts(model: PreTrainedModel) -> RouterFacts:
 
 
 def _compare_function(model: PreTrainedModel, top_k: int) -> None:
-    """Raise UnknownRouterLoss unless the function that the model calls gives what is computed
-    here, on two layers of a few tokens."""
+    """Raise UnknownRouterLoss unless the model's function agrees with ours on a few tokens."""
     experts = max(2 * top_k, 4)
     generator = torch.Generator().manual_seed(0)
     layers = tuple(torch.randn(7, experts, generator=generator) for _ in range(2))
@@ -129,8 +128,7 @@ def router_sums(router_logits: Sequence[torch.Tensor], top_k: int) -> Columns:
 
 
 def router_loss(counts: torch.Tensor, probabilities: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return the router loss of C and P, [experts] each, as a scalar; with a part of the tokens in
-    P, that part's share of it."""
+    """Return the router loss of C and P [experts], a scalar; for a partial P, its share."""
     rows = counts.sum() / top_k
     weights = counts.shape[0] * counts / rows**2  # [experts]
     weights = to_device(weights.to(probabilities.dtype), probabilities.device)

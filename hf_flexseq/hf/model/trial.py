@@ -299,8 +299,7 @@ def _trial_mask(
 
 
 def _trial_experts(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Stand where experts would, whose routing needs numbers: return an empty tensor shaped as
-    hidden_states [tokens, hidden] is."""
+    """Stand for experts: return an empty tensor like hidden_states [tokens, hidden]."""
     return torch.empty_like(hidden_states)
 
 

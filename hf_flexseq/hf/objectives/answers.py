@@ -68,8 +68,7 @@ class Answers:
     def run(
         self, step: RankMicroBatches, model: nn.Module, role: str, calls: Sequence[Call]
     ) -> None:
-        """Run a model forward, and note what it gives for each of the calls. Collective over the
-        world."""
+        """Run a model forward, and note its results for the calls. Collective over the world."""
         figures = self._figures(step, model)
         for call, own in zip(calls, self.split(figures, calls), strict=True):
             self.note(role, call, own)
@@ -144,8 +143,7 @@ class Answers:
 
     @contextmanager
     def on_batch(self, batch: Any) -> Iterator[None]:
-        """Surround the loss of one batch: the Trainer may take its labels out, and call the model
-        without them."""
+        """Surround the loss of one batch, whose labels the Trainer may withhold from the model."""
         former = self._labels
         if isinstance(self._head, TokenFigures):
             self._labels = batch.get("labels")
@@ -182,8 +180,7 @@ class Answers:
         return self._answer(REFERENCE, self._trainer.ref_model, given)
 
     def _answer(self, role: str, model: nn.Module, given: Mapping[str, Any]) -> Any:
-        """Return what a model would have returned. Collective over the world where the call was
-        not foreseen, which is so on all ranks."""
+        """Return a model's result. Collective over the world if the call was not foreseen."""
         if isinstance(self._head, TokenFigures) and given.get("labels") is None:
             given = {**given, "labels": self._labels_for(given)}
         call = self._head.read(given)

@@ -56,8 +56,7 @@ class Divergences:
     totals: tuple[str, ...] = ()
 
     def __init__(self, trainer: Any) -> None:
-        """Raises NotImplementedError for a teacher that could not be computed exactly, and for a
-        version of TRL that computes divergences otherwise."""
+        """Raises NotImplementedError for an inexact teacher or another version of TRL."""
         _check_version()
         self._trainer = trainer
         check_model(self._teacher)
@@ -118,8 +117,7 @@ class Divergences:
     def _redirected(
         self, wrapper: nn.Module, model: nn.Module, method: Callable[..., Any], *args: Any
     ) -> Any:
-        """Return what a method gives, called inside the forward of the model's wrapper; on the
-        source rank no model runs, and it is called as it is."""
+        """Return a method's result, called inside the wrapper's forward if a model runs."""
         if self._row is None:
             return method(*args)
         return self._redirect(wrapper, model, method, *args)
@@ -200,8 +198,7 @@ class Divergences:
         return Call.read({**given, "labels": labels}, of_tokens=True)
 
     def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
-        """Run a micro-batch through student and teacher: return figures of its tokens, each
-        [tokens]."""
+        """Run a micro-batch through student and teacher: return figures, each [tokens]."""
         student = self._trainer.accelerator.unwrap_model(model)
         packed = {name: value for name, value in inputs.items() if name != "shift_labels"}
         packed["targets"] = packed.pop("labels") != IGNORE_INDEX  # labels ask for a loss
@@ -240,8 +237,7 @@ class Divergences:
     def weights(
         self, batches: Sequence[Mapping[str, Any]], calls: Sequence[Call]
     ) -> Columns | None:
-        """Return the gradients of this rank's loss with respect to divergences, [tokens] of all
-        batches on the CPU; None for a subclass's own loss, which may be any function of them."""
+        """Return this rank's loss gradients [tokens] by divergence, or None for another loss."""
         from trl import DistillationTrainer
 
         kind = type(self._trainer)

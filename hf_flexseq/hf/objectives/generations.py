@@ -19,8 +19,7 @@ from transformers import Trainer
 
 
 class Generations:
-    """The generation batches of one trainer, with the settings that it has when they are asked
-    for."""
+    """The generation batches of one trainer, with its current settings."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer  # one of TRL's has more than a Trainer

@@ -47,12 +47,10 @@ class Head(Protocol):
         """Prepare the model; return the hooks, which undo it when they are removed."""
 
     def read(self, given: Mapping[str, Any]) -> Call:
-        """Return the call with these keyword arguments. Raises NotImplementedError for one that
-        cannot be answered."""
+        """Return the call with these arguments. Raises NotImplementedError if it has no answer."""
 
     def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
-        """Run a micro-batch: return figures of its tokens, each [tokens, ...], and sums over
-        them."""
+        """Run a micro-batch: return figures of tokens, each [tokens, ...], and sums over them."""
 
     def answer(self, call: Call, figures: Columns, given: Mapping[str, Any]) -> Any:
         """Return what the model would have returned.
@@ -89,16 +87,14 @@ class LogProbabilities:
         self._router: RouterSums | None = None  # while the head is attached
 
     def attach(self) -> list[Any]:
-        """Count what a router loss needs, if there is one; return the hooks, which undo it when
-        they are removed."""
+        """Attach counters for a router loss, if there is one; return the hooks to remove later."""
         if not self._has_router_loss:
             return []
         self._router = RouterSums(self._model)
         return self._router.hooks
 
     def read(self, given: Mapping[str, Any]) -> Call:
-        """Return the call with these keyword arguments. Raises NotImplementedError for one that
-        wants logits."""
+        """Return the call with these arguments. Raises NotImplementedError for logits."""
         if not given.get("fused_lm_head"):
             raise NotImplementedError(
                 "a loss asks the model for logits, a whole vocabulary for every token, which stay "
@@ -112,8 +108,7 @@ class LogProbabilities:
         return Call.read(given, of_tokens=True)
 
     def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
-        """Run a micro-batch: return figures of its tokens, each [tokens], and of the trained model
-        what its routers add up to."""
+        """Run a micro-batch: return figures, each [tokens], and sums of the trained routers."""
         packed = {name: value for name, value in inputs.items() if name != "labels"}
         outputs = model(**packed, fused_lm_head=True, use_cache=False)
         figures = {}
@@ -224,8 +219,7 @@ def figures_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> Columns:
 
 
 def check_labels_of(call: Call, labels: torch.Tensor) -> None:
-    """Raise ValueError for labels [B, S] that predict padding, or are predicted from it: such a
-    loss would mean other tokens than those that are computed."""
+    """Raise ValueError for labels [B, S] that predict padding or are predicted from it."""
     of_padding = (labels[:, 1:] != IGNORE_INDEX) & ~(call.mask[:, 1:] & call.mask[:, :-1])
     wrong = of_padding.any(dim=1).nonzero().flatten()
     if len(wrong):
@@ -252,8 +246,7 @@ class Classes:
         self._scores: torch.Tensor | None = None  # [1, tokens, labels] of the call that runs
 
     def attach(self) -> list[Any]:
-        """Make the model return the logits of all tokens where it is called on a micro-batch;
-        return the hooks, which undo it when they are removed."""
+        """Make the model return all tokens' logits on micro-batches; return the hooks."""
         return [self._model.register_forward_hook(self._with_all_scores, with_kwargs=True)]
 
     def _note(self, module: nn.Module, args: Any, scores: torch.Tensor) -> None:

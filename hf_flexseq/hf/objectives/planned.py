@@ -73,8 +73,7 @@ class PlannedLoss:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Surround training or an evaluation, inside the engine's own `attached`; nothing happens
-        in an evaluation while it trains."""
+        """Surround training or an evaluation, inside the engine's `attached`; no-op if nested."""
         if self._is_attached:
             yield
             return
@@ -100,8 +99,7 @@ class PlannedLoss:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Surround the preparation of a batch: a trainer that makes its samples generates with
-        the model's own attention."""
+        """Surround the preparation of a batch: generation uses the model's own attention."""
         if not rolls_out(self._trainer):
             yield
             return
@@ -161,8 +159,7 @@ class PlannedLoss:
 
     @contextmanager
     def _timed_since(self, began: float) -> Iterator[None]:
-        """Surround a step: where TRL logs its seconds, which it takes around the loss on the
-        source rank, put those of the whole step."""
+        """Surround a step: TRL's logged seconds become those of the whole step."""
         logged = len(self._logged_seconds())
         yield
         seconds = self._logged_seconds()
@@ -228,8 +225,7 @@ class _SourceLoss:
             return self._head.forward(self._model, inputs)
 
     def weights(self) -> Columns | None:
-        """Return the gradients of the loss, each [tokens, ...] on the CPU, where they are known
-        before it is computed; None where they depend on figures."""
+        """Return the loss's gradients, each [tokens, ...] on the CPU, if known before, or None."""
         if not isinstance(self._head, Divergences):
             return None
         return self._head.weights(self._batches, self._calls)
@@ -268,8 +264,7 @@ class _SourceLoss:
         self.logged = self.logged + self._filtered(loss)
 
     def gradients(self, figures: Columns) -> Columns:
-        """Return the gradients of the losses with respect to figures, those of all batches in a
-        row, each [tokens, ...] on the CPU."""
+        """Return gradients of figures, batches in a row, each [tokens, ...] on the CPU."""
         gradients: Columns = {}
         for name in self._head.differentiable:
             if name not in figures:
@@ -293,8 +288,7 @@ class _SourceLoss:
 
     @contextmanager
     def _backward_to_figures(self) -> Iterator[None]:
-        """Let the trainer's backward end at the figures: nothing is scaled for fp16 or handed to
-        DeepSpeed before the second pass."""
+        """Let the trainer's backward end at the figures, without fp16 scaling or DeepSpeed."""
         accelerator = self._trainer.accelerator
         accelerator.backward = _plain_backward
         try:
@@ -309,8 +303,7 @@ class _SourceLoss:
 
 
 def _is_mean_of_nothing(loss: torch.Tensor, batch: Any) -> torch.Tensor:
-    """Return whether a loss is not finite for want of a label in its batch, a boolean on the
-    loss's device."""
+    """Return whether a loss is not finite because its batch has no labels, a boolean tensor."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
         return torch.zeros_like(loss, dtype=torch.bool)

@@ -47,8 +47,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def adapter_off(model: Any) -> Iterator[None]:
-    """Compute inside the block what the reference of a model with adapters computes, as TRL does:
-    with the adapter named `ref` if there is one, without any otherwise."""
+    """Turn to the reference adapter inside the block, as TRL does: `ref`, or no adapter."""
     from trl.trainer.utils import use_adapter
 
     name = "ref" if "ref" in model.peft_config else None
@@ -57,8 +56,7 @@ def adapter_off(model: Any) -> Iterator[None]:
 
 
 def adapter_state(model: nn.Module) -> tuple[Any, ...] | None:
-    """Return which adapters of a model are on, and whether they are off altogether; None for a
-    model without adapters."""
+    """Return which adapters of a model are on, and if they are disabled; None without any."""
     if not hasattr(model, "peft_config"):
         return None
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -191,8 +191,7 @@ class StageExecutor:
         self._attached.callback(self._pipeline.detach)
 
     def detach(self) -> None:
-        """Give the stage its own attention, recurrent functions, loss, positions and layers back.
-        The model stays cut."""
+        """Undo `attach`. The model stays cut."""
         self._attached.close()
         self._pipeline = None
 
@@ -217,8 +216,7 @@ class StageExecutor:
         }
 
     def _stage_costs(self) -> PipelineCost:
-        """Return the costs of the stages as they are now: activation checkpointing may begin with
-        training."""
+        """Return the stages' current costs: activation checkpointing may begin with training."""
         assert self.cost is not None, "attach finds the cost model"
         model = self.stage.stack.model
         return pipeline_cost(
@@ -241,8 +239,7 @@ class StageExecutor:
     # ---- steps
 
     def dispatch(self, planned: PlannedStep) -> RankChunks:
-        """Bring the drawn tokens to every rank of the replica that works on them. Collective over
-        the world."""
+        """Dispatch the drawn tokens to every rank of their replica. Collective over the world."""
         communicator = self.setup.communicator
         drawn = planned.drawn
         check_text_alone(self.stage.stack.model.config, drawn.row.columns, communicator)
@@ -281,8 +278,7 @@ class StageExecutor:
         return self._pipeline
 
     def figures(self, step: RankChunks, trace: PlanTrace) -> Figures:
-        """Write the trace of a finished step, a line for each replica, and return its figures.
-        Collective over the world."""
+        """Write a step's trace, a line per replica; return figures. Collective over the world."""
         assert self.cost is not None, "attach finds the cost model"
         if self._costs_of_run is None:
             self._costs_of_run = self._stage_costs()
@@ -314,8 +310,7 @@ def _call_loss_once(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _cast_dtype(model: PreTrainedModel, accelerator: Accelerator) -> torch.dtype | None:
-    """Return the 16-bit dtype that float32 weights are cast to for the arithmetic of a step; None
-    where they are used as they are."""
+    """Return the 16-bit dtype to which float32 weights are cast in a step; None if uncast."""
     return autocast_dtype(accelerator) if model.dtype == torch.float32 else None
 
 

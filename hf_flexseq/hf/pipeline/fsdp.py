@@ -41,8 +41,7 @@ def take_over_fsdp(trainer: Any) -> bool:
 
 
 def _asked_for(args: Any) -> FullyShardedDataParallelPlugin | None:
-    """Return what the training arguments ask for, which accelerate drops on CPU; None for no
-    FSDP."""
+    """Return FSDP's settings in the training arguments, which accelerate drops on CPU, or None."""
     options: Mapping[str, Any] | None = getattr(args, "fsdp_plugin_args", None)
     if options is None:
         return None

@@ -36,8 +36,7 @@ from hf_flexseq.steps.rank_step import RankChunks
 
 
 class StageModule(nn.Module):
-    """The wrapper of a stage: accelerate would wrap the model itself in DDP, and average gradients
-    of other layers."""
+    """Wrapper of a stage, since accelerate's DDP would average gradients of other layers."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -82,8 +81,7 @@ class PipelineHooks:
     # ---- gradients
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Scale gradients down to a norm of `max_norm` over all stages; return the former norm, a
-        scalar. Collective over the world."""
+        """Clip gradients to `max_norm` over all stages; return the norm. Collective."""
         norm = self.grad_norm()
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
         return norm
@@ -115,8 +113,7 @@ class PipelineHooks:
         save_optimizer(self.member, trainer.optimizer.optimizer, trainer.lr_scheduler, folder)
 
     def load_optimizer(self, trainer: Trainer, folder: str | None) -> None:
-        """Read the state of optimizer and scheduler that a pipeline wrote, or a Trainer without
-        one; nothing where either is missing, as the Trainer. Collective over the world."""
+        """Read optimizer and scheduler of a pipeline or a plain Trainer, if both are there."""
         if folder is None:
             return
         optimizer = trainer.optimizer.optimizer
@@ -128,8 +125,7 @@ class PipelineHooks:
             load_whole_optimizer(self.stage, optimizer, scheduler, folder, names)
 
     def _names_in_order(self, trainer: Trainer) -> list[str]:
-        """Return the whole model's trained parameters as the Trainer numbers them: those with
-        weight decay, then the others. Collective over the world."""
+        """Return all trained parameters in the Trainer's order. Collective over the world."""
         trained = trained_names(self.member)
         whole = meta_model(trainer.model)
         names = [name for name, _ in whole.named_parameters() if name in trained]

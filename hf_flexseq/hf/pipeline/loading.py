@@ -51,8 +51,7 @@ def stage_of(model: PreTrainedModel) -> Stage | None:
 def _cutting(
     kind: type[PreTrainedModel], index: int, count: int, virtual: int
 ) -> type[PreTrainedModel]:
-    """Return a subclass of `kind` with a constructor that cuts. Nothing is tied in a stage, and
-    most of a checkpoint is not for it."""
+    """Return a subclass of `kind` whose constructor cuts and ties nothing."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)

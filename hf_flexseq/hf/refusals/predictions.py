@@ -127,8 +127,7 @@ PREDICTIONS: tuple[Refusal[Predicting], ...] = (
 
 
 def _check_function(trainer: Any, model: PreTrainedModel) -> None:
-    """Raise NotImplementedError or ValueError unless a function makes a few values of a token's
-    logits: it is tried on two tokens."""
+    """Raise unless the function makes few values per token, which is tried on two tokens."""
     vocab = model.config.get_text_config().vocab_size
     dtype = compute_dtype(model, trainer.accelerator)
     if trainer.accelerator.mixed_precision != "no":
@@ -156,8 +155,7 @@ def _check_function(trainer: Any, model: PreTrainedModel) -> None:
 
 
 def value_parts(result: Any, *, tokens: int) -> tuple[list[torch.Tensor], bool]:
-    """Return the tensors, each [1, tokens, ...], that a user's function has returned, and whether
-    they were several. Raises ValueError for anything else."""
+    """Return the tensors [1, tokens, ...] of a function's result, and True for several of them."""
     is_several = isinstance(result, tuple | list)
     parts = list(result) if is_several else [result]
     for part in parts:
