@@ -1,10 +1,12 @@
 """Pipelined steps give the loss and gradients of one process: float64, random cuts, packing,
 checkpointing, split weight gradients, on 2, 3 and 4 stages, on ranks that have several stages, and
-on stages of 2 ranks that share every chunk."""
+on stages of 2 ranks that share every chunk. And they never hang."""
 
 import copy
 import functools
 import random
+import time
+from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +15,13 @@ from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.cpu_flash import CpuFlash
-from hf_flexseq.pipeline.executor import PipelineExecutor
+from hf_flexseq.pipeline.executor import PipelineExecutor, _ChunkRun
 from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.pipeline.sharding import whole
 from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.pipeline.ulysses import Sharing
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
+from tests.matching import Launches
 from tests.pipeline.plans import random_pipeline_plan
 from tests.ranks import join, run_ranks, run_threads
 
@@ -171,3 +174,48 @@ def test_gradients_equal_one_process(start, world_size, degree, virtual):
         for case, (of_gradients, of_loss) in errors.items():
             assert of_gradients < 1e-10, case
             assert of_loss < 1e-12, case
+
+
+# ---- ranks of several stages never hang: gradients flow in a circle
+
+RING = (2, 4)  # ranks, and stages of each
+
+
+def steps(rank, world_size, virtual, plans):
+    """Steps of random plans. Where a send waits for a receive that is posted only when it is
+    needed, two ranks of four stages each hang."""
+    model = tiny_llama(num_hidden_layers=8, hidden_size=16, intermediate_size=16)
+    executor = make_executor(model, world_size, 1, join(), virtual)
+    for seed in range(plans):
+        rng = random.Random(seed)
+        lengths = [rng.randint(1, 30) for _ in range(rng.randint(3, 20))]
+        plan = random_pipeline_plan(lengths, world_size, rng, virtual=virtual, split_weights=True)
+        columns = columns_of(plan, documents(lengths))
+        executor.train(plan, columns, TARGETS)
+        executor.evaluate(plan, columns, TARGETS)
+    return plans
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launches", Launches)
+def test_steps_never_hang_however_posts_are_carried_out(launches):
+    found = run_threads(steps, *RING, 2, launches=launches, seed=0)
+    assert found == [2] * RING[0]
+
+
+def delayed_steps(rank, world_size, virtual, plans):
+    """Ranks that fall behind at random."""
+    pace, obey = random.Random(rank), _ChunkRun.obey
+
+    def slow(step, action):
+        if pace.random() < 0.3:
+            time.sleep(pace.random() / 100)
+        obey(step, action)
+
+    with mock.patch.object(_ChunkRun, "obey", slow):
+        return steps(rank, world_size, virtual, plans)
+
+
+@pytest.mark.processes
+def test_ranks_that_fall_behind_never_hang():
+    assert run_ranks(delayed_steps, *RING, 2, seconds=90) == [2] * RING[0]

@@ -52,10 +52,10 @@ def test_a_line_and_a_bar_do_not_tear_each_other(monkeypatch):
 
 def train(folder, **options):
     data = documents([5] * 12)
-    make_trainer(folder, data=data, per_device_train_batch_size=1, **options).train()
+    options = {"per_device_train_batch_size": 1, "lookahead": 0, **options}
+    make_trainer(folder, data=data, **options).train()
 
 
-@pytest.mark.processes
 def test_the_lines_of_steps_do_not_tear_the_bar_of_the_trainer(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     terminal = terminal_in_place_of_stderr(monkeypatch)
@@ -134,7 +134,6 @@ def test_it_is_said_once_and_not_of_few_steps(load):
     assert verdicts == [False] * 3 + [True] + [False] * 4
 
 
-@pytest.mark.processes
 def test_a_run_says_it_beside_its_metrics(tmp_path, load, caplog):
     options = {"max_tokens_per_rank": 100, "max_steps": 8, "logging_steps": 1}
     train(tmp_path, cost_model="flexsp-gpt-7b-a100", **options)

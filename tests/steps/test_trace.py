@@ -1,5 +1,11 @@
-"""What a step's end does, in which order, and who refuses a trace."""
+"""A step's end: what it does in which order, who refuses a trace, and the file of the trace, whose
+lines are whole or absent and which never ends a training."""
 
+import errno
+import json
+import logging
+import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +13,9 @@ import torch
 
 from hf_flexseq.distributed.transport import Capabilities
 from hf_flexseq.steps import trace as tracing
+from hf_flexseq.steps import trace_file
 from hf_flexseq.steps.trace import PlanTrace
+from hf_flexseq.steps.trace_file import TraceFile
 from tests.ranks import join, run_threads
 
 
@@ -74,3 +82,158 @@ def test_remarks_reach_all_ranks_and_cost_nothing_where_there_are_none(
     monkeypatch.setattr(tracing, "step_figures", lambda step, slowest: {"slowest": slowest})
     found = run_threads(measured_and_remarked, 3, remarks)
     assert found == [(4.0, remarks, exchanges)] * 3
+
+
+# ---- the file
+
+LINE = {"lengths": [3, 2], "measured_s": [0.5]}
+
+
+def written(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run_of(path, steps, lines=(LINE,)):
+    file = TraceFile(str(path))
+    for step in steps:
+        file.append(step, lines)
+    return file
+
+
+def test_lines_have_their_steps_in_front(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    run_of(path, [0, 1], lines=({"replica": 0}, {"replica": 1}))
+    assert written(path) == [
+        {"step": step, "replica": replica} for step in (0, 1) for replica in (0, 1)
+    ]
+
+
+def test_a_file_is_made_with_its_first_step(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    file = TraceFile(str(path))
+    assert not path.exists()
+    file.append(0, [LINE])
+    assert path.exists()
+
+
+# ---- what is refused before training
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("{here}", "is a folder; give the path of a file"),
+        ("{here}/not/there/trace.jsonl", "is in '{here}/not/there', which is no folder: make it"),
+        ("{here}/notes.txt/trace.jsonl", "which is no folder"),
+        ("{here}/notes.txt", "is no plan trace; give the path of a new file"),
+    ],
+)
+def test_a_path_that_cannot_work_is_refused_and_nothing_is_touched(tmp_path, path, message):
+    (tmp_path / "notes.txt").write_text("not ours")
+    with pytest.raises(ValueError, match=message.format(here=tmp_path)) as raised:
+        TraceFile(path.format(here=tmp_path))
+    assert str(raised.value).startswith("plan_trace='")
+    assert "\n" not in str(raised.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+    assert (tmp_path / "notes.txt").read_text() == "not ours"
+
+
+def test_what_may_not_be_written_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match="may not be written"):
+        TraceFile(str(tmp_path / "trace.jsonl"))
+
+
+# ---- faults while training
+
+
+def test_a_full_disk_warns_once_and_steps_are_left_out(caplog):
+    with caplog.at_level(logging.WARNING):
+        run_of("/dev/full", range(3))
+    (message,) = caplog.messages
+    assert message.startswith(
+        "plan_trace='/dev/full' cannot be written (No space left on device): training goes on"
+    )
+
+
+def test_a_vanished_folder_warns_once_and_the_trace_goes_on_when_it_is_back(tmp_path, caplog):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    path = folder / "trace.jsonl"
+    file = run_of(path, [0])
+    shutil.rmtree(folder)
+    for step in (1, 2):
+        file.append(step, [LINE])
+    folder.mkdir()
+    file.append(3, [LINE])
+    assert [line["step"] for line in written(path)] == [3]
+    assert len(caplog.records) == 1
+    assert "No such file or directory" in caplog.text
+
+
+def test_of_a_write_that_was_cut_short_nothing_stays(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "trace.jsonl"
+    file = run_of(path, [0])
+    before = path.read_bytes()
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:7]))
+    file.append(1, [LINE])
+    assert path.read_bytes() == before
+    assert "only 7 of" in caplog.text
+    monkeypatch.undo()
+    file.append(1, [LINE])
+    assert written(path) == [{"step": step, **LINE} for step in (0, 1)], "not written, no repeat"
+
+
+def test_a_device_is_not_cut(monkeypatch, caplog):
+    monkeypatch.setattr(os, "write", lambda handle, data: 1)
+    run_of("/dev/null", [0, 1])
+    assert len(caplog.records) == 1
+    assert "only 1 of" in caplog.text
+
+
+def test_an_old_trace_that_cannot_be_read_warns(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "trace.jsonl"
+    run_of(path, [0])
+    file = TraceFile(str(path))
+
+    def fail(lines):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(trace_file, "_whole_lines", fail)
+    file.append(1, [LINE])
+    assert "Input/output error" in caplog.text
+
+
+# ---- a run that goes on
+
+
+@pytest.mark.parametrize(
+    "before, torn",
+    [
+        (2, '{"step": 2, "lengths": [3,'),
+        (2, '{"step": 2, "lengths": [3, 2]}'),  # the newline is missing
+        (2, '{"step": 2, "leng\n'),
+        (2, "\0\0\0\0\n"),
+        (2, '{"st'),
+        (0, '{"st'),
+    ],
+)
+def test_a_torn_last_line_is_cut_off(tmp_path, caplog, before, torn):
+    path = tmp_path / "trace.jsonl"
+    run_of(path, range(before))
+    with path.open("a") as file:
+        file.write(torn)
+    run_of(path, [2, 3])
+    assert written(path) == [{"step": step, **LINE} for step in (*range(before), 2, 3)]
+    assert f"cut a torn last line of {len(torn)} bytes off" in caplog.text
+
+
+def test_repeated_steps_are_marked_and_others_are_not(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    run_of(path, range(4))
+    file = run_of(path, range(2, 6), lines=({"replica": 0}, {"replica": 1}))
+    file.append(2, [LINE])  # the same trainer, trained again
+    repeats = [(line["step"], line.get("repeat", False)) for line in written(path)[4:]]
+    pairs = ((2, True), (3, True), (4, False), (5, False))
+    assert repeats == [*(pair for pair in pairs for _ in range(2)), (2, True)]
