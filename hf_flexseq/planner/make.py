@@ -12,7 +12,7 @@
 
 The same arguments give the same plan, but for `planning_s`, on any machine: planners decide by
 integers and are bounded by counted work. `process/worker.py` and `process/client.py` run this
-function next to the training process. tests/planner/brute.py and exact.py are its slow twins.
+function next to the training process. tests/planner/exact.py is its slow twin.
 """
 
 import operator

@@ -1,46 +1,15 @@
-"""Slow twins of the planner's searches: every micro-batch of all sequences, one by one; and the
-stages of the default search with loops over single candidates, micro-batches and ranks.
+"""Slow twins of the stages of the default search, with loops over single candidates, micro-batches
+and ranks, on blocks that do not partly overlap.
 
-* `best_of_one_micro_batch_ns`: the best of all micro-batches of all strategies, priced whole.
 * `placed_one_by_one`: the twin of `planner/search/place.py`.
 * `least_rise_by_search` and `poured_one_by_one`: the twins of `planner/search/fill.py`.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import chain, combinations, product
+from itertools import chain
 
-from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost import CostModel, lockstep_ns
-from hf_flexseq.plan import MicroBatch, widest_first
 from hf_flexseq.planner.problem import NEVER, Problem
 from hf_flexseq.planner.search.place import ANY_SHAPE, FIT_RANKS, Candidates
-from tests.plans import group
-
-
-def best_of_one_micro_batch_ns(lengths: Sequence[int], topology: Topology, cost: CostModel) -> int:
-    """Return the nanoseconds of the best micro-batch of all sequences: every strategy and every
-    ranks for each of them, memory left aside."""
-    world = topology.world_size
-    spots = []  # (start, stop, strategy)
-    for start, stop in combinations(range(world + 1), 2):
-        names = ("local",) if stop - start == 1 else cost.strategies("auto")
-        spots += [(start, stop, name) for name in names]
-    best = 2**62
-    for chosen in product(spots, repeat=len(lengths)):
-        if any(a < b < c < d for (a, c, _), (b, d, _) in product(chosen, repeat=2)):
-            continue  # they overlap in part
-        groups = []
-        for start, stop, name in dict.fromkeys(chosen):
-            members = [i for i, spot in enumerate(chosen) if spot == (start, stop, name)]
-            groups.append(group(start, stop, *members, strategy=name))
-        micro_batch = MicroBatch(groups=widest_first(groups))
-        (nanoseconds,) = lockstep_ns(cost, [micro_batch], lengths, topology)
-        best = min(best, nanoseconds)
-    return best
-
-
-# ---- the stages of the default search, on blocks that do not partly overlap
 
 
 def placed_one_by_one(

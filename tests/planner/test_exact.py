@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -10,13 +9,15 @@ import pytest
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.planner.bound import bound_ns
-from planner.brute import best_of_one_micro_batch_ns
 from planner.exact import least_lockstep_ns
 from tests.budget import examples
 from tests.plans import planned
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 MODEL = replace(FLEXSP, micro_batch_s=0.05)
+WITH_LATENCY = replace(MODEL, group_s=0.02)
+# Its launches are not hidden, so that they can be counted with the latency.
+WITH_LAUNCHES = replace(PRESETS["llama-3.1-8b-h200"], micro_batch_s=0.05, host_overlap=0.0)
 
 
 def drawn_lengths(rng: random.Random, fewest: int, most: int) -> list[int]:
@@ -28,18 +29,20 @@ def cap_of(lengths: list[int], world: int, fill: float) -> int:
     return int(max(max(lengths) / world + 1, sum(lengths) / world / fill))
 
 
-def test_plans_of_few_sequences_are_within_1_percent_of_the_optimum():
+@pytest.mark.parametrize(
+    "model, mean", [(MODEL, 1.005), (WITH_LATENCY, 1.01), (WITH_LAUNCHES, 1.025)]
+)
+def test_plans_of_few_sequences_are_close_to_the_optimum(model, mean):
     over = []
-    for seed in range(examples(40)):
+    for seed in range(20):
         rng = random.Random(seed)
         topology = Topology(nodes=1, ranks_per_node=rng.randint(2, 8))
         lengths = drawn_lengths(rng, 1, 8)
-        model = replace(MODEL, group_s=rng.choice((0.0, 0.02)))
         plan = planned(lengths, topology, model, max_tokens_per_rank=sum(lengths))
         least = least_lockstep_ns(lengths, topology, model, cap=sum(lengths)) / 1e9
         assert plan.lower_bound_s <= least <= plan.objective_s
         over.append(plan.objective_s / least)
-    assert sum(over) / len(over) <= 1.01
+    assert sum(over) / len(over) <= mean
     assert max(over) <= 1.05
 
 
@@ -53,25 +56,6 @@ def test_plans_are_close_to_the_optimum_where_memory_is_tight(fill):
         plan = planned(lengths, topology, MODEL, max_tokens_per_rank=cap)
         least = least_lockstep_ns(lengths, topology, MODEL, cap=cap) / 1e9
         assert plan.lower_bound_s <= least <= plan.objective_s <= 1.03 * least
-
-
-@pytest.mark.slow
-def test_launches_are_shared_by_good_groups():
-    """Three sequences on three H200: every group of every strategy, priced whole."""
-    node = Topology(nodes=1, ranks_per_node=3)
-    over = []
-    for overlap, typical in product((1.0, 0.5, 0.0), (7, 8, 9)):
-        model = replace(PRESETS["llama-3.1-8b-h200"], micro_batch_s=10.0, host_overlap=overlap)
-        rng = random.Random(typical)
-        for _ in range(2):
-            lengths = [200 + int(rng.lognormvariate(typical, 1.2)) for _ in range(3)]
-            plan = planned(lengths, node, model, max_tokens_per_rank=10**6)
-            best = best_of_one_micro_batch_ns(lengths, node, model)
-            work = round(plan.objective_s * 1e9) - model.micro_batch_ns
-            over.append(work / (best - model.micro_batch_ns))
-    assert min(over) >= 1
-    assert sum(over) / len(over) <= 1.01
-    assert max(over) <= 1.07
 
 
 # ---- the bound

@@ -1,8 +1,7 @@
 """A pipeline's plan on a timeline, in numbers, and drawn; Seq1F1B's memory claims."""
 
-import importlib.util
 import json
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,6 @@ from hf_flexseq.view.pipeline import peak_tokens, report, tokens_as_time
 from pipelines import even_cost, pipelined, plan_of
 
 SCRIPT = Path(__file__).parents[2] / "scripts/benchmarks/pipeline.py"
-
-
-def benchmark():
-    """The benchmark as a module."""
-    spec = importlib.util.spec_from_file_location("benchmark_of_pipelines", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
-    sys.path.insert(0, str(SCRIPT.parent))  # as when it is run: its imports stand beside it
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
-    return module
 
 
 @pytest.fixture
@@ -116,24 +102,13 @@ def test_even_chunks_hold_k_plus_p_minus_1_of_k_p(stages, k):
     assert peak_tokens(cut)[0] * k * stages == peak_tokens(whole)[0] * (k + stages - 1)
 
 
-# ---- the benchmark
-
-
 @pytest.mark.slow
-def test_the_benchmark_runs_and_marks(capsys, monkeypatch):
-    options = ["--parts", "equal", "planning", "--batches", "2", "--stages", "4"]
-    monkeypatch.setattr(sys, "argv", ["pipeline.py", *options])
-    benchmark().main()
-    shown = capsys.readouterr().out
-    assert "of Seq1F1B's time: passed (never worse)" in shown
-    assert "ms: " in shown.split("slowest p50")[1]  # whichever: the machine may be busy
-
-
-@pytest.mark.slow
-def test_on_a_long_tailed_batch_auto_beats_the_re_creation_in_less_memory():
-    bench = benchmark()
-    lengths, cost = bench.long_tailed(1, 48 * bench.K, 64), bench.llama_13b(4)
-    found = bench.run(lengths, cost, schedule="infinipipe")
-    ours = bench.run(lengths, cost, memory_limit=(int(0.7 * found.first) * bench.BYTES,) * 4)
+def test_on_a_long_tailed_batch_auto_beats_the_re_creation_in_less_memory(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    bench = runpy.run_path(str(SCRIPT))
+    lengths, cost = bench["long_tailed"](1, 48 * 1024, 64), bench["llama_13b"](4)
+    found = bench["run"](lengths, cost, schedule="infinipipe")
+    limit = (int(0.7 * found.first) * bench["BYTES"],) * 4
+    ours = bench["run"](lengths, cost, memory_limit=limit)
     assert ours.seconds < found.seconds
     assert ours.peak <= 0.7 * found.first

@@ -23,8 +23,8 @@ the same ranks.
 
 Work is bounded by counts (`effort.py`), never by the clock.
 
-A worked example stands in `search/__init__.py`. The slow twins are tests/planner/brute.py and
-tests/planner/exact.py; tests/planner/test_exact.py and test_make_plan.py compare the plans.
+A worked example stands in `search/__init__.py`. The slow twins are tests/planner/exact.py, with
+which tests/planner/test_exact.py compares the plans, and tests/planner/brute.py for the stages.
 """
 
 from dataclasses import replace
