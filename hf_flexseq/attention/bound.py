@@ -86,11 +86,8 @@ class BoundProgram:
     def run(
         self, inputs: Sequence[torch.Tensor], scores: Scores, cut: CutAttention | None = None
     ) -> tuple[Tensors, Tensors]:
-        """Run the program on tensors of the inputs' shapes.
-
-        scores: how the layer makes them. cut: attention of the part of a cut sequence, where the
-        program has one. Returns the outputs, and what the backward will need, of all zones.
-        """
+        """Run the program on tensors of the inputs' shapes; return outputs, and what the backward
+        needs. cut: attention of the part of a cut sequence, for a program that has one."""
         values: list[Any] = [None] * len(self.program.all_values)
         for number, tensor in zip(self.inputs, inputs, strict=True):
             values[number] = tensor
@@ -159,10 +156,8 @@ class _Binder:
         )
 
     def _lanes(self, spec: PostSpec, position: dict[int, int]) -> tuple[LaneMessages, ...]:
-        """Return the messages of a post by lane; all ranks take the lanes in one order.
-
-        position: of each value among the tensors of the post.
-        """
+        """Return the messages of a post by lane, lanes in one order on all ranks. position: of
+        each value among the tensors of the post."""
         communicator = self._means.communicator
         sends: dict[Lane, list[tuple[int, int, int]]] = {}
         recvs: dict[Lane, list[tuple[int, int, int]]] = {}

@@ -34,11 +34,8 @@ class SequenceContext:
         save_attention_output: bool = True,
         passes: PlanPasses | None = None,
     ) -> None:
-        """Lay out the zones of this rank; no communication.
-
-        save_attention_output: whether checkpointed layers keep the result of attention, instead of
-        attending again. passes: what the planner adds to programs, the same on all ranks.
-        """
+        """Lay out the zones of this rank; no communication. passes: those of the planner.
+        save_attention_output: True if checkpointed layers keep the result of attention."""
         self.shard = shard
         self.kept = KeptAttention() if save_attention_output else None
         self.cut: CutAttention | None = None  # a micro-batch has whole sequences

@@ -28,11 +28,8 @@ from hf_flexseq.program.instructions import LayerShape
 
 
 class AttentionContext(Protocol):
-    """All that one layer's attention must know of the tokens that this rank works on.
-
-    `context.SequenceContext` says it of a micro-batch, `pipeline.context.LayerChunk` of a chunk
-    in a pipeline's stage.
-    """
+    """What one layer's attention must know of the tokens that this rank works on: a micro-batch's
+    `context.SequenceContext`, or `pipeline.context.LayerChunk`."""
 
     @property
     def programs(self) -> MicroBatchPrograms:
@@ -110,10 +107,8 @@ class _Layer(NamedTuple):
     def run(
         self, direction: str, inputs: tuple[torch.Tensor | None, ...]
     ) -> tuple[Tensors, Tensors]:
-        """Run a program of the layer's micro-batch: return its outputs, and what it saves.
-
-        inputs: those of the program; None for sinks that the layer does not have.
-        """
+        """Run a program of the layer's micro-batch: return its outputs, and what it saves. inputs:
+        None stands for sinks that the layer does not have."""
         program = self.seq_ctx.programs.find(direction, self.shape)
         given = [x for x in inputs if x is not None]
         return program.run(given, self.scores, self.seq_ctx.cut)
@@ -157,11 +152,8 @@ class _SequenceParallelAttention(torch.autograd.Function):
 
 
 class _CheckpointedAttention(torch.autograd.Function):
-    """Attention in a region that will be replayed, or is (`remat.py`).
-
-    What it saves is this rank's own rows, which the replay has without communication: whatever a
-    strategy needs in another layout it makes in the backward.
-    """
+    """Attention in a region that will be replayed, or is (`remat.py`). It saves this rank's own
+    rows; whatever a strategy needs in another layout is made in the backward."""
 
     @staticmethod
     def forward(

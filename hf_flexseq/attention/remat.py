@@ -63,10 +63,8 @@ class Region(NamedTuple):
 
 
 def checkpointed_region() -> Region | None:
-    """Return the region that runs at this moment in this thread.
-
-    None outside of any region, and where nothing needs a gradient.
-    """
+    """Return the region that runs now in this thread; None outside of any, and without
+    gradients."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or not torch.is_grad_enabled():
         return None
@@ -100,11 +98,8 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, out: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> "Kept":
-        """Return what to keep of a call.
-
-        out: its result. others: what its backward needs besides it, of one dtype; the log-sum-exp
-        of each zone in attention.
-        """
+        """Return what to keep of a call. out: its result. others: what else its backward needs, of
+        one dtype; in attention the log-sum-exp of each zone."""
         parts = [other.flatten() for other in others]  # [tokens, heads] or the like -> [elements]
         if not parts:
             parts = [out.new_empty(0)]
@@ -155,10 +150,7 @@ class _Calls:
         self._kept.append(kept)
 
     def take(self, hook: Hook) -> Kept | None:
-        """Return and drop what the next call of this run left.
-
-        None in a second replay, for a second backward through one graph.
-        """
+        """Return and drop what the next call of this run left; None in a second replay."""
         if hook is not self._hook:  # a new run begins
             self._hook = hook
             self._next = 0
@@ -184,11 +176,8 @@ class KeptAttention:
         )
 
     def serves(self, region: Region) -> bool:
-        """Return whether the results of attention in this region are kept.
-
-        A replay does as its first run did, whatever has changed since. Under a dispatch mode, such
-        as selective checkpointing, the mode decides what is kept.
-        """
+        """Return True if the results of attention in this region are kept. A replay does as its
+        first run did. Under a dispatch mode, such as selective checkpointing, the mode decides."""
         if region.replays:
             return region.frame in self._calls
         return not _in_dispatch_mode()

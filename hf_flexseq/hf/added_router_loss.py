@@ -20,10 +20,8 @@ class AddedRouterLoss:
 
     @contextmanager
     def adding(self, router: RouterLoss) -> Iterator[None]:
-        """Add shares of `router` inside the block; a nested block is a no-op.
-
-        SFTTrainer's own router loss is disabled inside the block.
-        """
+        """Add shares of `router` inside the block instead of SFTTrainer's own router loss. A
+        nested block is a no-op."""
         if self._router is not None:
             yield
             return
@@ -60,9 +58,6 @@ class AddedRouterLoss:
             self._is_metric = False
 
     def note(self, mode: str) -> None:
-        """Append the router loss of a step to SFTTrainer's metrics.
-
-        mode: "train" or "eval".
-        """
+        """Append the router loss of a step to SFTTrainer's metrics. mode: "train" or "eval"."""
         if self._is_metric and self._router is not None and self._router.value is not None:
             self._trainer._metrics[mode]["aux_loss"].append(float(self._router.value))

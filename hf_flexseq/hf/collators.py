@@ -20,10 +20,7 @@ def flexseq_collator(given: Any) -> DataCollatorForFlexSeq:
 
 
 def padded_collator(given: Any, ours: DataCollatorForFlexSeq) -> Any:
-    """Return the collator of padded batches: the user's own, or `PaddedCollator` if the given one
-    is ours or a default of the Trainer.
-
-    ours: result of `flexseq_collator(given)`.
-    """
+    """Return the collator of padded batches: the user's own, or `PaddedCollator` for ours and
+    defaults. ours: result of `flexseq_collator(given)`."""
     is_own = ours is not given and ours.example_collator is given
     return given if is_own else PaddedCollator(ours)

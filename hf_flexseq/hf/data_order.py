@@ -105,10 +105,8 @@ class DataOrder:
         return self.rows
 
     def change(self, former: Factors, now: Factors) -> str | None:
-        """Return a clause that says why the order would change; None if it would not.
-
-        former, now: both of the same number of samples.
-        """
+        """Return a clause on why the order would change between equal numbers of samples, or
+        None."""
         if former == now:
             return None
         if self.unknown is not None:
@@ -211,11 +209,8 @@ def check_factors(folder: str, marker: Mapping[str, Any], now: Factors, order: D
 
 
 def _advice(samples: int, former: Factors | None, now: Factors, order: DataOrder) -> str:
-    """Return advice on values that keep the order of a checkpoint on the current processes.
-
-    samples: samples per optimizer step of the checkpoint. former: its factors; None if it saved
-    only their product.
-    """
+    """Return advice on values that keep a checkpoint's order on the current processes. samples:
+    per optimizer step of the checkpoint. former: its factors, if it saved them."""
     here = _processes(now.processes)
     if former is None:
         own, rest = divmod(samples, now.processes)

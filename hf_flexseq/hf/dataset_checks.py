@@ -46,10 +46,7 @@ def check_labels(trainer: Trainer, collator: DataCollatorForFlexSeq) -> None:
 
 def check_examples(trainer: Trainer, args: FlexSeqArguments, *, resumes: bool) -> None:
     """Raise ValueError for datasets without examples or tokens, and PlanInfeasible for an example
-    that does not fit, if this is known before training.
-
-    resumes: True if the run resumes from a checkpoint and draws only the rest.
-    """
+    that does not fit, if known before training. resumes: True if the run draws only the rest."""
     training = trainer.train_dataset
     draws_from_it = type(trainer).get_train_dataloader is Trainer.get_train_dataloader
     if draws_from_it and _is_map_style(training) and len(training) == 0:
@@ -77,11 +74,8 @@ def check_sides(trainer: Trainer, args: FlexSeqArguments) -> None:
 
 
 def check_first_step(step: RankStep[Any] | None) -> None:
-    """Raise ValueError if a training run has no first step; warn if that step has no labels,
-    which can be intended in a run of small steps.
-
-    step: the same on all ranks; None if no rank has drawn an example.
-    """
+    """Raise ValueError without a first step; warn if it has no labels, which may be intended.
+    step: the same on all ranks; None if no rank has drawn an example."""
     if step is None:
         raise ValueError(
             "no rank drew an example: train_dataset is empty, or all of it was filtered out"
@@ -151,11 +145,9 @@ def _example(dataset: Any, index: int) -> Any:
 
 
 def draws_random_numbers(trainer: Trainer, dataloader: Any) -> str | None:
-    """Return which of the dataset and the collator uses the random number generators of training;
-    None for neither, and if the dataset cannot be inspected.
-
-    dataloader: the trainer's. Its workers have their own generators.
-    """
+    """Return whether the dataset or the collator uses training's random number generators; None
+    for neither, and if unknown. dataloader: the trainer's; its workers have their own
+    generators."""
     dataset = trainer.train_dataset
     if getattr(dataloader, "num_workers", 0) or not _is_map_style(dataset) or not len(dataset):
         return None
@@ -248,9 +240,7 @@ def _check_room(
     tokens_of: Callable[[Mapping[str, Any], Trainer], int],
 ) -> None:
     """Raise PlanInfeasible for an example that does not fit on the ranks that may share it.
-
-    lengths: [examples]. tokens_of: returns an example's tokens after collation.
-    """
+    lengths: [examples]. tokens_of: returns an example's tokens after collation."""
     cap = args.max_tokens_per_rank
     if cap is None or args.pipeline_parallel_size > 1:
         return  # only the cost model knows

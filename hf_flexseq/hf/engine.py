@@ -133,11 +133,8 @@ class FlexSeqEngine:
         self._loader_settings.change()
 
     def detach(self) -> None:
-        """Restore the model and the accelerator, and end the planner.
-
-        It waits for no other rank, since this one may have failed alone: a loop that was broken
-        off calls `check_finite` before, for the figures of its last step.
-        """
+        """Restore the model and the accelerator, and end the planner, without waiting for other
+        ranks: a loop that was broken off calls `check_finite` before, for its last figures."""
         try:
             self.executor.detach()
         finally:
@@ -263,11 +260,8 @@ class FlexSeqEngine:
         self.check_finite()
 
     def evaluation(self, dataloader: Iterable[Mapping[str, Any]]) -> Evaluation:
-        """Return one pass over a prepared dataloader without gradients, whose steps have a
-        `forward` instead of a `backward`.
-
-        dataloader: Its collator is a `DataCollatorForFlexSeq`.
-        """
+        """Return one pass over a prepared dataloader, collated by `DataCollatorForFlexSeq`,
+        without gradients: its steps have a `forward` instead of a `backward`."""
         return Evaluation(dataloader, self.evaluation_steps, self.executor)
 
     def _prefetched(
@@ -278,10 +272,8 @@ class FlexSeqEngine:
         what: str = "step",
         planner: Callable[[], Planner] | None = None,
     ) -> PrefetchedSteps:
-        """Return steps that are planned by rank 0. Collective over the world.
-
-        lookahead: steps to plan ahead. planner: makes the planner; None for `executor.planner`.
-        """
+        """Return steps planned by rank 0. Collective over the world. planner: makes the
+        planner."""
         made: Planner | None = None
         with Attempt() as starting:  # a process may be one too many for the machine
             if self.communicator.rank == 0:
@@ -332,9 +324,8 @@ class FlexSeqEngine:
 
     @contextmanager
     def _training_step(self, step: Step, model: nn.Module, *, is_last: bool) -> Iterator[None]:
-        """Surround forwards and backwards of a step. Afterwards look for NaN and infinity in its
-        loss and gradients, and dispatch the next step, while the device still works on this
-        one."""
+        """Surround a training step; then look for NaN and infinity, and dispatch the next step
+        while the device still works on this one."""
         # The previous optimizer step is done.
         self._watch.settle(skipped=step_was_skipped(self.accelerator))
         yield

@@ -50,12 +50,7 @@ class EvaluationLoss:
         self._targets = 0  # of all ranks
 
     def add(self, loss: torch.Tensor, targets: int) -> None:
-        """Add one step.
-
-        loss: a scalar, this rank's share of the step's loss; the mean over ranks is the mean over
-            target tokens.
-        targets: the step's target tokens, of all ranks.
-        """
+        """Add this rank's share of a step's loss, a scalar. targets: of all ranks."""
         self._sum = self._sum + loss.double() * targets
         self._targets += targets
 

@@ -79,11 +79,8 @@ class EngineSetup:
 
 
 class Executor(Protocol):
-    """Runs the steps of one model.
-
-    In the order of calls: `attach`; `planner`; then for each step `check` (on rank 0), `read`,
-    `dispatch`, `micro_batches`, `figures`; at last `detach`.
-    """
+    """Runs the steps of one model. Calls: `attach`; `planner`; for each step `check` (on rank 0),
+    `read`, `dispatch`, `micro_batches`, `figures`; at last `detach`."""
 
     @property
     def setup(self) -> EngineSetup:
@@ -106,10 +103,8 @@ class Executor(Protocol):
         """The router loss of the attached model; None for none."""
 
     def attach(self, model: nn.Module, *, lockstep: bool) -> None:
-        """Make `model` run on planned steps. Collective over the world.
-
-        lockstep: whether something outside makes all ranks run every micro-batch together.
-        """
+        """Make `model` run on planned steps. Collective over the world. lockstep: True if
+        something outside makes all ranks run every micro-batch together."""
 
     def detach(self) -> None:
         """Leave the model and the accelerator as `attach` found them."""
@@ -151,10 +146,8 @@ def planner_of(job: Job, *, ahead: bool) -> Planner:
 
 
 def kernel_of(setup: EngineSetup, model: PreTrainedModel, *, whose: str = "") -> Kernel:
-    """Return a kernel for all attention layers of a model. Collective over the world.
-
-    whose: words for the error. Raises ValueError, on all ranks, if a machine has no such kernel.
-    """
+    """Return a kernel for all attention layers of a model. Raises ValueError, on all ranks,
+    without one. Collective over the world. whose: words for the error."""
     device = setup.accelerator.device
     with Attempt() as choosing:
         dtype = compute_dtype(model, setup.accelerator)
@@ -166,11 +159,8 @@ def kernel_of(setup: EngineSetup, model: PreTrainedModel, *, whose: str = "") ->
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model under PEFT's wrapper, if there is one.
-
-    Raises ValueError for a model that accelerate has wrapped, NotImplementedError for one that is
-    not transformers'.
-    """
+    """Return the transformers model, without PEFT's wrapper. Raises ValueError for a model that
+    accelerate has wrapped, NotImplementedError for one of another library."""
     is_wrapped = isinstance(getattr(model, "module", None), nn.Module)
     if is_wrapped and not isinstance(model, PreTrainedModel):
         raise ValueError(

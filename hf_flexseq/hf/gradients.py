@@ -40,11 +40,8 @@ def _norm_of_all(engine: Any, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def step_was_skipped(accelerator: Accelerator) -> bool:
-    """Tell if fp16's loss scaling has made the optimizer leave out its last step.
-
-    DeepSpeed leaves steps out without a loss scale, too: a gradient is then not finite for another
-    reason.
-    """
+    """Tell if fp16's loss scaling has made the optimizer skip its last step. DeepSpeed also skips
+    steps without a loss scale, if a gradient is not finite."""
     if not accelerator.optimizer_step_was_skipped:
         return False
     is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED

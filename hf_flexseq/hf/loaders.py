@@ -32,12 +32,9 @@ class LoaderProxy:
 
 @contextmanager
 def batches_on_host(dataloader: Any) -> Iterator[None]:
-    """Make a loader that accelerate has prepared leave its batches on the host inside this block.
-
-    Tokens travel between ranks on the host, and only a rank's share of them goes to its device.
-    The loader itself is told, when it is drawn from: it may have been prepared long before there
-    was an engine, and the accelerator's own setting is also about models and optimizers.
-    """
+    """Make a prepared loader leave its batches on the host inside this block: tokens are
+    dispatched on the host. The loader itself is changed, since it may have been prepared before
+    the engine."""
     former = getattr(dataloader, "device", None)
     if not isinstance(dataloader, DataLoaderShard) or former is None:
         yield
@@ -78,9 +75,8 @@ def drawn_batches(
 
 @contextmanager
 def as_drawn(state: LoaderState, accelerator: Accelerator) -> Iterator[None]:
-    """Let accelerate believe inside the block that its loader is in `state`, however far ahead it
-    has been drawn from: `gather_for_metrics` leaves out what fills the last batches, and KTO's
-    loss depends on that."""
+    """Let accelerate take its loader for being in `state` inside the block, though it has been
+    drawn from further: `gather_for_metrics` and KTO's loss depend on that."""
     known = accelerator.gradient_state
     known._add_dataloader(state)
     try:
@@ -116,12 +112,8 @@ def lengths_of(dataloader: Any, communicator: Communicator) -> list[int]:
 
 
 class UnrepeatedShard(IterableDatasetShard):
-    """A process's samples of a stream, as accelerate deals them, without the repeats that fill the
-    last batch.
-
-    accelerate deals in rounds: the first samples of a round are process 0's batch, the next ones
-    process 1's, and so on.
-    """
+    """A process's samples of a stream, without accelerate's repeats in the last batch. In each
+    round the first samples are process 0's batch, the next ones process 1's, and so on."""
 
     def __iter__(self) -> Iterator[Any]:
         samples = iter(self.dataset)
@@ -135,12 +127,8 @@ class UnrepeatedShard(IterableDatasetShard):
 
 @contextmanager
 def without_repeats(dataloader: Any) -> Iterator[None]:
-    """Make the loader give every sample once inside this block. Ranks may then draw different
-    numbers of batches.
-
-    accelerate fills the last round of batches with samples from the beginning unless
-    `even_batches` is off, and on streams always.
-    """
+    """Make the loader give every sample once inside this block, without accelerate's filling of
+    the last round (`even_batches`). Ranks may then draw different numbers of batches."""
     sampler: Any = getattr(dataloader, "batch_sampler", None)
     dataset: Any = getattr(dataloader, "dataset", None)
     repeats = isinstance(sampler, BatchSamplerShard) and sampler.even_batches

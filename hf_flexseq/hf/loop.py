@@ -61,11 +61,9 @@ class TrainingItem(LoopItem):
     __slots__ = ()
 
     def backward(self, model: nn.Module) -> torch.Tensor:
-        """Run forward and backward of the whole step.
-
-        Returns this rank's share of the loss, a detached scalar: the mean over ranks is the mean
-        over the step's target tokens. Gradients are those of that mean, over all ranks.
-        """
+        """Run forward and backward of the whole step. Return this rank's share of the loss, a
+        detached scalar: loss and gradients are means over ranks, and over the step's target
+        tokens."""
         accelerator = self._executor.setup.accelerator
         options: dict[str, Any] = {}
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -98,12 +96,9 @@ class EvaluationItem(LoopItem):
         self._sum = sum_of_all
 
     def forward(self, model: nn.Module) -> torch.Tensor:
-        """Run the forward of the whole step, without gradients.
-
-        model: as accelerate has wrapped it.
-        Returns this rank's share of the loss, a scalar: the mean over ranks is the mean over the
-        step's target tokens.
-        """
+        """Run the forward of the whole step, without gradients. Return this rank's share of the
+        loss, a scalar whose mean over ranks is the mean over targets. model: as accelerate has
+        wrapped it."""
         # DDP would exchange buffers in each forward, and ranks run different numbers of them.
         whole = model.module if isinstance(model, DistributedDataParallel) else model
         for inputs in self._micro_batches(self.step, model):

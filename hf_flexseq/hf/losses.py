@@ -82,9 +82,8 @@ def has_planned_loss(trainer: Trainer) -> bool:
 
 
 def reads_figures(trainer: Trainer) -> bool:
-    """Tell if the loss is one of the user's own that reads log-probabilities of a causal language
-    model's samples: `compute_loss_func`, or a class that says
-    `flexseq_loss_on_whole_samples = True`."""
+    """Tell if the user's own loss reads log-probabilities of a causal language model: by
+    `compute_loss_func`, or a class with `flexseq_loss_on_whole_samples = True`."""
     if has_fused_head(trainer) or is_classifier(_plain_model(trainer)):
         return False
     is_func = getattr(trainer, "compute_loss_func", None) is not None

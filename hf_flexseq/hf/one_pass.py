@@ -165,9 +165,8 @@ class LossInOnePass(StepLoss):
     def predict(
         self, model: nn.Module, batch: Any, loss_only: bool, stock: StockPrediction
     ) -> Prediction:
-        """Run the forwards of a step, and return its loss, a scalar, without logits or labels; of
-        a padded batch what was predicted of its tokens, and its labels. Collective over the
-        world."""
+        """Run the forwards of a step, and return its loss, a scalar, with predictions and labels
+        for a padded batch alone. Collective over the world."""
         if self._tokens is not None:
             return self._predict_tokens(self._tokens, model, batch)
         if not isinstance(batch, StepItem):
@@ -209,10 +208,7 @@ class LossInOnePass(StepLoss):
     def _forward(
         self, model: nn.Module, micro_batch: Inputs, divisor: torch.Tensor
     ) -> torch.Tensor:
-        """Return the loss of a micro-batch, a scalar without gradients.
-
-        divisor: the target tokens of the step, a scalar.
-        """
+        """Return the loss of a micro-batch, a scalar without gradients. divisor: a scalar."""
         trainer = self._trainer
         with torch.no_grad(), self._on_parts(micro_batch), trainer.compute_loss_context_manager():
             loss: torch.Tensor = trainer.compute_loss(

@@ -175,11 +175,8 @@ class PredictedBatch:
         return as_given([to_device(self._batch[name], device) for name in names])
 
     def row(self, *, with_loss: bool) -> dict[str, Any]:
-        """Return the sequences of the batch as the engine takes them, with their other columns,
-        and without targets in samples that fill the last batch.
-
-        with_loss: whether the loss of all samples is wanted, too.
-        """
+        """Return the sequences of the batch as the engine takes them, with other columns, and no
+        targets in repeated samples. with_loss: True if the loss of all samples is wanted."""
         call = self._call
         targets = call.in_row(call.targets)  # [tokens]
         call.targets[self._own_samples() :] = IGNORE_INDEX
@@ -248,10 +245,8 @@ class _Reader:
     def of(
         self, model: PreTrainedModel, chunked: ChunkedLoss | None
     ) -> AbstractContextManager[None]:
-        """Read inside the block the logits of calls of a model.
-
-        chunked: the loss that is attached to it; None where it keeps its own.
-        """
+        """Read logits of a model's calls inside the block. chunked: its chunked loss, if it has
+        one."""
         return self._of_outputs(model) if chunked is None else chunked.reading(self.see)
 
     @contextmanager

@@ -262,10 +262,7 @@ def _run_ranks(
 def _inputs(
     sequences: Sequence[torch.Tensor], slices: Sequence[Slice], names: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the columns that a rank's model is called with, each [1, tokens].
-
-    names: of the columns that not every model needs.
-    """
+    """Return the columns of a rank's call, each [1, tokens]. names: of optional columns."""
     parts: dict[str, list[torch.Tensor]] = {}
     for part in slices:
         whole = sequences[part.sequence]
@@ -334,10 +331,8 @@ def _wrong_changes(
     have: Sequence[torch.Tensor],
     have_after: Sequence[torch.Tensor],
 ) -> str | None:
-    """Say which outputs changed that should not have, or did not and should; None if neither.
-
-    Arguments are outputs of all sequences, before and after the change of a token.
-    """
+    """Return which outputs changed wrongly, or wrongly did not; None if neither. Arguments are
+    outputs of all sequences, before and after the change of a token."""
     scale = max(float(output.abs().max()) for output in want)
     for sequence in range(len(want)):
         # [length, vocabulary] -> [length]

@@ -62,10 +62,7 @@ class GradientReduction:
 
     @contextmanager
     def of_step(self, plan: Plan, model: nn.Module) -> Iterator[BeforeLast]:
-        """Surround a step; the block gets what surrounds each micro-batch but the last.
-
-        model: as accelerate has wrapped it.
-        """
+        """Surround a step; the block gets the surroundings of each micro-batch but the last."""
         with self._all_micro_batches(model), self._fsdp.of_step(plan, model) as fsdp_before_last:
             yield partial(self._accumulating, model, fsdp_before_last)
 
@@ -99,11 +96,8 @@ class GradientReduction:
 
 @contextmanager
 def instead_of_ddp(model: DistributedDataParallel, communicator: Communicator) -> Iterator[None]:
-    """Surround all micro-batches of a step; afterwards gradients are averaged over the world.
-    Collective over the world.
-
-    Raises ValueError for a communication hook, which DDP alone can call.
-    """
+    """Surround a step; afterwards gradients are averaged over the world. Collective over the
+    world. Raises ValueError for a communication hook, which DDP alone can call."""
     if model._comm_hooks:
         raise ValueError(
             "a communication hook, registered on DDP after the engine was attached, needs ranks "

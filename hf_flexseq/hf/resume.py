@@ -40,12 +40,8 @@ class Resumed:
 def choose_checkpoint(
     asked: str | os.PathLike[str] | bool | None, output_dir: str | None, communicator: Communicator
 ) -> Resumed | None:
-    """Return the checkpoint to go on from, the same on all ranks; None for none. Collective over
-    the world.
-
-    asked: as for `Trainer.train`. Raises ValueError, on all ranks together, where the named
-    checkpoint, or every one there is, cannot be gone on from.
-    """
+    """Return the checkpoint to resume from, the same on all ranks, or None. Collective over the
+    world. Raises ValueError, on all ranks, for an unusable one. asked: as for `Trainer.train`."""
     found: dict[str, Any] | None = None
     with Attempt() as looking:
         if communicator.rank == 0:

@@ -41,10 +41,7 @@ def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
 def saved_whole(
     trainer: Trainer, folder: Path, marker: Mapping[str, Any], communicator: Communicator
 ) -> Iterator[None]:
-    """Surround the Trainer's own saving of the checkpoint `folder`. Collective over the world.
-
-    marker: what the checkpoint is of, plain JSON values.
-    """
+    """Surround the Trainer's saving of the checkpoint `folder`. Collective over the world."""
     cpu_group = communicator.cpu_group
     cpu_group.phase = f"saving {folder.name}"
     writes = communicator.rank == 0

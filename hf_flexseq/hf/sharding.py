@@ -149,9 +149,8 @@ class FsdpPolicies:
 
     @contextmanager
     def before_last(self, policy: FsdpPolicy) -> Iterator[None]:
-        """Surround a micro-batch that is not the step's last: what the policy does once is left
-        to that one. Afterwards units reduce and free in their backward, as FSDP2 does by
-        itself."""
+        """Surround a micro-batch before the step's last, which does what the policy does once.
+        Afterwards units reduce and free in their backward, as FSDP2 does by itself."""
         over_replicas = policy.reduces_each and self._over_replicas
         for unit in self._units:
             unit.set_reshard_after_backward(policy.regathers, recurse=False)

@@ -60,11 +60,8 @@ _NAMES_OF_DATA = ("train_dataloader", "train_dataset", "data_collator")
 
 
 def draws_in_place(trainer: Trainer, dataloader: Any, communicator: Communicator) -> bool:
-    """Decide if steps must be drawn when they run, because the data of some rank may depend on how
-    far training has come; log why. Collective over the world.
-
-    dataloader: what the trainer draws from.
-    """
+    """Decide if steps must be drawn when they run, because the data of some rank may depend on
+    training; log why. Collective over the world."""
     found = shared_with_training(trainer, dataloader)
     random = draws_random_numbers(trainer, dataloader)
     if found is None and random is not None:
@@ -87,11 +84,7 @@ def draws_in_place(trainer: Trainer, dataloader: Any, communicator: Communicator
 
 
 def shared_with_training(trainer: Trainer, dataloader: Any) -> str | None:
-    """Return how the data that a trainer draws may depend on its training, in words; None where
-    nothing says so.
-
-    dataloader: what the trainer draws from.
-    """
+    """Return in words how the data that a trainer draws may depend on its training, or None."""
     model_parts = _parts_of_model(trainer)
 
     def is_of_training(value: Any) -> bool:

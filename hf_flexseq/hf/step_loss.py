@@ -71,9 +71,8 @@ class StepLoss(ABC):
     def next_batches(
         self, iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | None]:
-        """Return what the Trainer gets as the batches of the next step, at most `num_batches`, and
-        the step's target tokens, a scalar; nothing where no rank has data left. Collective over
-        the world."""
+        """Return the batches of the next step for the Trainer, at most `num_batches`, and its
+        targets, a scalar; nothing if no rank has data left. Collective over the world."""
 
     @abstractmethod
     def prepare(self, batch: Any, stock_preparation: StockPreparation) -> Any:
@@ -81,12 +80,9 @@ class StepLoss(ABC):
 
     @abstractmethod
     def batches(self, model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
-        """Run a step with the last of its batches, nothing with those before: yield each model
-        and each batch that the Trainer's own `training_step` is to be called with; the caller adds
-        its loss with `add`. Afterwards `value` is the loss. Collective over the world.
-
-        model: as accelerate has wrapped it.
-        """
+        """Run a step with its last batch: yield each model and batch for the Trainer's
+        `training_step`, whose loss the caller adds with `add`. Afterwards `value` is the loss.
+        Collective over the world. model: as accelerate has wrapped it."""
 
     @abstractmethod
     def add(self, loss: torch.Tensor) -> None:
@@ -100,10 +96,8 @@ class StepLoss(ABC):
 
     @contextmanager
     def evaluating(self, dataloader: Any, *, predicts: bool) -> Iterator[Any]:
-        """Surround an evaluation; the block gets the loader that it iterates over.
-
-        predicts: True if more than the loss is wanted.
-        """
+        """Surround an evaluation; the block gets the loader. predicts: True if more than the loss
+        is wanted."""
         if not predicts or not self.has_predictions:
             yield self._evaluation_loader(dataloader)
             return
@@ -123,11 +117,8 @@ class StepLoss(ABC):
     def predict(
         self, model: nn.Module, batch: Any, loss_only: bool, stock: StockPrediction
     ) -> Prediction:
-        """Run the forwards of a batch; return its loss, a scalar, its predictions and its labels,
-        each None if it does not exist or is not wanted. Collective over the world.
-
-        model: as accelerate has wrapped it.
-        """
+        """Run the forwards of a batch; return loss, a scalar, predictions and labels, None if
+        absent. Collective over the world. model: as accelerate has wrapped it."""
 
     @abstractmethod
     def evaluated(self, output: Any, name: str) -> Any:

@@ -16,12 +16,9 @@ def resolve_sync(
     lockstep: bool,
     is_ordered: bool,
 ) -> bool:
-    """Return True if all ranks run every micro-batch together.
-
-    lockstep: True if code of the user's needs it.
-    is_ordered: True if the transport carries out transfers in the order of their launches.
-    Raises ValueError if the ranks have to, but sync='free'.
-    """
+    """Return True if all ranks run every micro-batch together. Raises ValueError if sync='free'
+    forbids it. lockstep: True if users' code needs it. is_ordered: True if transfers run in launch
+    order."""
     reason = None
     is_sharded = is_fully_sharded(model, accelerator) or zero_stage(model, accelerator) >= 2
     each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)

@@ -35,11 +35,8 @@ class TokenMeans:
         self._counted = getattr(self._trainer, "_total_train_tokens", None)
 
     def end_training(self, targets: Sequence[int], tokens: int) -> None:
-        """End a step of training: each list has one value of it.
-
-        targets: of each micro-batch, in the order in which the losses were computed. tokens: of
-            the step, over all ranks.
-        """
+        """End a training step: each list has one value of it. tokens: of the step, over all ranks.
+        targets: of each micro-batch, in the order of the losses."""
         lists = self._lists("train")
         for name, values in self._taken("train", targets).items():
             lists[name].append(_mean(values))

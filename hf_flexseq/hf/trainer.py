@@ -150,11 +150,8 @@ class FlexSeqMixin(PartOfModelMixin):
         self.data_collator = self._flexseq_padded if on_samples else collator
 
     def _make_engine(self, options: FlexSeqArguments) -> FlexSeqEngine:
-        """Return the engine, with the executor that the options ask for.
-
-        A timeout that the user has chosen is handed on: on a CPU the Trainer does not give it to
-        the job's group.
-        """
+        """Return the engine with its executor, and the user's timeout, which on a CPU the Trainer
+        does not give to the job's group."""
         executor: Callable[[EngineSetup], Executor] = WholeModelExecutor
         if options.pipeline_parallel_size > 1:
             executor = stage_executor_for(self, options)
@@ -208,9 +205,8 @@ class FlexSeqMixin(PartOfModelMixin):
             yield
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
-        """Keep batches on the host until training ends, and take the longest of all ranks' loaders
-        for the length of an epoch. A loss on whole samples refuses ranks that draw different
-        numbers of batches."""
+        """Keep batches on the host until training ends; an epoch is as long as the longest rank's
+        loader."""
         self._flexseq_log.say_remarks()  # hooks and callbacks may have come since construction
         self._flexseq_loss.check_loader(dataloader)
         self._flexseq_data = self._flexseq_loaders.enter_context(
@@ -221,12 +217,9 @@ class FlexSeqMixin(PartOfModelMixin):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | None]:
-        """Return `num_batches` items, of which the last one is the planned step, and the step's
-        target tokens; no item when no rank has data left. A loss on whole samples gets the batches
-        themselves.
-
-        Raises ValueError where accumulation has changed since training began.
-        """
+        """Return `num_batches` items, the last one with the planned step, and the step's targets,
+        a scalar; no item without data. A loss on whole samples gets the batches themselves. Raises
+        ValueError if accumulation has changed since training began."""
         epoch = self._flexseq_data.batches(epoch_iterator)
         return self._flexseq_loss.next_batches(epoch, num_batches, device)
 
@@ -274,11 +267,9 @@ class FlexSeqMixin(PartOfModelMixin):
         self._flexseq_log.note(number, figures)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log the mean figures of the steps since the last loss with it.
-
-        Collective over the world where the Trainer logs a loss, which it has gathered just before;
-        a loss that somebody else logs in the middle of a step may be that of one rank alone.
-        """
+        """Log the mean figures of the steps since the last loss with it. Collective over the
+        world when the Trainer logs a loss: one logged in the middle of a step may be of one
+        rank alone."""
         if "loss" in logs:
             if self.control.should_log:
                 self.flexseq.gather_figures()
@@ -320,9 +311,8 @@ class FlexSeqMixin(PartOfModelMixin):
     # ---- the datasets
 
     def _reject_skip_prepare_without_labels(self, datasets: Any, data_collator: Any) -> None:
-        """Let SFTTrainer refuse datasets with masks but no labels: it asks for the type of its own
-        collator, which makes labels of all tokens, and would not know it inside ours. Only TRL
-        calls this."""
+        """Show SFTTrainer its own collator inside ours, to refuse masks without labels. TRL calls
+        this."""
         if isinstance(data_collator, DataCollatorForFlexSeq):
             data_collator = data_collator.example_collator
         super()._reject_skip_prepare_without_labels(datasets, data_collator)

@@ -38,22 +38,15 @@ class EpochBatches:
         return self._bounded
 
     def forget(self) -> None:
-        """Let go of the last iterator, as the Trainer does at the end of training.
-
-        Dropping the last reference stops the workers. Where the garbage collector finds the
-        iterator instead, its queues may be gone by then: it waits 5 s for each worker.
-        """
+        """Drop the last iterator, as the Trainer does at the end: this stops its workers. The
+        garbage collector may come too late for its queues, and wait 5 s for each worker."""
         self._unbounded = None
         self._bounded = iter(())
 
 
 class TrainingData:
-    """Keeps batches on the host until training ends, and bounds each epoch by the loader's
-    length.
-
-    Without `even_batches` ranks draw different numbers of batches; all go on until the last one is
-    done.
-    """
+    """Keeps batches on the host until training ends, and bounds each epoch by the loader's length.
+    Without `even_batches` ranks draw different numbers of batches until the last one is done."""
 
     def __init__(self, trainer: Trainer, engine: FlexSeqEngine, dataloader: Any) -> None:
         self._trainer: Any = trainer
@@ -96,11 +89,8 @@ class TrainingData:
             )
 
     def _choose_lookahead(self) -> None:
-        """Draw steps ahead only where that changes nothing. Collective over the world.
-
-        By now callbacks have seen the beginning of training, where they may have taken what they
-        change later.
-        """
+        """Draw steps ahead if that changes nothing. Collective over the world. By now callbacks
+        have seen the beginning of training."""
         if not self._engine.args.lookahead or rolls_out(self._trainer):
             return
         loader = self._trainer.callback_handler.train_dataloader

@@ -213,10 +213,8 @@ _MADE_HERE = ("position_ids", "shift_labels")
 
 
 def _short_columns(drawn: Columns) -> Columns:
-    """Return columns of the two sequences, [tokens], made of the first tokens of a drawn row.
-
-    Every token but the last of a sequence has a target.
-    """
+    """Return columns of the two sequences, [tokens], from a drawn row's first tokens, with targets
+    for every token but the last of a sequence."""
     indices = torch.arange(sum(TOKENS))
     columns = {name: value[indices % len(value)] for name, value in drawn.items()}
     ids = columns["input_ids"].split(TOKENS)

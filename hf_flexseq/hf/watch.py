@@ -42,11 +42,8 @@ class Watch:
 
     @contextmanager
     def calls(self, micro_batch: Inputs, *, notes: bool = True) -> Iterator[None]:
-        """Refuse calls of the model inside the block that are not of this micro-batch as it is.
-
-        notes: whether changed labels, which may be changed on one rank alone, are noted for
-            `raise_together`.
-        """
+        """Refuse calls of the model inside the block other than of this micro-batch as it is.
+        notes: True to note changed labels, maybe of one rank, for `raise_together`."""
         targets: torch.Tensor = micro_batch[LABELS[0]]  # [1, tokens]
         version = targets._version
 

@@ -115,12 +115,9 @@ class WholeModelExecutor:
     # ---- the model
 
     def attach(self, model: nn.Module, *, lockstep: bool) -> None:
-        """Give `model` our attention, recurrent layers, loss and positions, and DDP buckets that
-        are reduced early.
-
-        Raises NotImplementedError when the model cannot be trained exactly, and ValueError when
-        its state alone is too large. Collective over the world.
-        """
+        """Attach `model`, with DDP buckets that are reduced early. Collective over the world.
+        Raises NotImplementedError for an inexact model, ValueError if its state alone is too
+        large."""
         args = self.setup.args
         accelerator = self.setup.accelerator
         communicator = self.setup.communicator
@@ -254,10 +251,8 @@ class WholeModelExecutor:
         self, step: RankMicroBatches, model: nn.Module, *, trains: bool
     ) -> Iterator[Inputs]:
         """Yield the inputs of every micro-batch of a step, once; the caller runs it and adds its
-        loss to the step. Collective over the world.
-
-        When gradients are reduced `reduction.py` says.
-        """
+        loss to the step. `reduction.py` decides when gradients are reduced. Collective over the
+        world."""
         if not trains:
             yield from self._in_order(step, model, nullcontext)
             return

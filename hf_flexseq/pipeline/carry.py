@@ -44,11 +44,8 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class CutPart:
-    """The part of a sequence that a chunk begins with, and which keys its queries read.
-
-    Made once per chunk, for all layers and both directions: on CUDA segments copy their lengths to
-    the device.
-    """
+    """The part of a sequence that a chunk begins with, and its queries' keys, made once per chunk:
+    on CUDA segments copy their lengths to the device."""
 
     __slots__ = ("_device", "_reads", "part")
 
@@ -143,10 +140,8 @@ class KVCarry:
 
 
 class Carried:
-    """Keys and values of one sequence in one layer, and their gradients.
-
-    Positions before `stored` are written, those from `drained` on have gone backward.
-    """
+    """Keys and values of one sequence in one layer, and their gradients. Positions before `stored`
+    are written, those from `drained` on have gone backward."""
 
     __slots__ = (
         "_carry",
@@ -195,12 +190,9 @@ class Carried:
         scores: Scores,
         reach: Reach,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out [tokens, heads, head_dim] and lse [heads, tokens] over prefix and chunk.
-
-        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], those of the chunk
-
-        Raises WrongOrder when the part is not the next one to go forward.
-        """
+        """Return out [tokens, heads, head_dim] and lse [heads, tokens] of q [tokens, heads,
+        head_dim] over prefix and chunk, k and v [tokens, kv_heads, head_dim]. Raises
+        WrongOrder."""
         part = cut.part
         self._store(part, k, v)
         read = cut.read(reach)

@@ -82,12 +82,8 @@ def save_stage(member: StageMember, folder: str) -> None:
 
 
 def _owned_tensors(member: StageMember) -> dict[str, torch.Tensor]:
-    """Return the stage's tensors by global name, each whole, on the rank that writes them, and
-    nothing on the others.
-
-    Of a tied tensor the first stage's copy counts. Collective over the ranks of a stage that share
-    its parameters.
-    """
+    """Return the stage's whole tensors by global name on the rank that writes them, {} elsewhere;
+    the first stage's copy of a tied one. Collective over ranks that share the parameters."""
     stage = member.stage
     copied = stage.tied_parameter() if stage.is_last else None
     dropped = {name for name, p in stage.stack.model.named_parameters() if p is copied}
@@ -139,10 +135,8 @@ def _save_config(stage: Stage, path: Path) -> None:
 
 
 def load_stage(stage: Stage, folder: str) -> None:
-    """Read the stage's tensors from any HF checkpoint in safetensors.
-
-    Raises ValueError, naming them, for tensors that are missing.
-    """
+    """Read the stage's tensors from any HF checkpoint in safetensors. Raises ValueError without
+    them."""
     path = Path(folder)
     files = _files_by_tensor(path)
     own = dict(stage.stack.model.state_dict(keep_vars=True))

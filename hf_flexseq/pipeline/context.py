@@ -71,10 +71,7 @@ FindPrograms = Callable[[ChunkLayout, torch.device], MicroBatchPrograms]
 
 
 def programs_of_layouts(kernel: Kernel, sharing: Sharing | None) -> FindPrograms:
-    """Return what makes the programs of a layout, once for all of a stage's chunks that have it.
-
-    sharing: with whom this rank shares the tokens of all chunks; None when it has all
-    """
+    """Return the cached maker of a stage's programs by layout. sharing: None for a rank alone."""
     return functools.lru_cache(maxsize=KEPT_LAYOUTS)(partial(_programs_of, kernel, sharing))
 
 
@@ -125,11 +122,8 @@ class ChunkContext:
         self.programs = find_programs(_layout_of(chunk, lengths, sharing), device)
 
     def of_layer(self, layer: int | None, *, keeps_grad: bool) -> "LayerChunk":
-        """Return the context of one layer's attention, for `sequence_parallel_attention`.
-
-        layer: its index in the model
-        keeps_grad: whether a backward will follow
-        """
+        """Return the context of one layer's attention, by its index in the model. keeps_grad: True
+        if a backward will follow"""
         assert layer is not None, "a layer without an index cannot carry keys and values"
         return LayerChunk(self, self._cut, layer, keeps_grad=keeps_grad)
 
@@ -138,12 +132,8 @@ class ChunkContext:
         return ChunkInLayer(self, layer)
 
     def carrying(self, layer: int, call: int, *, keeps_grad: bool) -> Carrying | None:
-        """Return what a call of a recurrent layer carries; None where all sequences are whole.
-
-        layer: its index in the model
-        call: which of its recurrent calls this is
-        keeps_grad: whether a backward will follow
-        """
+        """Return what a recurrent layer's call of this number carries; None if all sequences are
+        whole. keeps_grad: True if a backward will follow"""
         if self._cut is None:
             return None
         cut = self._cut.part
@@ -175,10 +165,7 @@ def _layout_of(chunk: Chunk, lengths: tuple[int, ...], sharing: Sharing | None) 
 def _programs_of(
     kernel: Kernel, sharing: Sharing | None, layout: ChunkLayout, device: torch.device
 ) -> MicroBatchPrograms:
-    """Return the programs of chunks of one layout, of which none is compiled yet.
-
-    sharing: with whom this rank shares their tokens; None when it has all
-    """
+    """Return the uncompiled programs of chunks of one layout. sharing: None for a rank alone."""
     tables = Tables()
     tokens = layout.tokens
     if sharing is not None:
@@ -199,11 +186,7 @@ def _programs_of(
 def _rank_zones(
     layout: ChunkLayout, tables: Tables, sharing: Sharing | None, reach: Reach
 ) -> tuple[ZoneAttention, ...]:
-    """Return the zones of this rank's tokens.
-
-    sharing: with whom this rank shares them; None when it has all
-    reach: which keys a query reads
-    """
+    """Return the zones of this rank's tokens. sharing: None for a rank alone."""
     zones = _zones(layout, tables, reach)
     if sharing is None:
         return tuple(zones)
@@ -215,11 +198,8 @@ def _rank_zones(
 
 
 def _rank_segments(layout: ChunkLayout, tables: Tables, sharing: Sharing | None) -> RankSegments:
-    """Return the segments of this rank's tokens: the slices of the chunk, each as a sequence of
-    its own, or its parts of them.
-
-    sharing: with whom this rank shares them; None when it has all
-    """
+    """Return the segments of this rank's tokens: each slice of the chunk, or its parts of them, as
+    a sequence. sharing: None for a rank alone."""
     goes_on = layout.cut > 0
     assert sharing is None or not goes_on, "no state is carried between ranks that share a chunk"
     group = Group(
@@ -246,10 +226,7 @@ def _rank_segments(layout: ChunkLayout, tables: Tables, sharing: Sharing | None)
 
 
 def _zones(layout: ChunkLayout, tables: Tables, reach: Reach) -> list[ZoneAttention]:
-    """Return the zones of the whole row: the part of a cut sequence, and whole sequences.
-
-    reach: which keys a query reads
-    """
+    """Return the zones of the whole row: the part of a cut sequence, and whole sequences."""
     zones: list[ZoneAttention] = []
     if layout.cut:
         zones.append(CutZone(layout.cut))
@@ -325,10 +302,8 @@ class LayerChunk:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, reach: Reach
     ) -> Tensors:
-        """Return out [tokens, heads, head_dim] and lse [heads, tokens].
-
-        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]
-        """
+        """Return out [tokens, heads, head_dim] and lse [heads, tokens] of q, k and v [tokens,
+        ...]."""
         assert self._part is not None, "all sequences of this chunk are whole"
         self._carried = self._chunk.carried(
             self._part,
@@ -347,11 +322,8 @@ class LayerChunk:
         scores: Scores,
         reach: Reach,
     ) -> Tensors:
-        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim], in the
-        dtype of lse.
-
-        dout, q, out: [tokens, heads, head_dim]; lse: [heads, tokens]
-        """
+        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim], in lse's
+        dtype."""
         assert self._part is not None, "all sequences of this chunk are whole"
         assert self._carried is not None, "a backward without its forward"
         grads = self._carried.backward(self._part, dout, q, out, lse, scores, reach)
@@ -372,10 +344,8 @@ class CutZone(ZoneAttention):
     def forward(
         self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
     ) -> ZoneSteps[tuple[Value, Values]]:
-        """Return out [tokens, heads, head_dim], and what `backward` needs.
-
-        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]
-        """
+        """Return out [tokens, heads, head_dim] of q, k and v [tokens, ...], and the backward's
+        needs."""
         yield 0.0
         self._key_shapes[b.shape] = k.shape
         made = ((q.shape, INPUT), ((q.shape[1], q.rows), WIDE))

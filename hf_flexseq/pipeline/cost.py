@@ -72,11 +72,8 @@ def pipeline_cost(
 
 
 def _share_across(stage: Stage, topology: Topology) -> float:
-    """Return the share of the hops between stages that cross nodes.
-
-    A hop crosses where it does so for any rank of its stage. All hops are priced at their mean:
-    a chunk's whole way through the pipeline is then as long as it is.
-    """
+    """Return the share of the hops between stages that cross nodes, for any rank of their stage:
+    all are priced at their mean."""
     hops = len(stage.spans) - 1
     across = 0
     for number in range(hops):
@@ -110,11 +107,8 @@ def _ranks_of(stage: Stage, number: int, topology: Topology) -> range:
 def _shared(
     cost: CostModel, stage: StageCost, share_of_layers: float, degree: int, bandwidth: float
 ) -> StageCost:
-    """Return the cost on one of `degree` ranks that share the stage's chunks.
-
-    share_of_layers: the stage's, of all layers of the model
-    bandwidth: bytes/s of the ranks' exchanges
-    """
+    """Return the cost on one of `degree` ranks that share the stage's chunks. share_of_layers: of
+    all layers of the model. bandwidth: bytes/s of the ranks' exchanges."""
     # A third of the exchanges are in the forward, as of the linear part, which they add to.
     exchanged_ns = NS * cost.all_to_all_bytes * share_of_layers / 3 / bandwidth
     stretch = cost.head_stretch(degree) / degree
@@ -212,11 +206,8 @@ def room_bytes(
 
 
 def _held_of_state(ranks: int, *, mixed: bool, casts: bool) -> float:
-    """Return the bytes of a parameter that a rank holds during a step, over those of its state.
-
-    ranks: that share the state by FSDP2, which gathers 16 bits if `mixed`
-    casts: whether weights that are not gathered have a copy in 16 bits
-    """
+    """Return the bytes of a parameter on a rank during a step, per byte of state; FSDP2 shares it
+    over `ranks`. mixed, casts: True if gathered, or other, weights have 16 bits."""
     # bytes of a parameter
     weight = 4
     gradient = 4

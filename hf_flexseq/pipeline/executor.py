@@ -74,11 +74,8 @@ class PipelineExecutor:
         *,
         sharing: Sharing | None = None,
     ) -> None:
-        """Take over the layers' forwards, until `detach`.
-
-        neighbours: None for the only stage of a pipeline of one
-        sharing: the ranks of this stage that share every chunk's tokens; None for one rank
-        """
+        """Take over the layers' forwards, until `detach`. neighbours: None for a pipeline of one.
+        sharing: the ranks of this stage that share every chunk's tokens; None for one rank."""
         self.stage = stage
         self.neighbours = neighbours
         self.sharing = sharing
@@ -213,11 +210,8 @@ class _ChunkRun:
         return Outbox(links.to_before, window=WINDOW)
 
     def _sent(self, rank: int, kinds: str, distance: int) -> list[tuple[int, Item]]:
-        """Return what a neighbour sends to this rank's stages, in its order, with the number of
-        the action that sends it.
-
-        kinds: of the neighbour's actions that send; distance: stages from the sender's on
-        """
+        """Return a neighbour's sends to this rank's stages, in order, with their actions' numbers.
+        kinds: of the sending actions. distance: stages from the sender's on."""
         sent = []
         for action in self.plan.actions[rank]:
             receiver = action.stage + distance
@@ -290,11 +284,8 @@ class _ChunkRun:
         labels: torch.Tensor,
         columns: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the head's input [1, tokens, hidden_size] and its gradient, of the same shape;
-        the loss and the head's gradients are added to those that are there.
-
-        source: [1, tokens] or [1, tokens, hidden_size]; labels: [1, tokens]
-        """
+        """Return the head's input [1, tokens, hidden_size] and its gradient; add loss and
+        gradients. source: [1, tokens] or [1, tokens, hidden_size]; labels: [1, tokens]"""
         with self.autocast():
             loss, hidden, entry = stage.loss(
                 source,
@@ -374,11 +365,8 @@ def _checkpointable(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return what a layer's own forward does, [1, tokens, hidden_size] -> the same shape, and keep
-    its input alone where the context of the chunk says so.
-
-    index: of the layer in the model
-    """
+    """Run a layer's own forward, [1, tokens, hidden_size] -> the same, and keep its input alone if
+    the chunk's context says so. index: of the layer in the model."""
     chunk: ChunkContext | None = kwargs.get("seq_ctx")
     if chunk is None:  # attention will say what to do
         return own_forward(hidden, *args, **kwargs)

@@ -32,10 +32,8 @@ def write_tensors(
 
 
 def _each_with_its_own_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return contiguous tensors of the same shapes, no two of which share memory.
-
-    safetensors refuses those that do; quantised optimizers keep one table for all parameters.
-    """
+    """Return contiguous tensors without shared memory, which safetensors refuses: quantised
+    optimizers keep one table for all parameters."""
     taken: set[int] = set()
     separate = {}
     for key, tensor in tensors.items():
@@ -49,10 +47,8 @@ def _each_with_its_own_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk.
-
-    Does nothing on a file system that cannot be asked to.
-    """
+    """Wait until a file, or the names in a folder, are on disk, if the file system supports
+    that."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -115,10 +115,7 @@ class Outbox:
     __slots__ = ("_link", "_under_way", "_window")
 
     def __init__(self, link: StageLink, *, window: int | None) -> None:
-        """Send nothing yet.
-
-        window: how many sends may be under way; None leaves the waiting to `arrived`
-        """
+        """window: how many sends may be under way; None leaves the waiting to `arrived`"""
         self._link = link
         self._window = window
         self._under_way: dict[Item, LinkMessage] = {}

@@ -170,11 +170,8 @@ def load_optimizer(
 def _check_same_parameters(
     saved: SavedState, keys: Collection[str], member: StageMember | None, folder: str
 ) -> None:
-    """Raise ValueError unless the state is of the parameters that this run trains, and has `keys`.
-
-    All stages together count as this run. Collective over the world of `member`; every rank raises
-    for the same parameters.
-    """
+    """Raise ValueError unless the state is of the parameters that all stages train, and has
+    `keys`. Collective over the world of `member`; every rank raises for the same parameters."""
     trained = parameters_of(keys)
     known = saved.keys()
     missing = {key for key in keys if key not in known}

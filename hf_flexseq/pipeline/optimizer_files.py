@@ -110,19 +110,14 @@ class SavedState:
         return self._files.keys() | self._values.keys()
 
     def value(self, key: str) -> Any:
-        """Return a value that is no tensor; a tuple comes back as a list.
-
-        Raises ValueError for a tensor.
-        """
+        """Return a value other than a tensor, lists for tuples. Raises ValueError for a tensor."""
         if key not in self._values:
             raise ValueError(f"{self._folder} holds {key} as a tensor, not as this run's number")
         return self._values[key]
 
     def tensors(self, keys: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each key with its whole tensor, file by file.
-
-        Raises ValueError for a key that is no tensor.
-        """
+        """Yield each key with its whole tensor, file by file. Raises ValueError for other
+        values."""
         wanted = list(keys)
         for key in wanted:
             if key not in self._files:

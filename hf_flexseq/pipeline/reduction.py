@@ -48,12 +48,9 @@ def equalise(stage: Stage, neighbours: Neighbours) -> None:
 
 
 def gradient_norm(stage: Stage, communicator: Communicator, *, counts: bool) -> torch.Tensor:
-    """Return the norm, a scalar in float64, of all stages' gradients together, a tied tensor's
-    counted once. Collective over the world.
-
-    counts: whether this rank's gradients count: those of one replica do, and all shares of sharded
-        ones
-    """
+    """Return the norm, a scalar in float64, of all stages' gradients, a tied tensor's once.
+    Collective over the world. counts: True if this rank's gradients count: of one replica, or a
+    share."""
     # The first stage counts the tied tensor.
     second_copy = stage.tied_parameter() if stage.is_last else None
     gradients = []

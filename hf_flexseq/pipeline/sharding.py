@@ -78,9 +78,8 @@ class ShardedStage:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Give every rank all of the stage's parameters inside this block, and afterwards its
-        share of the gradients' sums over the group, added to the gradients that are there.
-        Collective over the group when it begins and when it ends."""
+        """Gather all of the stage's parameters inside this block; afterwards add this rank's share
+        of the gradients' sums. Collective over the group when it begins and when it ends."""
         shares = dict(self._model.named_parameters())
         with self.whole():
             for name, parameter in self._model.named_parameters():
@@ -104,11 +103,8 @@ class ShardedStage:
     def _reduce(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Add this rank's shares of the gradients' sums over the group to the parameters' own.
-        Collective over the group.
-
-        gradients: of the whole parameters; a rank that got none takes part with zeros
-        """
+        """Add this rank's shares of the sums of whole gradients, None for zeros, to the
+        parameters' own. Collective over the group."""
         # 1. one row for every rank: its shares of all gradients, padded to equal lengths
         ranks = self._group.size()
         sizes = [_largest_share(parameter, ranks) for parameter in parameters]

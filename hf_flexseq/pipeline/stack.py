@@ -19,10 +19,8 @@ NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embed
 
 
 class Skip(nn.Module):
-    """A module of another stage, which hands its input on.
-
-    It keeps plain attributes, because decoders read some of their layers'.
-    """
+    """A module of another stage, which returns its input, with the plain attributes that decoders
+    read."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()

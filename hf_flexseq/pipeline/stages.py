@@ -40,11 +40,8 @@ class Stage:
     __slots__ = ("count", "index", "sizes", "spans", "stack", "tied_name", "virtual", "width")
 
     def __init__(self, stack: Stack, index: int, count: int, spans: Spans) -> None:
-        """Take everything out of a whole stack that is not on this rank.
-
-        index: of the rank in its pipeline; count: ranks of the pipeline
-        spans: [start, stop) of the layers of all stages, `count` times those of a rank
-        """
+        """Cut a whole stack to the part of rank `index` of `count` in its pipeline. spans: [start,
+        stop) of the layers of all stages"""
         self.stack = stack
         self.index = index
         self.count = count
@@ -138,23 +135,17 @@ class VirtualStage:
             self._alone = stage.stack.view(*self.layers, has_norm=self.is_last)
 
     def hidden(self, source: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Return hidden states [1, tokens, hidden_size] after the stage's layers, and on the last
-        stage after the norm.
-
-        source: token ids [1, tokens] on the first stage, hidden states [1, tokens, hidden_size]
-            elsewhere
-        """
+        """Return hidden states [1, tokens, hidden_size] after the stage's layers, and any norm.
+        source: token ids [1, tokens] on the first stage, else hidden states [1, tokens,
+        hidden_size]"""
         with self._stack.replaced(self._alone):
             output = self._stack.decoder(**self._entry(source), use_cache=False, **kwargs)
         return output.last_hidden_state
 
     def loss(self, source: torch.Tensor, **kwargs: Any) -> Loss:
-        """Return the last stage's loss of a chunk, whose graph begins after the norm, so that it
-        can go backward at once.
-
-        source: as in `hidden`, [1, tokens] or [1, tokens, hidden_size]
-        kwargs: `labels` and `num_items_in_batch` are among them
-        """
+        """Return the last stage's loss of a chunk, whose graph begins after the norm and can go
+        backward at once. source: see `hidden`, [1, tokens, ...]. kwargs: with labels and
+        num_items_in_batch."""
         divided: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def divide(_module: nn.Module, _inputs: Any, output: Any) -> None:

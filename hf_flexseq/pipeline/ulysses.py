@@ -64,10 +64,7 @@ def own_columns(
 
 
 def shared_chunk(tokens: int, inner: Sequence[ZoneAttention], sharing: Sharing) -> UlyssesZone:
-    """Return the zone of this rank's part in a chunk of `tokens`.
-
-    inner: the chunk's zones as a rank alone would have them
-    """
+    """Return the zone of this rank's part in a chunk of `tokens`. inner: zones of a rank alone."""
     sizes = [len(part) for part in contiguous_parts(tokens, len(sharing.ranks))]  # by rank
     group = Group(ranks=sharing.ranks, sequences=(0,), strategy="ulysses")
     return UlyssesZone(
@@ -89,10 +86,8 @@ class Together(Attention):
     def forward(
         self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
     ) -> ZoneSteps[tuple[Value, Values]]:
-        """Return out [tokens, heads, head_dim], and what `backward` needs.
-
-        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], of all zones
-        """
+        """Return out [tokens, heads, head_dim] of q, k and v [tokens, ...], and the backward's
+        needs."""
         yield 0.0
         steps = []
         for zone in self.zones:

@@ -140,11 +140,8 @@ class _Cast(NamedTuple):
 
 
 class _Product:
-    """The weight gradient of one Linear for one chunk, not yet computed.
-
-    x: [rows, in_features], what the Linear read; dy: [rows, out_features], the gradient of what it
-    gave
-    """
+    """The postponed weight gradient of one Linear for one chunk, of input x [rows, in_features]
+    and gradient dy [rows, out_features]."""
 
     __slots__ = ("dy", "linear", "x")
 

@@ -55,11 +55,8 @@ class Call:
 
     @classmethod
     def read(cls, given: Mapping[str, Any], *, of_tokens: bool) -> "Call":
-        """Return the call with the keyword arguments `given`.
-
-        of_tokens: whether labels are those of tokens. Raises NotImplementedError for arguments
-        that the planned model is not given.
-        """
+        """Return the call with the keyword arguments `given`. of_tokens: True for labels of
+        tokens. Raises NotImplementedError for arguments that the planned model is not given."""
         for name, value in given.items():
             if name in _READ or name in _HARMLESS or value is None or value is False:
                 continue

@@ -122,10 +122,7 @@ class DataCollatorForFlexSeq:
         return differing
 
     def of_tokens(self, example: Mapping[str, Any], index: int, *, needs_labels: bool) -> _Example:
-        """Return one example without its padding.
-
-        index: its number in the batch, for messages. needs_labels: True if it must have labels.
-        """
+        """Return one example without its padding. index: its number in the batch, for messages."""
         # 1. the user's own collator, if there is one
         masks: dict[str, torch.Tensor] = {}
         given_ids = torch.empty(0)
@@ -161,10 +158,8 @@ class DataCollatorForFlexSeq:
 
 class PaddedCollator:
     """Collates the same examples into a padded batch, for losses and metrics of whole samples:
-    columns [examples, tokens of the longest] with padding on the right, and an `attention_mask`.
-
-    Examples need no labels, but either all have some or none has.
-    """
+    columns [examples, tokens of the longest], padded on the right, and an `attention_mask`. Either
+    all examples have labels, or none."""
 
     def __init__(self, collator: DataCollatorForFlexSeq) -> None:
         self._collator = collator
@@ -176,10 +171,8 @@ class PaddedCollator:
         return getattr(self._collator, name)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return a dict of [examples, tokens] tensors.
-
-        Raises ValueError as DataCollatorForFlexSeq does, except for missing labels.
-        """
+        """Return a dict of [examples, tokens] tensors. Raises ValueError as DataCollatorForFlexSeq
+        does, except for missing labels."""
         rows = []
         for index, example in enumerate(examples):
             row = self._collator.of_tokens(example, index, needs_labels=False).columns

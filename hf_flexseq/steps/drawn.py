@@ -84,11 +84,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def common_dtypes(row: SourceRow, cpu_group: CpuGroup) -> dict[str, str]:
-    """Return the name of the dtype of each column that the rows of all ranks have, as a rank has
-    them that drew something. Collective over the world.
-
-    Raises ValueError, on every rank, where ranks drew different columns.
-    """
+    """Return the dtype's name of each column of all ranks' rows. Collective over the world. Raises
+    ValueError, on every rank, where ranks drew different columns."""
     known: dict[str, str] = {}
     known_of = 0  # the rank that has them
     for rank, dtypes in enumerate(cpu_group.gather_values(row.dtypes)):
@@ -115,10 +112,8 @@ _COUNTS = {LENGTHS, OTHER_ROWS, PADDING_TARGETS}
 
 
 def source_row(batches: Sequence[Mapping[str, Any]]) -> SourceRow:
-    """Join the batches of one step, each of columns [1, tokens], into one row.
-
-    Raises ValueError for a batch that DataCollatorForFlexSeq did not make.
-    """
+    """Join the batches of one step, columns [1, tokens], into one row. Raises ValueError for a
+    batch of another collator than DataCollatorForFlexSeq."""
     if not batches:
         return SourceRow(columns={}, lengths=())
     for batch in batches:

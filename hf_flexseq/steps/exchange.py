@@ -62,11 +62,7 @@ class TokenExchange:
 
     def dispatch(self, columns: Columns, routes: Routes) -> list[Columns]:
         """Return this rank's columns, each [tokens, ...], one dict per entry of `routes.rows`.
-        Collective over the world.
-
-        columns: of the row that this rank drew, [tokens, ...], with the names, the dtypes and the
-            further sizes that the rows of all ranks have.
-        """
+        Collective over the world. columns: of this rank's drawn row, alike on all ranks."""
         # [sent, words of a token], by target -> [received, words of a token], by source
         tokens = _TokenWords(columns)
         received = self.communicator.cpu_group.exchange_rows(
@@ -83,11 +79,8 @@ class TokenExchange:
         return results
 
     def to_source(self, columns: Sequence[Columns], routes: Routes) -> Columns:
-        """Gather values of tokens on the source ranks: return columns of this rank's source row,
-        each [tokens, ...]. Collective over the world.
-
-        columns: one dict per entry of `routes.rows`, each column [tokens, ...].
-        """
+        """Gather values of tokens on the source ranks, as columns of the drawn row, each [tokens,
+        ...]. Collective over the world. columns: one dict per entry of `routes.rows`."""
         joined = {}
         for name in columns[0]:
             joined[name] = torch.cat([own[name] for own in columns])  # [received, ...]
@@ -148,10 +141,8 @@ def _ranges(starts: Ints, sizes: Ints) -> Ints:
 
 
 def _order_of(routes: Routes) -> Ints:
-    """Return where each token of this rank's rows stands among the received ones, [received].
-
-    Every source has sent its stretches in the order of the rows.
-    """
+    """Return where each token of this rank's rows stands among the received ones, [received]:
+    sources send in the order of the rows."""
     by_source = np.argsort(routes.sources, kind="stable")
     starts = np.empty_like(routes.sizes)  # [stretches] among the received tokens
     ends = np.cumsum(routes.sizes[by_source])
@@ -160,10 +151,8 @@ def _order_of(routes: Routes) -> Ints:
 
 
 def _own_offsets(row: SourceRow, own: Ints, sequences: int) -> Ints:
-    """Return where in a rank's row each of its sequences begins, by the sequence's id.
-
-    own: ids of the sequences that the rank drew. sequences: how many the step has.
-    """
+    """Return where in a rank's row each of its sequences begins, by id. own: ids of drawn
+    sequences."""
     lengths = np.array(row.lengths, dtype=np.int64)
     offsets = np.full(sequences, -1)
     offsets[own] = np.cumsum(lengths) - lengths
@@ -177,11 +166,7 @@ class RowExchange(TokenExchange):
         self, row: SourceRow, layout: PlanLayout, sources: Sequence[int]
     ) -> list[Columns]:
         """Return this rank's columns, each [tokens], for every micro-batch. Collective over the
-        world.
-
-        row: what this rank drew, with the columns that the rows of all ranks have.
-        sources: the rank that drew each sequence.
-        """
+        world. row: what this rank drew. sources: the rank that drew each sequence."""
         return self.dispatch(row.columns, self.routes(row, layout, sources))
 
     def routes(self, row: SourceRow, layout: PlanLayout, sources: Sequence[int]) -> Routes:
@@ -201,11 +186,7 @@ class ChunkExchange(TokenExchange):
     """Dispatches tokens to every stage of the replica that works on them."""
 
     def __init__(self, communicator: Communicator, ranks_per_stage: int, degree: int) -> None:
-        """Rank r is rank r % ranks_per_stage of its stage.
-
-        ranks_per_stage: how many ranks have the same stage.
-        degree: so many neighbours of them share a replica's chunks.
-        """
+        """Rank r is rank r % ranks_per_stage of its stage; `degree` neighbours share chunks."""
         super().__init__(communicator)
         self._ranks_per_stage = ranks_per_stage
         self._degree = degree
@@ -214,11 +195,7 @@ class ChunkExchange(TokenExchange):
         self, row: SourceRow, plan: StepPlan, sources: Sequence[int], replica: int
     ) -> list[Columns]:
         """Return the columns of all chunks of `replica`, each [tokens]. Collective over the world.
-
-        row: what this rank drew, with the columns that the rows of all ranks have.
-        sources: the rank that drew each sequence.
-        replica: the one that this rank works for.
-        """
+        row: what this rank drew. sources: the rank that drew each sequence."""
         source_of = np.array(sources, dtype=np.int64)
         own = np.flatnonzero(source_of == self.communicator.rank)
         offsets = _own_offsets(row, own, source_of.size)
@@ -239,11 +216,8 @@ class ChunkExchange(TokenExchange):
 def _routes(
     sent: Ints, counts: Sequence[int], rows: Sequence[Sequence[Slice]], source_of: Ints
 ) -> Routes:
-    """Return the routes of a rank.
-
-    sent, counts: see `Routes`. rows: slices of each micro-batch or chunk. source_of: the rank that
-    drew each sequence.
-    """
+    """Return the routes of a rank. sent, counts: see `Routes`. rows: slices of each micro-batch or
+    chunk. source_of: the rank that drew each sequence."""
     slices = [part for row in rows for part in row]
     sequences = np.array([part.sequence for part in slices], dtype=np.int64)
     return Routes(
@@ -256,10 +230,8 @@ def _routes(
 
 
 def _tokens_of(slices: Sequence[Slice], offsets: Ints) -> Ints:
-    """Return the indices into a rank's row of those slices that it drew.
-
-    offsets: see `_own_offsets`; -1 for a sequence that another rank drew.
-    """
+    """Return the indices into a rank's row of those slices that it drew. offsets: see
+    `_own_offsets`."""
     own = [part for part in slices if offsets[part.sequence] >= 0]
     starts = [offsets[part.sequence] + part.start for part in own]
     sizes = [part.tokens for part in own]

@@ -58,12 +58,9 @@ class Objective(Protocol):
 
 
 def figures_of(step: RankMicroBatches, forward: Forward, totals: Collection[str] = ()) -> Columns:
-    """Run every micro-batch forward, without gradients, and return the figures of the tokens that
-    this rank drew, each [tokens, ...] on the CPU, and totals of the whole step. Collective over
-    the world.
-
-    totals: see `Objective`; names that are not there do not matter.
-    """
+    """Run every micro-batch forward, without gradients, and return figures of this rank's drawn
+    tokens, each [tokens, ...] on the CPU, and `totals` of the whole step. Collective over the
+    world."""
     step.passes += 1
     with torch.no_grad():
         found = {index: forward(step.take(index)) for index in step.indices}
@@ -129,12 +126,9 @@ class FigurePasses:
             self._backward(index, own, weights[index] | of_totals)
 
     def only(self, weights: Columns) -> Columns:
-        """Run forward and backward of every micro-batch, and return what `figures_of` does.
-        Collective over the world.
-
-        weights: the gradients of this rank's loss with respect to figures, each [tokens, ...] on
-            the CPU, for the same names on all ranks. `check_known` compares them with the loss.
-        """
+        """Run forward and backward of every micro-batch; return what `figures_of` does. Collective
+        over the world. weights: this rank's gradients by figure, each [tokens, ...] on the CPU,
+        for the same names on all ranks."""
         step = self._step
         dispatched = step.exchange.dispatch(weights, step.routes)
         found: dict[int, Columns] = {}
@@ -145,11 +139,8 @@ class FigurePasses:
         return gathered(step, found, self._objective.totals)
 
     def _backward(self, index: int, figures: Columns, weights: Columns) -> None:
-        """Run backward of the sum over tokens and figures of weight times figure.
-
-        figures: each [tokens or one dummy, ...], and sums over the tokens. weights: for some of
-        their names, on the CPU, [tokens, ...] or of the shape of a sum.
-        """
+        """Run backward of the sum of weight times figure, each [tokens or one dummy, ...] or a sum
+        over tokens. weights: for some names, on the CPU."""
         parts = []
         for name, weight in weights.items():
             figure = figures[name]
@@ -179,12 +170,8 @@ def check_known(weights: Columns, gradients: Columns) -> None:
 def gathered(
     step: RankMicroBatches, found: Mapping[int, Columns], totals: Collection[str]
 ) -> Columns:
-    """Gather figures on the source ranks of their tokens, each [tokens of this rank's row, ...],
-    and add totals up. Collective over the world.
-
-    found: by index, of the micro-batches that ran, each [tokens or one dummy, ...].
-    totals: names among them that are sums over tokens.
-    """
+    """Gather figures on the source ranks, each [tokens of this rank's row, ...], and add `totals`
+    up. Collective over the world. found: by micro-batch, each [tokens or one dummy, ...]."""
     first = next(iter(found.values()))
     like = {name: value for name, value in first.items() if name not in totals}
     columns = []

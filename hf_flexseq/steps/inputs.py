@@ -38,11 +38,8 @@ def inputs_of(
     device: torch.device,
     make_context: Callable[[Shard], SequenceContext],
 ) -> Inputs:
-    """Return the keyword arguments of one call of the model: columns [1, tokens] and `seq_ctx`;
-    one token without a target where the shard has none.
-
-    columns: of the shard, each [tokens] on the CPU.
-    """
+    """Return the keyword arguments of one call of the model: columns [1, tokens] of the shard, or
+    a dummy token, and `seq_ctx`. columns: each [tokens] on the CPU."""
     if not shard.tokens:
         shard = _with_dummy(shard)
         columns = _dummy_columns(columns)
@@ -61,20 +58,14 @@ def without_labels(inputs: Inputs) -> Inputs:
 
 
 def shard_alone(lengths: Sequence[int], rank: int) -> Shard:
-    """Return the shard of a micro-batch whose sequences are all on one rank.
-
-    lengths: tokens of each sequence.
-    """
+    """Return the shard of a micro-batch with all sequences, of these lengths, on one rank."""
     group = Group(ranks=(rank,), sequences=tuple(range(len(lengths))), strategy="local")
     return make_shard(MicroBatch(groups=(group,)), lengths, rank)
 
 
 def _with_dummy(shard: Shard) -> Shard:
-    """Return a shard without tokens plus one token on this rank alone.
-
-    The dummy makes every collective of the model happen, and adds nothing to the loss or the
-    gradients. The zones stay: a rank may compute for a group and hold none of it.
-    """
+    """Return a shard without tokens plus one token without effect, for every collective of the
+    model. The zones stay: a rank may compute for a group and hold none of it."""
     dummy = shard_alone([1], shard.rank)
     return Shard(rank=shard.rank, zones=(*shard.zones, *dummy.zones))
 

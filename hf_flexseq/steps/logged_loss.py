@@ -15,10 +15,8 @@ from hf_flexseq.distributed.communicator import Communicator
 
 
 def filtered(loss: torch.Tensor, *, before: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return what the Trainer's filter adds for a loss, a scalar.
-
-    before: what has been added up since the last log line, a scalar. steps: those since then.
-    """
+    """Return what the Trainer's filter adds for a loss, a scalar, after `steps` with the sum
+    `before`."""
     return torch.where(torch.isfinite(loss), loss, before / (1 + steps))
 
 
@@ -36,11 +34,9 @@ class StepLosses:
         self._shares.append(share)
 
     def settle(self, logged: torch.Tensor, communicator: Communicator) -> None:
-        """Replace what the Trainer has added up since the last log line, where the loss of a step
-        is not finite, by what it adds up of whole steps. Collective over the world.
-
-        logged: a scalar, of which the mean over ranks will be logged.
-        """
+        """Replace the Trainer's sum since the last log line, if the loss of a step is not finite,
+        by that of whole steps. Collective over the world. logged: a scalar, averaged over ranks
+        later."""
         if not self._shares:
             return
         losses = torch.stack(self._shares).double().cpu()  # [steps]

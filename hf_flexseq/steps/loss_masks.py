@@ -54,11 +54,8 @@ def check_masks(
 def _follows(
     labels: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, given_ids: torch.Tensor
 ) -> bool:
-    """Tell if labels [tokens made] leave out what a mask [tokens] leaves out.
-
-    A collator may have cut tokens off one end, or added some: the ids tell at which end both still
-    agree.
-    """
+    """Tell if labels [tokens made] exclude what a mask [tokens] excludes, at an end where ids
+    agree: a collator may have cut or added tokens."""
     common = min(labels.numel(), mask.numel())
     ends = (slice(None, common), slice(-common, None))
     agreeing = [end for end in ends if torch.equal(ids[end], given_ids[end])]

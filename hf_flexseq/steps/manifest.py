@@ -63,11 +63,7 @@ _STALE = (
 
 
 def begin(folder: Path, marker: Mapping[str, Any]) -> None:
-    """Make the checkpoint `folder` a torn one, with nothing but the marker and what resuming does
-    not read.
-
-    marker: plain JSON values.
-    """
+    """Make the checkpoint `folder` a torn one, with the marker and nothing that resuming reads."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)  # first: from here on the folder is torn
     write_json(folder / MARKER, {"format": FORMAT, "complete": False, **marker})
@@ -187,10 +183,7 @@ def _is_count(value: Any) -> bool:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a marker or a manifest.
-
-    Raises ValueError for a file that holds something else, or is of a later format.
-    """
+    """Return the JSON object in a marker or a manifest. Raises ValueError for anything else."""
     try:
         with path.open("rb") as file:
             text = file.read(LARGEST_BYTES + 1)

@@ -41,11 +41,8 @@ class TokenLoss(Protocol):
         """Take the totals of the step, [n] on the CPU."""
 
     def next(self, *, is_dummy: bool, add_up: AddUp | None) -> None:
-        """Begin the next micro-batch of the second pass.
-
-        is_dummy: True if its only token is a dummy. add_up: gets the micro-batch's share, once,
-        between its forward and its backward, if the totals are not known yet.
-        """
+        """Begin the next micro-batch of the second pass. is_dummy: True if its only token is a
+        dummy. add_up: gets its share between forward and backward, if totals are unknown."""
 
     def finish(self) -> None:
         """End the last micro-batch of the step."""
@@ -153,12 +150,9 @@ class RankMicroBatches(RankStep[Plan]):
     def with_totals(
         self, loss: TokenLoss, before_last: BeforeLast = nullcontext
     ) -> Iterator[Inputs]:
-        """Run a first pass that finds totals, and yield the inputs of every micro-batch of the
-        second, as `micro_batches` does. Collective over the world.
-
-        The plan's last micro-batch is the first of the second pass, and is left out of the first:
-        the totals are known when it has run forward.
-        """
+        """Run a first pass that finds totals, and yield the inputs of the second, as
+        `micro_batches` does. Collective over the world. The plan's last micro-batch is in the
+        second pass alone, as its first: the totals are known when it has run forward."""
         assert not self.ran, "a step runs once"
         last_of_plan = self.last_of_plan
         order = self.second_order()

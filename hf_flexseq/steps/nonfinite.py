@@ -50,10 +50,7 @@ class NonfiniteWatch:
         self._due = None
 
     def take(self, step: int, loss: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Make the flags of a step. The host does not wait for them.
-
-        loss: a scalar. gradients: of this rank, by name, of any shapes.
-        """
+        """Make the flags of a step without waiting: its loss, a scalar, and gradients by name."""
         self._taken = _Flags(step, loss, gradients)
 
     def settle(self, *, skipped: bool) -> None:
@@ -70,10 +67,8 @@ class NonfiniteWatch:
         return {"step": due.step, "names": names} if due is not None and names else None
 
     def judge(self, reports: Sequence[Report | None]) -> None:
-        """Raise FloatingPointError, or warn, where a rank has found something.
-
-        reports: of all ranks, the same on each of them.
-        """
+        """Raise FloatingPointError, or warn, if a rank has found something. reports: of all
+        ranks."""
         found = [report for report in reports if report is not None]
         if not found:
             return

@@ -110,12 +110,9 @@ class PrefetchedSteps:
         self._dtypes: dict[int, dict[str, str]] = {}  # by signature of columns, agreed on once
 
     def next(self, iterator: Batches, num_batches: int) -> Step | None:
-        """Return the next step of `num_batches` batches per rank, dispatched; None when no rank
-        has a sequence left. Collective over the world.
-
-        Raises, on all ranks alike, PlanInfeasible, RuntimeError with the reason why planning
-        failed, or what `Attempt.raise_together` makes of data that cannot be drawn.
-        """
+        """Return the next step of `num_batches` batches per rank, dispatched; None if no rank has
+        a sequence left. Collective over the world. Raises, on all ranks alike, PlanInfeasible, or
+        an error with the reason why drawing or planning failed."""
         if iterator is not self._iterator:
             self._begin(iterator)
         self._num_batches = num_batches
@@ -126,12 +123,8 @@ class PrefetchedSteps:
         return step
 
     def prefetch(self) -> None:
-        """Dispatch the step that `next` will return, if it is asked for one of the same iterator.
-        Collective over the world.
-
-        Nothing happens where steps are not planned ahead, nor a second time. Raises LostRank
-        alone.
-        """
+        """Dispatch the step that `next` will return, unless that is done or steps are not planned
+        ahead. Collective over the world. Raises LostRank alone."""
         if not self._lookahead or self._iterator is None or self._dispatched is not None:
             return
         phase = self.communicator.cpu_group.phase
@@ -240,11 +233,8 @@ class PrefetchedSteps:
             self._planner.submit(step.request, lengths)
 
     def _common_dtypes(self, signatures: Sequence[int], row: SourceRow) -> dict[str, str]:
-        """Return the dtypes of the columns that all rows have, as `common_dtypes` does. Collective
-        over the world with the first step, and with one whose columns are others.
-
-        signatures: of the rows, by rank.
-        """
+        """Return the dtypes of the columns of all rows, whose signatures are given. Collective
+        over the world with the first step, and with one of other columns."""
         drawn = {signature for signature in signatures if signature != NO_COLUMNS}
         if len(drawn) == 1:
             (signature,) = drawn
@@ -275,9 +265,8 @@ class PrefetchedSteps:
         return PlannedStep(drawn=step, plan=self._read(data), waited_s=waited_s)
 
     def _answer(self, step: DrawnStep, waited_s: float, planning: Attempt) -> bytes:
-        """Return rank 0's plan, checked, or the reason why planning failed, in a form that can be
-        sent: a line of JSON, [what it is, the reason], and the bytes of the plan; nothing on the
-        other ranks.
+        """Return rank 0's checked plan, or why planning failed: a line of JSON, [kind, reason],
+        and the plan's bytes; nothing on the other ranks.
 
         waited_s: seconds that the planner has been waited for already. planning: keeps the error.
         """

@@ -45,12 +45,8 @@ class StepItem(dict[str, Any]):
 
 
 def step_items(step: RankStep[Any], num_batches: int) -> list[StepItem]:
-    """Return `num_batches` items, of which the last one holds the step.
-
-    Their `input_ids` and `attention_mask` are for the Trainer's token counters: this rank's own
-    tokens [1, tokens] on the last item, [1, 0] on the others. Without the mask a token that has
-    the id of padding would not count.
-    """
+    """Return `num_batches` items, of which the last one holds the step. For the Trainer's token
+    counters it has this rank's tokens [1, tokens] and a mask, the others [1, 0]."""
     nothing = torch.empty(1, 0, dtype=torch.int64)
     own = step.row.columns.get("input_ids", nothing[0]).unsqueeze(0)  # [tokens] -> [1, tokens]
     return [*(StepItem.of(nothing, None) for _ in range(num_batches - 1)), StepItem.of(own, step)]

@@ -24,12 +24,8 @@ INDICES = "sequence_indices"
 
 
 def with_token_columns(row: SourceRow, names: Collection[str]) -> SourceRow:
-    """Return `row` with those of the columns LENGTHS and INDICES, [tokens] of int64, that `names`
-    has.
-
-    row: with the columns that the rows of all ranks have. Raises ValueError where the dataset has
-    a column of such a name.
-    """
+    """Return `row` with those of the columns LENGTHS and INDICES, [tokens] of int64, that are in
+    `names`. Raises ValueError if the dataset has a column of such a name."""
     for name in names:
         if name in row.columns:
             raise ValueError(

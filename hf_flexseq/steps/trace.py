@@ -30,11 +30,8 @@ class PlanTrace:
     """Gathers what ranks measured, and writes it with the plan where a trace is wanted."""
 
     def __init__(self, path: str | None, communicator: Communicator) -> None:
-        """Find out if the trace can be written. Collective over the world.
-
-        path: of the JSONL file, which rank 0 appends to; None for no trace. Rank 0's counts.
-        Raises ValueError, on all ranks, for a path that rank 0 cannot write to.
-        """
+        """Find out if rank 0 can write the trace to `path`, if any. Collective over the world.
+        Raises ValueError, on all ranks, if not."""
         self.communicator = communicator
         self._file: TraceFile | None = None
         with Attempt() as opening:
@@ -61,11 +58,8 @@ class PlanTrace:
         return step_figures(step, slowest)
 
     def record_pipeline(self, step: RankChunks, cost: PipelineCost, whole: CostModel) -> Figures:
-        """Write the trace of a finished step, a line for each replica, and return its figures.
-        Collective over the world.
-
-        cost: of the stages. whole: of the whole model, which that was made from.
-        """
+        """Write a finished step's trace, a line per replica; return its figures. Collective over
+        the world. cost: of the stages. whole: of the whole model."""
         by_rank = self._gather(step, lambda: [step.stopwatch.seconds().get(0, 0.0)])  # [world, 1]
         measured = float(by_rank.max())
         if self._file is not None:

@@ -30,10 +30,7 @@ class TraceFile:
     """Appends the steps of a run to a file."""
 
     def __init__(self, path: str) -> None:
-        """Leave the file as it is, or absent.
-
-        Raises ValueError where no trace can be written there, or where something else is.
-        """
+        """Check the path without writing. Raises ValueError for one that cannot become a trace."""
         _check_place(path)
         _check_content(path)
         self.path = Path(path)
@@ -54,11 +51,8 @@ class TraceFile:
             self._warn(error)
 
     def _write(self, text: str) -> None:
-        """Write text behind what is there, all of it or nothing. Raises OSError for nothing.
-
-        The file is opened anew each time: one that was removed, or whose disk is gone, would take
-        what is written to it and lose it.
-        """
+        """Append text, all of it or nothing. Raises OSError for nothing. The file is opened anew
+        each time: a removed one would take the text and lose it."""
         data = text.encode()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         handle = os.open(self.path, flags, 0o666)

@@ -12,11 +12,8 @@ from torch import nn
 
 @contextmanager
 def in_training_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into training mode; inside the block `model.train()` does nothing as long as it
-    is in it.
-
-    What leaves the mode inside, such as `model.eval()`, does so, and `model.train()` comes back.
-    """
+    """Put a model into training mode; inside the block `model.train()` is a no-op in that mode,
+    and returns to it after `model.eval()`."""
     whole = model.train
     whole()
 

@@ -126,11 +126,8 @@ def has_output_hook(module: nn.Module) -> bool:
 
 
 def nonlinear_gradient_hooks(model: nn.Module) -> Iterator[str]:
-    """Yield a description of each hook of the user's on a parameter that does something else to
-    the sum of two gradients than to each of them: it depends on what is added up.
-
-    A hook is called on three gradients of random numbers.
-    """
+    """Yield a description of each of the user's hooks on parameters that is not linear, tried on
+    random gradients: it depends on what is added up."""
     for name, parameter in model.named_parameters():
         for hook in _of_user(parameter._backward_hooks):
             if not _is_linear(hook, parameter):

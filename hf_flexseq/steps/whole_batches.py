@@ -22,11 +22,8 @@ Collate = Callable[[list[Any]], Mapping[str, Any]]
 
 
 def other_rows(collate: Collate, examples: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many rows of a batch differ from those of its examples alone; 0 for a collator
-    that only takes one example.
-
-    The run keeps its random numbers, and the examples stay as they are.
-    """
+    """Return the rows of a batch that differ from those of its examples alone; 0 for a collator of
+    single examples. The run keeps its random numbers, and the examples stay as they are."""
     with Attempt() as collating, random_numbers_kept():
         together = collate(copy.deepcopy(list(examples)))
         differing = 0

@@ -47,10 +47,8 @@ def check_rows(x: torch.Tensor, seq_ctx: RecurrentContext) -> None:
 def exchange(
     what: str, rows: torch.Tensor, seq_ctx: RecurrentContext, *, width: int = 1
 ) -> torch.Tensor:
-    """Run one program of recurrent layers: rows [n, columns] -> [m, columns].
-
-    what: see `program.compile.of_rows`. width: of a convolution's halo.
-    """
+    """Run one program of recurrent layers (`program.compile.of_rows`): rows [n, columns] -> [m,
+    columns]."""
     shape = RowShape(rows.shape[-1], str(rows.dtype).removeprefix("torch."), width)
     program = seq_ctx.programs.find(what, shape)
     (out,), _ = program.run((rows,), NO_SCORES)
@@ -62,10 +60,7 @@ def exchange(
 
 def carried_halo(rows: torch.Tensor, width: int, carrying: Carrying) -> torch.Tensor:
     """Return the rows before a part of a cut sequence, [W - 1, channels], zeros before its start,
-    and keep the last ones of the part for the next.
-
-    rows: the last rows of the part, W - 1 or as many as there are, [n, channels].
-    """
+    and keep the part's last ones. rows: the last rows of the part, [n, channels], n < W."""
     given: torch.Tensor = _CarriedHalo.apply(rows, width, carrying)
     return given
 

@@ -41,11 +41,10 @@ from hf_flexseq.program.segments import Neighbours
 def run_scan(
     scan: Scan, inputs: Tensors, seq_ctx: RecurrentContext, *, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Run a recurrence over all sequences of this rank's shard, and return its output.
+    """Run a recurrence over all sequences of this rank's shard, and return its output in `dtype`,
+    as `scan.forward` shapes it. Collective over the groups of the shard.
 
-    scan: of the segments of the shard. inputs: as it takes them, of this rank's segments. dtype:
-    of the output, which has the shape that `scan.forward` gives; it is rounded before it is kept
-    for a replay. Collective over the groups of the shard.
+    scan: of the segments of the shard. inputs: of this rank's segments.
     """
     region = kept_region(seq_ctx.kept)
     needs_grad = any(x is not None and x.requires_grad for x in inputs)

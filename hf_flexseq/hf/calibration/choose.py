@@ -69,10 +69,8 @@ class CostSubject:
         *,
         save_attention_output: bool = True,
     ) -> "CostSubject":
-        """Collect the facts.
-
-        save_attention_output: True if checkpointed layers keep the output of attention.
-        """
+        """Collect the facts. save_attention_output: True if checkpointed layers keep the
+        output."""
         return cls(
             facts=model_facts(model, accelerator, save_attention_output=save_attention_output),
             has_chunked_loss=has_chunkable_loss(model),
@@ -163,10 +161,8 @@ def make_cost(
 
 
 def measured(subject: CostSubject, communicator: Communicator, effort: Effort) -> Calibration:
-    """Fit a cost model now. Collective over the world.
-
-    Raises ValueError, on all ranks, if the fit fails or is implausible.
-    """
+    """Fit a cost model now. Raises ValueError for an implausible fit. Collective over the
+    world."""
     facts = subject.facts
     calibration = calibrate(
         ModelProbes(facts, communicator, subject.device),
@@ -204,10 +200,8 @@ def fit_key(facts: ModelFacts, topology: Topology, device: torch.device) -> Mapp
 
 
 def _shape_key(shape: ModelShape) -> dict[str, object]:
-    """Return a model's sizes as plain JSON values.
-
-    Layer kinds and experts are left out if the model has none, as in older checkpoints.
-    """
+    """Return a model's sizes as JSON values, without absent kinds of layers, as older
+    checkpoints."""
     sizes = asdict(shape)
     if not shape.reaches:
         del sizes["reaches"]
@@ -231,11 +225,8 @@ def with_memory_of(estimate: CostModel, cost: CostModel) -> CostModel:
 
 
 def with_gathering(cost: CostModel, subject: CostSubject) -> CostModel:
-    """Return `cost` with the seconds that sharded parameters add to every micro-batch.
-
-    Parameters are gathered twice, and gradients scattered once. The timed copies are not sharded,
-    so these transfers are computed, not measured.
-    """
+    """Return `cost` with the seconds that sharded parameters add to every micro-batch: two gathers
+    and one scatter, computed because the timed copies are not sharded."""
     facts = subject.facts
     if facts.zero_stage < 3:
         return cost

@@ -55,10 +55,8 @@ class ModelProbes:
 
 
 class ModelProbe:
-    """A copy of a model with some of its layers on `device`.
-
-    The random number generators of the run are not changed.
-    """
+    """A copy of a model with some of its layers on `device`, made without the run's random
+    numbers."""
 
     def __init__(
         self,

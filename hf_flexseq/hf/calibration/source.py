@@ -86,10 +86,8 @@ def _shown(then: Any, now: Any) -> str:
 
 def named_cost(asked: str, communicator: Communicator) -> CostModel | None:
     """Return rank 0's cost model for a preset or a file; None for "auto" and "estimate".
-
-    Raises ValueError, on all ranks, if it does not exist on rank 0's machine. Collective over the
-    world.
-    """
+    Collective over the world. Raises ValueError, on all ranks, if rank 0's machine does not have
+    it."""
     if asked in MADE_FOR_THE_MODEL:
         return None
     record = None
@@ -121,10 +119,7 @@ class CostSource:
         self._used: SavedCost | None = None
 
     def bring(self, checkpoint: str | None, record: Any) -> None:
-        """Offer the cost model saved in a checkpoint; None without a checkpoint.
-
-        record: result of `SavedCost.to_record`; None if the checkpoint has none.
-        """
+        """Offer the cost model saved in a checkpoint, if any. record: of `SavedCost.to_record`."""
         self._brought = None
         if checkpoint is None or record is None:
             return
@@ -141,10 +136,8 @@ class CostSource:
     def subject(
         self, model: PreTrainedModel, *, save_attention_output: bool = True
     ) -> CostSubject:
-        """Return the subject of the cost model.
-
-        save_attention_output: True if checkpointed layers keep the output of attention.
-        """
+        """Return the subject. save_attention_output: True if checkpointed layers keep the
+        output."""
         topology = self._communicator.topology
         return CostSubject.of(
             model, self._accelerator, topology, save_attention_output=save_attention_output

@@ -18,10 +18,7 @@ MB = 2**20  # bytes
 def early_buckets(
     asked: DistributedDataParallelKwargs | None, model: nn.Module
 ) -> DistributedDataParallelKwargs:
-    """Return the options that DDP should be made with, from those that the user has asked for.
-
-    A bucket size that the user has chosen stays, if it is not the default.
-    """
+    """Return the options for DDP, from the user's. A bucket size other than the default stays."""
     asked = asked or DistributedDataParallelKwargs()
     if asked.bucket_cap_mb != DistributedDataParallelKwargs.bucket_cap_mb:
         return asked

@@ -41,11 +41,8 @@ class Asked(NamedTuple):
 def read_call(
     module: nn.Module, attention_mask: torch.Tensor | None, keywords: dict[str, Any]
 ) -> Asked:
-    """Return what a layer asks for.
-
-    keywords: those of the layer's call. Raises UnsupportedAttention for what is not causal
-    attention of a known kind, and where the call contradicts the configuration.
-    """
+    """Return what a layer asks for by `keywords`. Raises UnsupportedAttention for other attention
+    than causal of a known kind, and for a call that contradicts the configuration."""
     layer = number_of(module)
     where = "" if layer is None else f" of layer {layer}"
     unsupported = []
@@ -79,10 +76,7 @@ def number_of(module: nn.Module) -> int | None:
 
 
 def _reach(module: nn.Module, where: str, keywords: dict[str, Any]) -> Reach:
-    """Return which keys the queries of a layer read, from its call and its configuration.
-
-    where: the layer in words.
-    """
+    """Return which keys the queries of a layer read, by its call and configuration."""
     name = type(module).__name__
     window = keywords.get("sliding_window")
     called = FULL if window is None else Reach(window=window)

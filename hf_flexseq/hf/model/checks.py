@@ -174,11 +174,8 @@ def _unsuitable_modules(model: PreTrainedModel) -> str | None:
 
 
 def _unsuitable_layers(model: PreTrainedModel, layers: Sequence[Layer]) -> str | None:
-    """Return the reason why the attention or the recurrent layers of a model are not ours to
-    compute, from one forward of an empty copy.
-
-    layers: what the configuration says of the layers.
-    """
+    """Return why attention or recurrent layers could not be computed, from one forward of an empty
+    copy. layers: as the configuration describes them."""
     trial = try_model(model)
     counting = unsuitable_count(trial.counts)
     if counting is not None:
@@ -213,11 +210,8 @@ def _unsuitable_layers(model: PreTrainedModel, layers: Sequence[Layer]) -> str |
 
 
 def _silent_layer(model: PreTrainedModel, trial: Trial, layers: Sequence[Layer]) -> str | None:
-    """Return that some layer has not called what its configuration says in a whole forward: it
-    mixes tokens in a way of its own, or not at all.
-
-    layers: what the configuration says of each layer.
-    """
+    """Return that a layer has not made the calls of its configuration in a whole forward: it mixes
+    tokens in its own way, or not at all. layers: as the configuration describes them."""
     # 1. recurrent layers
     mixing = {run.layer for run in trial.mixers}
     for number, layer in enumerate(layers):
@@ -246,10 +240,7 @@ def _silent_layer(model: PreTrainedModel, trial: Trial, layers: Sequence[Layer])
 
 
 def _contradiction(call: Call, calls: Sequence[Call], layers: Sequence[Layer]) -> str | None:
-    """Return what a layer's call says otherwise than the configuration.
-
-    calls: all calls of the trial. layers: what the configuration says of each layer.
-    """
+    """Return where a layer's call contradicts the configuration of `layers`; None without one."""
     layer = call.asked.layer
     kind = _kind_of(layer, layers)
     if kind is None:
@@ -288,10 +279,7 @@ def _kind_of(layer: int | None, layers: Sequence[Layer]) -> LayerKind | None:
 
 
 def _recurrent_contradiction(run: MixerRun, layers: Sequence[Layer]) -> str | None:
-    """Return what a recurrent mixer calls otherwise than the configuration says.
-
-    layers: what the configuration says of each layer.
-    """
+    """Return where a recurrent mixer's calls contradict the configuration of `layers`, or None."""
     where = f"{run.module} of layer {run.layer}"
     if run.layer is None or run.layer >= len(layers) or layers[run.layer].recurrent is None:
         return (

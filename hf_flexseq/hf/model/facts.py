@@ -105,11 +105,8 @@ def model_facts(
 
 
 def attention_shape(config: PreTrainedConfig) -> AttentionShape:
-    """Read the heads of a decoder-only model's attention from its (text) configuration.
-
-    Where layers differ, the most heads and the largest size of one are what memory and kernels
-    have to be enough for. A model without attention has one head that nobody asks for.
-    """
+    """Read the heads of a decoder-only model's attention from its (text) configuration: the most
+    and the largest of all layers; one head for a model without attention."""
     kinds = layer_kinds(config)
     if not kinds:
         return _NO_ATTENTION
@@ -239,10 +236,7 @@ def _tied_elements(model: nn.Module) -> int:
 
 
 def _elements(parameter: nn.Parameter) -> int:
-    """Count the elements of the whole parameter.
-
-    ZeRO-3 leaves an empty tensor instead of the parameter and keeps the size beside it.
-    """
+    """Count the elements of the whole parameter, also of an empty one under ZeRO-3."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -274,11 +268,7 @@ def compute_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
 
 
 def is_checkpointed(model: nn.Module) -> bool:
-    """Tell whether activation checkpointing is on.
-
-    Layers carry the flag in every version of transformers; the model's own property changes its
-    name.
-    """
+    """Tell whether activation checkpointing is on, by the layers' flag, stable across versions."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
@@ -299,10 +289,7 @@ def is_reentrant_layer(module: nn.Module) -> bool:
 
 
 def zero_stage(model: nn.Module, accelerator: Accelerator) -> int:
-    """Return how much of the model's state is sharded, in DeepSpeed's numbering.
-
-    FSDP counts as 3, since it shards the parameters, too.
-    """
+    """Return how much of the model's state is sharded, in DeepSpeed's numbering: 3 for FSDP."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return int(accelerator.state.deepspeed_plugin.zero_stage)
     if is_fully_sharded(model, accelerator):
@@ -384,8 +371,6 @@ def is_tensor_parallel(model: nn.Module) -> bool:
 
 
 def unsharded_class(module: nn.Module) -> type[Any]:
-    """Return the class that `module` had before `fully_shard`, which can be made anew.
-
-    fully_shard turns a class such as Linear into FSDPLinear(FSDPModule, Linear).
-    """
+    """Return the class that `module` had before `fully_shard`, which makes FSDPLinear of
+    Linear."""
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))

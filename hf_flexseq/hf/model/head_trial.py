@@ -77,10 +77,8 @@ def _prepared(
     router: "_Spy",
     given: dict[str, Any],
 ) -> Callable[..., Any]:
-    """Put the stand-ins into a meta model, and return its forward.
-
-    given: arguments of the forward, to which a router loss is added.
-    """
+    """Put the stand-ins into a meta model, and return its forward. given: arguments of the
+    forward, to which a router loss is added."""
     # 1. the decoder, and the modules outside of it that may be the head
     decoder = _decoder_of(tried)
     decoder.forward = partial(_hidden_states, _head_width(tried))
@@ -184,10 +182,7 @@ class _Watch(TorchFunctionMode):
 def _judged(
     watch: _Watch, loss: _Spy, router: _Spy, given: dict[str, Any], outputs: Any
 ) -> HeadTrial:
-    """Return what a finished forward has done.
-
-    given: its arguments. outputs: what it has returned.
-    """
+    """Return what a finished forward has done. given: arguments. outputs: results."""
     trial = HeadTrial(has_own_loss=not loss.calls)
     if router.calls:
         trial.top_k = router.argument(2, "top_k")

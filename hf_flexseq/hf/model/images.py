@@ -30,11 +30,8 @@ _PLACEHOLDERS = (
 def check_text_alone(
     config: PreTrainedConfig, columns: Mapping[str, torch.Tensor], communicator: Communicator
 ) -> None:
-    """Raise NotImplementedError, on all ranks, where one has drawn tokens that are no text.
-
-    config: the model's. columns: each [1, tokens], of this rank's row. For models of text alone
-    nothing is done; otherwise it is collective over the world.
-    """
+    """Raise NotImplementedError, on all ranks, if one has drawn tokens other than text. columns:
+    each [1, tokens], of this rank's row. Collective over the world unless the model is text."""
     if config.get_text_config() is config:
         return
     with Attempt() as looking:

@@ -156,10 +156,8 @@ def reach_counts(kinds: Sequence[LayerKind]) -> dict[Reach, int]:
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
-    """Return the type of each layer in transformers' words, such as sliding_attention.
-
-    Without types in the configuration one window, if any, is for all layers.
-    """
+    """Return the type of each layer in transformers' words, such as sliding_attention. Without
+    types in the configuration one window, if any, holds for all layers."""
     types: list[str] | None = getattr(config, "layer_types", None)
     if types is not None:
         return list(types[: config.num_hidden_layers])
@@ -273,11 +271,8 @@ def _head_sizes(config: PreTrainedConfig, layer: int, kind: str) -> _HeadSizes:
 
 
 def _of_layer(config: PreTrainedConfig, layer: int, option: str | None = None) -> PreTrainedConfig:
-    """Return the configuration of one layer, where layers have their own, else that of the
-    model.
-
-    option: what alone is wanted; the model's configuration has it unless layers differ in it.
-    """
+    """Return the configuration of one layer, or the model's if layers do not differ in
+    `option`."""
     if not getattr(config, "is_heterogeneous", False):
         return config
     if option is not None and option not in config.per_layer_attributes:
@@ -286,10 +281,8 @@ def _of_layer(config: PreTrainedConfig, layer: int, option: str | None = None) -
 
 
 def _keys_of(config: PreTrainedConfig, types: Sequence[str]) -> list[int]:
-    """Return, for each layer, the layer whose keys and values it reads.
-
-    In transformers some layers store what they have, and later ones of their type reuse it.
-    """
+    """Return the layer whose keys and values each layer reads: a stored one of its type, or its
+    own."""
     modes = getattr(config, "kv_sharing_modes", None)
     own = list(range(len(types)))
     if modes is None:

@@ -125,10 +125,8 @@ class Figures:
 
 
 class LogitsNotKept(NotImplementedError, AttributeError):
-    """Logits are asked for, and were not kept.
-
-    It is an AttributeError, too, since libraries look for attributes of all that a model returns.
-    """
+    """Logits are asked for, and were not kept. Libraries that look for attributes expect
+    AttributeError."""
 
 
 class NoLogits:
@@ -213,12 +211,9 @@ class ChunkedLoss:
 
     @contextmanager
     def giving_figures(self) -> Iterator[Figures]:
-        """Let a call with labels [B, S] have, in place of logits, the log-probabilities of its
-        targets and the entropies [B, S, 2], and no loss that means anything.
-
-        They bring the gradients. Casts of FSDP2's may round them on their way out: what is yielded
-        has their values.
-        """
+        """Let a call with labels [B, S] return the log-probabilities of its targets and the
+        entropies [B, S, 2] instead of logits, and an unused loss. They bring the gradients; the
+        yielded values are those before any cast of FSDP2's."""
         self._figures = Figures()
         try:
             yield self._figures

@@ -37,11 +37,8 @@ def meta_model(
     *,
     dtype: torch.dtype = torch.bfloat16,
 ) -> PreTrainedModel:
-    """Return an empty model of the class and configuration of `model`, which is whole also where
-    `model` is a stage of a pipeline.
-
-    attention: name of its implementation of attention; None for that of `model`.
-    """
+    """Return an empty model of the class and configuration of `model`, whole even for a pipeline
+    stage. attention: name of its implementation of attention; None for that of `model`."""
     config = copy.deepcopy(model.config)
     if attention is not None:
         config._attn_implementation = attention

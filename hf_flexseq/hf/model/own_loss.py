@@ -33,11 +33,8 @@ def own_loss_of(model: nn.Module) -> Loss | None:
 
 
 def check_own_loss(model: Any) -> None:
-    """Raise NotImplementedError for a model with a loss function of the user's own that is not
-    known to be exact on parts of sequences.
-
-    model: of transformers, not an adapter.
-    """
+    """Raise NotImplementedError for a model, not an adapter, with a loss function of the user's
+    that is not known to be exact on parts of sequences."""
     own = own_loss_of(model)
     if own is None:
         return

@@ -164,11 +164,8 @@ def _missing_column(module: nn.Module, name: str) -> ValueError:
 
 
 class _InstanceForward:
-    """A forward in place of a module's own, on the instance.
-
-    An object, not a function: `copy.deepcopy` of a model copies what it refers to, so that a copy
-    of the module calls its own forward, with its own parameters.
-    """
+    """A forward in place of a module's own, on the instance: an object, so that `copy.deepcopy`
+    makes the copied module call its own forward, with its own parameters."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """forward: a bound method of what is copied with the module."""
@@ -194,11 +191,8 @@ class _InstanceForward:
 
 
 class _RowRotary:
-    """A rotary embedding that gives every token the table of its sequence.
-
-    The decoder calls it once, outside of its layers, with positions alone: the lengths are those
-    of the decoder's own call, which has not ended then.
-    """
+    """A rotary embedding that gives every token the table of its sequence, by the lengths of the
+    decoder's running call."""
 
     def __init__(self, decoder: nn.Module, rotary: nn.Module) -> None:
         self._rotary = rotary
@@ -228,10 +222,7 @@ class _RowRotary:
     def _row_forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> Any:
-        """Return what the rotary embedding does, cos and sin [1, tokens, D] or a tensor of both.
-
-        position_ids: [1, tokens]
-        """
+        """Return the rotary embedding's result, cos and sin [1, tokens, D] or a tensor of both."""
         own = self._forward.own
         of_layer = {} if layer_type is None else {"layer_type": layer_type}
         parameters = self._rotary.config.rope_parameters

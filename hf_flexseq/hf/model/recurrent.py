@@ -287,9 +287,8 @@ def _delta(
     seq_ctx: RecurrentContext | NotesCalls,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Run a delta rule: query and key [1, tokens, key_heads, K], value [1, tokens, heads, V], g
-    and beta as `recurrent.delta_rule` takes them, after a 1 -> [1, tokens, heads, V], and no final
-    state."""
+    """Run a delta rule (`recurrent.delta_rule`): query and key [1, tokens, key_heads, K], value
+    [1, tokens, heads, V], g and beta -> [1, tokens, heads, V] and None for the final state."""
     _refuse_states(kind.replace("_", " "), kwargs)
     if isinstance(seq_ctx, NotesCalls):
         sizes = (key.shape[2], value.shape[2], key.shape[3], value.shape[3])

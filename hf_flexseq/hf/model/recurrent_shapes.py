@@ -25,10 +25,8 @@ CONVOLUTIONS = ("conv",)
 
 
 def recurrent_shape(config: PreTrainedConfig, kind: str) -> RecurrentShape | None:
-    """Return the sizes of a recurrent layer; None where the configuration has no known ones.
-
-    kind: the layer's type, in the words of configurations.
-    """
+    """Return the sizes of a recurrent layer of a `kind` in configurations' words; None if
+    unknown."""
     if kind in CONVOLUTIONS:
         return _convolution(config)
     return _gated_delta(config) or _kimi_delta(config) or _mamba2(config)

@@ -107,10 +107,8 @@ def _compare_function(model: PreTrainedModel, top_k: int) -> None:
 
 
 def router_sums(router_logits: Sequence[torch.Tensor], top_k: int) -> Columns:
-    """Return C and P of some tokens, [experts] each.
-
-    router_logits: [tokens, experts] of each layer. P is in float32 at least.
-    """
+    """Return C and P [experts], P in float32 at least, from each layer's router_logits [tokens,
+    experts]."""
     assert router_logits, "output_router_logits is set, but the model has no router"
     experts = router_logits[0].shape[-1]
     device = router_logits[0].device
@@ -172,12 +170,8 @@ class RouterSums:
 
 
 class RouterLoss:
-    """Knows each micro-batch's share of the router loss, in a step that runs
-    `RankMicroBatches.with_totals`.
-
-    While it is attached the model computes no router loss itself in calls on micro-batches: it
-    would be one of each.
-    """
+    """Computes each micro-batch's share of the router loss, in a step that runs
+    `RankMicroBatches.with_totals`, and disables the model's own, one of each micro-batch."""
 
     def __init__(self, model: nn.Module, base: PreTrainedModel) -> None:
         """model: may be a PEFT model, with `base` inside."""

@@ -226,10 +226,8 @@ class _Counting(TorchFunctionMode):
 
 
 def _counts(func: Any, args: Sequence[Any], result: Any) -> bool:
-    """Tell if a function of torch has numbered the tokens of a row.
-
-    args: its arguments. result: what it has returned.
-    """
+    """Tell if a function of torch has numbered the tokens of a row, by its arguments and
+    result."""
     if func in (torch.arange, torch.range, torch.linspace):
         return bool(result.numel() == TOKENS)
     if func in (torch.cumsum, torch.Tensor.cumsum):
@@ -255,11 +253,9 @@ def _trial_attention(
     seq_ctx: Trial | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Stand where `flexseq_attention` would, and note in `seq_ctx` what the layer asks for.
-
-    query [1, heads, tokens, D], key [1, kv_heads, tokens, D] and value [1, kv_heads, tokens, V]
-    -> [1, tokens, heads, V], without numbers.
-    """
+    """Stand for `flexseq_attention`, and note in `seq_ctx` what the layer asks for: query [1,
+    heads, tokens, D], key and value [1, kv_heads, tokens, D or V] -> an empty [1, tokens, heads,
+    V]."""
     name = type(module).__name__
     if seq_ctx is None:
         raise UnsupportedAttention(f"{name} is not given the keyword arguments of the model")
@@ -311,10 +307,8 @@ AttentionMaskInterface.register(_TRIAL, _trial_mask)
 
 
 def _compare_with_mask(name: str, asked: Asked, mask: torch.Tensor) -> None:
-    """Raise UnsupportedAttention unless a layer's mask shows what would be computed.
-
-    name: class of the layer.
-    """
+    """Raise UnsupportedAttention unless the mask of a layer of class `name` shows what is
+    computed."""
     # Gemma 4 cuts masks to the last queries, which in training are all of them: a view.
     whole = mask if mask._base is None else mask._base
     rule = getattr(whole, _RULE, None)

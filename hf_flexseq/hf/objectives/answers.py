@@ -83,10 +83,7 @@ class Answers:
 
     def split(self, figures: Columns, calls: Sequence[Call]) -> list[Columns]:
         """Return the figures of each call, and totals, which are those of all, on the model's
-        device.
-
-        figures: of the tokens of all calls, each [tokens, ...], and totals on the CPU.
-        """
+        device. figures: of all calls' tokens, each [tokens, ...], and totals on the CPU."""
         device = self._trainer.accelerator.device
         sizes = [call.tokens for call in calls]
         parts: list[Columns] = [{} for _ in calls]
@@ -101,10 +98,7 @@ class Answers:
 
     @contextmanager
     def answering(self, model: nn.Module) -> Iterator[None]:
-        """Answer the trainer's calls of its models inside the block.
-
-        model: the trained one, as accelerate has wrapped it.
-        """
+        """Answer the trainer's calls inside the block. model: as accelerate has wrapped it."""
         if self._running is not None:
             with self.pausing(False):
                 yield
@@ -211,12 +205,8 @@ class Answers:
         return labels
 
     def _taken(self, role: str, call: Call) -> Columns | None:
-        """Return what is known of a call, once; None for nothing.
-
-        What the trained model gave with gradients is for a call with gradients, and what it gave
-        without for one without: KTO asks both of the same tokens, where all completions of a batch
-        are alike.
-        """
+        """Return what is known of a call, once; None for nothing. Figures with gradients answer a
+        call with gradients, others one without: KTO may ask both of the same tokens."""
         for index, result in enumerate(self._results):
             has_gradients = result.figures[self._head.main].requires_grad
             if role == POLICY and has_gradients != torch.is_grad_enabled():

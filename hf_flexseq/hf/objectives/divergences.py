@@ -89,11 +89,9 @@ class Divergences:
 
     @contextmanager
     def attached(self, executor: WholeModelExecutor, answer: Answer) -> Iterator[None]:
-        """Let the trainer compute its loss on micro-batches, and on the source rank on figures,
-        inside the block. Collective over the world.
-
-        answer: answers padded calls of the student with what `self.answer` returns.
-        """
+        """Let the trainer compute its loss on micro-batches, and on figures on the source rank,
+        inside the block. Collective over the world. answer: answers padded calls of the
+        student."""
         from trl.trainer import distillation_trainer as module
 
         trainer = self._trainer
@@ -158,11 +156,8 @@ class Divergences:
     def _divergences(
         self, own: Callable[..., tuple[torch.Tensor, torch.Tensor]], *given: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return divergences and entropies, each [positions], instead of TRL's function.
-
-        own: TRL's function. given: its arguments; the first are the student's hidden states,
-        [positions, width], or [positions, 2] figures in their place.
-        """
+        """Return divergences and entropies, each [positions], instead of TRL's function `own`.
+        given: its arguments; first hidden states [positions, width], or figures [positions, 2]."""
         if self._row is not None:
             divergence, entropy = own(*given)
             self._found = {"divergence": self._of_tokens(divergence)}
@@ -207,10 +202,7 @@ class Divergences:
 
     def _figures_of(self, student: nn.Module, *, targets: torch.Tensor, **row: Any) -> Columns:
         """Return what TRL's loss finds of a micro-batch, inside the forward of the student's
-        wrapper.
-
-        targets: [1, tokens] True where a token predicts one.
-        """
+        wrapper. targets: [1, tokens] True where a token predicts one."""
         ids = row["input_ids"]
         batch = {
             "prompt_ids": ids[:, :0],  # the whole row as a completion

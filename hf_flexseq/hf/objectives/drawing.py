@@ -102,11 +102,8 @@ class Drawing:
     def next_batches(
         self, iterator: Iterator[Any], num_batches: int, *, first_number: int
     ) -> list[Any]:
-        """Return the batches of the next step, at most `num_batches`. Collective over the world.
-
-        iterator: the trainer's, with its batches on the host.
-        first_number: of the first step of all.
-        """
+        """Return the batches of the next step, at most `num_batches`, from the trainer's iterator.
+        Collective over the world. first_number: of the first step of all."""
         self._taken = []
         if self._generations is None:
             self._current = self._next_planned(iterator, num_batches, first_number)
@@ -171,10 +168,8 @@ class Drawing:
         return [own.policy for own in self.foreseen(batches)]
 
     def planned_step(self, calls: Sequence[Call]) -> RankMicroBatches:
-        """Return the step with the sequences of all ranks. Collective over the world.
-
-        calls: on the prepared batches of the step, with gradients.
-        """
+        """Return the step with all ranks' sequences. Collective over the world. calls: with
+        gradients."""
         number = self._trainer.state.global_step
         if self._generations is None:
             step, self._step = self._step, None
@@ -206,11 +201,8 @@ class Drawing:
         return step
 
     def _arrival(self, calls: Sequence[Call], expected: Sequence[Call]) -> int:
-        """Return how the calls of a step have come, to the rank where they came worst. Collective
-        over the world.
-
-        expected: those that were planned. The last step of an epoch may have fewer batches.
-        """
+        """Return how the calls of a step compare with the expected ones, on the worst rank.
+        Collective over the world. The last step of an epoch may have fewer batches."""
         own = _AS_PLANNED
         if len(calls) != len(expected):
             own = _NOT_PLANNED
@@ -220,10 +212,7 @@ class Drawing:
         return max(of_rank[0] for of_rank in of_all)
 
     def _calls_to_come(self, num_batches: int) -> Iterator[list[Call]]:
-        """Yield the calls of each later step whose samples are there already.
-
-        num_batches: of the step that runs.
-        """
+        """Yield the calls of each later step of the present samples. num_batches: of a step."""
         assert self._generations is not None, "the samples are the trainer's own"
         if not self._changes_samples:
             for batches in self._generations.steps_to_come(num_batches):

@@ -59,11 +59,8 @@ class Generations:
         return prepared
 
     def steps_to_come(self, num_batches: int) -> list[list[Any]]:
-        """Return the batches of each later step that is made of the present generation batch
-        alone.
-
-        num_batches: of the step whose batches have been prepared and not been trained on.
-        """
+        """Return the batches of each later step of the present generation batch alone.
+        num_batches: of the step whose batches have been prepared and not been trained on."""
         slices = self._trainer._buffered_inputs or []
         if len(slices) != self._slices:  # a subclass keeps its samples elsewhere
             return []

@@ -53,19 +53,13 @@ class Head(Protocol):
         """Run a micro-batch: return figures of tokens, each [tokens, ...], and sums over them."""
 
     def answer(self, call: Call, figures: Columns, given: Mapping[str, Any]) -> Any:
-        """Return what the model would have returned.
-
-        figures: of the call's tokens, each [tokens, ...], and totals of its step, on the model's
-            device.
-        """
+        """Return the model's result from figures of the call's tokens, each [tokens, ...], and
+        totals of its step, on the model's device."""
 
 
 def head_of(model: PreTrainedModel, *, has_router_loss: bool, reads_figures: bool) -> Head:
-    """Return the head of a transformers model.
-
-    reads_figures: whether a loss of the user's own reads log-probabilities.
-    has_router_loss: whether the trainer's loss asks for the model's router loss, too.
-    """
+    """Return the head of a transformers model. reads_figures: True if a loss of the user's reads
+    log-probabilities. has_router_loss: True if the trainer's loss includes a router loss."""
     if is_classifier(model):
         return Classes(model)
     if reads_figures:
@@ -139,12 +133,9 @@ _FUSED = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 class TokenFigures:
-    """Log-probabilities of labels, and entropies, of a causal language model as it is.
-
-    They are computed chunk by chunk inside the model's own head, where its forward does nothing
-    else to the logits (`model/loss.py`). Of other models, which scale or cap them, the micro-batch
-    has its whole logits, as it has under their own loss.
-    """
+    """Log-probabilities of labels, and entropies, of a causal language model as it is: chunk by
+    chunk inside its own head (`model/loss.py`), or from whole logits if the model scales or caps
+    them."""
 
     main = "log_probs"
     differentiable: tuple[str, ...] = ("log_probs", "entropy")
@@ -204,11 +195,8 @@ def _fields(call: Call, figures: Columns, given: Mapping[str, Any]) -> Columns:
 
 
 def figures_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> Columns:
-    """Return log-probabilities of targets and entropies, each [tokens], 0 where a target is
-    IGNORE_INDEX.
-
-    logits: [tokens, V]. targets: [tokens].
-    """
+    """Return log-probabilities of targets [tokens] and entropies, 0 for IGNORE_INDEX; logits
+    [tokens, V]."""
     if logits.dtype.itemsize == 2:
         logits = logits.float()
     none = targets == IGNORE_INDEX
@@ -230,12 +218,9 @@ def check_labels_of(call: Call, labels: torch.Tensor) -> None:
 
 
 class Classes:
-    """Logits of `AutoModelForSequenceClassification` and `AutoModelForTokenClassification`.
-
-    The head runs on every token. Which token speaks for a sequence, and what the loss is, the
-    model's own forward says: it is run on padded logits instead of hidden states, with a head
-    that changes nothing.
-    """
+    """Logits of `AutoModelForSequenceClassification` and `AutoModelForTokenClassification`. The
+    head runs on every token; then the model's own forward pools padded logits and computes the
+    loss."""
 
     main = "logits"
     differentiable: tuple[str, ...] = ("logits",)

@@ -109,11 +109,8 @@ class PlannedLoss:
     # ---- a step
 
     def batches(self, model: nn.Module, *, is_last: bool) -> Iterator[tuple[nn.Module, Any]]:
-        """Run the step whose batches have come: between the passes yield the trainer's own model
-        and each prepared batch, whose loss the caller adds. Collective over the world.
-
-        model: as accelerate has wrapped it. is_last: True for the last step.
-        """
+        """Run the step whose batches have come: between the passes yield the trainer's model and
+        each prepared batch, whose loss the caller adds. Collective over the world."""
         began = time.perf_counter()
         with in_training_mode(model), self._timed_since(began):
             # 1., 2. batches, and one plan for all of them
@@ -231,11 +228,8 @@ class _SourceLoss:
         return self._head.weights(self._batches, self._calls)
 
     def batches(self, figures: Columns) -> Iterator[tuple[nn.Module, Any]]:
-        """Yield the trainer's model and each prepared batch, for the trainer's own steps.
-
-        figures: of the tokens that this rank drew, each [tokens, ...], and totals of the whole
-            step, on the CPU.
-        """
+        """Yield the trainer's model and each prepared batch, for the trainer's own steps. figures:
+        of this rank's drawn tokens, each [tokens, ...], and totals, on the CPU."""
         # 1. the figures of each batch, at which its backward ends
         self._leaves = self._answers.split(figures, self._calls)
         for call, own in zip(self._calls, self._leaves, strict=True):
@@ -317,10 +311,7 @@ def _plain_backward(loss: torch.Tensor, **options: Any) -> None:
 
 
 def _in_a_row(parts: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the gradients of all batches one after the other, on the CPU; zeros for None.
-
-    like: the figures that they are of, each [tokens, ...].
-    """
+    """Return the gradients of all batches in a row, on the CPU, zeros for None. like: figures."""
     filled = []
     for part, own in zip(parts, like, strict=True):
         filled.append((torch.zeros_like(own) if part is None else part).detach().cpu())

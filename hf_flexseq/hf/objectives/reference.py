@@ -68,10 +68,8 @@ def adapter_state(model: nn.Module) -> tuple[Any, ...] | None:
 
 
 def reference_of(trainer: Any, policy: nn.Module) -> Any:
-    """Return a context in which the model that it yields is the trainer's reference.
-
-    policy: the trained model as accelerate has wrapped it.
-    """
+    """Return a context that yields the trainer's reference. policy: as accelerate has wrapped
+    it."""
     model = getattr(trainer, "ref_model", None)
     if model is not None:
         return nullcontext(model)

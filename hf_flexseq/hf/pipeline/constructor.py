@@ -19,12 +19,8 @@ def with_own_stage(
     given: tuple[Any, ...],
     named: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and named arguments of the constructor that comes after `mixin` in `cls`,
-    with this rank's stage in place of the name of a model that is to run in stages; all others as
-    they are.
-
-    flexseq_args: the options; None for those on the Trainer's arguments.
-    """
+    """Return positional and named arguments of the constructor after `mixin` in `cls`, with this
+    rank's stage instead of a model's name if it runs in stages."""
     names = _positional_names(cls, after=mixin)
     arguments = dict(zip(names, given, strict=False)) | named
     model = arguments.get("model")
@@ -39,11 +35,8 @@ def with_own_stage(
 
 
 def load_own_stage(name: str, training: Any, args: FlexSeqArguments) -> PreTrainedModel:
-    """Load this rank's stage of the model `name`. Raises ValueError when the stages do not divide
-    the ranks.
-
-    training: the arguments of the Trainer.
-    """
+    """Load this rank's stage of the model `name`. Raises ValueError unless stages divide the
+    ranks."""
     stages = args.pipeline_parallel_size
     check_divides(stages, training.world_size)
     ranks_per_stage = training.world_size // stages
@@ -84,10 +77,8 @@ def _replaced(
     given: tuple[Any, ...],
     named: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and named arguments with another value for one of them, where it stood.
-
-    names: of the positional parameters, in order.
-    """
+    """Return positional and named arguments with `value` for the one called `name`, in its
+    place."""
     if name in named:
         return given, {**named, name: value}
     index = names.index(name)

@@ -161,11 +161,8 @@ class StageExecutor:
     # ---- the model
 
     def attach(self, model: nn.Module, *, lockstep: bool) -> None:
-        """Make the stage run on chunks. `lockstep` is of no effect: ranks meet as actions say.
-        Collective over the world.
-
-        Raises ValueError for another model than the one that was cut.
-        """
+        """Make the stage run on chunks; `lockstep` has no effect. Collective over the world.
+        Raises ValueError for another model than the one that was cut."""
         base = self.stage.stack.model
         if model is not base:
             raise ValueError("the engine was made for another model")
@@ -288,21 +285,16 @@ class StageExecutor:
 def stage_executor_for(
     trainer: Trainer, args: FlexSeqArguments
 ) -> Callable[[EngineSetup], StageExecutor]:
-    """Return what makes the executor of the trainer's engine.
-
-    Raises NotImplementedError for a Trainer or a setting of FSDP that stages cannot follow.
-    """
+    """Return the maker of the engine's executor. Raises NotImplementedError for unsuitable
+    settings."""
     fsdp = take_over_fsdp(trainer)
     check_pipeline_trainer(trainer, args)
     return partial(StageExecutor, model=trainer.model, fsdp=fsdp)
 
 
 def _call_loss_once(device: torch.device, dtype: torch.dtype) -> None:
-    """Run the chunked loss of one token, which nobody uses.
-
-    torch's, which CUDA has, registers its operators in its first call, which takes 0.2 s and more.
-    In the first step all stages would wait for the last one meanwhile.
-    """
+    """Run the chunked loss of one token: torch's registers its operators in its first call, 0.2 s
+    and more, for which all stages would wait."""
     hidden = torch.zeros(1, 1, dtype=dtype, device=device, requires_grad=True)  # [tokens, width]
     weight = torch.zeros(2, 1, dtype=dtype, device=device, requires_grad=True)  # [words, width]
     target = torch.zeros(1, dtype=torch.int64, device=device)
@@ -345,10 +337,7 @@ def _pipelines(stages: int, ranks_per_stage: int) -> list[list[int]]:
 
 
 def token_bytes(model: PreTrainedModel, *, hidden_bytes: int) -> StageTokenBytes:
-    """Return the bytes of one token, from the model's configuration.
-
-    hidden_bytes: of one number of the hidden states between two layers
-    """
+    """Return the bytes of one token. hidden_bytes: of one number of the hidden states."""
     shape = model_shape(model)
     query = shape.heads * shape.head_dim
     key_value = 2 * shape.kv_heads * shape.head_dim

@@ -21,11 +21,8 @@ from hf_flexseq.hf.refusals.pipeline import check_fsdp_of_stages
 
 
 def take_over_fsdp(trainer: Any) -> bool:
-    """Decide if the stages are to be sharded; accelerate then leaves them alone for good, since a
-    model that is cut stays cut.
-
-    Raises NotImplementedError, naming it, for a setting of FSDP that stages cannot follow.
-    """
+    """Decide if the stages are to be sharded; accelerate then never touches them, as a cut model
+    stays cut. Raises NotImplementedError for a setting of FSDP that stages cannot follow."""
     state = trainer.accelerator.state
     plugin = getattr(state, "fsdp_plugin", None) or _asked_for(trainer.args)
     if plugin is None:

@@ -24,11 +24,8 @@ def wants_predictions(trainer: Any, *, predicts: bool) -> bool:
 
 
 def check_predictions(trainer: Any, stages: int) -> None:
-    """Raise NotImplementedError or ValueError if predictions of a causal language model are not
-    available, or would be whole vocabularies.
-
-    stages: number of stages of the pipeline.
-    """
+    """Raise NotImplementedError or ValueError if predictions of a causal language model are
+    unavailable or whole vocabularies. stages: of the pipeline."""
     model = base_model(trainer.model)
     if is_classifier(model):
         return

@@ -68,11 +68,9 @@ def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
 
 
 def check_loss_of_model(trainer: Any, model: PreTrainedModel) -> None:
-    """Raise NotImplementedError for a loss function or a router loss that would not be trained;
-    log a loss that the plain Trainer divides differently.
-
-    model: the model of the trainer, without adapters; `check_model` has accepted it.
-    """
+    """Raise NotImplementedError for a loss function or router loss that would not be trained; log
+    a loss that the plain Trainer divides differently. model: without adapters, accepted by
+    `check_model`."""
     refuse(MODEL, TrainerOfModel(trainer, model))
     if has_planned_loss(trainer):
         return  # its loss calls no loss_function, and counts as the plain Trainer does
