@@ -6,9 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hf_flexseq.distributed.transport import Message
 from tests.matching import Launches, poison
+from tests.process_group import needs_new_names, run_threads_with_groups
 from tests.threads import ThreadHub
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -233,3 +235,33 @@ def test_a_rank_has_one_thread_of_torch_and_the_process_keeps_its_own():
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
+
+
+# ---- torch's process group over it; `tests/hf/test_one_order.py` reduces gradients by it
+
+
+def reduce_asynchronously(rank, world_size):
+    x = torch.full((3,), float(rank))
+    work = dist.all_reduce(x, async_op=True)
+    before = x.clone()
+    work.wait()
+    work.wait()  # as torch does in some places
+    return before, x
+
+
+@needs_new_names
+def test_what_is_reduced_cannot_be_read_before_the_wait():
+    for before, after in run_threads_with_groups(reduce_asynchronously, 2):
+        assert before.isnan().all()
+        assert (after == 1).all()
+
+
+def reduce_in_two_orders(rank, world_size):
+    for size in (4, 6) if rank == 0 else (6, 4):
+        dist.all_reduce(torch.ones(size))
+
+
+@needs_new_names
+def test_collectives_in_another_order_are_named_on_both_sides():
+    with pytest.raises(RuntimeError, match=r"rank \d comes to allreduce .* where rank \d comes"):
+        run_threads_with_groups(reduce_in_two_orders, 2)

@@ -23,23 +23,12 @@ CASES = {merged: ROWS, added: ROWS, gathered: ROWS, packed: HEAD_RANGES}  # by o
 every_operation = pytest.mark.parametrize("operation", CASES, ids=lambda one: one.__name__)
 
 
-def test_results_over_no_keys_merge_to_one_over_no_keys():
-    nothing, nothing_lse = torch.zeros(1, 3, 7), torch.full((1, 3), -torch.inf)
-    TORCH.merge(nothing, nothing_lse, slice(None), nothing.clone(), nothing_lse.clone())
-    assert (nothing == 0).all()
-    assert (nothing_lse == -torch.inf).all()
-
-
 def test_heads_that_ranks_share_are_summed_in_float32_and_rounded_once():
     layout = HeadLayout([[slice(0, 1)] * 8], 1)
     flat = normal(0, (8 * 3,), torch.bfloat16)
     got = torch.empty(1, 1, 3, dtype=torch.bfloat16)
     TORCH.unpack(flat, layout, torch.from_numpy(layout.numbers), (got,))
     assert torch.equal(got[0, 0], flat.float().view(8, 3).sum(0).bfloat16())
-
-
-def test_heads_that_divide_are_one_copy_for_each_tensor():
-    assert len(HeadLayout(HEAD_RANGES["heads that divide"], 5).runs) == 3
 
 
 # ---- Triton

@@ -9,7 +9,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.program import heads, ring_steps
 from hf_flexseq.program.compile import BACKWARD
 from hf_flexseq.program.instructions import LayerShape, RowShape
-from tests.budget import for_seeds
+from tests.budget import examples, for_seeds
 from tests.plans import random_plan
 from tests.program.check import ProgramError, check
 from tests.program.compiled import posts_of, programs_of, programs_of_group
@@ -25,7 +25,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setitem(ring_steps.WORTHY_PAIRS, "cuda", 1)
 
 
-@for_seeds(30)
+@for_seeds(examples(30))
 def test_random_plans_come_to_their_end(seed, monkeypatch):
     rng = random.Random(seed)
     monkeypatch.setitem(ring_steps.WORTHY_PAIRS, "cuda", rng.choice((1, 100, 10**9)))
