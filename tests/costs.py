@@ -4,6 +4,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
+from hf_flexseq.cost.recurrent import RecurrentLayers
 from hf_flexseq.cost.shapes import ModelShape
 
 SMALL = ModelShape(
@@ -15,6 +16,18 @@ SMALL = ModelShape(
     intermediate=1024,
     vocab=4096,
     params=6_000_000,
+)
+
+
+SCAN = RecurrentLayers(
+    kind="gated_delta",
+    share=0.75,
+    token_s=2.0,
+    again_s=0.5,
+    chunk=4,
+    summary_bytes=24.0,
+    halo_bytes=3.0,
+    row_bytes=48.0,
 )
 
 

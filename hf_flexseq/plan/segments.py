@@ -7,7 +7,7 @@ sequence, in token order, are its *chain*:
     zigzag on two ranks, 8 tokens       0 0 1 1 1 1 0 0
     chain                               rank 0 [0, 2), rank 1 [2, 6), rank 0 [6, 8)
 
-Adjacent chunks of one rank are one segment. `tests/plan/test_segments.py` compares the chains with
+Adjacent chunks of one rank are one segment. `tests/plan/test_shard.py` compares the chains with
 the slices of all ranks.
 """
 

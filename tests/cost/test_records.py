@@ -10,22 +10,12 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.kinds import NearLayers
 from hf_flexseq.cost.model import HOST_CONSTANTS
 from hf_flexseq.cost.presets import PRESETS, load_cost_model
-from hf_flexseq.cost.recurrent import RecurrentLayers
-from tests.costs import simple_cost
+from tests.costs import SCAN, simple_cost
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 H200 = PRESETS["llama-3.1-8b-h200"]
 WINDOWS = {"share": 0.5, "attention_s": 1.0, "window": 2}
-SCANS = {
-    "kind": "gated_delta",
-    "share": 0.75,
-    "token_s": 2.0,
-    "again_s": 0.5,
-    "chunk": 4,
-    "summary_bytes": 24.0,
-    "halo_bytes": 3.0,
-    "row_bytes": 48.0,
-}
+SCANS = SCAN.to_record()
 CHANGED = {
     "heads": 64,
     "ring_bytes": 1.0,
@@ -42,8 +32,7 @@ CHANGED = {
 
 def test_json_round_trip(tmp_path):
     chunks = NearLayers(reach=Reach(chunk=8192), share=0.25, attention_s=1e-9)
-    scans = RecurrentLayers(**SCANS)
-    for model in (*PRESETS.values(), simple_cost(kinds=(chunks,), recurrent=(scans,))):
+    for model in (*PRESETS.values(), simple_cost(kinds=(chunks,), recurrent=(SCAN,))):
         model.save(tmp_path / "cost.json")
         loaded = load_cost_model(str(tmp_path / "cost.json"))
         assert loaded == model

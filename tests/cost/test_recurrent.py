@@ -9,7 +9,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import GroupKind, kinds_ns
 from hf_flexseq.cost.launches import segments_work
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.cost.recurrent import RecurrentLayers, filled, segments_of_rank, summaries
+from hf_flexseq.cost.recurrent import filled, segments_of_rank, summaries
 from hf_flexseq.plan.segments import chains_of
 from hf_flexseq.program.compile import (
     HALO,
@@ -21,20 +21,10 @@ from hf_flexseq.program.compile import (
     of_rows,
 )
 from hf_flexseq.program.instructions import RowShape
-from tests.costs import simple_cost
+from tests.costs import SCAN, simple_cost
 from tests.plans import planned, shards_of
 
 STRATEGIES = ["ulysses", "zigzag", "balanced", "hybrid"]
-SCAN = RecurrentLayers(
-    kind="gated_delta",
-    share=0.75,
-    token_s=2.0,
-    again_s=0.5,
-    chunk=4,
-    summary_bytes=24.0,
-    halo_bytes=3.0,
-    row_bytes=48.0,
-)
 SIMPLE = simple_cost(heads=8, recurrent=(SCAN,), attention_share=0.25)
 
 

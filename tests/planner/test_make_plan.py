@@ -1,10 +1,11 @@
 """make_plan on special batches: close to its bound, with notes, refused with a remedy, and the
-same on every run."""
+same on every run; and the order of its micro-batches."""
 
 import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -12,15 +13,20 @@ import pytest
 
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost import step_ns
 from hf_flexseq.cost.kinds import NearLayers
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.plan import Plan, PlanInfeasible
+from hf_flexseq.plan import MicroBatch, Plan, PlanInfeasible
 from hf_flexseq.planner import make_plan
-from tests.plans import planned
+from hf_flexseq.planner.order import best_order
+from tests.budget import for_seeds
+from tests.plans import group, planned, random_plan
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 GEMMA = PRESETS["gemma-3-27b-h100"]
+H200 = PRESETS["llama-3.1-8b-h200"]
 CLUSTER = Topology(nodes=8, ranks_per_node=8)
+PAIR = Topology(nodes=1, ranks_per_node=2)
 NODE = Topology(nodes=1, ranks_per_node=4)
 EIGHT = Topology(nodes=2, ranks_per_node=4)
 CAP = {"max_tokens_per_rank": 20_000}
@@ -206,3 +212,49 @@ def test_notes_on_degrees_that_were_not_chosen():
     local = planned([500] * 4, NODE, FLEXSP, strategy="local", **CAP)
     assert static.notes == ("degree 2 for every sequence, set by sp_degree",)
     assert local.notes == ("degree 1 for every sequence",)
+
+
+# ---- the order of micro-batches
+
+
+def micro_batch(*, shared: int | None = None, first: int | None = None, second: int | None = None):
+    """A sequence of both ranks, and of each of them alone."""
+    places = (((0, 2), shared), ((0, 1), first), ((1, 2), second))
+    return MicroBatch(groups=tuple(group(*ranks, one) for ranks, one in places if one is not None))
+
+
+@pytest.mark.parametrize("sync", ["lockstep", "free"])
+def test_what_communicates_most_comes_first(sync):
+    lengths = (8000, 3000, 900, 4000, 4000, 500)
+    whole, mixed = micro_batch(shared=0), micro_batch(shared=1, first=2)
+    local, small = micro_batch(first=3, second=4), micro_batch(second=5)
+    _, made = best_order((local, mixed, small, whole), lengths, PAIR, FLEXSP, sync=sync)
+    assert made == (whole, mixed, small, local)
+
+
+def test_free_ranks_wait_less_when_what_they_do_alone_comes_last():
+    """3,000 tokens more on rank 0, then as many on rank 1: between shared sequences each has to
+    wait."""
+    lengths = (8000, 3000, 8000, 3000)
+    whole, other = micro_batch(shared=0), micro_batch(shared=2)
+    first, second = micro_batch(first=1), micro_batch(second=3)
+    given = (first, whole, second, other)
+    nanoseconds, made = best_order(given, lengths, PAIR, FLEXSP, sync="free")
+    assert made == (whole, other, first, second)
+    assert nanoseconds < step_ns(FLEXSP, given, lengths, PAIR, sync="free")
+
+
+@for_seeds(30)
+def test_nothing_is_lost_and_no_step_gets_longer(seed):
+    rng = random.Random(seed)
+    nodes = rng.choice((1, 2))
+    lengths = [rng.randint(1, 60_000) for _ in range(rng.randint(1, 12))]
+    given = random_plan(lengths, 4, rng, micro_batches=5, nodes=nodes).micro_batches
+    topology = Topology(nodes=nodes, ranks_per_node=4 // nodes)
+    for sync in ("lockstep", "free"):
+        nanoseconds, made = best_order(given, lengths, topology, H200, sync=sync)
+        assert Counter(made) == Counter(given)
+        before, after = (
+            step_ns(H200, order, lengths, topology, sync=sync) for order in (given, made)
+        )
+        assert nanoseconds == after <= before
