@@ -1,24 +1,17 @@
 """Private parts of packages that are used only where they are installed."""
 
+import inspect
+
 import pytest
 
-from tests.contracts.look import parameters
+from tests.contracts.look import calls, parameters
 
 
 def test_flash_attn_takes_packed_sequences_by_these_names():
     # kernels/flash_attn.py
     interface = pytest.importorskip("flash_attn.flash_attn_interface")
-    shared = {
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        "max_seqlen_q",
-        "max_seqlen_k",
-        "dropout_p",
-        "softmax_scale",
-        "causal",
-        "softcap",
-        "alibi_slopes",
-    }
+    shared = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "dropout_p"}
+    shared |= {"softmax_scale", "causal", "softcap", "alibi_slopes"}
     forward = parameters(interface._flash_attn_varlen_forward)
     assert forward[:3] == ["q", "k", "v"]
     assert shared | {"return_softmax"} <= set(forward)
@@ -39,16 +32,19 @@ def test_liger_s_loss_takes_its_arguments_in_this_order():
     ops = pytest.importorskip("liger_kernel.ops.fused_linear_cross_entropy")
     forward = parameters(ops.LigerFusedLinearCrossEntropyFunction.forward)
     assert forward[1:13] == [
-        "_input",
-        "weight",
-        "target",
-        "bias",
-        "ce_weight",
-        "ignore_index",
-        "lse_square_scale",
-        "label_smoothing",
-        "reduction",
-        "softcap",
-        "return_z_loss",
-        "accum_dtype",
+        *("_input", "weight", "target", "bias", "ce_weight", "ignore_index", "lse_square_scale"),
+        *("label_smoothing", "reduction", "softcap", "return_z_loss", "accum_dtype"),
     ]
+
+
+def test_trl_s_sft_trainer_is_what_ours_answers_to():
+    trainer = pytest.importorskip("trl").SFTTrainer
+    # FlexSeqMixin hands this method, which refuses masks without labels, the collator inside ours
+    method = trainer._reject_skip_prepare_without_labels
+    assert parameters(method) == ["datasets", "data_collator"]
+    assert calls(trainer, "_reject_skip_prepare_without_labels")
+    source = inspect.getsource(trainer)
+    assert "fused_lm_head" in source  # hf/model/loss.py keeps TRL's head where it is asked for
+    # hf/token_means.py makes one value of the figures of a step
+    assert 'self._metrics[mode]["mean_token_accuracy"].append(' in source
+    assert 'self._metrics[mode]["num_tokens"] = [self._total_train_tokens]' in source

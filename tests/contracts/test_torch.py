@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import attention
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import _CheckpointFrame, checkpoint
 
 from hf_flexseq.distributed.communicator import Communicator
@@ -36,6 +37,7 @@ def frame_in_closure(hook):
 
 def test_the_hooks_of_a_checkpointed_region_hold_its_frame_and_the_replay_s_hold_it_weakly():
     seen = []
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
     def region(x):
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -49,23 +51,10 @@ def test_the_hooks_of_a_checkpointed_region_hold_its_frame_and_the_replay_s_hold
     assert (first_weak, replay_weak) == (False, True)
 
 
-def test_outside_of_a_region_there_are_no_saved_tensor_hooks():
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
-def test_a_dispatch_mode_is_counted():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            return function(*args, **(kwargs or {}))
-
+def test_a_dispatch_mode_is_counted_and_so_are_the_writes_to_a_tensor():
     assert torch._C._len_torch_dispatch_stack() == 0
-    with Mode():
+    with TorchDispatchMode():
         assert torch._C._len_torch_dispatch_stack() == 1
-
-
-def test_a_tensor_counts_the_writes_to_it():
     x = torch.zeros(2)
     before = x._version
     x.add_(1)
@@ -75,35 +64,36 @@ def test_a_tensor_counts_the_writes_to_it():
 # ---- kernels/torch_varlen.py and kernels/cpu_flash.py: attention with a log-sum-exp
 
 
-def test_flash_attention_on_cuda_takes_what_torch_varlen_gives_it():
-    positional, keywords = schema_arguments(torch.ops.aten._flash_attention_forward.default)
-    assert positional == [
-        "query",
-        "key",
-        "value",
-        "cum_seq_q",
-        "cum_seq_k",
-        "max_q",
-        "max_k",
-        "dropout_p",
-        "is_causal",
-        "return_debug_mask",
-    ]
-    assert "scale" in keywords
-    positional, keywords = schema_arguments(torch.ops.aten._flash_attention_backward.default)
-    assert positional[:6] == ["grad_out", "query", "key", "value", "out", "logsumexp"]
-    assert positional[6:] == [
-        "cum_seq_q",
-        "cum_seq_k",
-        "max_q",
-        "max_k",
-        "dropout_p",
-        "is_causal",
-        positional[12],  # the state of the random numbers, called differently over the versions
-        positional[13],
-    ]
-    assert len(positional) == 14
-    assert "scale" in keywords
+QKV = ["query", "key", "value"]
+PACKED = ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
+BACKWARD = ["grad_out", *QKV, "out", "logsumexp"]
+
+
+@pytest.mark.parametrize(
+    ("operation", "wanted", "others", "by_keyword"),
+    [
+        # the state of the random numbers is called differently over the versions
+        ("_flash_attention_forward", [*QKV, *PACKED, "return_debug_mask"], 0, {"scale"}),
+        ("_flash_attention_backward", [*BACKWARD, *PACKED], 2, {"scale"}),
+        (
+            "_scaled_dot_product_flash_attention_for_cpu",
+            [*QKV, "dropout_p", "is_causal"],
+            0,
+            {"attn_mask", "scale"},
+        ),
+        (
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+            [*BACKWARD, "dropout_p", "is_causal"],
+            0,
+            {"attn_mask", "scale"},
+        ),
+    ],
+)
+def test_flash_attention_takes_what_it_is_given(operation, wanted, others, by_keyword):
+    positional, keywords = schema_arguments(getattr(torch.ops.aten, operation).default)
+    assert positional[: len(wanted)] == wanted
+    assert len(positional) == len(wanted) + others
+    assert by_keyword <= set(keywords)
 
 
 def test_the_registry_of_attention_names_what_is_active():
@@ -114,32 +104,11 @@ def test_the_registry_of_attention_names_what_is_active():
     assert callable(attention.restore_flash_attention_impl)
 
 
-def test_flash_attention_on_the_cpu_takes_what_cpu_flash_gives_it():
-    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    positional, keywords = schema_arguments(forward)
-    assert positional == ["query", "key", "value", "dropout_p", "is_causal"]
-    assert {"attn_mask", "scale"} <= set(keywords)
-    positional, keywords = schema_arguments(backward)
-    assert positional == [
-        "grad_out",
-        "query",
-        "key",
-        "value",
-        "out",
-        "logsumexp",
-        "dropout_p",
-        "is_causal",
-    ]
-    assert {"attn_mask", "scale"} <= set(keywords)
-
-
 def test_flash_attention_on_the_cpu_is_causal_from_the_top_left_and_gives_a_natural_logsumexp():
     q = torch.randn(1, 1, 2, 8, dtype=torch.float64)
     k, v = torch.randn(2, 1, 1, 3, 8, dtype=torch.float64)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, True, scale=1.0
-    )
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = attend(q, k, v, 0.0, True, scale=1.0)
     scores = q @ k.transpose(-1, -2)  # [1, 1, 2, 3]
     assert torch.allclose(out[0, 0, 0], v[0, 0, 0])  # the first query reads the first key alone
     first, second = lse.flatten()
@@ -160,22 +129,36 @@ def test_linear_cross_entropy_takes_a_chunk_size():
     assert nn.LinearCrossEntropyOptions(batch_chunk_size=3).batch_chunk_size == 3
 
 
-# ---- distributed/communicator.py: the timeout of the job's own group
+# ---- on two ranks
 
 
-def timeout_of_the_job(rank, world_size):
+def on_two_ranks(rank, world_size):
+    """What each check below has found on this rank, by its name."""
+    found = {check.__name__: check(rank) for check in (timeout, asked_of_ddp, by_hand, settings)}
+    return found | {f"broadcasts, ours {is_ours}": broadcasts(rank, is_ours) for is_ours in WAYS}
+
+
+WAYS = (True, False)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """By rank."""
+    return run_ranks(on_two_ranks, 2, group_seconds=77)
+
+
+def timeout(rank):
+    """Of the job's own group, which distributed/communicator.py reads."""
     world = dist.distributed_c10d._get_default_group()
     return world._get_backend(torch.device("cpu")).options._timeout
 
 
 @pytest.mark.processes
-def test_the_default_group_tells_its_timeout():
-    assert (
-        run_ranks(timeout_of_the_job, 2, group_seconds=77) == [datetime.timedelta(seconds=77)] * 2
-    )
+def test_the_default_group_tells_its_timeout(found):
+    assert [one["timeout"] for one in found] == [datetime.timedelta(seconds=77)] * 2
 
 
-# ---- hf/reduction.py: DDP that does not reduce, and broadcasts buffers all the same
+# hf/reduction.py: DDP that does not reduce, and broadcasts buffers all the same
 
 
 class HasBuffer(nn.Module):
@@ -188,7 +171,7 @@ class HasBuffer(nn.Module):
         return self.linear(x) + 0 * self.own_rank
 
 
-def broadcasts(rank, world_size, is_ours):
+def broadcasts(rank, is_ours):
     """Whether each of four forwards, two a step, has given this rank the buffer of rank 0."""
     model = HasBuffer()
     ddp = DistributedDataParallel(model)
@@ -213,14 +196,14 @@ def broadcasts(rank, world_size, is_ours):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_ddp_broadcasts_buffers_with_the_first_forward_of_a_step(is_ours):
-    first, second = run_ranks(broadcasts, 2, is_ours)
+@pytest.mark.parametrize("is_ours", WAYS)
+def test_ddp_broadcasts_buffers_with_the_first_forward_of_a_step(found, is_ours):
+    first, second = (one[f"broadcasts, ours {is_ours}"] for one in found)
     assert first == [False] * 4  # rank 0 has its own
     assert second == [True, False, True, False]
 
 
-def what_ddp_is_asked(rank, world_size):
+def asked_of_ddp(rank):
     model = HasBuffer()
     model._ddp_params_and_buffers_to_ignore = ["linear.bias"]
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
@@ -231,14 +214,14 @@ def what_ddp_is_asked(rank, world_size):
 
 
 @pytest.mark.processes
-def test_ddp_tells_its_hooks_and_what_it_ignores():
-    assert run_ranks(what_ddp_is_asked, 2) == [(True, True, 0, 1)] * 2
+def test_ddp_tells_its_hooks_and_what_it_ignores(found):
+    assert [one["asked_of_ddp"] for one in found] == [(True, True, 0, 1)] * 2
 
 
-# ---- pipeline/sharding.py: FSDP2 driven by hand
+# pipeline/sharding.py: FSDP2 driven by hand
 
 
-def sharded_by_hand(rank, world_size):
+def by_hand(rank):
     linear = nn.Linear(4, 4, bias=False)
     kind = type(linear)
     unit = fully_shard(linear, reshard_after_forward=False)
@@ -258,20 +241,14 @@ def sharded_by_hand(rank, world_size):
 
 
 @pytest.mark.processes
-def test_a_unit_of_fsdp2_unshards_and_reshards_when_told_to():
-    assert run_ranks(sharded_by_hand, 2) == [(True, True, True, True, True)] * 2
+def test_a_unit_of_fsdp2_unshards_and_reshards_when_told_to(found):
+    assert [one["by_hand"] for one in found] == [(True, True, True, True, True)] * 2
 
 
-def test_fsdp_modules_are_known_by_a_method():
-    # hf/model/facts.py takes a module that has it for one that FSDP shards
-    assert hasattr(FSDPModule, "set_requires_gradient_sync")
-    assert not hasattr(nn.Module, "set_requires_gradient_sync")
+# hf/sharding.py: FSDP2 told per step what to keep
 
 
-# ---- hf/sharding.py: FSDP2 told per step what to keep
-
-
-def settings_of_units(rank, world_size):
+def settings(rank):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0], reshard_after_forward=True)
     fully_shard(model[1], reshard_after_forward=False)
@@ -279,34 +256,32 @@ def settings_of_units(rank, world_size):
 
     def found():
         states = [fully_shard.state(unit) for unit in (model[0], model[1], model)]
-        frees = []
-        for state in states:
-            (group,) = parameter_groups(state)
-            frees.append(group.post_forward_mesh_info is not None)
+        groups = [group for state in states for group in parameter_groups(state)]
+        frees = [group.post_forward_mesh_info is not None for group in groups]
         return [state._auto_reshard_after_forward for state in states], frees
 
     before = found()
     model(torch.ones(1, 4)).sum().backward()
     after = found()
     model[0].set_reshard_after_forward(False, recurse=False)
-    kept = found()
-    return before, after, kept
+    return before, after, found()
 
 
 @pytest.mark.processes
-def test_fsdp2_says_which_units_free_their_parameters_after_a_forward():
+def test_fsdp2_says_which_units_free_their_parameters_after_a_forward(found):
     automatic = [False, False, True]
-    for before, after, kept in run_ranks(settings_of_units, 2):
-        # the outermost unit decides in its first forward
-        assert before == (automatic, [True, False, True])
-        assert after == (automatic, [True, False, False])
-        assert kept == (automatic, [False, False, False])
+    # the outermost unit decides in its first forward
+    frees = ([True, False, True], [True, False, False], [False, False, False])
+    for one in found:
+        assert one["settings"] == tuple((automatic, of_units) for of_units in frees)
 
 
 def test_fsdp2_can_be_told_unit_by_unit():
     for name in ("reshard_after_forward", "reshard_after_backward", "requires_gradient_sync"):
         assert parameters(getattr(FSDPModule, f"set_{name}"))[-1:] == ["recurse"], name
     assert parameters(FSDPModule.set_requires_all_reduce)[-1:] == ["recurse"]
+    # hf/model/facts.py takes a module that has this method for one that FSDP shards
+    assert not hasattr(nn.Module, "set_requires_gradient_sync")
 
 
 # ---- pipeline/stages.py, pipeline/weights.py, hf/model/loss.py: forwards replaced on instances
