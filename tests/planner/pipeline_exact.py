@@ -8,105 +8,80 @@ States that another state reached no later in any respect are dropped, and so ar
 beat the best.
 """
 
+from collections import defaultdict
 from itertools import accumulate
 
 from hf_flexseq.planner.pipeline.orders import backward_names
 
+KINDS = "FIW"
+
 
 def shortest(sizes, costs, memory_limit):
     """Nanoseconds of the best order, None where a unit alone does not fit."""
-    return _Search(sizes, costs, memory_limit).best
+    stages = range(len(costs.forward))
+    count = sum(sizes)
+    firsts = list(accumulate(sizes, initial=0))
+    backward = [firsts[unit] + index for unit, index in backward_names(sizes)]
+    orders = {"F": range(count), "I": backward, "W": backward}
+    rows = {"F": costs.forward, "I": costs.input_grad, "W": costs.weight_grad}
+    seen = defaultdict(list)  # by counts of actions, the times of states
+    best = None
 
+    def fits(s, done):
+        """Whether a stage has memory for its next forward. done: its actions of each kind."""
+        forwarded = set(range(done["F"] + 1))
+        held = sum(costs.held[s][place] for place in forwarded - set(backward[: done["W"]]))
+        begun = forwarded & set(firsts) - set(backward[: done["I"]])
+        carried = sum(costs.carried[s][place] for place in begun)
+        return held + carried + max(costs.carried[s]) <= memory_limit[s]
 
-class _Search:
-    def __init__(self, sizes, costs, memory_limit):
-        self.costs, self.stages, self.count = costs, len(costs.forward), sum(sizes)
-        firsts = list(accumulate(sizes, initial=0))
-        self.backward = [firsts[unit] + index for unit, index in backward_names(sizes)]
-        self.memory_limit = [
-            limit - max(carried)
-            for limit, carried in zip(memory_limit, costs.carried, strict=True)
-        ]
-        self.first = set(firsts)
-        self.best, self.seen = None, {}
-        start = tuple([0] * self.stages)
-        self._visit((start, start, start, start), {}, {})
-
-    def _held(self, s, f, i, w):
-        held, carried = self.costs.held[s], self.costs.carried[s]
-        gone = {self.backward[k] for k in range(w)}
-        drained = {self.backward[k] for k in range(i)}
-        total = sum(held[place] for place in range(f) if place not in gone)
-        return total + sum(
-            carried[place] for place in range(f) if place in self.first and place not in drained
-        )
-
-    def _ready(self, state, ahead, back):
-        """(stop, start, stage, kind, place) of every action that may come next on its stage."""
-        f, i, w, free = state
-        for s in range(self.stages):
-            if f[s] < self.count and self._held(s, f[s] + 1, i[s], w[s]) <= self.memory_limit[s]:
-                place = f[s]
-                arrived = ahead.get((s, place)) if s else 0
+    def ready(counts, free, arrivals):
+        """Yield (stop, start, stage, kind, place) of every action that may come next."""
+        for s in stages:
+            done = counts[s]
+            for kind in KINDS:
+                if done[kind] == count or (kind == "F" and not fits(s, done)):
+                    continue
+                place = orders[kind][done[kind]]
+                arrived = 0 if s == 0 and kind == "F" else arrivals.get((kind, s, place))
                 if arrived is not None:
                     start = max(free[s], arrived)
-                    yield start + self.costs.forward[s][place], start, s, "F", place
-            if i[s] < self.count:
-                place = self.backward[i[s]]
-                arrived = back.get((s, place))
-                if arrived is not None and place < f[s]:
-                    start = max(free[s], arrived)
-                    yield start + self.costs.input_grad[s][place], start, s, "I", place
-            if w[s] < i[s]:
-                place = self.backward[w[s]]
-                yield free[s] + self.costs.weight_grad[s][place], free[s], s, "W", place
+                    yield start + rows[kind][s][place], start, s, kind, place
 
-    def _bound(self, state):
-        f, i, w, free = state
-        costs, ends = self.costs, []
-        for s in range(self.stages):
-            left = sum(costs.forward[s][f[s] :])
-            left += sum(costs.input_grad[s][p] for p in self.backward[i[s] :])
-            left += sum(costs.weight_grad[s][p] for p in self.backward[w[s] :])
+    def bound(counts, free):
+        """Nanoseconds that the stages take at least."""
+        ends = []
+        for s in stages:
+            left = sum(rows[k][s][p] for k in KINDS for p in orders[k][counts[s][k] :])
             ends.append(free[s] + left)
         return max(ends)
 
-    def _visit(self, state, ahead, back):
-        f, i, w, free = state
-        if min(w) == self.count:
-            self.best = max(free) if self.best is None else min(self.best, max(free))
+    def visit(counts, free, arrivals):
+        nonlocal best
+        if best is not None and bound(counts, free) >= best:
             return
-        if self.best is not None and self._bound(state) >= self.best:
+        if all(done["W"] == count for done in counts):
+            best = max(free)
             return
-        times = (*free, *(ahead[k] for k in sorted(ahead)), *(back[k] for k in sorted(back)))
-        known = self.seen.setdefault((f, i, w), [])
+        times = (*free, *(arrivals[key] for key in sorted(arrivals)))
+        known = seen[tuple(tuple(done.values()) for done in counts)]
         if any(all(a <= b for a, b in zip(other, times, strict=True)) for other in known):
             return
-        known[:] = [
-            other for other in known if not all(b <= a for a, b in zip(other, times, strict=True))
-        ] + [times]
-        actions = sorted(self._ready(state, ahead, back))
-        if not actions:
-            return
-        soonest, _, stage, _, _ = actions[0]
+        known.append(times)
+        actions = sorted(ready(counts, free, arrivals))
         for stop, start, s, kind, place in actions:
-            if s == stage and start < soonest:
-                self._visit(*self._after(state, ahead, back, s, kind, place, stop))
+            if s == actions[0][2] and start < actions[0][0]:
+                later = {key: at for key, at in arrivals.items() if key != (kind, s, place)}
+                receiver = s + 1 if kind == "F" else s - 1
+                if kind == "F" and receiver not in stages:
+                    later["I", s, place] = stop
+                elif kind != "W" and receiver in stages:
+                    later[kind, receiver, place] = stop + costs.send[place]
+                if kind == "I":
+                    later["W", s, place] = stop
+                after = [dict(done) for done in counts]
+                after[s][kind] += 1
+                visit(after, [*free[:s], stop, *free[s + 1 :]], later)
 
-    def _after(self, state, ahead, back, s, kind, place, stop):
-        counts = [list(part) for part in state]
-        counts["FIW".index(kind)][s] += 1
-        counts[3][s] = stop
-        ahead, back = dict(ahead), dict(back)
-        at = stop + self.costs.send[place]
-        if kind == "F":
-            ahead.pop((s, place), None)
-            if s + 1 < self.stages:
-                ahead[s + 1, place] = at
-            else:
-                back[s, place] = stop
-        elif kind == "I":
-            back.pop((s, place))
-            if s:
-                back[s - 1, place] = at
-        return tuple(map(tuple, counts)), ahead, back
+    visit([dict.fromkeys(KINDS, 0) for _ in stages], [0 for _ in stages], {})
+    return best
