@@ -37,6 +37,11 @@ def join(topology=None, **options):
     return Communicator(topology, transport=transport, **options)
 
 
+def host_exchanges(communicator):
+    """How many exchanges of the CPU group this rank has had, where it is a thread."""
+    return communicator.transport.hub.meetings._next[communicator.rank]
+
+
 def this_rank():
     """The number of this rank, where it is a thread."""
     return _this_rank.transport.rank

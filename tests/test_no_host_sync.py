@@ -175,6 +175,7 @@ def recur(kind, x, weight, seq_ctx):
     return rule(heads, heads, heads, g, heads[..., 1], seq_ctx, l2norm=True).flatten(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(
     "name, kind", [("ulysses", "gated delta"), ("zigzag", "mamba2"), ("nested", "kimi delta")]

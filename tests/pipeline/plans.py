@@ -4,9 +4,9 @@ them."""
 from itertools import pairwise
 
 from hf_flexseq.cost.pipeline_check import check
-from hf_flexseq.plan.pipeline import Action, Chunk, PipelinePlan
-from hf_flexseq.plan.shard import Slice
+from hf_flexseq.plan.pipeline import Action
 from hf_flexseq.planner.pipeline.orders import interleaved
+from tests.pipelines import chunk_of, plan_of
 
 
 def random_pipeline_plan(
@@ -24,22 +24,17 @@ def random_pipeline_plan(
         tuple(rng.randint(0, layers) for _ in chunks) for _ in range(stages * virtual)
     )
     if virtual > 1:
-        lists = interleaved([len(unit) for unit in order], stages, virtual)
-        actions = tuple(_with_split_weights(own, rng) if split_weights else own for own in lists)
+        actions = interleaved([len(unit) for unit in order], stages, virtual)
     else:
-        actions = tuple(
-            _actions(order, stage, stages, rng, split_weights) for stage in range(stages)
-        )
-    plan = PipelinePlan(
-        lengths=tuple(lengths),
-        ranks=stages,
+        actions = [_actions(order, stage, stages) for stage in range(stages)]
+    if split_weights:
+        actions = [_with_split_weights(own, rng) for own in actions]
+    plan = plan_of(
+        list(map(tuple, actions)),
         stages=stages * virtual,
+        lengths=tuple(lengths),
         chunks=chunks,
-        actions=actions,
         checkpointed=checkpointed if checkpointing else (),
-        schedule="random",
-        objective_s=0.0,
-        planning_s=0.0,
     )
     check(plan)
     return plan
@@ -63,10 +58,8 @@ def _cut(unit, members, rng):
     cuts = sorted(rng.sample(range(1, length), min(rng.randint(0, 3), length - 1)))
     bounds = [0, *cuts, length]
     for index, (start, stop) in enumerate(pairwise(bounds)):
-        slices = [Slice(sequence=sequence, start=start, stop=stop)]
-        if stop == length:
-            slices += [Slice(sequence=i, start=0, stop=n) for i, n in others]
-        yield Chunk(unit=unit, index=index, slices=tuple(slices))
+        whole = [(i, 0, n) for i, n in others] if stop == length else []
+        yield chunk_of((sequence, start, stop), *whole, unit=unit, index=index)
 
 
 def _order(chunks):
@@ -77,41 +70,30 @@ def _order(chunks):
     return list(units.values())
 
 
-def _actions(order, stage, stages, rng, split_weights):
+def _actions(order, stage, stages):
     """All forwards in order; a unit's backwards as soon as so many forwards are done as this stage
     keeps in flight."""
     forwards = [name for unit in order for name in unit]
     backwards = [name for unit in order for name in reversed(unit)]
     needs = [i for i, unit in enumerate(order) for _ in unit]  # the unit of each backward
     stops = [sum(len(unit) for unit in order[: i + 1]) for i in range(len(order))]
-    actions, waiting, done = [], [], 0
+    actions, done = [], 0
     for count, name in enumerate(forwards, start=1):
         actions.append(Action(stage, "F", *name))
         while done < len(backwards) and stops[needs[done]] + stages - 1 - stage <= count:
-            _backward(actions, waiting, stage, backwards[done], rng, split_weights)
+            actions.append(Action(stage, "B", *backwards[done]))
             done += 1
-    for name in backwards[done:]:
-        _backward(actions, waiting, stage, name, rng, split_weights)
-    return tuple(actions + [Action(stage, "W", *name) for name in waiting])
+    return actions + [Action(stage, "B", *name) for name in backwards[done:]]
 
 
 def _with_split_weights(own, rng):
-    """The backwards of some stages in two parts, the second ones at the end or before."""
+    """Two thirds of the backwards in two parts, the second ones at the end or before; all chunks
+    of a unit alike."""
     actions, waiting = [], []
     for action in own:
-        split = action.kind == "B" and action.stage % 3 != 1
+        split = action.kind == "B" and (action.stage + action.unit) % 3 > 0
         actions.append(action._replace(kind="I") if split else action)
         waiting += [action._replace(kind="W")] if split else []
-        while waiting and rng.random() < 0.3:
+        while waiting and rng.random() < 0.4:
             actions.append(waiting.pop(0))
-    return (*actions, *waiting)
-
-
-def _backward(actions, waiting, stage, name, rng, split_weights):
-    if not split_weights or name[0] % 3 == 0:  # all chunks of a unit alike
-        actions.append(Action(stage, "B", *name))
-        return
-    actions.append(Action(stage, "I", *name))
-    waiting.append(name)
-    while waiting and rng.random() < 0.5:
-        actions.append(Action(stage, "W", *waiting.pop(0)))
+    return actions + waiting

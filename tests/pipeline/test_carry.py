@@ -186,13 +186,6 @@ def test_chunks_of_one_layout_share_programs_and_no_others_do():
 # ---- wrong orders
 
 
-def test_a_missing_chunk_raises():
-    carry = KVCarry(CpuFlash())
-    run_chunks(1, carry)
-    with pytest.raises(WrongOrder, match=r"stored 6 of 11.*forward of \[7, 11\) is not the next"):
-        run_chunk(carry, CHUNKS[2], qkv())
-
-
 def test_a_chunk_that_comes_twice_raises():
     carry = KVCarry(CpuFlash())
     run_chunks(1, carry)

@@ -153,19 +153,23 @@ def errors_by_case(rank, world_size, degree, virtual):
     return errors
 
 
+ON_PROCESSES = [pytest.mark.processes, pytest.mark.nightly]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "world_size", "degree", "virtual"),
     [
         (run_threads, 2, 1, 1),
-        pytest.param(run_threads, 3, 1, 1, marks=pytest.mark.slow),
-        pytest.param(run_threads, 4, 1, 1, marks=pytest.mark.slow),
-        pytest.param(run_threads, 4, 2, 1, marks=pytest.mark.slow),
-        pytest.param(run_threads, 2, 1, 2, marks=pytest.mark.slow),
-        pytest.param(run_threads, 2, 1, 3, marks=pytest.mark.slow),
-        pytest.param(run_threads, 3, 1, 2, marks=pytest.mark.slow),
-        pytest.param(run_threads, 4, 2, 2, marks=pytest.mark.slow),
-        pytest.param(run_ranks, 4, 2, 1, marks=[pytest.mark.processes, pytest.mark.nightly]),
-        pytest.param(run_ranks, 2, 1, 2, marks=[pytest.mark.processes, pytest.mark.nightly]),
+        (run_threads, 3, 1, 1),
+        (run_threads, 4, 1, 1),
+        (run_threads, 4, 2, 1),
+        (run_threads, 2, 1, 2),
+        (run_threads, 2, 1, 3),
+        (run_threads, 3, 1, 2),
+        (run_threads, 4, 2, 2),
+        pytest.param(run_ranks, 4, 2, 1, marks=ON_PROCESSES),
+        pytest.param(run_ranks, 2, 1, 2, marks=ON_PROCESSES),
     ],
 )
 def test_gradients_equal_one_process(start, world_size, degree, virtual):

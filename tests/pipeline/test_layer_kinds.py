@@ -18,6 +18,7 @@ from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.tiny import documents, reference_gradients, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import (
+    LENGTHS,
     columns_of,
     gradients_of,
     largest_error,
@@ -27,7 +28,6 @@ from tests.pipeline.test_exactness import (
 )
 from tests.ranks import join, run_threads
 
-LENGTHS = [1, 2, 17, 5, 31, 3, 40, 11]
 LENGTHS_OF_HYBRIDS = [1, 2, 17, 5, 131, 3, 70, 11]
 LAYERS = 5
 MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
@@ -83,6 +83,7 @@ def errors_of(rank, world_size, family, wanted, checkpoints_itself):
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "stages", "checkpoints_itself"),
     [

@@ -2,7 +2,7 @@
 
 import pytest
 from accelerate import Accelerator
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer
+from transformers import Trainer
 
 from hf_flexseq import (
     FlexSeqArguments,
@@ -13,8 +13,7 @@ from hf_flexseq import (
 )
 from tests.hf.hybrids import make_hybrid
 from tests.hf.test_trainer import dataset, training_arguments
-from tests.hf.tiny import VOCAB, tiny_llama
-from tests.ranks import run_ranks
+from tests.hf.tiny import tiny_llama
 
 
 def make(folder, cls=FlexSeqTrainer, model=None, **options):
@@ -68,28 +67,3 @@ def test_lora_is_refused(tmp_path):
 def test_ranks_that_share_the_chunks_of_recurrent_layers_are_refused(tmp_path):
     with pytest.raises(NotImplementedError, match="sp_degree=2 for the recurrent layers"):
         make(tmp_path, model=make_hybrid("Qwen3_5"), planner="static", sp_degree=2)
-
-
-def refusals_on_four_ranks(rank, world_size, folder):
-    """What only a job of several ranks can get wrong, all on the same four."""
-    messages = []
-    gpt2 = GPT2LMHeadModel(
-        GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=VOCAB, attn_pdrop=0.0)
-    )
-    for error, options in (
-        (ValueError, {"pipeline_parallel_size": 3}),
-        (ValueError, {"pipeline_parallel_size": 4}),
-        (NotImplementedError, {"model": gpt2}),
-    ):
-        with pytest.raises(error) as raised:
-            make(folder, **options)
-        messages.append(str(raised.value))
-    return messages
-
-
-@pytest.mark.processes
-def test_refused_on_four_ranks(tmp_path):
-    for divides, layers, stack in run_ranks(refusals_on_four_ranks, 4, tmp_path):
-        assert divides == "pipeline_parallel_size=3 does not divide the 4 ranks of the job"
-        assert layers == "2 layers make at most 3 stages, not 4"
-        assert "GPT2LMHeadModel cannot be cut into pipeline stages" in stack

@@ -21,7 +21,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.choose import fit_key
 from hf_flexseq.hf.calibration.command import calibrate
 from hf_flexseq.hf.calibration.probe import ModelProbes, kept_layers, layer_types, shortened
-from hf_flexseq.hf.model.facts import _head_shapes, attention_shape, model_facts, model_shape
+from hf_flexseq.hf.model.facts import model_facts, model_shape
 from hf_flexseq.hf.model.layer_kinds import layer_kinds, layers_of
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.profiler import calibrate as profiler
@@ -160,7 +160,7 @@ def test_sizes_of_layers_are_read():
         sliding_window=16,
         layer_types=["full_attention", "sliding_attention"],
     )
-    found = dict(_head_shapes(layer_kinds(config), attention_shape(config)))
+    found = dict(facts_of(config).shape.head_shapes)
     assert found == {FULL: HeadShape(8, 2, 8), SHORT: HeadShape(8, 4, 8)}
 
 
@@ -226,6 +226,7 @@ def test_recurrent_layers_that_take_no_time_make_no_sense():
     assert objections == [None, "gated_delta layers take no measurable time"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config, kind, share",
     [

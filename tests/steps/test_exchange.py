@@ -13,7 +13,7 @@ from hf_flexseq.steps.exchange import RowExchange
 from tests.budget import for_seeds
 from tests.plans import random_plan
 from tests.published.zeppelin.always import Always
-from tests.ranks import join, run_threads
+from tests.ranks import host_exchanges, join, run_threads
 
 DTYPES = {
     "token_weights": torch.float32,
@@ -69,10 +69,9 @@ def exchanged(rank, world_size, plan, topology, sources, passes):
     plan = Plan.from_bytes(plan.to_bytes())
     communicator = join(topology)
     layout = PlanLayout(plan, rank, passes and passes.shards)
-    meetings = communicator.transport.hub.meetings
-    before = meetings._next[rank]
+    before = host_exchanges(communicator)
     found = RowExchange(communicator)(row, layout, sources)
-    assert meetings._next[rank] - before == 1, "token exchange is one collective"
+    assert host_exchanges(communicator) - before == 1, "token exchange is one collective"
     return found
 
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from hf_flexseq.planner.process.client import InlinePlanner
 from hf_flexseq.steps.prefetch import PrefetchedSteps
 from tests.hf.test_trainer import training_arguments
 from tests.hf.tiny import documents, noting_figures, tiny_llama
-from tests.ranks import join, run_cases, run_threads
+from tests.ranks import host_exchanges, join, run_cases, run_threads
 
 # ---- under a Trainer
 
@@ -60,47 +61,38 @@ def test_lookahead_changes_no_result(tmp_path):
             assert (weights[name] == in_place).all(), name
 
 
-class LosesASequence(InlinePlanner):
-    """Its plans leave out the last group."""
-
-    def result(self, step):
-        plan = super().result(step)
-        *others, last = plan.micro_batches
-        return replace(plan, micro_batches=(*others, replace(last, groups=last.groups[:-1])))
+def without_a_group(plan):
+    *others, last = plan.micro_batches
+    return replace(plan, micro_batches=(*others, replace(last, groups=last.groups[:-1])))
 
 
-class NeverGoesBackward(InlinePlanner):
-    """Its plans leave out the last action of the first rank."""
-
-    def result(self, step):
-        step_plan = super().result(step)
-        (plan,) = step_plan.plans
-        first, *others = plan.actions
-        return replace(step_plan, plans=(replace(plan, actions=(first[:-1], *others)),))
+def without_an_action(step_plan):
+    (plan,) = step_plan.plans
+    first, *others = plan.actions
+    return replace(step_plan, plans=(replace(plan, actions=(first[:-1], *others)),))
 
 
-def wrongly_planned(rank, world_size, folder, stages, wrong_planner):
-    """What is raised, without ever running a step."""
+def wrongly_planned(rank, world_size, folder, stages, spoiled):
+    """What is raised, without ever running a step. spoiled: what becomes of a plan."""
     options = {"cost_model": "estimate", "pipeline_parallel_size": stages, "lookahead": 0}
     args = training_arguments(FlexSeqConfig, folder, batch=2, accumulation=1, **options)
     trainer = FlexSeqTrainer(model=tiny_llama(), args=args, train_dataset=documents([5, 3, 8, 2]))
-    executor = trainer.flexseq.executor
-    make = executor.planner
+    result = InlinePlanner.result
 
-    def make_planner(*, ahead):
-        planner = make(ahead=ahead)
-        planner.__class__ = wrong_planner
-        return planner
+    def spoiled_result(planner, step):
+        return spoiled(result(planner, step))
 
-    executor.planner = make_planner
-    with pytest.raises(RuntimeError) as raised:
+    with (
+        mock.patch.object(InlinePlanner, "result", spoiled_result),
+        pytest.raises(RuntimeError) as raised,
+    ):
         trainer.train()
     return str(raised.value)
 
 
 @pytest.mark.processes
 def test_an_illegal_plan_is_refused_on_every_rank(tmp_path):
-    cases = [(tmp_path, 1, LosesASequence), (tmp_path, 2, NeverGoesBackward)]
+    cases = [(tmp_path, 1, without_a_group), (tmp_path, 2, without_an_action)]
     reasons = ("sequences missing", "stage 0 has no 0")
     for messages, reason in zip(run_cases(wrongly_planned, 2, cases), reasons, strict=True):
         for message in messages:
@@ -267,13 +259,12 @@ def test_a_rank_that_draws_nothing_has_the_columns_of_the_others():
 def exchanges_of(rank, world_size):
     """How many exchanges of the host each step took."""
     steps = steps_of(rank)
-    meetings = steps.communicator.transport.hub.meetings
     iterator = iter([batch_of(3) for _ in range(4)])
     counts = []
     for _ in range(4):
-        before = meetings._next[rank]
+        before = host_exchanges(steps.communicator)
         steps.next(iterator, 1)
-        counts.append(meetings._next[rank] - before)
+        counts.append(host_exchanges(steps.communicator) - before)
     return counts
 
 

@@ -26,7 +26,6 @@ from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.figure_passes import FigurePasses, gathered
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
-from tests.budget import others_slow
 from tests.hf.by_hand import CPU, TWO_NODES, drawn_row, summed_gradients
 from tests.hf.test_exactness import whole
 from tests.hf.tiny import (
@@ -253,7 +252,8 @@ def errors_of(rank, world_size, cases, wanted):
     return found
 
 
-@pytest.mark.parametrize("world_size", others_slow(TOPOLOGIES, tried=[2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", TOPOLOGIES)
 def test_gradients_of_any_loss_equal_one_process(world_size):
     cases = cases_of(world_size)
     wanted = [

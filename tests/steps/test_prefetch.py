@@ -8,7 +8,7 @@ import pytest
 
 from hf_flexseq.distributed.transport import LostRank
 from hf_flexseq.plan import PlanInfeasible
-from tests.ranks import join, run_threads
+from tests.ranks import host_exchanges, join, run_threads
 from tests.steps.test_lookahead import Echo, batch_of, failing, steps_of
 
 
@@ -96,7 +96,6 @@ def test_the_next_step_is_dispatched_in_this_one_and_handed_out_without_an_excha
         log = []
         steps = prefetched_steps(rank, 1, log=log)
         cpu_group = steps.communicator.cpu_group
-        meetings = steps.communicator.transport.hub.meetings
         iterator = batches_of(*[3] * 5)
         for _ in range(2):
             number = steps.next(iterator, 1).number
@@ -104,9 +103,9 @@ def test_the_next_step_is_dispatched_in_this_one_and_handed_out_without_an_excha
             cpu_group.phase = f"the middle of step {number}"
             steps.prefetch()
             assert cpu_group.phase == f"the middle of step {number}"
-        before = meetings._next[rank]
+        before = host_exchanges(steps.communicator)
         assert steps.next(iterator, 1).number == 2
-        assert meetings._next[rank] == before
+        assert host_exchanges(steps.communicator) == before
         return log
 
     for log in run_threads(draw, 3):

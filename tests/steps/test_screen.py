@@ -5,10 +5,9 @@ import logging
 import os
 
 import pytest
-from tqdm import tqdm
 
 from hf_flexseq.steps import screen
-from hf_flexseq.steps.screen import Predictions, beside_bars
+from hf_flexseq.steps.screen import Predictions
 from tests.hf.test_checks import make_trainer
 from tests.hf.tiny import documents
 
@@ -38,24 +37,13 @@ def terminal_in_place_of_stderr(monkeypatch):
     return terminal
 
 
-def test_a_line_and_a_bar_do_not_tear_each_other(monkeypatch):
-    terminal = terminal_in_place_of_stderr(monkeypatch)
-    with tqdm(total=3, ncols=60, mininterval=0) as bar:
-        for step in range(3):
-            bar.update()
-            with beside_bars():
-                terminal.write(f"step {step}\n")
-    lines = shown(terminal.getvalue())
-    assert lines[:3] == ["step 0", "step 1", "step 2"]
-    assert lines[3].startswith("100%")
-
-
 def train(folder, **options):
     data = documents([5] * 12)
     options = {"per_device_train_batch_size": 1, "lookahead": 0, **options}
     make_trainer(folder, data=data, **options).train()
 
 
+@pytest.mark.slow
 def test_the_lines_of_steps_do_not_tear_the_bar_of_the_trainer(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     terminal = terminal_in_place_of_stderr(monkeypatch)
@@ -134,6 +122,7 @@ def test_it_is_said_once_and_not_of_few_steps(load):
     assert verdicts == [False] * 3 + [True] + [False] * 4
 
 
+@pytest.mark.slow
 def test_a_run_says_it_beside_its_metrics(tmp_path, load, caplog):
     options = {"max_tokens_per_rank": 100, "max_steps": 8, "logging_steps": 1}
     train(tmp_path, cost_model="flexsp-gpt-7b-a100", **options)

@@ -16,7 +16,7 @@ from hf_flexseq.steps import trace as tracing
 from hf_flexseq.steps import trace_file
 from hf_flexseq.steps.trace import PlanTrace
 from hf_flexseq.steps.trace_file import TraceFile
-from tests.ranks import join, run_threads
+from tests.ranks import host_exchanges, join, run_threads
 
 
 def step_of(remark, measured_s):
@@ -67,10 +67,9 @@ def measured_and_remarked(rank, world_size, remarks):
     communicator = join()
     trace = PlanTrace(None, communicator)
     step = step_of(remarks[rank], lambda: [1.0 + rank, 0.5 * rank])
-    meetings = communicator.transport.hub.meetings
-    before = meetings._next[rank]
+    before = host_exchanges(communicator)
     slowest = trace.record(step, None)["slowest"]
-    return slowest, step.remarks, meetings._next[rank] - before
+    return slowest, step.remarks, host_exchanges(communicator) - before
 
 
 @pytest.mark.parametrize(
@@ -100,20 +99,18 @@ def run_of(path, steps, lines=(LINE,)):
     return file
 
 
-def test_lines_have_their_steps_in_front(tmp_path):
-    path = tmp_path / "trace.jsonl"
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "trace.jsonl"
+
+
+def test_a_file_is_made_with_its_first_step_and_lines_have_their_steps_in_front(path):
+    run_of(path, [])
+    assert not path.exists()
     run_of(path, [0, 1], lines=({"replica": 0}, {"replica": 1}))
     assert written(path) == [
         {"step": step, "replica": replica} for step in (0, 1) for replica in (0, 1)
     ]
-
-
-def test_a_file_is_made_with_its_first_step(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    file = TraceFile(str(path))
-    assert not path.exists()
-    file.append(0, [LINE])
-    assert path.exists()
 
 
 # ---- what is refused before training
@@ -138,10 +135,10 @@ def test_a_path_that_cannot_work_is_refused_and_nothing_is_touched(tmp_path, pat
     assert (tmp_path / "notes.txt").read_text() == "not ours"
 
 
-def test_what_may_not_be_written_is_refused(tmp_path, monkeypatch):
+def test_what_may_not_be_written_is_refused(path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ValueError, match="may not be written"):
-        TraceFile(str(tmp_path / "trace.jsonl"))
+        TraceFile(str(path))
 
 
 # ---- faults while training
@@ -171,8 +168,7 @@ def test_a_vanished_folder_warns_once_and_the_trace_goes_on_when_it_is_back(tmp_
     assert "No such file or directory" in caplog.text
 
 
-def test_of_a_write_that_was_cut_short_nothing_stays(tmp_path, monkeypatch, caplog):
-    path = tmp_path / "trace.jsonl"
+def test_of_a_write_that_was_cut_short_nothing_stays(path, monkeypatch, caplog):
     file = run_of(path, [0])
     before = path.read_bytes()
     write = os.write
@@ -192,8 +188,7 @@ def test_a_device_is_not_cut(monkeypatch, caplog):
     assert "only 1 of" in caplog.text
 
 
-def test_an_old_trace_that_cannot_be_read_warns(tmp_path, monkeypatch, caplog):
-    path = tmp_path / "trace.jsonl"
+def test_an_old_trace_that_cannot_be_read_warns(path, monkeypatch, caplog):
     run_of(path, [0])
     file = TraceFile(str(path))
 
@@ -219,8 +214,7 @@ def test_an_old_trace_that_cannot_be_read_warns(tmp_path, monkeypatch, caplog):
         (0, '{"st'),
     ],
 )
-def test_a_torn_last_line_is_cut_off(tmp_path, caplog, before, torn):
-    path = tmp_path / "trace.jsonl"
+def test_a_torn_last_line_is_cut_off(path, caplog, before, torn):
     run_of(path, range(before))
     with path.open("a") as file:
         file.write(torn)
@@ -229,8 +223,7 @@ def test_a_torn_last_line_is_cut_off(tmp_path, caplog, before, torn):
     assert f"cut a torn last line of {len(torn)} bytes off" in caplog.text
 
 
-def test_repeated_steps_are_marked_and_others_are_not(tmp_path):
-    path = tmp_path / "trace.jsonl"
+def test_repeated_steps_are_marked_and_others_are_not(path):
     run_of(path, range(4))
     file = run_of(path, range(2, 6), lines=({"replica": 0}, {"replica": 1}))
     file.append(2, [LINE])  # the same trainer, trained again
