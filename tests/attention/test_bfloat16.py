@@ -106,7 +106,10 @@ def ratios(world_size, strategies, sinks=None):
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(8, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "world_size",
+    [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.nightly)],
+)
 def test_bfloat16_stays_close_to_one_kernel(world_size):
     for (kernel, strategy), found in ratios(world_size, MOST).items():
         for ratio, bound in zip(found, MOST[strategy][kernel], strict=True):

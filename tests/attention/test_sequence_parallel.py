@@ -136,16 +136,19 @@ def assert_exact(by_rank):
 
 
 @pytest.mark.parametrize(
-    "world_size",
+    ("world_size", "cases"),
     [
-        *(1, 2, 3),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8)),
-        *(pytest.param(n, marks=pytest.mark.nightly) for n in (5, 6, 7)),
+        (1, CASES),
+        (2, CASES[::2]),
+        (3, CASES[1::2]),
+        pytest.param(4, CASES, marks=pytest.mark.slow),
+        pytest.param(8, CASES[::2], marks=pytest.mark.slow),
+        *(pytest.param(n, CASES, marks=pytest.mark.nightly) for n in (5, 6, 7)),
     ],
+    ids=lambda value: str(value) if isinstance(value, int) else "",
 )
-def test_every_strategy_is_exact(world_size):
+def test_every_strategy_is_exact(world_size, cases):
     strategies = SHARED if world_size > 1 else ["local"]
-    cases = CASES if world_size < 8 else CASES[::2]
     assert_exact(run_threads(run_cases, world_size, 2, strategies, cases, seconds=100))
 
 

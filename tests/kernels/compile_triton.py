@@ -24,8 +24,7 @@ from triton.runtime.jit import native_specialize_impl
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hf_flexseq.kernels import triton_fused
-from hf_flexseq.plan.head_layout import HeadLayout
-from tests.kernels.fused_cases import HEAD_RANGES, added, gathered, merged, packed
+from tests.kernels.fused_cases import added, gathered, merged, packed
 
 TARGET = GPUTarget("cuda", 80, 32)  # an A100; what compiles for it does for newer ones
 KERNELS = ("merge_kernel", "rows_kernel", "pack_kernel", "unpack_kernel")
@@ -104,19 +103,10 @@ def some_launches():
 def launches_of_other_sizes():
     """Call every operation on many numbers of rows and tokens."""
     fused = triton_fused.TritonFused()
-    out, total = torch.zeros(64, 4, 8), torch.zeros(64, 16)
     for rows in (2, 15, 16, 17, 32):  # of one row the strides look otherwise
-        lse, part_lse = torch.zeros(4, 64 + rows).t(), torch.zeros(4, rows).t()
-        index = torch.zeros(rows, dtype=torch.int64)
-        fused.merge(out, lse, index, torch.zeros(rows, 4, 8), part_lse)
-        lse_rows = torch.empty(4, rows).t()
-        fused.gather((total, lse), (index, index), (torch.empty(rows, 16), lse_rows))
-        layout = HeadLayout(HEAD_RANGES["heads that divide"], rows)
-        table = torch.from_numpy(layout.numbers)
-        tensors = [torch.zeros(rows, heads, 16) for heads in layout.heads]
-        flat = torch.zeros(sum(layout.slots) * 16)
-        fused.pack(tensors, layout, table, flat)
-        fused.unpack(flat, layout, table, tensors)
+        merged(fused, rows, dtype=torch.float32)
+        gathered(fused, rows, dtype=torch.float32)
+        packed(fused, "heads that divide", dtype=torch.float32, tokens=rows)
 
 
 def main():

@@ -13,7 +13,14 @@ ROWS = {  # a selection of 11 rows, and how many it has
     "no row": (slice(4, 4), 0),
     "an index of no row": (torch.tensor([], dtype=torch.int64), 0),
 }
-TOTAL_ROWS = 11
+
+
+def rows_of(selection):
+    """A selection or the first rows by an index, how many it has, and how many rows there are."""
+    if isinstance(selection, str):
+        return *ROWS[selection], 11
+    return torch.arange(selection), selection, 11 + selection
+
 
 # by tensor, by part, the heads of a part
 HEAD_RANGES = {
@@ -49,14 +56,14 @@ def normal(seed, shape, dtype):
 
 
 def merged(fused, selection, *, dtype, heads=3, head_dim=7):
-    """out [11, H, D] and lse [11, H] after a merge; some rows have no key on one side or both.
+    """out [total, H, D] and lse [total, H] after a merge; some rows lack keys on one side or both.
 
     dtype: of the part. Log-sum-exps are [H, rows] in memory, as kernels leave them.
     """
-    rows, count = ROWS[selection]
+    rows, count, total = rows_of(selection)
     wide = lse_dtype(dtype)
-    out = normal(0, (TOTAL_ROWS, heads, head_dim), wide)
-    lse = (300 * normal(1, (heads, TOTAL_ROWS), wide)).t()
+    out = normal(0, (total, heads, head_dim), wide)
+    lse = (300 * normal(1, (heads, total), wide)).t()
     part_out = normal(2, (count, heads, head_dim), dtype)
     part_lse = (300 * normal(3, (heads, count), wide)).t()
     for values, log_sum_exps, keyless in ((out, lse, [0, 3]), (part_out, part_lse, [1, 4])):
@@ -68,10 +75,10 @@ def merged(fused, selection, *, dtype, heads=3, head_dim=7):
 
 
 def added(fused, selection, *, dtype):
-    """dq [11, 5, 7], dk and dv [11, 2, 7] after parts were added; dk and dv are views."""
-    rows, count = ROWS[selection]
+    """dq [total, 5, 7], dk and dv [total, 2, 7] after parts were added; dk and dv are views."""
+    rows, count, total = rows_of(selection)
     wide = lse_dtype(dtype)
-    dq, dkv = normal(0, (TOTAL_ROWS, 5, 7), wide), normal(1, (TOTAL_ROWS, 2, 2, 7), wide)
+    dq, dkv = normal(0, (total, 5, 7), wide), normal(1, (total, 2, 2, 7), wide)
     shapes = [(count, 5, 7), (4, 2, 7), (4, 2, 7)]
     parts = [normal(2 + i, shape, dtype) for i, shape in enumerate(shapes)]
     fused.add((dq, *dkv.unbind(1)), (rows, slice(2, 6), slice(2, 6)), parts)
@@ -80,12 +87,11 @@ def added(fused, selection, *, dtype):
 
 def gathered(fused, selection, *, dtype):
     """q [n, 3, 7], kv [4, 2, 1, 40] and lse [n, 3], in one buffer where dtypes allow."""
-    rows, count = ROWS[selection]
-    q, kv = normal(0, (TOTAL_ROWS, 3, 7), dtype), normal(1, (TOTAL_ROWS, 2, 1, 40), dtype)
-    lse = normal(2, (3, TOTAL_ROWS), lse_dtype(dtype)).t()
-    buffer = torch.full((count * 21 + 4 * 80,), 9.0, dtype=dtype)
-    q_rows = buffer[: count * 21].view(count, 3, 7)
-    kv_rows = buffer[count * 21 :].view(4, 2, 1, 40)
+    rows, count, total = rows_of(selection)
+    q, kv = normal(0, (total, 3, 7), dtype), normal(1, (total, 2, 1, 40), dtype)
+    lse = normal(2, (3, total), lse_dtype(dtype)).t()
+    buffer = torch.full((320 + count * 21,), 9.0, dtype=dtype)
+    kv_rows, q_rows = buffer[:320].view(4, 2, 1, 40), buffer[320:].view(count, 3, 7)
     lse_rows = torch.full((3, count), 9.0, dtype=lse.dtype).t()
     keys = torch.tensor([9, 8, 1, 1])
     fused.gather((q, kv, lse), (rows, keys, rows), (q_rows, kv_rows, lse_rows))
