@@ -169,16 +169,11 @@ class FlexSeqArguments:
         one_of("sync", self.sync, SYNCS)
         self.plan_options()
         one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
-        if not isinstance(self.cost_model, str | PathLike) or not str(self.cost_model):
-            raise ValueError(
-                f"cost_model={quoted(self.cost_model)}: give `auto`, `estimate`, a preset's name "
-                "or a path"
-            )
-        self.cost_model = fspath(self.cost_model)
+        advice = "give `auto`, `estimate`, a preset's name or a path"
+        self.cost_model = _path("cost_model", self.cost_model, advice)
         whole("lookahead", self.lookahead, least=0, most=MAX_LOOKAHEAD)
         if self.plan_trace is not None:
-            _path("plan_trace", self.plan_trace)
-            self.plan_trace = fspath(self.plan_trace)
+            self.plan_trace = _path("plan_trace", self.plan_trace, "give a path")
         flag("save_attention_output", self.save_attention_output)
         self._check_pipeline()
         # A mixin (TrainingArguments) has checks of its own.
@@ -232,6 +227,8 @@ def arguments_on(args: Any) -> FlexSeqArguments:
     return FlexSeqArguments(**{name: getattr(args, name) for name in names})
 
 
-def _path(name: str, value: object) -> None:
+def _path(name: str, value: object, advice: str) -> str:
+    """Return a path as text. Raises ValueError, which ends with `advice`, for other values."""
     if not isinstance(value, str | PathLike) or not str(value):
-        raise ValueError(f"{name}={quoted(value)}: give a path")
+        raise ValueError(f"{name}={quoted(value)}: {advice}")
+    return fspath(value)

@@ -26,7 +26,7 @@ their gradients from its first B or I to its last. Checkpointed layers hold thei
 I.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -272,19 +272,11 @@ def _chunk_arrays(cost: PipelineCost, shapes: Sequence[StageShape]) -> _ChunkArr
     reaches = {reach for stage in cost.stages for reach, _ in stage.near_ns}
     near_pairs = {}
     for reach in reaches:
-        near_pairs[reach] = _floats(shape.pairs_of(reach) for shape in shapes)
-    return _ChunkArrays(
-        tokens=_floats(shape.tokens for shape in shapes),
-        pairs=_floats(shape.pairs for shape in shapes),
-        cut=_floats(shape.cut for shape in shapes),
-        length=_floats(shape.length for shape in shapes),
-        near_pairs=near_pairs,
-    )
-
-
-def _floats(values: Iterable[int]) -> FloatArray:
-    """Return one value for each chunk as an array, [chunks]."""
-    return np.fromiter(values, dtype=np.float64)
+        near_pairs[reach] = np.array([shape.pairs_of(reach) for shape in shapes], dtype=float)
+    columns = [(shape.tokens, shape.pairs, shape.cut, shape.length) for shape in shapes]
+    figures = np.array(columns, dtype=np.float64).reshape(-1, 4)  # [chunks, 4]
+    tokens, pairs, cut, length = figures.T
+    return _ChunkArrays(tokens, pairs, cut, length, near_pairs)
 
 
 def _recomputed_share(stage: StageCost, checkpointed: Sequence[int], index: int) -> FloatArray:

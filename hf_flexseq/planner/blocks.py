@@ -10,6 +10,7 @@ nothing and cost time.
 """
 
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,9 +92,10 @@ def _shape(block: tuple[int, int], topology: Topology) -> tuple[int, bool]:
 
 def _ranges(topology: Topology) -> set[tuple[int, int]]:
     """Return (start, stop) of every block."""
-    if topology.world_size <= ALL_RANGES:
-        return _all_ranges(topology)
-    return tree_ranges(topology)
+    if topology.world_size > ALL_RANGES:
+        return tree_ranges(topology)
+    all_ranges = combinations(range(topology.world_size + 1), 2)
+    return {block for block in all_ranges if topology.allows(*block)}
 
 
 def tree_ranges(topology: Topology) -> set[tuple[int, int]]:
@@ -125,32 +127,12 @@ def exchange_degrees(
     return sorted(degrees)
 
 
-def _all_ranges(topology: Topology) -> set[tuple[int, int]]:
-    """Return (start, stop) of every range that may be a group."""
-    ranges = set()
-    for start in range(topology.world_size):
-        for stop in range(start + 1, topology.world_size + 1):
-            if topology.allows(start, stop):
-                ranges.add((start, stop))
-    return ranges
-
-
 def _halve(start: int, stop: int, topology: Topology, ranges: set[tuple[int, int]]) -> None:
     """Add [start, stop) and its recursive halves to `ranges`; the first half is the wider one."""
     ranges.add((start, stop))
     if stop - start > 1:
-        cut = _middle(start, stop, topology)
+        unit = topology.ranks_per_node if topology.spans_nodes(start, stop) else 1
+        units = (stop - start) // unit
+        cut = start + -(-units // 2) * unit
         _halve(start, cut, topology, ranges)
         _halve(cut, stop, topology, ranges)
-
-
-def _unit(start: int, stop: int, topology: Topology) -> int:
-    """Return the number of ranks that the parts of a block are multiples of."""
-    return topology.ranks_per_node if topology.spans_nodes(start, stop) else 1
-
-
-def _middle(start: int, stop: int, topology: Topology) -> int:
-    """Return the rank at which a block is halved."""
-    unit = _unit(start, stop, topology)
-    units = (stop - start) // unit
-    return start + -(-units // 2) * unit

@@ -23,7 +23,6 @@ from hf_flexseq.plan.shard import Shard, Zone, cuts
 from hf_flexseq.program import row_programs
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
-from hf_flexseq.program.halo import halo_zone
 from hf_flexseq.program.hybrid import hybrid_zone
 from hf_flexseq.program.instructions import (
     INPUT,
@@ -34,8 +33,8 @@ from hf_flexseq.program.instructions import (
     Value,
 )
 from hf_flexseq.program.local import LocalZone
-from hf_flexseq.program.ring import RingZone
-from hf_flexseq.program.ring_steps import WORTHY_PAIRS, ZoneLayout, make_ring_steps
+from hf_flexseq.program.ring import ring_zone
+from hf_flexseq.program.ring_steps import WORTHY_PAIRS, ZoneLayout
 from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.ulysses import ulysses_zone
@@ -289,39 +288,33 @@ def _zone_attention(
 ) -> ZoneAttention:
     """Make the attention of a zone by its group's strategy.
 
-    reach: which keys a query reads. waits: how often about the widest zone of this rank waits for
+    reach: keys that a query reads. waits: about how often the widest zone of this rank waits for
     transfers; a local zone cuts its work into as many runs.
     """
     rows = slice(zone.start, zone.stop)
     ranks = zone.group.ranks
-    ranks_per_node = machine.topology.ranks_per_node
     match zone.group.strategy:
         case "local":
             return LocalZone(rows, zone.lengths, tables, most_runs=waits, reach=reach)
         case "ulysses":
             return ulysses_zone(zone, channel, tables, machine.device, reach)
-        case strategy if strategy in RINGS and not reach.is_full:
-            group_cuts = cuts(strategy, zone.lengths, len(ranks))
-            layout = ZoneLayout(group_cuts, strategy, zone.index, ranks, tables)
-            return halo_zone(rows, layout, reach, channel)
         case strategy if strategy in RINGS:
             group_cuts = cuts(strategy, zone.lengths, len(ranks))
-            steps = make_ring_steps(
-                strategy,
-                group_cuts,
-                zone.index,
-                ranks,
-                tables,
+            layout = ZoneLayout(group_cuts, strategy, zone.index, ranks, tables)
+            return ring_zone(
+                rows,
+                layout,
+                reach,
+                channel,
                 worthy_pairs=machine.worthy_pairs,
                 device=machine.device,
             )
-            return RingZone(rows, steps, channel, tables)
         case "hybrid":
             return hybrid_zone(
                 zone,
                 channel,
                 tables,
-                ranks_per_node,
+                machine.topology.ranks_per_node,
                 worthy_pairs=machine.worthy_pairs,
                 device=machine.device,
                 reach=reach,

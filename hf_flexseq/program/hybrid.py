@@ -27,11 +27,10 @@ from hf_flexseq.plan.attention_schedule import ChunkKey
 from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
-from hf_flexseq.program.halo import halo_zone
 from hf_flexseq.program.head_exchange import HeadExchange
 from hf_flexseq.program.instructions import Value
-from hf_flexseq.program.ring import RingZone
-from hf_flexseq.program.ring_steps import ZoneLayout, make_ring_steps
+from hf_flexseq.program.ring import ring_zone
+from hf_flexseq.program.ring_steps import ZoneLayout
 from hf_flexseq.program.tables import IntArray, Tables
 from hf_flexseq.program.ulysses import Span, UlyssesZone
 from hf_flexseq.program.weave import ZoneSteps
@@ -77,15 +76,8 @@ def hybrid_zone(
     node_cuts = [Cut(bounds=cut.bounds[::width], mirrored=cut.mirrored) for cut in group_cuts]
     ring_ranks = range(zone.group.start + index_in_node, zone.group.start + degree, width)
     rows = slice(0, sum(tokens))
-    across: Attention
-    if reach.is_full:
-        steps = make_ring_steps(
-            "zigzag", node_cuts, node, ring_ranks, tables, worthy_pairs=worthy_pairs, device=device
-        )
-        across = RingZone(rows, steps, channel, tables)
-    else:
-        layout = ZoneLayout(node_cuts, "zigzag", node, ring_ranks, tables)
-        across = halo_zone(rows, layout, reach, channel)
+    layout = ZoneLayout(node_cuts, "zigzag", node, ring_ranks, tables)
+    across = ring_zone(rows, layout, reach, channel, worthy_pairs=worthy_pairs, device=device)
     ring2node = _rows_in_order(group_cuts, chunks_by_rank)
 
     return UlyssesZone(

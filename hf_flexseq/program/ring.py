@@ -44,8 +44,10 @@ values, D the head dimension.
 from collections import deque
 from collections.abc import Sequence
 
+from hf_flexseq.base.layers import Reach
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
+from hf_flexseq.program.halo import halo_zone
 from hf_flexseq.program.instructions import INPUT, WIDE, Value
 from hf_flexseq.program.ring_exchanges import (
     AHEAD,
@@ -54,13 +56,17 @@ from hf_flexseq.program.ring_exchanges import (
     RingExchanges,
     arrived_returns,
 )
-from hf_flexseq.program.ring_steps import DIAGONAL_TIME, RingStep, backward_order
+from hf_flexseq.program.ring_steps import (
+    DIAGONAL_TIME,
+    RingStep,
+    ZoneLayout,
+    backward_order,
+    make_ring_steps,
+)
 from hf_flexseq.program.sums import RunningResult, Total
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.weave import END, ZoneSteps
-from hf_flexseq.program.zones import LayerRows, Sinks
-
-# ---- the compiler
+from hf_flexseq.program.zones import LayerRows, Sinks, ZoneAttention
 
 
 class RingZone:
@@ -181,6 +187,25 @@ def _apart(b: Builder, values: Values, counts: Sequence[int]) -> list[Values]:
         parts.append(tuple(b.part(x, start, start + count) for x in values))
         start += count
     return parts
+
+
+def ring_zone(
+    rows: slice,
+    layout: ZoneLayout,
+    reach: Reach,
+    channel: Channel,
+    *,
+    worthy_pairs: int,
+    device: str,
+) -> ZoneAttention:
+    """Make this rank's part in a ring group: halos for a window or a chunk, else ring steps.
+
+    rows: of the zone among all rows of the rank. worthy_pairs, device: see `make_ring_steps`.
+    """
+    if not reach.is_full:
+        return halo_zone(rows, layout, reach, channel)
+    steps = make_ring_steps(layout, worthy_pairs=worthy_pairs, device=device)
+    return RingZone(rows, steps, channel, layout.tables)
 
 
 # ---- one call

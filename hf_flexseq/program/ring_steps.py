@@ -172,34 +172,25 @@ class ZoneLayout:
 
 
 def make_ring_steps(
-    strategy: str,
-    group_cuts: Sequence[Cut],
-    index: int,
-    ranks: Sequence[int],
-    tables: Tables,
-    *,
-    worthy_pairs: int = 1,
-    device: str = "cuda",
+    layout: ZoneLayout, *, worthy_pairs: int = 1, device: str = "cuda"
 ) -> tuple[RingStep, ...]:
     """Return the steps of one rank of a group under a ring strategy, in the order of execution.
 
-    group_cuts: the cut of every sequence of the group.
-    index: of the rank in the group. ranks: global ranks of the group, by index. tables: take the
-        rows and the lengths of the steps. worthy_pairs: times of the schedule are joined until a
-        step has about so many (query, key) pairs. device: "cpu" or "cuda", see `directions_of`.
+    layout: of the rank; its tables take rows and lengths of the steps. worthy_pairs: times of the
+    schedule are joined until a step has about so many (query, key) pairs. device: "cpu" or "cuda",
+    see `directions_of`.
     """
-    layout = ZoneLayout(group_cuts, strategy, index, ranks, tables)
     by_direction = []
-    for direction in directions_of(group_cuts, device):
+    for direction in directions_of(layout.cuts, device):
         calls_by_time = calls_of_rank(
-            strategy,
-            len(ranks),
-            index,
+            layout.strategy,
+            len(layout.ranks),
+            layout.index,
             mirrored=direction.mirrored,
             chunk_by_chunk=direction.chunk_by_chunk,
         )
         steps = [_make_ring_step(DIAGONAL_TIME, calls_by_time[0], direction.sequences, layout)]
-        times = _joined_times(direction, group_cuts, worthy_pairs)
+        times = _joined_times(direction, layout.cuts, worthy_pairs)
         for time in range(1, len(calls_by_time), times):
             calls = [call for at_time in calls_by_time[time : time + times] for call in at_time]
             steps.append(_make_ring_step(time, calls, direction.sequences, layout))

@@ -108,9 +108,11 @@ def picture_of(timeline: Timeline, *, title: str = "", ranks_per_node: int | Non
     figure = new_figure(width, height)
     axes = figure.add_subplot()
     _draw_events(axes, timeline)
-    _draw_boundaries(axes, timeline)
+    for at in boundaries(timeline):
+        axes.axvline(at / _scale(timeline), color=INK, linewidth=0.7)
     _number_micro_batches(axes, timeline, width * POINTS)
-    _draw_nodes(axes, timeline, ranks_per_node)
+    for rank in range(0, timeline.world_size, ranks_per_node or timeline.world_size)[1:]:
+        axes.axhline(rank - 0.5, color=INK, linewidth=0.5, alpha=0.45)  # between nodes
     _label_axes(axes, timeline, ranks_per_node, width)
     _draw_legend(figure, timeline, columns=int(width / 2))
     axes.set_title(
@@ -191,12 +193,6 @@ def blocks(events: Sequence[Event]) -> list[tuple[int, int, Event]]:
     return blocks
 
 
-def _draw_boundaries(axes: Any, timeline: Timeline) -> None:
-    """Draw a dark line between micro-batches."""
-    for at in boundaries(timeline):
-        axes.axvline(at / _scale(timeline), color=INK, linewidth=0.7)
-
-
 def _number_micro_batches(axes: Any, timeline: Timeline, width: float) -> None:
     """Write the number of each micro-batch above it, unless it would touch the one before.
 
@@ -225,13 +221,6 @@ def _number_micro_batches(axes: Any, timeline: Timeline, width: float) -> None:
             fontsize=LABEL,
             color=INK,
         )
-
-
-def _draw_nodes(axes: Any, timeline: Timeline, ranks_per_node: int | None) -> None:
-    """Draw a pale line between nodes."""
-    if ranks_per_node and ranks_per_node < timeline.world_size:
-        for rank in range(ranks_per_node, timeline.world_size, ranks_per_node):
-            axes.axhline(rank - 0.5, color=INK, linewidth=0.5, alpha=0.45)
 
 
 def _label_axes(axes: Any, timeline: Timeline, ranks_per_node: int | None, width: float) -> None:

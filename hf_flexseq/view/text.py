@@ -35,10 +35,13 @@ def text_grid(timeline: Timeline, *, title: str = "", width: int = 100) -> str:
         marks = {start * columns // timeline.stop for start in boundaries(timeline)}
     lines = []
     for first, last, cells in _merged(rows):
-        lines.append(f"{_ranks(first, last):>{margin - 1}} {_marked(cells, marks)}")
+        ranks = str(first) if first == last else f"{first}-{last}"
+        marked = "".join(BOUNDARY if at in marks else cell for at, cell in enumerate(cells))
+        lines.append(f"{ranks:>{margin - 1}} {marked}")
 
     # 3. title above, axis and legend below
-    axis = " " * margin + _axis(timeline, columns)
+    end = duration(timeline, timeline.stop)
+    axis = " " * margin + "0" + end.rjust(columns - 1)
     return "\n".join(filter(None, (title, *lines, axis, *_legend(timeline, symbols, width))))
 
 
@@ -97,22 +100,6 @@ def _merged(rows: list[tuple[str, tuple[tuple[int, int], ...]]]) -> list[tuple[i
     every = max(1, -(-len(merged) // MOST_LINES))
     parts = [merged[at : at + every] for at in range(0, len(merged), every)]
     return [(part[0][0], part[-1][1], part[0][2]) for part in parts]
-
-
-def _ranks(first: int, last: int) -> str:
-    """Return the name of one rank or of several neighbours."""
-    return str(first) if first == last else f"{first}-{last}"
-
-
-def _marked(cells: str, marks: set[int]) -> str:
-    """Return the cells with a boundary in front of every micro-batch but the first."""
-    return "".join(BOUNDARY if at in marks else cell for at, cell in enumerate(cells))
-
-
-def _axis(timeline: Timeline, columns: int) -> str:
-    """Return the time axis: its beginning and its end."""
-    end = duration(timeline, timeline.stop)
-    return "0" + end.rjust(columns - 1)
 
 
 def _legend(timeline: Timeline, symbols: dict[int, str], width: int) -> list[str]:

@@ -12,6 +12,7 @@ from hf_flexseq.plan.shard import cuts, make_shard
 from hf_flexseq.program.ring_steps import (
     DIAGONAL_TIME,
     JOINED_QUERIES,
+    ZoneLayout,
     backward_order,
     make_ring_steps,
 )
@@ -37,7 +38,8 @@ def steps_of(strategy, lengths, degree, *, worthy_pairs=1):
     for i in range(degree):
         tables = Tables()
         ranks = range(FIRST, FIRST + degree)
-        steps = make_ring_steps(strategy, group_cuts, i, ranks, tables, worthy_pairs=worthy_pairs)
+        layout = ZoneLayout(group_cuts, strategy, i, ranks, tables)
+        steps = make_ring_steps(layout, worthy_pairs=worthy_pairs)
         by_rank.append((tables, steps))
     return by_rank
 

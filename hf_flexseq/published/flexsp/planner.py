@@ -19,6 +19,9 @@ missing from its options (the paper has it).
 tests/published/test_flexsp.py tries every set of degrees and every assignment on small programs.
 """
 
+from collections.abc import Iterator
+from itertools import islice
+
 import numpy as np
 
 from hf_flexseq.cost import Int64Array, step_ns
@@ -137,7 +140,7 @@ class FlexSP:
             tokens=buckets.longest,
             counts=buckets.counts,
             times=self._times(buckets.longest),
-            latency=tuple(self._latency(degree) for degree in self.degrees),
+            latency=tuple(self._latencies()),
             degrees=self.degrees,
             copies=tuple(self._copies(degree) for degree in self.degrees),
             cap=self.cap,
@@ -145,10 +148,11 @@ class FlexSP:
             slots=tuple(self._slots(unit) for unit in units(self.topology)),
         )
 
-    def _latency(self, degree: int) -> int:
-        """Return the nanoseconds that any group of `degree` ranks takes beside its sequences."""
-        shape = (degree, self.topology.spans_nodes(0, degree))
-        return least_wait_ns(self.cost, shape, self.task.strategy)
+    def _latencies(self) -> Iterator[int]:
+        """Yield the least waits of a group of each degree, in nanoseconds."""
+        for degree in self.degrees:
+            shape = (degree, self.topology.spans_nodes(0, degree))
+            yield least_wait_ns(self.cost, shape, self.task.strategy)
 
     def _slots(self, unit: int) -> Slots:
         """Return how many slots of `unit` ranks there are, and how many each degree takes."""
@@ -197,15 +201,12 @@ class FlexSP:
         widest_groups_first = sorted(chosen, key=lambda group: (-self.degrees[group[0]], group[1]))
         degrees = [self.degrees[column] for column, _ in widest_groups_first]
         ranges = rank_ranges(degrees, self.topology)
-        left = [
-            list(reversed(ids)) for ids in buckets.members
-        ]  # longest last, to take from the end
+        left = [iter(ids) for ids in buckets.members]  # longest first
         members = []
         for _, counts in widest_groups_first:
-            ids = []
-            for bucket, count in enumerate(counts):
-                for _ in range(count):
-                    ids.append(left[bucket].pop())
+            ids: list[int] = []
+            for bucket, count in zip(left, counts, strict=True):
+                ids += islice(bucket, count)
             members.append(ids)
         groups = one_strategy_groups(ranges, members, self.task)
         return MicroBatch(groups=widest_first(groups))
