@@ -114,7 +114,7 @@ class Replay:
         part_lse: torch.Tensor,
         rows: Rows,
     ) -> None:
-        self._means.fused.merge(out, lse, rows, part_out, part_lse)
+        self._means.fused.merge((out, lse), rows, (part_out, part_lse))
 
     def join(self, *parts_and_dim: Any) -> torch.Tensor:
         *parts, dim = parts_and_dim

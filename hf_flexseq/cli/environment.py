@@ -59,8 +59,9 @@ def _devices() -> list[str]:
 
 def _kernels(device: "torch.device", dtype: "torch.dtype") -> list[str]:
     """Return lines about a device's kernels: the choice with reasons, and their capabilities."""
+    from hf_flexseq.kernels.capabilities import Calls
     from hf_flexseq.kernels.choose import capabilities, explain
 
-    lines = [f"  kernel {line}" for line in explain(device, dtype, HEAD_DIM)]
-    lines += [f"  guaranteed by {line}" for line in capabilities(device, dtype, HEAD_DIM)]
-    return lines
+    calls = Calls(device, dtype, HEAD_DIM)
+    lines = [f"  kernel {line}" for line in explain(calls)]
+    return [*lines, *(f"  guaranteed by {line}" for line in capabilities(calls))]

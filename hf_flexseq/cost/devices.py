@@ -79,14 +79,8 @@ _H100 = DeviceSpec(
     inter_bytes=4e10,
     layer_s=5e-4,
 )
-_A100 = DeviceSpec(
-    name="A100-80GB",
-    flops=1.4e14,
-    memory_bytes=79 * 2**30,
-    memory_rate=1.4e12,
-    intra_bytes=2e11,
-    inter_bytes=2e10,
-    layer_s=5e-4,
+_A100 = replace(
+    _H100, name="A100-80GB", flops=1.4e14, memory_rate=1.4e12, intra_bytes=2e11, inter_bytes=2e10
 )
 _CPU = DeviceSpec(
     name="CPU",

@@ -79,7 +79,7 @@ def choose_kernel(
 
 def kernel_for(calls: Calls) -> Kernel:
     """Return the fastest kernel for calls of one kind. See `choose_kernel`."""
-    lines = tuple(_explain(calls))
+    lines = tuple(explain(calls))
     for kernel in _candidates(calls.device):
         if kernel.reason_unsupported(calls) is None:
             _log_once(lines)
@@ -87,21 +87,9 @@ def kernel_for(calls: Calls) -> Kernel:
     raise ValueError(f"no attention kernel for {calls} on {calls.device}: " + "; ".join(lines))
 
 
-def explain(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    *,
-    window: bool = False,
-    softcap: bool = False,
-) -> list[str]:
+def explain(calls: Calls) -> list[str]:
     """List one line per kernel of the device, in order of preference: chosen, not needed, or the
     reason; then one per package that is installed and not used."""
-    return _explain(Calls(device, dtype, head_dim, window, softcap))
-
-
-def _explain(calls: Calls) -> list[str]:
-    """List the lines of `explain` for calls of one kind."""
     lines = []
     is_chosen = False
     for kernel in _candidates(calls.device):
@@ -119,12 +107,11 @@ def _explain(calls: Calls) -> list[str]:
     return lines
 
 
-def capabilities(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
+def capabilities(calls: Calls) -> list[str]:
     """List the capabilities of each kernel that serves such inputs, in order of preference."""
-    calls = Calls(device, dtype, head_dim)
     return [
         f"{kernel.name}: {kernel.capabilities.text()}"
-        for kernel in _candidates(device)
+        for kernel in _candidates(calls.device)
         if kernel.reason_unsupported(calls) is None
     ]
 

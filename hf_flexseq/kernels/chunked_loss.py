@@ -287,15 +287,9 @@ class HeadGradients:
 class _Chunks(HeadGradients):
     """The buffers of one call, and the arithmetic of a chunk."""
 
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        needs_grad: Sequence[bool],
-    ) -> None:
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, *others: Any) -> None:
         """See `HeadGradients`."""
-        super().__init__(hidden, weight, bias, needs_grad)
+        super().__init__(hidden, weight, *others)
         tokens = hidden.shape[0]
         vocab, width = weight.shape
         self.rows = min(chunk_rows(width, vocab, self.dtype.itemsize), max(tokens, 1))

@@ -40,6 +40,9 @@ _CAPPED_BLOCK = 128  # queries
 _CAPPED_RUN = 512  # keys
 
 
+Tensors = tuple[torch.Tensor, ...]
+
+
 class Piece(NamedTuple):
     """Queries of a sequence that follow each other, and some of the keys that they read."""
 
@@ -116,14 +119,9 @@ class PiecewiseAttention:
         gradients = self._gradients if self._softcap is None else self._capped_gradients
         for piece in self.pieces(q, k):
             rows, keys, *_ = piece
+            of_queries = tuple(x[:, :, rows] for x in (dout, q, out, lse))
             piece_dq, piece_dk, piece_dv = gradients(
-                dout[:, :, rows],
-                q[:, :, rows],
-                out[:, :, rows],
-                lse[:, :, rows],
-                k[:, :, keys],
-                v[:, :, keys],
-                piece,
+                of_queries, k[:, :, keys], v[:, :, keys], piece
             )
             dq[:, :, rows] += piece_dq
             dk[:, :, keys] += piece_dk
@@ -203,16 +201,10 @@ class PiecewiseAttention:
         return out, lse
 
     def _gradients(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        piece: Piece,
+        self, of_queries: Tensors, k: torch.Tensor, v: torch.Tensor, piece: Piece
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return dq, dk and dv."""
+        """Return dq, dk and dv. of_queries: dout, q, out and lse."""
+        dout, q, out, lse = of_queries
         options = {"attn_mask": piece.mask, "scale": self._scale}
         dq, dk, dv = BACKWARD(dout, q, k, v, out, lse, _NO_DROPOUT, piece.is_causal, **options)
         return dq, dk, dv
@@ -231,16 +223,10 @@ class PiecewiseAttention:
         return out.view(q.shape), lse.view(q.shape[:3])
 
     def _capped_gradients(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        piece: Piece,
+        self, of_queries: Tensors, k: torch.Tensor, v: torch.Tensor, piece: Piece
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return dq, dk and dv, with capped scores."""
+        """Return dq, dk and dv, with capped scores. of_queries: dout, q, out and lse."""
+        dout, q, out, lse = of_queries
         q_rows = _grouped(q, k)  # [Hkv, G r, D]
         dout_rows = _grouped(dout, k)
         delta = (dout * out).sum(-1, keepdim=True)  # [1, H, r, 1]

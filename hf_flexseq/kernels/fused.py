@@ -28,26 +28,22 @@ Rows: TypeAlias = slice | torch.Tensor
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 
+# (out [n, H, D], lse [n, H]) of attention over some keys.
+Result: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
 
 class Fused(Protocol):
     """The operations, over t rows of which n are meant, H heads, D the head dimension."""
 
     name: str
 
-    def merge(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        rows: Rows,
-        part_out: torch.Tensor,
-        part_lse: torch.Tensor,
-    ) -> None:
+    def merge(self, total: Result, rows: Rows, part: Result) -> None:
         """Merge a partial result into these rows of a running one.
 
-        out [t, H, D] and lse [t, H]: float32 or float64, a row at most once in `rows`.
-        part_out [n, H, D] in any floating dtype, part_lse [n, H] in that of lse. A result over no
-        keys has out = 0 and lse = -inf, and changes nothing. The log-sum-exps may have any
-        strides, out and part_out any but the last.
+        total: (out [t, H, D], lse [t, H]) in float32 or float64; each row is in `rows` once at
+        most. part: (out [n, H, D] in any floating dtype, lse [n, H] in that of the total). A
+        result over no keys has out = 0 and lse = -inf, and changes nothing. Log-sum-exps may have
+        any strides, outputs any but the last.
         """
         ...
 
@@ -92,18 +88,12 @@ class TorchFused:
 
     name = "torch"
 
-    def merge(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        rows: Rows,
-        part_out: torch.Tensor,
-        part_lse: torch.Tensor,
-    ) -> None:
-        """See `Fused.merge`: out [t, H, D], lse [t, H], part_out [n, H, D], part_lse [n, H]."""
+    def merge(self, total: Result, rows: Rows, part: Result) -> None:
+        """See `Fused.merge`: total [t, ...], part [n, ...]."""
+        out, lse = total
         row_out = out[rows]  # [t, H, D] -> [n, H, D], a view where the rows are a slice
         row_lse = lse[rows]  # [t, H] -> [n, H]
-        merge_into(row_out, row_lse, part_out, part_lse)
+        merge_into(row_out, row_lse, *part)
         if isinstance(rows, torch.Tensor):
             out[rows] = row_out
             lse[rows] = row_lse

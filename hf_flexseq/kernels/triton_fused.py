@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from hf_flexseq.kernels.fused import Rows, Tensors
+from hf_flexseq.kernels.fused import Result, Rows, Tensors
 from hf_flexseq.kernels.triton_kernels import (
     ADD,
     GATHER,
@@ -33,15 +33,10 @@ class TritonFused:
 
     name = "triton"
 
-    def merge(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        rows: Rows,
-        part_out: torch.Tensor,
-        part_lse: torch.Tensor,
-    ) -> None:
-        """See `Fused.merge`: out [t, H, D], lse [t, H], part_out [n, H, D], part_lse [n, H]."""
+    def merge(self, total: Result, rows: Rows, part: Result) -> None:
+        """See `Fused.merge`: total [t, ...], part [n, ...]."""
+        out, lse = total
+        part_out, part_lse = part
         count, heads, head_dim = part_out.shape
         if not part_out.numel():
             return

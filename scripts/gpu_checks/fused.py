@@ -107,7 +107,7 @@ def merge_work(sizes: Sizes, device: torch.device, dtype: torch.dtype, *, by_ind
         unread_out[3::every] = 0
         unread_lse[3::every] = -torch.inf
     rows = numbers.some_rows(sizes) if by_index else slice(0, sizes.moved)
-    return Work(lambda fused: fused.merge(out, lse, rows, part_out, part_lse), [out, lse])
+    return Work(lambda fused: fused.merge((out, lse), rows, (part_out, part_lse)), [out, lse])
 
 
 def add_work(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Work:

@@ -9,11 +9,13 @@ from hf_flexseq.kernels.fused import TorchFused
 class StrictFused(TorchFused):
     """Does what `TorchFused` does, or fails."""
 
-    def merge(self, out, lse, rows, part_out, part_lse):
+    def merge(self, total, rows, part):
+        out, lse = total
+        part_out, part_lse = part
         check_heads([out, part_out])
         check_rows(rows, out)
         assert out.dtype == lse.dtype == part_lse.dtype, "results are merged in one wide dtype"
-        super().merge(out, lse, rows, part_out, part_lse)
+        super().merge(total, rows, part)
 
     def add(self, totals, rows, parts):
         for total, selected in zip(totals, rows, strict=True):

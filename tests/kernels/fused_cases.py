@@ -70,7 +70,7 @@ def merged(fused, selection, *, dtype, heads=3, head_dim=7):
         for row in keyless:
             log_sum_exps[row : row + 1] = -torch.inf
             values[row : row + 1] = 0
-    fused.merge(out, lse, rows, part_out, part_lse)
+    fused.merge((out, lse), rows, (part_out, part_lse))
     return out, lse
 
 

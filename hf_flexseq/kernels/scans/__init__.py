@@ -19,6 +19,8 @@ from typing import Protocol
 import torch
 
 Tensors = tuple[torch.Tensor, ...]
+# of the inputs, and of the states before all segments
+Gradients = tuple[tuple[torch.Tensor | None, ...], torch.Tensor]
 
 
 class Scan(Protocol):
@@ -55,12 +57,8 @@ class Scan(Protocol):
         ...
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        dfinals: torch.Tensor | None,
-        inputs: Tensors,
-        saved: Tensors,
-    ) -> tuple[tuple[torch.Tensor | None, ...], torch.Tensor]:
+        self, dout: torch.Tensor, dfinals: torch.Tensor | None, inputs: Tensors, saved: Tensors
+    ) -> Gradients:
         """Return the gradients of the inputs, and of the states before all segments [segments, H,
         K, V].
 

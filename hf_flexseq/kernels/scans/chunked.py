@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.kernels.scans import Tensors
+from hf_flexseq.kernels.scans import Gradients, Tensors
 from hf_flexseq.kernels.scans.grid import ChunkGrid, Step
 
 
@@ -185,12 +185,8 @@ class ChunkedScan:
         return grads[back]
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        dfinals: torch.Tensor | None,
-        inputs: Tensors,
-        saved: Tensors,
-    ) -> tuple[tuple[torch.Tensor | None, ...], torch.Tensor]:
+        self, dout: torch.Tensor, dfinals: torch.Tensor | None, inputs: Tensors, saved: Tensors
+    ) -> Gradients:
         """Return the gradients of q, k, w, u, attn and decay, and of the states before all
         segments [segments, H, K, V]. dout: [N, H, C, V]; dfinals: [segments, H, K, V]."""
         x = _Chunks(*inputs)

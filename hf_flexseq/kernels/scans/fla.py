@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 
 from hf_flexseq.kernels import lse_dtype
-from hf_flexseq.kernels.scans import Tensors
+from hf_flexseq.kernels.scans import Gradients, Tensors
 from hf_flexseq.kernels.upload import to_device
 
 
@@ -153,12 +153,8 @@ class FlaScan:
         return dstates
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        dfinals: torch.Tensor | None,
-        inputs: Tensors,
-        saved: Tensors,
-    ) -> tuple[tuple[torch.Tensor | None, ...], torch.Tensor]:
+        self, dout: torch.Tensor, dfinals: torch.Tensor | None, inputs: Tensors, saved: Tensors
+    ) -> Gradients:
         """Return the gradients of q, k, v, g and beta, and of the states before all segments
         [segments, H, K, V]. dout: [tokens, H, V]; dfinals: [segments, H, K, V]."""
         if not self._lengths:

@@ -25,7 +25,7 @@ from hf_flexseq.planner.pipeline.units import (
     PipelineAnswer,
     PipelineOptions,
     PipelineTask,
-    chunks_of,
+    plan_of,
 )
 
 DEFAULTS = PipelineOptions()
@@ -48,17 +48,7 @@ def make_pipeline_plan(
         answer = object_of(PIPELINE_SCHEDULES[options.schedule].function)(task)
     else:
         answer = PipelineAnswer(units=[], actions=((),) * task.ranks, makespan_ns=0)
-    plan = PipelinePlan(
-        lengths=task.lengths,
-        ranks=task.ranks,
-        stages=task.stages,
-        chunks=chunks_of(answer.units),
-        actions=answer.actions,
-        checkpointed=answer.checkpointed,
-        schedule=options.schedule,
-        objective_s=0.0,
-        planning_s=0.0,
-    )
+    plan = plan_of(task, answer)
 
     # 3. memory and time, if the planner has not seen to them
     makespan = answer.makespan_ns

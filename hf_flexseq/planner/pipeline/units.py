@@ -17,7 +17,7 @@ from itertools import pairwise
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES, entry_of
 from hf_flexseq.cost.stages import ChunkCosts, PipelineCost, StageShape, causal_pairs
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.plan.pipeline import Action, Chunk
+from hf_flexseq.plan.pipeline import Action, Chunk, PipelinePlan
 from hf_flexseq.plan.shard import Slice
 
 Row = list[tuple[int, int, int]]
@@ -110,6 +110,21 @@ class PipelineAnswer:
 
     makespan_ns: int | None = None
     """Nanoseconds of the step; None if the planner has seen neither to time nor to memory."""
+
+
+def plan_of(task: PipelineTask, answer: PipelineAnswer) -> PipelinePlan:
+    """Return an answer as a plan, without its seconds."""
+    return PipelinePlan(
+        lengths=task.lengths,
+        ranks=task.ranks,
+        stages=task.stages,
+        chunks=chunks_of(answer.units),
+        actions=answer.actions,
+        checkpointed=answer.checkpointed,
+        schedule=task.options.schedule,
+        objective_s=0.0,
+        planning_s=0.0,
+    )
 
 
 # ---- units

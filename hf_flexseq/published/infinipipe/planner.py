@@ -23,7 +23,7 @@ from itertools import accumulate, islice
 from hf_flexseq.cost.stages import ChunkCosts, chunk_costs
 from hf_flexseq.cost.walk import makespan_ns
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.plan.pipeline import Action, PipelinePlan
+from hf_flexseq.plan.pipeline import Action
 from hf_flexseq.planner.pipeline.cuts import CutWork
 from hf_flexseq.planner.pipeline.orders import backward_names, one_forward_one_backward
 from hf_flexseq.planner.pipeline.units import (
@@ -32,7 +32,7 @@ from hf_flexseq.planner.pipeline.units import (
     PipelineAnswer,
     PipelineTask,
     Unit,
-    chunks_of,
+    plan_of,
     shapes_of,
 )
 from hf_flexseq.published.infinipipe.chunking import infinipipe_units
@@ -319,15 +319,4 @@ def _answer(units: list[Unit], groups: Sequence[_Group], task: PipelineTask) -> 
 
 def _makespan(answer: PipelineAnswer, task: PipelineTask) -> int:
     """Return the simulated nanoseconds of an answer."""
-    plan = PipelinePlan(
-        lengths=task.lengths,
-        ranks=task.stages,
-        stages=task.stages,
-        chunks=chunks_of(answer.units),
-        actions=answer.actions,
-        checkpointed=answer.checkpointed,
-        schedule="infinipipe",
-        objective_s=0.0,
-        planning_s=0.0,
-    )
-    return makespan_ns(plan, task.cost)
+    return makespan_ns(plan_of(task, answer), task.cost)
