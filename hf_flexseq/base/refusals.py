@@ -33,10 +33,7 @@ class Refusal(Generic[Case]):
 
 
 def refuse(refusals: Iterable[Refusal[Case]], case: Case, *, where: str = "") -> None:
-    """Raise the error of the first refusal that applies to a case.
-
-    where: text after the setting, such as " with pipeline_parallel_size=2".
-    """
+    """Raise the error of the first refusal that applies to a case. where: a text after it."""
     for refusal in refusals:
         found = refusal.found(case)
         if found:

@@ -54,10 +54,7 @@ def quoted(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with non-printable characters escaped.
-
-    Escape codes would otherwise act on the terminal.
-    """
+    """Return `text` with characters escaped that would act on a terminal."""
     if text.isprintable():
         return text
     return "".join(

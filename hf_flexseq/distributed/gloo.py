@@ -43,10 +43,7 @@ class GlooTransport(NamedLanes):
     meshes = 2  # groups in which each rank is connected to every other one
 
     def __init__(self, timeout: timedelta, device: torch.device) -> None:
-        """Make the groups of all ranks. Collective over the world.
-
-        device: the CPU.
-        """
+        """Make the groups of all ranks on the CPU. Collective over the world."""
         assert device.type == "cpu", f"gloo carries no messages on {device.type}"
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()

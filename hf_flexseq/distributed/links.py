@@ -146,10 +146,7 @@ class Neighbours:
     def _open_links(
         self, transport: Transport, pairs: Sequence[tuple[int, int]], *, stage: int
     ) -> None:
-        """Make the links between a stage and the stage after it.
-
-        pairs: of each pipeline, the rank of the one and that of the other.
-        """
+        """Link a stage to the next one. pairs: ranks of both, by pipeline."""
         own = own_part(pairs, transport.rank) or ()
         peers = [rank for rank in own if rank != transport.rank]
         states = f"hidden states of rank {stage} of a pipeline"

@@ -59,10 +59,7 @@ class NcclTransport:
     meshes = 1  # groups in which each rank has a socket to every other one: that of the CPUs
 
     def __init__(self, timeout: timedelta, device: torch.device) -> None:
-        """Make the CPU group. Collective over the world.
-
-        device: CUDA device of this rank.
-        """
+        """Make the CPU group. Collective over the world. device: of this rank."""
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.cpu_group = GlooCpuGroup(timeout)

@@ -28,10 +28,7 @@ SPARE_DESCRIPTORS = 512  # for everything else that a process opens
 
 
 def reserve_descriptors(sockets: int) -> None:
-    """Make sure that this process may open so many sockets more.
-
-    Raises ValueError, naming `ulimit -n`, where the system does not allow that.
-    """
+    """Allow so many more sockets. Raises ValueError, naming `ulimit -n`, if the system refuses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = sockets + SPARE_DESCRIPTORS
     if soft == resource.RLIM_INFINITY or soft >= needed:

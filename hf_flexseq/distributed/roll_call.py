@@ -19,10 +19,7 @@ LEAST_WAIT_S = 0.1  # seconds to wait for an answer when the time of the roll ca
 
 
 def roll_call(group: dist.ProcessGroup, ranks: Sequence[int]) -> list[int]:
-    """Return those of `ranks`, global, that do not answer within `ROLL_CALL_S`.
-
-    group: a gloo group of all ranks.
-    """
+    """Return the global ranks that do not answer within `ROLL_CALL_S` on a gloo group of all."""
     deadline = time.monotonic() + ROLL_CALL_S
     calls = {rank: _call(group, rank) for rank in ranks}
     return [rank for rank, works in calls.items() if not _answered(works, deadline)]

@@ -117,10 +117,7 @@ def capabilities(calls: Calls) -> list[str]:
 
 
 def choose_fused(device: torch.device) -> Fused:
-    """Return the implementation of the operations between kernel calls for a device.
-
-    On CUDA the choice is logged once, at WARNING where Triton cannot serve.
-    """
+    """Return the operations between kernel calls for a device; on CUDA the choice is logged."""
     if device.type != "cuda":
         return TorchFused()
     return _fused_for_cuda()

@@ -151,10 +151,7 @@ def chunk_rows(width: int, vocab: int, itemsize: int) -> int:
 def torch_sum(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Compute `chunked_cross_entropy_sum` with torch; for 32 and 64 bits.
-
-    hidden [T, C], weight [V, C], bias [V], targets [T] -> scalar.
-    """
+    """Compute `chunked_cross_entropy_sum` with torch, for 32 and 64 bits."""
     rows = chunk_rows(hidden.shape[1], weight.shape[0], hidden.dtype.itemsize)
     options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
     return F.linear_cross_entropy(
@@ -171,10 +168,7 @@ def torch_sum(
 def liger_sum(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Compute `chunked_cross_entropy_sum` with Liger; for 16 bits on CUDA.
-
-    hidden [T, C], weight [V, C], bias [V], targets [T] -> scalar.
-    """
+    """Compute `chunked_cross_entropy_sum` with Liger, for 16 bits on CUDA."""
     loss, *_ = _liger_function().apply(  # by position, as autograd functions are called
         hidden,
         weight,
@@ -195,10 +189,7 @@ def liger_sum(
 def loop_sum(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Compute `chunked_cross_entropy_sum` with a loop; anywhere.
-
-    hidden [T, C], weight [V, C], bias [V], targets [T] -> scalar.
-    """
+    """Compute `chunked_cross_entropy_sum` with a loop, anywhere."""
     return _Loop.apply(hidden, weight, bias, targets)
 
 
@@ -297,10 +288,7 @@ class _Chunks(HeadGradients):
         self.losses = hidden.new_empty(tokens, dtype=self.dtype)
 
     def run(self, targets: torch.Tensor, start: int) -> None:
-        """Compute losses and gradients of the tokens from `start` on, as many as the buffer holds.
-
-        targets: [T].
-        """
+        """Compute losses and gradients of a buffer of tokens from `start` on. targets: [T]."""
         # 1. logits
         chunk = slice(start, start + self.rows)
         hidden = self.hidden[chunk].to(self.factor_dtype)  # [rows, C]

@@ -48,10 +48,7 @@ class Fused(Protocol):
         ...
 
     def add(self, totals: Tensors, rows: Sequence[Rows], parts: Tensors) -> None:
-        """Add each part [n, ...] to its rows of a total [t, ...], in the dtype of the total.
-
-        A row of a total may be meant at most once in a call.
-        """
+        """Add each part [n, ...] to n different rows of a total [t, ...], in its dtype."""
         ...
 
     def gather(self, sources: Tensors, rows: Sequence[Rows], targets: Tensors) -> None:

@@ -98,10 +98,7 @@ def _keys(kind: LayerCalls) -> list[_Key]:
 
 
 def _named(layer: str, calls: Calls) -> Kernel:
-    """Return the kernel for such calls.
-
-    Raises ValueError that names the layer where there is none.
-    """
+    """Return the kernel for such calls. Raises ValueError that names the layer."""
     try:
         return kernel_for(calls)
     except ValueError as error:

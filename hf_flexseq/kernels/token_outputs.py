@@ -96,10 +96,7 @@ class _TokenOutputs(torch.autograd.Function):
 def _chunks_of_logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield chunks of tokens with their logits [rows, V], in one buffer that all chunks share.
-
-    hidden [T, C], weight [V, C], bias [V] or None.
-    """
+    """Yield chunks of tokens with their logits [rows, V], in one shared buffer."""
     tokens, width = hidden.shape
     vocab = weight.shape[0]
     dtype = sum_dtype(hidden.dtype)

@@ -49,10 +49,7 @@ class TorchVarlen(CudaFlash):
 
     @property
     def capabilities(self) -> KernelCapabilities:
-        """What the active implementation can do.
-
-        Raises NotImplementedError for one that is not known here.
-        """
+        """Capabilities of the active implementation. Raises NotImplementedError if unknown."""
         active = active_implementation()
         if active not in _KNOWN:
             raise NotImplementedError(_unknown(active))

@@ -128,10 +128,7 @@ class Schedule:
 def calls_of_rank(
     strategy: str, degree: int, index: int, *, mirrored: bool = False, chunk_by_chunk: bool = False
 ) -> tuple[tuple[BlockCall, ...], ...]:
-    """Return, by time, the calls in which the rank of `index` takes part.
-
-    These are the calls of `attention_schedule`, in its order, found without the others.
-    """
+    """Return, by time, the calls of `attention_schedule` in which the rank takes part."""
     calls = _Calls(strategy, degree, mirrored)
     place = calls.place(index)
     by_time = []

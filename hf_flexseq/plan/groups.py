@@ -63,10 +63,7 @@ class Group:
         return self.ranks[-1] + 1
 
     def tokens(self, lengths: Sequence[int]) -> int:
-        """Return the total tokens of the group's sequences.
-
-        lengths: tokens of every sequence of the plan.
-        """
+        """Return the tokens of the group's sequences. lengths: of every sequence of the plan."""
         return sum(lengths[sequence] for sequence in self.sequences)
 
     def tokens_per_rank(self, lengths: Sequence[int]) -> int:

@@ -123,10 +123,7 @@ def _runs(head_ranges: Sequence[Sequence[slice]], tokens: int) -> tuple[list[int
 
 
 def _longer(run: HeadRun, following: HeadRun) -> HeadRun | None:
-    """Return a run extended by another part, or None if its pattern differs.
-
-    following: a run of one part.
-    """
+    """Return a run extended by a run of one part, or None if its pattern differs."""
     if (following.heads, following.stride) != (run.heads, run.stride):
         return None
     head_step = following.head - run.head - (run.parts - 1) * run.head_step

@@ -59,10 +59,7 @@ MAX_STAGES = 1 << 14
 
 
 class Action(NamedTuple):
-    """Work of a stage on one chunk.
-
-    A tuple instead of a dataclass, since a step may have tens of thousands.
-    """
+    """Work of a stage on one chunk. A tuple, since a step may have tens of thousands."""
 
     stage: int
     kind: str

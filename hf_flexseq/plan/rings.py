@@ -85,10 +85,7 @@ def ring_named(strategy: str) -> Ring:
 
 @functools.cache
 def chunks_per_rank(strategy: str) -> int:
-    """Return the chunks of each sequence that a rank holds; 0 if the strategy cuts no chunks.
-
-    A hybrid has the chunks of a zigzag.
-    """
+    """Return the chunks per sequence of a rank, 0 for none; a hybrid has those of a zigzag."""
     if strategy == "hybrid":
         return ZIGZAG.chunks_per_rank
     return ring_named(strategy).chunks_per_rank if strategy in RINGS else 0

@@ -43,10 +43,7 @@ KEYS = ("lengths", "micro_batches", "objective_s", "lower_bound_s", "planner", "
 
 
 class PlanInfeasible(ValueError):
-    """No plan can hold these sequences.
-
-    The message names the limit, the sequence and the option to raise.
-    """
+    """No plan can hold these sequences. The message names limit, sequence and option."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -103,10 +103,7 @@ class Shard:
 
 
 def make_shard(micro_batch: MicroBatch, lengths: Sequence[int], rank: int) -> Shard:
-    """Return the shard of `rank`.
-
-    lengths: tokens of every sequence of the plan, by sequence id.
-    """
+    """Return the shard of `rank`. lengths: tokens of every sequence of the plan."""
     zones: list[Zone] = []
     row = 0
     for group in micro_batch.groups_of(rank):
@@ -144,10 +141,7 @@ def placed(
 
 
 def group_slices(group: Group, lengths: Sequence[int], index: int) -> tuple[Slice, ...]:
-    """Return the slices of the rank of `index` in `group`, in row order.
-
-    lengths: tokens of every sequence of the plan, by sequence id.
-    """
+    """Return the slices of the rank of `index` in `group`, in row order."""
     group_lengths = _lengths_of(group, lengths)
     if chunks_per_rank(group.strategy):
         parts = _chunk_parts(group.strategy, group_lengths, index, group.degree)
@@ -195,10 +189,7 @@ def _contiguous_parts(lengths: tuple[int, ...], index: int, degree: int) -> Iter
 
 
 def contiguous_part(tokens: int, index: int, degree: int) -> tuple[int, int]:
-    """Return [start, stop) of part `index` of `tokens` cut into `degree` parts.
-
-    Parts differ by at most one token.
-    """
+    """Return [start, stop) of part `index` of `degree` parts, equal to within a token."""
     return index * tokens // degree, (index + 1) * tokens // degree
 
 

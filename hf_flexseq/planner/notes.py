@@ -16,10 +16,7 @@ from hf_flexseq.planner.task import PlanTask
 
 
 def degree_note(micro_batches: Sequence[MicroBatch], task: PlanTask) -> str:
-    """Return the reason for the degree of a plan's widest groups.
-
-    micro_batches: at least one.
-    """
+    """Return the reason for the degree of a plan's widest groups."""
     lengths, topology, cap = task.lengths, task.topology, task.cap
     if task.sp_degree is not None:
         return f"degree {task.sp_degree} for every sequence, set by sp_degree"

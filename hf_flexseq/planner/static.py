@@ -57,10 +57,7 @@ def static_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
 
 
 def best_fit(lengths: list[int], room: int) -> list[list[int]]:
-    """Return bins of rows, each row in the bin it fills best.
-
-    lengths: tokens of each row, longest first. room: tokens of a bin.
-    """
+    """Return bins of `room` tokens, each row, longest first, in the bin it fills best."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (tokens left, bin), ascending
     for row, length in enumerate(lengths):
@@ -105,10 +102,7 @@ def one_strategy_groups(
     members: Sequence[list[int]],
     task: PlanTask,
 ) -> list[Group]:
-    """Return groups, each with the strategy that is cheapest for its sequences together.
-
-    ranks, members: [groups] ranks of each group, and ids of its sequences.
-    """
+    """Return groups [groups], each with the strategy that is cheapest for all its sequences."""
     names = task.cost.strategies(task.strategy) or ("local",)
     # 1. every group by every strategy, [strategies, groups]
     by_name = []

@@ -34,10 +34,7 @@ def load_cached(path: Path) -> CostModel | None:
 
 
 def save_whole(cost: CostModel, path: Path) -> None:
-    """Write the file so that no reader ever sees a part of it.
-
-    Raises OSError when the folder cannot be written.
-    """
+    """Write the file atomically. Raises OSError if the folder cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     os.close(handle)

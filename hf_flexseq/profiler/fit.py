@@ -315,10 +315,7 @@ def relative_errors(
     seconds: Sequence[Sequence[float]],
     topology: Topology,
 ) -> tuple[float, ...]:
-    """Return |predicted - measured| / measured of each mix.
-
-    seconds: [mix][rank]; the slowest rank's count.
-    """
+    """Return |predicted - measured| / measured of each mix, by its slowest rank."""
     errors = []
     for mix, by_rank in zip(mixes, seconds, strict=True):
         (predicted_ns,) = lockstep_ns(cost, [mix.micro_batch], mix.lengths, topology)

@@ -149,10 +149,7 @@ def _key(layers: Layers) -> frozenset[object]:
 def median_seconds(
     runs: Sequence[Run], communicator: Communicator, device: torch.device, rounds: int
 ) -> list[list[float]]:
-    """Time `runs`, the same list on every rank, and return [run][rank] median seconds.
-
-    Collective over the world.
-    """
+    """Time `runs` on every rank: [run][rank] median seconds. Collective over the world."""
     timed: list[list[float]] = [[] for _ in runs]  # [run][round]
     for _ in range(rounds + 1):
         for run, seconds in zip(runs, timed, strict=True):

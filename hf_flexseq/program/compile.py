@@ -105,10 +105,7 @@ class MicroBatchLayout:
         return self._segments
 
     def zones(self, reach: Reach) -> tuple[ZoneAttention, ...]:
-        """Return the attention of every group, widest first, as the plan has them.
-
-        reach: which keys a query reads.
-        """
+        """Return the attention of every group, widest first. reach: keys that a query reads."""
         if reach not in self._zones:
             self._zones[reach] = self._make_zones(reach)
         return self._zones[reach]
@@ -158,10 +155,7 @@ def compile_program(
 
 
 def forward(parts: Parts, shape: LayerShape) -> Program:
-    """Compile the forward: q, k, v -> out, [tokens, heads, head_dim] each.
-
-    The sinks [heads] of a layer that has any are the fourth input.
-    """
+    """Compile the forward: q, k, v, sinks [heads] if any -> out, [tokens, heads, head_dim]."""
     b = _builder(parts, shape)
     q, k, v = _inputs(b, parts.tokens, "qkv")
     sinks = _sinks(b)
@@ -267,10 +261,7 @@ def _grads_of(sinks: Sinks | None) -> Values:
 
 
 def _joined(b: Builder, grads: Sequence[Values]) -> Values:
-    """Join dq, dk and dv of all zones, each [tokens of the zone, ...] -> [tokens, ...].
-
-    They are complete sums by now, and so are rounded, once.
-    """
+    """Join and round dq, dk, dv of all zones: [tokens of the zone, ...] -> [tokens, ...]."""
     complete: list[Value] = []
     for of_zones in zip(*grads, strict=True):
         complete.append(b.join([b.cast(part, INPUT) for part in of_zones]))

@@ -90,10 +90,7 @@ class Exchange:
                 self._sends.append((value, peer))
 
     def recv(self, likes: Sequence[Value], tokens: int, peer: int) -> Values:
-        """Return values [tokens, ...] that hold what `peer` sends, from the wait on.
-
-        likes: values [any rows, ...] with the other dimensions and the dtype.
-        """
+        """Return values [tokens, ...] like `likes`, which `peer` sends; valid from the wait on."""
         self.label.peers.add((peer, False))
         values = []
         for like in likes:

@@ -169,10 +169,7 @@ class LeavingHeads:
 
 
 def layout_of(pieces: Sequence[HeadRanges], tokens: int) -> HeadLayout:
-    """Return the layout of the heads of some tensors: parts by piece, and in a piece by rank.
-
-    pieces: the heads of each rank in a piece. tokens: rows of the tensors.
-    """
+    """Return the layout of heads: parts by piece, and in a piece by rank."""
     ranges = []
     for by_piece in zip(*pieces, strict=True):  # by tensor
         of_tensor = [(one.start, one.stop) for by_rank in by_piece for one in by_rank]

@@ -119,10 +119,7 @@ def head_pieces(heads: int, kv_heads: int, degree: int, most: int) -> tuple[Head
 
 
 def _shares(heads: range, queries_per_kv: int, count: int) -> list[HeadShare]:
-    """Cut one rank's query heads into `count` pieces.
-
-    queries_per_kv: query heads of the model that read one KV head.
-    """
+    """Cut one rank's query heads, `queries_per_kv` per KV head, into `count` pieces."""
     if not heads:
         return [HeadShare(heads.start, heads.stop, 0, 0, None, 0, 0)] * count
 

@@ -326,10 +326,7 @@ def _names(numbers: Iterable[int]) -> str:
 def last_uses(
     instructions: tuple[Instruction, ...], kept: Iterable[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return by instruction the values that no later one reads, those of `kept` left out.
-
-    kept: values that outlive the program.
-    """
+    """Return by instruction the values that are not read later, without those of `kept`."""
     seen = set(kept)
     frees = []
     for one in reversed(instructions):

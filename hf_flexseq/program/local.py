@@ -52,10 +52,7 @@ class LocalZone(SavesRows):
     def forward(
         self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
     ) -> ZoneSteps[tuple[Value, Values]]:
-        """Return out [tokens, heads, head_dim], and save q, k, v, out, lse [heads, tokens].
-
-        q: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim].
-        """
+        """Return out [tokens, heads, head_dim], and save q, k, v, out, lse [heads, tokens]."""
         outs = []
         lses = []
         for number, run in enumerate(self.runs):

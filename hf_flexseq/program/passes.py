@@ -18,10 +18,7 @@ class ProgramPass(Protocol):
     """Rewrites the programs of one rank in one micro-batch."""
 
     def __call__(self, program: Program, what: str, shape: LayerShape | RowShape) -> Program:
-        """Return a program with the same result.
-
-        what, shape: see `compile.compile_program`.
-        """
+        """Return a program with the same result. what, shape: see `compile_program`."""
 
 
 class PlanPasses(Protocol):

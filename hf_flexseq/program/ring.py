@@ -88,10 +88,7 @@ class RingZone:
     def forward(
         self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
     ) -> ZoneSteps[tuple[Value, Values]]:
-        """Return out [t, H, D] of this rank's queries, and what `backward` needs.
-
-        q [t, H, D], k and v [t, Hkv, D]: this rank's chunks.
-        """
+        """Return out [t, H, D], and what `backward` needs. q [t, H, D], k and v [t, Hkv, D]."""
         kv = b.pair(k, v)  # 2 x [t, Hkv, D] -> [t, 2, Hkv, D]
         lse_like = Value(-1, q.shape[:2], WIDE)  # [t, H]
         running = RunningResult(b, q)

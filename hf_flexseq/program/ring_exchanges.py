@@ -205,10 +205,7 @@ def _together(b: Builder, parts: Sequence[Values]) -> Values:
 def _send_results(
     b: Builder, exchange: Exchange, operand: Operand, results: Values, likes: Values
 ) -> None:
-    """Add the results [n, ...] about an operand to what is sent to the rank that holds it.
-
-    likes: values with the dtypes in which the results travel.
-    """
+    """Send results [n, ...] about an operand to its holder, in the dtypes of `likes`."""
     if operand.peer is None or not results:
         return
     travelling = [b.cast(x, like.dtype) for x, like in zip(results, likes, strict=True)]

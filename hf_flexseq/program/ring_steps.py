@@ -264,10 +264,7 @@ def _make_ring_step(
 def _operand(
     holder: int, sequences: Sequence[int], chunks: Sequence[int], layout: ZoneLayout
 ) -> Operand:
-    """Return the chunks of some sequences that this rank's call reads.
-
-    holder: index in the group of the rank that holds them, which may be this one.
-    """
+    """Return the chunks that this rank's call reads of the rank of index `holder`."""
     keys = tuple(product(sequences, chunks))
     if holder == layout.index:
         return Operand(None, layout.rows(keys), keys)

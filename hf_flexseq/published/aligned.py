@@ -34,10 +34,7 @@ def allowed_degrees(task: PlanTask) -> tuple[int, ...]:
 
 
 def slots(topology: Topology, degree: int, unit: int) -> int:
-    """Return how many groups of `unit` ranks a group of `degree` ranks keeps out.
-
-    unit: ranks, at most a node and at most `degree`.
-    """
+    """Return the slots of `unit` ranks, at most a node, that `degree` ranks take."""
     node = topology.ranks_per_node
     if degree < node:
         return degree // unit
@@ -71,10 +68,7 @@ def fit_together(degrees: Iterable[int], topology: Topology) -> bool:
 
 
 def rank_ranges(degrees: Sequence[int], topology: Topology) -> list[range]:
-    """Return the ranks of each group, cut from rank 0 upward by falling degree.
-
-    The groups must `fit_together`.
-    """
+    """Return the ranks of groups that `fit_together`, from rank 0 upward by falling degree."""
     node = topology.ranks_per_node
     used = [0] * topology.nodes  # ranks of each node, always its first ones
     ranges = [range(0)] * len(degrees)

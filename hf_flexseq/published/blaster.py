@@ -65,10 +65,7 @@ def _cut(tokens_before: Int64Array, start: int, stop: int, count: int) -> list[t
 
 
 def _least_largest(tokens_before: Int64Array, count: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of `count` slices, empty ones included, whose largest has least tokens.
-
-    tokens_before: [sequences + 1], from 0.
-    """
+    """Return `count` slices (start, stop), possibly empty, whose largest has least tokens."""
     # Forward: `most` [sequences + 1] for one slice, two, ..., and where each one's last begins.
     most = tokens_before
     cuts = []

@@ -80,10 +80,7 @@ def _slice(event: Event, node: int, scale: float) -> dict[str, Any]:
 
 
 def _names(node: int, ranks: int) -> list[dict[str, Any]]:
-    """Return the records that name nodes and ranks, in the order in which they are shown.
-
-    node: ranks per node. ranks: how many are shown.
-    """
+    """Return the records that name nodes and ranks, in order. node: ranks per node."""
     records = []
     for first in range(0, ranks, node):
         records.append(_named("process_name", first // node, None, f"node {first // node}"))

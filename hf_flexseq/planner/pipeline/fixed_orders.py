@@ -14,10 +14,7 @@ SEQ1F1B_CHUNKS = 4  # chunks of the longest sequence: Seq1F1B's own setting at 6
 
 
 def whole_pipeline(task: PipelineTask) -> PipelineAnswer:
-    """Return whole sequences in 1F1B's order.
-
-    Raises PlanInfeasible if one has more tokens than a chunk may have.
-    """
+    """Return whole sequences in 1F1B's order. Raises PlanInfeasible if a chunk is too small."""
     longest = max(task.lengths)
     most = task.options.max_tokens
     if most is not None and longest > most:

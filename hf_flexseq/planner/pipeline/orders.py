@@ -51,10 +51,7 @@ def one_forward_one_backward(sizes: Sequence[int], ranks: int, first: int = 0) -
 
 
 def interleaved(sizes: Sequence[int], ranks: int, stages_per_rank: int) -> Actions:
-    """Return every rank's actions, with several stages per rank, which take turns.
-
-    sizes: how many chunks each unit has
-    """
+    """Return every rank's actions on several stages in turns. sizes: chunks of each unit."""
     turns = _turns(sizes, ranks)
     # chunks from a unit's first forward on a rank to its last one on the rank's last stage
     longest_way = 0

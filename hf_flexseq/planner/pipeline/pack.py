@@ -35,10 +35,7 @@ def whole_units(lengths: Sequence[int]) -> list[Unit]:
 def chunked_units(
     lengths: Sequence[int], k: int, work: CutWork, most_tokens: int | None = None
 ) -> list[Unit]:
-    """Return the cut sequences, longest first, and then packs of the short ones.
-
-    k: chunks of the longest sequence; more where a chunk would exceed `most_tokens`
-    """
+    """Return cut sequences, longest first, then packs. k: chunks of the longest at least."""
     order = longest_first(lengths)
     if not order:
         return []
@@ -119,8 +116,7 @@ def _level_rows(
     work: CutWork,
     most_tokens: int | None,
 ) -> list[Row]:
-    """Return rows of whole sequences, fullest first: longest first, each sequence goes to the row
-    with the least work, or into one more row where that row's tokens are used up."""
+    """Return rows of whole sequences, each in the first row with room for it."""
     total = sum(work.between(0, lengths[sequence]) for sequence in order)
     count = math.ceil(total / target)
     rows: list[Row] = [[] for _ in range(count)]

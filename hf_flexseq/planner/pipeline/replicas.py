@@ -36,10 +36,7 @@ def make_step_plan(
 
 
 def chunk_note(plans: Sequence[PipelinePlan], options: PipelineOptions) -> str:
-    """Return a line for people: into how many chunks sequences are cut, and by whose choice.
-
-    plans: one for each replica.
-    """
+    """Return a line for people: into how many chunks sequences are cut, and why."""
     # 1. the parts of the longest sequence that is cut at all
     cut_sequences = 0
     longest = 0

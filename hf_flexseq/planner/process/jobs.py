@@ -155,10 +155,7 @@ class StagesJob:
 
 
 def job_from_record(record: Mapping[str, Any]) -> Job:
-    """Return the job of either kind whose `to_record` gave `record`.
-
-    Raises ValueError for a kind that does not exist.
-    """
+    """Return the job of a record. Raises ValueError for an unknown kind."""
     kind = record.get("kind")
     if kind == GroupsJob.KIND:
         return GroupsJob.from_record(record)

@@ -54,10 +54,7 @@ class Filled:
 
 
 def water_levels(problem: Problem, candidates: Candidates, placed: Placement) -> Int64Array:
-    """Return [candidates] nanoseconds by which targets must rise to hold all short sequences.
-
-    NEVER where memory does not hold them, or has not held the long ones.
-    """
+    """Return [candidates] the least rises of targets that hold all sequences, or NEVER."""
     load, tokens = placed.rank_state(problem.world)  # each [candidates, micro_batches, ranks]
     # 1. What has to be poured: the tokens and one-rank nanoseconds of the short sequences.
     alone = np.where(problem.times[:, 0] < NEVER, problem.times[:, 0], 0)  # [sequences]
@@ -158,10 +155,7 @@ def completed(
 
 
 def lockstep_objective(problem: Problem, load: Int64Array) -> int:
-    """Return the nanoseconds of loads [micro_batches, ranks] when all ranks wait for each other.
-
-    Empty micro-batches cost nothing.
-    """
+    """Return the lockstep nanoseconds of loads [micro_batches, ranks]; empty ones are free."""
     slowest = load.max(axis=1)  # [micro_batches]
     started = int((slowest > 0).sum())
     return int(slowest.sum()) + started * problem.constant
@@ -170,10 +164,7 @@ def lockstep_objective(problem: Problem, load: Int64Array) -> int:
 def free_clocks(
     problem: Problem, row2block: Int64Array, row2batch: Int64Array, load: Int64Array
 ) -> Int64Array:
-    """Return [ranks] the nanoseconds at which each rank ends when ranks meet only in groups.
-
-    load: [micro_batches, ranks] nanoseconds. The cost model's own count is `cost.free_ns`.
-    """
+    """Return each rank's end in nanoseconds, [ranks], if ranks meet only in groups."""
     blocks = problem.blocks
     rows = np.arange(len(row2block))
     block_times = np.zeros((len(load), len(blocks.start)), dtype=np.int64)

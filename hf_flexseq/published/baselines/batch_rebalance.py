@@ -50,10 +50,7 @@ def batch_rebalance_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
 
 
 def rebalanced(tokens: list[int], ranks: int, batches: int) -> list[tuple[int, int]]:
-    """Return (start, stop) in `tokens` of every group, in the order of micro-batch and rank.
-
-    tokens: falling lengths.
-    """
+    """Return (start, stop) in falling `tokens` of every group, by micro-batch and rank."""
     groups = min(len(tokens), ranks * batches)
     each, rest = divmod(len(tokens), groups)
     counts = [each + 1] * rest + [each] * (groups - rest)

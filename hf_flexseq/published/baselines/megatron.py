@@ -56,10 +56,7 @@ class _Scheduler:
         self.multiple = math.lcm(*self.degrees)
 
     def micro_batch(self, ids: list[int]) -> tuple[list[_Pack], list[int]]:
-        """Return the groups of the next micro-batch and the sequences left for later.
-
-        ids: sequences by falling length.
-        """
+        """Return the next micro-batch's groups, and the sequences left. ids: by falling length."""
         # 1. The longest sequence sets the limit.
         longest = self.lengths[ids[0]]
         limit = longest * self.cap * self.multiple * (100 + SPARE) // 100
@@ -143,10 +140,7 @@ class _Scheduler:
         return False
 
     def _together(self, ids: list[int]) -> tuple[list[_Pack], list[int]]:
-        """Return one group of the widest degree with every sequence that fits, and the others.
-
-        ids: sequences by falling length.
-        """
+        """Return one group of the widest degree, and what does not fit. ids: by falling length."""
         whole = _Pack(degree=self.degrees[-1])
         later = []
         for i in ids:

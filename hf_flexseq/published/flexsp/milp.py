@@ -91,10 +91,7 @@ class GroupingTask:
 
 
 def solve(task: GroupingTask, start: Chosen, *, gap: float = GAP, nodes: int = NODES) -> Chosen:
-    """Return the best groups found, at worst those of `start`.
-
-    Those of `start` at once where the program is large.
-    """
+    """Return the best groups found, at worst `start`, which is kept if the program is large."""
     if len(task.counts) * sum(task.copies) > INTEGERS:
         return start
     # 1. The program and a solver with fixed limits.
@@ -245,10 +242,7 @@ def slowest_ns(task: GroupingTask, chosen: Chosen) -> int:
 
 
 def least_slowest_ns(task: GroupingTask) -> int:
-    """Return nanoseconds that the slowest group cannot undercut.
-
-    The longest time of one member of a bucket at the best degree that holds it.
-    """
+    """Return a lower bound on the slowest group: the longest member at its best degree."""
     tokens_of_rank = -(-task.tokens[:, None] // np.array(task.degrees))  # [buckets, degrees]
     fits = tokens_of_rank <= task.cap
     times = np.where(fits, task.times, np.iinfo(np.int64).max)  # [buckets, degrees]

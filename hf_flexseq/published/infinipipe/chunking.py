@@ -42,10 +42,7 @@ class _Bucket:
 def infinipipe_units(
     lengths: Sequence[int], k: int, work: CutWork, most_tokens: int | None = None
 ) -> list[Unit]:
-    """Return units of `k` chunks for the longest sequence, those of more chunks first.
-
-    lengths: tokens of each sequence; k: more where a chunk would exceed `most_tokens`
-    """
+    """Return units, the longest sequence in `k` chunks or more; those of most chunks first."""
     # 1. the mesh
     order = longest_first(lengths)
     cuts = cut(lengths[order[0]], k, work, most_tokens)
@@ -89,10 +86,7 @@ def _fill(
     most_time: float,
     work: CutWork,
 ) -> list[Row]:
-    """Put short sequences beside tails and into new rows; return the new rows.
-
-    short: sequence ids, longest first; most_time: nanoseconds of a row
-    """
+    """Put short sequences, longest first, beside tails and into new rows; return the new rows."""
     buckets = list(tails)
     opened: list[_Bucket] = []
     for sequence in short:

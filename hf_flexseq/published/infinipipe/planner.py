@@ -283,10 +283,7 @@ def _moments(
 
 
 def _layers(sizes: Sequence[int], diagonals: Sequence[int], stages_behind: int) -> list[int]:
-    """Return the checkpointed layers of each chunk on a stage.
-
-    diagonals: layers of each, () for none; stages_behind: stages from this one to the last
-    """
+    """Return the checkpointed layers of each chunk on a stage. diagonals: layers, () for none."""
     layers = [0] * sum(sizes)
     if not diagonals:
         return layers

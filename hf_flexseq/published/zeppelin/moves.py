@@ -116,10 +116,7 @@ def _first_of_node(of_ranks: Ints, of_others: Ints, topology: Topology) -> Ints:
 
 
 def _matched(given: Ints, taken: Ints) -> MoveArrays:
-    """Return the moves of tokens that ranks give to those that ranks take, both in their order.
-
-    given, taken: [world_size] tokens, with the same sum.
-    """
+    """Return moves of equal sums of tokens, in the order of givers and takers, [world_size]."""
     given_up_to = given.cumsum()
     taken_up_to = taken.cumsum()
     # Every move ends where a giver has given all, or a taker taken all.

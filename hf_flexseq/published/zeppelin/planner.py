@@ -66,10 +66,7 @@ def _micro_batch(partition: list[tuple[int, Zone]], split_name: str) -> MicroBat
 
 
 def _partitioned(ids: list[int], task: PlanTask) -> list[tuple[int, Zone]] | None:
-    """Return the (id, zone) of each sequence of a micro-batch; None when they do not fit.
-
-    ids: by falling length.
-    """
+    """Return the (id, zone) of each sequence, or None if they do not fit. ids: longest first."""
     for extra in _more_and_more(len(ids), split=task.strategy != "local"):
         partition = _Partition(task)
         if partition.run(ids, extra):
@@ -208,10 +205,7 @@ class _Partition:
         return -(-self.lengths[i] // _width(zone))
 
     def _preference(self, i: int) -> Callable[[Zone], tuple[bool, int, int]]:
-        """Return the key that orders zones as a sequence prefers them.
-
-        Those with room first, of these the one with the least quadratic work.
-        """
+        """Return a key that prefers zones with room, then those with the least quadratic work."""
 
         def key(zone: Zone) -> tuple[bool, int, int]:
             start, stop = zone

@@ -61,10 +61,7 @@ class RemappedShard(Shard):
 def remapped_shards(
     micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
 ) -> list[Shard]:
-    """Return what every rank holds of a remapped micro-batch, [world_size].
-
-    lengths: tokens of every sequence of the plan.
-    """
+    """Return what each rank holds of a remapped micro-batch, [world_size]."""
     shards = [make_shard(micro_batch, lengths, rank) for rank in range(topology.world_size)]
     moves = transport([shard.tokens for shard in shards], topology)
     rows = [list(shard.slices) for shard in shards]  # of each rank, what it keeps in the end
