@@ -1,4 +1,4 @@
-"""What a command that takes long is doing, on stderr: its results alone go to stdout.
+"""Progress of a long command, on stderr: its results alone go to stdout.
 
 On a terminal it is one line, which is rewritten every second and gone before a result is printed.
 Elsewhere it is a line every half a minute.

@@ -1,4 +1,4 @@
-"""What work costs: seconds and bytes of sequences on groups of ranks, and of chunks on pipeline
+"""Costs of work: seconds and bytes of sequences on groups of ranks, and of chunks on pipeline
 stages.
 
     model.py      CostModel: one sequence on one group

@@ -131,7 +131,7 @@ def _parameters_s(
 
 def _pair_flops(heads: HeadShape) -> float:
     """Return the FLOPs of a layer's attention per two (query, key) pairs, forward and backward."""
-    # 2 FLOPs for each of 7 products, two of them in the forward, of which half are causal
+    # 2 FLOPs for each of 7 products, two of them in the forward; half of the pairs are causal
     return 7.0 * heads.query_width
 
 
@@ -281,7 +281,7 @@ def _all_summaries_bytes(shape: ModelShape, ranks: int) -> float:
 
 def _halo_bytes(shape: ModelShape, checkpointing: bool) -> float:
     """Return the bytes of the halos that a rank holds of one sequence between forward and
-    backward, all layers. Short sequences, of which there may be more, have one rank each."""
+    backward, all layers. Short sequences have one rank each and need none."""
     of_layers = []
     for layers, reach, heads in shape.attention_layers():
         if not reach.is_full:

@@ -1,4 +1,4 @@
-"""What devices achieve: FLOP/s, bytes/s, and what their hosts take to launch and post."""
+"""Figures of devices: FLOP/s, bytes/s, and seconds of their hosts to launch and post."""
 
 from dataclasses import dataclass, replace
 

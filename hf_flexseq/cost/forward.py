@@ -1,4 +1,4 @@
-"""What a forward costs without a backward: of a reference model, of an evaluation, or of samples
+"""Costs of a forward without a backward: of a reference model, of an evaluation, or of samples
 whose log-probabilities are wanted."""
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What the host does for the attention of a group in one layer, forward and backward, counted.
+"""Counts of host work for the attention of a group in one layer, forward and backward.
 
 A GPU computes nothing that its host has not launched before, and ranks exchange nothing that their
 hosts have not posted. None of that depends on the number of tokens, so it decides for short
@@ -77,7 +77,7 @@ HALO_PASSES = 2  # keys and values forward, and their gradients backward
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWork:
-    """What the host of one rank does for a group's attention in one layer."""
+    """Host work of one rank for a group's attention in one layer."""
 
     calls: int
     """Attention calls."""

@@ -1,4 +1,4 @@
-"""What ring strategies cost (`plan/rings.py`): the traffic and the work of their busiest rank.
+"""Costs of ring strategies (`plan/rings.py`): the traffic and the work of their busiest rank.
 
 `registry.RINGS` names the costs of each. tests/cost/test_launches.py holds the counts to the
 programs that ranks run.
@@ -16,7 +16,7 @@ ZIGZAG_RANK_LAUNCHES = 4  # for each rank of the group
 
 
 class RingWork(NamedTuple):
-    """What a host does for a ring in one layer, forward and backward; posts follow from rounds."""
+    """Host work for a ring in one layer, forward and backward; posts follow from rounds."""
 
     calls: int
     """Attention calls."""
@@ -38,7 +38,7 @@ class RingCosts(NamedTuple):
     """Seconds of attention over those of an even split."""
 
     work: Callable[[int], RingWork]
-    """What its host does in one layer."""
+    """Host work in one layer."""
 
 
 @functools.cache

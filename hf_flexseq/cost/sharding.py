@@ -1,4 +1,4 @@
-"""What FSDP2 costs in the micro-batches of a step, and which of its policies a step can afford.
+"""Costs of FSDP2 in the micro-batches of a step, and its policies that fit into memory.
 
 A micro-batch under FSDP2 moves the sharded state three times: parameters are gathered for the
 forward and again for the backward, and gradients are scattered. A policy may leave two of these
@@ -11,9 +11,9 @@ for once in a step, and pays with memory:
     both                     1 + 1                       both
 
 1. `candidates` orders the policies that could go with a step's lengths, before it is planned: the
-   more a rank holds, the fewer tokens fit beside it and the more micro-batches the step needs.
+   more a rank holds, the fewer tokens fit besides and the more micro-batches the step needs.
 2. The step is planned with the trips that the policy makes in every micro-batch, and with the
-   tokens that fit beside it (`planner/process/jobs.py`).
+   tokens that fit besides (`planner/process/jobs.py`).
 3. `beside` chooses for the plan as it is: the fewest trips that fit beside its fullest
    micro-batch. A plan of any other origin thus gets a policy that its memory allows, too.
 
@@ -41,12 +41,12 @@ TRIPS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FsdpPolicy:
-    """What FSDP2 does between the micro-batches of a step."""
+    """Behaviour of FSDP2 between the micro-batches of a step."""
 
     reduces_each: bool = True
-    """Whether every micro-batch reduces its gradients; otherwise the last one reduces all."""
+    """True if every micro-batch reduces its gradients, False if the last one reduces all."""
     regathers: bool = True
-    """Whether parameters are gathered for each forward and each backward; otherwise once."""
+    """True if parameters are gathered for each forward and each backward, False if once."""
 
     def trips(self, micro_batches: int) -> int:
         """Return how often the sharded state moves in a step of so many micro-batches."""
@@ -56,7 +56,7 @@ class FsdpPolicy:
 
     @property
     def repeated_trips(self) -> int:
-        """How many of its trips every micro-batch makes."""
+        """Trips that every micro-batch makes."""
         return 2 * self.regathers + self.reduces_each
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ POLICIES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FsdpFigures:
-    """What the choice of a policy depends on, beside the step."""
+    """Figures that the choice of a policy depends on, besides the step."""
 
     free_bytes: float
     """Bytes of a rank besides its share of the model's state; negative if that is too much."""
@@ -150,7 +150,7 @@ class FsdpFigures:
 
         The promise counts what micro-batches cost whatever is in them, and the fewest of them
         that can hold all tokens. max_tokens_per_rank: the user's bound, which stays as it is:
-        then a policy must fit beside so many tokens. None for no such bound.
+        then a policy must leave room for it. None for no bound.
         """
         plain_tokens = max_tokens_per_rank or cost.max_tokens_per_rank(world_size)
         plain_s = self._least_s(PLAIN, sum(lengths), plain_tokens * world_size, cost)

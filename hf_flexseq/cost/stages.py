@@ -286,8 +286,7 @@ def _recomputed_share(stage: StageCost, checkpointed: Sequence[int], index: int)
     """
     if max(checkpointed, default=0) > stage.layers:
         raise ValueError(
-            f"stage {index} has {stage.layers} layers, of which {max(checkpointed)} are "
-            "checkpointed"
+            f"stage {index} has {stage.layers} layers, {max(checkpointed)} of them checkpointed"
         )
     return np.array(checkpointed) / stage.layers
 

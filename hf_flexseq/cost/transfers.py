@@ -1,4 +1,4 @@
-"""What groups of ranks move in attention, and at what pace: bytes, bandwidths, and how much of it
+"""Transfers of groups of ranks in attention: bytes, bandwidths, and the share of them that
 attention hides.
 
 `model.py` has the seconds that follow.
@@ -101,7 +101,7 @@ class CostTransfers(CostConstants):
 
 
 def nodes_spanned(degree: int) -> int:
-    """Return the nodes of a group that spans several, as far as a cost model can know.
+    """Return the nodes that a cost model assumes for a group on several.
 
     The number is the fewest nodes of eight ranks, as in the machines that its bandwidths describe.
     Smaller nodes make a hybrid's ring longer than it is priced.

@@ -30,7 +30,7 @@ KINDS = {kind.__name__: kind for kind in (NotImplementedError, ValueError, Runti
 class Attempt:
     """Keeps the error of its block, which goes no further until the ranks have agreed on it.
 
-    Interrupts and exits are no errors of the block: they go on at once.
+    Interrupts and exits are not errors of the block: they are raised at once.
     """
 
     __slots__ = ("error",)

@@ -25,7 +25,7 @@ def all_to_all(
     elements from there; the result is waited for exactly once.
 
     ranks: contiguous global ranks, this one among them. sent: contiguous, flat [elements to all
-    ranks], by rank; nobody reads it afterwards. received: contiguous, flat [elements from all
+    ranks], by rank; it is not read afterwards. received: contiguous, flat [elements from all
     ranks], by rank; it may be read after the wait.
     """
     block = communicator.blocks.get((ranks[0], ranks[-1] + 1))

@@ -18,7 +18,7 @@ _SIGNS_OF_GLOO = ("/gloo/", "pair closure")
 
 
 def _is_of_transfer(error: RuntimeError) -> bool:
-    """Tell if an error is one of a transfer, whoever has called it."""
+    """Return True if an error is one of a transfer."""
     if isinstance(error, dist.DistError):
         return True
     return any(sign in str(error) for sign in _SIGNS_OF_GLOO)
@@ -192,7 +192,7 @@ class GlooCpuGroup(CpuGroup):
 
 
 class _Meeting:
-    """What all ranks have sent in a meeting."""
+    """Messages of all ranks in a meeting."""
 
     __slots__ = ("_messages", "counts")
 

@@ -1,4 +1,4 @@
-"""Which ranks share a machine.
+"""The ranks of each machine.
 
 1. All ranks gather what their launcher has set (LOCAL_WORLD_SIZE, by torchrun and accelerate), and
    the name of their host.

@@ -46,7 +46,7 @@ class StageLink:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether the transport carries out posts one after the other."""
+        """True if the transport carries out posts one after the other."""
         return self._transport.capabilities.ordered
 
     def send(self, tensor: torch.Tensor) -> "LinkMessage":

@@ -1,4 +1,4 @@
-"""The transport of a job of one rank: there is nobody to exchange anything with."""
+"""The transport of a job of one rank, which has no peers."""
 
 from collections.abc import Sequence
 
@@ -37,7 +37,7 @@ class LoneCpuGroup(CpuGroup):
 
 
 class LoneTransport(NamedLanes):
-    """The way of a single rank to all others, of which there are none."""
+    """The transport of a single rank."""
 
     __slots__ = ("cpu_group",)
 
@@ -56,4 +56,4 @@ class LoneTransport(NamedLanes):
         self, lane: Lane, *, sends: Messages, recvs: Messages, label: Label = unnamed
     ) -> Pending:
         """Refuse: there is no peer."""
-        raise AssertionError("a job of one rank has nobody to exchange messages with")
+        raise AssertionError("a job of one rank has no peers for messages")

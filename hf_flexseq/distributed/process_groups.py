@@ -1,4 +1,4 @@
-"""What transports over torch.distributed have in common: groups and posts.
+"""Groups and posts of all transports over torch.distributed.
 
 Groups are made once per process and kept as long as the job's own group lives, so that any number
 of trainers in one process share them (`connect.py`).

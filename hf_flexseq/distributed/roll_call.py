@@ -1,6 +1,6 @@
 """A roll call: who is still there after a collective has failed.
 
-All ranks of a collective see it fail, whoever caused it, and none is told who that was. All ranks
+All ranks of a collective see it fail, and none is told which rank caused it. All ranks
 that are left then send each other a message over a CPU group, and those that do not answer are
 missing.
 """

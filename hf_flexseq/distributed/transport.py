@@ -1,8 +1,8 @@
-"""What a transport promises, and what others may rely on; one module per backend keeps it.
+"""The promises of a transport, on which other modules rely; one module per backend keeps them.
 
     gloo.py       CPU: messages carry tags, and `wait` blocks the host
     nccl.py       CUDA: a lane carries out one post after the other, and `wait` blocks the stream
-    lone.py       one rank, which has nobody to talk to
+    lone.py       one rank, which has no peers
 
 `tests/threads.py` keeps any of these promises to the letter, for ranks that are threads.
 
@@ -15,11 +15,11 @@ and Python values between CPUs, by its `cpu_group`.
 
 A lane is a queue of its own. On a transport that is *ordered* a lane carries out its posts in the
 order in which they were posted, and a post is over when all of its messages are: a post that waits
-for a slow link holds back all that stand behind it in the lane. So links of different speed have
+for a slow link delays all later ones of the lane. So links of different speed have
 different lanes. There messages between two ranks match in the order of the posts, whatever their
 tags are. On a transport that is not ordered posts are independent, and messages match by tag.
 
-Whoever posts keeps to three rules, on every transport:
+Three rules hold for posts on every transport:
 
 * What is received must not be read before `wait`, and what is sent must not be changed before it.
 * Every post is waited for exactly once.
@@ -50,7 +50,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def unnamed(peer: int, sent: bool) -> str:
-    """Return the label of a message that nobody has named."""
+    """Return the label of an unnamed message."""
     return "a message"
 
 
@@ -72,10 +72,10 @@ class Lane(NamedTuple):
     """A queue of posts between some ranks."""
 
     kind: str
-    """What it is for, as errors name it, e.g. "inside nodes"."""
+    """Purpose of the lane, for errors, e.g. "inside nodes"."""
 
     ranks: tuple[int, ...]
-    """Global ranks of which any two may exchange messages on it."""
+    """Global ranks, any two of which may exchange messages on it."""
 
     number: int = 0
     """Tells lanes of one kind and the same ranks apart, where a transport has several of them."""
@@ -93,7 +93,7 @@ class Message(NamedTuple):
     tag: int
 
     scratch: bool = False
-    """Whether nobody reads the tensor after it has been sent."""
+    """True if the tensor is not read after it has been sent."""
 
 
 Messages = Sequence[Message]
@@ -158,9 +158,9 @@ class CpuGroup(abc.ABC):
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         self.timeout = timeout
-        """How long a rank waits for the others in an exchange."""
+        """Maximum time that a rank waits for the others in an exchange."""
         self.phase = "the start"
-        """What the next exchanges belong to, e.g. "step 12, gathering figures"."""
+        """Name of the next exchanges, e.g. "step 12, gathering figures"."""
 
     @abc.abstractmethod
     def gather_bytes(self, data: bytes) -> list[bytes]:
@@ -229,7 +229,7 @@ class Transport(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this transport promises."""
+        """Promises of this transport."""
 
     @property
     def cpu_group(self) -> CpuGroup:
@@ -249,7 +249,7 @@ class Transport(Protocol):
 
     def open_group(self, parts: Sequence[Sequence[int]]) -> RankGroup | None:
         """Make a group for each of some disjoint sets of ranks, and return this rank's, if it has
-        one. Collective over the world; a group that is there already is returned as it is.
+        one. Collective over the world; an open group is returned as it is.
 
         parts: global ranks, the same list on all ranks.
         """

@@ -15,15 +15,15 @@ import torch
 
 
 class Calls(NamedTuple):
-    """What a kernel is asked to serve: calls of one kind."""
+    """Calls of one kind, which a kernel is asked to serve."""
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     window: bool = False
-    """Whether queries are kept from keys that are too far before them."""
+    """True if queries do not read keys that are too far before them."""
     softcap: bool = False
-    """Whether scores are capped."""
+    """True if scores are capped."""
 
     def __str__(self) -> str:
         """Name the kind of the calls in one phrase."""
@@ -37,7 +37,7 @@ class Calls(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelCapabilities:
-    """What holds for every call that a kernel serves."""
+    """Capabilities of a kernel, for every call that it serves."""
 
     device: str
     """Type of the device that it runs on."""
@@ -54,11 +54,11 @@ class KernelCapabilities:
     keyless_lse: float = -torch.inf
     """Log-sum-exp of a query without keys in the code beneath; `Kernel` always returns -inf."""
     wide_gradients: bool
-    """Whether gradients of 16-bit inputs are float32, else they have the inputs' dtype."""
+    """True if gradients of 16-bit inputs are float32, False if they have the inputs' dtype."""
     windows: bool = False
-    """Whether a query may be kept from keys that are too far before it."""
+    """True if it supports sliding windows."""
     softcap: bool = False
-    """Whether scores may be capped, in forward and backward."""
+    """True if scores may be capped, in forward and backward."""
 
     def reason_unsupported(self, calls: Calls) -> str | None:
         """Say why such calls are not supported, and what to change; None if they are."""

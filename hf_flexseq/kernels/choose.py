@@ -3,7 +3,7 @@ say why not the others.
 
 A fixed order per device, fastest first; the first one without a reason against it is taken. If all
 have one, the user reads every reason: falling back to a plain softmax would be right but so slow
-and large that nobody wants it silently.
+and large that it must not happen silently.
 
 A package that is installed and not used has its reason in the list, too.
 
@@ -40,7 +40,7 @@ class Candidate(Kernel, Protocol):
 
     @property
     def capabilities(self) -> KernelCapabilities:
-        """What holds for every call that it serves."""
+        """Capabilities for every call that it serves."""
         ...
 
     def reason_unsupported(self, calls: Calls) -> str | None:

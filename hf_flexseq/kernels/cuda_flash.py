@@ -68,7 +68,7 @@ class CudaFlash(abc.ABC):
     @property
     @abc.abstractmethod
     def capabilities(self) -> KernelCapabilities:
-        """What holds for every call that it serves."""
+        """Capabilities for every call that it serves."""
 
     @abc.abstractmethod
     def launch_forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -70,7 +70,7 @@ class FlashAttn3(FlashPackage):
 
     def launch_forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
         """See `CudaFlash.launch_forward`."""
-        # [Tq, H, D], [H, Tq], and the parts of keys that were split, of which there are none
+        # [Tq, H, D], [H, Tq], and the parts of split keys, here none
         out, lse, *_ = torch.ops.flash_attn_3.fwd(
             call.q, call.k, call.v, **self.launch_options(call), num_splits=1
         )

@@ -1,4 +1,4 @@
-"""What attention does to rows and heads between kernel calls, each in one operation.
+"""Operations on rows and heads between kernel calls of attention.
 
     merge     a partial result goes into the running result, by its log-sum-exp
     add       parts of gradients are added to their rows, of several tensors at once

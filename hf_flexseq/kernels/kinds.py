@@ -23,13 +23,13 @@ class LayerCalls(NamedTuple):
     head_dim: int
     """Head size of the calls: the larger one if queries and values differ."""
     window: bool = False
-    """Whether queries are kept from keys that are too far before them."""
+    """True if queries do not read keys that are too far before them."""
     softcap: bool = False
-    """Whether scores are capped."""
+    """True if scores are capped."""
 
 
 class _Key(NamedTuple):
-    """What kernels are told apart by, in each call."""
+    """Properties of a call that decide its kernel."""
 
     head_dim: int
     window: bool

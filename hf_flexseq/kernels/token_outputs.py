@@ -12,7 +12,7 @@ In shapes T is the tokens, C the width of the hidden states, V the vocabulary.
 A loss of these outputs is known only after the forward, so that gradients cannot be finished in it
 as those of the chunked loss are (`chunked_loss.py`): the backward computes every chunk's logits a
 second time, and keeps log(sum(exp(z))) and H, two numbers for each token. Rejected: keeping the
-logits, which is what chunks are there to avoid.
+logits, which chunks avoid.
 
 The reference implementation, which makes all logits, is `plain_figures` in
 tests/hf/test_own_losses.py.

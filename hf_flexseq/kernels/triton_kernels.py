@@ -1,4 +1,4 @@
-"""The Triton kernels behind `triton_fused.py`, which says what they are given.
+"""The Triton kernels that `triton_fused.py` launches.
 
 A program of a kernel does one tile: some rows of some columns. Tensors of several dtypes and
 shapes come as tuples, and the programs are shared out to them in turn: the first tensor has the

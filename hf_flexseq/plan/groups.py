@@ -25,7 +25,7 @@ class Group:
     sequences: tuple[int, ...]
     """Ids of the group's sequences: indices into `Plan.lengths`."""
     strategy: str
-    """How the ranks share attention: one of `STRATEGIES`, `local` for one rank alone."""
+    """Sharing of attention: one of `STRATEGIES`, `local` for one rank alone."""
 
     def __post_init__(self) -> None:
         ranks = self.ranks

@@ -15,7 +15,7 @@ SYNCS = ("lockstep", "free")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """How the steps of a run are planned."""
+    """Options of planning."""
 
     planner: str = "auto"
     """Name of the planner, one of `PLANNERS`."""

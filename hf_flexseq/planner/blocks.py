@@ -41,7 +41,7 @@ class Blocks:
     crossing: NDArray[np.bool_]
     """[B, B] Whether the second block partly overlaps the first."""
     overlap: bool
-    """Whether any two blocks partly overlap."""
+    """True if any two blocks partly overlap."""
     ranks: Int64Array
     """The ranks of all blocks, one block after the other."""
     first: Int64Array

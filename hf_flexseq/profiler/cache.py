@@ -26,7 +26,7 @@ def cache_path(folder: Path, key: Mapping[str, object]) -> Path:
 
 
 def load_cached(path: Path) -> CostModel | None:
-    """Load the cost model at `path`, or return None when no readable one is there."""
+    """Load the cost model at `path`, or return None if it is missing or unreadable."""
     try:
         return CostModel.load(path)
     except ValueError:

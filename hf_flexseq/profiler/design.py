@@ -57,10 +57,10 @@ THOROUGH = Effort(budget_s=40.0, rounds=5, held_out=16)
 
 
 class LayerType(NamedTuple):
-    """What a layer has."""
+    """Attention and recurrence of a layer."""
 
     reach: Reach | None
-    """Which keys its queries read; None without attention."""
+    """Keys that its queries read; None without attention."""
     recurrent: str | None
     """Its kind of recurrence; None without one."""
 

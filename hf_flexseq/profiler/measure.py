@@ -54,7 +54,7 @@ class ProbeFactory(Protocol):
 
     @property
     def layers(self) -> Layers:
-        """How many layers of each type the model has."""
+        """Number of layers of each type in the model."""
         ...
 
     def __call__(self, layers: Layers) -> Probe:

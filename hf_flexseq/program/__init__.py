@@ -1,4 +1,4 @@
-"""What a rank does in the attention of a micro-batch, compiled to flat lists of instructions.
+"""The attention of one rank in a micro-batch, compiled to flat lists of instructions.
 
 A plan says which ranks work together on which sequences. Here it becomes, for one rank, a
 *program*: a list of plain instructions (take these rows, post this exchange, wait for it, attend,

@@ -1,7 +1,7 @@
 """The builder of a program: every method emits an instruction and returns the values it makes.
 
 H query heads, Hkv heads of keys and values, D the head dimension; [n, ...] n rows of any shape.
-A method emits nothing where there is nothing to do: taking all rows of a value returns the value.
+A method emits no instruction without work: taking all rows of a value returns the value.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class Builder:
     # ---- programs
 
     def input(self, shape: Sequence[int], dtype: str = INPUT) -> Value:
-        """Return a value that whoever runs the program gives; they are given in this order."""
+        """Return an input of the program; inputs are given in this order."""
         value = self._value(shape, dtype)
         self._inputs.append(value)
         return value

@@ -44,7 +44,7 @@ from hf_flexseq.program.zones import LayerRows, NoZone, Sinks, ZoneAttention
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What programs depend on beside the plan and the layer; the same on all ranks."""
+    """Properties that programs depend on besides plan and layer; the same on all ranks."""
 
     topology: Topology
 
@@ -52,7 +52,7 @@ class Machine:
     """"cpu" or "cuda": how large a piece of the heads must be to be worth a kernel call."""
 
     wide_gradients: bool
-    """Whether the kernel leaves gradients of 16-bit tensors in float32."""
+    """True if the kernel leaves gradients of 16-bit tensors in float32."""
 
     @property
     def worthy_pairs(self) -> int:
@@ -61,7 +61,7 @@ class Machine:
 
 
 class Parts(NamedTuple):
-    """What the programs of some rows are compiled from."""
+    """Sources that the programs of some rows are compiled from."""
 
     rank: int
     wide: bool
@@ -78,7 +78,7 @@ class Parts(NamedTuple):
 
 
 class MicroBatchLayout:
-    """A rank's zones in one micro-batch, as far as they do not depend on a layer."""
+    """A rank's zones in one micro-batch, independent of the layer."""
 
     __slots__ = ("_machine", "_segments", "_shard", "_zones", "parts", "tables")
 

@@ -17,7 +17,7 @@ from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.instructions import MessageSpec, PostSpec, Value
 from hf_flexseq.program.tags import zone_tag
 
-# (peer, whether this rank sends to it) -> what the message is; None where there is none
+# (peer, whether this rank sends to it) -> name of the message, or None
 Describe = Callable[[int, bool], str | None]
 
 
@@ -79,7 +79,7 @@ class Exchange:
         self.label = label
         self._sends: list[tuple[Value, int]] = []  # (value, peer)
         self._recvs: list[tuple[Value, int]] = []
-        self._made: list[Value] = []  # those received that a post makes; others are there already
+        self._made: list[Value] = []  # received values that a post makes; others exist already
         self._post: int | None = None  # number of the post; None without messages
 
     def send(self, values: Sequence[Value], peer: int) -> None:

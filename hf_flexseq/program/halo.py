@@ -125,7 +125,7 @@ class HaloZone:
     def _gather(self, b: Builder, k: Value, v: Value, *, until: float) -> ZoneSteps[Value]:
         """Gather k, v [tokens, kv_heads, head_dim] of all ranks -> [keys, 2, kv_heads, head_dim].
 
-        until: the time of the zone at which all keys are there.
+        until: the time of the zone at which all keys have arrived.
         """
         kv = b.pair(k, v)  # [tokens, 2, kv_heads, head_dim]
         # [gathered tokens, 2, kv_heads, head_dim]: this rank's own rows come first

@@ -1,4 +1,4 @@
-"""Which heads the ranks of an Ulysses group work on, and in which pieces.
+"""The heads of the ranks in an Ulysses group, and their pieces.
 
 Rank i of d has query heads [i H/d, (i+1) H/d), none at all when d > H, and the KV heads that those
 read. A rank's query heads are cut into *pieces*, which are computed one after the other, so that

@@ -28,7 +28,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class LayerShape(NamedTuple):
-    """What the attention of a layer is computed on, as far as a program depends on it."""
+    """Sizes of a layer's attention that a program depends on."""
 
     query_heads: int
     kv_heads: int
@@ -37,10 +37,10 @@ class LayerShape(NamedTuple):
     """A key of `ITEM_BYTES`."""
 
     reach: Reach = FULL
-    """Which keys a query reads."""
+    """Keys that a query reads."""
 
     sinks: bool = False
-    """Whether every head has a sink: a score that takes part in the softmax, without a value."""
+    """True if every head has a sink: a score in the softmax without a value."""
 
     def item_bytes(self, dtype: str) -> int:
         """Return the bytes of a number of a value: `dtype` is INPUT or WIDE."""
@@ -50,7 +50,7 @@ class LayerShape(NamedTuple):
 
 
 class RowShape(NamedTuple):
-    """Rows of a recurrent layer, as far as a program depends on them."""
+    """Sizes of a recurrent layer's rows that a program depends on."""
 
     columns: int
     """Numbers of a row."""
@@ -105,7 +105,7 @@ class Rows(NamedTuple):
     """Some rows of a value."""
 
     tokens: int
-    """How many rows."""
+    """Number of rows."""
 
     start: int | None = None
     """The first of them, where they stand together."""
@@ -234,7 +234,7 @@ class Instruction(NamedTuple):
     """Values that are made."""
 
     constants: tuple[Any, ...]
-    """What the operation takes beside the tensors."""
+    """Arguments of the operation besides the tensors."""
 
     def remark(self) -> str:
         """Return the constants as text."""

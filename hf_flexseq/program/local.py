@@ -1,6 +1,6 @@
 """Attention over sequences that this rank holds whole: varlen kernel calls without transfers.
 
-One call is best where the rank has nothing else to do. With other zones the sequences are split
+One call is best for a rank without other work. With other zones the sequences are split
 into a few calls of about equal work: every wait for a transfer has something to hide under.
 """
 

@@ -141,7 +141,7 @@ class RingZone:
         exchanges = RingExchanges(b, self.channel)
         fetches = Fetches(exchanges, steps, (q, dout, out, lse), kv)
         returned: deque[PendingReturn] = deque()
-        # The first step, half of the diagonal, is too short for a post of its own behind it.
+        # The first step, half of the diagonal, is too short for a post of its own after it.
         fetches.post_first([1, AHEAD])
         for t, step in enumerate(steps):
             yield (t + 1) / (len(steps) + 1)  # the last gradients have the rest to travel
@@ -209,8 +209,7 @@ def ring_zone(
 
 
 def _attend(b: Builder, step: RingStep, of_queries: Values, of_keys: Values) -> list[Values]:
-    """Return (out [n, H, D], lse [n, H]) of the step's call for each read; nothing where there is
-    no call.
+    """Return (out [n, H, D], lse [n, H]) of the step's call for each read; nothing without a call.
 
     of_queries: (q [all n, H, D],), of_keys: (kv [all m, 2, Hkv, D],), the rows that it reads.
     """
@@ -228,7 +227,7 @@ def _call_backward(
     b: Builder, step: RingStep, of_queries: Values, of_keys: Values
 ) -> tuple[list[Values], list[Values]]:
     """Return (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) of the step's call for each read; nothing
-    where there is no call.
+    without a call.
 
     of_queries: q, dout, out [all n, H, D] and lse [all n, H]. of_keys: (kv [all m, 2, Hkv, D],).
     """

@@ -81,7 +81,7 @@ class Share(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What an attention call of this rank reads."""
+    """Inputs of an attention call of this rank."""
 
     queries: Operand
     keys: Operand

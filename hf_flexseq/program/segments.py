@@ -1,4 +1,4 @@
-"""What a recurrent layer needs of other ranks: the rows just before its segments, and what the
+"""Needs of a recurrent layer from other ranks: the rows just before its segments, and what the
 segments before them have summed up to.
 
     convolution    the last W - 1 rows before a segment, its *halo*, come from their holders;
@@ -56,7 +56,7 @@ class Halo(NamedTuple):
     edges: int
     """Number of an index array: this rank's rows at the edges of segments, ascending."""
     edge_rows: int
-    """How many these are."""
+    """Number of these rows."""
     received_rows: int
     firsts: int
     """Number of an index array: the first W - 1 rows of each segment, [B]."""
@@ -215,7 +215,7 @@ class _ZoneSegments(NamedTuple):
     start: int
     """First row of the zone among all rows of the rank."""
     number: int
-    """Of its first segment among all segments of the rank."""
+    """Number of its first segment among all segments of the rank."""
 
     def _rank(self, index: int) -> int:
         return self.channel.group.ranks[index]
@@ -321,7 +321,7 @@ class _ZoneSegments(NamedTuple):
         """Return the messages of summaries, and write to `needed` the rows that each segment of
         this zone needs, the farthest first.
 
-        summarised: the row of each of this rank's segments. rows: that are there so far.
+        summarised: the row of each of this rank's segments. rows: number of rows so far.
         """
         # 1. the summaries of this rank
         row_of: dict[SegmentKey, int] = {}

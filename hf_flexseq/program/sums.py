@@ -1,4 +1,4 @@
-"""What a ring adds up about the rows of one rank: the merged result of its queries, and the
+"""Sums of a ring about the rows of one rank: the merged result of its queries, and the
 gradients of its queries, keys and values.
 
 The first call, over the rank's own chunks, reads all of its rows: where it is one call, its result

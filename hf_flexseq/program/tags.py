@@ -143,4 +143,4 @@ ROLL_CALL = 0
 
 MEETING = 1  # all messages of a meeting; the next one begins when each has arrived
 
-TOKENS = 2  # one message each way between two ranks; the next exchange sends behind it
+TOKENS = 2  # one message each way between two ranks; the next exchange sends after it

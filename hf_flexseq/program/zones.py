@@ -1,4 +1,4 @@
-"""What every kind of attention in this package has in common.
+"""The interface of every kind of attention in this package.
 
 A plan gives a rank one *zone* in every group it works in: `plan.shard.Zone` says, as plain data,
 which tokens the rank holds there. The attention of such a zone is compiled by an object that

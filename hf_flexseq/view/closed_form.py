@@ -1,4 +1,4 @@
-"""The timeline of a plan that nobody has run.
+"""The predicted timeline of a plan.
 
     timeline_of(plan, topology, cost)    by the closed form of the cost model
     sketch(plan, world_size)             without a cost model, by tokens or by measured seconds

@@ -194,7 +194,7 @@ def blocks(events: Sequence[Event]) -> list[tuple[int, int, Event]]:
 
 
 def _number_micro_batches(axes: Any, timeline: Timeline, width: float) -> None:
-    """Write the number of each micro-batch above it, unless it would touch the one before.
+    """Write the number of each micro-batch above it, unless it would touch the previous one.
 
     width: of the picture, in points.
     """

@@ -96,7 +96,7 @@ def peak_tokens(plan: PipelinePlan) -> tuple[int, ...]:
 
 def tokens_as_time(plan: PipelinePlan) -> PipelineCost:
     """Return a cost for a plan of unknown cost: a microsecond per token, forward."""
-    # As many layers as are checkpointed at most: there are no fewer.
+    # at least as many layers as are checkpointed
     layers = max((max(of_stage, default=1) for of_stage in plan.checkpointed), default=1)
     stage = StageCost(linear_ns=1e3, attention_ns=0.0, chunk_ns=0.0, layers=max(1, layers))
     return PipelineCost.even(plan.stages, stage)

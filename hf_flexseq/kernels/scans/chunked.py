@@ -14,7 +14,7 @@ chunks and heads. Backward, with D the gradient of h':
     dq = do h^T    dattn = do v^T    dk = v D^T    dw = -dv h^T    du = dv    ddecay = <D, h>
 
 where, again, only D goes from chunk to chunk. The states before all chunks and what is written
-are kept for the backward: K x V / C + V numbers for a token and head, beside the 3 K + V + C of
+are kept for the backward: K x V / C + V numbers for a token and head, besides the 3 K + V + C of
 the inputs. Rejected: scanning again in the backward, which saves a quarter of this and takes a
 tenth longer.
 

@@ -1,6 +1,6 @@
-"""What a chunk does to a state under the gated delta rule (arXiv 2412.06464, section 3.3).
+"""The effect of a chunk on a state under the gated delta rule (arXiv 2412.06464, section 3.3).
 
-With a state S [K, V], a token decays it, reads with its key what is there, and writes the
+With a state S [K, V], a token decays it, reads its content with its key, and writes the
 difference to its value:
 
     S = exp(g) S;    S = S + k beta (v - k^T S)^T;    out = q^T S

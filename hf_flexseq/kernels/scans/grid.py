@@ -30,7 +30,7 @@ class Step(NamedTuple):
     chunks: slice | torch.Tensor
     """Their numbers."""
     active: int
-    """How many these are: the first segments, in the order of their number of chunks."""
+    """Number of these: the first segments, in the order of their number of chunks."""
 
 
 class ChunkGrid:

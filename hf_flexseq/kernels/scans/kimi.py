@@ -1,11 +1,11 @@
-"""What a chunk does to a state under Kimi's delta rule (arXiv 2510.26692, section 3): the gated
-delta rule of `gated_delta.py` with a decay for every channel of a key.
+"""The effect of a chunk on a state under Kimi's delta rule (arXiv 2510.26692, section 3), the
+gated delta rule of `gated_delta.py` with a decay for every channel of a key.
 
 Within a chunk, with G [C, K] the running sums of g, the products of two tokens are
 
     (q_i k_j) -> sum over channels of q_i k_j exp(G_i - G_j),    j <= i
 
-which is no product of two matrices times a factor. So a chunk is cut into blocks of `BLOCK`
+which is not a product of two matrices times a factor. So a chunk is cut into blocks of `BLOCK`
 tokens. Between blocks, with R the sums before the first token of the later block,
 
     sum over channels of  (q_i exp(G_i - R)) (k_j exp(R - G_j))

@@ -1,4 +1,4 @@
-"""What a chunk does to a state in Mamba 2 (arXiv 2405.21060, section 6).
+"""The effect of a chunk on a state in Mamba 2 (arXiv 2405.21060, section 6).
 
 With a state h [N, P], a token decays it by one number, and adds to it:
 
@@ -59,7 +59,7 @@ def chunk_inputs(
 
     # 2. from and to the state
     last = sums[..., -1:]  # [chunks, H, 1]
-    rest = steps.flip(-1).cumsum(-1).flip(-1) - steps  # [chunks, H, c] behind each token
+    rest = steps.flip(-1).cumsum(-1).flip(-1) - steps  # [chunks, H, c] after each token
     q = q.repeat_interleave(shared, dim=1) * sums.exp().unsqueeze(-1)
     k = k.repeat_interleave(shared, dim=1) * rest.exp().unsqueeze(-1)
     return q, k, None, u.contiguous(), attn, last.squeeze(-1).exp()

@@ -1,7 +1,7 @@
 """Our own pipeline planner: few, level chunks, played in one pass under a memory limit.
 
 1. How many chunks? Each costs its constant b, 2.5 times over F, I and W, and fewer chunks are
-   longer, of which P - 1 stand in the bubble: 2.5 b n + (P - 1) work / n is least at
+   longer, and P - 1 of them stand in the bubble: 2.5 b n + (P - 1) work / n is least at
    n = sqrt((P - 1) work / 2.5 b). A few factors of this n are tried (`WAYS`).
 2. Every sequence is cut into equal parts of that size and short ones are packed to it
    (`pack.level_units`).
@@ -40,7 +40,7 @@ from hf_flexseq.planner.pipeline.units import (
 
 # Chosen with the benchmark of pipelines (scripts/benchmarks/pipeline.py): its part "tail" weighs
 # seconds and peaks on long-tailed batches, its part "planning" prints the planner's CPU time.
-WINDOW = 1.5  # mean chunks per stage that may be in flight beside the largest unit
+WINDOW = 1.5  # mean chunks per stage that may be in flight besides the largest unit
 MOST_CHUNKS = 1_000  # chunks of equal work that a step is cut into, at most
 MOST_ACTIONS = 20_000  # actions played in all trials of a step together
 OPTIONS = (1, 2)  # what is tried instead of an action: see `deviations` of `greedy.play`

@@ -3,7 +3,7 @@
     PipelineOptions   schedule and limits
     PipelineTask      lengths, costs and options of one step
     Row               slices (sequence, start, stop) of one chunk
-    Unit              its rows, first to last: one cut sequence with what is packed beside it, or a
+    Unit              its rows, first to last: one cut sequence with short ones packed along, or a
                       pack
     PipelineAnswer    units, actions of every rank, checkpointed layers
 
@@ -34,7 +34,7 @@ Moment = tuple[int, tuple[tuple[int, int], ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineOptions:
-    """How a step is planned. Raises ValueError for invalid values, alone or together."""
+    """Options of planning a step. Raises ValueError for invalid values, alone or together."""
 
     schedule: str = "auto"
     """Name of the schedule, one of PIPELINE_SCHEDULES."""

@@ -1,2 +1,2 @@
-"""Planning beside training: what is asked (jobs), the training process's end (client), and the
+"""Planning besides training: the question (jobs), the training process's end (client), and the
 planning process's (worker)."""

@@ -1,11 +1,10 @@
-"""A planner's job: all that it needs to know before it is asked for the first plan.
+"""A planner's job: everything that it needs before its first plan.
 
     GroupsJob    plans of groups and micro-batches (`make_plan`), for a whole model
     StagesJob    plans of chunks through the stages of pipelines (`make_step_plan`)
 
-A job goes to the planning process as the first line of its input (`worker.py`), and says there by
-its `kind` which of the two it is. Whoever carries a job, here or in another process, needs to know
-no more of it than `Job`.
+A job goes to the planning process as the first line of its input (`worker.py`), where `kind` tells
+the two apart. Code that carries a job needs only the interface `Job`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ class Job(Protocol):
 
     @property
     def is_quick(self) -> bool:
-        """Whether a plan takes less time than starting a process that plans."""
+        """True if a plan takes less time than starting a process that plans."""
 
     def to_record(self) -> dict[str, Any]:
         """Return the job as plain JSON values; `job_from_record` is the inverse."""
@@ -57,10 +56,10 @@ class GroupsJob:
     """Seconds and bytes of the whole model."""
 
     options: PlanOptions
-    """How to plan."""
+    """Options of planning."""
 
     fsdp: FsdpFigures | None = None
-    """What FSDP2's policies cost; None where it shards nothing, or has no choice."""
+    """Costs of FSDP2's policies; None if it shards nothing, or has no choice."""
 
     def to_record(self) -> dict[str, Any]:
         """Return the job as plain JSON values."""

@@ -3,8 +3,8 @@
     python -P .../hf_flexseq/planner/process/start.py hf_flexseq.planner.process.worker 4711
 
 The package is found by the place of this file. Rejected: its folder on the path (PYTHONPATH with
-`python -m`), where everything that lies beside the package hides modules of the same name in the
-standard library. That folder is site-packages, or the current folder of whoever runs a clone.
+`python -m`), where everything next to the package hides modules of the same name in the
+standard library. That folder is site-packages, or the current folder of a clone's user.
 """
 
 import importlib.util

@@ -52,7 +52,7 @@ def _answer(job: Job, lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def end_with(parent: int) -> None:
-    """End this process when it is no longer the child of the process `parent`."""
+    """End this process when the process `parent` is not its parent any more."""
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_S)
     os._exit(1)  # at once, whatever the other thread is doing

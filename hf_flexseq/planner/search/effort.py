@@ -86,7 +86,7 @@ class Mix:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """A choice of which sequences are long, and of how these are placed."""
+    """A choice of long sequences, and of their placement."""
 
     fit: int
     """1 prefers blocks with little time left below the target (best fit), -1 with much of it."""

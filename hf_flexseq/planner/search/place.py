@@ -234,7 +234,7 @@ def _scores(problem: Problem, board: _Board, active: int, row: int) -> IntArray:
     time, wasted, need = board.tables[row].take(board.slot2shape, axis=1)  # each [slots]
     # [2, pages, blocks] -> [2, active, micro_batches * blocks]
     over_target, over_cap = board.over.reshape(2, count, -1)[:, :active]
-    # 1. Time above the target, once the row is there.
+    # 1. Time above the target, with the row.
     np.add(over_target, time, out=score)
     if problem.free:
         # A first sequence also starts the micro-batch on these ranks.

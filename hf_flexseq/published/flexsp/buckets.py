@@ -24,7 +24,7 @@ import numpy as np
 from hf_flexseq.cost import Int64Array
 
 BUCKETS = 16  # the paper's number
-IMPOSSIBLE = np.iinfo(np.int64).max // 4  # tokens added by what is no bucket
+IMPOSSIBLE = np.iinfo(np.int64).max // 4  # tokens added by an impossible bucket
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -16,11 +16,11 @@ paper's program of single sequences, 6 to 10, which 17 to 22 repeat with buckets
     ours           m_p >= m_p+1 among groups of one degree            they are interchangeable
 
 Two bounds are ours, too: C is at least every bucket's time at its best degree, and members whose
-own time exceeds the solution in hand are left out. Neither changes the optimum, and the first
+own time exceeds the known solution are left out. Neither changes the optimum, and the first
 proves it early where one long sequence sets the pace. The paper's (8) counts ranks; slots are the
 same where degrees are powers of two.
 
-The solver starts from a solution in hand and ends at a relative gap, a count of nodes or a count
+The solver starts from a known solution and ends at a relative gap, a count of nodes or a count
 of checkpoints, never by the clock, with one thread and a fixed seed. A program of very many
 integers, which full memory asks for since buckets may add few tokens then, keeps the solution in
 hand: at FlexSP's own time limit such programs find no other. PuLP has no warm start for HiGHS, so
@@ -77,7 +77,7 @@ class GroupingTask:
     times: Int64Array
     """[buckets, degrees] nanoseconds of one member at each degree."""
     latency: tuple[int, ...]
-    """[degrees] nanoseconds of a group beside its members."""
+    """[degrees] Nanoseconds of a group besides its members."""
     degrees: tuple[int, ...]
     """[degrees] ranks of a group, ascending."""
     copies: tuple[int, ...]
@@ -164,7 +164,7 @@ class _Model:
             self.program += constraint
 
     def _members_variable(self, q: int, p: int) -> Any:
-        """Return the variable A_qp, at most what memory and the solution in hand allow."""
+        """Return the variable A_qp, bounded by memory and the known solution."""
         task = self.task
         column = self.group2column[p]
         in_memory = task.cap * task.degrees[column] // int(task.tokens[q])

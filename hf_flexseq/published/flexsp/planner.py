@@ -10,7 +10,7 @@
    cut from rank 0 by falling degree, which aligns them.
 4. `plan`: the M whose plan takes least seconds wins.
 
-Added: an M whose lower bound is no better than the best plan in hand is not solved, which cannot
+Added: an M whose lower bound is not better than the best known plan is left out, which cannot
 change the result. As published, it plans for lockstep only. Left out: the program of single
 sequences, equations 6 to 10, which the paper replaces by the one with buckets; from the released
 code the random draw of a bucket's members, the time limit of a program, and that degree 1 is

@@ -63,7 +63,7 @@ def infinipipe_units(
                 _Bucket(row=last_row, time=work.between(start, stop), tokens=stop - start)
             )
 
-    # 4. and 5. short sequences beside the tails and in new rows
+    # 4. and 5. short sequences next to the tails and in new rows
     for row in _fill(short, lengths, tails, most_tokens, most_time, work):
         units.append([row])
     return sorted(units, key=lambda unit: -len(unit))
@@ -86,7 +86,7 @@ def _fill(
     most_time: float,
     work: CutWork,
 ) -> list[Row]:
-    """Put short sequences, longest first, beside tails and into new rows; return the new rows."""
+    """Put short sequences, longest first, into rows of tails and new ones; return the new rows."""
     buckets = list(tails)
     opened: list[_Bucket] = []
     for sequence in short:

@@ -6,7 +6,7 @@ else (Zeppelin, arXiv 2509.21841, the remapping layer): every layer brings queri
 from the even layout to the groups, and the output back.
 
     surplus     ranks with more tokens than their even share give their last ones away
-    deficit     the others get them behind their own
+    deficit     the others get them after their own
     transport   first between ranks of one node, then between nodes
 
 With link costs that only tell nodes apart this greedy transport is the optimum of the linear

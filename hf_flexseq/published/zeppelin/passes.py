@@ -1,4 +1,4 @@
-"""What Zeppelin adds to its plans: routing over several NICs, and remapping."""
+"""Passes of Zeppelin: routing over several NICs, and remapping."""
 
 from collections.abc import Sequence
 

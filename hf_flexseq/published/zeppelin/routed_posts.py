@@ -1,4 +1,4 @@
-"""Which posts between nodes are routed, and how: decided by all ranks alike.
+"""The posts between nodes that are routed, and their paths: decided by all ranks alike.
 
 `routing.py` finds the paths of a post's transfers. Here each path is cut into packets, and each
 packet into the pieces of its legs. `routes.py` rewrites the programs accordingly.
@@ -53,7 +53,7 @@ class PathRows(NamedTuple):
 
 
 class RoutedPost(NamedTuple):
-    """How the messages of a post travel, the same on all ranks."""
+    """Paths of a post's messages, the same on all ranks."""
 
     pairs: tuple[tuple[int, int], ...]
     """(source, target) of the transfers that are routed."""
@@ -92,7 +92,7 @@ def routed_posts(
     sent = defaultdict(lambda: defaultdict(list))
     ranks: dict[Exchanges, set[int]] = defaultdict(set)
     posts_of: dict[int, set[Exchanges]] = defaultdict(set)  # by exchange
-    fixed: set[Exchanges] = set()  # posts that receive into values that are there already
+    fixed: set[Exchanges] = set()  # posts that receive into existing values
     for rank in group.ranks:
         program = _lone_program(group, lengths, machine, what, shape, rank=rank)
         for one in program.instructions:

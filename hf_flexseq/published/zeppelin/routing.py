@@ -1,4 +1,4 @@
-"""Which transfers between nodes go over whose NICs: Zeppelin's routing (arXiv 2509.21841).
+"""Routing of transfers between nodes over several NICs: Zeppelin's (arXiv 2509.21841).
 
 Every rank sends to other nodes over one NIC. Where a few ranks of a node have something to send
 and the others have not, NICs stand idle. Then a transfer is split into *paths*, and every path
@@ -8,7 +8,7 @@ takes three *legs*:
     [ node of the source            ]        [ node of the target            ]
 
 Exit rank and entry rank may be the source and the target themselves; such a leg is empty. A turn
-of a ring across nodes is a case for this: all of its ranks but a few read from a rank beside them.
+of a ring across nodes is such a case: nearly all of its ranks read from a neighbour.
 
 1. Compute the *level*, the least that the busiest NIC can carry: the bytes that leave or enter a
    node, divided by its NICs.
@@ -61,7 +61,7 @@ class NicFigures:
     """Seconds that a byte takes between two nodes, over one NIC."""
 
     transfer_s: float
-    """Seconds that a transfer takes beside the time of its bytes."""
+    """Seconds of a transfer besides the time of its bytes."""
 
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node
