@@ -9,9 +9,9 @@ import pytest
 
 from hf_flexseq.attention.replay import Replay
 from hf_flexseq.distributed.links import StageLink
-from hf_flexseq.program import ring
+from hf_flexseq.program import ring_exchanges
 from hf_flexseq.program.exchange import Channel
-from hf_flexseq.program.ring import Fetches
+from hf_flexseq.program.ring_exchanges import Fetches
 from tests import random_runs
 from tests.matching import Launches
 from tests.random_runs import MOST_ERROR, AttentionRun, PipelineRun, draw, error_of
@@ -53,10 +53,12 @@ def read_before_the_wait(post, run, *tensors_and_post):
 def swap_the_first_fetches_of_a_ring(post_first, fetches, counts):
     posts = []
     with pytest.MonkeyPatch.context() as collecting:
-        collecting.setattr(ring, "post", lambda b, exchanges: posts.append((b, exchanges)))
+        collecting.setattr(
+            ring_exchanges, "post", lambda b, exchanges: posts.append((b, exchanges))
+        )
         post_first(fetches, counts)
     for b, exchanges in reversed(posts):
-        ring.post(b, exchanges)
+        ring_exchanges.post(b, exchanges)
 
 
 @fault(ThreadTransport, "post", "rank 0 has changed .* while it was being sent to rank")
