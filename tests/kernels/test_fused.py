@@ -83,7 +83,7 @@ def test_any_head_size_is_merged_and_packed(triton_fused):
 def test_a_nan_is_not_hidden_by_a_merge(fused):
     for one in (fused, TORCH):
         out, lse = normal(0, (1, 1, 4), torch.float32), normal(1, (1, 1), torch.float32)
-        one.merge(out, lse, slice(None), torch.full_like(out, torch.nan), lse * torch.nan)
+        one.merge((out, lse), slice(None), (torch.full_like(out, torch.nan), lse * torch.nan))
         assert out.isnan().all()
         assert lse.isnan().all()
 
