@@ -34,15 +34,10 @@ class CutAttention(Protocol):
         """Return out [tokens, heads, head_dim] and lse [heads, tokens]."""
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        scores: Scores,
-        reach: Reach,
+        self, dout: torch.Tensor, saved: Tensors, scores: Scores, reach: Reach
     ) -> Tensors:
-        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim]."""
+        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim].
+        saved: q and out [tokens, heads, head_dim], lse [heads, tokens]."""
 
 
 class Means(NamedTuple):
@@ -233,7 +228,7 @@ class Replay:
         reach: Reach,
     ) -> Tensors:
         assert self.cut is not None, "this layer has no part of a cut sequence"
-        return self.cut.backward(dout, q, out, lse, self.scores, reach)
+        return self.cut.backward(dout, (q, out, lse), self.scores, reach)
 
     # -- transfers
 

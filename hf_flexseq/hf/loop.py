@@ -13,6 +13,7 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -108,26 +109,21 @@ class EvaluationItem(LoopItem):
         return self.step.final_loss
 
 
+@dataclass
 class Evaluation:
     """One pass over a dataloader without gradients, in steps of one batch per rank, untraced."""
 
-    def __init__(
-        self,
-        dataloader: Iterable[Mapping[str, Any]],
-        plan_steps: PlanSteps,
-        executor: Executor,
-    ) -> None:
-        self._dataloader = dataloader
-        self._plan_steps = plan_steps
-        self._executor = executor
-        self._sum = EvaluationLoss()
+    dataloader: Iterable[Mapping[str, Any]]
+    plan_steps: PlanSteps
+    executor: Executor
+    _sum: EvaluationLoss = field(default_factory=EvaluationLoss, init=False)
 
     def __iter__(self) -> Iterator[EvaluationItem]:
         """Yield the steps, each sample once. Collective over the world."""
         self._sum = EvaluationLoss()
-        for step in once_each(self._dataloader, self._plan_steps):
-            yield EvaluationItem(step, self._executor, self._sum)
+        for step in once_each(self.dataloader, self.plan_steps):
+            yield EvaluationItem(step, self.executor, self._sum)
 
     def mean_loss(self) -> float:
         """Return the mean loss over all targets so far; nan without any. Collective."""
-        return self._sum.mean(self._executor.setup.communicator)
+        return self._sum.mean(self.executor.setup.communicator)

@@ -28,6 +28,7 @@ with.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,40 +44,34 @@ from hf_flexseq.plan import Plan
 from hf_flexseq.steps.micro_batches import BeforeLast
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GradientReduction:
     """Surrounds the steps of a model, and their micro-batches, by what reduces gradients."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        communicator: Communicator,
-        fsdp: FsdpPolicies,
-        *,
-        lockstep: bool,
-    ) -> None:
-        """lockstep: True if all ranks run every micro-batch together."""
-        self._accelerator = accelerator
-        self._communicator = communicator
-        self._fsdp = fsdp
-        self._lockstep = lockstep
+    accelerator: Accelerator
+    communicator: Communicator
+    fsdp: FsdpPolicies
+
+    lockstep: bool
+    """True if all ranks run every micro-batch together."""
 
     @contextmanager
     def of_step(self, plan: Plan, model: nn.Module) -> Iterator[BeforeLast]:
         """Surround a step; the block gets the surroundings of each micro-batch but the last."""
-        with self._all_micro_batches(model), self._fsdp.of_step(plan, model) as fsdp_before_last:
+        with self._all_micro_batches(model), self.fsdp.of_step(plan, model) as fsdp_before_last:
             yield partial(self._accumulating, model, fsdp_before_last)
 
     def _all_micro_batches(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context for all micro-batches of a step."""
-        is_ordered = self._communicator.transport.capabilities.ordered
-        if self._lockstep or not is_ordered or not isinstance(model, DistributedDataParallel):
+        is_ordered = self.communicator.transport.capabilities.ordered
+        if self.lockstep or not is_ordered or not isinstance(model, DistributedDataParallel):
             return nullcontext()
-        return instead_of_ddp(model, self._communicator)
+        return instead_of_ddp(model, self.communicator)
 
     @contextmanager
     def _accumulating(self, model: nn.Module, fsdp_before_last: BeforeLast) -> Iterator[None]:
         """Surround a micro-batch that is not the step's last."""
-        state = self._accelerator.gradient_state
+        state = self.accelerator.gradient_state
         syncs = state.sync_gradients
         state._set_sync_gradients(False)  # DeepSpeed would step its optimizer otherwise
         try:
@@ -87,10 +82,10 @@ class GradientReduction:
 
     def _without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which DDP keeps gradients local until its last micro-batch."""
-        each = reduces_each_batch(self._accelerator)
+        each = reduces_each_batch(self.accelerator)
         if each or not isinstance(model, DistributedDataParallel):
             return nullcontext()
-        context: AbstractContextManager[Any] = self._accelerator.no_sync(model)
+        context: AbstractContextManager[Any] = self.accelerator.no_sync(model)
         return context
 
 

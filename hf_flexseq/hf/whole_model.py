@@ -273,7 +273,10 @@ class WholeModelExecutor:
         """Surround a step; the block gets the surroundings of each micro-batch but the last."""
         assert self.fsdp is not None, "attach sets FSDP2's figures"
         reduction = GradientReduction(
-            self.setup.accelerator, self.setup.communicator, self.fsdp, lockstep=self.lockstep
+            accelerator=self.setup.accelerator,
+            communicator=self.setup.communicator,
+            fsdp=self.fsdp,
+            lockstep=self.lockstep,
         )
         return reduction.of_step(step.plan, model)
 

@@ -203,23 +203,16 @@ class Carried:
         return out, lse
 
     def backward(
-        self,
-        cut: CutPart,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        scores: Scores,
-        reach: Reach,
+        self, cut: CutPart, dout: torch.Tensor, saved: Tensors, scores: Scores, reach: Reach
     ) -> Tensors:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim] of the
-        chunk; those of its prefix are kept for the chunks before.
+        chunk; those of its prefix are kept for earlier chunks.
 
-        dout, q, out: [tokens, heads, head_dim]; lse: [heads, tokens], as `forward` returned them
-
+        dout: [tokens, heads, head_dim]. saved: q and out of the same shape, lse [heads, tokens].
         Raises WrongOrder when the part is not the next one to go backward.
         """
         part = cut.part
+        q, out, lse = saved
         if self.stored < self.length or part.stop != self.drained:
             raise WrongOrder(
                 f"{self}: the backward of [{part.start}, {part.stop}) is not the next one"

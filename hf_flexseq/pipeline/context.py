@@ -141,12 +141,9 @@ class ChunkContext:
         runs_again = checkpointed_region() is not None
         return Carrying(self.states, (layer, call), part, keeps_grad, runs_again)
 
-    def carried(self, part: CutPart, layer: int, *, keeps_grad: bool, runs_again: bool) -> Carried:
-        """Return what is carried in a layer of the sequence of a part; see `KVCarry.at`."""
-        length = self._lengths[part.part.sequence]
-        return self.carry.at(
-            layer, part.part, length, keeps_grad=keeps_grad, runs_again=runs_again
-        )
+    def length_of(self, part: CutPart) -> int:
+        """Return the tokens of a part's whole sequence."""
+        return self._lengths[part.part.sequence]
 
 
 def _layout_of(chunk: Chunk, lengths: tuple[int, ...], sharing: Sharing | None) -> ChunkLayout:
@@ -305,29 +302,24 @@ class LayerChunk:
         """Return out [tokens, heads, head_dim] and lse [heads, tokens] of q, k and v [tokens,
         ...]."""
         assert self._part is not None, "all sequences of this chunk are whole"
-        self._carried = self._chunk.carried(
-            self._part,
+        self._carried = self._chunk.carry.at(
             self._layer,
+            self._part.part,
+            self._chunk.length_of(self._part),
             keeps_grad=self._keeps_grad,
             runs_again=self._runs_again,
         )
         return self._carried.forward(self._part, q, k, v, scores, reach)
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        scores: Scores,
-        reach: Reach,
+        self, dout: torch.Tensor, saved: Tensors, scores: Scores, reach: Reach
     ) -> Tensors:
         """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim], in lse's
         dtype."""
         assert self._part is not None, "all sequences of this chunk are whole"
         assert self._carried is not None, "a backward without its forward"
-        grads = self._carried.backward(self._part, dout, q, out, lse, scores, reach)
-        return tuple(grad.to(lse.dtype) for grad in grads)
+        grads = self._carried.backward(self._part, dout, saved, scores, reach)
+        return tuple(grad.to(saved[2].dtype) for grad in grads)
 
 
 class CutZone(ZoneAttention):

@@ -117,21 +117,11 @@ class PipelineExecutor:
             step.close()
         return step.loss
 
-    def evaluate(
-        self,
-        plan: PipelinePlan,
-        columns: Sequence[Columns],
-        targets: int,
-        autocast: Context = nullcontext,
-    ) -> torch.Tensor:
+    def evaluate(self, plan: PipelinePlan, *step: Any) -> torch.Tensor:
         """Run the forwards of one step in the plan's order, without gradients, and return the
-        loss, a scalar. Arguments and loss are those of `train`, columns [1, tokens] included."""
-        with torch.no_grad(), self.weights.casting_once():
-            step = _ChunkRun(self, _forwards(plan), columns, targets, autocast)
-            for action in step.plan.actions[self.stage.index]:
-                step.obey(action)
-            step.close()
-        return step.loss
+        loss, a scalar. step: further arguments of `train`, columns [1, tokens] included."""
+        with torch.no_grad():
+            return self.train(_forwards(plan), *step)
 
 
 class _ChunkRun:
@@ -169,45 +159,34 @@ class _ChunkRun:
         self.loss = torch.zeros((), dtype=lse_dtype(self.dtype), device=self.device)
 
         # None at the ends of the pipeline
-        self.sources = self._inbox_of_sources()
-        self.results = self._outbox_of_results()
-        self.gradients = self._inbox_of_gradients()
-        self.gradients_out = self._outbox_of_gradients()
-        self.inboxes = [box for box in (self.sources, self.gradients) if box is not None]
+        self.sources: Inbox | None = None  # hidden states of the stage before
+        self.results: Outbox | None = None
+        self.gradients: Inbox | None = None  # of the stage after
+        self.gradients_out: Outbox | None = None
+        self.inboxes: list[Inbox] = []
+        if executor.neighbours is not None:
+            self._open(executor.neighbours)
 
     # ---- neighbours
 
-    def _inbox_of_sources(self) -> Inbox | None:
-        """Return what hidden states of the stage before arrive in; None where there is none."""
-        links = self.executor.neighbours
-        if links is None or links.from_before is None:
-            return None
-        rank_before = (self.stage.index - 1) % self.stage.count
-        return Inbox(links.from_before, self._sent(rank_before, "F", 1), self._empty)
-
-    def _outbox_of_results(self) -> Outbox | None:
-        """Return what sends hidden states to the stage after; None where there is none."""
-        links = self.executor.neighbours
-        if links is None or links.to_after is None:
-            return None
-        # In training the gradient of a result tells that the result has arrived.
-        window = None if torch.is_grad_enabled() else WINDOW
-        return Outbox(links.to_after, window=window)
-
-    def _inbox_of_gradients(self) -> Inbox | None:
-        """Return what gradients of the stage after arrive in; None where there is none."""
-        links = self.executor.neighbours
-        if links is None or links.from_after is None:
-            return None
-        rank_after = (self.stage.index + 1) % self.stage.count
-        return Inbox(links.from_after, self._sent(rank_after, "BI", -1), self._empty)
-
-    def _outbox_of_gradients(self) -> Outbox | None:
-        """Return what sends gradients to the stage before; None where there is none."""
-        links = self.executor.neighbours
-        if links is None or links.to_before is None:
-            return None
-        return Outbox(links.to_before, window=WINDOW)
+    def _open(self, links: Neighbours) -> None:
+        """Make the boxes of this rank's links."""
+        if links.from_before is not None:
+            rank_before = (self.stage.index - 1) % self.stage.count
+            sent = self._sent(rank_before, "F", 1)
+            self.sources = Inbox(links.from_before, sent, self._empty)
+            self.inboxes.append(self.sources)
+        if links.to_after is not None:
+            # In training the gradient of a result tells that the result has arrived.
+            window = None if torch.is_grad_enabled() else WINDOW
+            self.results = Outbox(links.to_after, window=window)
+        if links.from_after is not None:
+            rank_after = (self.stage.index + 1) % self.stage.count
+            sent = self._sent(rank_after, "BI", -1)
+            self.gradients = Inbox(links.from_after, sent, self._empty)
+            self.inboxes.append(self.gradients)
+        if links.to_before is not None:
+            self.gradients_out = Outbox(links.to_before, window=WINDOW)
 
     def _sent(self, rank: int, kinds: str, distance: int) -> list[tuple[int, Item]]:
         """Return a neighbour's sends to this rank's stages, in order, with their actions' numbers.

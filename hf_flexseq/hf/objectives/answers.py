@@ -106,7 +106,7 @@ class Answers:
         self._running = model
         trainer = self._trainer
         with ExitStack() as answered:
-            answered.callback(self._end_answering)
+            answered.callback(setattr, self, "_running", None)
             answered.enter_context(self.pausing(False))
             answered.enter_context(
                 answered_by(trainer.model, self.answer_of_policy, is_paused=self._paused)
@@ -145,9 +145,6 @@ class Answers:
             yield
         finally:
             self._labels = former
-
-    def _end_answering(self) -> None:
-        self._running = None
 
     def _paused(self) -> bool:
         return self._is_paused

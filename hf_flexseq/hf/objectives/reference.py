@@ -2,7 +2,7 @@
 trained model with its adapter off."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -67,16 +67,12 @@ def adapter_state(model: nn.Module) -> tuple[Any, ...] | None:
     return None
 
 
-def reference_of(trainer: Any, policy: nn.Module) -> Any:
-    """Return a context that yields the trainer's reference. policy: as accelerate has wrapped
-    it."""
+@contextmanager
+def reference_of(trainer: Any, policy: nn.Module) -> Iterator[Any]:
+    """Yield the trainer's reference. policy: the trained model as accelerate has wrapped it."""
     model = getattr(trainer, "ref_model", None)
     if model is not None:
-        return nullcontext(model)
-    return _policy_without_adapter(trainer, policy)
-
-
-@contextmanager
-def _policy_without_adapter(trainer: Any, policy: nn.Module) -> Iterator[nn.Module]:
+        yield model
+        return
     with adapter_off(trainer.accelerator.unwrap_model(trainer.model)):
         yield policy

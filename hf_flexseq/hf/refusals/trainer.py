@@ -7,7 +7,7 @@ methods have their rules in `hf/overrides.py`, datasets in `hf/dataset_checks.py
 """
 
 import logging
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, Trainer
@@ -92,9 +92,7 @@ def check_loss_of_model(trainer: Any, model: PreTrainedModel) -> None:
 # ---- what a trainer asks for
 
 
-def _argument(name: str, is_refused: Callable[[Any], Any] = bool) -> Callable[[Any], str | None]:
-    """Return a function that finds a refused value of a training argument."""
-    return option(name, is_refused, holder="args")
+_argument = partial(option, holder="args")  # finds a refused value of a training argument
 
 
 def _packing(trainer: Any) -> str | None:
