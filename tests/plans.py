@@ -42,6 +42,12 @@ def one_group(ranks: Iterable[int], sequences: int, strategy: str) -> MicroBatch
     return MicroBatch(groups=(group,))
 
 
+def ends_apart(plan: Plan) -> bool:
+    """Whether a rank that had something to do has nothing in the last micro-batch."""
+    by_batch = [{r for group in part.groups for r in group.ranks} for part in plan.micro_batches]
+    return by_batch[-1] < set().union(*by_batch)
+
+
 def random_plan(
     lengths: Sequence[int],
     world_size: int,

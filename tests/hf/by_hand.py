@@ -7,6 +7,7 @@ from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.base.layers import FULL
 from hf_flexseq.base.topology import Topology
+from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import attention_shape
 from hf_flexseq.hf.model.loss import attach_chunked_loss
@@ -20,7 +21,8 @@ from hf_flexseq.steps.drawn import common_dtypes, source_row
 from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
 from hf_flexseq.steps.token_columns import with_token_columns
-from tests.hf.tiny import taken_gradients
+from tests.hf.tiny import relative_errors, taken_gradients
+from tests.ranks import join, run_threads
 
 CPU = torch.device("cpu")
 TWO_NODES = Topology(nodes=2, ranks_per_node=2)
@@ -42,6 +44,21 @@ def run_plan(model, plan, examples, communicator, *, passes=None):
 
     model: attached by `attach`. Every rank draws its part of `examples`, in their order.
     """
+    targets = target_count(examples)
+    loss = torch.zeros((), dtype=torch.float64)
+    contexts = []
+    for inputs in planned_inputs(model, plan, examples, communicator, passes=passes):
+        own = model(**inputs, use_cache=False, num_items_in_batch=targets).loss
+        own.backward()
+        loss += own.detach()
+        contexts.append(inputs["seq_ctx"])
+    communicator.cpu_group.all_reduce(loss)
+    return float(loss), summed_gradients(model, communicator), contexts
+
+
+def planned_inputs(model, plan, examples, communicator, *, passes=None, lockstep=False):
+    """Inputs of the model for every micro-batch that this rank runs, each made when it is asked
+    for. Collective over the world."""
     # 1. the tokens, from where they were drawn to where the plan wants them
     rank, world_size = communicator.rank, communicator.world_size
     sources = [index * world_size // len(examples) for index in range(len(examples))]
@@ -50,35 +67,58 @@ def run_plan(model, plan, examples, communicator, *, passes=None):
     row = with_token_columns(row, needed_columns(model))
     columns = RowExchange(communicator)(row, layout, sources)
 
-    # 2. forward and backward of every micro-batch
+    # 2. the context of each micro-batch
     shape = attention_shape(model.config.get_text_config())
     kernel = choose_kernel(CPU, torch.float64, shape.head_dim)
-    targets = sum(count for (count,) in communicator.cpu_group.gather_ints([sum(row.targets)]))
-    loss = torch.zeros((), dtype=torch.float64)
-    contexts = []
-    for inputs in inputs_by_micro_batch(
-        layout.shards,
-        columns,
-        lockstep=False,
-        make_context=lambda shard: SequenceContext(
-            shard, communicator, kernel, CPU, passes=passes
-        ),
-    ):
-        own = model(**inputs, use_cache=False, num_items_in_batch=targets).loss
-        own.backward()
-        loss += own.detach()
-        contexts.append(inputs["seq_ctx"])
 
-    # 3. sums over ranks
-    communicator.cpu_group.all_reduce(loss)
-    return float(loss), summed_gradients(model, communicator), contexts
+    def make_context(shard):
+        return SequenceContext(shard, communicator, kernel, CPU, passes=passes)
+
+    for index in indices_to_run(layout.shards, lockstep=lockstep):
+        yield inputs_of(layout.shards[index], columns[index], CPU, make_context)
 
 
-def inputs_by_micro_batch(shards, columns, *, lockstep, make_context):
-    """Inputs of the model for every micro-batch that this rank runs, each made when it is asked
-    for."""
-    for index in indices_to_run(shards, lockstep=lockstep):
-        yield inputs_of(shards[index], columns[index], CPU, make_context)
+def errors_by_rank(make, topology, cases, examples, wanted, *, use_blocks=False, **options):
+    """By rank, which are threads, and case: the largest relative error of loss and gradients, and
+    the contexts of `run_plan`.
+
+    make: returns the model. cases: a plan, passes over it, and whether layers are checkpointed.
+    wanted: loss and gradients of one process. options: those of `run_threads`.
+    """
+
+    def errors(rank, world_size):
+        communicator = join(topology, use_blocks=use_blocks)
+        model = make()
+        recurrent = attach(getattr(model, "get_base_model", lambda: model)())
+        found = []
+        for plan, passes, checkpointing in cases:
+            if model.supports_gradient_checkpointing:
+                set_checkpointing(model, checkpointing)
+            loss, gradients, contexts = run_plan(
+                model, plan, examples, communicator, passes=passes
+            )
+            errors = relative_errors(gradients, wanted[1])
+            found.append((max(abs(loss / wanted[0] - 1), *errors.values()), contexts))
+        recurrent.detach()
+        return found
+
+    return run_threads(errors, topology.world_size, **options)
+
+
+def worst_error(*args, **options):
+    """The largest error in `errors_by_rank`."""
+    return max(error for found in errors_by_rank(*args, **options) for error, _ in found)
+
+
+def set_checkpointing(model, checkpointing):
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()
+
+
+def target_count(examples):
+    return sum(label != IGNORE_INDEX for e in examples for label in e["labels"][1:])
 
 
 def drawn_row(examples, sources, communicator):

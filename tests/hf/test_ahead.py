@@ -9,18 +9,18 @@ import torch
 from accelerate import Accelerator
 from transformers import TrainerCallback
 
-from hf_flexseq import (
-    DataCollatorForFlexSeq,
-    FlexSeqArguments,
-    FlexSeqConfig,
-    FlexSeqEngine,
-    FlexSeqTrainer,
-)
+from hf_flexseq import FlexSeqEngine
 from hf_flexseq.steps import rank_step as steps
 from hf_flexseq.steps.stopwatch import Stopwatch
 from tests.hf.test_nonfinite import PARAMETER, STEPS, loop
-from tests.hf.test_trainer import OPTIONS, dataset
-from tests.hf.tiny import RandomPlanner, documents, tiny_llama
+from tests.hf.test_trainer import dataset, flexseq_trainer
+from tests.hf.tiny import (
+    RandomPlanner,
+    batches,
+    taken_gradients,
+    tiny_arguments,
+    tiny_llama,
+)
 from tests.matching import Launches
 from tests.ranks import join, run_threads
 
@@ -31,18 +31,12 @@ def run_random_plans(rank, world_size, lookahead):
     """Numbers, micro-batches of this rank, and gradients of each step; with how many steps were
     dispatched while another one ran."""
     communicator = join()
-    options = FlexSeqArguments(
-        lookahead=lookahead,
-        cost_model="flexsp-gpt-7b-a100",
-        max_tokens_per_rank=1000,
-        sync="free",
-    )
+    options = tiny_arguments(lookahead=lookahead, max_tokens_per_rank=1000, sync="free")
     engine = FlexSeqEngine(Accelerator(cpu=True), options, communicator=communicator)
     engine.executor.planner = lambda ahead: RandomPlanner(communicator.topology, 5)
     model = tiny_llama()
     engine.attach(model)
-    collate = DataCollatorForFlexSeq()
-    examples = documents([3 + (index * 7 + rank * 5) % 30 for index in range(12)], seed=rank)
+    lengths = [3 + (index * 7 + rank * 5) % 30 for index in range(12)]
     found = []
     dispatched = []
     dispatch = engine.executor.dispatch
@@ -53,20 +47,17 @@ def run_random_plans(rank, world_size, lookahead):
 
     engine.executor.dispatch = noted
     for _ in range(2):
-        batches = [collate(examples[index : index + 2]) for index in range(0, 12, 2)]
-        for step in engine.steps(batches, 2):
+        own = [one for i in range(0, 12, 2) for one in batches(1, lengths[i : i + 2])]
+        for step in engine.steps(own, 2):
             step.backward(model)
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-            found.append((step.step.number, step.step.indices, gradients))
-            model.zero_grad()
+            found.append((step.step.number, step.step.indices, taken_gradients(model)))
     engine.detach()
     return found, sum(dispatched)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_are_those_of_steps_that_are_dispatched_in_place(world_size):
-    wanted = run_threads(run_random_plans, world_size, 0)
-    found = run_threads(run_random_plans, world_size, 2, launches=Launches.ONE_QUEUE)
+def test_gradients_are_those_of_steps_that_are_dispatched_in_place():
+    wanted = run_threads(run_random_plans, 3, 0)
+    found = run_threads(run_random_plans, 3, 2, launches=Launches.ONE_QUEUE)
     ran = [[indices for _, indices, _ in of_rank] for of_rank, _ in wanted]
     assert any(indices != ran[0] for indices in ran), "all ranks run the same micro-batches"
     for (steps_found, ahead), (steps_wanted, in_place) in zip(found, wanted, strict=True):
@@ -122,10 +113,11 @@ def train(folder, logging_steps, events=None):
     there when a checkpoint is saved."""
     trace = folder / "plans.jsonl"
     saves = TracedWhenSaved(trace)
-    args = FlexSeqConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
+    trainer = flexseq_trainer(
+        folder,
+        accumulation=2,
+        given={"eval_dataset": dataset(5), "callbacks": [saves]},
+        max_tokens_per_rank=80,
         max_steps=5,
         logging_steps=logging_steps,
         save_strategy="steps",
@@ -133,15 +125,7 @@ def train(folder, logging_steps, events=None):
         eval_strategy="steps",
         eval_steps=3,
         plan_trace=str(trace),
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        **OPTIONS | {"max_tokens_per_rank": 80},
     )
-    trainer = FlexSeqTrainer(
-        model=tiny_llama(), args=args, train_dataset=dataset(), eval_dataset=dataset(5),
-        callbacks=[saves],
-    )  # fmt: skip
     if events is not None:
         run = trainer.flexseq.executor.micro_batches
 
@@ -161,14 +145,12 @@ def train(folder, logging_steps, events=None):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("logging_steps", [1, 2, 500])
+@pytest.mark.parametrize("logging_steps", [1, 500])
 def test_the_log_and_the_trace_are_those_of_figures_that_are_read_at_once(
-    tmp_path, monkeypatch, logging_steps
+    tmp_path, request, logging_steps
 ):
     wanted = train(tmp_path / "at once", logging_steps)
-    events = []
-    monkeypatch.setattr(Behind, "events", events)
-    monkeypatch.setattr(steps, "Stopwatch", Behind)
+    events = request.getfixturevalue("behind")
     found = train(tmp_path / "behind", logging_steps, events)
     assert found == wanted
     assert found[1] == list(range(5))
@@ -181,18 +163,24 @@ def test_the_log_and_the_trace_are_those_of_figures_that_are_read_at_once(
         assert events == [0, 1, "read", "read", 2, 3, "read", "read", 4, "read"]
 
 
+def engine_that_tells(**options):
+    """An engine, and the numbers of the steps whose figures it has told of."""
+    told = []
+    engine = FlexSeqEngine(
+        Accelerator(cpu=True),
+        tiny_arguments(lookahead=2, **options),
+        on_figures=lambda number, figures: told.append(number),
+    )
+    return engine, told
+
+
 @pytest.mark.processes
 def test_a_loop_of_its_own_has_the_whole_trace(tmp_path, behind):
-    told = []
     trace = tmp_path / "plans.jsonl"
-    options = FlexSeqArguments(cost_model="estimate", plan_trace=str(trace))
-    engine = FlexSeqEngine(
-        Accelerator(cpu=True), options, on_figures=lambda number, figures: told.append(number)
-    )
+    engine, told = engine_that_tells(plan_trace=str(trace))
     model = tiny_llama()
     with engine.attached(model):
-        batches = [DataCollatorForFlexSeq()(documents([5, 9])) for _ in range(4)]
-        for step in engine.steps(batches):
+        for step in engine.steps(batches(4)):
             step.backward(model)
             assert told == list(range(step.step.number - 1))
     assert told == [0, 1, 2, 3]
@@ -210,19 +198,12 @@ def test_what_is_not_finite_is_raised_in_the_same_step(behind):
 
 @pytest.mark.processes
 def test_an_engine_that_is_detached_in_the_middle_begins_anew(behind):
-    numbers = []
-    engine = FlexSeqEngine(
-        Accelerator(cpu=True),
-        FlexSeqArguments(cost_model="estimate"),
-        on_figures=lambda number, figures: numbers.append(number),
-    )
+    engine, told = engine_that_tells()
     model = tiny_llama()
     for _ in range(2):
-        engine.attach(model)
-        batches = [DataCollatorForFlexSeq()(documents([5, 9])) for _ in range(9)]
-        for step in engine.steps(batches):
-            step.backward(model)
-            if step.step.number == 2:
-                break  # the third step is not finished, and the fourth is dispatched
-        engine.detach()
-    assert numbers == [0, 0]
+        with engine.attached(model):
+            for step in engine.steps(batches(9)):
+                step.backward(model)
+                if step.step.number == 2:
+                    break  # the third step is not finished, and the fourth is dispatched
+    assert told == [0, 0]

@@ -12,16 +12,10 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from hf_flexseq import (
-    DataCollatorForFlexSeq,
-    FlexSeqArguments,
-    FlexSeqConfig,
-    FlexSeqEngine,
-    FlexSeqTrainer,
-)
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine, FlexSeqTrainer
 from hf_flexseq.hf.loaders import batches_on_host
-from tests.hf.test_trainer import OPTIONS, training_arguments
-from tests.hf.tiny import documents, tiny_llama
+from tests.hf.test_trainer import flexseq_trainer
+from tests.hf.tiny import documents, tiny_arguments, tiny_llama
 
 LENGTHS = [5, 9, 3, 7]
 META = torch.device("meta")
@@ -48,8 +42,7 @@ def test_a_loop_draws_from_the_host_whether_the_loader_or_the_model_was_first(is
     accelerator = Accelerator(cpu=True)
     model = tiny_llama()
     dataloader = loader(accelerator) if is_first else None
-    options = {"cost_model": "estimate", "max_tokens_per_rank": 64, "lookahead": 0}
-    engine = FlexSeqEngine(accelerator, FlexSeqArguments(**options))
+    engine = FlexSeqEngine(accelerator, tiny_arguments())
     with engine.attached(model):
         dataloader = dataloader or loader(accelerator)
         losses = [float(step.backward(model)) for step in engine.steps(dataloader)]
@@ -71,13 +64,18 @@ class TrainerOfMeta(FlexSeqTrainer):
 
 
 def test_a_trainer_trains_resumes_and_evaluates_from_the_host(tmp_path):
+    data = documents(LENGTHS * 4)
+
     def trainer():
-        saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-        options = {**OPTIONS, **saving, "lookahead": 0}
-        args = training_arguments(FlexSeqConfig, tmp_path, batch=2, accumulation=1, **options)
-        data = documents(LENGTHS * 4)
-        return TrainerOfMeta(
-            model=tiny_llama(), args=args, train_dataset=data, eval_dataset=data[:3]
+        return flexseq_trainer(
+            tmp_path,
+            kind=TrainerOfMeta,
+            data=data,
+            given={"eval_dataset": data[:3]},
+            lookahead=0,
+            max_steps=2,
+            save_strategy="steps",
+            save_steps=1,
         )
 
     first = trainer()

@@ -6,58 +6,61 @@ from functools import partial
 import pytest
 from accelerate import Accelerator, DistributedDataParallelKwargs
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
+from hf_flexseq import FlexSeqEngine
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.hf import executors
 from hf_flexseq.hf.calibration import source
 from hf_flexseq.hf.pipeline.executor import StageExecutor
 from hf_flexseq.hf.whole_model import WholeModelExecutor
-from tests.hf.tiny import documents, tiny_llama
-from tests.ranks import join, run_ranks, run_threads
+from tests.hf.tiny import batches, tiny_arguments, tiny_llama
+from tests.ranks import join, run_cases, run_threads
 
-MESSAGE = r"call engine\.attach\(model\) before drawing steps"
+KINDS = ("whole", "stages")
 
 
-def engine_of(accelerator, kind, model):
+def engine_of(kind, model, accelerator=None):
     """An engine of either kind, on two ranks."""
-    options = {"cost_model": "estimate", "max_tokens_per_rank": 64, "lookahead": 0}
+    accelerator = accelerator or Accelerator(cpu=True)
     if kind == "whole":
-        return FlexSeqEngine(accelerator, FlexSeqArguments(**options), executor=WholeModelExecutor)
-    args = FlexSeqArguments(pipeline_parallel_size=2, **options)
+        return FlexSeqEngine(accelerator, tiny_arguments(), executor=WholeModelExecutor)
+    args = tiny_arguments(pipeline_parallel_size=2)
     return FlexSeqEngine(accelerator, args, executor=partial(StageExecutor, model=model))
 
 
-def batches():
-    return iter([DataCollatorForFlexSeq()(documents([5, 9])) for _ in range(3)])
+def on_two_ranks(function, *cases):
+    """The results of `function(rank, world_size, *case)` of each case, which are alike on both
+    ranks."""
+    results = run_cases(function, 2, cases)
+    assert all(first == second for first, second in results)
+    return [first for first, _ in results]
 
 
 def drawn_too_early(rank, world_size, kind):
     """Every way to draw raises, before `attach` and after `detach`, and draws nothing."""
     model = tiny_llama()
-    engine = engine_of(Accelerator(cpu=True), kind, model)
+    engine = engine_of(kind, model)
     for is_detached in (False, True):
         if is_detached:
             engine.attach(model)
             engine.detach()
-        untouched = batches()
+        untouched = iter(batches(3))
         ways = (
             lambda source: engine.next_step(source, 1),
             lambda source: next(engine.steps(source)),
             lambda source: next(engine.evaluation_steps(source)),
         )
         for draw in ways:
-            with pytest.raises(RuntimeError, match=MESSAGE):
+            with pytest.raises(RuntimeError, match=r"call engine\.attach\(model\) before drawing"):
                 draw(untouched)
         assert len(list(untouched)) == 3
     # All ranks have raised, and none waits for another: they go on together.
     with engine.attached(model):
-        return engine.next_step(batches(), 1).number
+        return engine.next_step(iter(batches(3)), 1).number
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["whole", "stages"])
-def test_drawing_without_a_model_raises_on_every_rank(kind):
-    assert run_ranks(drawn_too_early, 2, kind) == [0, 0]
+def test_drawing_without_a_model_raises_on_every_rank():
+    assert on_two_ranks(drawn_too_early, *[(kind,) for kind in KINDS]) == [0, 0]
 
 
 def settings(accelerator):
@@ -82,11 +85,11 @@ def before_and_after(rank, world_size, kind, dispatch, has_handler):
     before = settings(accelerator)
     assert (before["accelerator", "ddp_handler"][1] != "None") == has_handler
     model = tiny_llama()
-    engine = engine_of(accelerator, kind, model)
+    engine = engine_of(kind, model, accelerator)
     changed = []
     for _ in range(2):
         engine.attach(model)
-        step = next(engine.steps(batches()))
+        step = next(engine.steps(batches(3)))
         assert accelerator.dataloader_config.dispatch_batches is False
         assert step.plan.lengths == (5, 9) * world_size
         engine.detach()
@@ -98,38 +101,31 @@ def before_and_after(rank, world_size, kind, dispatch, has_handler):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("has_handler", [True, False])
-@pytest.mark.parametrize("dispatch", [None, False])
-@pytest.mark.parametrize("kind", ["whole", "stages"])
-def test_detached_it_leaves_the_accelerator_as_it_was(kind, dispatch, has_handler):
-    assert run_ranks(before_and_after, 2, kind, dispatch, has_handler) == [[], []]
+def test_detached_it_leaves_the_accelerator_as_it_was():
+    cases = [
+        (kind, dispatch, has_handler)
+        for kind in KINDS
+        for dispatch, has_handler in ((None, True), (False, False))
+    ]
+    assert on_two_ranks(before_and_after, *cases) == [[]] * len(cases)
 
 
 def loop_over_stages(rank, world_size):
     model = tiny_llama()
-    engine = engine_of(Accelerator(cpu=True), "stages", model)
+    engine = engine_of("stages", model)
+    with pytest.raises(ValueError, match="the engine was made for another model"):
+        engine.attach(tiny_llama())
     with engine.attached(model):
-        losses = [float(step.backward(model)) for step in engine.steps(batches())]
+        losses = [float(step.backward(model)) for step in engine.steps(batches(3))]
     assert any(p.grad is not None for p in model.parameters())
     return losses
 
 
 @pytest.mark.processes
-def test_a_plain_loop_runs_stages_when_it_is_given_their_executor():
-    first, last = run_ranks(loop_over_stages, 2)
+def test_a_plain_loop_runs_the_stages_of_the_model_that_their_executor_was_made_for():
+    ((first, last),) = run_cases(loop_over_stages, 2, [()])
     assert first == [0.0] * 3
     assert all(loss > 0 for loss in last)
-
-
-def attached_to_another_model(rank, world_size):
-    engine = engine_of(Accelerator(cpu=True), "stages", tiny_llama())
-    with pytest.raises(ValueError, match="the engine was made for another model"):
-        engine.attach(tiny_llama())
-
-
-@pytest.mark.processes
-def test_the_executor_of_stages_refuses_another_model():
-    run_ranks(attached_to_another_model, 2)
 
 
 # ---- what one machine lacks
@@ -163,29 +159,28 @@ def without_a_kernel_or_a_process(rank, world_size, kind):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     model = tiny_llama()
-    engine = engine_of(Accelerator(cpu=True), kind, model)
-    choose = executors.choose_kernels
-    if rank == 1:
-        executors.choose_kernels = no_kernel
-    messages = []
-    with pytest.raises(ValueError) as raised, engine.attached(model):
-        engine.next_step(batches(), 1)
-    messages.append(str(raised.value))
-    executors.choose_kernels = choose
+    engine = engine_of(kind, model)
 
+    def refused(error):
+        with pytest.raises(error) as raised, engine.attached(model):
+            engine.next_step(iter(batches(3)), 1)
+        return str(raised.value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(executors, "choose_kernels", no_kernel)
+        kernel = refused(ValueError)
     if rank == 0:
         engine.executor.planner = no_process
-    with pytest.raises(RuntimeError) as raised, engine.attached(model):
-        engine.next_step(batches(), 1)
-    return [*messages, str(raised.value)]
+    return kernel, refused(RuntimeError)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["whole", "stages"])
-def test_what_one_machine_lacks_is_refused_on_all_ranks(kind):
+def test_what_one_machine_lacks_is_refused_on_all_ranks():
     kernel = "rank 1, choosing the attention kernel: no attention kernel"
     process = (
         "rank 0, starting the planner: BlockingIOError: [Errno 11] Resource temporarily "
         "unavailable"
     )
-    assert run_ranks(without_a_kernel_or_a_process, 2, kind) == [[kernel, process]] * 2
+    cases = [(kind,) for kind in KINDS]
+    assert on_two_ranks(without_a_kernel_or_a_process, *cases) == [(kernel, process)] * 2

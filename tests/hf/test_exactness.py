@@ -20,7 +20,7 @@ from tests.hf.tiny import (
     relative_errors,
     tiny_llama,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -40,6 +40,13 @@ def whole(gradient):
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
+def sharded(model):
+    """The model under FSDP2, with a unit for each layer and one for the rest."""
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
 def gradients_under_random_plans(
     rank, world_size, sharding, checkpointing, dtype, plans, make=tiny_llama, attention="sdpa"
 ):
@@ -51,14 +58,12 @@ def gradients_under_random_plans(
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if sharding == "fsdp2":
-        for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+        sharded(model)
     model.train()
     engine = RandomPlanEngine(Accelerator(cpu=True), seed=world_size * 100 + checkpointing)
     engine.attach(model)
     wrapped = DistributedDataParallel(model) if sharding == "ddp" else model
-    worst = {"loss": 0.0, "norm": 0.0, "gradients": 0.0}
+    worst = dict.fromkeys(("loss", "norm", "gradients"), 0.0)
     for _ in range(plans):
         (loss,) = [
             step.backward(wrapped)
@@ -70,34 +75,27 @@ def gradients_under_random_plans(
         norms = [
             torch.cat([g.flatten() for g in each.values()]).norm() for each in (found, wanted)
         ]
-        errors = relative_errors(found, wanted)
-        worst["loss"] = max(
-            worst["loss"], abs(float(loss) / world_size - wanted_loss) / wanted_loss
-        )
-        worst["norm"] = max(worst["norm"], float((norms[0] - norms[1]).abs() / norms[1]))
-        worst["gradients"] = max(worst["gradients"], *errors.values())
+        errors = {
+            "loss": abs(float(loss) / world_size - wanted_loss) / wanted_loss,
+            "norm": float((norms[0] - norms[1]).abs() / norms[1]),
+            "gradients": max(relative_errors(found, wanted).values()),
+        }
+        worst = {name: max(error, worst[name]) for name, error in errors.items()}
     return worst
 
 
-def with_and_without_checkpointing(rank, world_size, sharding):
-    """What `gradients_under_random_plans` does, first without checkpointing and then with it."""
-    plans = {False: 10 if sharding == "ddp" else 4, True: 4}
-    return [
-        gradients_under_random_plans(
-            rank, world_size, sharding, checkpointing, torch.float64, count
-        )
-        for checkpointing, count in plans.items()
-    ]
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
-def test_float64_gradients_equal_one_process(world_size, sharding):
+def test_float64_gradients_equal_one_process(world_size):
+    cases = [
+        (sharding, checkpointing, torch.float64, 5 if sharding == "ddp" else 3)
+        for sharding in ("ddp", "fsdp2")
+        for checkpointing in (False, True)
+    ]
     ranks_per_node = 2 if world_size == 4 else None
-    for both in run_ranks(
-        with_and_without_checkpointing, world_size, sharding, ranks_per_node=ranks_per_node
+    for by_rank in run_cases(
+        gradients_under_random_plans, world_size, cases, ranks_per_node=ranks_per_node
     ):
-        for worst in both:
+        for worst in by_rank:
             assert worst["loss"] < 1e-12
             assert worst["norm"] < 1e-10
             assert worst["gradients"] < 1e-10
@@ -106,15 +104,15 @@ def test_float64_gradients_equal_one_process(world_size, sharding):
 def families_under_fsdp2(rank, world_size, families):
     """What `gradients_under_random_plans` does, of families whose layers differ."""
     settings = ("fsdp2", True, torch.float64, 2)
+    found = {}
     with pytest.MonkeyPatch.context() as patch:
         keep_float64(patch)
-        return [
-            gradients_under_random_plans(
-                rank, world_size, *settings, make=partial(make, family), attention="eager"
+        for family in families:
+            make = partial(make_hybrid if family in HYBRIDS else make_model, family)
+            found[family] = gradients_under_random_plans(
+                rank, world_size, *settings, make=make, attention="eager"
             )
-            for family in families
-            for make in (make_hybrid if family in HYBRIDS else make_model,)
-        ]
+    return found
 
 
 def test_families_under_fsdp2_equal_one_process():
@@ -122,7 +120,7 @@ def test_families_under_fsdp2_equal_one_process():
     mixers read the weights of their convolution without calling it."""
     families = ("GptOss", "Gemma2", "Gemma4 with shared keys", "Qwen3_5", "GraniteMoeHybrid")
     for by_family in run_ranks(families_under_fsdp2, 2, families):
-        for family, worst in zip(families, by_family, strict=True):
+        for family, worst in by_family.items():
             assert worst["gradients"] < 1e-10, family
 
 

@@ -22,7 +22,7 @@ from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import PLAIN, FsdpFigures, FsdpPolicy
 from hf_flexseq.hf.model.facts import gathered_itemsize, is_fsdp2, replicas, trained_elements
 from hf_flexseq.hf.sharding import FsdpPolicies, parameter_groups
-from tests.hf.test_exactness import LENGTHS, own_batches, whole
+from tests.hf.test_exactness import LENGTHS, own_batches, sharded, whole
 from tests.hf.tiny import (
     RandomPlanEngine,
     documents,
@@ -31,7 +31,7 @@ from tests.hf.tiny import (
     tiny_llama,
     torch_norm,
 )
-from tests.ranks import run_cases, run_ranks
+from tests.ranks import run_cases
 
 pytestmark = pytest.mark.processes
 
@@ -44,6 +44,8 @@ POLICIES = {
 # Units of the tiny model: by transformers' plan embedding, two layers, norm and head; by our own
 # hand two layers and the rest.
 UNITS = {"transformers": 4, "by hand": 3}
+
+HSDP = {"fsdp_size": 2, "dp_replicate_size": 2}
 
 GATHER = "_allgather_base_.default"
 SCATTER = "_reduce_scatter_base_.default"
@@ -74,13 +76,6 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def sharded_by_hand():
-    model = tiny_llama()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model).train()
-
-
 def loaded(folder, **config):
     """The model that `tiny_llama` has saved, sharded at load."""
     model = TorchNormLlama.from_pretrained(
@@ -102,19 +97,13 @@ def figures_for(policy):
 
 def unit_settings(model):
     """Whether FSDP2 frees parameters after forward and backward, and reduces, by unit."""
-    settings = []
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in parameter_groups(fully_shard.state(module)):
-                settings.append(
-                    (
-                        group.post_forward_mesh_info is not None,
-                        group.reshard_after_backward,
-                        group.reduce_grads,
-                        group.all_reduce_grads,
-                    )
-                )
-    return settings
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for unit in units for group in parameter_groups(fully_shard.state(unit))]
+    names = ("reshard_after_backward", "reduce_grads", "all_reduce_grads")
+    return [
+        (group.post_forward_mesh_info is not None, *(getattr(group, name) for name in names))
+        for group in groups
+    ]
 
 
 def steps_under(rank, world_size, folder, config, policies, each_batch):
@@ -122,7 +111,7 @@ def steps_under(rank, world_size, folder, config, policies, each_batch):
     the largest relative errors of loss and gradients. Without a `config` sharded by hand."""
     examples = documents(LENGTHS)
     wanted_loss, wanted = reference_gradients(tiny_llama(torch.float64), examples)
-    model = loaded(folder, **config) if config else sharded_by_hand()
+    model = loaded(folder, **config) if config else sharded(tiny_llama()).train()
     plugin = GradientAccumulationPlugin(num_steps=1, sync_each_batch=each_batch)
     engine = RandomPlanEngine(
         Accelerator(cpu=True, gradient_accumulation_plugin=plugin),
@@ -159,57 +148,56 @@ def steps_under(rank, world_size, folder, config, policies, each_batch):
     return results
 
 
-ORDER = ["both", "plain", "keeps parameters", "reduces once", "plain", "both"]
+ORDER = ["both", "plain", "keeps parameters", "reduces once", "both"]
 
 
-def assert_policies_move_what_they_say(results, units, is_hybrid):
-    """results: what `steps_under` has found on a rank, of ORDER."""
-    for name, (micro_batches, collectives, errors) in zip(ORDER, results, strict=True):
-        policy = POLICIES[name]
-        # the unit of norm and head stays gathered from forward to backward
-        gathers = (2 * units - 1) * micro_batches if policy.regathers else units
-        scatters = units * (micro_batches if policy.reduces_each else 1)
-        assert collectives[GATHER] == gathers, name
-        assert collectives[SCATTER] == scatters, name
-        assert collectives.get(ALL_REDUCE, 0) == units * is_hybrid, name
-        assert errors["loss"] < 1e-12
-        assert errors["gradients"] < 1e-10
+def assert_policies_move_what_they_say(by_rank, order, units, all_reduces=lambda batches: 0):
+    """by_rank: what `steps_under` has found of the policies in `order`. all_reduces: of a unit, by
+    the number of micro-batches."""
+    for results in by_rank:
+        for name, (micro_batches, collectives, errors) in zip(order, results, strict=True):
+            policy = POLICIES[name]
+            # the unit of norm and head stays gathered from forward to backward
+            gathers = (2 * units - 1) * micro_batches if policy.regathers else units
+            scatters = units * (micro_batches if policy.reduces_each else 1)
+            assert collectives[GATHER] == gathers, name
+            assert collectives[SCATTER] == scatters, name
+            assert collectives.get(ALL_REDUCE, 0) == units * all_reduces(micro_batches), name
+            assert errors["loss"] < 1e-12
+            assert errors["gradients"] < 1e-10
 
 
 def test_each_policy_is_exact_and_moves_what_it_says(tmp_path):
     tiny_llama().save_pretrained(tmp_path)
     cases = [(tmp_path, config, ORDER, False) for config in ({}, {"fsdp_size": 2})]
     by_hand, by_transformers = run_cases(steps_under, 2, cases, seconds=120)
-    for results in by_hand:
-        assert_policies_move_what_they_say(results, UNITS["by hand"], is_hybrid=False)
-    for results in by_transformers:
-        assert_policies_move_what_they_say(results, UNITS["transformers"], is_hybrid=False)
+    assert_policies_move_what_they_say(by_hand, ORDER, UNITS["by hand"])
+    assert_policies_move_what_they_say(by_transformers, ORDER, UNITS["transformers"])
 
 
 def test_each_policy_is_exact_over_replicas_and_so_is_sync_each_batch(tmp_path):
     tiny_llama().save_pretrained(tmp_path)
-    config = {"fsdp_size": 2, "dp_replicate_size": 2}
-    cases = [(tmp_path, config, ORDER, False), (tmp_path, config, ["plain"], True)]
+    cases = [(tmp_path, HSDP, ORDER, False), (tmp_path, HSDP, ["plain"], True)]
     by_policy, each_batch = run_cases(steps_under, 4, cases, seconds=120)
     units = UNITS["transformers"]
-    for results in by_policy:
-        assert_policies_move_what_they_say(results, units, is_hybrid=True)
+    assert_policies_move_what_they_say(by_policy, ORDER, units, lambda micro_batches: 1)
     # every micro-batch is reduced, over replicas, too
-    for results in each_batch:
-        for micro_batches, collectives, errors in results:
-            assert collectives[GATHER] == (2 * units - 1) * micro_batches
-            assert collectives[SCATTER] == units * micro_batches
-            assert collectives[ALL_REDUCE] == units * micro_batches
-            assert errors["gradients"] < 1e-10
+    assert_policies_move_what_they_say(each_batch, ["plain"], units, lambda batches: batches)
 
 
 # ---- what a model is found to be
 
 
-def found_facts(rank, world_size, folder, config):
+def found_facts(rank, world_size, folder, config, options):
+    """What is found of a model; sharded by transformers, if there is a `config`. options: of the
+    engine."""
     accelerator = Accelerator(cpu=True)
-    model = loaded(folder, **config)
-    engine = RandomPlanEngine(accelerator, seed=0, cost_model="estimate", max_tokens_per_rank=None)
+    options = dict(options)
+    offloads = options.pop("fsdp_cpu_offload", False)
+    model = loaded(folder, **config) if config else tiny_llama()
+    if offloads:
+        model.config.distributed_config.fsdp_cpu_offload = True
+    engine = RandomPlanEngine(accelerator, seed=0, **options)
     engine.attach(model)
     return (
         replicas(model, accelerator),
@@ -223,20 +211,36 @@ def found_facts(rank, world_size, folder, config):
 
 FOUND = (  # configuration, replicas, bytes of an element when gathered
     ({"fsdp_size": 4}, 1, 8),
-    ({"fsdp_size": 2, "dp_replicate_size": 2}, 2, 8),
-    ({"fsdp_size": 2, "dp_replicate_size": 2, "fsdp_mixed_precision": True}, 2, 2),
+    (HSDP, 2, 8),
+    (HSDP | {"fsdp_mixed_precision": True}, 2, 2),
+)
+WITHOUT_CHOICE = (
+    ({}, {}),
+    ({"fsdp_size": 1, "dp_replicate_size": 4}, {}),
+    ({"fsdp_size": 4}, {"fsdp_cpu_offload": True}),
 )
 
 
-def test_replicas_and_bytes_are_read_from_the_model(tmp_path):
+def test_replicas_bytes_and_memory_are_read_from_the_model_and_the_device(tmp_path):
     plain = tiny_llama()
     plain.save_pretrained(tmp_path)
     elements = sum(parameter.numel() for parameter in plain.parameters())
-    by_case = run_cases(found_facts, 4, [(tmp_path, config) for config, _, _ in FOUND])
-    for (_, copies, itemsize), by_rank in zip(FOUND, by_case, strict=True):
+    huge = replace(PRESETS["llama-3.1-8b-h200"], budget_bytes=1e18, sharded_state_bytes=0.0)
+    huge.save(tmp_path / "cost.json")
+    estimated = {"cost_model": "estimate", "max_tokens_per_rank": None}
+    by_case = run_cases(
+        found_facts,
+        4,
+        [
+            *[(tmp_path, config, estimated) for config, *_ in FOUND],
+            *[(tmp_path, *case) for case in WITHOUT_CHOICE],
+            (tmp_path, {"fsdp_size": 4}, {"cost_model": str(tmp_path / "cost.json")}),
+        ],
+    )
+    for (_, copies, itemsize), by_rank in zip(FOUND, by_case, strict=False):
         assert len({rank[-1] for rank in by_rank}) == 1
-        for found_copies, sharded, found_itemsize, trained, cost, figures in by_rank:
-            assert (found_copies, sharded, found_itemsize) == (copies, True, itemsize)
+        for found_copies, is_sharded, found_itemsize, trained, cost, figures in by_rank:
+            assert (found_copies, is_sharded, found_itemsize) == (copies, True, itemsize)
             assert trained == elements
             assert cost.sharded_state_bytes == 16 * elements * copies
             assert figures.parameter_bytes == itemsize * elements
@@ -244,42 +248,11 @@ def test_replicas_and_bytes_are_read_from_the_model(tmp_path):
             state_bytes = cost.state_bytes + 16 * elements * copies / 4
             assert figures.free_bytes == pytest.approx(cost.budget_bytes - state_bytes)
             assert 0 < 3 * figures.trip_s < cost.micro_batch_s
-
-
-def without_choice(rank, world_size, folder):
-    """Figures of models that FSDP2 does not shard, or whose share is on the CPU."""
-    found = []
-    for config in (None, {"fsdp_size": 1, "dp_replicate_size": 2}, {"fsdp_size": 2}):
-        model = tiny_llama() if config is None else loaded(folder, **config)
-        if config == {"fsdp_size": 2}:
-            model.config.distributed_config.fsdp_cpu_offload = True
-        engine = RandomPlanEngine(Accelerator(cpu=True), seed=0)
-        engine.attach(model)
-        found.append(engine.executor.fsdp.figures)
-    return found
-
-
-def test_nothing_is_chosen_where_nothing_is_sharded_on_the_device(tmp_path):
-    tiny_llama().save_pretrained(tmp_path)
-    assert run_ranks(without_choice, 2, tmp_path) == [[None] * 3] * 2
-
-
-def beyond_the_device(rank, world_size, folder):
-    """Free memory by a cost model of a machine with far more of it than this one."""
-    engine = RandomPlanEngine(
-        Accelerator(cpu=True), seed=0, cost_model=str(folder / "cost.json"), max_tokens_per_rank=9
-    )
-    engine.attach(loaded(folder, fsdp_size=2))
-    return engine.cost.budget_bytes, engine.executor.fsdp.figures.free_bytes
-
-
-def test_memory_counts_as_far_as_the_device_has_it(tmp_path):
-    tiny_llama().save_pretrained(tmp_path)
-    huge = replace(PRESETS["llama-3.1-8b-h200"], budget_bytes=1e18, sharded_state_bytes=0.0)
-    huge.save(tmp_path / "cost.json")
-    for budget, free in run_ranks(beyond_the_device, 2, tmp_path):
-        assert budget == 1e18
-        assert free < 1e15
+    for by_rank in by_case[len(FOUND) : -1]:
+        assert [rank[-1] for rank in by_rank] == [None] * 4, "nothing is sharded on the device"
+    for *_, cost, figures in by_case[-1]:
+        assert cost.budget_bytes == 1e18
+        assert figures.free_bytes < 1e15, "memory counts as far as the device has it"
 
 
 def test_the_units_of_a_model_are_looked_for_once_and_forgotten_with_it(monkeypatch):

@@ -7,33 +7,32 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
-from tests.hf.tiny import documents, reference_loss, tiny_llama
-from tests.ranks import run_ranks
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
+from tests.hf.tiny import documents, reference_loss, tiny_arguments, tiny_llama, weights
+from tests.ranks import run_cases
 
 LENGTHS = [3, 50, 1, 17, 8, 30, 2, 61, 5, 12, 44]  # ranks repeat some to fill the last batches
 
 
-def loops(rank, world_size, folder):
-    return loop(folder, evaluates=True), loop(folder, evaluates=False)
+def loader(seed=0):
+    return DataLoader(documents(LENGTHS, seed=seed), 2, collate_fn=DataCollatorForFlexSeq())
 
 
-def loop(folder, *, evaluates):
+def traced(trace):
+    return [json.loads(line) for line in trace.read_text().splitlines()]
+
+
+def loop(rank, world_size, folder, evaluates):
     """Three steps, with evaluations before, amid and after them if asked for."""
     accelerator = Accelerator(cpu=True)
     model = tiny_llama()
     trace = folder / f"{evaluates}.jsonl"
-    options = FlexSeqArguments(
-        max_tokens_per_rank=40, cost_model="estimate", plan_trace=str(trace)
-    )
+    options = tiny_arguments(max_tokens_per_rank=40, lookahead=2, plan_trace=str(trace))
     engine = FlexSeqEngine(accelerator, options)
     engine.attach(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    collator = DataCollatorForFlexSeq()
-    batches = DataLoader(documents(LENGTHS), 2, collate_fn=collator)
-    held_out = DataLoader(documents(LENGTHS, seed=1), 2, collate_fn=collator)
     wrapped, optimizer, batches, held_out = accelerator.prepare(
-        model, optimizer, batches, held_out
+        model, optimizer, loader(), loader(seed=1)
     )
     found = []
 
@@ -51,8 +50,7 @@ def loop(folder, *, evaluates):
         optimizer.zero_grad()
         evaluate()
     engine.detach()
-    lines = [json.loads(line)["step"] for line in trace.read_text().splitlines()]
-    return found, lines, {name: p.detach().numpy() for name, p in model.named_parameters()}
+    return found, [line["step"] for line in traced(trace)], weights(model)
 
 
 @torch.no_grad()
@@ -65,39 +63,34 @@ def of_one_process(model):
 
 @pytest.mark.processes
 def test_an_evaluation_is_the_token_mean_and_leaves_no_trace(tmp_path):
-    for evaluating, plain in run_ranks(loops, 2, tmp_path):
-        found, lines, weights = evaluating
+    evaluating, plain = run_cases(loop, 2, [(tmp_path, True), (tmp_path, False)])
+    for (found, lines, after), (_, _, wanted_weights) in zip(evaluating, plain, strict=True):
         assert len(found) == 4
         assert lines == [0, 1, 2]
         for loss, wanted in found:
             assert loss == pytest.approx(wanted, rel=1e-10)
-        for name, wanted in plain[2].items():
-            assert (weights[name] == wanted).all(), name
+        for name, wanted in wanted_weights.items():
+            assert (after[name] == wanted).all(), name
 
 
 def test_a_step_that_is_left_without_its_backward_is_named(tmp_path):
-    accelerator = Accelerator(cpu=True)
     model = tiny_llama()
     trace = tmp_path / "plans.jsonl"
-    options = FlexSeqArguments(
-        lookahead=0, max_tokens_per_rank=64, cost_model="estimate", plan_trace=str(trace)
-    )
-    engine = FlexSeqEngine(accelerator, options)
-    batches = DataLoader(documents(LENGTHS), 2, collate_fn=DataCollatorForFlexSeq())
+    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments(plan_trace=str(trace)))
     left = r"step 1 was left without step\.backward\(model\): to evaluate, draw from engine\.eval"
     with engine.attached(model):
-        steps = engine.steps(batches)
+        steps = engine.steps(loader())
         next(steps).backward(model)
         next(steps)
         with pytest.raises(RuntimeError, match=left):
             next(steps)
-        for step in engine.steps(batches):
+        for step in engine.steps(loader()):
             if step.step.number > 2:
                 break
             step.backward(model)
         evaluation = engine.evaluation([])
         assert list(evaluation) == []
         assert evaluation.mean_loss() != evaluation.mean_loss()  # nan
-    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    lines = traced(trace)
     assert [line["step"] for line in lines] == [0, 2]
     assert all(sum(line["measured_s"]) > 0 for line in lines)

@@ -4,6 +4,7 @@ family of each code path runs with the other tests, all with `-m nightly`. What 
 `test_checks.py`. Ranks are threads."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -12,11 +13,10 @@ from torch.nn import functional as F
 
 from hf_flexseq.plan.shard import group_slices
 from tests.budget import examples, others_nightly
-from tests.hf.by_hand import TWO_NODES, attach, run_plan
+from tests.hf.by_hand import TWO_NODES, worst_error
 from tests.hf.test_checks import EXPERTS, ROPE, SIZES
-from tests.hf.tiny import VOCAB, documents, reference_gradients, relative_errors
+from tests.hf.tiny import VOCAB, documents, reference_gradients
 from tests.plans import random_plan
-from tests.ranks import join, run_threads
 
 # Windows and chunks are shorter than the longest of these.
 LENGTHS = [1, 2, 17, 5, 23, 3, 40, 11]
@@ -200,28 +200,12 @@ def plans_of(family):
     return plans
 
 
-def errors_of(rank, world_size, family, plans, wanted):
-    """The largest relative error of loss and gradients under each plan."""
-    communicator = join(TWO_NODES)
-    model = make_model(family)
-    attach(model)
-    wanted_loss, wanted_gradients = wanted
-    worst = []
-    for plan, checkpointing in zip(plans, CHECKPOINTING, strict=True):
-        if checkpointing and model.supports_gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        loss, gradients, _ = run_plan(model, plan, documents(LENGTHS), communicator)
-        errors = relative_errors(gradients, wanted_gradients)
-        worst.append(max(abs(loss / wanted_loss - 1), *errors.values()))
-    return worst
-
-
 @pytest.mark.parametrize("family", others_nightly(FAMILIES, tried=TRIED[: examples(len(TRIED))]))
 def test_a_family_is_exact(family, stays_in_float64):
     wanted = reference_gradients(make_model(family), documents(LENGTHS), attention="eager")
-    plans = plans_of(family)
-    for errors in run_threads(errors_of, TWO_NODES.world_size, family, plans, wanted):
-        assert max(errors) < 1e-10
+    cases = zip(plans_of(family), (None, None), CHECKPOINTING, strict=True)
+    make = partial(make_model, family)
+    assert worst_error(make, TWO_NODES, list(cases), documents(LENGTHS), wanted) < 1e-10
 
 
 def test_families_have_plans_of_their_own():

@@ -5,7 +5,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -16,15 +15,7 @@ from hf_flexseq.hf.reduction import instead_of_ddp
 from tests.hf.ordered import ordered_gloo
 from tests.hf.test_checks import make_trainer
 from tests.hf.test_exactness import LENGTHS, own_batches
-from tests.hf.test_precision import bf16_run
-from tests.hf.test_trainer import (
-    OPTIONS,
-    flexseq_run,
-    float64_loss,
-    logged,
-    plain_run,
-    update_error,
-)
+from tests.hf.test_trainer import OPTIONS
 from tests.hf.tiny import (
     RandomPlanEngine,
     documents,
@@ -32,6 +23,7 @@ from tests.hf.tiny import (
     relative_errors,
     tiny_llama,
 )
+from tests.plans import ends_apart
 from tests.ranks import run_cases, run_ranks
 
 pytestmark = pytest.mark.processes
@@ -40,15 +32,7 @@ pytestmark = pytest.mark.processes
 # ---- a loop of one's own
 
 
-def ends_apart(plan):
-    """Whether a rank has nothing to do in the last of several micro-batches."""
-    last = plan.micro_batches[-1]
-    busy = set().union(*(group.ranks for group in last.groups))
-    everyone = set().union(*(group.ranks for part in plan.micro_batches for group in part.groups))
-    return busy < everyone
-
-
-def gradients_by_step(rank, world_size, is_ordered, plans, frozen=(), **ddp):
+def gradients_by_step(rank, world_size, is_ordered, frozen, ddp):
     """Gradients by name, and the micro-batches that this rank has run, of each step."""
     examples = documents(LENGTHS)
     model = tiny_llama(torch.float64)
@@ -60,11 +44,11 @@ def gradients_by_step(rank, world_size, is_ordered, plans, frozen=(), **ddp):
         engine.attach(model)
         wrapped = DistributedDataParallel(model, **ddp)
         groups = set(distributed_c10d._world.pg_map)
-        for _ in range(plans):
+        for _ in range(2):
             for step in engine.steps(own_batches(examples, rank, world_size), 2):
                 step.backward(wrapped)
-                indices = list(step.step.indices)
                 gradients = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+                indices = list(step.step.indices)
                 found.append(({n: g.numpy() for n, g in gradients.items()}, indices))
                 model.zero_grad()
         assert set(distributed_c10d._world.pg_map) == groups, "a group was made in a step"
@@ -72,39 +56,36 @@ def gradients_by_step(rank, world_size, is_ordered, plans, frozen=(), **ddp):
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_gradients_equal_one_process_whatever_micro_batches_ranks_run(world_size):
+def assert_equal_to_one_process(gradients):
+    found = {name: torch.as_tensor(g) for name, g in gradients.items()}
     _, wanted = reference_gradients(tiny_llama(torch.float64), documents(LENGTHS))
-    cases = [({},), ({"find_unused_parameters": True},), ({"gradient_as_bucket_view": True},)]
-    for by_rank in run_cases(_gradients_with, world_size, cases):
+    assert max(relative_errors(found, wanted).values()) < 1e-10
+
+
+def test_gradients_equal_one_process_whatever_micro_batches_ranks_run():
+    options = ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True})
+    for by_rank in run_cases(gradients_by_step, 4, [(True, (), ddp) for ddp in options]):
         for steps in zip(*by_rank, strict=True):
             assert len({indices[-1] for _, indices in steps}) > 1, "all ranks end together"
             for gradients, _ in steps:
-                found = {name: torch.as_tensor(g) for name, g in gradients.items()}
-                assert max(relative_errors(found, wanted).values()) < 1e-10
-
-
-def _gradients_with(rank, world_size, ddp):
-    return gradients_by_step(rank, world_size, True, 3, **ddp)
-
-
-def both_ways(rank, world_size, options):
-    ordered = gradients_by_step(rank, world_size, True, 3, **options)
-    return ordered, gradients_by_step(rank, world_size, False, 3, **options)
+                assert_equal_to_one_process(gradients)
 
 
 FROZEN_OR_SMALL = (
-    {"frozen": ("mlp", "embed_tokens")},
-    {"frozen": ("layers.0",), "find_unused_parameters": True},
-    {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01},
+    (("mlp", "embed_tokens"), {}),
+    (("layers.0",), {"find_unused_parameters": True}),
+    ((), {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01}),
 )
 
 
 def test_gradients_equal_ddps_own():
-    cases = [(options,) for options in FROZEN_OR_SMALL]
-    for by_rank in run_cases(both_ways, 3, cases):
-        for ours, ddps in by_rank:
-            for (found, indices), (wanted, same_indices) in zip(ours, ddps, strict=True):
+    cases = [(is_ordered, *case) for case in FROZEN_OR_SMALL for is_ordered in (True, False)]
+    by_case = run_cases(gradients_by_step, 3, cases)
+    for ours, ddps in zip(by_case[::2], by_case[1::2], strict=True):
+        for our_steps, ddps_steps in zip(ours, ddps, strict=True):
+            for (found, indices), (wanted, same_indices) in zip(
+                our_steps, ddps_steps, strict=True
+            ):
                 assert indices == same_indices
                 assert found.keys() == wanted.keys()
                 for name, gradient in wanted.items():
@@ -120,17 +101,20 @@ class Branches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.always = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-        self.sometimes = nn.Parameter(torch.tensor(3.0, dtype=torch.float64))
-        self.never = nn.Parameter(torch.tensor(5.0, dtype=torch.float64))
-        self.register_buffer("seen", torch.tensor(-1.0))
+        for name, value in (("always", 2.0), ("sometimes", 3.0), ("never", 5.0)):
+            self.register_parameter(name, nn.Parameter(torch.tensor(value, dtype=torch.float64)))
+        self.register_buffer("last", torch.tensor(-1.0))
+        self.seen = []
 
     def forward(self, x, rank):
+        self.seen.append(float(self.last))
+        self.last.fill_(rank)
         y = self.always * x
         return y * self.sometimes if rank == 0 else y
 
 
 def branches(rank, world_size, is_ours, find_unused):
+    """Gradients of two steps, and what each forward has seen in the buffer."""
     model = Branches()
     ddp = DistributedDataParallel(model, find_unused_parameters=find_unused)
     communicator = Communicator()
@@ -147,7 +131,7 @@ def branches(rank, world_size, is_ours, find_unused):
                     ddp(torch.tensor(1.0 + x + step), rank).backward()
             ddp(torch.tensor(1.0 + rank + step), rank).backward()
         gradients.append({n: _number(p.grad) for n, p in model.named_parameters()})
-    return gradients
+    return gradients, model.seen
 
 
 def _number(gradient):
@@ -158,10 +142,11 @@ def test_a_parameter_that_no_rank_has_used_keeps_no_gradient():
     cases = [(True, True), (False, True), (True, False)]
     ours, ddps, without_finding = run_cases(branches, 2, cases)
     assert ours == ddps
-    first = ours[0][0]
+    assert [seen for _, seen in ours] == [[-1.0, 0.0], [-1.0, 1.0, 0.0, 1.0]]
+    first = ours[0][0][0]
     assert first == {"always": (3 + 1 + 2) / 2, "sometimes": 2 / 2, "never": None}
     # without find_unused_parameters it counts as zero
-    for gradients in without_finding:
+    for gradients, _ in without_finding:
         assert gradients[0] == {"always": 3.0, "sometimes": 1.0, "never": 0.0}
 
 
@@ -187,25 +172,29 @@ def test_a_communication_hook_takes_lockstep_where_transfers_are_in_order():
     assert run_ranks(hooks_of_accelerate, 2) == [(True, False)] * 2
 
 
-def late_hook(rank, world_size, sync):
-    with ordered_gloo():
-        engine = RandomPlanEngine(Accelerator(cpu=True), seed=0, sync=sync)
-        model = tiny_llama()
-        engine.attach(model)
-        wrapped = DistributedDataParallel(model)
-        wrapped.register_comm_hook(None, allreduce_hook)
-        for step in engine.steps(own_batches(documents(LENGTHS), rank, world_size), 2):
-            step.backward(wrapped)
+def late_hook(rank, world_size):
+    """The gradients in lockstep, where a hook of one's own is not refused."""
+    for sync in ("auto", "lockstep"):
+        with ordered_gloo():
+            engine = RandomPlanEngine(Accelerator(cpu=True), seed=0, sync=sync)
+            model = tiny_llama()
+            engine.attach(model)
+            wrapped = DistributedDataParallel(model)
+            wrapped.register_comm_hook(None, allreduce_hook)
+            steps = engine.steps(own_batches(documents(LENGTHS), rank, world_size), 2)
+            if sync == "auto":
+                with pytest.raises(ValueError, match="a communication hook.*sync='lockstep'"):
+                    next(steps).backward(wrapped)
+            else:
+                for step in steps:
+                    step.backward(wrapped)
+            engine.detach()
     return {n: p.grad.numpy() for n, p in model.named_parameters()}
 
 
 def test_a_hook_of_ones_own_is_refused_in_free_and_called_in_lockstep():
-    with pytest.raises(AssertionError, match="ValueError: a communication hook.*sync='lockstep'"):
-        run_ranks(late_hook, 2, "auto")
-    _, wanted = reference_gradients(tiny_llama(torch.float64), documents(LENGTHS))
-    for gradients in run_ranks(late_hook, 2, "lockstep"):
-        found = {name: torch.as_tensor(g) for name, g in gradients.items()}
-        assert max(relative_errors(found, wanted).values()) < 1e-10
+    for gradients in run_ranks(late_hook, 2):
+        assert_equal_to_one_process(gradients)
 
 
 def zero_1(rank, world_size, folder):
@@ -224,58 +213,3 @@ def zero_1(rank, world_size, folder):
 def test_zero_1_takes_lockstep_where_transfers_are_in_order(tmp_path):
     pytest.importorskip("deepspeed")
     assert run_ranks(zero_1, 2, tmp_path) == [True, True]
-
-
-# ---- the Trainer
-
-
-def trainer_in_order(rank, world_size, *args):
-    with ordered_gloo():
-        return flexseq_run(rank, world_size, "subclass", *args)
-
-
-def test_ten_steps_equal_the_plain_trainer(tmp_path):
-    before, wanted, history = plain_run(tmp_path, batch=12, optim="sgd", loss=float64_loss)
-    for found, log in run_ranks(trainer_in_order, 2, tmp_path, 2, 3, "sgd", seconds=120):
-        assert update_error(before, wanted, found) < 1e-8
-        assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-6)
-        assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-8)
-
-
-def bf16_both_ways(rank, world_size, folder):
-    logs = []
-    for is_ordered in (True, False):
-        with ordered_gloo(is_ordered):
-            logs.append(bf16_run(rank, world_size, folder))
-    return logs
-
-
-def test_bf16_steps_equal_those_under_ddps_own_reduction(tmp_path):
-    for ours, ddps in run_ranks(bf16_both_ways, 2, tmp_path, seconds=120):
-        assert logged(ours, "loss") == pytest.approx(logged(ddps, "loss"), rel=1e-6)
-        assert logged(ours, "grad_norm") == pytest.approx(logged(ddps, "grad_norm"), rel=1e-5)
-
-
-def lora_both_ways(rank, world_size):
-    gradients = []
-    for is_ordered in (True, False):
-        config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-        torch.manual_seed(1)
-        model = get_peft_model(tiny_llama(), config).double()
-        with ordered_gloo(is_ordered):
-            engine = RandomPlanEngine(Accelerator(cpu=True), seed=5)
-            engine.attach(model)
-            wrapped = DistributedDataParallel(model)
-            for step in engine.steps(own_batches(documents(LENGTHS), rank, world_size), 2):
-                step.backward(wrapped)
-            engine.detach()
-        trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-        assert all("lora" in name for name in trained)
-        gradients.append({name: gradient.numpy() for name, gradient in trained.items()})
-    return gradients
-
-
-def test_adapters_get_the_gradients_that_ddp_gives_them():
-    for ours, ddps in run_ranks(lora_both_ways, 3):
-        for name, gradient in ddps.items():
-            assert ours[name] == pytest.approx(gradient, rel=1e-10, abs=1e-13), name

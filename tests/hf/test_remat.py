@@ -1,6 +1,7 @@
 """Under activation checkpointing attention and its transfers run once per layer, and no bit of a
 gradient changes."""
 
+import copy
 import gc
 import weakref
 from functools import partial
@@ -11,7 +12,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -19,30 +19,25 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.attention import SequenceContext, replay, sequence_parallel_attention
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.kernels import Kernel, KernelCall
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from tests.hf.test_exactness import whole
-from tests.hf.test_trainer import OPTIONS, dataset, training_arguments
-from tests.hf.tiny import VOCAB, tiny_llama
-from tests.ranks import run_cases, run_ranks
+from tests.hf.test_exactness import sharded, whole
+from tests.hf.test_trainer import flexseq_trainer
+from tests.hf.tiny import VOCAB, tiny_llama, weights
+from tests.ranks import run_cases
 
 CPU = torch.device("cpu")
 LENGTHS = (13, 7, 9)
 LAYERS = 2
+ALONE = (Group(ranks=(0,), sequences=(0, 1, 2), strategy="local"),)
 GROUPS = {
-    "local": (
-        Group(ranks=(0,), sequences=(0,), strategy="local"),
-        Group(ranks=(1,), sequences=(1,), strategy="local"),
-    ),
-    "ulysses": (Group(ranks=(0, 1), sequences=(0, 1, 2), strategy="ulysses"),),
+    "local": tuple(Group(ranks=(i,), sequences=(i,), strategy="local") for i in (0, 1)),
     **{
         name: (Group(ranks=(0, 1), sequences=(0, 1, 2), strategy=name),)
-        for name in ("zigzag", "balanced", "hybrid")
+        for name in ("ulysses", "zigzag", "balanced", "hybrid")
     },
     "mixed": (
         Group(ranks=(0, 1), sequences=(0,), strategy="ulysses"),
@@ -50,42 +45,32 @@ GROUPS = {
         Group(ranks=(0,), sequences=(2,), strategy="local"),
     ),
 }
-ALONE = (Group(ranks=(0,), sequences=(0, 1, 2), strategy="local"),)
 
 
-class CountingKernel:
-    """A kernel that counts its calls."""
+class Counter:
+    """Counts the calls of a function that it takes the place of, in this process."""
 
-    def __init__(self, kernel: Kernel) -> None:
-        self.name = kernel.name
-        self.wide_gradients = kernel.wide_gradients
-        self.forwards = 0
-        self._kernel = kernel
+    def __init__(self, holder, name):
+        self.calls, self.function = 0, getattr(holder, name)
+        setattr(holder, name, self)
 
-    def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
-        self.forwards += 1
-        return self._kernel.forward(call)
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.function(*args, **kwargs)
 
-    def backward(
-        self, call: KernelCall, *gradients: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._kernel.backward(call, *gradients)
+
+def counted_kernel():
+    """A kernel of its own, and a counter of its forwards."""
+    kernel = copy.copy(choose_kernel(CPU, torch.float64, 8))
+    return kernel, Counter(kernel, "forward")
 
 
 def make_context(groups=ALONE, rank=0, communicator=None, **options):
+    """A context, and a counter of its kernel's forwards."""
     shard = make_shard(MicroBatch(groups=groups), LENGTHS, rank)
-    kernel = CountingKernel(choose_kernel(CPU, torch.float64, 8))
-    return SequenceContext(shard, communicator or Communicator(), kernel, CPU, **options), kernel
-
-
-def row(seq_ctx):
-    positions = torch.cat([torch.arange(s.start, s.stop) for s in seq_ctx.shard.slices])[None]
-    return {
-        "input_ids": positions % VOCAB,
-        "position_ids": positions,
-        "seq_ctx": seq_ctx,
-        "use_cache": False,
-    }
+    kernel, forwards = counted_kernel()
+    context = SequenceContext(shard, communicator or Communicator(), kernel, CPU, **options)
+    return context, forwards
 
 
 def model_of(checkpointing=True, **config):
@@ -96,8 +81,12 @@ def model_of(checkpointing=True, **config):
     return model
 
 
-def loss_of(model, seq_ctx):
-    return model(**row(seq_ctx)).logits.square().sum()
+def loss_of(model, seq_ctx, added=0):
+    """added: to every token, which makes another forward."""
+    positions = torch.cat([torch.arange(s.start, s.stop) for s in seq_ctx.shard.slices])[None]
+    tokens = (positions + added) % VOCAB
+    outputs = model(input_ids=tokens, position_ids=positions, seq_ctx=seq_ctx, use_cache=False)
+    return outputs.logits.square().sum()
 
 
 def gradients(model):
@@ -116,124 +105,80 @@ def assert_same_bits(found, wanted):
 # ---- once per layer, on two ranks
 
 
-class Counter:
-    """Counts calls of what it stands for, in this process."""
-
-    def __init__(self, module, name):
-        self.calls, self.function = 0, getattr(module, name)
-        setattr(module, name, self)
-
-    def __call__(self, *args, **kwargs):
-        self.calls += 1
-        return self.function(*args, **kwargs)
-
-
-def sharded(model, sharding):
-    if sharding == "ddp":
-        return DistributedDataParallel(model)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-def one_step(model, seq_ctx, kernel, transfers):
-    """(attention forwards, transfers) of the forward, then of the backward, the results kept, and
-    the gradients."""
-
-    def counted():
-        return kernel.forwards, sum(counter.calls for counter in transfers)
-
-    before = counted()
+def one_step(model, seq_ctx, counters):
+    """What the forward and the backward add to each counter, how many results are kept between
+    them, and the gradients."""
+    counts = [[counter.calls for counter in counters]]
     loss = loss_of(model, seq_ctx)
-    kept, forward = len(seq_ctx.kept or ()), counted()
+    kept = len(seq_ctx.kept or ())
+    counts.append([counter.calls for counter in counters])
     loss.backward()
-    backward = counted()
+    counts.append([counter.calls for counter in counters])
     assert not seq_ctx.kept, "attention that no replay has taken"
-    per_pass = [
-        tuple(b - a for a, b in zip(*pair, strict=True))
-        for pair in ((before, forward), (forward, backward))
-    ]
-    return per_pass, kept, gradients(model)
+    before, between, after = map(torch.tensor, counts)
+    return (between - before).tolist(), (after - between).tolist(), kept, gradients(model)
 
 
 def steps_of_every_strategy(rank, world_size, sharding):
     """By strategy: the counts without checkpointing, with it, and with attention that is kept."""
     communicator = Communicator()
-    transfers = [
-        Counter(replay, "all_to_all"),
-        Counter(torch.distributed, "irecv"),
-    ]
-    models = {on: sharded(model_of(on), sharding) for on in (False, True)}
+    transfers = [Counter(replay, "all_to_all"), Counter(torch.distributed, "irecv")]
+    wrap = DistributedDataParallel if sharding == "ddp" else sharded
+    models = {on: wrap(model_of(on)) for on in (False, True)}
     found = {}
     for strategy, groups in GROUPS.items():
         runs = []
         for checkpointing, remat in ((False, True), (True, False), (True, True)):
-            seq_ctx, kernel = make_context(groups, rank, communicator, save_attention_output=remat)
-            runs.append(one_step(models[checkpointing], seq_ctx, kernel, transfers))
-        for _, _, gradient in runs[1:]:
-            assert_same_bits(gradient, runs[0][2])
-        found[strategy] = [run[:2] for run in runs]
+            seq_ctx, forwards = make_context(
+                groups, rank, communicator, save_attention_output=remat
+            )
+            runs.append(one_step(models[checkpointing], seq_ctx, [forwards, *transfers]))
+        for *_, gradient in runs[1:]:
+            assert_same_bits(gradient, runs[0][-1])
+        found[strategy] = [run[:-1] for run in runs]
     return found
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
-def test_attention_and_its_transfers_run_once(sharding):
-    for found in run_ranks(steps_of_every_strategy, 2, sharding):
-        for strategy, ((plain, _), (again, _), (once, kept)) in found.items():
-            (forwards, moved), (_, moved_back) = plain
-            assert (moved > 0) == (strategy != "local")
-            assert moved % LAYERS == 0
-            assert plain[1] == (0, moved_back)
-            assert again == [(forwards, moved), (forwards, moved + moved_back)], (
-                "the replay attends again"
-            )
-            assert once == plain, "as many kernel calls and transfers as without checkpointing"
-            assert kept == LAYERS
+def test_attention_and_its_transfers_run_once():
+    for by_rank in run_cases(steps_of_every_strategy, 2, [("ddp",), ("fsdp2",)]):
+        for found in by_rank:
+            for strategy, (plain, again, once) in found.items():
+                forward, backward, _ = plain
+                assert (sum(forward[1:]) > 0) == (strategy != "local")
+                assert all(calls % LAYERS == 0 for calls in forward)
+                assert backward[0] == 0
+                replayed = [a + b for a, b in zip(forward, backward, strict=True)]
+                assert again[:2] == (forward, replayed), "the replay attends again"
+                assert once == (forward, backward, LAYERS), "as often as without checkpointing"
 
 
-# ---- under the Trainer
-
-
-def trainer_run(rank, world_size, folder, remat, checkpointing=True):
-    model = tiny_llama()
-    args = training_arguments(
-        FlexSeqConfig,
-        folder,
-        batch=2,
-        accumulation=1,
-        optim="sgd",
-        max_steps=3,
-        gradient_checkpointing=checkpointing,
-        save_attention_output=remat,
-        **OPTIONS,
+def trainer_run(rank, world_size, folder, remat):
+    trainer = flexseq_trainer(
+        folder, optim="sgd", max_steps=2, gradient_checkpointing=True, save_attention_output=remat
     )
-    trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
-    kernel = trainer.flexseq.executor.kernel = CountingKernel(choose_kernel(CPU, torch.float64, 8))
+    trainer.flexseq.executor.kernel, forwards = counted_kernel()
     trainer.train()
-    return kernel.forwards, {name: p.detach().numpy() for name, p in model.named_parameters()}
+    return forwards.calls, weights(trainer.model)
 
 
 @pytest.mark.processes
 def test_a_trainer_keeps_attention_unless_told_otherwise(tmp_path):
-    cases = [(tmp_path, True), (tmp_path, False), (tmp_path, True, False)]
-    kept, again, plain = run_cases(trainer_run, 2, cases)
-    for (once, *_, weights), (twice, *_, wanted), (forwards, *_) in zip(
-        kept, again, plain, strict=True
-    ):
-        assert (once, twice) == (forwards, 2 * forwards)
-        assert all((weights[name] == wanted[name]).all() for name in wanted)
+    kept, again = run_cases(trainer_run, 2, [(tmp_path, True), (tmp_path, False)])
+    for (once, found), (twice, wanted) in zip(kept, again, strict=True):
+        assert twice == 2 * once > 0
+        assert all((found[name] == wanted[name]).all() for name in wanted)
 
 
 # ---- other ways to checkpoint
 
 
-def run_alone(model, *, backward=torch.Tensor.backward, **options):
+def run_alone(model, *, backward=torch.Tensor.backward, added=0, **options):
     """Kernel forwards and gradients of one step on one process."""
-    seq_ctx, kernel = make_context(**options)
-    backward(loss_of(model, seq_ctx))
+    seq_ctx, forwards = make_context(**options)
+    backward(loss_of(model, seq_ctx, added))
     assert not seq_ctx.kept
-    return kernel.forwards, gradients(model)
+    return forwards.calls, gradients(model)
 
 
 def test_the_checkpoint_wrapper_of_torch():
@@ -263,14 +208,9 @@ def test_selective_checkpointing_decides_itself():
 
     model = model_of(checkpointing=False)
     _, wanted = run_alone(model)
-    model.gradient_checkpointing_enable(
-        {
-            "use_reentrant": False,
-            "context_fn": partial(create_selective_checkpoint_contexts, policy),
-        }
-    )
-    _, found = run_alone(model)
-    assert_same_bits(found, wanted)
+    context_fn = partial(create_selective_checkpoint_contexts, policy)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context_fn})
+    assert_same_bits(run_alone(model)[1], wanted)
 
 
 def attend_twice(x, seq_ctx):
@@ -279,57 +219,36 @@ def attend_twice(x, seq_ctx):
 
 
 def test_regions_of_several_calls_and_regions_within_regions():
-    seq_ctx, kernel = make_context()
+    seq_ctx, forwards = make_context()
     x = torch.randn(sum(LENGTHS), 2, 8, dtype=torch.float64, requires_grad=True)
-    (wanted,) = torch.autograd.grad(attend_twice(x, seq_ctx).sum(), x)
     remat = partial(checkpoint, use_reentrant=False)
-    plain = kernel.forwards
-    (found,) = torch.autograd.grad(remat(attend_twice, x, seq_ctx).sum(), x)
-    assert torch.equal(found, wanted)
-    assert kernel.forwards == 2 * plain
-    (wanted,) = torch.autograd.grad(attend_twice(x.exp(), seq_ctx).sin().sum(), x)
-    (found,) = torch.autograd.grad(
-        remat(lambda x: remat(attend_twice, x.exp(), seq_ctx).sin(), x).sum(), x
-    )
+
+    def gradient(out):
+        return torch.autograd.grad(out.sum(), x)[0]
+
+    wanted = gradient(attend_twice(x, seq_ctx))
+    plain = forwards.calls
+    assert torch.equal(gradient(remat(attend_twice, x, seq_ctx)), wanted)
+    assert forwards.calls == 2 * plain
+    wanted = gradient(attend_twice(x.exp(), seq_ctx).sin())
+    found = gradient(remat(lambda x: remat(attend_twice, x.exp(), seq_ctx).sin(), x))
     assert torch.equal(found, wanted)
     assert not seq_ctx.kept
 
 
-# ---- one context, several forwards
-
-
-def test_two_models_share_a_context():
+def test_forwards_of_two_models_in_one_context_and_in_any_order():
     policy, reference = model_of(), model_of(seed=1)
-    wanted = [run_alone(model, save_attention_output=False)[1] for model in (policy, reference)]
-    for order in (1, -1):
-        seq_ctx, kernel = make_context()
-        losses = [loss_of(model, seq_ctx) for model in (policy, reference)]
-        for loss in losses[::order]:
-            loss.backward()
-        assert kernel.forwards == 2 * LAYERS
-        for model, expected in zip((policy, reference), wanted, strict=True):
-            assert_same_bits(gradients(model), expected)
-
-
-def test_forwards_of_one_model_in_any_order():
-    model = model_of()
-    for order in (1, -1):
-        found = []
-        for remat in (True, False):
-            seq_ctx, _ = make_context(save_attention_output=remat)
-            losses = [
-                model(**(row(seq_ctx) | {"input_ids": ids})).logits.square().sum()
-                for ids in some_rows()
-            ]
-            for loss in losses[::order]:
-                loss.backward()
-                found.append(gradients(model))
-        assert_same_bits(found[0], found[2])
-        assert_same_bits(found[1], found[3])
-
-
-def some_rows():
-    return [torch.full((1, sum(LENGTHS)), token) for token in (1, 2)]
+    forwards = [(policy, 0), (reference, 0), (policy, 1)]
+    wanted = [
+        run_alone(model, added=added, save_attention_output=False)[1] for model, added in forwards
+    ]
+    for order in ([0, 1, 2], [2, 1, 0]):
+        seq_ctx, calls = make_context()
+        losses = [loss_of(model, seq_ctx, added) for model, added in forwards]
+        for index in order:
+            losses[index].backward()
+            assert_same_bits(gradients(forwards[index][0]), wanted[index])
+        assert calls.calls == len(forwards) * LAYERS
 
 
 def test_a_second_backward_attends_again():
@@ -355,7 +274,6 @@ def test_nothing_is_kept_where_nothing_is_replayed(checkpointing, training, grad
     model = model_of(checkpointing).train(training)
     seq_ctx, _ = make_context()
     with torch.set_grad_enabled(grad):
-        loss_of(model, seq_ctx)
         loss = loss_of(model, seq_ctx)
     assert len(seq_ctx.kept) == 0
     del loss

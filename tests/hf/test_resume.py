@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.hf.calibration import source
 from hf_flexseq.pipeline import files
 from hf_flexseq.steps.manifest import is_torn
 from tests.hf.test_sharding import ZERO
+from tests.hf.test_trainer import flexseq_trainer, logged
 from tests.hf.tiny import documents, tiny_llama
 from tests.ranks import run_ranks
 
@@ -31,9 +31,6 @@ OPTIONS = {
     "zero3": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 3}}},
     "pipeline": {"pipeline_parallel_size": 2},
 }
-
-
-DEFAULTS = {"cost_model": "estimate"}
 
 
 class KilledAfter(TrainerCallback):
@@ -61,7 +58,7 @@ def kill_within(module, name):
     setattr(module, name, killed)
 
 
-def losses(rank, world_size, folder, kind, killed, resume, batch=2, rows=18, **options):
+def losses(rank, world_size, folder, kind, killed, resume, batch=1, rows=9, **options):
     """Of every step. killed: "at a step" or "while saving"; None for not at all."""
     if kind == "zero3":
         deepspeed.init_distributed("gloo")
@@ -69,29 +66,22 @@ def losses(rank, world_size, folder, kind, killed, resume, batch=2, rows=18, **o
         kill_within(files, "save_file")
     if killed == "while saving" and kind == "ddp" and rank == 0:
         kill_within(torch, "save")
-    args = FlexSeqConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=2,
-        num_train_epochs=2,
-        learning_rate=1e-2,
-        save_steps=2,
-        logging_steps=1,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        max_tokens_per_rank=40,
-        lookahead=3,
-        **DEFAULTS | {"plan_trace": str(folder / "plans.jsonl")} | OPTIONS[kind] | options,
-    )
-    trainer = FlexSeqTrainer(
+    trainer = flexseq_trainer(
+        folder,
+        batch=batch,
+        accumulation=2,
         model=tiny_llama(torch.float32 if kind == "zero3" else torch.float64),
-        args=args,
-        train_dataset=documents([1 + (i * i * 7) % 60 for i in range(rows)]),
-        callbacks=[KilledAfter(KILLED_AT)] if killed == "at a step" else None,
+        data=documents([1 + (i * i * 7) % 30 for i in range(rows)]),
+        given={"callbacks": [KilledAfter(KILLED_AT)] if killed == "at a step" else None},
+        max_steps=-1,
+        num_train_epochs=2,
+        save_strategy="steps",
+        save_steps=2,
+        lookahead=3,
+        **{"plan_trace": str(folder / "plans.jsonl"), **OPTIONS[kind], **options},
     )
     trainer.train(resume_from_checkpoint=resume)
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return logged(trainer.state.log_history, "loss")
 
 
 @pytest.mark.parametrize(
@@ -154,15 +144,15 @@ def measuring_another(rank, world_size, folder, factor, resume):
 
 
 def test_another_order_of_the_data_is_refused(tmp_path):
-    run_ranks(losses, 2, tmp_path, "ddp", None, None, 2, 32)
+    run_ranks(losses, 2, tmp_path, "ddp", None, None, 2, 16)
     fitting = "set per_device_train_batch_size=2 and gradient_accumulation_steps=2"
     sizes = "8 sequences per optimizer step, this run draws 12"
     with pytest.raises(AssertionError, match=f"{sizes} .*; {fitting}"):
-        run_ranks(losses, 2, tmp_path, "ddp", None, True, 3, 32)
+        run_ranks(losses, 2, tmp_path, "ddp", None, True, 3, 16)
     # one process does not fill the last round of an epoch
-    with pytest.raises(AssertionError, match="30 samples would draw 30, not 32; no values .* fit"):
-        run_ranks(losses, 1, tmp_path, "ddp", None, True, 4, 30)
-    assert run_ranks(losses, 1, tmp_path, "ddp", None, True, 4, 32), (
+    with pytest.raises(AssertionError, match="14 samples would draw 14, not 16; no values .* fit"):
+        run_ranks(losses, 1, tmp_path, "ddp", None, True, 4, 14)
+    assert run_ranks(losses, 1, tmp_path, "ddp", None, True, 4, 16), (
         "the same step size and order on another number of ranks"
     )
 

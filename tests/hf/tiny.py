@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_flexseq import FlexSeqArguments, FlexSeqEngine
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.plan import Plan
 from tests.plans import random_plan
 
@@ -64,6 +64,22 @@ def documents(lengths, seed=0):
         prompt = rng.randrange(length)
         examples.append({"input_ids": tokens, "labels": [-100] * prompt + tokens[prompt:]})
     return examples
+
+
+def batches(count, lengths=(5, 9)):
+    """So many batches of documents of these lengths."""
+    return [DataCollatorForFlexSeq()(documents(lengths)) for _ in range(count)]
+
+
+def tiny_arguments(**options):
+    """Arguments of an engine that needs no planner's process and measures nothing."""
+    defaults = {"lookahead": 0, "cost_model": "estimate", "max_tokens_per_rank": 64}
+    return FlexSeqArguments(**{**defaults, **options})
+
+
+def weights(model):
+    """A copy of all parameters by name, in a form that a rank can return."""
+    return {name: p.detach().clone().numpy() for name, p in model.named_parameters()}
 
 
 def reference_loss(model, examples):
@@ -159,11 +175,7 @@ class RandomPlanEngine(FlexSeqEngine):
     """An engine whose plans are random; see `RandomPlanner` for `accepts`."""
 
     def __init__(self, accelerator, seed, accepts=lambda plan: True, **options):
-        defaults = {
-            "lookahead": 0,
-            "cost_model": "flexsp-gpt-7b-a100",
-            "max_tokens_per_rank": 1000,
-        }
-        super().__init__(accelerator, FlexSeqArguments(**{**defaults, **options}))
+        defaults = {"cost_model": "flexsp-gpt-7b-a100", "max_tokens_per_rank": 1000}
+        super().__init__(accelerator, tiny_arguments(**{**defaults, **options}))
         topology = self.communicator.topology
         self.executor.planner = lambda ahead: RandomPlanner(topology, seed, accepts)
