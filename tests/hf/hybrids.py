@@ -34,29 +34,18 @@ MAMBA2 = {
 }
 CONVOLUTION = {"layer_types": ["conv", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN = {"head_dim": 8, **TWO, **GATED_DELTA}
+QWEN_MOE = {**QWEN, **ROUTED, "shared_expert_intermediate_size": 16}
 
 HYBRIDS = {
-    "Qwen3Next": {
-        "head_dim": 8,
-        **TWO,
-        **GATED_DELTA,
-        **ROUTED,
-        "shared_expert_intermediate_size": 16,
-    },
-    "Qwen3_5": {"head_dim": 8, **TWO, **GATED_DELTA},
-    "Qwen3_5Moe": {
-        "head_dim": 8,
-        **TWO,
-        **GATED_DELTA,
-        **ROUTED,
-        "shared_expert_intermediate_size": 16,
-    },
+    "Qwen3Next": QWEN_MOE,
+    "Qwen3_5": QWEN,
+    "Qwen3_5Moe": QWEN_MOE,
     "OlmoHybrid": {**TWO, **GATED_DELTA, "linear_num_key_heads": 4},
     "KimiLinear": {
         **TWO,
         **KIMI_DELTA,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
+        **EXPERTS,
         "moe_intermediate_size": 16,
         "mlp_layer_types": ["dense", "sparse"],
     },

@@ -22,38 +22,40 @@ def kinds_of(name, **options):
     return layer_kinds(getattr(transformers, name + "Config")(**options))
 
 
-def test_five_windows_to_one_full_layer():
-    kinds = kinds_of("Gemma3Text", num_hidden_layers=12, sliding_window=1024)
-    assert reach_counts(kinds) == {Reach(window=1024): 10, FULL: 2}
-    assert {kind.softcap for kind in kinds} == {None}
+@pytest.mark.parametrize(
+    ("name", "options", "reaches"),
+    [
+        (
+            "Gemma3Text",
+            {"num_hidden_layers": 12, "sliding_window": 1024},
+            {Reach(window=1024): 10, FULL: 2},
+        ),
+        (
+            "Llama4Text",
+            {"num_hidden_layers": 8, "attention_chunk_size": 64},
+            {Reach(chunk=64): 6, FULL: 2},
+        ),
+        ("GptOss", {"num_hidden_layers": 2}, {Reach(window=128): 1, FULL: 1}),
+        ("Mistral", {"sliding_window": 16}, {Reach(window=16): 32}),
+        ("Mistral", {"sliding_window": None}, {FULL: 32}),
+        ("Mistral", {"sliding_window": 16, "use_sliding_window": False}, {FULL: 32}),
+    ],
+)
+def test_windows_chunks_and_full_layers(name, options, reaches):
+    config = getattr(transformers, name + "Config")(**options)
+    assert reach_counts(layer_kinds(config)) == reaches
+    if len(reaches) == 1:
+        assert layer_reach(config, None) in reaches
 
 
 def test_softcaps_and_sinks():
     assert {kind.softcap for kind in kinds_of("Gemma2")} == {50.0}
+    assert {kind.softcap for kind in kinds_of("Gemma3Text")} == {None}
     kinds = kinds_of("GptOss", num_hidden_layers=2)
     assert [(str(kind.reach), kind.sinks) for kind in kinds] == [
         ("window 128", True),
         ("full", True),
     ]
-
-
-def test_chunks_and_full_layers_of_llama_4():
-    kinds = kinds_of("Llama4Text", num_hidden_layers=8, attention_chunk_size=64)
-    assert reach_counts(kinds) == {Reach(chunk=64): 6, FULL: 2}
-
-
-@pytest.mark.parametrize(
-    ("options", "reach"),
-    [
-        ({"sliding_window": 16}, Reach(window=16)),
-        ({"sliding_window": None}, FULL),
-        ({"sliding_window": 16, "use_sliding_window": False}, FULL),
-    ],
-)
-def test_one_window_for_all_layers(options, reach):
-    config = transformers.MistralConfig(num_hidden_layers=2, **options)
-    assert [kind.reach for kind in layer_kinds(config)] == [reach] * 2
-    assert layer_reach(config, None) == reach
 
 
 def test_latent_attention_has_heads_of_two_sizes():
@@ -100,33 +102,28 @@ def test_a_layer_without_a_number_among_layers_of_several_kinds():
 def refusal_of(rank, world_size, config, columns):
     """The error of a rank, when rank 1 alone has drawn these columns."""
     text = {"input_ids": torch.tensor([[5, 6]])}
+    communicator = join(Topology(nodes=1, ranks_per_node=2))
     try:
-        check_text_alone(
-            config,
-            text | (columns if rank == 1 else {}),
-            join(Topology(nodes=1, ranks_per_node=2)),
-        )
+        check_text_alone(config, text | (columns if rank == 1 else {}), communicator)
     except (NotImplementedError, RuntimeError) as error:
         return f"{type(error).__name__} {error} {error.__cause__}"
     return None
 
 
+IMAGES = transformers.Gemma3Config(image_token_id=9)
+TYPES = {"token_type_ids": torch.tensor([[0, 1]])}
+
+
 @pytest.mark.parametrize(
-    ("columns", "message"),
+    ("config", "columns", "message"),
     [
-        ({"token_type_ids": torch.tensor([[0, 1]])}, "token_type_ids marks tokens of images"),
-        ({"mm_token_type_ids": torch.tensor([[0, 2]])}, "mm_token_type_ids marks tokens"),
-        ({"input_ids": torch.tensor([[5, 9]])}, "the token 9, config.image_token_id"),
-        ({"token_type_ids": torch.tensor([[0, 0]])}, None),
+        (IMAGES, TYPES, "token_type_ids marks tokens of images"),
+        (IMAGES, {"mm_token_type_ids": torch.tensor([[0, 2]])}, "mm_token_type_ids marks tokens"),
+        (IMAGES, {"input_ids": torch.tensor([[5, 9]])}, "the token 9, config.image_token_id"),
+        (IMAGES, {"token_type_ids": torch.tensor([[0, 0]])}, None),
+        (transformers.GPT2Config(), TYPES, None),
     ],
 )
-def test_tokens_of_images_are_refused_on_all_ranks(columns, message):
-    config = transformers.Gemma3Config(image_token_id=9)
+def test_tokens_of_images_are_refused_on_all_ranks(config, columns, message):
     for found in run_threads(refusal_of, 2, config, columns):
         assert found is None if message is None else message in found
-
-
-def test_models_of_text_alone_may_have_types_of_tokens():
-    columns = {"token_type_ids": torch.tensor([[0, 1]])}
-    for found in run_threads(refusal_of, 2, transformers.GPT2Config(), columns):
-        assert found is None

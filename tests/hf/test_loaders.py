@@ -1,10 +1,10 @@
 """Whatever draws the samples, an optimizer step holds those that the plain Trainer would have
 used."""
 
+import copy
 import multiprocessing
 
 import pytest
-import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
@@ -13,25 +13,26 @@ from hf_flexseq.hf.loaders import LongestLoader
 from tests.hf.test_mixin import tokenizer
 from tests.hf.test_trainer import (
     OPTIONS,
+    flexseq_trainer,
     float64_loss,
     logged,
     padded,
     training_arguments,
     update_error,
 )
-from tests.hf.tiny import documents, tiny_llama
-from tests.ranks import join, run_ranks, run_threads
+from tests.hf.tiny import documents, tiny_llama, weights
+from tests.ranks import join, run_cases, run_ranks, run_threads
 
 pytestmark = pytest.mark.processes
 
 
-LENGTHS = [1 + (i * i * 7) % 60 for i in range(26)]
+LENGTHS = [1 + (i * i * 7) % 30 for i in range(21)]
 
 CASES = {
     "group_by_length": {"train_sampling_strategy": "group_by_length"},
     "batch_rebalance": {"train_sampling_strategy": "batch_rebalance"},
     "sequential": {"train_sampling_strategy": "sequential"},
-    "workers": {"dataloader_num_workers": 2},
+    "workers": {"dataloader_num_workers": 1},
     "drop_last": {"dataloader_drop_last": True},
     "reduced in every micro-batch": {
         "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
@@ -41,11 +42,11 @@ CASES = {
 
 
 class Stream(IterableDataset):
-    """24 samples are whole steps; what is left at the end of a stream the plain Trainer adds to
+    """16 samples are whole steps; what is left at the end of a stream the plain Trainer adds to
     the next step."""
 
     def __iter__(self):
-        return iter(documents(LENGTHS[:24]))
+        return iter(documents(LENGTHS[:16]))
 
 
 class Examples(list):
@@ -57,22 +58,20 @@ class Examples(list):
 
 def train(rank, world_size, folder, case, planned):
     model = tiny_llama()
-    before = {n: p.detach().clone().numpy() for n, p in model.named_parameters()}
+    before = weights(model)
     common = {
         "batch": 2,
-        "accumulation": 3,
+        "accumulation": 2,
         "optim": "sgd",
         "max_steps": 4,  # into the second epoch
         "include_num_input_tokens_seen": "non_padding",
-        **CASES[case],
+        **copy.deepcopy(CASES[case]),  # transformers writes to it
     }
     data = Stream() if case == "stream" else Examples(documents(LENGTHS))
     if planned:
-        args = training_arguments(FlexSeqConfig, folder, **common, **OPTIONS)
         # "non_padding" counts tokens with the tokenizer's id of padding, 0, in the documents
-        trainer = FlexSeqTrainer(
-            model=model, args=args, train_dataset=data, processing_class=tokenizer()
-        )
+        given = {"processing_class": tokenizer()}
+        trainer = flexseq_trainer(folder, model=model, data=data, given=given, **common)
     else:
         if case == "stream":
             common["accelerator_config"] = {"dispatch_batches": False}  # ours does so by itself
@@ -81,41 +80,29 @@ def train(rank, world_size, folder, case, planned):
         trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=padded)
     trainer.train()
     assert not multiprocessing.active_children(), "workers of a loader outlive the training"
-    after = {n: p.detach().numpy() for n, p in model.named_parameters()}
-    return before, after, trainer.state.log_history
-
-
-def train_cases(rank, world_size, folder, planned):
-    """What `train` returns, by case."""
-    return {case: train(rank, world_size, folder, case, planned) for case in CASES}
+    return before, weights(model), logged(trainer.state.log_history, "num_input_tokens_seen")
 
 
 def test_same_weights_as_the_plain_trainer_on_two_ranks(tmp_path):
-    plain = run_ranks(train_cases, 2, tmp_path, False, seconds=150)[0]
-    ours = run_ranks(train_cases, 2, tmp_path, True, seconds=150)
-    for case, (before, wanted, history) in plain.items():
-        before, wanted = ({n: torch.as_tensor(p) for n, p in x.items()} for x in (before, wanted))
-        for by_case in ours:
-            _, found, log = by_case[case]
+    cases = [(tmp_path, case, planned) for case in CASES for planned in (False, True)]
+    results = run_cases(train, 2, cases, seconds=300)
+    for case, plain, ours in zip(CASES, results[::2], results[1::2], strict=True):
+        before, wanted, seen = plain[0]
+        for _, found, found_seen in ours:
             assert update_error(before, wanted, found) < 1e-8, case
-            seen = "num_input_tokens_seen"
-            assert logged(log, seen) == logged(history, seen), case
+            assert found_seen == seen, case
 
 
 def drawn_lengths(rank, world_size, folder):
     """Lengths of all sequences of one epoch when no sample is repeated, and the steps that the run
     took."""
-    args = training_arguments(
-        FlexSeqConfig,
+    trainer = flexseq_trainer(
         folder,
-        batch=2,
-        accumulation=1,
+        data=documents(LENGTHS[:9]),
         accelerator_config={"even_batches": False},
         num_train_epochs=1,
-        **OPTIONS,
+        max_steps=-1,
     )
-    args.max_steps = -1
-    trainer = FlexSeqTrainer(model=tiny_llama(), args=args, train_dataset=documents(LENGTHS[:21]))
     seen = []
     finish = trainer.flexseq.finish
     trainer.flexseq.finish = lambda step: (seen.extend(step.plan.lengths), finish(step))[1]
@@ -124,11 +111,11 @@ def drawn_lengths(rank, world_size, folder):
 
 
 def test_without_even_batches_every_sample_is_used_once(tmp_path):
-    """21 samples in batches of 2 on 3 ranks: in the last step one rank draws one sample and one
+    """9 samples in batches of 2 on 3 ranks: in the last step one rank draws one sample and one
     draws nothing."""
     for seen, steps in run_ranks(drawn_lengths, 3, tmp_path, seconds=120):
-        assert seen == sorted(LENGTHS[:21])
-        assert steps == 4
+        assert seen == sorted(LENGTHS[:9])
+        assert steps == 2
 
 
 def reported_length(rank, world_size, loaders):
@@ -174,7 +161,7 @@ class ChainedFlexSeqTrainer(Chained, FlexSeqTrainer):
 
 
 def drawn_from_a_chain(rank, world_size, folder, cls, config, options):
-    """The samples, by their numbers, in the order in which a trainer drew them: 3 epochs of 2 x 6
+    """The samples, by their numbers, in the order in which a trainer drew them: 2 epochs of 2 x 4
     batches."""
     drawn = []
 
@@ -186,8 +173,8 @@ def drawn_from_a_chain(rank, world_size, folder, cls, config, options):
     args = training_arguments(
         config, folder, batch=2, accumulation=2, remove_unused_columns=False, **options
     )
-    args.max_steps, args.num_train_epochs = -1, 3
-    examples = documents([3 + i % 4 for i in range(12)])
+    args.max_steps, args.num_train_epochs = -1, 2
+    examples = documents([3 + i % 4 for i in range(8)])
     data = [example | {"number": number} for number, example in enumerate(examples)]
     cls(model=tiny_llama(), args=args, train_dataset=data, data_collator=noted).train()
     return drawn
@@ -196,7 +183,7 @@ def drawn_from_a_chain(rank, world_size, folder, cls, config, options):
 def test_a_chain_of_loaders_draws_the_plain_trainers_order_with_lookahead(tmp_path):
     plain = (ChainedTrainer, TrainingArguments, {})
     planned = (ChainedFlexSeqTrainer, FlexSeqConfig, OPTIONS | {"lookahead": 4})
-    (wanted,) = run_ranks(drawn_from_a_chain, 1, tmp_path, *plain, seconds=120)
-    (found,) = run_ranks(drawn_from_a_chain, 1, tmp_path, *planned, seconds=120)
-    assert len(wanted) == 3 * 2 * 12
+    cases = [(tmp_path, *plain), (tmp_path, *planned)]
+    (wanted,), (found,) = run_cases(drawn_from_a_chain, 1, cases, seconds=120)
+    assert len(wanted) == 2 * 2 * 8
     assert found[1:] == wanted, "the first call tried if the collator is random"

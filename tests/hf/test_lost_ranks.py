@@ -12,16 +12,16 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.distributed.transport import LostRank
 from tests.hf.test_nonfinite import make_trainer
-from tests.hf.tiny import documents, tiny_llama
+from tests.hf.tiny import documents, tiny_arguments, tiny_llama
 from tests.ranks import be_silent, give_up, run_ranks
 
 pytestmark = pytest.mark.processes
 
-LOST, LOST_AFTER, TIMEOUT_S = 1, 2, 4  # after the step of this number
+LOST, LOST_AFTER, TIMEOUT_S = 1, 2, 3  # after the step of this number
 SHORT_S = 3  # a timeout where nothing but the lost rank takes long
 
 
@@ -29,17 +29,12 @@ def train_until(after):
     """Train until an error; how long its last step and the error took, and with which words it
     gave up. after: called with the engine after each step, and the step's index."""
     accelerator = Accelerator(cpu=True)
-    args = FlexSeqArguments(
-        cost_model="estimate", max_tokens_per_rank=40, lookahead=1, strategy="local"
-    )
+    args = tiny_arguments(max_tokens_per_rank=40, lookahead=1, strategy="local")
     engine = FlexSeqEngine(accelerator, args)
     model = tiny_llama(torch.float32)
     engine.attach(model)
-    loader = DataLoader(
-        documents([5 + index % 30 for index in range(60)]),
-        batch_size=2,
-        collate_fn=DataCollatorForFlexSeq(),
-    )
+    examples = documents([5 + index % 30 for index in range(60)])
+    loader = DataLoader(examples, batch_size=2, collate_fn=DataCollatorForFlexSeq())
     model, loader = accelerator.prepare(model, loader)
     began = []  # when each step began, in which the next one is planned
 
@@ -57,13 +52,27 @@ def train_until(after):
     return seconds, str(raised.value)
 
 
+def be_lost(dies):
+    """Die, or fall silent until the others have given up."""
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    be_silent()
+    raise RuntimeError("this rank was silent")
+
+
+def limits(dies, timeout):
+    """Options of `run_ranks` where a rank is lost in this way."""
+    return {
+        "group_seconds": 60 if dies else timeout,
+        "may_die": (LOST,) if dies else (),
+        "seconds": 100,
+    }
+
+
 def train_until_one_is_lost(rank, world_size, dies):
     def after(engine, step):
         if rank == LOST and step == LOST_AFTER:
-            if dies:
-                os.kill(os.getpid(), signal.SIGKILL)
-            be_silent()
-            raise RuntimeError("this rank was silent")
+            be_lost(dies)
 
     return train_until(after)
 
@@ -84,14 +93,7 @@ def train_until_the_planner_is_stopped(rank, world_size):
 
 @pytest.mark.parametrize("dies", [True, False], ids=["dead", "silent"])
 def test_the_others_name_rank_and_step(dies):
-    found = run_ranks(
-        train_until_one_is_lost,
-        3,
-        dies,
-        group_seconds=60 if dies else TIMEOUT_S,
-        may_die=(LOST,) if dies else (),
-        seconds=100,
-    )
+    found = run_ranks(train_until_one_is_lost, 3, dies, **limits(dies, TIMEOUT_S))
     found.pop(LOST)
     for seconds, message in found:
         assert seconds < (30 if dies else 3 * TIMEOUT_S), found
@@ -123,10 +125,7 @@ def lost_in_a_forward(rank, world_size, kind, folder, dies):
 
     def lose(*_):
         if trainer.state.global_step == LOST_AFTER:
-            if dies:
-                os.kill(os.getpid(), signal.SIGKILL)
-            be_silent()
-            raise RuntimeError("this rank was silent")
+            be_lost(dies)
 
     if rank == LOST:
         # the last layer is on every rank but the first of a pipeline
@@ -146,16 +145,8 @@ def lost_in_a_forward(rank, world_size, kind, folder, dies):
 def test_the_other_names_the_rank_that_is_lost_in_a_forward(tmp_path, kind, dies):
     if kind == "fsdp2":
         tiny_llama(torch.float32).save_pretrained(tmp_path / "model")
-    message, _ = run_ranks(
-        lost_in_a_forward,
-        2,
-        kind,
-        tmp_path,
-        dies,
-        group_seconds=60 if dies else SHORT_S,
-        may_die=(LOST,) if dies else (),
-        seconds=100,
-    )
+    options = limits(dies, SHORT_S)
+    message, _ = run_ranks(lost_in_a_forward, 2, kind, tmp_path, dies, **options)
     assert message.startswith("rank 0")
     assert f"rank {LOST}" in message
 

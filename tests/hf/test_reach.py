@@ -1,7 +1,8 @@
-"""Families of models: on two nodes of two ranks, under random plans that share sequences between
-the nodes, plain and checkpointed, each one's loss and gradients are those of one process. One
-family of each code path runs with the other tests, all with `-m nightly`. What is refused is in
-`test_checks.py`. Ranks are threads."""
+"""Families of models: on two nodes of two ranks, under random plans with groups of both nodes,
+plain and checkpointed, each one's loss and gradients are those of one process; so are those of
+LoRA's adapters. Ranks are threads. One family of each code path runs with the other tests, all
+with `-m nightly`; families with recurrent layers then run under every strategy and on two, three
+and four ranks, too. What is refused is in `test_checks.py` and `test_recurrent.py`."""
 
 import random
 from functools import partial
@@ -9,18 +10,22 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
-from hf_flexseq.plan.shard import group_slices
+from hf_flexseq.base.registry import STRATEGIES
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.plan import Group
 from tests.budget import examples, others_nightly
+from tests.hf import hybrids
 from tests.hf.by_hand import TWO_NODES, worst_error
+from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_checks import EXPERTS, ROPE, SIZES
 from tests.hf.tiny import VOCAB, documents, reference_gradients
-from tests.plans import random_plan
+from tests.plans import plan_of, random_plan
 
 # Windows and chunks are shorter than the longest of these.
 LENGTHS = [1, 2, 17, 5, 23, 3, 40, 11]
-CHECKPOINTING = (False, True)  # of a family's plans
 WINDOW = {"sliding_window": 7}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], **WINDOW}
 ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -176,38 +181,87 @@ def keep_float64(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", lambda tensor: patched_to(tensor, torch.float32))
 
 
-def is_shared_by_nodes(plan):
-    """Whether tokens of some sequence are on both nodes."""
-    for micro_batch in plan.micro_batches:
-        nodes_of = {}  # sequence -> the nodes that hold some of its tokens
-        for group in micro_batch.groups:
-            for index, rank in enumerate(group.ranks):
-                for part in group_slices(group, plan.lengths, index):
-                    nodes_of.setdefault(part.sequence, set()).add(TWO_NODES.node_of(rank))
-        if any(len(nodes) > 1 for nodes in nodes_of.values()):
-            return True
-    return False
-
-
-def plans_of(family):
-    """Plans of this family's own, each with a sequence that both nodes share."""
-    rng = random.Random(family)
+def plans_across(lengths, seed, topology=TWO_NODES, count=2):
+    """Random plans, each with a group of ranks of several nodes."""
+    rng = random.Random(seed)
     plans = []
-    while len(plans) < len(CHECKPOINTING):
-        plan = random_plan(LENGTHS, TWO_NODES.world_size, rng, nodes=TWO_NODES.nodes)
-        if is_shared_by_nodes(plan):
+    while len(plans) < count:
+        plan = random_plan(lengths, topology.world_size, rng, nodes=topology.nodes)
+        groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
+        if any(topology.spans_nodes(group.start, group.stop) for group in groups):
             plans.append(plan)
     return plans
 
 
+def check_family(make, lengths, plans, topology=TWO_NODES):
+    """Compare with one process under each plan, of which every other one is checkpointed; return
+    the gradients of that process. make: returns the model."""
+    wanted = reference_gradients(make(), documents(lengths), attention="eager")
+    cases = [(plan, None, index % 2 == 1) for index, plan in enumerate(plans)]
+    assert worst_error(make, topology, cases, documents(lengths), wanted) < 1e-10, topology
+    return wanted[1]
+
+
 @pytest.mark.parametrize("family", others_nightly(FAMILIES, tried=TRIED[: examples(len(TRIED))]))
 def test_a_family_is_exact(family, stays_in_float64):
-    wanted = reference_gradients(make_model(family), documents(LENGTHS), attention="eager")
-    cases = zip(plans_of(family), (None, None), CHECKPOINTING, strict=True)
-    make = partial(make_model, family)
-    assert worst_error(make, TWO_NODES, list(cases), documents(LENGTHS), wanted) < 1e-10
+    check_family(partial(make_model, family), LENGTHS, plans_across(LENGTHS, family))
 
 
-def test_families_have_plans_of_their_own():
-    digests = {plan.digest() for family in FAMILIES for plan in plans_of(family)}
-    assert len(digests) == len(FAMILIES) * len(CHECKPOINTING)
+# ---- recurrent layers
+
+# One of each kind: the others differ from these in sizes and in what stands between the mixers.
+TRIED_HYBRIDS = ("Qwen3Next", "KimiLinear", "Bamba without attention", "Zamba2", "Lfm2")
+TOPOLOGIES = (*(Topology(nodes=1, ranks_per_node=ranks) for ranks in (2, 3, 4)), TWO_NODES)
+
+
+@pytest.mark.parametrize(
+    "family", others_nightly(HYBRIDS, tried=TRIED_HYBRIDS[: examples(len(TRIED_HYBRIDS))])
+)
+def test_a_hybrid_is_exact(family, stays_in_float64):
+    lengths = hybrids.LENGTHS
+    check_family(partial(make_hybrid, family), lengths, plans_across(lengths, family))
+
+
+def plan_of_strategy(strategy, topology):
+    """All ranks share all sequences; with `local`, each has its own."""
+    lengths = hybrids.LENGTHS
+    ranks = tuple(range(topology.world_size))
+    everything = tuple(range(len(lengths)))
+    if strategy != "local":
+        return plan_of(lengths, [Group(ranks=ranks, sequences=everything, strategy=strategy)])
+    groups = []
+    for rank in ranks:
+        own = everything[rank :: len(ranks)]
+        groups.append(Group(ranks=(rank,), sequences=own, strategy=strategy))
+    return plan_of(lengths, groups)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_hybrid_is_exact_under_every_strategy(family, stays_in_float64):
+    for topology in TOPOLOGIES:
+        plans = []
+        for strategy in STRATEGIES:
+            if strategy != "hybrid" or topology.nodes > 1:  # which needs two nodes
+                plans += [plan_of_strategy(strategy, topology)] * 2
+        check_family(partial(make_hybrid, family), hybrids.LENGTHS, plans, topology)
+
+
+# Projections around a convolution and a scan, and those of attention, MLPs and experts.
+ADAPTED = ["in_proj", "out_proj", "in_proj_qkvz", "in_proj_ba", "q_proj", "o_proj", "down_proj"]
+
+
+def with_lora(family):
+    """A hybrid of which adapters alone are trained."""
+    torch.manual_seed(1)
+    config = LoraConfig(r=2, target_modules=ADAPTED, init_lora_weights=False)
+    return get_peft_model(make_hybrid(family), config).double()
+
+
+@pytest.mark.parametrize("family", ["Qwen3Next", "Lfm2"])
+def test_adapters_of_a_hybrid_are_exact(family, stays_in_float64):
+    trained = {name for name, p in with_lora(family).named_parameters() if p.requires_grad}
+    assert [name for name in trained if "linear_attn" in name or "conv.in_proj" in name]
+    lengths = hybrids.LENGTHS
+    wanted = check_family(partial(with_lora, family), lengths, plans_across(lengths, family))
+    assert all(wanted[name].norm() > 0 for name in trained)

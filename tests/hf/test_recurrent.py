@@ -125,18 +125,17 @@ def in_context(family, compute, tokens, autocast=False):
     return out
 
 
-@pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize(
-    ("dtype", "autocast"),
+    ("dtype", "autocast", "activation"),
     [
-        (torch.float32, False),
-        (torch.float32, True),
-        (torch.bfloat16, False),
-        (torch.bfloat16, True),
+        (torch.float32, False, "silu"),
+        (torch.float32, True, None),
+        (torch.bfloat16, False, None),
+        (torch.bfloat16, True, "silu"),
     ],
 )
 def test_a_convolution_has_the_layout_the_activation_and_the_dtypes_of_transformers(
-    activation, dtype, autocast
+    dtype, autocast, activation
 ):
     x = torch.randn(1, 9, 6).transpose(1, 2).to(dtype)  # [1, channels, tokens], from rows
     weight, bias = torch.randn(6, 4), torch.randn(6)
@@ -194,21 +193,18 @@ def test_mamba_2_in_bfloat16_is_that_of_transformers_up_to_one_rounding():
     torch.testing.assert_close(found.float(), wanted, rtol=2**-8, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"initial_state": torch.zeros(1)},
-        {"output_final_state": True},
-        {"cu_seqlens": torch.ones(2)},
-    ],
-)
-def test_states_from_outside_are_refused(keywords):
+def test_states_from_outside_are_refused():
+    given = {
+        "initial_state": torch.zeros(1),
+        "output_final_state": True,
+        "cu_seqlens": torch.ones(2),
+    }
     with RecurrentFunctions(make_hybrid("Qwen3Next")).attached():
         scan = modeling_qwen3_next.torch_chunk_gated_delta_rule
-        (name,) = keywords
-        with pytest.raises(UnsupportedRecurrence, match=f"gated delta with {name}") as raised:
-            scan(None, None, None, None, None, **keywords, seq_ctx=object())
-    one_line(raised)
+        for name, value in given.items():
+            with pytest.raises(UnsupportedRecurrence, match=f"gated delta with {name}") as raised:
+                scan(None, None, None, None, None, **{name: value}, seq_ctx=object())
+            one_line(raised)
 
 
 # ---- kinds, and what is refused
@@ -245,7 +241,7 @@ def test_sizes_of_a_model_have_its_recurrent_layers():
 
 KNOWN = "hf_flexseq knows full, .*the recurrent layers Gated DeltaNet, .* short convolutions"
 MAMBA_1 = {"mamba_d_state": 4, "mamba_dt_rank": 2}
-NO_HEADS = {"num_attention_heads": None}
+NO_HEADS = {"attention_hidden_size": 32, "num_attention_heads": None}
 
 
 @pytest.mark.parametrize(
@@ -253,12 +249,9 @@ NO_HEADS = {"num_attention_heads": None}
     [
         ("Jamba", MAMBA_1, f"kinds linear_attention, in a form that is not known; {KNOWN}"),
         ("Mamba", {}, f"kinds linear_attention, .*{KNOWN}"),
-        ("FalconMamba", {}, f"kinds linear_attention, .*{KNOWN}"),
-        ("RecurrentGemma", {"num_hidden_layers": 3}, f"kinds linear_attention, .*{KNOWN}"),
         ("MiniMax", {"layer_types": ["linear_attention"] * 2}, KNOWN),
         ("Zamba", {"num_hidden_layers": 76, "mamba_d_state": 4}, f"kinds hybrid, .*{KNOWN}"),
-        ("Rwkv", {"attention_hidden_size": 32, **NO_HEADS}, f"has no num_attention_h.*; {KNOWN}"),
-        ("xLSTM", {"num_heads": 4, **NO_HEADS}, f"has no num_attention_heads; {KNOWN}"),
+        ("Rwkv", NO_HEADS, f"has no num_attention_heads; {KNOWN}"),
         ("Mamba2", {"num_heads": 8, "head_dim": 8}, "Mamba2Mixer of layer 0 is not given the key"),
         (
             "Bamba",
@@ -273,43 +266,52 @@ def test_models_whose_recurrent_layers_are_refused(name, config, message):
     one_line(raised)
 
 
-def refuse_bamba(message):
-    with pytest.raises(NotImplementedError, match=message):
-        check_model(meta_model("Bamba", **HYBRIDS["Bamba"]))
+def with_a_wider_convolution(self, config, layer_idx, original=modeling_bamba.BambaMixer.__init__):
+    original(self, config, layer_idx)
+    self.conv1d = torch.nn.Conv1d(96, 96, kernel_size=6, groups=96, padding=5)
 
 
-def test_sizes_that_contradict_the_configuration(monkeypatch):
-    original = modeling_bamba.BambaMixer.__init__
-
-    def with_a_wider_convolution(self, config, layer_idx, **kwargs):
-        original(self, config, layer_idx, **kwargs)
-        self.conv1d = torch.nn.Conv1d(96, 96, kernel_size=6, groups=96, padding=5)
-
-    monkeypatch.setattr(modeling_bamba.BambaMixer, "__init__", with_a_wider_convolution)
-    refuse_bamba("BambaMixer of layer 0 computes width=6, but its configuration says width=4")
+def hides_its_scan(self, hidden_states, **kwargs):
+    return hidden_states
 
 
-def test_a_recurrent_layer_that_hides_its_scan(monkeypatch):
-    def hides(self, hidden_states, **kwargs):
-        return hidden_states
-
-    monkeypatch.setattr(modeling_bamba.BambaMixer, "forward", hides)
-    refuse_bamba("layer 0 does not call .* of a mamba2 layer")
+def without_the_scan(self, model, known=RecurrentFunctions.__init__):
+    known(self, model)
+    self._functions = [one for one in self._functions if one[1] == "causal_conv1d_fn"]
 
 
-def test_a_convolution_that_stands_alone_where_a_scan_is_configured(monkeypatch):
+@pytest.mark.parametrize(
+    ("cls", "name", "planted", "message"),
+    [
+        (
+            modeling_bamba.BambaMixer,
+            "__init__",
+            with_a_wider_convolution,
+            "BambaMixer of layer 0 computes width=6, but its configuration says width=4",
+        ),
+        (
+            modeling_bamba.BambaMixer,
+            "forward",
+            hides_its_scan,
+            "layer 0 does not call .* of a mamba2 layer",
+        ),
+        (
+            RecurrentFunctions,
+            "__init__",
+            without_the_scan,
+            "layer 0 computes kind=convolution, but",
+        ),
+    ],
+)
+def test_mixers_that_contradict_the_configuration(monkeypatch, cls, name, planted, message):
     def scans(x, *args, seq_ctx=None, **kwargs):
         return x
 
-    monkeypatch.setattr(modeling_bamba, "mamba2_chunk_scan", scans)
-    known = RecurrentFunctions.__init__
-
-    def without_the_scan(self, model):
-        known(self, model)
-        self._functions = [one for one in self._functions if one[1] == "causal_conv1d_fn"]
-
-    monkeypatch.setattr(RecurrentFunctions, "__init__", without_the_scan)
-    refuse_bamba("layer 0 computes kind=convolution, but")
+    monkeypatch.setattr(cls, name, planted)
+    if cls is RecurrentFunctions:
+        monkeypatch.setattr(modeling_bamba, "mamba2_chunk_scan", scans)
+    with pytest.raises(NotImplementedError, match=message):
+        check_model(meta_model("Bamba", **HYBRIDS["Bamba"]))
 
 
 def test_a_mixer_with_the_forward_of_another():

@@ -1,5 +1,6 @@
 """Data that depend on how far training has come are drawn when the plain Trainer draws them."""
 
+import functools
 import logging
 import re
 import weakref
@@ -10,23 +11,18 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.utils.data import random_split
-from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
+from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
 
-from hf_flexseq import FlexSeqArguments, FlexSeqMixin
+from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.shared_state import shared_with_training
 from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer, tokenizer
-from tests.hf.test_trainer import (
-    OPTIONS,
-    float64_loss,
-    padded,
-    training_arguments,
-    update_error,
-)
-from tests.hf.tiny import documents, tiny_llama
+from tests.hf.test_trainer import OPTIONS, float64_loss, padded, update_error, users_trainer
+from tests.hf.tiny import documents, weights
 from tests.ranks import run_ranks
 
-STEPS = 5
+STEPS = 4
 LENGTHS = [5 + (i * i * 7) % 30 for i in range(24)]
+PLANNED = OPTIONS | {"max_tokens_per_rank": 90}
 
 
 class Levels(torch.utils.data.Dataset):
@@ -119,67 +115,13 @@ class Keeps(Trainer):
         return super().training_step(*args, **options)
 
 
-def trainer_of(flex, folder, base=Trainer, data=None, callbacks=(), **options):
-    extra = {}
-    if flex:
-        base = type(f"Flex{base.__name__}", (FlexSeqMixin, base), {})
-        extra = {"flexseq_args": FlexSeqArguments(**{**OPTIONS, "max_tokens_per_rank": 90})}
-    args = training_arguments(
-        TrainingArguments, folder, batch=2, accumulation=1, optim="sgd", max_steps=STEPS
-    )
-    model = tiny_llama()
+def trainer_of(flex, folder, base=Trainer, data=None, **given):
+    given["train_dataset"] = Levels() if data is None else data
+    how = "mixin" if flex else "stock"
+    trainer = users_trainer(base, folder, how, planned=PLANNED, given=given, max_steps=STEPS)
     if not flex:
-        model.loss_function = float64_loss
-    return base(
-        model=model,
-        args=args,
-        train_dataset=Levels() if data is None else data,
-        **{"data_collator": padded, "callbacks": list(callbacks), **options},
-        **extra,
-    )
-
-
-def with_collator(trainer, collator):
-    if hasattr(trainer.data_collator, "example_collator"):
-        trainer.data_collator.example_collator = collator
-    else:
-        trainer.data_collator = collator
+        trainer.model.loss_function = float64_loss
     return trainer
-
-
-def by_dataset(flex, folder):
-    data = Levels()
-    return trainer_of(flex, folder, data=data, callbacks=[Raise(data)])
-
-
-def by_shared_settings(flex, folder):
-    data = Levels()
-    raises = Raise(SimpleNamespace(settings=data.settings))
-    return trainer_of(flex, folder, data=data, callbacks=[raises])
-
-
-def by_loader(flex, folder):
-    return trainer_of(flex, folder, callbacks=[RaiseInLoader()])
-
-
-def by_trainer(flex, folder):
-    trainer = trainer_of(flex, folder)
-    trainer.add_callback(RaiseOfTrainer(trainer))
-    return trainer
-
-
-def by_collator(flex, folder):
-    trainer = trainer_of(flex, folder)
-    trainer.train_dataset.settings["level"] = 4
-    return with_collator(trainer, ByState(lambda: trainer.state))
-
-
-def by_sampler(flex, folder):
-    return trainer_of(flex, folder, base=Sampling, callbacks=[Counter()])
-
-
-def by_attribute(flex, folder):
-    return trainer_of(flex, folder, base=Keeps)
 
 
 class Random(Levels):
@@ -197,38 +139,63 @@ class Draws(TrainerCallback):
         torch.rand(3)
 
 
-def by_random_numbers(flex, folder):
-    torch.manual_seed(0)
-    return trainer_of(flex, folder, data=Random(), callbacks=[Draws()])
-
-
 CASES = {
-    by_dataset: r"Raise.data is train_dataset\)",
-    by_shared_settings: r"Raise.data.settings is train_dataset.settings\)",
-    by_loader: r"RaiseInLoader.on_step_end asks for train_dataloader\)",
-    by_trainer: r"RaiseOfTrainer.on_step_end asks for train_dataset\)",
-    by_collator: r"data_collator.example_collator.state_of.trainer is a FlexTrainer\)",
-    by_sampler: r"sampler.sampler.counter is a Counter\)|ampler.counter is a Counter\)",
-    by_random_numbers: r"train_dataset draws from torch's random numbers",
-    by_attribute: r"FlexKeeps.curriculum.func is train_dataset.settings\)",
+    "dataset": r"Raise.data is train_dataset\)",
+    "settings": r"Raise.data.settings is train_dataset.settings\)",
+    "loader": r"RaiseInLoader.on_step_end asks for train_dataloader\)",
+    "trainer": r"RaiseOfTrainer.on_step_end asks for train_dataset\)",
+    "collator": r"data_collator.example_collator.state_of.trainer is a FlexTrainer\)",
+    "sampler": r"sampler.sampler.counter is a Counter\)|ampler.counter is a Counter\)",
+    "random numbers": r"train_dataset draws from torch's random numbers",
+    "attribute": r"FlexKeeps.curriculum.func is train_dataset.settings\)",
 }
 
 
-@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
-def test_data_that_follow_training_are_those_of_the_plain_trainer(tmp_path, caplog, make):
-    plain = make(False, tmp_path)
-    before = {name: value.detach().clone() for name, value in plain.model.named_parameters()}
+def made(case, flex, folder):
+    """A trainer whose data follow its training in the way of a case."""
+    data = Random() if case == "random numbers" else Levels()
+    callbacks = {
+        "dataset": Raise(data),
+        "settings": Raise(SimpleNamespace(settings=data.settings)),
+        "loader": RaiseInLoader(),
+        "sampler": Counter(),
+        "random numbers": Draws(),
+    }
+    base = {"sampler": Sampling, "attribute": Keeps}.get(case, Trainer)
+    torch.manual_seed(0)
+    own = [callbacks[case]] if case in callbacks else []
+    trainer = trainer_of(flex, folder, base, data, callbacks=own)
+    if case == "trainer":
+        trainer.add_callback(RaiseOfTrainer(trainer))
+    if case == "collator":
+        data.settings["level"] = 4
+        holder = trainer.data_collator if flex else trainer
+        name = "example_collator" if flex else "data_collator"
+        setattr(holder, name, ByState(lambda: trainer.state))
+    return trainer
+
+
+@functools.cache
+def plain_run(case, folder):
+    """Weights before and after a run of the plain Trainer."""
+    plain = made(case, False, folder)
+    before = weights(plain.model)
     plain.train()
-    wanted = {name: value.detach() for name, value in plain.model.named_parameters()}
-    ours = make(True, tmp_path)
+    return before, weights(plain.model)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_data_that_follow_training_are_those_of_the_plain_trainer(tmp_path_factory, caplog, case):
+    folder = tmp_path_factory.getbasetemp()
+    is_raised_after_steps = case in ("dataset", "settings", "loader", "trainer")
+    before, wanted = plain_run("dataset" if is_raised_after_steps else case, folder)
+    ours = made(case, True, folder)
     with caplog.at_level(logging.WARNING, "hf_flexseq"):
         ours.train()
-    found = {name: value.detach() for name, value in ours.model.named_parameters()}
-    assert update_error(before, wanted, found) < 1e-9
-    lines = [r.getMessage() for r in caplog.records if "how far training" in r.getMessage()]
-    assert len(lines) == 1
-    assert "\n" not in lines[0]
-    assert re.search(CASES[make], lines[0]), lines[0]
+    assert update_error(before, wanted, weights(ours.model)) < 1e-9
+    (line,) = [message for message in caplog.messages if "how far training" in message]
+    assert "\n" not in line
+    assert re.search(CASES[case], line), line
 
 
 # ---- what means nothing
@@ -256,18 +223,14 @@ def test_ordinary_trainers_share_nothing(tmp_path):
     cut, rest = random_split(whole, [20, 4])
     sft = sft_trainer(FlexSeqSFTTrainer, tmp_path, 2, flexseq_args=FlexSeqArguments(**OPTIONS))
     sft.add_callback(Holds(sft.processing_class, sft))
-    model = tiny_llama()
+    seq2seq = trainer_of(True, tmp_path, data=rows, callbacks=[Holds(words)])
+    seq2seq.data_collator.example_collator = DataCollatorForSeq2Seq(words, model=seq2seq.model)
+    seq2seq.add_callback(Holds(seq2seq.model))
     trainers = [
         sft,
+        seq2seq,
         trainer_of(True, tmp_path),
         trainer_of(True, tmp_path, data=rows, processing_class=words, data_collator=None),
-        trainer_of(
-            True,
-            tmp_path,
-            data=rows,
-            data_collator=DataCollatorForSeq2Seq(words, model=model),
-            callbacks=[Holds(words, model)],
-        ),
         trainer_of(True, tmp_path, data=parts["train"], callbacks=[Holds(parts["test"])]),
         trainer_of(True, tmp_path, data=cut, eval_dataset=rest, callbacks=[Holds(rest)]),
         trainer_of(True, tmp_path, data=rows.to_iterable_dataset(), callbacks=[Holds(words)]),

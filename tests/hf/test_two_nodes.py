@@ -1,8 +1,6 @@
 """A model on ranks of several nodes equals one process: with the ring of a hybrid group, and with
 Zeppelin's passes. Ranks are threads."""
 
-import random
-
 import pytest
 
 from hf_flexseq.base.registry import STRATEGIES
@@ -10,8 +8,9 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan import Group
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from tests.hf.by_hand import TWO_NODES, errors_by_rank, ways_between_nodes, worst_error
+from tests.hf.test_reach import plans_across
 from tests.hf.tiny import documents, reference_gradients, tiny_llama
-from tests.plans import plan_of, random_plan
+from tests.plans import plan_of
 from tests.published.zeppelin.always import Always
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 1, 40, 11, 2, 13, 23]
@@ -65,16 +64,9 @@ def test_a_group_across_nodes_equals_one_process(strategy, wanted, monkeypatch):
 )
 def test_random_plans_on_nodes_equal_one_process(nodes, per_node, use_blocks, wanted):
     topology = Topology(nodes=nodes, ranks_per_node=per_node)
-    rng = random.Random(f"{nodes} x {per_node}")
-    cases = []
-    while len(cases) < 4:
-        plan = random_plan(LENGTHS, topology.world_size, rng, nodes=nodes)
-        if has_group_across(plan, topology):
-            cases.append((plan, Always(topology, remap=rng.random() < 0.5), len(cases) % 2 == 1))
+    cases = [
+        (plan, Always(topology, remap=index >= 2), index % 2 == 1)
+        for index, plan in enumerate(plans_across(LENGTHS, "seed", topology, count=4))
+    ]
     ranks = {"use_blocks": use_blocks, "seed": 7}
     assert worst_error(tiny_llama, topology, cases, EXAMPLES, wanted, **ranks) < 1e-10
-
-
-def has_group_across(plan, topology):
-    groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
-    return any(topology.spans_nodes(group.start, group.stop) for group in groups)
