@@ -18,12 +18,11 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.sharding import PLAIN, FsdpPolicy
 from hf_flexseq.hf.reduction import average_gradients, instead_of_ddp
 from hf_flexseq.hf.sharding import FsdpPolicies
-from hf_flexseq.plan import Group
 from tests.hf.by_hand import attach, planned_inputs, target_count
 from tests.hf.test_exactness import sharded, whole
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.matching import Launches
-from tests.plans import ends_apart, plan_of, random_plan
+from tests.plans import ends_apart, group, plan_of_groups, random_plan
 from tests.process_group import needs_new_names, run_threads_with_groups
 from tests.published.zeppelin.always import Always
 from tests.ranks import join
@@ -199,9 +198,8 @@ def test_plans_end_under_fsdp2_in_lockstep(launches, world_size, nodes, checkpoi
 
 def plan_that_ends_apart():
     """A plan whose first micro-batch is the last one of rank 0 and not of rank 1."""
-    wide = Group(ranks=(0, 1), sequences=(0, 1, 2, 3), strategy="ulysses")
-    narrow = Group(ranks=(1, 2), sequences=(4, 5), strategy="zigzag")
-    return plan_of(LENGTHS, [wide], [narrow])
+    wide, narrow = group(0, 2, 0, 1, 2, 3), group(1, 3, 4, 5, strategy="zigzag")
+    return plan_of_groups(LENGTHS, [wide], [narrow])
 
 
 APART = ([plan_that_ends_apart()], 1, False, False)

@@ -15,14 +15,13 @@ from torch.nn import functional as F
 
 from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.plan import Group
 from tests.budget import examples, others_nightly
 from tests.hf import hybrids
 from tests.hf.by_hand import TWO_NODES, worst_error
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_checks import EXPERTS, ROPE, SIZES
 from tests.hf.tiny import VOCAB, documents, reference_gradients
-from tests.plans import plan_of, random_plan
+from tests.plans import group, plan_of_groups, random_plan
 
 # Windows and chunks are shorter than the longest of these.
 LENGTHS = [1, 2, 17, 5, 23, 3, 40, 11]
@@ -187,8 +186,8 @@ def plans_across(lengths, seed, topology=TWO_NODES, count=2):
     plans = []
     while len(plans) < count:
         plan = random_plan(lengths, topology.world_size, rng, nodes=topology.nodes)
-        groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
-        if any(topology.spans_nodes(group.start, group.stop) for group in groups):
+        groups = [one for micro_batch in plan.micro_batches for one in micro_batch.groups]
+        if any(topology.spans_nodes(one.start, one.stop) for one in groups):
             plans.append(plan)
     return plans
 
@@ -224,16 +223,12 @@ def test_a_hybrid_is_exact(family, stays_in_float64):
 
 def plan_of_strategy(strategy, topology):
     """All ranks share all sequences; with `local`, each has its own."""
-    lengths = hybrids.LENGTHS
-    ranks = tuple(range(topology.world_size))
-    everything = tuple(range(len(lengths)))
-    if strategy != "local":
-        return plan_of(lengths, [Group(ranks=ranks, sequences=everything, strategy=strategy)])
-    groups = []
-    for rank in ranks:
-        own = everything[rank :: len(ranks)]
-        groups.append(Group(ranks=(rank,), sequences=own, strategy=strategy))
-    return plan_of(lengths, groups)
+    ranks, everything = topology.world_size, range(len(hybrids.LENGTHS))
+    if strategy == "local":
+        groups = [group(rank, rank + 1, *everything[rank::ranks]) for rank in range(ranks)]
+    else:
+        groups = [group(0, ranks, *everything, strategy=strategy)]
+    return plan_of_groups(hybrids.LENGTHS, groups)
 
 
 @pytest.mark.nightly

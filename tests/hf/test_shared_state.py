@@ -16,13 +16,13 @@ from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
 from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.shared_state import shared_with_training
 from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer, tokenizer
-from tests.hf.test_trainer import OPTIONS, float64_loss, padded, update_error, users_trainer
+from tests.hf.test_trainer import OPTIONS, float64_loss, padded, update_error
 from tests.hf.tiny import documents, weights
+from tests.hf.trainers import trainer_of
 from tests.ranks import run_ranks
 
 STEPS = 4
 LENGTHS = [5 + (i * i * 7) % 30 for i in range(24)]
-PLANNED = OPTIONS | {"max_tokens_per_rank": 90}
 
 
 class Levels(torch.utils.data.Dataset):
@@ -115,10 +115,10 @@ class Keeps(Trainer):
         return super().training_step(*args, **options)
 
 
-def trainer_of(flex, folder, base=Trainer, data=None, **given):
+def make(flex, folder, base=Trainer, data=None, **given):
     given["train_dataset"] = Levels() if data is None else data
-    how = "mixin" if flex else "stock"
-    trainer = users_trainer(base, folder, how, planned=PLANNED, given=given, max_steps=STEPS)
+    flexseq = {"max_tokens_per_rank": 90} if flex else None
+    trainer = trainer_of(base, folder, flexseq=flexseq, max_steps=STEPS, **given)
     if not flex:
         trainer.model.loss_function = float64_loss
     return trainer
@@ -164,7 +164,7 @@ def made(case, flex, folder):
     base = {"sampler": Sampling, "attribute": Keeps}.get(case, Trainer)
     torch.manual_seed(0)
     own = [callbacks[case]] if case in callbacks else []
-    trainer = trainer_of(flex, folder, base, data, callbacks=own)
+    trainer = make(flex, folder, base, data, callbacks=own)
     if case == "trainer":
         trainer.add_callback(RaiseOfTrainer(trainer))
     if case == "collator":
@@ -223,17 +223,17 @@ def test_ordinary_trainers_share_nothing(tmp_path):
     cut, rest = random_split(whole, [20, 4])
     sft = sft_trainer(FlexSeqSFTTrainer, tmp_path, 2, flexseq_args=FlexSeqArguments(**OPTIONS))
     sft.add_callback(Holds(sft.processing_class, sft))
-    seq2seq = trainer_of(True, tmp_path, data=rows, callbacks=[Holds(words)])
+    seq2seq = make(True, tmp_path, data=rows, callbacks=[Holds(words)])
     seq2seq.data_collator.example_collator = DataCollatorForSeq2Seq(words, model=seq2seq.model)
     seq2seq.add_callback(Holds(seq2seq.model))
     trainers = [
         sft,
         seq2seq,
-        trainer_of(True, tmp_path),
-        trainer_of(True, tmp_path, data=rows, processing_class=words, data_collator=None),
-        trainer_of(True, tmp_path, data=parts["train"], callbacks=[Holds(parts["test"])]),
-        trainer_of(True, tmp_path, data=cut, eval_dataset=rest, callbacks=[Holds(rest)]),
-        trainer_of(True, tmp_path, data=rows.to_iterable_dataset(), callbacks=[Holds(words)]),
+        make(True, tmp_path),
+        make(True, tmp_path, data=rows, processing_class=words, data_collator=None),
+        make(True, tmp_path, data=parts["train"], callbacks=[Holds(parts["test"])]),
+        make(True, tmp_path, data=cut, eval_dataset=rest, callbacks=[Holds(rest)]),
+        make(True, tmp_path, data=rows.to_iterable_dataset(), callbacks=[Holds(words)]),
     ]
     assert [found_in(trainer) for trainer in trainers] == [None] * len(trainers)
 
@@ -267,13 +267,13 @@ class Careful:
     ],
 )
 def test_state_is_found_wherever_it_is_kept(tmp_path, hide):
-    trainer = trainer_of(True, tmp_path)
+    trainer = make(True, tmp_path)
     trainer.train_dataset.hidden = hide(trainer)
     assert "train_dataset.hidden" in found_in(trainer)
 
 
 def test_a_transform_of_rows_is_looked_into(tmp_path):
-    trainer = trainer_of(True, tmp_path, data=Dataset.from_list(documents(LENGTHS)))
+    trainer = make(True, tmp_path, data=Dataset.from_list(documents(LENGTHS)))
     trainer.args.remove_unused_columns = False
     state = trainer.state
     trainer.train_dataset.set_transform(lambda rows: rows if state.global_step else dict(rows))
@@ -299,7 +299,7 @@ def lookaheads(trainer):
 def follow_on_one_rank(rank, world_size, folder):
     """Only the callback of rank 1 changes the data; in a second run none does."""
     data = Levels()
-    trainer = trainer_of(True, folder, data=data, callbacks=[Raise(data)] if rank == 1 else [])
+    trainer = make(True, folder, data=data, callbacks=[Raise(data)] if rank == 1 else [])
     first = lookaheads(trainer)
     trainer.remove_callback(Raise)
     return first, lookaheads(trainer)

@@ -14,7 +14,6 @@ from hf_flexseq import (
     FlexSeqArguments,
     FlexSeqCallback,
     FlexSeqConfig,
-    FlexSeqMixin,
     FlexSeqTrainer,
 )
 from tests.hf.ordered import ordered_gloo
@@ -69,28 +68,6 @@ def flexseq_trainer(
     )
 
 
-def users_trainer(base, folder, how="mixin", *, planned=OPTIONS, given=(), **options):
-    """A trainer of the user's class `base`: behind the mixin, switched on by a callback, or as it
-    is ("stock"). planned: arguments of hf_flexseq; given: other ones of the trainer; options: of
-    its configuration."""
-    common = {"batch": 2, "accumulation": 1, "optim": "sgd", **options}
-    arguments = {
-        "model": tiny_llama(),
-        "args": training_arguments(TrainingArguments, folder, **common),
-        "train_dataset": dataset(),
-        "data_collator": padded,
-        **dict(given),
-    }
-    if how == "mixin":
-        if not issubclass(base, FlexSeqMixin):
-            base = type(f"Flex{base.__name__}", (FlexSeqMixin, base), {})
-        return base(**arguments, flexseq_args=FlexSeqArguments(**planned))
-    trainer = base(**arguments)
-    if how == "callback":
-        trainer.add_callback(FlexSeqCallback(trainer, FlexSeqArguments(**planned)))
-    return trainer
-
-
 def padded(examples):
     """The collator of the plain run: right padding and a mask."""
     width = max(len(e["input_ids"]) for e in examples)
@@ -125,8 +102,9 @@ def plain_run(folder, *, batch, loss=None, size=72, dtype=torch.float64, model=N
     if loss is not None:
         model.loss_function = loss
     before = weights(model)
-    given = {"model": model, "train_dataset": dataset(size)}
-    trainer = users_trainer(Trainer, folder, "stock", given=given, batch=batch, **options)
+    common = {"batch": batch, "accumulation": 1, "optim": "sgd", **options}
+    args = training_arguments(TrainingArguments, folder, **common)
+    trainer = Trainer(model=model, args=args, train_dataset=dataset(size), data_collator=padded)
     trainer.train()
     return before, weights(model), trainer.state.log_history
 
@@ -136,9 +114,12 @@ def make_trainer(how, model, folder, batch, accumulation, optim, size=72, steps=
     data = dataset(size)
     if how == "subclass":
         return flexseq_trainer(folder, model=model, data=data, **common)
-    collator = DataCollatorForFlexSeq()
-    given = {"model": model, "train_dataset": data, "data_collator": collator}
-    return users_trainer(Trainer, folder, how, given=given, **common)
+    args = training_arguments(TrainingArguments, folder, **common)
+    trainer = Trainer(
+        model=model, args=args, train_dataset=data, data_collator=DataCollatorForFlexSeq()
+    )
+    trainer.add_callback(FlexSeqCallback(trainer, FlexSeqArguments(**OPTIONS)))
+    return trainer
 
 
 def flexseq_run(rank, world_size, is_ordered, how, folder, *settings):

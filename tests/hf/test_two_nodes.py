@@ -1,16 +1,17 @@
 """A model on ranks of several nodes equals one process: with the ring of a hybrid group, and with
 Zeppelin's passes. Ranks are threads."""
 
+from functools import partial
+
 import pytest
 
 from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.plan import Group
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from tests.hf.by_hand import TWO_NODES, errors_by_rank, ways_between_nodes, worst_error
 from tests.hf.test_reach import plans_across
 from tests.hf.tiny import documents, reference_gradients, tiny_llama
-from tests.plans import plan_of
+from tests.plans import group, plan_of_groups
 from tests.published.zeppelin.always import Always
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 1, 40, 11, 2, 13, 23]
@@ -19,20 +20,12 @@ EXAMPLES = documents(LENGTHS)
 OWN_WAYS = {"hybrid": {"ring of a hybrid"}}
 
 
-def group(strategy, ranks, *sequences):
-    return Group(ranks=tuple(ranks), sequences=sequences, strategy=strategy)
-
-
 def plan_across(strategy):
     """A group across nodes beside one inside a node and a rank's own sequences; then a micro-batch
     that leaves the second node idle, unless it is remapped."""
-    first = (
-        group(strategy, range(4), 2, 7, 0, 3),
-        group(strategy, range(2), 9, 10),
-        group("local", [0], 8),
-    )
-    second = (group(strategy, range(2), 4, 1), group("local", [0], 11, 5, 6))
-    return plan_of(LENGTHS, first, second)
+    shared = partial(group, strategy=strategy)
+    first = (shared(0, 4, 2, 7, 0, 3), shared(0, 2, 9, 10), group(0, 1, 8))
+    return plan_of_groups(LENGTHS, first, (shared(0, 2, 4, 1), group(0, 1, 11, 5, 6)))
 
 
 @pytest.fixture(scope="module")
