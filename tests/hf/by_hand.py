@@ -78,43 +78,31 @@ def planned_inputs(model, plan, examples, communicator, *, passes=None, lockstep
         yield inputs_of(layout.shards[index], columns[index], CPU, make_context)
 
 
-def errors_by_rank(make, topology, cases, examples, wanted, *, use_blocks=False, **options):
-    """By rank, which are threads, and case: the largest relative error of loss and gradients, and
-    the contexts of `run_plan`.
+def worst_error(make, topology, plans, examples, wanted):
+    """The largest relative error of loss and gradients on any rank, which are threads, under each
+    plan, of which every other one is checkpointed.
 
-    make: returns the model. cases: a plan, passes over it, and whether layers are checkpointed.
-    wanted: loss and gradients of one process. options: those of `run_threads`.
+    make: returns the model. wanted: loss and gradients of one process.
     """
 
     def errors(rank, world_size):
-        communicator = join(topology, use_blocks=use_blocks)
+        communicator = join(topology)
         model = make()
         recurrent = attach(getattr(model, "get_base_model", lambda: model)())
-        found = []
-        for plan, passes, checkpointing in cases:
+        worst = 0.0
+        for index, plan in enumerate(plans):
             if model.supports_gradient_checkpointing:
-                set_checkpointing(model, checkpointing)
-            loss, gradients, contexts = run_plan(
-                model, plan, examples, communicator, passes=passes
-            )
-            errors = relative_errors(gradients, wanted[1])
-            found.append((max(abs(loss / wanted[0] - 1), *errors.values()), contexts))
+                if index % 2:
+                    model.gradient_checkpointing_enable({"use_reentrant": False})
+                else:
+                    model.gradient_checkpointing_disable()
+            loss, gradients, _ = run_plan(model, plan, examples, communicator)
+            found = relative_errors(gradients, wanted[1])
+            worst = max(worst, abs(loss / wanted[0] - 1), *found.values())
         recurrent.detach()
-        return found
+        return worst
 
-    return run_threads(errors, topology.world_size, **options)
-
-
-def worst_error(*args, **options):
-    """The largest error in `errors_by_rank`."""
-    return max(error for found in errors_by_rank(*args, **options) for error, _ in found)
-
-
-def set_checkpointing(model, checkpointing):
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    else:
-        model.gradient_checkpointing_disable()
+    return max(run_threads(errors, topology.world_size))
 
 
 def target_count(examples):

@@ -1,18 +1,20 @@
 """The evaluation loss is the mean over the target tokens of the whole set: for any batch size,
-world size, loader."""
+world size, loader. A hand-written loop evaluates without a trace, and says so where it meant
+to."""
+
+import json
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, IterableDataset
 
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
 from tests.hf.test_trainer import flexseq_trainer
-from tests.hf.tiny import documents, reference_loss, tiny_llama, weights
+from tests.hf.tiny import documents, reference_loss, tiny_arguments, tiny_llama, weights
 from tests.ranks import run_cases
 
-pytestmark = pytest.mark.processes
-
-
-LENGTHS = [3, 50, 1, 17, 8, 30, 2, 61, 5, 12, 44]
+LENGTHS = [3, 50, 1, 17, 8, 30, 2, 61, 5, 12, 44]  # ranks repeat some to fill the last batches
 
 
 class Stream(IterableDataset):
@@ -55,6 +57,7 @@ CASES = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", CASES)
 def test_evaluation_loss_is_the_token_mean(tmp_path, world_size):
     with torch.no_grad():
@@ -76,6 +79,7 @@ def evaluate_then_train(rank, world_size, folder, first, bf16):
     return weights(model)
 
 
+@pytest.mark.processes
 def test_evaluating_first_does_not_change_training(tmp_path):
     cases = [(tmp_path, first, bf16) for bf16 in (False, True) for first in (True, False)]
     results = run_cases(evaluate_then_train, 2, cases, seconds=120)
@@ -83,3 +87,88 @@ def test_evaluating_first_does_not_change_training(tmp_path):
         for name, wanted in without[0].items():
             for found in (*with_evaluation, without[1]):
                 assert (found[name] == wanted).all(), name
+
+
+# ---- a loop of its own
+
+
+def loader(seed=0):
+    return DataLoader(documents(LENGTHS, seed=seed), 2, collate_fn=DataCollatorForFlexSeq())
+
+
+def traced(trace):
+    return [json.loads(line) for line in trace.read_text().splitlines()]
+
+
+def loop(rank, world_size, folder, evaluates):
+    """Three steps, with evaluations before, amid and after them if asked for."""
+    accelerator = Accelerator(cpu=True)
+    model = tiny_llama()
+    trace = folder / f"{evaluates}.jsonl"
+    options = tiny_arguments(max_tokens_per_rank=40, lookahead=2, plan_trace=str(trace))
+    engine = FlexSeqEngine(accelerator, options)
+    engine.attach(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    wrapped, optimizer, batches, held_out = accelerator.prepare(
+        model, optimizer, loader(), loader(seed=1)
+    )
+    found = []
+
+    def evaluate():
+        if not evaluates:
+            return
+        evaluation = engine.evaluation(held_out)
+        assert all(not step.forward(wrapped).requires_grad for step in evaluation)
+        found.append((evaluation.mean_loss(), float(of_one_process(model))))
+
+    evaluate()
+    for step in engine.steps(batches):
+        step.backward(wrapped)
+        optimizer.step()
+        optimizer.zero_grad()
+        evaluate()
+    engine.detach()
+    return found, [line["step"] for line in traced(trace)], weights(model)
+
+
+@torch.no_grad()
+def of_one_process(model):
+    """The loss on the held-out documents, of the same weights in a plain model."""
+    plain = tiny_llama()
+    plain.load_state_dict(model.state_dict())
+    return reference_loss(plain, documents(LENGTHS, seed=1))
+
+
+@pytest.mark.processes
+def test_an_evaluation_is_the_token_mean_and_leaves_no_trace(tmp_path):
+    evaluating, plain = run_cases(loop, 2, [(tmp_path, True), (tmp_path, False)])
+    for (found, lines, after), (_, _, wanted_weights) in zip(evaluating, plain, strict=True):
+        assert len(found) == 4
+        assert lines == [0, 1, 2]
+        for loss, wanted in found:
+            assert loss == pytest.approx(wanted, rel=1e-10)
+        for name, wanted in wanted_weights.items():
+            assert (after[name] == wanted).all(), name
+
+
+def test_a_step_that_is_left_without_its_backward_is_named(tmp_path):
+    model = tiny_llama()
+    trace = tmp_path / "plans.jsonl"
+    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments(plan_trace=str(trace)))
+    left = r"step 1 was left without step\.backward\(model\): to evaluate, draw from engine\.eval"
+    with engine.attached(model):
+        steps = engine.steps(loader())
+        next(steps).backward(model)
+        next(steps)
+        with pytest.raises(RuntimeError, match=left):
+            next(steps)
+        for step in engine.steps(loader()):
+            if step.step.number > 2:
+                break
+            step.backward(model)
+        evaluation = engine.evaluation([])
+        assert list(evaluation) == []
+        assert evaluation.mean_loss() != evaluation.mean_loss()  # nan
+    lines = traced(trace)
+    assert [line["step"] for line in lines] == [0, 2]
+    assert all(sum(line["measured_s"]) > 0 for line in lines)

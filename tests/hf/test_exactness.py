@@ -1,6 +1,6 @@
 """The same batch gives the same loss and gradients under any plan, to rounding: float64, random
 legal plans of mixed degrees, strategies, packing and micro-batch counts, against one process that
-takes one document at a time. Four ranks are two nodes; `test_two_nodes.py` has more of them."""
+takes one document at a time. Four ranks are two nodes."""
 
 from functools import partial
 

@@ -1,8 +1,7 @@
 """Families with layers of several kinds: ten steps of the Trainer on two ranks against ten of the
-plain Trainer in one process, and the gradients of pipeline stages, which are threads.
-`scripts/benchmarks/families.py` takes ten families and every way to train them."""
+plain Trainer in one process. `scripts/benchmarks/families.py` takes ten families and every way to
+train them."""
 
-import random
 from functools import partial
 
 import pytest
@@ -11,21 +10,13 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 from hf_flexseq import FlexSeqArguments
-from hf_flexseq.hf.model.recurrent import attach_recurrent, mixers
-from hf_flexseq.pipeline.reduction import reduce_gradients
+from hf_flexseq.hf.model.recurrent import mixers
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer
-from tests.hf.test_reach import (
-    LENGTHS,
-    keep_float64,
-    make_model,
-    stays_in_float64,  # noqa: F401  (a fixture)
-)
+from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.test_trainer import OPTIONS, logged, make_trainer, plain_run, update_error
-from tests.hf.tiny import documents, noting_figures, reference_gradients, relative_errors
-from tests.pipeline.plans import random_pipeline_plan
-from tests.pipeline.test_exactness import columns_of, make_executor
-from tests.ranks import join, run_ranks, run_threads
+from tests.hf.tiny import noting_figures, weights
+from tests.ranks import run_ranks
 
 WAYS = ("subclass", "callback", "sft", "zero3")
 # SFTTrainer asks models of experts for their router loss, unless it is weighed with 0.
@@ -54,13 +45,12 @@ def plain_family(folder, way, family):
         options = {"learning_rate": 0.1} if way == "zero3" else {}  # that of `zero_run`
         before, after, history = plain_run(folder, batch=1, accumulation=4, model=model, **options)
         return before, after, logged(history, "loss")
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    before = weights(model)
     trainer = sft_trainer(
         SFTTrainer, folder, 1, accumulation=4, model=model, settings=NO_ROUTER_LOSS
     )
     trainer.train()
-    after = {n: p.detach() for n, p in model.named_parameters()}
-    return before, after, logged(trainer.state.log_history, "loss")
+    return before, weights(model), logged(trainer.state.log_history, "loss")
 
 
 def family_run(rank, world_size, folder, way, family):
@@ -69,8 +59,8 @@ def family_run(rank, world_size, folder, way, family):
         from tests.hf.test_sharding import zero_run  # DeepSpeed need not be installed elsewhere
 
         make = partial(model_of, way, family)
-        weights, history, _ = zero_run(rank, world_size, folder, 3, 1, True, make)
-        return weights, logged(history, "loss"), max(logged(history, "groups_of_2"))
+        after, history, _ = zero_run(rank, world_size, folder, 3, 1, True, make)
+        return after, logged(history, "loss"), max(logged(history, "groups_of_2"))
     model = model_of(way, family)
     if way == "sft":
         arguments = FlexSeqArguments(**OPTIONS)
@@ -83,12 +73,11 @@ def family_run(rank, world_size, folder, way, family):
             flexseq_args=arguments,
         )
     else:
-        trainer = make_trainer(way, model, folder, 2, 1, "sgd", 72)
+        trainer = make_trainer(way, model, folder, 2, 1, "sgd")
     steps = noting_figures(trainer)
     trainer.train()
-    weights = {n: p.detach().numpy() for n, p in model.named_parameters()}
-    history = trainer.state.log_history
-    return weights, logged(history, "loss"), max(logged(steps, "groups_of_2"))
+    losses = logged(trainer.state.log_history, "loss")
+    return weights(model), losses, max(logged(steps, "groups_of_2"))
 
 
 def errors_of_family(folder, way, family, plain=None):
@@ -153,55 +142,3 @@ def in_float64(function):
 )
 def test_ten_steps_of_a_family_equal_the_plain_trainer(tmp_path, way, family):
     assert max(errors_of_family(tmp_path, way, family)) < 2e-6
-
-
-# ---- in pipeline stages
-
-
-def errors_in_stages(rank, world_size, family, degree, wanted):
-    """The largest relative error of this stage's gradients, plain and checkpointed."""
-    communicator = join()
-    stages = world_size // degree
-    examples = documents(LENGTHS)
-    targets = sum(label != -100 for e in examples for label in e["labels"][1:])
-    model = model_of("subclass", family)
-    recurrent = attach_recurrent(model)
-    executor = make_executor(model, stages, degree, communicator)
-    worst = []
-    for checkpointing in (False, True):
-        rng = random.Random(f"{family} {checkpointing}")
-        plan = random_pipeline_plan(LENGTHS, stages, rng, layers=2, checkpointing=checkpointing)
-        assert any(chunk.cut(plan.lengths) is not None for chunk in plan.chunks)
-        executor.train(plan, columns_of(plan, examples), targets)
-        reduce_gradients(executor.stage, executor.neighbours)
-        found = {}
-        for name, parameter in executor.stage.global_parameters():
-            found[name] = torch.zeros_like(parameter)
-            if parameter.grad is not None:
-                found[name] += parameter.grad
-        model.zero_grad()
-        own = {name: wanted[name] for name in found}
-        worst.append(max(relative_errors(found, own, floor_of=wanted).values()))
-    recurrent.detach()
-    return worst
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "degree"),
-    [
-        ("Gemma2", 1),
-        ("Gemma3", 2),
-        ("GptOss", 2),
-        ("DeepseekV3", 1),
-        ("MiMoV2Flash", 2),
-        ("Qwen3Next", 1),
-        ("KimiLinear", 1),
-        ("Lfm2", 1),
-    ],
-)
-def test_stages_of_a_family_are_exact(family, degree, stays_in_float64):  # noqa: F811
-    model = model_of("subclass", family)
-    _, wanted = reference_gradients(model, documents(LENGTHS), attention="eager")
-    for errors in run_threads(errors_in_stages, 2 * degree, family, degree, wanted):
-        assert max(errors) < 1e-10

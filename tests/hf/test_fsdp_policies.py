@@ -29,7 +29,7 @@ from tests.hf.tiny import (
     reference_gradients,
     relative_errors,
     tiny_llama,
-    torch_norm,
+    with_torch_norms,
 )
 from tests.ranks import run_cases
 
@@ -57,10 +57,7 @@ class TorchNormLlama(LlamaForCausalLM):
 
     def __init__(self, config):
         super().__init__(config)
-        for layer in self.model.layers:
-            layer.input_layernorm = torch_norm(layer.input_layernorm)
-            layer.post_attention_layernorm = torch_norm(layer.post_attention_layernorm)
-        self.model.norm = torch_norm(self.model.norm)
+        with_torch_norms(self)
 
 
 class Collectives(TorchDispatchMode):

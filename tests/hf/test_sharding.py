@@ -18,7 +18,8 @@ from transformers.distributed import DistributedConfig
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import PLAIN, FsdpPolicy
 from tests.hf.test_trainer import STEPS, flexseq_trainer, logged, plain_run, update_error
-from tests.hf.tiny import noting_figures, tiny_llama, weights
+from tests.hf.tiny import noting_figures, tiny_llama
+from tests.hf.trainers import weights_of
 from tests.ranks import run_cases
 
 pytestmark = pytest.mark.processes
@@ -62,10 +63,8 @@ def zero_run(
     )
     steps = noting_figures(trainer)
     trainer.train()
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        after = weights(model)
     log = [*trainer.state.log_history, *steps]
-    return after, log, trainer.model_wrapped.global_steps
+    return weights_of(model), log, trainer.model_wrapped.global_steps
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +114,8 @@ def fsdp2_run(rank, world_size, folder, config, accumulation, checkpointing, cos
         cost_model=cost_model,
     )
     trainer.train()
-    after = {name: p.detach().full_tensor().numpy() for name, p in model.named_parameters()}
     policies = trainer.flexseq.executor.fsdp.taken
-    return after, trainer.state.log_history, len(updates), policies
+    return weights_of(model), trainer.state.log_history, len(updates), policies
 
 
 class CountedUpdates(TrainerCallback):

@@ -41,6 +41,8 @@ KINDS = {  # what a configuration has beside that of `FAMILIES`
     "Gemma2": {"layer_types": [*MIXED, "sliding_attention"]},
     "GptOss": {"layer_types": [*MIXED, "sliding_attention"]},
     "Gemma4 with shared keys": SHARED_KEYS,
+    "DeepseekV3": {},
+    "MiMoV2Flash": {"layer_types": [*MIXED, "sliding_attention"]},
 }
 
 
@@ -90,6 +92,8 @@ def errors_of(rank, world_size, family, wanted, checkpoints_itself):
         ("Gemma2", 3, False),
         ("GptOss", 3, False),
         ("Gemma4 with shared keys", 2, False),
+        ("DeepseekV3", 2, False),
+        ("MiMoV2Flash", 2, False),
         ("Qwen3_5", 2, False),
         ("Qwen3_5", 2, True),
         ("KimiLinear", 2, False),
