@@ -103,12 +103,13 @@ def unit_settings(model):
     ]
 
 
-def steps_under(rank, world_size, folder, config, policies, each_batch):
-    """For each policy of a list, in this order and on one model: micro-batches, collectives, and
-    the largest relative errors of loss and gradients. Without a `config` sharded by hand."""
+def check_steps(rank, world_size, folder, config, policies, each_batch):
+    """Take a step under each policy of a list, in this order and on one model; without a `config`
+    sharded by hand."""
     examples = documents(LENGTHS)
     wanted_loss, wanted = reference_gradients(tiny_llama(torch.float64), examples)
     model = loaded(folder, **config) if config else sharded(tiny_llama()).train()
+    units = UNITS["transformers" if config else "by hand"]
     plugin = GradientAccumulationPlugin(num_steps=1, sync_each_batch=each_batch)
     engine = RandomPlanEngine(
         Accelerator(cpu=True, gradient_accumulation_plugin=plugin),
@@ -116,70 +117,54 @@ def steps_under(rank, world_size, folder, config, policies, each_batch):
         accepts=lambda plan: len(plan.micro_batches) > 1,
     )
     engine.attach(model)
-    settings, results = None, []
+    fsdp = engine.executor.fsdp
+    settings = None
     for name in policies:
-        executor = engine.executor
+        policy = POLICIES[name]
         if each_batch:
-            assert executor.fsdp.figures is None  # there is no choice
+            assert fsdp.figures is None  # there is no choice
         else:
-            executor.fsdp.figures = figures_for(POLICIES[name])
-        executor.fsdp.taken.clear()
+            fsdp.figures = figures_for(policy)
+        fsdp.taken.clear()
         with Collectives() as collectives:
             for step in engine.steps(own_batches(examples, rank, world_size), 2):
                 loss = step.backward(model)
                 micro_batches = len(step.plan.micro_batches)
-        assert each_batch or executor.fsdp.taken == {POLICIES[name]}
+        assert each_batch or fsdp.taken == {policy}
         # between steps all is as FSDP2 left it after its first step
         settings = settings or unit_settings(model)
         assert unit_settings(model) == settings
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+        counts = collectives.counts
+        # the unit of norm and head stays gathered from forward to backward
+        gathers = (2 * units - 1) * micro_batches if policy.regathers else units
+        assert counts[GATHER] == gathers, name
+        assert counts[SCATTER] == units * (micro_batches if policy.reduces_each else 1), name
+        over_replicas = (micro_batches if each_batch else 1) if config == HSDP else 0
+        assert counts[ALL_REDUCE] == units * over_replicas, name
+
         torch.distributed.all_reduce(loss)
+        assert abs(float(loss) / world_size / wanted_loss - 1) < 1e-12
         found = {name: whole(p.grad) for name, p in model.named_parameters()}
+        assert max(relative_errors(found, wanted).values()) < 1e-10
         model.zero_grad()
-        errors = {
-            "loss": abs(float(loss) / world_size - wanted_loss) / wanted_loss,
-            "gradients": max(relative_errors(found, wanted).values()),
-        }
-        results.append((micro_batches, dict(collectives.counts), errors))
     engine.detach()
-    return results
 
 
 ORDER = ["both", "plain", "keeps parameters", "reduces once", "both"]
 
 
-def assert_policies_move_what_they_say(by_rank, order, units, all_reduces=lambda batches: 0):
-    """by_rank: what `steps_under` has found of the policies in `order`. all_reduces: of a unit, by
-    the number of micro-batches."""
-    for results in by_rank:
-        for name, (micro_batches, collectives, errors) in zip(order, results, strict=True):
-            policy = POLICIES[name]
-            # the unit of norm and head stays gathered from forward to backward
-            gathers = (2 * units - 1) * micro_batches if policy.regathers else units
-            scatters = units * (micro_batches if policy.reduces_each else 1)
-            assert collectives[GATHER] == gathers, name
-            assert collectives[SCATTER] == scatters, name
-            assert collectives.get(ALL_REDUCE, 0) == units * all_reduces(micro_batches), name
-            assert errors["loss"] < 1e-12
-            assert errors["gradients"] < 1e-10
-
-
 def test_each_policy_is_exact_and_moves_what_it_says(tmp_path):
     tiny_llama().save_pretrained(tmp_path)
     cases = [(tmp_path, config, ORDER, False) for config in ({}, {"fsdp_size": 2})]
-    by_hand, by_transformers = run_cases(steps_under, 2, cases, seconds=120)
-    assert_policies_move_what_they_say(by_hand, ORDER, UNITS["by hand"])
-    assert_policies_move_what_they_say(by_transformers, ORDER, UNITS["transformers"])
+    run_cases(check_steps, 2, cases, seconds=120)
 
 
 def test_each_policy_is_exact_over_replicas_and_so_is_sync_each_batch(tmp_path):
     tiny_llama().save_pretrained(tmp_path)
     cases = [(tmp_path, HSDP, ORDER, False), (tmp_path, HSDP, ["plain"], True)]
-    by_policy, each_batch = run_cases(steps_under, 4, cases, seconds=120)
-    units = UNITS["transformers"]
-    assert_policies_move_what_they_say(by_policy, ORDER, units, lambda micro_batches: 1)
-    # every micro-batch is reduced, over replicas, too
-    assert_policies_move_what_they_say(each_batch, ["plain"], units, lambda batches: batches)
+    run_cases(check_steps, 4, cases, seconds=120)
 
 
 # ---- what a model is found to be

@@ -1,17 +1,13 @@
 """The probe for silent wrongness passes models that are exact, and sees faults that are planted.
 The matrix of all families is `python scripts/benchmarks/reach.py --probe`."""
 
-from itertools import accumulate
-
 import pytest
 import torch
 import transformers
 from transformers.models.bamba import modeling_bamba
-from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import hf_flexseq.hf.attention as hf_attention
-from hf_flexseq.attention import SequenceContext
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.hf.model import recurrent
 from hf_flexseq.hf.probe import SEQUENCES, SHARED, probe_model
@@ -141,48 +137,32 @@ def test_positions_counted_from_the_row_are_seen(name):
 
 # ---- recurrent layers
 
-SCANS = {
-    "Qwen3Next": ("gated_delta", modeling_qwen3_next.torch_chunk_gated_delta_rule),
-    "KimiLinear": ("kimi_delta", modeling_kimi_linear.chunk_kimi_delta_attention),
-    "Bamba": ("mamba2_scan", modeling_bamba.mamba2_chunk_scan),
-}
 
+def by_parts(compute, rows, lengths_of):
+    """What goes through parts of the rows, each from nothing, in place of a function of rows and a
+    context.
 
-def by_parts(compute, lengths_of):
-    """A scan or a convolution that goes through parts of the rows, each from nothing.
-
-    compute: of rows [1, tokens, ...] each. lengths_of: tokens of the parts, from the context.
+    compute: of rows [1, tokens, ...] each. rows: how many arguments are rows. lengths_of: tokens
+    of the parts, from the context.
     """
 
-    def planted(*tensors, **options):
-        context = next(one for one in tensors if isinstance(one, SequenceContext))
-        tensors = [one for one in tensors if one is not context]
-        lengths = lengths_of(context)
-        rows = [x.shape[0] if x is not None and x.shape[0] == sum(lengths) else 0 for x in tensors]
-        outs = []
-        for start, length in zip(accumulate([0, *lengths[:-1]]), lengths, strict=True):
-            part = [
-                x[start : start + length].unsqueeze(0) if count else x
-                for x, count in zip(tensors, rows, strict=True)
-            ]
-            outs.append(compute(*part, **options)[0])
-        return torch.cat(outs)
+    def planted(*given, **options):
+        *others, context = given[rows:]
+        parts = zip(*(x.split(lengths_of(context)) for x in given[:rows]), strict=True)
+        outs = [compute(*(x.unsqueeze(0) for x in part), *others, **options) for part in parts]
+        return torch.cat([out.squeeze(0) for out in outs])
 
     return planted
 
 
-def scan_of(name):
-    """transformers' own scan of rows [1, tokens, ...] -> [1, tokens, ...]."""
-    function = SCANS[name][1]
-    if name == "Bamba":
-        return lambda *tensors, **options: function(*tensors, chunk_size=16, **options)
-    return lambda *tensors, l2norm: function(*tensors, use_qk_l2norm_in_kernel=l2norm)[0]
+def gated_delta(*tensors, l2norm):
+    scan = modeling_qwen3_next.torch_chunk_gated_delta_rule
+    return scan(*tensors, use_qk_l2norm_in_kernel=l2norm)[0]
 
 
 def convolution(x, weight, bias):
     """Rows x [1, tokens, channels] -> [1, tokens, channels]."""
-    out = modeling_bamba.causal_conv1d_fn(x.transpose(1, 2), weight, bias)
-    return out.transpose(1, 2)
+    return modeling_bamba.causal_conv1d_fn(x.transpose(1, 2), weight, bias).transpose(1, 2)
 
 
 def segments_of(context):
@@ -195,26 +175,27 @@ def row_of(context):
     return [context.tokens]
 
 
-@pytest.mark.parametrize("name", [*SCANS, "Lfm2"])
-@pytest.mark.parametrize("lengths_of", [segments_of, row_of])
-def test_a_wrong_state_or_halo_is_seen(name, lengths_of, monkeypatch):
-    """The probe says by outputs and by changes that the state is lost at the border of a rank, or
-    that it leaks from the last token of a document into the next."""
+@pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2"])
+@pytest.mark.parametrize(
+    ("lengths_of", "change", "said"),
+    [
+        # the last token before a border of ranks, and that of a document
+        (segments_of, (0, 5), "do not change"),
+        (row_of, (2, SEQUENCES[2] - 1), "outputs of sequence 3 change"),
+    ],
+)
+def test_a_wrong_state_or_halo_is_seen(name, lengths_of, change, said, monkeypatch):
+    """By outputs, and by changes: the state is lost at the border of a rank, or leaks from the
+    last token of a document into the next."""
     if name == "Lfm2":
-        monkeypatch.setattr(recurrent, "causal_convolution", by_parts(convolution, lengths_of))
+        planted = by_parts(convolution, 1, lengths_of)
+        monkeypatch.setattr(recurrent, "causal_convolution", planted)
     else:
-        kind = SCANS[name][0]
-        planted = by_parts(scan_of(name), lengths_of)
-        if kind in recurrent.DELTA_RULES:
-            monkeypatch.setitem(recurrent.DELTA_RULES, kind, planted)
-        else:
-            monkeypatch.setattr(recurrent, kind, planted)
-    # the last token before a border of ranks, and that of a document
-    change = (0, 5) if lengths_of is segments_of else (2, SEQUENCES[2] - 1)
+        planted = by_parts(gated_delta, 5, lengths_of)
+        monkeypatch.setitem(recurrent.DELTA_RULES, "gated_delta", planted)
     wrong = found(tiny(name), changes=(change,))
     assert any("differ by up to" in line for line in wrong)
-    verb = "do not change" if lengths_of is segments_of else "outputs of sequence 3 change"
-    assert any(verb in line for line in wrong), wrong
+    assert any(said in line for line in wrong), wrong
 
 
 def test_parameters_whose_gradient_is_lost_are_seen():

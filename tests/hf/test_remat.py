@@ -22,28 +22,25 @@ from torch.utils.checkpoint import (
 from hf_flexseq.attention import SequenceContext, replay, sequence_parallel_attention
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
-from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from tests.hf.test_exactness import sharded, whole
 from tests.hf.test_trainer import flexseq_trainer
 from tests.hf.tiny import VOCAB, tiny_llama, weights
+from tests.plans import group
 from tests.ranks import run_cases
 
 CPU = torch.device("cpu")
 LENGTHS = (13, 7, 9)
 LAYERS = 2
-ALONE = (Group(ranks=(0,), sequences=(0, 1, 2), strategy="local"),)
+ALONE = (group(0, 1, 0, 1, 2),)
 GROUPS = {
-    "local": tuple(Group(ranks=(i,), sequences=(i,), strategy="local") for i in (0, 1)),
+    "local": (group(0, 1, 0), group(1, 2, 1)),
     **{
-        name: (Group(ranks=(0, 1), sequences=(0, 1, 2), strategy=name),)
+        name: (group(0, 2, 0, 1, 2, strategy=name),)
         for name in ("ulysses", "zigzag", "balanced", "hybrid")
     },
-    "mixed": (
-        Group(ranks=(0, 1), sequences=(0,), strategy="ulysses"),
-        Group(ranks=(0, 1), sequences=(1,), strategy="zigzag"),
-        Group(ranks=(0,), sequences=(2,), strategy="local"),
-    ),
+    "mixed": (group(0, 2, 0), group(0, 2, 1, strategy="zigzag"), group(0, 1, 2)),
 }
 
 
@@ -279,25 +276,16 @@ def test_nothing_is_kept_where_nothing_is_replayed(checkpointing, training, grad
     del loss
 
 
-def kept_tensors(seq_ctx):
-    return [
-        x
-        for calls in seq_ctx.kept._calls.values()
-        for kept in calls._kept
-        for x in kept
-        if torch.is_tensor(x)
-    ]
-
-
 def test_a_graph_that_is_dropped_leaves_nothing():
     model, (seq_ctx, _) = model_of(), make_context()
     gc.collect()
     gc.disable()
     try:
         loss = loss_of(model, seq_ctx)
-        tensors = [weakref.ref(x) for x in kept_tensors(seq_ctx)]
+        kept = [one for calls in seq_ctx.kept._calls.values() for one in calls._kept]
+        tensors = [weakref.ref(x) for one in kept for x in (one.out, one.flat)]
         assert len(tensors) == 2 * LAYERS
-        del loss
+        del loss, kept
         assert len(seq_ctx.kept) == 0
         assert [x() for x in tensors] == [None] * 2 * LAYERS
     finally:

@@ -103,8 +103,12 @@ def test_a_killed_run_resumes_with_the_same_losses(tmp_path, kind, kills):
         assert torn == ([f"checkpoint-{TORN_AT}"] if killed == "while saving" else [])
         resumed = run_ranks(losses, 2, folder, kind, None, True, seconds=120)
         assert resumed == wanted
-        if killed == "at a step" and kind != "pipeline":
+        if killed == "at a step":
             assert_traced(tmp_path / "whole", folder, len(wanted[0]))
+    if kind == "ddp":
+        # one process does not fill the last round of an epoch
+        with pytest.raises(AssertionError, match="9 samples would draw 9, not 10; no values .* f"):
+            run_ranks(losses, 1, folder, kind, None, True, 2)
 
 
 def assert_traced(whole_folder, killed_folder, steps):
@@ -141,20 +145,6 @@ def measuring_another(rank, world_size, folder, factor, resume):
     source.make_cost = measure
     options = {"cost_model": "auto", "plan_trace": f"{folder}-{factor}"}
     return losses(rank, world_size, folder, "pipeline", None, resume, **options)
-
-
-def test_another_order_of_the_data_is_refused(tmp_path):
-    run_ranks(losses, 2, tmp_path, "ddp", None, None, 2, 16)
-    fitting = "set per_device_train_batch_size=2 and gradient_accumulation_steps=2"
-    sizes = "8 sequences per optimizer step, this run draws 12"
-    with pytest.raises(AssertionError, match=f"{sizes} .*; {fitting}"):
-        run_ranks(losses, 2, tmp_path, "ddp", None, True, 3, 16)
-    # one process does not fill the last round of an epoch
-    with pytest.raises(AssertionError, match="14 samples would draw 14, not 16; no values .* fit"):
-        run_ranks(losses, 1, tmp_path, "ddp", None, True, 4, 14)
-    assert run_ranks(losses, 1, tmp_path, "ddp", None, True, 4, 16), (
-        "the same step size and order on another number of ranks"
-    )
 
 
 def test_resumed_stages_keep_the_cost_model_and_measure_nothing(tmp_path):
