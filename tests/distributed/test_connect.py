@@ -80,9 +80,10 @@ def test_no_time_at_all_is_refused(monkeypatch, seconds):
 
 
 @pytest.mark.parametrize("given", [None, 77])
-def test_every_group_has_the_timeout(monkeypatch, given):
-    stub = start(monkeypatch, cuda="nccl")
-    transport = connect(CUDA, timeout=given and timedelta(seconds=given))
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_every_group_has_the_timeout(monkeypatch, device, given):
+    stub = start(monkeypatch, **NCCL)
+    transport = connect(device, timeout=given and timedelta(seconds=given))
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None: zeros(*sizes))
     transport.open_lane("inside nodes", [(0, 1), (2, 3)], peers=[0])

@@ -43,35 +43,22 @@ def random_inputs(segments, heads, head_dim=8, dtype=torch.float64, seed=0):
     ]
 
 
-def may_read(segments):
-    """[Tq, Tk] bool: which query reads which key."""
-    mask = torch.zeros(segments.total_q, segments.total_k, dtype=torch.bool)
-    q, k = 0, 0
-    for q_len, k_len in zip(segments.q_lens, segments.k_lens, strict=True):
-        block = torch.ones(q_len, k_len, dtype=torch.bool)
-        mask[q : q + q_len, k : k + k_len] = (
-            block.tril(k_len - q_len) if segments.causal else block
-        )
-        q, k = q + q_len, k + k_len
-    return mask
-
-
-def dense(q, k, v, segments, scale=SCALE):
-    """Attention over all tokens at once with a mask, in the inputs' dtype: out [Tq, H, D] and lse
-    [H, Tq]."""
+def dense(q, k, v, dout, segments):
+    """By autograd through attention over all tokens at once with a mask, in the inputs' dtype: out
+    [Tq, H, D], lse [H, Tq], dq, dk and dv."""
+    blocks = [torch.ones(n) for n in zip(segments.q_lens, segments.k_lens, strict=True)]
+    if segments.causal:
+        blocks = [x.tril(x.shape[1] - x.shape[0]) for x in blocks]
+    mask = torch.block_diag(*blocks).bool()  # [Tq, Tk]: which query reads which key
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     shared = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-    mask = may_read(segments)
-    scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
+    k, v = (x.repeat_interleave(shared, 1) for x in leaves[1:])
+    scores = torch.einsum("nhd,mhd->hnm", leaves[0], k) * SCALE
     # A finite floor instead of -inf, so that autograd has no 0 * nan for queries without keys.
     p = scores.masked_fill(~mask, torch.finfo(q.dtype).min / 2).softmax(-1) * mask
-    return torch.einsum("hnm,mhd->nhd", p, v), scores.masked_fill(~mask, -torch.inf).logsumexp(-1)
-
-
-def dense_gradients(q, k, v, dout, segments, scale=SCALE):
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    dense(*leaves, segments, scale)[0].backward(dout)
-    return [x.grad for x in leaves]
+    out = torch.einsum("hnm,mhd->nhd", p, v)
+    lse = scores.masked_fill(~mask, -torch.inf).logsumexp(-1)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)
 
 
 def run(kernel, q, k, v, dout, segments, softcap=None, *, merged=False):
@@ -110,8 +97,7 @@ def test_agrees_with_dense_autograd(kernel, causal):
         for heads in HEADS:
             for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
                 inputs = random_inputs(segments, heads, seed=seed, dtype=dtype)
-                exact = [x.double() for x in inputs]
-                want = *dense(*exact[:3], segments), *dense_gradients(*exact, segments)
+                want = dense(*(x.double() for x in inputs), segments)
                 for x, y in zip(run(kernel, *inputs, segments), want, strict=True):
                     assert_close(x, y.to(dtype), tolerance)
 
@@ -199,16 +185,16 @@ def test_16_bit_error_is_at_most_twice_that_of_plain_softmax(kernel, dtype, caus
     that dtype."""
     segments = random_segments(0, causal)
     inputs = random_inputs(segments, (4, 2), head_dim=32, dtype=dtype)
-    exact = [x.double() for x in inputs]
-    want = [dense(*exact[:3], segments)[0], *dense_gradients(*exact, segments)]
-    plain = [dense(*inputs[:3], segments)[0], *dense_gradients(*inputs, segments)]
+    true_out, true_lse, *true_grads = dense(*(x.double() for x in inputs), segments)
+    plain_out, _, *plain_grads = dense(*inputs, segments)
     out, lse, *grads = run(kernel, *inputs, segments)
     # The CPU kernel takes a fast exponential for 16-bit inputs, which is far finer than their
     # rounding.
-    assert_close(lse, dense(*exact[:3], segments)[1].float(), 1e-4)
+    assert_close(lse, true_lse.float(), 1e-4)
     assert out.dtype == dtype
     assert {grad.dtype for grad in grads} == {torch.float32 if kernel.wide_gradients else dtype}
-    for got, rough, true in zip((out, *grads), plain, want, strict=True):
+    found = zip((out, *grads), (plain_out, *plain_grads), (true_out, *true_grads), strict=True)
+    for got, rough, true in found:
         assert (got.double() - true).abs().max() <= 2 * (rough.double() - true).abs().max()
 
 

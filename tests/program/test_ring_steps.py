@@ -46,12 +46,11 @@ def steps_of(strategy, lengths, degree, *, worthy_pairs=1):
 
 @both_rings
 @pytest.mark.parametrize("worthy_pairs", [1, 30, 10**9])
-@pytest.mark.parametrize("degree", [2, 3, 4, 7])
 def test_every_send_has_its_receive_and_every_query_reads_each_earlier_key_once(
-    strategy, degree, worthy_pairs
+    strategy, worthy_pairs
 ):
     """The executor on token names instead of tensors, forward and backward."""
-    for lengths in PACKS:
+    for degree, lengths in itertools.product((2, 3, 4, 7), PACKS):
         by_rank = steps_of(strategy, lengths, degree, worthy_pairs=worthy_pairs)
         assert len({len(steps) for _, steps in by_rank}) == 1
         group = one_group(range(FIRST, FIRST + degree), len(lengths), strategy)

@@ -1,15 +1,15 @@
 """Recurrent layers as scans and token by token, with random inputs."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from hf_flexseq.kernels.scans import Scan, Tensors, fla, gated_delta, kimi, mamba2
+from hf_flexseq.kernels.scans import fla, gated_delta, kimi, mamba2
 from hf_flexseq.kernels.scans.chunked import ChunkedScan
 from hf_flexseq.kernels.scans.grid import ChunkGrid
 from tests.attention.recurrent import stepwise
@@ -20,60 +20,50 @@ CPU = torch.device("cpu")
 class Kind(NamedTuple):
     """A kind of recurrent layer."""
 
-    chunk_inputs: Callable[..., Any]
-    """Of the inputs of a layer, a grid and options."""
-    stepwise: Callable[..., Any]
-    """Of a state, the inputs of a layer and options."""
-    make: Callable[..., Tensors]
-    """Of a number of tokens, a generator and by how much decays are stronger."""
-    is_of_token: tuple[bool, ...]
-    """Whether an input has a row for each token."""
-    options: dict[str, Any]
-    rule: Callable[[], fla.Rule] | None = None
-    """The function of flash-linear-attention, where that runs the scan."""
+    chunk_inputs: Callable  # of the inputs of a layer, a grid and options
+    stepwise: Callable  # of a state, the inputs of a layer and options
+    make: Callable  # of a number of tokens, a generator and by how much decays are stronger
+    is_of_token: tuple[bool, ...]  # whether an input has a row for each token
+    options: dict
+    rule: Callable | None = None  # flash-linear-attention's, where that runs the scan
 
 
 STATE_SHAPE = (4, 6, 5)
 
 
-def _delta_inputs(
-    tokens: int, random: torch.Generator, stronger: float, *, key_heads: int, channels: bool
-) -> Tensors:
-    """q, k [tokens, key_heads, 6], v [tokens, 4, 5], g [tokens, 4] or [tokens, 4, 6], beta."""
+def _delta(of, rule=None, *, key_heads=4, channels=False):
+    """A delta rule: q, k [tokens, key_heads, 6], v [tokens, 4, 5], g [tokens, 4 heads] or [tokens,
+    4, 6], beta [tokens, 4]."""
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(tokens, *shape, dtype=torch.float64, generator=random)
+    def make(tokens, random, stronger):
+        def normal(*shape):
+            return torch.randn(tokens, *shape, dtype=torch.float64, generator=random)
 
-    g = -0.2 * stronger * (normal(4, 6) if channels else normal(4)).exp()
-    return normal(key_heads, 6), normal(key_heads, 6), normal(4, 5), g, normal(4).sigmoid()
+        g = -0.2 * stronger * (normal(4, 6) if channels else normal(4)).exp()
+        return normal(key_heads, 6), normal(key_heads, 6), normal(4, 5), g, normal(4).sigmoid()
+
+    options = {"l2norm": True}
+    return Kind(of.chunk_inputs, stepwise.delta_rule_from, make, (True,) * 5, options, rule)
 
 
-def _mamba_inputs(tokens: int, random: torch.Generator, stronger: float) -> Tensors:
+def _mamba_inputs(tokens, random, stronger):
     """x [tokens, 4, 5], dt [tokens, 4], A [4], B, C [tokens, 2, 6], dt_bias [4]."""
 
-    def normal(*shape: int) -> torch.Tensor:
+    def normal(*shape):
         return torch.randn(*shape, dtype=torch.float64, generator=random)
 
     x, dt, A = normal(tokens, 4, 5), normal(tokens, 4), -stronger * normal(4).exp()
     return x, dt, A, normal(tokens, 2, 6), normal(tokens, 2, 6), normal(4)
 
 
-def _mamba_chunk_inputs(*inputs: Any, **options: Any) -> Any:
+def _mamba_chunk_inputs(*inputs, **options):
     *layer, dt_bias, grid = inputs
     return mamba2.chunk_inputs(*layer, grid, dt_bias=dt_bias, **options)
 
 
-def _mamba_stepwise(*inputs: Any, **options: Any) -> Any:
+def _mamba_stepwise(*inputs, **options):
     *layer, dt_bias = inputs
     return stepwise.mamba2_from(*layer, dt_bias=dt_bias, **options)
-
-
-def _delta(of: Any, rule: Any = None, *, key_heads: int = 4, channels: bool = False) -> Kind:
-    def make(*how: Any) -> Tensors:
-        return _delta_inputs(*how, key_heads=key_heads, channels=channels)
-
-    options = {"l2norm": True}
-    return Kind(of.chunk_inputs, stepwise.delta_rule_from, make, (True,) * 5, options, rule)
 
 
 KINDS = {
@@ -98,7 +88,7 @@ OF_PACKAGE = {
 class Case:
     """Random inputs of a kind of layer over segments, and gradients of what it gives."""
 
-    def __init__(self, kind: Kind, lengths: Sequence[int], stronger: float = 1) -> None:
+    def __init__(self, kind, lengths, stronger=1):
         random = torch.Generator().manual_seed(1)
         self.kind = kind
         self.lengths = tuple(lengths)
@@ -112,36 +102,32 @@ class Case:
         for x in (*self.layer, self.states):
             x.requires_grad_()
         self.grid = ChunkGrid(lengths, CPU)
-        self.scan: Scan = ChunkedScan(self.grid)
+        self.scan = ChunkedScan(self.grid)
         self.dout = self.grid.to_chunks(self.dout_rows).contiguous()  # as the scan takes it
         if kind.rule is not None:
             self.scan = fla.FlaScan(lengths, CPU, kind.rule(), l2norm=True)
             self.dout = self.dout_rows
 
-    def wanted(self) -> Tensors:
+    def wanted(self):
         """out [tokens, H, V] and the states behind the segments [segments, H, K, V], token by
         token."""
-        outs, finals = [], []
-        start = 0
-        for segment, length in enumerate(self.lengths):
-            rows = slice(start, start + length)
-            start += length
-            taken = [
-                x[rows] if of_token else x
-                for x, of_token in zip(self.layer, self.kind.is_of_token, strict=True)
-            ]
-            out, final = self.kind.stepwise(self.states[segment], *taken, **self.kind.options)
-            outs.append(out)
-            finals.append(final)
+        results = []
+        by_input = [
+            x.split(self.lengths) if of_token else [x] * len(self.lengths)
+            for x, of_token in zip(self.layer, self.kind.is_of_token, strict=True)
+        ]
+        for state, *taken in zip(self.states, *by_input, strict=True):
+            results.append(self.kind.stepwise(state, *taken, **self.kind.options))
+        outs, finals = zip(*results, strict=True)
         return torch.cat(outs), torch.stack(finals)
 
-    def inputs(self) -> Tensors:
+    def inputs(self):
         """What the scan takes."""
         if self.kind.rule is not None:
             return self.layer
         return self.kind.chunk_inputs(*self.layer, self.grid, **self.kind.options)
 
-    def rows(self, out: torch.Tensor) -> torch.Tensor:
+    def rows(self, out):
         """[tokens, H, V] of what the scan gives."""
         return out if self.kind.rule is not None else self.grid.rows(out)
 
