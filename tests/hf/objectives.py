@@ -19,7 +19,6 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DataCollatorForTokenClassification,
     DataCollatorWithPadding,
@@ -27,7 +26,6 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
@@ -49,7 +47,14 @@ from hf_flexseq import FlexSeqArguments
 from tests.hf.test_sharding import ZERO
 from tests.hf.test_trainer import training_arguments
 from tests.hf.tiny import VOCAB, tiny_llama, with_torch_norms
-from tests.hf.trainers import Difference, Run, difference, flexseq_class, trained
+from tests.hf.trainers import (
+    Difference,
+    Run,
+    difference,
+    flexseq_class,
+    trained,
+    word_tokenizer,
+)
 
 OPTIONS = {"max_tokens_per_rank": 60, "cost_model": "estimate"}
 ROWS, EVALUATED = 64, 6  # examples to train on, and to evaluate
@@ -112,17 +117,6 @@ class Case:
 
 
 # ---- data
-
-
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are words, such as w17 for the number 17; 0 pads and 1 ends."""
-    words = {f"w{number}": number for number in range(2, VOCAB)}
-    vocabulary = {"<pad>": 0, "<end>": 1, **words}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>"
-    )
 
 
 def words_of(rng: random.Random, count: int) -> str:

@@ -7,12 +7,12 @@ import torch
 from trl import DistillationConfig, DistillationTrainer
 from trl.trainer import distillation_trainer
 
-from hf_flexseq import FlexSeqArguments, FlexSeqMixin
+from hf_flexseq import FlexSeqMixin
 from hf_flexseq.hf.losses import unsuitable_distillation
-from tests.hf.objectives import prompts, word_tokenizer
-from tests.hf.test_trainer import OPTIONS, logged, training_arguments
+from tests.hf.objectives import prompts
+from tests.hf.test_trainer import logged
 from tests.hf.tiny import VOCAB, noting_figures, refused, tiny_llama
-from tests.hf.trainers import difference, trained
+from tests.hf.trainers import difference, trained, trainer_of, word_tokenizer
 from tests.ranks import run_cases
 
 
@@ -52,25 +52,26 @@ def large_teacher():
     return tiny_llama(seed=1, hidden_size=48, num_hidden_layers=3, **heads)
 
 
-def distillation(cls, folder, *, teacher=None, options=None, **settings):
-    defaults = {"optim": "sgd", "bf16": False, "gradient_checkpointing": False, "max_steps": 2}
-    defaults |= {"learning_rate": 0.5, "beta": 0.5, "per_device_eval_batch_size": 2}
-    defaults |= {"batch": 2, "accumulation": 2}
-    args = training_arguments(DistillationConfig, folder, **{**defaults, **settings})
-    flexseq = {}
-    if issubclass(cls, FlexSeqMixin):
-        flexseq["flexseq_args"] = FlexSeqArguments(**{**OPTIONS, **(options or {})})
+def distillation(cls, folder, *, options=None, **settings):
     student = tiny_llama()
     student.config.logit_scale = 1.5  # which TRL reads
-    return cls(
-        model=student,
-        teacher_model=teacher or large_teacher(),
-        args=args,
-        train_dataset=prompts(24),
-        eval_dataset=prompts(5),
-        processing_class=word_tokenizer(),
-        **flexseq,
-    )
+    defaults = {
+        "model": student,
+        "teacher_model": large_teacher(),
+        "train_dataset": prompts(24),
+        "eval_dataset": prompts(5),
+        "processing_class": word_tokenizer(),
+        "data_collator": None,
+        "accumulation": 2,
+        "max_steps": 2,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "learning_rate": 0.5,
+        "beta": 0.5,
+    }
+    flexseq = (options or {}) if issubclass(cls, FlexSeqMixin) else None
+    settings = {**defaults, **settings}
+    return trainer_of(cls, folder, config=DistillationConfig, flexseq=flexseq, **settings)
 
 
 def run(rank, world_size, cls, folder, settings):
@@ -153,7 +154,7 @@ def test_a_teacher_that_cannot_be_computed_exactly_is_refused(tmp_path):
     teacher = large_teacher()
     teacher.config.attention_dropout = 0.1
     with refused("attention_dropout=0"):
-        distillation(FlexSeqDistillation, tmp_path, teacher=teacher)
+        distillation(FlexSeqDistillation, tmp_path, teacher_model=teacher)
 
 
 @pytest.mark.parametrize(

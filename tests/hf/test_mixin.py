@@ -15,7 +15,6 @@ from hf_flexseq import (
     FlexSeqMixin,
     FlexSeqTrainer,
 )
-from tests.hf.objectives import word_tokenizer as tokenizer
 from tests.hf.test_trainer import (
     OPTIONS,
     dataset,
@@ -26,6 +25,7 @@ from tests.hf.test_trainer import (
 )
 from tests.hf.tiny import tiny_llama
 from tests.hf.trainers import assert_logged_alike, trained, trainer_of, weights_apart
+from tests.hf.trainers import word_tokenizer as tokenizer
 from tests.ranks import run_cases
 
 
@@ -33,38 +33,20 @@ class FlexSeqSFTTrainer(FlexSeqMixin, SFTTrainer):
     pass
 
 
-def sft_trainer(
-    cls,
-    folder,
-    batch,
-    *,
-    accumulation=1,
-    model=None,
-    settings=None,
-    train_dataset=None,
-    **options,
-):
-    args = training_arguments(
-        SFTConfig,
-        folder,
-        batch=batch,
-        accumulation=accumulation,
-        **{
-            "optim": "sgd",
-            "max_length": None,
-            "gradient_checkpointing": False,
-            "dataset_kwargs": {"skip_prepare_dataset": True},
-            "bf16": False,
-            **(settings or {}),
-        },
-    )
-    return cls(
-        model=model or tiny_llama(),
-        args=args,
-        train_dataset=train_dataset or Dataset.from_list(dataset()),
-        processing_class=tokenizer(),
-        **options,
-    )
+def sft_trainer(cls, folder, batch, *, settings=None, **given):
+    """An SFTTrainer of ten steps on documents as they are. settings: of its SFTConfig."""
+    defaults = {
+        "max_length": None,
+        "max_steps": 10,
+        "gradient_checkpointing": False,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "bf16": False,
+        "train_dataset": Dataset.from_list(dataset()),
+        "data_collator": None,
+        "processing_class": tokenizer(),
+    }
+    settings = {**defaults, **(settings or {}), **given}
+    return trainer_of(cls, folder, config=SFTConfig, batch=batch, **settings)
 
 
 def lora_llama():
@@ -82,11 +64,8 @@ def make_trainer(kind, ours, folder, batch):
             model.get_base_model().loss_function = float64_loss
         options = {"batch": batch, "max_steps": 5, "model": model, "train_dataset": dataset()}
         return trainer_of(Trainer, folder, flexseq={} if ours else None, **options)
-    settings = {"max_steps": 5}
-    model = None
-    if kind != "sft":
-        settings["bf16"] = True
-        model = tiny_llama(torch.float32)
+    settings = {"max_steps": 5, "bf16": kind != "sft"}
+    model = tiny_llama(torch.float64 if kind == "sft" else torch.float32)
     cls = FlexSeqSFTTrainer if ours else SFTTrainer
     trainer = sft_trainer(cls, folder, batch, model=model, settings=settings, **flexseq)
     if kind == "bf16, evaluated first":

@@ -5,20 +5,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Trainer
 from transformers.distributed import DistributedConfig
 
-from hf_flexseq import (
-    DataCollatorForFlexSeq,
-    FlexSeqArguments,
-    FlexSeqConfig,
-    FlexSeqEngine,
-    FlexSeqTrainer,
-)
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.distributed.reduction import local
 from tests.hf.test_sharding import ZERO
-from tests.hf.test_trainer import OPTIONS, dataset, training_arguments
 from tests.hf.tiny import documents, tiny_llama
+from tests.hf.trainers import trainer_of
 from tests.ranks import run_ranks
 
 STEPS = 4
@@ -27,7 +21,7 @@ PARAMETER = "model.norm.weight"
 OF_KIND = {
     "ddp": {},
     "fsdp2": {"save_only_model": True},  # the Trainer saves nothing else of it
-    "pipeline": {"pipeline_parallel_size": 2},
+    "pipeline": {"flexseq": {"pipeline_parallel_size": 2}},
     "zero": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 3}}},
 }
 SAVING = {"save_strategy": "steps", "save_steps": 1}
@@ -35,14 +29,14 @@ WARNING = {"on_nonfinite": "warn"}
 EVERY_STEP = ["checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-4"]
 
 
-def make_trainer(kind, models, folder, **options):
+def make_trainer(kind, models, folder, *, on_nonfinite="raise", **settings):
     model = tiny_llama(torch.float32)
     if kind == "fsdp2":
         shards = DistributedConfig(fsdp_size=2)
         model = LlamaForCausalLM.from_pretrained(models, distributed_config=shards)
-    settings = {**OPTIONS, **OF_KIND[kind], "lookahead": 0, "max_steps": STEPS, **options}
-    args = training_arguments(FlexSeqConfig, folder, batch=1, accumulation=1, **settings)
-    return FlexSeqTrainer(model=model, args=args, train_dataset=dataset(16))
+    settings = {**OF_KIND[kind], "max_steps": STEPS, **settings}
+    options = {"lookahead": 0, "on_nonfinite": on_nonfinite, **settings.pop("flexseq", {})}
+    return trainer_of(Trainer, folder, flexseq=options, model=model, batch=1, **settings)
 
 
 def poison(trainer, step):

@@ -4,17 +4,17 @@ context reaches attention as itself through the casts of FSDP2."""
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AttentionInterface, Trainer, TrainingArguments
+from transformers import AttentionInterface, Trainer
 
-from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from tests.hf.by_hand import CPU
-from tests.hf.test_trainer import OPTIONS, dataset, logged, padded, training_arguments
+from tests.hf.test_trainer import dataset, logged
 from tests.hf.tiny import tiny_llama
+from tests.hf.trainers import trainer_of
 from tests.ranks import run_cases, run_ranks
 
 pytestmark = pytest.mark.processes
@@ -22,16 +22,12 @@ pytestmark = pytest.mark.processes
 
 def bf16_run(rank, world_size, folder):
     """The log of the plain Trainer on one rank, and of ours on several."""
-    common = {"batch": 4 // world_size, "accumulation": 1, "max_steps": 4, "learning_rate": 0.1}
-    common |= {"optim": "sgd", "bf16": True}
     model = tiny_llama(torch.float32)
-    if world_size == 1:
-        args = training_arguments(TrainingArguments, folder, **common)
-        trainer = Trainer(model=model, args=args, train_dataset=dataset(), data_collator=padded)
-    else:
-        args = training_arguments(FlexSeqConfig, folder, **common, **OPTIONS)
-        data = {"train_dataset": dataset(), "eval_dataset": dataset(8)}
-        trainer = FlexSeqTrainer(model=model, args=args, **data)
+    data = {"train_dataset": dataset(), "eval_dataset": dataset(8)}
+    settings = {"batch": 4 // world_size, "max_steps": 4, "bf16": True, "learning_rate": 0.1}
+    flexseq = {} if world_size > 1 else None
+    trainer = trainer_of(Trainer, folder, flexseq=flexseq, model=model, **data, **settings)
+    if world_size > 1:
         trainer.evaluate()  # wraps the model for autocast, and must leave no trace of it
     trainer.train()
     assert next(model.parameters()).dtype == torch.float32

@@ -13,14 +13,13 @@ from transformers import Trainer
 from transformers.models.mixtral import modeling_mixtral
 from trl import SFTTrainer
 
-from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.model.router import PROBABILITIES, RouterLoss, RouterSums, router_facts
 from tests.hf import objectives
 from tests.hf.objectives import Case
 from tests.hf.test_exactness import own_batches, whole
-from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer
+from tests.hf.test_mixin import sft_trainer
 from tests.hf.test_reach import keep_float64, make_model
-from tests.hf.test_trainer import OPTIONS, dataset, logged
+from tests.hf.test_trainer import dataset, logged
 from tests.hf.tiny import (
     RandomPlanEngine,
     documents,
@@ -127,27 +126,15 @@ def make(kind, ours, folder, batch, accumulation=1):
     data = {"train_dataset": dataset(16), "eval_dataset": dataset(8)}
     settings = {"learning_rate": 0.1, "max_steps": 2, "model": mixture()}
     settings["per_device_eval_batch_size"] = batch * accumulation
+    settings |= {"flexseq": {} if ours else None, "batch": batch, "accumulation": accumulation}
     if kind == "sft":
         data = {name: Dataset.from_list(rows) for name, rows in data.items()}
-        adapter = LoraConfig(target_modules=["q_proj"], r=2, modules_to_save=["mlp.gate"])
-        given = {"peft_config": adapter, "eval_dataset": data["eval_dataset"]}
-        if ours:
-            given["flexseq_args"] = FlexSeqArguments(**OPTIONS)
-        model = settings.pop("model")
-        return sft_trainer(
-            FlexSeqSFTTrainer if ours else SFTTrainer,
-            folder,
-            batch,
-            accumulation=accumulation,
-            model=model,
-            train_dataset=data["train_dataset"],
-            settings={**settings, "router_aux_loss_coef": 0.3},
-            **given,
-        )
+        layers = {"target_modules": ["q_proj"], "modules_to_save": ["mlp.gate"]}
+        settings |= {"peft_config": LoraConfig(r=2, **layers), "router_aux_loss_coef": 0.3}
+        return sft_trainer(SFTTrainer, folder, **data, **settings)
     if kind == "plain, with metrics":
         data["preprocess_logits_for_metrics"] = likeliest
         data["compute_metrics"] = lambda found: {"first": float(found.predictions[:, 0].sum())}
-    settings |= {"flexseq": {} if ours else None, "batch": batch, "accumulation": accumulation}
     return trainer_of(Trainer, folder, **data, **settings)
 
 

@@ -6,22 +6,33 @@
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import deepspeed
 import numpy as np
 import pytest
-from transformers import Trainer, TrainingArguments
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from tests.hf.test_exactness import whole
 from tests.hf.test_trainer import OPTIONS, dataset, logged, padded, training_arguments
-from tests.hf.tiny import tiny_llama
+from tests.hf.tiny import VOCAB, tiny_llama
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 CLOCKS = ("runtime", "per_second", "time", "total_flos", "flexseq/")  # parts of names of figures
-OF_TRAINER = frozenset(inspect.signature(Trainer.__init__).parameters)
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are words, such as w17 for the number 17; 0 pads and 1 ends."""
+    words = {f"w{number}": number for number in range(2, VOCAB)}
+    vocabulary = {"<pad>": 0, "<end>": 1, **words}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>"
+    )
 
 
 def flexseq_class(base: Any) -> Any:
@@ -35,6 +46,7 @@ def trainer_of(
     base: Any,
     folder: Any,
     *,
+    config: Any = TrainingArguments,
     flexseq: Mapping[str, Any] | None = None,
     batch: int = 2,
     accumulation: int = 1,
@@ -42,24 +54,20 @@ def trainer_of(
 ) -> Any:
     """A trainer of a user's class `base`: three steps of SGD on padded documents.
 
-    flexseq: options besides OPTIONS, None for the stock trainer. settings: arguments of the
-    trainer, and of its TrainingArguments, by their names.
+    config: class of its arguments. flexseq: options besides OPTIONS, None for the stock trainer.
+    settings: arguments of the trainer, and of its config, by their names.
     """
-    given = {name: settings.pop(name) for name in OF_TRAINER & settings.keys()}
+    own = {name for cls in base.__mro__ for name in inspect.signature(cls.__init__).parameters}
+    given = {name: settings.pop(name) for name in own & settings.keys()}
     if "model" not in given:
         given["model"] = tiny_llama()
     if flexseq is not None:
         base = flexseq_class(base)
         given["flexseq_args"] = FlexSeqArguments(**{**OPTIONS, **flexseq})
     defaults = {"optim": "sgd", "max_steps": 3, "per_device_eval_batch_size": 2}
-    args = training_arguments(
-        TrainingArguments,
-        folder,
-        batch=batch,
-        accumulation=accumulation,
-        **{**defaults, **settings},
-    )
-    return base(args=args, **{"train_dataset": dataset(16), "data_collator": padded, **given})
+    settings = {"batch": batch, "accumulation": accumulation, **defaults, **settings}
+    given["args"] = training_arguments(config, folder, **settings)
+    return base(**{"train_dataset": dataset(16), "data_collator": padded, **given})
 
 
 # ---- what a trainer makes of its model
@@ -87,9 +95,13 @@ def weights_of(model: Any) -> dict[str, Array]:
     """A copy of all weights, whole and in float64, by name."""
     found = {}
     for name, parameter in model.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):  # nothing happens without ZeRO-3
-            value = whole(parameter.detach())
-            found[name] = value.double().numpy().copy()
+        gathered: Any = nullcontext()
+        if hasattr(parameter, "ds_id"):  # under ZeRO-3; DeepSpeed need not be installed elsewhere
+            import deepspeed
+
+            gathered = deepspeed.zero.GatheredParameters([parameter])
+        with gathered:
+            found[name] = whole(parameter.detach()).double().numpy().copy()
     return found
 
 
