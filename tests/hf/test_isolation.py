@@ -158,6 +158,7 @@ def chunks_one_by_one(rank, world_size, tokens, changed):
 
 
 # a document that is cut, one that is whole, and one that is cut beside a whole one
+@pytest.mark.slow
 @pytest.mark.parametrize(("changed", "world_size"), [(1, 2), (2, 1), (2, 2), (4, 2)])
 def test_a_changed_document_changes_no_other_in_chunks(changed, world_size):
     parts = []

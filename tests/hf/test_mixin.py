@@ -12,7 +12,6 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_flexseq import (
     DataCollatorForFlexSeq,
-    FlexSeqArguments,
     FlexSeqConfig,
     FlexSeqMixin,
     FlexSeqTrainer,
@@ -60,17 +59,14 @@ def lora_llama():
 
 def make_trainer(kind, ours, folder, batch):
     """A trainer of five steps."""
-    flexseq = {"flexseq_args": FlexSeqArguments(**OPTIONS)} if ours else {}
+    settings = {"flexseq": {} if ours else None, "batch": batch, "max_steps": 5}
     if kind == "lora":
         model = lora_llama()
         if not ours:
             model.get_base_model().loss_function = float64_loss
-        options = {"batch": batch, "max_steps": 5, "model": model, "train_dataset": dataset()}
-        return trainer_of(Trainer, folder, flexseq={} if ours else None, **options)
-    settings = {"max_steps": 5, "bf16": kind != "sft"}
+        return trainer_of(Trainer, folder, model=model, train_dataset=dataset(), **settings)
     model = tiny_llama(torch.float64 if kind == "sft" else torch.float32)
-    cls = FlexSeqSFTTrainer if ours else SFTTrainer
-    trainer = sft_trainer(cls, folder, batch, model=model, settings=settings, **flexseq)
+    trainer = sft_trainer(SFTTrainer, folder, model=model, bf16=kind != "sft", **settings)
     if kind == "bf16, evaluated first":
         before = dict(vars(model))
         trainer.evaluate(Dataset.from_list(dataset(8)))
@@ -102,10 +98,9 @@ def test_sft_with_its_own_head_and_lora_train_as_under_the_plain_trainer(tmp_pat
             assert (ours.weights[name] == wanted).all(), name
 
 
-@pytest.mark.parametrize("cls", [SFTTrainer, FlexSeqSFTTrainer])
-def test_evaluating_masks_without_labels_is_refused_as_by_the_plain_sft_trainer(tmp_path, cls):
-    flexseq = {"flexseq_args": FlexSeqArguments(**OPTIONS)} if cls is FlexSeqSFTTrainer else {}
-    trainer = sft_trainer(cls, tmp_path, 2, **flexseq)
+@pytest.mark.parametrize("flexseq", [None, {}])
+def test_evaluating_masks_without_labels_is_refused_as_by_the_plain_trainer(tmp_path, flexseq):
+    trainer = sft_trainer(SFTTrainer, tmp_path, 2, flexseq=flexseq)
     for mask in ("completion_mask", "assistant_masks"):
         data = Dataset.from_list([{"input_ids": [1, 2, 3, 4], mask: [0, 0, 1, 1]}])
         for given in (data, {"held out": data}):
@@ -116,19 +111,19 @@ def test_evaluating_masks_without_labels_is_refused_as_by_the_plain_sft_trainer(
 def test_masks_without_labels_are_refused_when_the_collator_was_wrapped_by_the_user(tmp_path):
     collator = DataCollatorForFlexSeq(DataCollatorForLanguageModeling(pad_token_id=0))
     data = Dataset.from_list([{"input_ids": [1, 2, 3, 4], "completion_mask": [0, 0, 1, 1]}])
-    given = {"data_collator": collator, "flexseq_args": FlexSeqArguments(**OPTIONS)}
+    given = {"train_dataset": data, "data_collator": collator, "flexseq": {}}
     with pytest.raises(ValueError, match="train dataset has mask columns but no 'labels'"):
-        sft_trainer(FlexSeqSFTTrainer, tmp_path, 2, train_dataset=data, **given)
+        sft_trainer(SFTTrainer, tmp_path, 2, **given)
 
 
 def test_evaluating_masks_that_preparation_reads_gives_the_plain_loss(tmp_path):
     row = {"input_ids": [1, 2, 3, 4, 5], "completion_mask": [0, 0, 1, 1, 1]}
     data = Dataset.from_list([row] * 2)
     settings = {"dataset_kwargs": None, "completion_only_loss": True}
-    plain = sft_trainer(SFTTrainer, tmp_path, 2, settings=settings)
+    plain, trainer = (
+        sft_trainer(SFTTrainer, tmp_path, 2, flexseq=flexseq, **settings) for flexseq in (None, {})
+    )
     wanted = plain.evaluate(data)["eval_loss"]
-    flexseq = {"flexseq_args": FlexSeqArguments(**OPTIONS)}
-    trainer = sft_trainer(FlexSeqSFTTrainer, tmp_path, 2, settings=settings, **flexseq)
     assert trainer.evaluate(data)["eval_loss"] == pytest.approx(wanted, rel=1e-6)
     whole = trainer.evaluate(data.remove_columns("completion_mask"))["eval_loss"]
     assert whole != pytest.approx(wanted, rel=1e-3)
@@ -252,29 +247,28 @@ CAPS = (60, 400)  # tokens of a rank in a micro-batch
 TRAINED = ("loss", "mean_token_accuracy", "entropy", "num_tokens")
 
 
-def evaluated_run(cls, folder, *, evaluated, batch=SEQUENCES, accumulation=1, **given):
+def evaluated_run(folder, *, evaluated, batch=SEQUENCES, **settings):
     """A training that ends in an evaluation, of so many sequences at a time."""
     data = Dataset.from_list(dataset(SEQUENCES * STEPS))
-    given |= {"train_dataset": data, "eval_dataset": data.select(range(7))}
-    settings = {"max_steps": STEPS, "per_device_eval_batch_size": evaluated}
-    options = {"accumulation": accumulation, "settings": settings}
-    return trained(sft_trainer(cls, folder, batch, **options, **given), evaluates=True)
+    settings |= {"train_dataset": data, "eval_dataset": data.select(range(7))}
+    settings |= {"max_steps": STEPS, "per_device_eval_batch_size": evaluated}
+    return trained(sft_trainer(SFTTrainer, folder, batch, **settings), evaluates=True)
 
 
 def runs_by_cap(rank, world_size, folder):
     own = SEQUENCES // world_size
     found = []
     for cap, batch in zip(CAPS, (1, own), strict=True):
-        options = FlexSeqArguments(**{**OPTIONS, "max_tokens_per_rank": cap, "lookahead": 0})
-        given = {"batch": batch, "accumulation": own // batch, "flexseq_args": options}
-        found.append(evaluated_run(FlexSeqSFTTrainer, folder, evaluated=batch, **given))
+        options = {"max_tokens_per_rank": cap, "lookahead": 0}
+        settings = {"batch": batch, "accumulation": own // batch, "flexseq": options}
+        found.append(evaluated_run(folder, evaluated=batch, **settings))
     return found
 
 
 @pytest.mark.processes
 def test_figures_of_the_sft_trainer_do_not_depend_on_plan_or_ranks(tmp_path):
     by_rank = run_ranks(runs_by_cap, 3, tmp_path)
-    stock = evaluated_run(SFTTrainer, tmp_path, evaluated=7)
+    stock = evaluated_run(tmp_path, evaluated=7)
     for runs in by_rank:
         for ours in runs:
             keys = (*TRAINED, *(f"eval_{name}" for name in TRAINED))
