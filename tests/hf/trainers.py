@@ -67,7 +67,10 @@ def trainer_of(
     defaults = {"optim": "sgd", "max_steps": 3, "per_device_eval_batch_size": 2}
     settings = {"batch": batch, "accumulation": accumulation, **defaults, **settings}
     given["args"] = training_arguments(config, folder, **settings)
-    return base(**{"train_dataset": dataset(16), "data_collator": padded, **given})
+    given = {"train_dataset": dataset(16), "data_collator": padded, **given}
+    if given["data_collator"] is None:
+        del given["data_collator"]  # which some trainers of TRL do not take
+    return base(**given)
 
 
 # ---- what a trainer makes of its model
