@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import deepspeed
 import numpy as np
 import torch
@@ -359,6 +360,14 @@ def run_case(case: Case, is_ours: bool, folder: Path, **given: Any) -> Run:
     return trained(make_trainer(case, is_ours, folder, **given), evaluates=case.evaluates)
 
 
-def compare(case: Case, folder: Path) -> Difference:
-    """Train stock and ours, and compare them. Collective over the world."""
+def compare(rank: int, world_size: int, folder: Path, case: Case) -> Difference:
+    """Train stock and ours on this rank, and compare them. Collective over the world."""
+    datasets.disable_progress_bars()
     return difference(run_case(case, False, folder), run_case(case, True, folder))
+
+
+def assert_alike(apart: Difference, *, weights: float) -> None:
+    """weights: bound of their difference."""
+    assert apart.weights < weights
+    assert apart.metrics < METRICS_BOUND, apart.metric
+    assert not apart.missing
