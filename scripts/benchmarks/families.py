@@ -24,23 +24,23 @@ import io
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 import transformers
 
 from common import ROOT, argument_parser, machine, table_head, table_row, write_record
 
 sys.path.append(str(ROOT))
 import tests.hf.conftest  # noqa: F401  (lets DeepSpeed compile nothing)
+from hf_flexseq.hf.model.recurrent import mixers
 from tests.hf import hybrids
 from tests.hf import test_reach as reach
-from tests.hf.test_families import (
-    WAYS,
-    error_of_float32_scans,
-    errors_of_family,
-    plain_family,
-)
+from tests.hf.test_families import WAYS, errors_of_family, model_of, plain_family
+from tests.hf.test_trainer import update_error
 
 # The families of which ten Trainer steps are taken.
 TRAINED = (
@@ -77,6 +77,41 @@ def steps_error(family: str, way: str) -> tuple[float, float]:
         if family not in reach.FAMILIES:
             of_scans = error_of_float32_scans(folder, way, family, plain)
         return max(errors_of_family(folder, way, family, plain)), of_scans
+
+
+def error_of_float32_scans(folder: Path, way: str, family: str, plain: Any) -> float:
+    """Return how far ten steps of the plain Trainer are from those with recurrent scans in
+    float64: what rounding to float32 in them makes.
+
+    plain: what `plain_family` returned.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for mixer in mixers(model_of(way, family)):
+            for scope, name in mixer.functions:
+                patch.setitem(scope, name, in_float64(scope[name]))
+        _, found, _ = plain_family(folder, way, family)
+    before, wanted, _ = plain
+    return update_error(before, wanted, found)
+
+
+def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` without its casts to float32, on inputs in float64; results have the dtype
+    of the first input."""
+
+    def wide(value: Any) -> Any:
+        is_tensor = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.double() if is_tensor else value
+
+    def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        named = {name: wide(value) for name, value in kwargs.items()}
+        with pytest.MonkeyPatch.context() as patch:
+            reach.keep_float64(patch)
+            out = function(wide(first), *map(wide, args), **named)
+        if isinstance(out, tuple):
+            return out[0].to(first.dtype), *out[1:]
+        return out if out is None else out.to(first.dtype)
+
+    return call
 
 
 def main() -> int:

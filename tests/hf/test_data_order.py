@@ -15,6 +15,7 @@ from transformers import Trainer
 
 from hf_flexseq import FlexSeqTrainer
 from hf_flexseq.hf.data_order import DataOrder, Factors, check_factors, order_of
+from tests.budget import others_slow
 from tests.hf.test_saving import losses_of, make_trainer
 
 EPOCHS = 2
@@ -93,7 +94,9 @@ def pairs(samples):
     return list(itertools.combinations(found, 2))
 
 
-@pytest.mark.parametrize("strategy", ["random", "stream", "group_by_length"])
+@pytest.mark.parametrize(
+    "strategy", others_slow(["random", "stream", "group_by_length"], tried=("stream",))
+)
 def test_the_order_is_kept_where_the_rule_says_so(strategy):
     """And there alone, but in `group_by_length`, of which the rule promises less."""
     PartialState(cpu=True)
@@ -221,6 +224,7 @@ def test_a_trainer_says_what_decides_the_order(tmp_path):
     assert rebalanced.unknown == "train_sampling_strategy='batch_rebalance'"
 
 
+@pytest.mark.slow
 def test_a_resumed_trainer_takes_other_factors_that_keep_the_order_and_no_others(tmp_path):
     def steps(batch, accumulation):
         return {"batch": batch, "accumulation": accumulation, "dataloader_drop_last": True}

@@ -5,15 +5,13 @@ train them."""
 from functools import partial
 
 import pytest
-import torch
 from transformers import Trainer
 from trl import SFTTrainer
 
 from hf_flexseq import FlexSeqArguments
-from hf_flexseq.hf.model.recurrent import mixers
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer
-from tests.hf.test_reach import keep_float64, make_model
+from tests.hf.test_reach import make_model
 from tests.hf.test_trainer import OPTIONS, logged, make_trainer, plain_run, update_error
 from tests.hf.tiny import noting_figures, weights
 from tests.ranks import run_ranks
@@ -92,42 +90,6 @@ def errors_of_family(folder, way, family, plain=None):
         assert shared >= 1, "no step ever split a sequence"
         errors.append(update_error(before, wanted, found))
     return errors
-
-
-def error_of_float32_scans(folder, way, family, plain):
-    """How far ten steps of the plain Trainer are from those with recurrent scans in float64: what
-    rounding to float32 in them makes.
-
-    plain: what `plain_family` returned.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        for mixer in mixers(model_of(way, family)):
-            for scope, name in mixer.functions:
-                patch.setitem(scope, name, in_float64(scope[name]))
-        _, found, _ = plain_family(folder, way, family)
-    before, wanted, _ = plain
-    return update_error(before, wanted, found)
-
-
-def in_float64(function):
-    """`function` without its casts to float32, on inputs in float64; results have the dtype of the
-    first input."""
-
-    def call(first, *args, **kwargs):
-        def wide(value):
-            is_tensor = isinstance(value, torch.Tensor) and value.is_floating_point()
-            return value.double() if is_tensor else value
-
-        with pytest.MonkeyPatch.context() as patch:
-            keep_float64(patch)
-            out = function(
-                wide(first), *map(wide, args), **{n: wide(value) for n, value in kwargs.items()}
-            )
-        if isinstance(out, tuple):
-            return out[0].to(first.dtype), *out[1:]
-        return out if out is None else out.to(first.dtype)
-
-    return call
 
 
 @pytest.mark.processes

@@ -126,6 +126,7 @@ def under_ddp(rank, world_size, plans, nodes, options):
     return gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launches", "seed"), [(ONE_QUEUE, 1), (ONE_QUEUE, 2), (BY_LANE, 2)])
 @pytest.mark.parametrize(("world_size", "nodes"), CASES)
 def test_plans_end_under_ddp_instead_of_ddp(launches, world_size, nodes, seed):
@@ -149,6 +150,7 @@ def reduced_by_ddp(rank, world_size, plans, nodes, lockstep, has_hook):
     return gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_hook", [False, True])
 def test_plans_end_in_lockstep_when_ddp_reduces_by_itself(has_hook):
     check_plans(reduced_by_ddp, ONE_QUEUE, SEEDS[has_hook], 4, 2, True, has_hook)

@@ -100,6 +100,7 @@ def counting(base):
     return type("Counting", (base,), members), calls
 
 
+@pytest.mark.slow
 def test_what_is_called_is_called_as_often_as_by_the_plain_trainer(tmp_path):
     """Every method without a rule, in training with evaluations, a checkpoint and a prediction."""
     found = {}
@@ -281,6 +282,7 @@ class ClampsInFront(FlexSeqTrainer):
         return loss
 
 
+@pytest.mark.slow
 def test_gradients_that_are_changed_in_front_of_the_mixin(tmp_path):
     """Of a step with one batch they are those of the plain Trainer."""
     with refused("ClampsInFront.training_step changes"):

@@ -11,6 +11,7 @@ import hf_flexseq.hf.attention as hf_attention
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.hf.model import recurrent
 from hf_flexseq.hf.probe import SEQUENCES, SHARED, probe_model
+from tests.budget import others_slow
 from tests.hf.hybrids import HYBRIDS
 from tests.hf.test_checks import EXPERTS, SIZES
 
@@ -85,12 +86,13 @@ def test_what_is_to_be_seen_is_shorter_than_the_sequences():
     assert max(WINDOW, CHUNK, 16) < sorted(SEQUENCES)[-2]
 
 
-@pytest.mark.parametrize("name", MODELS | RECURRENT)
+@pytest.mark.parametrize("name", others_slow(MODELS | RECURRENT, tried=("Llama", "Lfm2")))
 def test_an_exact_model_passes(name):
     strategy = SHARED[list(MODELS | RECURRENT).index(name) % len(SHARED)]
     assert found(tiny(name), strategies=(strategy,), gradients=True) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, planted, is_seen_by_changes",
     [
@@ -175,6 +177,7 @@ def row_of(context):
     return [context.tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2"])
 @pytest.mark.parametrize(
     ("lengths_of", "change", "said"),

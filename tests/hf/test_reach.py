@@ -252,6 +252,7 @@ def with_lora(family):
     return get_peft_model(make_hybrid(family), config).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Qwen3Next", "Lfm2"])
 def test_adapters_of_a_hybrid_are_exact(family, stays_in_float64):
     trained = {name for name, p in with_lora(family).named_parameters() if p.requires_grad}

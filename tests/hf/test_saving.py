@@ -71,6 +71,7 @@ class SavesItsState(FlexSeqTrainer):
         self.save_state()
 
 
+@pytest.mark.slow
 def test_a_state_that_is_written_elsewhere_does_not_end_the_checkpoint(tmp_path):
     make_trainer(tmp_path, SavesItsState, max_steps=2).train()
     files = json.loads((tmp_path / "checkpoint-2" / MANIFEST).read_text())["files"]
@@ -115,6 +116,7 @@ def test_no_callback_of_ours_stands_among_the_users(tmp_path):
     assert ours == stock
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_model_alone_is_whole_too(tmp_path):
     losses_of(tmp_path, save_only_model=True)
     kept = sorted(tmp_path.glob("checkpoint-*"))
@@ -139,6 +141,7 @@ def test_a_whole_checkpoint_stays_until_the_next_one_is_whole(tmp_path, monkeypa
     assert is_torn(tmp_path / "checkpoint-4")
 
 
+@pytest.mark.slow
 def test_torn_checkpoints_are_removed_before_whole_ones(saved, caplog):
     """The Trainer's own rotation would keep the torn one, whose step is the highest."""
     shutil.move(saved / "checkpoint-4", saved / "checkpoint-9")
@@ -187,6 +190,7 @@ def test_without_any_checkpoint_there_is_one_line(tmp_path):
         losses_of(tmp_path, resume="nowhere")
 
 
+@pytest.mark.slow
 def test_the_plain_trainers_checkpoint_is_taken_with_one_warning(tmp_path, caplog):
     options = {"batch": 1}  # its collator does not pad
     make_trainer(tmp_path, kind=Trainer, max_steps=2, **options).train()
@@ -235,6 +239,7 @@ def digests(trace):
     return {json.loads(line)["cost_model"] for line in trace.read_text().splitlines()}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_cost_model_and_measures_nothing(tmp_path, measured, caplog):
     caplog.set_level(logging.INFO, logger="hf_flexseq")
     wanted = losses_of(tmp_path, cost_model="auto", plan_trace=str(tmp_path / "first"))
@@ -271,6 +276,7 @@ CHANGED_OPTIONS = {
 }
 
 
+@pytest.mark.slow
 def test_where_the_run_differs_one_warning_says_in_what(tmp_path, measured, caplog):
     options = {"cost_model": "auto", "gradient_checkpointing": False}
     losses_of(tmp_path, max_steps=2, **options)
@@ -293,6 +299,7 @@ def test_where_the_run_differs_one_warning_says_in_what(tmp_path, measured, capl
         assert len(warning) < 300
 
 
+@pytest.mark.slow
 def test_a_named_cost_model_that_stayed_the_same_gives_no_warning(tmp_path, caplog):
     named = {"cost_model": "flexsp-gpt-7b-a100"}
     losses_of(tmp_path, max_steps=2, **named)
@@ -300,6 +307,7 @@ def test_a_named_cost_model_that_stayed_the_same_gives_no_warning(tmp_path, capl
     assert not told_of_files(caplog)
 
 
+@pytest.mark.slow
 def test_a_cost_model_of_another_version_is_not_used_and_not_fatal(tmp_path, measured, caplog):
     losses_of(tmp_path, cost_model="auto", max_steps=2)
     folder = tmp_path / "checkpoint-2"

@@ -15,6 +15,7 @@ from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
 
 from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.shared_state import shared_with_training
+from tests.budget import others_slow
 from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer, tokenizer
 from tests.hf.test_trainer import OPTIONS, float64_loss, padded, update_error
 from tests.hf.tiny import documents, weights
@@ -178,7 +179,7 @@ def plain_run(case, folder):
     return before, weights(plain.model)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", others_slow(CASES, tried=("dataset",)))
 def test_data_that_follow_training_are_those_of_the_plain_trainer(tmp_path_factory, caplog, case):
     folder = tmp_path_factory.getbasetemp()
     is_raised_after_steps = case in ("dataset", "settings", "loader", "trainer")
