@@ -33,7 +33,7 @@ class AttentionContext(Protocol):
 
     @property
     def programs(self) -> MicroBatchPrograms:
-        """What this rank does."""
+        """Programs of this rank."""
 
     @property
     def cut(self) -> CutAttention | None:
@@ -98,7 +98,7 @@ def sequence_parallel_attention(
 
 
 class _Layer(NamedTuple):
-    """What the attention of a layer is computed with, besides tensors."""
+    """Arguments of a layer's attention, besides tensors."""
 
     seq_ctx: AttentionContext
     scores: Scores

@@ -96,7 +96,7 @@ class MicroBatchPrograms:
 
     @property
     def keys(self) -> tuple[ProgramKey, ...]:
-        """Which programs there are."""
+        """Keys of the bound programs."""
         return tuple(self._bound)
 
     @property

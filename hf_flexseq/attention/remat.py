@@ -59,7 +59,7 @@ class Region(NamedTuple):
     """Identifies the run: torch makes a new pack hook for each."""
 
     replays: bool
-    """Whether this run is a replay."""
+    """True if this run is a replay."""
 
 
 def checkpointed_region() -> Region | None:

@@ -41,7 +41,7 @@ class CutAttention(Protocol):
 
 
 class Means(NamedTuple):
-    """What programs run with on this rank."""
+    """Device, kernels and links for this rank's programs."""
 
     device: torch.device
     kernel: Kernel

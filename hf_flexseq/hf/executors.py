@@ -45,7 +45,7 @@ class EngineSetup:
     communicator: Communicator
 
     costs: CostSource
-    """Where the cost model comes from."""
+    """Source of the cost model."""
 
     @classmethod
     def of(
@@ -84,7 +84,7 @@ class Executor(Protocol):
 
     @property
     def setup(self) -> EngineSetup:
-        """What all executors get."""
+        """Setup of all executors."""
 
     @property
     def cost(self) -> CostModel | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -46,16 +47,16 @@ def batches_on_host(dataloader: Any) -> Iterator[None]:
         dataloader.device = former
 
 
+@dataclass(eq=False, kw_only=True, slots=True, weakref_slot=True)  # accelerate refers weakly
 class LoaderState:
-    """What accelerate knows of a dataloader when it has given a batch."""
+    """State of a dataloader in accelerate, after a batch."""
 
-    __slots__ = ("__weakref__", "end_of_dataloader", "remainder")  # accelerate refers weakly
+    end_of_dataloader: bool
+    """True if the batch was the last one."""
 
-    def __init__(self, *, end_of_dataloader: bool, remainder: int) -> None:
-        """end_of_dataloader: whether the batch was the last one. remainder: samples of the last
-        batches of all ranks that had not been drawn before; 0 for all, -1 if unknown."""
-        self.end_of_dataloader = end_of_dataloader
-        self.remainder = remainder
+    remainder: int
+    """Samples of all ranks' last batches that had not been drawn before; 0 for all, -1 if
+    unknown."""
 
 
 BEFORE_END = LoaderState(end_of_dataloader=False, remainder=-1)
@@ -149,29 +150,26 @@ def without_repeats(dataloader: Any) -> Iterator[None]:
 
 
 class LoaderSettings:
-    """Changes how an accelerator prepares dataloaders, and gives the former setting back."""
+    """Changes how an accelerator prepares dataloaders, and restores the former setting."""
 
-    __slots__ = ("_configuration", "_former", "_is_changed")
+    __slots__ = ("_configuration", "_former")
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._configuration = accelerator.dataloader_config
-        self._former: bool | None = None  # to be given back, while it is changed
-        self._is_changed = False
+        self._former: list[bool | None] = []  # to be restored, while it is changed
         self.change()
 
     def change(self) -> None:
         """Let every rank draw its batches: accelerate's rank 0 needs rows of equal length."""
-        if not self._is_changed:
-            self._former = self._configuration.dispatch_batches
+        if not self._former:
+            self._former.append(self._configuration.dispatch_batches)
             self._configuration.dispatch_batches = False
-            self._is_changed = True
 
     def restore(self) -> None:
-        """Give the former setting back."""
-        if self._is_changed:
-            self._configuration.dispatch_batches = self._former
-            self._is_changed = False
+        """Restore the former setting."""
+        if self._former:
+            self._configuration.dispatch_batches = self._former.pop()
 
     def keep(self) -> None:
-        """Make the change the setting that is given back."""
-        self._former = self._configuration.dispatch_batches
+        """Make the change the setting that is restored."""
+        self._former = [self._configuration.dispatch_batches]

@@ -62,7 +62,7 @@ UNCHANGED = 1e-10  # what has not, by at most this
 
 
 class _Run(NamedTuple):
-    """What a model makes of all sequences."""
+    """Results of a model for all sequences."""
 
     outputs: list[torch.Tensor]
     """Logits of each sequence, [length, vocabulary]."""
@@ -71,12 +71,12 @@ class _Run(NamedTuple):
 
 
 class _Ranks(NamedTuple):
-    """What the ranks run with."""
+    """Models, strategy and kernel of the ranks."""
 
     models: list[PreTrainedModel]
     """One for each rank, with its attention."""
     strategy: str
-    """Of the shared sequences."""
+    """Strategy of the shared sequences."""
     kernel: Kernel
 
 

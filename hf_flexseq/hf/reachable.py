@@ -87,7 +87,7 @@ def reachable(
 ) -> Iterator[Reached]:
     """Yield the objects that are reached from `root`, itself among them, nearest first.
 
-    name: of the root. ends: whether an object is yielded without what it refers to. without: ids
+    name: of the root. ends: True if an object is yielded without what it refers to. without: ids
     of objects that are left out. Other modules of torch are left out, too.
     """
     seen = set(without)

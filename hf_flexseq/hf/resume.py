@@ -34,7 +34,7 @@ class Resumed:
     folder: str
 
     marker: Mapping[str, Any]
-    """What hf_flexseq knows about it; empty for one that it has not written."""
+    """Metadata of hf_flexseq; empty for a checkpoint of another program."""
 
 
 def choose_checkpoint(

@@ -68,7 +68,6 @@ from hf_flexseq.hf.training_data import TrainingData
 from hf_flexseq.hf.watch import StepInFront
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
-from hf_flexseq.steps.trace import Figures
 
 # What FlexSeqMixin overrides; a test holds that the Trainer has it. Much of it is not public.
 OVERRIDDEN = (
@@ -163,7 +162,7 @@ class FlexSeqMixin(PartOfModelMixin):
             options,
             timeout=timeout,
             executor=executor,
-            on_figures=self._note_figures,
+            on_figures=self._flexseq_log.note,
         )
         engine.keep_loader_settings()
         return engine
@@ -261,10 +260,6 @@ class FlexSeqMixin(PartOfModelMixin):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, None, **options
             )
-
-    def _note_figures(self, number: int, figures: Figures) -> None:
-        """Record the figures of a step for the next log line."""
-        self._flexseq_log.note(number, figures)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log the mean figures of the steps since the last loss with it. Collective over the

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 TOKENS = (5, 4)
 """Tokens of the two sequences."""
 ITEMS = 8
-"""What the losses are divided by."""
+"""Divisor of the losses."""
 
 # How far L(A and B) may be from L(A) + L(B), as a part of it: rounding of the arithmetic.
 # Losses are often in float32 under a model in float64.
@@ -50,11 +50,11 @@ class Found:
     first: float
     second: float
     together: float
-    """Of both in one row."""
+    """Loss of both in one row."""
     padded: float
-    """Of both as the rows of a padded batch."""
+    """Loss of both as the rows of a padded batch."""
     unlabelled: float
-    """Of both in one row, without any label."""
+    """Loss of both in one row, without any label."""
     tolerance: float
 
     @property

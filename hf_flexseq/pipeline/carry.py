@@ -71,7 +71,7 @@ class CutPart:
 
 
 class CutRead(NamedTuple):
-    """What the queries of a part read."""
+    """Keys that the queries of a part read."""
 
     first: int
     """Position of the first key. They read up to the end of the part."""
@@ -102,9 +102,9 @@ class KVCarry:
         sequence's first chunk.
 
         length: tokens of the sequence
-        keeps_grad: whether a backward will follow; otherwise the sequence is over with its last
+        keeps_grad: True if a backward will follow; otherwise the sequence is over with its last
             chunk's forward
-        runs_again: whether the part is in a checkpointed region; then it is over with the step
+        runs_again: True if the part is in a checkpointed region; then it is over with the step
 
         Raises WrongOrder when the first part that is seen is not the sequence's first.
         """
@@ -162,7 +162,7 @@ class Carried:
         self._carry = carry
         self._key = key  # (layer, sequence)
         self._keeps_grad = keeps_grad
-        self.runs_again = False  # whether a part is in a checkpointed region
+        self.runs_again = False  # True if a part is in a checkpointed region
         self.length = length
         self.stored = 0
         self.drained = length
@@ -172,7 +172,7 @@ class Carried:
 
     @property
     def is_over(self) -> bool:
-        """Whether no backward is missing, though replays may have been."""
+        """True if no backward is missing, though replays may have been."""
         return self.stored == self.length and not self._keeps_grad
 
     def buffers(self) -> Iterator[torch.Tensor]:

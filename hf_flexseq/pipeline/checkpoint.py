@@ -35,7 +35,7 @@ class StageMember:
     """A rank as a member of its stage: all that reading and writing a checkpoint needs to know."""
 
     stage: Stage
-    """What this rank has of the model."""
+    """This rank's part of the model."""
 
     communicator: Communicator
     """All ranks of the pipelines."""
@@ -44,7 +44,7 @@ class StageMember:
     """Counts the ranks of the stage from 0; rank 0 of a stage writes its files."""
 
     is_sharded: bool
-    """Whether the ranks of the stage share its parameters by FSDP2."""
+    """True if the ranks of the stage share its parameters by FSDP2."""
 
     @property
     def writes(self) -> bool:

@@ -44,7 +44,7 @@ KEPT_LAYOUTS = 64
 
 
 class ChunkLayout(NamedTuple):
-    """How the row of a chunk is made up: all that its programs depend on."""
+    """Composition of a chunk's row: all that its programs depend on."""
 
     cut: int
     """Tokens of the part of a cut sequence that the row begins with; 0 where there is none."""

@@ -49,7 +49,7 @@ def pipeline_cost(
 
     cost: of the whole model
     stage: of any rank; each knows the sizes and spans of all
-    checkpointed: whether all layers are checkpointed in any case
+    checkpointed: True if all layers are checkpointed in any case
     degree: ranks that share every chunk of a stage by Ulysses
     topology: of the world, in which ranks with the same stage are neighbours; None for a world
         inside one node
@@ -177,7 +177,7 @@ def room_bytes(
     cost: of the whole model
     stage: of any rank; each knows the sizes and spans of all
     sharded_over: ranks that share the state of a stage by FSDP2
-    mixed: whether float32 weights are cast to 16 bits once per step
+    mixed: True if float32 weights are cast to 16 bits once per step
 
     Raises ValueError when some rank's state takes all of its memory.
     """

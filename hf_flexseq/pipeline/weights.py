@@ -49,7 +49,7 @@ class WeightGradients:
         self._waiting: dict[Key, list[_Product]] = {}
         self._deferred_to: Key | None = None  # the backward that is running, if it is an I
         self._casts: dict[nn.Linear, _Cast] = {}
-        self._keeps_casts = False  # whether a step is running
+        self._keeps_casts = False  # True if a step is running
         self._linears: list[nn.Linear] = []
         for layer in layers:
             for module in layer.modules():

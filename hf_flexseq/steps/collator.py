@@ -52,7 +52,7 @@ class _Example(NamedTuple):
     padding_targets: int
     """Targets that were beside its padding."""
     first_label: bool
-    """Whether its first token has a label, and no padding was before it."""
+    """True if its first token has a label, and no padding was before it."""
 
 
 class DataCollatorForFlexSeq:

@@ -108,16 +108,16 @@ def _files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
-    """What is to be known about a checkpoint before a run goes on from it."""
+    """Findings about a checkpoint before a run resumes from it."""
 
     marker: Mapping[str, Any] | None = None
-    """What the checkpoint is of, as it was given to `begin`; None where nothing tells."""
+    """Metadata as given to `begin`; None if unknown."""
 
     problem: str | None = None
-    """Why no run can go on from it."""
+    """Reason why no run can resume from it."""
 
     caveat: str | None = None
-    """Why nothing tells if it is whole."""
+    """Reason why it is unknown if it is whole."""
 
 
 def inspect(folder: Path) -> Inspection:

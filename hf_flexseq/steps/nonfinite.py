@@ -83,7 +83,7 @@ class NonfiniteWatch:
 
 
 class _Flags:
-    """What of one step is not finite, on its way from the device."""
+    """Flags of one step, on their way from the device."""
 
     __slots__ = ("_copied", "_flags", "_names", "step")
 

@@ -19,7 +19,7 @@ class Stopwatch:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the device works behind the host, which has to wait before it can read."""
+        """True if the device works behind the host, which has to wait before it can read."""
         return self._cuda
 
     @contextmanager

@@ -25,7 +25,7 @@ class RecurrentContext(Protocol):
 
     @property
     def programs(self) -> MicroBatchPrograms:
-        """What this rank does."""
+        """Programs of this rank."""
 
     @property
     def kept(self) -> KeptAttention | None:

@@ -54,14 +54,14 @@ def run_scan(
 
 
 class _Run(NamedTuple):
-    """What a scan is run with, beside tensors."""
+    """Arguments of a scan, besides tensors."""
 
     scan: Scan
     seq_ctx: RecurrentContext
     region: Region | None
     carrying: Carrying | None
     dtype: torch.dtype
-    """Of the output."""
+    """dtype of the output."""
 
     def first_state(self) -> torch.Tensor | None:
         """Return the states before a chunk's segments, [segments, H, K, V], or None for zeros."""

@@ -24,14 +24,14 @@ class UnsupportedAttention(NotImplementedError):
 
 
 class Asked(NamedTuple):
-    """What a layer asks for in a call, beside queries, keys and values."""
+    """Requests of a layer's call, besides queries, keys and values."""
 
     where: str
     """The layer in words, or nothing where it has no number."""
     layer: int | None
     """Its number in the model."""
     reach: Reach
-    """Which keys a query reads."""
+    """Keys that a query reads."""
     softcap: float | None
     """Bound of the scores; None for plain scores."""
     sinks: torch.Tensor | None

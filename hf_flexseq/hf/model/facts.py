@@ -67,15 +67,15 @@ class ModelFacts:
     autocast: torch.dtype | None
     """Dtype of the arithmetic, if another one than that of the parameters."""
     checkpointing: bool
-    """Whether layers are recomputed in the backward."""
+    """True if layers are recomputed in the backward."""
     save_attention_output: bool = True
-    """Whether the attention of such layers is kept instead of recomputed."""
+    """True if the attention of such layers is kept instead of recomputed."""
     frozen: bool
-    """Whether only activations get gradients, as under adapters."""
+    """True if only activations get gradients, as under adapters."""
     zero_stage: int
-    """How much of the model's state is sharded, in DeepSpeed's numbering."""
+    """Sharded part of the model's state, in DeepSpeed's numbering."""
     replicas: int = 1
-    """How often the sharded state is there: more than once in HSDP."""
+    """Copies of the sharded state: more than one in HSDP."""
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -33,7 +33,7 @@ ROUTER_LOSS = "load_balancing_loss_func"
 
 @dataclass(slots=True)
 class HeadTrial:
-    """What a forward has done with logits and labels."""
+    """Findings about a forward's logits and labels."""
 
     head: str | None = None
     """Name of the module that made the logits; None if anything else happens to them."""

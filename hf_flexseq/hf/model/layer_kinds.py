@@ -45,16 +45,16 @@ class UnknownLayers(NotImplementedError):
 
 
 class LayerKind(NamedTuple):
-    """What one attention layer is, as its model's configuration has it."""
+    """One attention layer, as its model's configuration describes it."""
 
     reach: Reach
-    """Which keys a query reads."""
+    """Keys that a query reads."""
 
     softcap: float | None
     """Bound of the scores, approached by c tanh(s / c); None for plain scores."""
 
     sinks: bool
-    """Whether every head has a sink, a score without a value."""
+    """True if every head has a sink, a score without a value."""
 
     query_heads: int
     kv_heads: int
@@ -76,7 +76,7 @@ class LayerKind(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What mixes tokens in one layer, as its model's configuration has it."""
+    """Token mixers of one layer, as its model's configuration describes them."""
 
     attention: LayerKind | None
     recurrent: RecurrentShape | None

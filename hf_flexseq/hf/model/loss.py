@@ -118,7 +118,7 @@ class _Call:
 
 
 class Figures:
-    """What the head has found in one call of the model that gives figures."""
+    """Figures of the head in one call of the model."""
 
     value: torch.Tensor | None = None
     """[B * S, 2] log-probabilities and entropies, detached, as the head has computed them."""

@@ -24,6 +24,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -56,9 +57,9 @@ class RecurrentCall(NamedTuple):
     key_dim: int = 0
     value_dim: int = 0
     width: int = 0
-    """Of a convolution: rows that it reads, the token's own among them."""
+    """Rows that a convolution reads, including the token's own."""
     channels: int = 0
-    """Of a convolution: columns of these rows."""
+    """Columns of a convolution's rows."""
 
 
 @runtime_checkable
@@ -173,15 +174,14 @@ class RecurrentFunctions:
             self.detach()
 
 
+@dataclass(slots=True)
 class _Replaced:
     """A function of a module of transformers that a dispatcher stands for."""
 
-    __slots__ = ("dispatcher", "models", "original")
-
-    def __init__(self, original: Function, dispatcher: Function) -> None:
-        self.original = original
-        self.dispatcher = dispatcher
-        self.models = 0  # that are attached
+    original: Function
+    dispatcher: Function
+    models: int = 0
+    """Number of attached models."""
 
 
 _replaced: dict[tuple[int, str], _Replaced] = {}  # by id of the globals, and name

@@ -67,7 +67,7 @@ def _kimi_delta(config: PreTrainedConfig) -> RecurrentShape | None:
 
 
 class _Mamba2Names(NamedTuple):
-    """What a configuration calls the sizes of a Mamba 2."""
+    """Names of the sizes of a Mamba 2 in a configuration."""
 
     heads: str
     head_dim: str

@@ -148,7 +148,7 @@ class RouterSums:
             backbone.register_forward_pre_hook(self._ask, with_kwargs=True),
             backbone.register_forward_hook(self._note, with_kwargs=True),
         ]
-        """What is left on the model, until it is removed."""
+        """Handles on the model; removing them detaches it."""
 
     def take(self) -> Columns | None:
         """Return C and P of the last micro-batch that the model has run, once; None for none."""
@@ -190,10 +190,10 @@ class RouterLoss:
         self._counts: torch.Tensor | None = None  # C of the step, once it is known
         self._add_up: AddUp | None = None
         self._is_dummy = False
-        self._is_due = False  # whether the micro-batch's share has not been asked for
+        self._is_due = False  # True if the micro-batch's share has not been asked for
         self._noted: Columns | None = None  # C and P, where no share of them is wanted
         self.coefficient = self._of_model.facts.coefficient
-        """What the loss is multiplied by."""
+        """Factor of the loss."""
         self.value: torch.Tensor | None = None
         """The router loss of the last step, a scalar on the CPU."""
 

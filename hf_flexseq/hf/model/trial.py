@@ -60,7 +60,7 @@ _RULE = "flexseq_rule"  # attribute of such a mask: the function it would be mad
 
 
 class Call(NamedTuple):
-    """What a layer has asked for in one call."""
+    """Request of a layer in one call."""
 
     module: str
     """Class of the layer."""
@@ -78,7 +78,7 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class MixerRun:
-    """What a recurrent mixer has called in one run."""
+    """Calls of a recurrent mixer in one run."""
 
     module: str
     """Class of the mixer."""
@@ -103,7 +103,7 @@ class Count(NamedTuple):
 
 @dataclass(slots=True)
 class Trial:
-    """What was seen of a model."""
+    """Observations of a model."""
 
     calls: list[Call] = field(default_factory=list)
     """Calls of attention, in their order."""
@@ -112,9 +112,9 @@ class Trial:
     counts: list[Count] = field(default_factory=list)
     """Lines that count positions, in their order."""
     refusal: str | None = None
-    """Why a layer's attention is not ours to compute, in one line."""
+    """Reason why a layer's attention cannot be computed, in one line."""
     fault: str | None = None
-    """Why the meta model could not go on to its end; the layers up to there have been seen."""
+    """Reason why the meta model stopped early; layers up to there have been seen."""
     keys: list[torch.Tensor] = field(default_factory=list)
     """Keys of the calls, which tell shared ones apart from equal ones."""
 

@@ -32,12 +32,12 @@ REFERENCE = "reference"
 
 @dataclass(slots=True)
 class _Result:
-    """What a model was found to give for a call."""
+    """Known result of a call."""
 
     role: str
     call: Call
     figures: Columns
-    """Of the call's tokens, each [tokens, ...] on the model's device."""
+    """Figures of the call's tokens, each [tokens, ...] on the model's device."""
 
 
 class Answers:

@@ -31,13 +31,13 @@ Rows = Iterator[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class StepBatches:
-    """What a rank draws for one step."""
+    """Batches that a rank draws for one step."""
 
     batches: list[Any]
     loader_state: LoaderState
-    """Of their loader, when they had been drawn."""
+    """State of their loader after the last of them."""
     calls: tuple[Call, ...] = ()
-    """Those that were planned of each batch, where the trainer may change batches later."""
+    """Planned calls of each batch, if the trainer may change batches later."""
 
 
 _NOTHING = StepBatches([], BEFORE_END)
@@ -145,7 +145,7 @@ class Drawing:
 
     @property
     def loader_state(self) -> LoaderState:
-        """That of the loader when the batches of the step had been drawn."""
+        """State of the loader after the batches of the step."""
         return self._current.loader_state
 
     def is_complete(self, batch: Any) -> bool:

@@ -44,7 +44,7 @@ class Generations:
 
     @property
     def span_steps(self) -> bool:
-        """Whether a generation batch can serve several optimizer steps."""
+        """True if a generation batch can serve several optimizer steps."""
         return self._batches_of_one > self._per_step
 
     def prepared(self, batches: Sequence[Any]) -> list[Any]:

@@ -41,7 +41,7 @@ class Head(Protocol):
     """Figures that have gradients, `main` among them."""
 
     totals: tuple[str, ...]
-    """Those that are sums over all tokens of a step."""
+    """Figures that are sums over all tokens of a step."""
 
     def attach(self) -> list[Any]:
         """Prepare the model; return the hooks, which undo it when they are removed."""

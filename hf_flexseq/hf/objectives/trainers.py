@@ -26,7 +26,7 @@ class Foreseen:
     """With gradients."""
 
     wants_reference: bool = False
-    """Whether the same is asked of the reference."""
+    """True if the same is asked of the reference."""
 
     others: Call | None = None
     """Asked of the policy without gradients, and of the reference if that is asked at all."""

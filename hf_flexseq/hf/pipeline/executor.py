@@ -77,7 +77,7 @@ class StageExecutor:
     def __init__(self, setup: EngineSetup, model: PreTrainedModel, *, fsdp: bool = False) -> None:
         """Cut `model` in place, unless it was loaded as a stage. Collective over the world.
 
-        fsdp: whether the ranks of a stage share its parameters (FSDP2); of no effect where a stage
+        fsdp: True if the ranks of a stage share its parameters (FSDP2); of no effect where a stage
         has one rank. Raises ValueError for a number of stages that does not divide the ranks or
         exceeds layers + 1, NotImplementedError for a model without a plain decoder stack.
         """

@@ -50,7 +50,7 @@ class StageModule(nn.Module):
 
 
 class PipelineHooks:
-    """Does what a Trainer has to do differently on a rank that has one stage of the model."""
+    """Trainer hooks for a rank that holds one stage of the model."""
 
     def __init__(self, member: StageMember, degree: int) -> None:
         """degree: so many ranks of the stage share each chunk."""
