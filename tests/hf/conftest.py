@@ -3,11 +3,13 @@
 import importlib.util
 
 import hf_flexseq.hf.trainer  # noqa: F401
+from tests import budget
 
 if importlib.util.find_spec("torch.nn.modules.linear_cross_entropy"):
     import torch.nn.modules.linear_cross_entropy  # noqa: F401
 
-if importlib.util.find_spec("deepspeed"):
+# The quick set forks no rank, and DeepSpeed takes as long to import as a hundred of its tests.
+if importlib.util.find_spec("deepspeed") and not budget.quick:
     import deepspeed
     import deepspeed.runtime.zero.muon.muon_optimizer
 
