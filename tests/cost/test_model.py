@@ -147,6 +147,9 @@ def test_forwards_alone_take_between_a_quarter_and_a_half(name, strategy):
     assert (forward / both > 0.25).all()
     assert (forward / both < 0.51).all()
     assert forward_only(cost).max_tokens_per_rank(64) == cost.max_tokens_per_rank(64)
+    for constant in ("linear_s", "micro_batch_s", "group_s", "launch_s", "post_s", "message_s"):
+        third = pytest.approx(getattr(cost, constant) / 3)
+        assert getattr(forward_only(cost), constant) == third
 
 
 # ---- evaluation
