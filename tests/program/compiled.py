@@ -2,23 +2,17 @@
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.program.compile import (
-    BACKWARD,
-    BACKWARD_OF_ROWS,
-    FORWARD,
-    HALO,
-    HALO_RETURN,
-    SUMMARIES_AFTER,
-    SUMMARIES_BEFORE,
-    Machine,
-    MicroBatchLayout,
-    compile_program,
-)
+from hf_flexseq.program import compile as compiler
 from hf_flexseq.program.instructions import RowShape
 from tests.plans import one_group
 
-OF_ATTENTION = (FORWARD, BACKWARD, BACKWARD_OF_ROWS)
-OF_ROWS = (HALO, HALO_RETURN, SUMMARIES_BEFORE, SUMMARIES_AFTER)  # of recurrent layers
+OF_ATTENTION = (compiler.FORWARD, compiler.BACKWARD, compiler.BACKWARD_OF_ROWS)
+OF_ROWS = (  # of recurrent layers
+    compiler.HALO,
+    compiler.HALO_RETURN,
+    compiler.SUMMARIES_BEFORE,
+    compiler.SUMMARIES_AFTER,
+)
 
 
 def programs_of(
@@ -26,17 +20,17 @@ def programs_of(
 ):
     """By what they do, the programs by rank. shape: a LayerShape, or a RowShape of a recurrent
     layer."""
-    machine = Machine(topology=topology, device=device, wide_gradients=device == "cpu")
+    machine = compiler.Machine(topology=topology, device=device, wide_gradients=device == "cpu")
     if whats is None:
         whats = OF_ROWS if isinstance(shape, RowShape) else OF_ATTENTION
     shards = passes.shards(micro_batch, lengths) if passes else None
     found = {what: {} for what in whats}
     for rank in range(topology.world_size) if ranks is None else ranks:
         shard = shards[rank] if shards else make_shard(micro_batch, lengths, rank)
-        parts = MicroBatchLayout(shard, machine).parts
+        parts = compiler.MicroBatchLayout(shard, machine).parts
         forward = None
         for what in whats:
-            program = compile_program(parts, what, shape, forward)
+            program = compiler.compile_program(parts, what, shape, forward)
             forward = forward or program
             if passes is not None:
                 program = passes.of_programs(shard, machine)(program, what, shape)

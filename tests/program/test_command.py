@@ -10,47 +10,22 @@ import pytest
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.stages import PipelineCost, StageCost
-from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.program.__main__ import main
-from hf_flexseq.program.compile import (
-    BACKWARD,
-    FORWARD,
-    HALO,
-    HALO_RETURN,
-    SUMMARIES_AFTER,
-    SUMMARIES_BEFORE,
-)
 from hf_flexseq.program.instructions import LayerShape, RowShape
 from tests.cli.refused import failed
-from tests.plans import one_group
-from tests.program.compiled import programs_of
+from tests.plans import group, plan_of_groups
+from tests.program.compiled import OF_ATTENTION, OF_ROWS, programs_of
 
 LLAMA = LayerShape(query_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
 SMALL = LayerShape(query_heads=6, kv_heads=2, head_dim=8, dtype="float64")
 PAGE = Path(__file__).parents[2] / "docs/architecture.md"
 FOUR = Topology(nodes=1, ranks_per_node=4)
 LENGTHS = (16_000, 40, 900)
-MICRO_BATCHES = (
-    one_group(range(4), 1, "zigzag"),
-    MicroBatch(
-        groups=(
-            Group(ranks=(0, 1), sequences=(2,), strategy="ulysses"),
-            Group(ranks=(2,), sequences=(1,), strategy="local"),
-        )
-    ),
+PLAN = plan_of_groups(
+    LENGTHS, [group(0, 4, 0, strategy="zigzag")], [group(0, 2, 2), group(2, 3, 1)]
 )
-
-
-def plan_of(micro_batches: tuple[MicroBatch, ...] = MICRO_BATCHES) -> Plan:
-    return Plan(
-        micro_batches=micro_batches,
-        lengths=LENGTHS,
-        objective_s=0.1,
-        lower_bound_s=0.1,
-        planner="static",
-        planning_s=0.0,
-    )
+ALONE = plan_of_groups(LENGTHS, [group(0, 1, 0, 1, 2)])
 
 
 class Command:
@@ -59,7 +34,7 @@ class Command:
     def __init__(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.path = path
         self.capsys = capsys
-        self.write(plan_of().to_json())
+        self.write(PLAN.to_json())
 
     def write(self, text: str) -> None:
         self.path.write_text(text)
@@ -85,28 +60,25 @@ def without_titles(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if " of rank " not in line)
 
 
-REACHES = {"window:512": Reach(window=512), "chunk:2048": Reach(chunk=2048), "full": FULL}
+THERE_AND_BACK = OF_ATTENTION[:2]
 OF_SMALL = ("--layer", "6x2x8", "--dtype", "float64", "--device", "cpu")
+REACHES = {"window:512": Reach(window=512), "chunk:2048": Reach(chunk=2048), "full": FULL}
+RECURRENT = {
+    "convolution:48x4": (RowShape(48, "bfloat16", 4), OF_ROWS[:2]),
+    "scan:2x4x6": (RowShape(80, "float32"), OF_ROWS[2:]),
+}
 
 
 @pytest.mark.parametrize(
     ("micro_batch", "rank", "words", "device", "shape", "whats"),
     [
-        *((0, rank, (), "cuda", LLAMA, (FORWARD, BACKWARD)) for rank in (0, 1, 3)),
-        *((1, rank, (), "cuda", LLAMA, (FORWARD, BACKWARD)) for rank in (0, 2)),
-        (0, 0, OF_SMALL, "cpu", SMALL, (FORWARD, BACKWARD)),
+        *((n, rank, (), "cuda", LLAMA, THERE_AND_BACK) for n, rank in ((0, 0), (0, 3), (1, 2))),
+        (0, 0, OF_SMALL, "cpu", SMALL, THERE_AND_BACK),
         *(
-            (0, 0, ("--reach", word), "cuda", LLAMA._replace(reach=reach), (FORWARD, BACKWARD))
+            (0, 1, ("--reach", word), "cuda", LLAMA._replace(reach=reach), THERE_AND_BACK)
             for word, reach in REACHES.items()
         ),
-        (
-            *(0, 1, ("--recurrent", "convolution:48x4"), "cuda"),
-            *(RowShape(48, "bfloat16", 4), (HALO, HALO_RETURN)),
-        ),
-        (
-            *(0, 1, ("--recurrent", "scan:2x4x6"), "cuda"),
-            *(RowShape(80, "float32"), (SUMMARIES_BEFORE, SUMMARIES_AFTER)),
-        ),
+        *((0, 1, ("--recurrent", word), "cuda", *of_rows) for word, of_rows in RECURRENT.items()),
     ],
 )
 def test_what_a_rank_would_run_is_printed(
@@ -114,7 +86,13 @@ def test_what_a_rank_would_run_is_printed(
 ) -> None:
     found = command.shown("--micro-batch", micro_batch, "--rank", rank, *words)
     programs = programs_of(
-        MICRO_BATCHES[micro_batch], LENGTHS, FOUR, shape, device=device, ranks=[rank], whats=whats
+        PLAN.micro_batches[micro_batch],
+        LENGTHS,
+        FOUR,
+        shape,
+        device=device,
+        ranks=[rank],
+        whats=whats,
     )
     texts = [str(programs[what][rank]) for what in whats]
     assert without_titles(found) == "\n".join(texts)
@@ -154,8 +132,8 @@ def test_a_rank_without_a_group_is_told_so(command: Command) -> None:
 def test_a_trace_is_read_by_step_and_its_broken_lines_are_named(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records = [plan_of().to_record(), plan_of((one_group([0], 3, "local"),)).to_record()]
-    lines = [json.dumps({"step": 5 + n, **record}) for n, record in enumerate(records)]
+    steps = [{"step": 5 + n, **plan.to_record()} for n, plan in enumerate((PLAN, ALONE))]
+    lines = [json.dumps(step) for step in steps]
     text = "\n".join([lines[0], "torn", lines[1]])
     command.write(text)
     assert main([str(command.path), "--step", "1"]) == 0
@@ -219,7 +197,6 @@ def test_limits_can_be_raised_and_a_plan_that_would_take_minutes_is_refused(
     command: Command,
 ) -> None:
     command.shown("--limit", "ranks=99999", "--limit", "work=99999")
-    micro_batch = one_group(range(4096), 4000, "zigzag")
-    record = plan_of((micro_batch,)).to_record() | {"lengths": [9000] * 4000}
-    command.write(json.dumps(record))
+    large = plan_of_groups([9000] * 4000, [group(0, 4096, *range(4000), strategy="zigzag")])
+    command.write(large.to_json())
     assert "events of rank 0" in command.refused()
