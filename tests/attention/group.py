@@ -1,4 +1,6 @@
-"""Contexts of ranks that attend in one group."""
+"""Contexts of ranks that attend in one group, and what they attend to."""
+
+import functools
 
 import torch
 
@@ -27,6 +29,16 @@ def context_of(
     shard = make_shard(one_group(ranks, len(lengths), strategy), lengths, communicator.rank)
     kernel = kernel or choose_kernel(CPU, dtype, head_dim)
     return SequenceContext(shard, communicator, kernel, CPU, passes=passes)
+
+
+@functools.cache
+def qkv_and_dout(seed, tokens, heads, kv_heads, size=8, value_size=None):
+    """Random q, k, v and dout, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    value_size = value_size or size
+    shapes = [(heads, size), (kv_heads, size), (kv_heads, value_size), (heads, value_size)]
+    options = {"generator": generator, "dtype": torch.float64}
+    return [torch.randn(tokens, *shape, **options) for shape in shapes]
 
 
 def own_rows(by_sequence, shard):

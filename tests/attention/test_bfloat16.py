@@ -16,7 +16,7 @@ import torch
 from hf_flexseq.attention import sequence_parallel_attention
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.reference import Reference
-from tests.attention.group import context_of, nodes_of, own_rows
+from tests.attention.group import context_of, nodes_of, own_rows, qkv_and_dout
 from tests.ranks import join, run_threads
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
@@ -46,17 +46,11 @@ ULYSSES = {
 MOST = {"ulysses": ULYSSES, "zigzag": RINGS, "balanced": RINGS, "hybrid": RINGS}
 
 
-def tensors_of(sequence, dtype):
-    generator = torch.Generator().manual_seed(sequence)
-    shapes = [(LENGTHS[sequence], h, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    return [torch.randn(s, generator=generator).bfloat16().to(dtype) for s in shapes]
-
-
 def attend(strategy, dtype, communicator, kernel, sinks=None):
     """out, dq, dk, dv of this rank's shard, and the shard."""
     seq_ctx = context_of(communicator, strategy, LENGTHS, kernel=kernel)
-    whole = [tensors_of(i, dtype) for i in range(len(LENGTHS))]
-    q, k, v, dout = own_rows(whole, seq_ctx.shard)
+    whole = [qkv_and_dout(i, n, HEADS, KV_HEADS, HEAD_DIM) for i, n in enumerate(LENGTHS)]
+    q, k, v, dout = (x.bfloat16().to(dtype) for x in own_rows(whole, seq_ctx.shard))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     if sinks is not None:
         sinks = torch.tensor(sinks, dtype=dtype)

@@ -10,19 +10,12 @@ from torch.utils.checkpoint import checkpoint
 from hf_flexseq.attention import sequence_parallel_attention
 from hf_flexseq.attention.replay import Replay
 from hf_flexseq.base.registry import STRATEGIES
-from tests.attention.group import context_of, nodes_of
+from tests.attention.group import context_of, nodes_of, qkv_and_dout
 from tests.ranks import join, run_threads
 
 HEADS = (4, 2)
 LENGTHS = (23, 40, 31, 9)
 RANKS = 4
-
-
-def tensors_of(rank, tokens, heads=HEADS):
-    """q, k, v and dout [tokens, heads, head_dim] of a rank."""
-    generator = torch.Generator().manual_seed(rank)
-    shapes = [(tokens, n, 8) for n in (heads[0], heads[1], heads[1], heads[0])]
-    return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
 
 
 def in_order(x, order):
@@ -43,7 +36,7 @@ def results_of(attend, q, k, v, dout, backwards=1):
 def differing(rank, world_size, strategy, heads):
     """In which of the ways in which a model may call it attention has other bits."""
     context = context_of(join(nodes_of(world_size)), strategy, LENGTHS)
-    tensors = tensors_of(rank, context.tokens, heads)
+    tensors = qkv_and_dout(rank, context.tokens, *heads)
     attend = partial(sequence_parallel_attention, seq_ctx=context)
     expected = results_of(attend, *tensors)
     found = {
@@ -86,7 +79,7 @@ def test_gradients_of_repeated_heads_are_rounded_once(dtype):
 def refused(rank, world_size):
     """What is said of a gradient of gradients, of mixed dtypes and of a row too many."""
     context = context_of(join(nodes_of(1)), "local", LENGTHS)
-    q, k, v, dout = tensors_of(0, sum(LENGTHS))
+    q, k, v, dout = (x.clone() for x in qkv_and_dout(0, sum(LENGTHS), *HEADS))
     said = []
     for mixed in ((q, k.float(), v), (q[1:], k, v)):
         with pytest.raises(ValueError) as raised:

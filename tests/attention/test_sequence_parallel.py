@@ -13,7 +13,7 @@ from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.plan import attention_schedule as schedule
 from hf_flexseq.program import ring_steps
 from tests.attention.dense import dense_attention
-from tests.attention.group import context_of, nodes_of, own_rows
+from tests.attention.group import context_of, nodes_of, own_rows, qkv_and_dout
 from tests.ranks import join, run_ranks, run_threads
 
 SIZE = 8  # of a query head
@@ -40,14 +40,6 @@ FULL_CASES = [
 CASES = FULL_CASES + [(kind, (*MIXED, 5), (3, 1)) for kind in KINDS if kind != "full"]
 
 
-@functools.cache
-def tensors_of(sequence, length, heads, kv_heads, value_size):
-    """q, k, v and dout of one sequence."""
-    generator = torch.Generator().manual_seed(sequence)
-    shapes = [(heads, SIZE), (kv_heads, SIZE), (kv_heads, value_size), (heads, value_size)]
-    return [torch.randn(length, *s, generator=generator, dtype=torch.float64) for s in shapes]
-
-
 def options_of(kind, heads):
     """What attention is called with beside q, k and v."""
     reach, has_sinks, softcap, _ = KINDS[kind]
@@ -68,7 +60,7 @@ def wanted(kind, lengths, heads):
     options = options_of(kind, heads[0])
     found = []
     for sequence, length in enumerate(lengths):
-        *qkv, dout = tensors_of(sequence, length, *heads, KINDS[kind][3])
+        *qkv, dout = qkv_and_dout(sequence, length, *heads, SIZE, KINDS[kind][3])
         qkv = [x.clone().requires_grad_() for x in qkv]
         out = dense_attention(*qkv, **options)
         out.backward(dout)
@@ -82,7 +74,7 @@ def attend(communicator, strategy, case, checkpointed):
     kind, lengths, heads = case
     value_size = KINDS[kind][3]
     seq_ctx = context_of(communicator, strategy, lengths, head_dim=max(SIZE, value_size))
-    given = [tensors_of(i, n, *heads, value_size) for i, n in enumerate(lengths)]
+    given = [qkv_and_dout(i, n, *heads, SIZE, value_size) for i, n in enumerate(lengths)]
     *qkv, dout = own_rows(given, seq_ctx.shard)
     qkv = [x.requires_grad_() for x in qkv]
     options = options_of(kind, heads[0])

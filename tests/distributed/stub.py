@@ -8,7 +8,6 @@ when it is posted, and so does a batch with such a message.
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -22,19 +21,15 @@ class StubJob:
     """The job's own group: a backend for each device type, with its timeout."""
 
     def __init__(self, **backends):
-        self._backends = {
-            device: SimpleNamespace(
-                name=partial(str, name), options=SimpleNamespace(_timeout=timedelta(seconds=1800))
-            )
-            for device, name in backends.items()
-        }
+        self._backends = backends
         self._device_types = [torch.device(device) for device in backends]
         self.bound_device_id = None
 
     def _get_backend(self, device):
         if device.type not in self._backends:
             raise RuntimeError(f"No backend type associated with device type {device.type}")
-        return self._backends[device.type]
+        options = SimpleNamespace(_timeout=timedelta(seconds=1800))
+        return SimpleNamespace(name=lambda: self._backends[device.type], options=options)
 
 
 @dataclass
