@@ -6,7 +6,6 @@ import random
 import pytest
 import torch
 
-from hf_flexseq.base.topology import Topology
 from hf_flexseq.steps.figure_passes import FigurePasses, check_known
 from tests.hf.tiny import relative_errors
 from tests.plans import random_plan
@@ -15,7 +14,6 @@ from tests.steps.test_passes import (
     CLASSES,
     LENGTHS,
     TOPOLOGIES,
-    LinearObjective,
     model_of_figures,
     pass_step,
     run_passes,
@@ -23,19 +21,31 @@ from tests.steps.test_passes import (
     summed_gradients,
 )
 
-ALONE = Topology(nodes=1, ranks_per_node=1)
 
+class LinearObjective:
+    """A sum of figures with fixed random weights, which are known."""
 
-class CountedObjective(LinearObjective):
-    """A linear loss whose weights are known."""
+    totals = ()
 
     def __init__(self, model):
-        super().__init__(model)
+        self.model = model
         self.calls = 0
+        self.first = {}  # the figures that were gathered
 
     def forward(self, inputs):
         self.calls += 1
-        return super().forward(inputs)
+        return self.model(**inputs)
+
+    def loss(self, figures):
+        self.first = figures
+        generator = torch.Generator().manual_seed(8)
+        weights = {}
+        for name, value in figures.items():
+            weights[name] = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        return sum((weights[name] * figures[name]).sum() for name in figures), weights
+
+    def backward(self, weighted):
+        weighted.backward()
 
     def weights(self, row):
         """Its gradients, by name, of the tokens of a rank's row."""
@@ -53,39 +63,53 @@ def run_once(step, objective, weights):
     return loss
 
 
-def passes(rank, world_size, plan, sources, lockstep):
-    """Gradients of two passes and of one, figures of both, and the forwards of the second."""
+def passes(rank, world_size, plan, sources, lockstep, model_options):
+    """Of two passes and of one: gradients, figures, the loss, and what the generator of random
+    numbers gives afterwards; and whether one pass ran each micro-batch once."""
     communicator = join(TOPOLOGIES[world_size])
-    model = model_of_figures()
+    model = model_of_figures(**model_options)
     found = []
     for once in (False, True):
+        torch.manual_seed(5)
         step = pass_step(plan, sources, communicator, lockstep=lockstep)
-        objective = CountedObjective(model)
+        objective = LinearObjective(model)
         if once:
             loss = run_once(step, objective, objective.weights(step.row))
         else:
             loss = run_passes(step, objective)
         gradients = summed_gradients(model, communicator)
-        found.append((gradients, objective.first, float(loss)))
-    return found, objective.calls == len(step.indices)
+        found.append((gradients, objective.first, float(loss), torch.rand(1)))
+    return *found, objective.calls == len(step.indices)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_one_pass_has_the_gradients_of_two(seed):
-    world_size = 3
-    plan = random_plan(LENGTHS, world_size, random.Random(seed), nodes=1)
-    sources = sources_of(len(LENGTHS), world_size, seed)
-    for (two, one), each_once in run_threads(passes, world_size, plan, sources, bool(seed % 2)):
+@pytest.mark.parametrize(
+    ("world_size", "seed", "model_options"),
+    [
+        *((3, seed, {}) for seed in range(4)),
+        # random numbers are those of the thread's process, so of one rank
+        (1, 0, {"dropout": 0.3}),
+        (1, 0, {"dropout": 0.3, "checkpointing": True}),
+    ],
+)
+def test_one_pass_has_the_gradients_of_two(world_size, seed, model_options):
+    """With dropout, too: the second pass repeats the random numbers of the first one, and leaves
+    the generator as it found it."""
+    micro_batches = 3 if model_options else None
+    plan = random_plan(LENGTHS, world_size, random.Random(seed), micro_batches=micro_batches)
+    arguments = (plan, sources_of(len(LENGTHS), world_size, seed), bool(seed % 2), model_options)
+    for two, one, each_once in run_threads(passes, world_size, *arguments):
         assert max(relative_errors(one[0], two[0]).values()) < 1e-12
         for name, figure in two[1].items():
             assert torch.equal(one[1][name], figure)
         assert one[2] == pytest.approx(two[2], rel=1e-12)
+        if world_size == 1:
+            assert one[3] == two[3]
         assert each_once
 
 
 def with_wrong_weights(rank, world_size, plan):
-    step = pass_step(plan, [0] * len(LENGTHS), join(ALONE))
-    objective = CountedObjective(model_of_figures())
+    step = pass_step(plan, [0] * len(LENGTHS), join(TOPOLOGIES[1]))
+    objective = LinearObjective(model_of_figures())
     weights = objective.weights(step.row)
     weights["entropy"] *= 1.001
     with pytest.raises(RuntimeError, match="other gradients of entropy than it was known to have"):
@@ -96,5 +120,5 @@ def with_wrong_weights(rank, world_size, plan):
 
 
 def test_weights_that_are_not_the_gradients_are_refused():
-    plan = random_plan(LENGTHS, 1, random.Random(0), nodes=1)
+    plan = random_plan(LENGTHS, 1, random.Random(0))
     run_threads(with_wrong_weights, 1, plan)
