@@ -6,9 +6,8 @@ ranks: by the stock trainer and with hf_flexseq.
     change.py     what a customisation is, for losses.py, methods.py, hooks.py and callbacks.py
     case.py       draw(seed): one combination of these
     verdicts.py   what a comparison of both trainings comes to
-    run.py        the two trainings of many cases, on forked ranks
-    reduce.py     the part of a case that makes it fail
+    run.py        the two trainings of a case, on forked ranks
 
-    python -m tests.hf.drawn_settings --seed 17         one draw again
+    python -m tests.hf.drawn_settings --seed 17 --reduce      the part of a draw that fails
     python -m tests.hf.drawn_settings --first 0 --count 300
 """

@@ -1,16 +1,11 @@
-"""Trains the two trainers of cases, on two forked ranks.
-
-A job runs case after case, until one raises: what other ranks wait for is not known then, and
-another job goes on. Ranks write what became of a case into files, which outlive a hang.
-"""
+"""Trains the two trainers of a case, on two forked ranks."""
 
 import contextlib
 import copy
 import io
-import json
 import logging
 import os
-import shutil
+import tempfile
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -53,7 +48,8 @@ from tests.ranks import run_ranks
 
 RANKS = 2
 GROUP_SECONDS = 30  # that a rank waits for the other one
-CASE_SECONDS = 60
+CASE_SECONDS = 120
+OTHER_RANK = "OtherRank"
 
 TRAINERS = {
     "trainer": (Trainer, TrainingArguments),
@@ -237,105 +233,59 @@ def _warnings_of_ours(found):
         logger.removeHandler(handler)
 
 
-# ---- jobs
+# ---- both on two ranks
 
 
-def _run_cases(rank, world_size, cases, folder, stock_only):
-    """Run cases until one raises, and write what became of each."""
+def _judge_here(rank, world_size, case, folder, stock_only):
+    """Return this rank's verdict. stock_only: whether stock comes to its end."""
     disable_progress_bars()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        for case in cases:
-            judged, has_raised = _judge_here(case, folder, rank, stock_only)
-            path = folder / f"{case.seed}.{rank}"
-            path.write_text(json.dumps([judged.verdict.name, judged.detail]))
-            if has_raised:
-                return
-
-
-def _judge_here(case, folder, rank, stock_only):
-    """Return this rank's verdict, and whether a training has raised."""
-    ours = Outcome() if stock_only else _run_one(case, True, folder, rank)
-    if ours.error:
-        return of_refusal(ours), True
-    stock = _run_one(case, False, folder, rank)
-    if stock.error:
-        detail = f"{stock.error}: {stock.message} [{stock.where}]"
-        return Judged(verdict=Verdict.STOCK_FAILS, detail=detail), True
-    if stock_only:
-        return Judged(verdict=Verdict.EQUAL), False
-    return of_both(case, stock, ours), False
+        ours = Outcome() if stock_only else _run_one(case, True, folder, rank)
+        if ours.error:
+            return of_refusal(ours)
+        stock = _run_one(case, False, folder, rank)
+        if stock.error:
+            detail = f"{stock.error}: {stock.message} [{stock.where}]"
+            return Judged(verdict=Verdict.STOCK_FAILS, detail=detail)
+        return Judged(verdict=Verdict.EQUAL) if stock_only else of_both(case, stock, ours)
 
 
 def _run_one(case, is_ours, folder, rank):
     """Train, and wait for the other rank; raise TimeoutError if it does not come. An error of any
     rank is one of this rank, too."""
-    name = f"{case.seed}-{is_ours}"
-    output = folder / f"out-{name}"
-    outcome = outcome_of(case, is_ours, output)
+    outcome = outcome_of(case, is_ours, folder / str(is_ours))
     store = dist.distributed_c10d._get_default_store()
-    store.set(f"{name}-{rank}", outcome.error or "fine")
-    others = [f"{name}-{other}" for other in range(RANKS)]
-    store.wait(others, timedelta(seconds=2 * GROUP_SECONDS))
-    if not outcome.error and any(store.get(other) != b"fine" for other in others):
-        outcome.error = "OtherRank"
+    store.set(f"{is_ours}-{rank}", outcome.error or "fine")
+    both = [f"{is_ours}-{other}" for other in range(RANKS)]
+    store.wait(both, timedelta(seconds=2 * GROUP_SECONDS))
+    if not outcome.error and any(store.get(other) != b"fine" for other in both):
+        outcome.error = OTHER_RANK
         outcome.message = "this rank came to the end, the other one raised"
-    if rank == 0 and not outcome.error:
-        shutil.rmtree(output, ignore_errors=True)
     return outcome
 
 
-def _read(case, folder):
-    """Return the worst verdict that a rank has written; None where none has."""
-    found = []
-    for path in folder.glob(f"{case.seed}.*"):
-        name, detail = json.loads(path.read_text())
-        found.append(Judged(verdict=Verdict[name], detail=detail))
+def judge(case, *, stock_only=False):
+    """Return the verdict of a case, the worse one of both ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            found = run_ranks(
+                _judge_here,
+                RANKS,
+                *(case, Path(folder), stock_only),
+                seconds=CASE_SECONDS,
+                group_seconds=GROUP_SECONDS,
+            )
+        except AssertionError as died:
+            found = [Judged(verdict=Verdict.HANGS, detail=str(died)[-2000:])]
     # An error of one rank alone counts by what it is, not by what the other made of it.
-    told = [one for one in found if "OtherRank" not in one.detail]
+    told = [one for one in found if OTHER_RANK not in one.detail] or found
     # Rank 0 alone logs what all ranks differ by.
     if any(one.verdict is Verdict.LOGGED for one in found):
         told = [one for one in told if one.verdict is not Verdict.SILENT]
-    order = list(Verdict)
-    return max(told or found, key=lambda one: order.index(one.verdict), default=None)
-
-
-def _job(cases, folder, *, stock_only=False):
-    """Run cases on forked ranks until one raises; return what the ranks died of, if they did."""
-    limits = {"seconds": CASE_SECONDS * (1 + len(cases)), "group_seconds": GROUP_SECONDS}
-    try:
-        run_ranks(_run_cases, RANKS, cases, folder, stock_only, **limits)
-    except AssertionError as died:
-        return str(died)
-    return ""
-
-
-def judge(cases, folder, on_verdict=lambda case, judged: None):
-    """Return the verdicts of cases by their seeds, which differ. on_verdict: gets each when it is
-    known."""
-    left = list(cases)
-    verdicts = {}
-    while left:
-        died = _job(left, folder)
-        while left:
-            judged = _read(left[0], folder)
-            if judged is None and not died:
-                break
-            case = left.pop(0)
-            if judged is None:
-                judged, died = Judged(verdict=Verdict.HANGS, detail=died[-2000:]), ""
-            if judged.verdict in (Verdict.CRASHED, Verdict.HANGS):
-                judged = _beside_stock(case, judged, folder)
-            verdicts[case.seed] = judged
-            on_verdict(case, judged)
-    return verdicts
-
-
-def _beside_stock(case, judged, folder):
-    """Return the verdict of a case in which ours failed: it may, where the stock trainer does."""
-    alone = folder / f"stock-{case.seed}"
-    alone.mkdir()
-    died = _job([case], alone, stock_only=True)
-    if died:
-        return Judged(verdict=Verdict.STOCK_FAILS, detail=died)
-    found = _read(case, alone)
-    return found if found.verdict is Verdict.STOCK_FAILS else judged
+    judged = max(told, key=lambda one: list(Verdict).index(one.verdict))
+    if judged.verdict in (Verdict.CRASHED, Verdict.HANGS) and not stock_only:
+        # ours may fail where the stock trainer does
+        stock = judge(case, stock_only=True)
+        if stock.verdict is not Verdict.EQUAL:
+            return Judged(verdict=Verdict.STOCK_FAILS, detail=stock.detail)
+    return judged
