@@ -116,7 +116,8 @@ def train(folder, logging_steps, events=None):
     trainer = flexseq_trainer(
         folder,
         accumulation=2,
-        given={"eval_dataset": dataset(5), "callbacks": [saves]},
+        eval_dataset=dataset(5),
+        callbacks=[saves],
         max_tokens_per_rank=80,
         max_steps=5,
         logging_steps=logging_steps,

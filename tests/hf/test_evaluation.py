@@ -26,8 +26,8 @@ def evaluating_trainer(folder, batch, held_out, model=None, **options):
     return flexseq_trainer(
         folder,
         model=model,
-        data=documents(LENGTHS),
-        given={"eval_dataset": held_out},
+        train_dataset=documents(LENGTHS),
+        eval_dataset=held_out,
         per_device_eval_batch_size=batch,
         max_steps=2,
         **options,

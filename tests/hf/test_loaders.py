@@ -31,7 +31,6 @@ LENGTHS = [1 + (i * i * 7) % 30 for i in range(21)]
 CASES = {
     "group_by_length": {"train_sampling_strategy": "group_by_length"},
     "batch_rebalance": {"train_sampling_strategy": "batch_rebalance"},
-    "sequential": {"train_sampling_strategy": "sequential"},
     "workers": {"dataloader_num_workers": 1},
     "drop_last": {"dataloader_drop_last": True},
     "reduced in every micro-batch": {
@@ -70,8 +69,8 @@ def train(rank, world_size, folder, case, planned):
     data = Stream() if case == "stream" else Examples(documents(LENGTHS))
     if planned:
         # "non_padding" counts tokens with the tokenizer's id of padding, 0, in the documents
-        given = {"processing_class": tokenizer()}
-        trainer = flexseq_trainer(folder, model=model, data=data, given=given, **common)
+        given = {"model": model, "train_dataset": data, "processing_class": tokenizer()}
+        trainer = flexseq_trainer(folder, **given, **common)
     else:
         if case == "stream":
             common["accelerator_config"] = {"dispatch_batches": False}  # ours does so by itself
@@ -99,7 +98,7 @@ def drawn_lengths(rank, world_size, folder):
     took."""
     trainer = flexseq_trainer(
         folder,
-        data=documents(LENGTHS[:9]),
+        train_dataset=documents(LENGTHS[:9]),
         accelerator_config={"even_batches": False},
         num_train_epochs=1,
         max_steps=-1,
@@ -250,8 +249,8 @@ def test_a_trainer_trains_resumes_and_evaluates_from_the_host(tmp_path):
         return flexseq_trainer(
             tmp_path,
             kind=TrainerOfMeta,
-            data=data,
-            given={"eval_dataset": data[:3]},
+            train_dataset=data,
+            eval_dataset=data[:3],
             lookahead=0,
             max_steps=2,
             save_strategy="steps",

@@ -26,7 +26,7 @@ def make_trainer(folder, kind=FlexSeqTrainer, **options):
     """On one rank, without a planner's process. Four steps, saved after the second and fourth."""
     defaults = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lookahead": 0}
     data = documents(LENGTHS)
-    return flexseq_trainer(folder, kind=kind, data=data, **{**defaults, **options})
+    return flexseq_trainer(folder, kind=kind, train_dataset=data, **{**defaults, **options})
 
 
 def losses_of(folder, resume=None, **options):

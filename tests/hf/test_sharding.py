@@ -107,7 +107,7 @@ def fsdp2_run(rank, world_size, folder, config, accumulation, checkpointing, cos
         batch=1,
         accumulation=accumulation,
         model=model,
-        given={"callbacks": [CountedUpdates(updates)]},
+        callbacks=[CountedUpdates(updates)],
         optim="sgd",
         learning_rate=LEARNING_RATE,
         gradient_checkpointing=checkpointing,

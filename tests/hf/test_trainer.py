@@ -2,6 +2,7 @@
 process."""
 
 import functools
+import inspect
 import math
 
 import pytest
@@ -22,6 +23,7 @@ from tests.ranks import run_cases, run_ranks
 
 STEPS = 10
 OPTIONS = {"max_tokens_per_rank": 40, "lookahead": 2, "cost_model": "estimate"}
+OF_TRAINER = frozenset(inspect.signature(Trainer.__init__).parameters)
 
 
 def training_arguments(cls, folder, *, batch, accumulation, **options):
@@ -44,28 +46,14 @@ def training_arguments(cls, folder, *, batch, accumulation, **options):
     )
 
 
-def flexseq_trainer(
-    folder,
-    *,
-    kind=FlexSeqTrainer,
-    batch=2,
-    accumulation=1,
-    model=None,
-    data=None,
-    given=(),
-    **options,
-):
-    """A trainer of planned steps. given: other arguments of the trainer; options: of its
-    configuration."""
-    args = training_arguments(
-        FlexSeqConfig, folder, batch=batch, accumulation=accumulation, **{**OPTIONS, **options}
-    )
-    return kind(
-        model=model or tiny_llama(),
-        args=args,
-        train_dataset=dataset() if data is None else data,
-        **dict(given),
-    )
+def flexseq_trainer(folder, *, kind=FlexSeqTrainer, batch=2, accumulation=1, **settings):
+    """A trainer of planned steps. settings: arguments of the trainer, and of its configuration, by
+    their names."""
+    given = {name: settings.pop(name) for name in OF_TRAINER & settings.keys()}
+    defaults = {"batch": batch, "accumulation": accumulation, **OPTIONS}
+    args = training_arguments(FlexSeqConfig, folder, **{**defaults, **settings})
+    model = given.pop("model", None) or tiny_llama()
+    return kind(model=model, args=args, **{"train_dataset": dataset(), **given})
 
 
 def padded(examples):
@@ -113,7 +101,7 @@ def make_trainer(how, model, folder, batch, accumulation, optim, size=72, steps=
     common = {"batch": batch, "accumulation": accumulation, "optim": optim, "max_steps": steps}
     data = dataset(size)
     if how == "subclass":
-        return flexseq_trainer(folder, model=model, data=data, **common)
+        return flexseq_trainer(folder, model=model, train_dataset=data, **common)
     args = training_arguments(TrainingArguments, folder, **common)
     trainer = Trainer(
         model=model, args=args, train_dataset=data, data_collator=DataCollatorForFlexSeq()
