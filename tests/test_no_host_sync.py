@@ -123,35 +123,26 @@ def run_layers(seq_ctx, number_of_heads=REPEATED, *, checkpointed=False, dtype=t
 # ---- what is allowed
 
 
-HEADS = [(name, REPEATED) for name in MICRO_BATCHES]
-HEADS += [(name, number) for name in ("ulysses", "hybrid") for number in (DIVIDING, UNEVEN)]
+# the groups, and what is special to the context and to the layers
+ATTENTION = [(name, {}, {}) for name in MICRO_BATCHES]
+for name in ("ulysses", "hybrid"):
+    ATTENTION += [(name, {}, {"number_of_heads": number}) for number in (DIVIDING, UNEVEN)]
+for name in MICRO_BATCHES:
+    for is_saved in (True, False):
+        ATTENTION.append((name, {"save_attention_output": is_saved}, {"checkpointed": True}))
+for name in ("balanced", "ulysses"):
+    ATTENTION.append((name, {"kernel": Reference()}, {"dtype": torch.float32}))
 
 
-@pytest.mark.parametrize("name, number_of_heads", HEADS)
-def test_attention_never_waits(name, number_of_heads):
+@pytest.mark.parametrize("name, of_context, of_layers", ATTENTION)
+def test_attention_never_waits(name, of_context, of_layers):
     for rank in RANKS:
         with NoHostSync() as mode:
-            seq_ctx = context(rank, name)
-            run_layers(seq_ctx, number_of_heads)
+            seq_ctx = context(rank, name, **of_context)
+            run_layers(seq_ctx, **of_layers)
             copies = mode.uploads
-            run_layers(seq_ctx, number_of_heads)
+            run_layers(seq_ctx, **of_layers)
             assert mode.uploads == copies, "layers copy again what the first ones have copied"
-
-
-@pytest.mark.parametrize("save_attention_output", [True, False])
-@pytest.mark.parametrize("name", MICRO_BATCHES)
-def test_attention_of_checkpointed_layers_never_waits(name, save_attention_output):
-    for rank in RANKS:
-        with NoHostSync():
-            seq_ctx = context(rank, name, save_attention_output=save_attention_output)
-            run_layers(seq_ctx, checkpointed=True)
-
-
-@pytest.mark.parametrize("name", ["balanced", "ulysses"])
-def test_attention_never_waits_with_another_kernel_in_another_dtype(name):
-    for rank in RANKS:
-        with NoHostSync():
-            run_layers(context(rank, name, Reference()), dtype=torch.float32)
 
 
 def test_a_rank_that_runs_repeats_kv_heads():
