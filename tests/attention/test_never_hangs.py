@@ -10,17 +10,7 @@ from collections import Counter
 
 import pytest
 
-from tests import budget
-from tests.random_runs import (
-    MOST_ERROR,
-    AttentionRun,
-    Used,
-    attention_error,
-    attention_rank,
-    draw,
-    had,
-    run_all,
-)
+from tests import budget, random_runs
 from tests.ranks import run_ranks
 
 RUNS = 200
@@ -32,14 +22,14 @@ STARTS = range(0, RUNS, TOGETHER)
 @pytest.mark.parametrize("first", budget.others_nightly(STARTS, tried=range(EVERY_TIME)))
 def test_random_plans_end_with_the_gradients_of_one_process(first):
     runs = min(TOGETHER, EVERY_TIME)
-    assert run_all(range(first, first + runs))["all"] == runs
+    assert random_runs.run_all(range(first, first + runs))["all"] == runs
 
 
 def test_what_is_drawn_has_something_of_everything():
     drawn = 800
     counts = Counter()
     for number in range(drawn):
-        counts.update(had(draw(number), Used()))
+        counts.update(random_runs.had(random_runs.draw(number), random_runs.Used()))
     assert counts["degree above 1"] >= 0.8 * drawn
     for name in (
         *("local", "ulysses", "zigzag", "balanced", "hybrid"),
@@ -61,15 +51,15 @@ WORLD_SIZE = 4
 
 
 def several(rank, world_size, runs):
-    return [attention_rank(rank, world_size, run) for run in runs]
+    return [random_runs.attention_rank(rank, world_size, run) for run in runs]
 
 
 @pytest.mark.processes
 def test_random_plans_end_on_gloo_too():
-    drawn = [draw(number) for number in range(60)]
-    runs = [run for run in drawn if isinstance(run, AttentionRun)]
+    drawn = [random_runs.draw(number) for number in range(60)]
+    runs = [run for run in drawn if isinstance(run, random_runs.AttentionRun)]
     runs = [run for run in runs if run.topology.world_size == WORLD_SIZE]
     assert len(runs) > 6
     by_rank = run_ranks(several, WORLD_SIZE, runs)
     for run, results in zip(runs, zip(*by_rank, strict=True), strict=True):
-        assert attention_error(run, results) <= MOST_ERROR, run
+        assert random_runs.attention_error(run, results) <= random_runs.MOST_ERROR, run

@@ -10,13 +10,15 @@ FlashAttention-2.
 import contextlib
 import sys
 import types
+from functools import partial
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn import attention
 
-from hf_flexseq.kernels import KernelCall, flash_attn
+from hf_flexseq.kernels import KernelCall
 from hf_flexseq.kernels.flash_attn import FlashAttn
 from hf_flexseq.kernels.flash_attn3 import FlashAttn3
 from hf_flexseq.kernels.reference import Reference
@@ -82,8 +84,9 @@ def flash_backward(dout, q, k, v, out, lse, launch):
 
 
 @contextlib.contextmanager
-def aten_stand_in(stand_in):
-    """torch's ops on the CPU, whose forward is a stand-in."""
+def torch_varlen(stand_in=flash2_forward, active=None):
+    """The kernel on torch's ops on the CPU, whose forward is a stand-in. active: implementation
+    in torch."""
 
     def launch_of(
         cu_q, cu_k, max_q, max_k, dropout, causal, *, scale=None, window_size_left=None,
@@ -109,22 +112,8 @@ def aten_stand_in(stand_in):
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", forward, "CPU")
         library.impl("_flash_attention_backward", backward, "CPU")
-        yield
-
-
-@pytest.fixture
-def torch_varlen():
-    """The kernel on aten ops whose CPU implementation is the stand-in."""
-    with aten_stand_in(flash2_forward):
-        yield TorchVarlen()
-
-
-@pytest.fixture
-def torch_varlen_fa3(monkeypatch):
-    """The same with FlashAttention-3 active in torch."""
-    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: "FA3")
-    with aten_stand_in(flash3_forward):
-        yield TorchVarlen()
+        with mock.patch.object(attention, "current_flash_attention_impl", return_value=active):
+            yield TorchVarlen()
 
 
 # ---- the packages
@@ -148,8 +137,8 @@ FLASH2 = (
 )
 
 
-@pytest.fixture
-def flash_attn2(monkeypatch):
+@contextlib.contextmanager
+def flash_attn2():
     """The kernel on a flash-attn 2.8 whose low-level functions are the stand-in."""
 
     def launch_of(named, **off):
@@ -167,10 +156,8 @@ def flash_attn2(monkeypatch):
         _flash_attn_varlen_forward=forward, _flash_attn_varlen_backward=backward
     )
     package = types.SimpleNamespace(__version__="2.8.3", flash_attn_interface=interface)
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    flash_attn.package_problem.cache_clear()
-    yield FlashAttn()
-    flash_attn.package_problem.cache_clear()
+    with mock.patch.dict(sys.modules, flash_attn=package):
+        yield FlashAttn()
 
 
 # Names of the arguments of FlashAttention-3's operators that are passed.
@@ -209,28 +196,22 @@ def flash3_operators(backward_lacks=""):
         library.define(FLASH3_BACKWARD.replace(backward_lacks, ""))
         library.impl("fwd", forward, "CPU")
         library.impl("bwd", backward, "CPU")
-        yield
+        yield FlashAttn3()
     for name in ("fwd", "bwd"):  # torch.ops remembers what it has found
         torch.ops.flash_attn_3.__dict__.pop(name, None)
 
 
-@pytest.fixture
-def flash_attn3():
-    with flash3_operators():
-        yield FlashAttn3()
-
-
-BUILDS = ["torch_varlen", "torch_varlen_fa3", "flash_attn2", "flash_attn3"]
+PACKAGES = {"flash_attn2": flash_attn2, "flash_attn3": flash3_operators}
+BUILDS = PACKAGES | {
+    "torch_varlen": torch_varlen,
+    "torch_varlen_fa3": partial(torch_varlen, flash3_forward, "FA3"),
+}
 
 
 @pytest.fixture(params=BUILDS)
 def kernel(request):
-    return request.getfixturevalue(request.param)
-
-
-@pytest.fixture(params=BUILDS[2:])
-def package(request):
-    return request.getfixturevalue(request.param)
+    with BUILDS[request.param]() as kernel:
+        yield kernel
 
 
 def assert_like_the_reference(kernel, inputs, segments, softcap=None):
@@ -257,17 +238,24 @@ def test_every_argument_arrives(kernel):
         assert_random_inputs_are_like_the_reference(kernel, segments)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_softcaps_arrive_in_the_packages(package, window):
-    segments = Segments([53, 1, 17], [60, 4, 17], causal=True, device=CPU, window=window)
-    assert_random_inputs_are_like_the_reference(package, segments, softcap=2.5)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_softcaps_and_torchs_determinism_switch_arrive_in_the_packages(package, monkeypatch):
+    # turning the switch imports torch's compiler, which takes seconds
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    for window in (None, 5):
+        segments = Segments([53, 1, 17], [60, 4, 17], causal=True, device=CPU, window=window)
+        with PACKAGES[package]() as kernel:
+            assert_random_inputs_are_like_the_reference(kernel, segments, softcap=2.5)
 
 
-def test_torch_is_never_called_with_a_softcap_which_it_would_lose(torch_varlen):
+def test_torch_is_never_called_with_a_softcap_which_it_would_lose():
     segments = Segments([5], [5], causal=True, device=CPU)
     inputs = random_inputs(segments, (2, 2), dtype=torch.bfloat16)
-    with pytest.raises(AssertionError, match=r"a softcap of 2\.5, which it does not have"):
-        run(torch_varlen, *inputs, segments, softcap=2.5)
+    with (
+        torch_varlen() as kernel,
+        pytest.raises(AssertionError, match=r"a softcap of 2\.5, which it does not have"),
+    ):
+        run(kernel, *inputs, segments, softcap=2.5)
 
 
 def test_edges_of_flash_attention_2(kernel):
@@ -288,13 +276,6 @@ def test_strides_that_the_kernels_refuse_are_copied_away(kernel):
     fused = torch.randn(17, 2, 8, 3, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     dout = torch.ones((), dtype=torch.bfloat16).expand(17, 2, 8)
     assert_like_the_reference(kernel, (*fused.unbind(-1), dout), segments)
-
-
-def test_the_packages_follow_torchs_determinism_switch(package, monkeypatch):
-    # turning the switch imports torch's compiler, which takes seconds
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    segments = Segments([5], [5], causal=True, device=CPU)
-    assert_random_inputs_are_like_the_reference(package, segments)
 
 
 def test_shapes_of_torchs_own_meta_kernels():

@@ -123,11 +123,3 @@ def test_a_rank_without_its_peer_is_found():
     del programs[2]
     with pytest.raises(ProgramError, match="rank 2, which has nothing"):
         check(programs, SHAPE)
-
-
-def test_a_program_reads_like_a_list():
-    lines = str(ring_of_four()[0]).splitlines()
-    assert lines[0].startswith("inputs  v0, v1")
-    assert lines[-1].startswith("outputs ")
-    assert any("gradients" in line and "queries x" in line for line in lines)
-    assert any("to rank 1" in line and "from rank 3" in line for line in lines)
