@@ -8,7 +8,6 @@ import pytest
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.cost import nodes_spanned
 from hf_flexseq.cost.kinds import NearLayers, busiest_pairs, doubled_pairs, halos
-from hf_flexseq.cost.presets import PRESETS
 from tests.costs import simple_cost
 
 RINGS = ["zigzag", "balanced"]
@@ -74,7 +73,7 @@ def test_the_busiest_rank_has_the_pairs_and_halos_that_it_is_priced_with(reach, 
 
 def test_the_ranks_of_a_hybrid_share_the_pairs_of_the_busiest_node():
     window = NearLayers(reach=Reach(window=64), share=1.0, attention_s=1.0)
-    cost = simple_cost(heads=8, kinds=(window,))
+    cost = simple_cost(kinds=(window,))
     nodes = nodes_spanned(16)
     most = busiest_pairs(window.reach, np.array([256.0]), nodes, "zigzag")[0]
     assert most > doubled_pairs(window.reach, np.array([256.0]))[0] / nodes
@@ -99,13 +98,6 @@ def test_seconds_are_a_sum_over_kinds_worked_by_hand():
         assert found == pytest.approx(1e9 * expected, rel=1e-8), strategy
 
 
-def test_a_window_halo_does_not_grow_with_the_sequence():
-    kinds = (replace(WINDOW, share=1.0, attention_s=0.0),)
-    only_windows = replace(SIMPLE, attention_s=0.0, kinds=kinds)
-    short, long = (only_windows.sequence_ns(n, 4, "zigzag", False) for n in (1 << 10, 1 << 20))
-    assert long - short < 1e6  # linear layers are a nanosecond per token
-
-
 @pytest.mark.parametrize("strategy", ["local", "ulysses"])
 def test_a_window_beyond_the_sequence_costs_what_a_full_layer_does(strategy):
     full = replace(SIMPLE, kinds=())
@@ -114,13 +106,6 @@ def test_a_window_beyond_the_sequence_costs_what_a_full_layer_does(strategy):
     degree = 1 if strategy == "local" else 4
     whole, parts = (one.sequence_ns(9999, degree, strategy, False) for one in (full, split))
     assert parts == pytest.approx(whole, rel=1e-4)  # s (s + 1) for s^2
-
-
-def test_hybrids_and_groups_on_nodes_have_a_price_with_windows():
-    cost = PRESETS["gemma-3-27b-h100"]
-    for strategy in (*RINGS, "hybrid", "ulysses"):
-        short, long = (cost.sequence_ns(n, 16, strategy, True) for n in (1 << 14, 1 << 18))
-        assert 0 < short < long
 
 
 def test_the_host_of_a_ring_does_less_for_windows():

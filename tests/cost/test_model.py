@@ -20,7 +20,7 @@ from hf_flexseq.cost.forward import forward_only
 from hf_flexseq.cost.launches import layer_work
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import MicroBatch
-from tests.costs import rings, simple_cost
+from tests.costs import simple_cost
 from tests.plans import group, planned
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
@@ -122,15 +122,6 @@ def test_unknown_rings_are_refused(strategy):
     assert FLEXSP.strategies("auto") == ("ulysses",)
     with pytest.raises(ValueError, match="no cost formula"):
         FLEXSP.sequence_ns(10, 2, "ring", False)
-
-
-def test_vector_and_scalar_agree():
-    cost = rings(Topology(nodes=2, ranks_per_node=8))
-    lengths = np.array([1, 17, 4096, 123_457])
-    for degree, strategy in ((1, "local"), (6, "ulysses"), (16, "zigzag")):
-        spans = degree > 8
-        together = cost.sequences_ns(lengths, degree, strategy, spans).tolist()
-        assert together == [cost.sequence_ns(s, degree, strategy, spans) for s in lengths.tolist()]
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,15 @@ def test_a_chunk_costs_what_the_formula_says():
     assert costs.held[0] == [3000, 3000 - 2 * 3000 // 5 + 2 * 200 // 5]
 
 
-@pytest.mark.parametrize("field", ["linear_ns", "attention_ns", "chunk_ns", "head_ns"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("linear_ns", "attention_ns", "chunk_ns", "head_ns"),
+        *("token_bytes", "kv_bytes", "input_bytes", "owed_bytes"),
+    ],
+)
 def test_negative_costs_are_refused(field):
-    with pytest.raises(ValueError, match=f"{field}=-1.0: must not be negative"):
+    with pytest.raises(ValueError, match=f"{field}=-1.0: must"):
         PipelineCost.even(1, stage_cost(**{field: -1.0}))
 
 

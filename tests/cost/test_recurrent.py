@@ -94,15 +94,6 @@ def test_seconds_are_tokens_a_second_pass_and_summaries_worked_by_hand():
         assert whole == pytest.approx(1e9 * (2.5 * 8 + 2 * (3 * 24 + 3)), rel=1e-6)
 
 
-def test_what_is_exchanged_does_not_grow_with_the_sequence():
-    cost = replace(SIMPLE, recurrent=(replace(SCAN, token_s=0.0, again_s=0.0),))
-    for strategy in STRATEGIES:
-        short, long = (
-            cost.alone_ns(np.array([n]), 4, strategy, False)[0] for n in (1 << 10, 1 << 20)
-        )
-        assert 0 < long - short < 1e6  # linear layers are a nanosecond per token
-
-
 def test_memory_alone_decides_the_degrees_of_recurrent_layers():
     """Where attention takes nothing, ranks share a sequence only if none can hold it."""
     cost = replace(PRESETS["qwen3.5-35b-a3b-h100"], attention_s=0.0)

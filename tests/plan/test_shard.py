@@ -8,9 +8,6 @@ import pytest
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.segments import chains_of
 from hf_flexseq.plan.shard import (
-    contiguous_part,
-    cuts,
-    held_chunks,
     make_shard,
     mirrored,
     placed,
@@ -79,27 +76,11 @@ def test_rounding_of_short_sequences_does_not_pile_up(degree):
     assert max(tokens) - min(tokens) <= 1
 
 
-@pytest.mark.parametrize(("strategy", "chunks"), [("zigzag", 6), ("balanced", 3)])
-def test_bounds_partition_each_sequence(strategy, chunks):
-    for cut, length in zip(cuts(strategy, (7, 1, 12), 3), [7, 1, 12], strict=True):
-        assert (cut.bounds[0], cut.bounds[-1], len(cut.bounds)) == (0, length, chunks + 1)
-        assert list(cut.bounds) == sorted(cut.bounds)
-    for flipped in (False, True):
-        held = [c for i in range(3) for c in held_chunks(strategy, i, 3, mirrored=flipped)]
-        assert sorted(held) == list(range(chunks))
-
-
 def test_about_half_of_the_tokens_lie_the_other_way_round():
     assert mirrored([5]) == (False,)
     assert mirrored([5, 5]) == (False, True)
     assert mirrored([3, 9, 5, 2]) == (True, False, True, True)
     assert mirrored([100, 1, 2, 3]) == (False,) * 4  # not worth it
-
-
-def test_contiguous_parts_differ_by_one_at_most():
-    sizes = [stop - start for start, stop in (contiguous_part(11, i, 4) for i in range(4))]
-    assert sum(sizes) == 11
-    assert set(sizes) == {2, 3}
 
 
 @for_seeds(10)

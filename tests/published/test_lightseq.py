@@ -46,16 +46,6 @@ def test_the_ring_pays_what_its_busiest_rank_moves(degree):
         assert cost.ring_traffic(degree, "balanced") == busiest_link(degree, 2.0, shared)
 
 
-def test_the_ring_is_the_fastest_where_keys_are_as_wide_as_queries_and_links_slow():
-    """With one head Ulysses cannot share; a ring moves 24 tensors' worth a token, balanced 16."""
-    widths = {"ring_bytes": 6.0, "query_bytes": 1.0, "all_to_all_bytes": 8.0}
-    cost = simple_cost(attention_s=0.2, linear_s=1.0, ring_overlap=1.0, heads=1, **widths)
-    strategies = ("ulysses", "zigzag", "balanced")
-    seconds = {name: cost.sequence_ns(90, 5, name, False) / 1e9 for name in strategies}
-    assert min(seconds, key=seconds.__getitem__) == "balanced"
-    assert seconds["zigzag"] - seconds["balanced"] == 24 * 18 - 0.2 * 90 * 18
-
-
 def test_seconds_count_the_idle_time_of_even_degrees():
     cost = simple_cost(attention_s=1.0)
     assert [cost.sequence_ns(12, d, "balanced", False) / 1e9 for d in (2, 3, 4)] == pytest.approx(
