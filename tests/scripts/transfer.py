@@ -24,27 +24,29 @@ def place(rank):
 
 def shaped_bytes():
     """Bytes that have left over the shaped link."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    return next(
-        int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("nic:")
-    )
+    lines = map(str.strip, Path("/proc/net/dev").read_text().splitlines())
+    return next(int(line.split(":")[1].split()[8]) for line in lines if line.startswith("nic:"))
+
+
+def connected(to):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            return socket.create_connection(place(to))
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    raise TimeoutError(f"rank {to} does not listen")
 
 
 def send(to):
     before = shaped_bytes()
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            with socket.create_connection(place(to)) as connection:
-                # here, for the other side may come to look when all is there
-                began = time.perf_counter()
-                connection.sendall(bytes(BYTES))
-                connection.shutdown(socket.SHUT_WR)
-                assert connection.recv(1), "not all has arrived"
-            return {"shaped": shaped_bytes() - before, "seconds": time.perf_counter() - began}
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline, f"rank {to} does not listen"
-            time.sleep(0.02)
+    with connected(to) as connection:
+        # here, for the other side may come to look when all is there
+        began = time.perf_counter()
+        connection.sendall(bytes(BYTES))
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1), "not all has arrived"
+    return {"shaped": shaped_bytes() - before, "seconds": time.perf_counter() - began}
 
 
 def receive(listener):
@@ -57,15 +59,11 @@ def receive(listener):
         return {"bytes": count}
 
 
-def main():
-    found = {"environment": {name: os.environ[name] for name in NAMES}}
-    with socket.create_server(place(RANK)) as listener:
-        for source, target in TRANSFERS:
-            if source == RANK:
-                found[f"{source} to {target}"] = send(target)
-            if target == RANK:
-                found[f"{source} to {target}"] = receive(listener)
-    (FOLDER / f"{RANK}.json").write_text(json.dumps(found))
-
-
-main()
+found = {"environment": {name: os.environ[name] for name in NAMES}}
+with socket.create_server(place(RANK)) as listener:
+    for source, target in TRANSFERS:
+        if source == RANK:
+            found[f"{source} to {target}"] = send(target)
+        if target == RANK:
+            found[f"{source} to {target}"] = receive(listener)
+(FOLDER / f"{RANK}.json").write_text(json.dumps(found))
