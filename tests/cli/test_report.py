@@ -332,16 +332,10 @@ def test_what_cannot_be_reported_is_one_line(plan, trace, refused, lengths, tmp_
         (f"{tmp_path}/absent {html}", "No such file"),
         (f"{lengths} --html /no/such/folder/x {MACHINE}", "/no/such/folder does not exist"),
         (f"{lengths} {MACHINE}", "--html"),
-        (
-            f"{lengths} {html} {MACHINE} --limit sequences=1",
-            "raise it with --limit sequences=8",
-        ),
+        (f"{lengths} {html} {MACHINE} --limit sequences=1", "raise it with --limit sequences=8"),
         (f"{lengths} {html} {MACHINE} --step 7", "expected --step from 0 to 0, got 7"),
         (f"{other} {html} --topology 1x2", "1 x 2"),
-        (
-            f"{other} {html} --cost-model llama-3.1-8b-h200",
-            "--cost-model also needs --topology",
-        ),
+        (f"{other} {html} --cost-model llama-3.1-8b-h200", "--cost-model also needs --topology"),
         (f"{lengths} {html} {TWO} --max-tokens-per-rank 1", "no planner can plan this"),
     ):
         assert message in refused(f"report {words}")

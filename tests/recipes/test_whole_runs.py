@@ -63,8 +63,7 @@ def launch(folder, words):
 
 
 @pytest.mark.parametrize(
-    "launched",
-    [False, pytest.param(True, marks=[pytest.mark.nightly, pytest.mark.timeout(300)])],
+    "launched", [False, pytest.param(True, marks=[pytest.mark.nightly, pytest.mark.timeout(300)])]
 )
 def test_supervised(tmp_path, corpus, launched):
     words = words_of_run("small_llama", tmp_path, **corpus, max_tokens_per_rank=200)

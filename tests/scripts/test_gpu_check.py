@@ -108,11 +108,7 @@ HOST += [way.format(work) for work in ("ulysses", "hybrid", "three zones") for w
 @pytest.mark.parametrize(
     ("module", "name", "said"),
     [
-        (
-            "kernels",
-            "kernel_seconds",
-            ["| cpu_flash | 0.", "| FA3 | not run: it runs on CUDA"],
-        ),
+        ("kernels", "kernel_seconds", ["| cpu_flash | 0.", "| FA3 | not run: it runs on CUDA"]),
         pytest.param("lost_rank", "lost_rank", ["| 0 | yes |"], marks=ONCE_A_WEEK),
         pytest.param("figures", "calibration", ["not judged"], marks=ONCE_A_WEEK),
         pytest.param("figures", "memory", ["not judged"], marks=ONCE_A_WEEK),

@@ -40,8 +40,7 @@ def _each(*on: str, of=ALL, weight=1.0, **values: tuple[Any, ...]) -> list[Optio
 ALWAYS = (
     *_each(per_device_train_batch_size=(1, 2, 3, 4), gradient_accumulation_steps=(1, 1, 2, 3)),
     _one_of(
-        *({"max_steps": steps} for steps in (2, 3, 4)),
-        {"max_steps": -1, "num_train_epochs": 1},
+        *({"max_steps": steps} for steps in (2, 3, 4)), {"max_steps": -1, "num_train_epochs": 1}
     ),
     _one_of(
         {"eval_strategy": "no"},
