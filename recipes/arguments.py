@@ -80,7 +80,7 @@ class ModelArguments:
         for option in ("model_name_or_path", "tokenizer_name_or_path"):
             name = getattr(self, option)
             if name and name.startswith((".", "/", "~")) and not Path(name).exists():
-                raise ValueError(f"{option}={name!r}: there is no such folder")
+                raise ValueError(f"{option}={name!r}: no such folder")
         if isinstance(self.model_config, str) and self.model_config.startswith("{"):
             self.model_config = json.loads(self.model_config)
         if self.lora_r < 0:
@@ -340,11 +340,11 @@ def _take_config(argv: list[str]) -> tuple[str | None, list[str]]:
 def _read(path: str, types: tuple[type, ...]) -> dict:
     """Return the options of a YAML file. Raises ValueError for one that no type has."""
     if not Path(path).is_file():
-        raise ValueError(f"--config {path}: there is no such file")
+        raise ValueError(f"--config {path}: no such file")
     try:
         options = yaml.safe_load(Path(path).read_text()) or {}
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(options, dict):
         raise ValueError(f"{path} must be a mapping of options, got a {type(options).__name__}")
     names = {option.name for kind in types for option in fields(kind) if option.init}
@@ -352,7 +352,7 @@ def _read(path: str, types: tuple[type, ...]) -> dict:
         if name in names:
             continue
         refuse_removed(str(name))
-        message = f"{path}: there is no option {name!r}"
+        message = f"{path}: unknown option {name!r}"
         near = difflib.get_close_matches(str(name), sorted(names), n=1)
         if near:
             message += f", did you mean {near[0]!r}?"

@@ -96,7 +96,7 @@ def _load_split(
         return load_from_disk(str(path))
     is_path = path.suffix in FILE_TYPES or args.dataset.startswith((".", "/", "~"))
     if is_path and not path.exists():
-        raise ValueError(f"dataset={args.dataset!r}: there is no such file or folder")
+        raise ValueError(f"dataset={args.dataset!r}: no such file or folder")
     try:
         return load_dataset(args.dataset, args.dataset_config, split=split)
     except DatasetGenerationError as error:

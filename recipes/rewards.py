@@ -91,7 +91,7 @@ def _load(name: str) -> Reward:
     source, colon, function = name.rpartition(":")
     if not (colon and source and function):
         raise ValueError(
-            f"there is no reward function {name!r}: take one of {', '.join(REWARDS)}, or give "
+            f"unknown reward function {name!r}: take one of {', '.join(REWARDS)}, or give "
             "your own as module:function or file.py:function"
         )
     module = _module_of_file(source) if source.endswith(".py") else _module(source)
@@ -113,7 +113,7 @@ def _module(name: str) -> ModuleType:
 
 def _module_of_file(path: str) -> ModuleType:
     if not Path(path).is_file():
-        raise ValueError(f"reward functions of {path!r}: there is no such file")
+        raise ValueError(f"reward functions of {path!r}: no such file")
     name = f"rewards_of_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "a .py file has a loader"

@@ -71,7 +71,7 @@ def kind_of(documents: Dataset, column: str) -> str:
     if pa.types.is_string(type_) or pa.types.is_large_string(type_):
         return "text"
     if not (pa.types.is_list(type_) or pa.types.is_large_list(type_)):
-        return f"values that are no text ({type_})"
+        return f"values other than text ({type_})"
     message = type_.value_type
     if not pa.types.is_struct(message):
         return f"lists of {message}"
@@ -98,7 +98,7 @@ def is_blank(path: Path) -> bool:
 
 
 def broken_line(path: Path) -> str | None:
-    """Return which line of a file is the first that is no JSON object, and why; None without
+    """Return which line of a file is the first that is not a JSON object, and why; None without
     any."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -107,9 +107,9 @@ def broken_line(path: Path) -> str | None:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                return f"line {number:,} is no JSON ({error.msg}, column {error.colno:,})"
+                return f"line {number:,} is not JSON ({error.msg}, column {error.colno:,})"
             except UnicodeDecodeError:
-                return f"line {number:,} is no UTF-8"
+                return f"line {number:,} is not UTF-8"
             if not isinstance(row, dict):
-                return f'line {number:,} is no row with names, as {{"text": "..."}} is one'
+                return f'line {number:,} is not a row with names, such as {{"text": "..."}}'
     return None

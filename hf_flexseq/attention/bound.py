@@ -173,5 +173,5 @@ class _Binder:
                     LaneMessages(lane, tuple(sends.pop(lane, ())), tuple(recvs.pop(lane, ())))
                 )
         left = {**sends, **recvs}
-        assert not left, f"{list(left)} are no lanes of this rank: {spec}"
+        assert not left, f"{list(left)} are not lanes of this rank: {spec}"
         return tuple(lanes)

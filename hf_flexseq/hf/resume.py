@@ -69,11 +69,11 @@ def _chosen(
         return None
     if asked is True:
         if not output_dir or not Path(output_dir).is_dir():
-            return {"error": f"resume_from_checkpoint=True: there is no folder {output_dir}"}
+            return {"error": f"resume_from_checkpoint=True: no folder {output_dir}"}
         return _newest_whole(Path(output_dir))
     folder = Path(asked)
     if not folder.is_dir():
-        return {"error": f"resume_from_checkpoint={str(folder)!r}: there is no such folder"}
+        return {"error": f"resume_from_checkpoint={str(folder)!r}: no such folder"}
     found = inspect(folder)
     if found.problem is not None:
         return {"error": f"{folder}: {found.problem}; {_advice(folder, found.problem)}"}

@@ -94,5 +94,5 @@ def _remove_torn(folder: Path) -> None:
     """Remove torn checkpoints beside `folder`: they would count as checkpoints to be kept."""
     for other in folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         if other != folder and is_torn(other):
-            logger.warning("%s is removed: its writer did not come to the end", other)
+            logger.warning("%s is removed: saving was interrupted", other)
             shutil.rmtree(other, ignore_errors=True)

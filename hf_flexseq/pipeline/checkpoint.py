@@ -149,7 +149,7 @@ def load_stage(stage: Stage, folder: str) -> None:
     missing = sorted({name for name in global_names.values() if name not in files})
     if missing:
         raise ValueError(
-            f"{folder} has no {', '.join(missing)}: it is no checkpoint of this model"
+            f"{folder} has no {', '.join(missing)}: it is not a checkpoint of this model"
         )
     for file in sorted({files[name] for name in global_names.values()}):
         with safe_open(path / file, framework="pt") as tensors, torch.no_grad():

@@ -97,10 +97,10 @@ class SavedState:
                 f"`{CONVERTER}` makes a checkpoint NEW of a checkpoint OLD that you trust"
             )
         if not (folder / INDEX).is_file():
-            raise ValueError(f"{folder} has no {INDEX}: its writer did not come to the end")
+            raise ValueError(f"{folder} has no {INDEX}: saving was interrupted")
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         if not isinstance(index, dict) or index.get("format") != FORMAT:
-            raise ValueError(f"{folder / INDEX} is no index of format {FORMAT}")
+            raise ValueError(f"{folder / INDEX} is not an index of format {FORMAT}")
         self._folder = folder
         self._files: dict[str, str] = index["tensors"]
         self._values: dict[str, Any] = index["values"]

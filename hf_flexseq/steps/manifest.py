@@ -135,7 +135,7 @@ def inspect(folder: Path) -> Inspection:
             _check_one_optimizer(folder)
             return Inspection(marker=marker, caveat="written by an earlier version of hf_flexseq")
         if not has_manifest:
-            raise ValueError(f"torn, it has no {MANIFEST}: its writer did not come to the end")
+            raise ValueError(f"torn, it has no {MANIFEST}: saving was interrupted")
         _check_files(folder, _read_sizes(folder / MANIFEST))
     except ValueError as error:
         return Inspection(problem=str(error))
@@ -166,7 +166,9 @@ def _read_marker(path: Path) -> dict[str, Any]:
     marker = read_object(path)
     size = marker.get("sequences_per_step")
     if not _is_count(size) or size == 0:
-        raise ValueError(f"its {path.name} is corrupt: sequences_per_step is no positive integer")
+        raise ValueError(
+            f"its {path.name} is corrupt: sequences_per_step is not a positive integer"
+        )
     return marker
 
 
@@ -174,7 +176,7 @@ def _read_sizes(path: Path) -> dict[str, int]:
     """Return the bytes of each file by name. Raises ValueError for a manifest that is corrupt."""
     files = read_object(path).get("files")
     if not isinstance(files, dict) or not all(_is_count(size) for size in files.values()):
-        raise ValueError(f"its {path.name} is corrupt: files are no sizes by name")
+        raise ValueError(f"its {path.name} is corrupt: `files` must map names to sizes")
     return files
 
 

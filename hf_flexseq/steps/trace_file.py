@@ -134,8 +134,8 @@ def _check_place(path: str) -> None:
     folder = Path(path).parent
     if not folder.is_dir():
         raise ValueError(
-            f"plan_trace={path!r} is in {str(folder)!r}, which is no folder: make it first, or "
-            "give another path"
+            f"plan_trace={path!r}: directory {str(folder)!r} does not exist; make it, or give "
+            "another path"
         )
     target = path if os.path.exists(path) else folder
     if not os.access(target, os.W_OK):
@@ -152,4 +152,4 @@ def _check_content(path: str) -> None:
     except OSError as error:
         raise ValueError(f"plan_trace={path!r} cannot be read ({error.strerror})") from error
     if not START.startswith(start):
-        raise ValueError(f"plan_trace={path!r} is no plan trace; give the path of a new file")
+        raise ValueError(f"plan_trace={path!r} is not a plan trace; give the path of a new file")

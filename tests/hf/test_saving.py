@@ -150,7 +150,7 @@ def test_torn_checkpoints_are_removed_before_whole_ones(saved, caplog):
     (kept,) = saved.glob("checkpoint-*")
     assert kept.name == "checkpoint-4"
     assert inspect(kept).problem is None
-    assert "checkpoint-9 is removed: its writer did not come to the end" in caplog.text
+    assert "checkpoint-9 is removed: saving was interrupted" in caplog.text
 
 
 # ---- what is resumed
@@ -164,7 +164,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_torn_one_named(saved, whol
     assert logged(trainer.state.log_history, "loss") == whole_run[1]
     assert told_of_files(caplog) == [
         "going on from checkpoint-2, not from checkpoint-4: torn, it has no "
-        "flexseq_manifest.json: its writer did not come to the end"
+        "flexseq_manifest.json: saving was interrupted"
     ]
 
 
@@ -186,7 +186,7 @@ def test_a_named_checkpoint_that_is_not_whole_is_refused(saved):
 def test_without_any_checkpoint_there_is_one_line(tmp_path):
     with pytest.raises(ValueError, match="no checkpoint in"):
         losses_of(tmp_path, resume=True)
-    with pytest.raises(ValueError, match="'nowhere': there is no such folder"):
+    with pytest.raises(ValueError, match="'nowhere': no such folder"):
         losses_of(tmp_path, resume="nowhere")
 
 

@@ -139,10 +139,10 @@ def test_every_accelerate_config_is_one(path):
 @pytest.mark.parametrize(
     ("argv", "yaml", "message"),
     [
-        ("", "max_lenght: 7", "there is no option 'max_lenght', did you mean 'max_length'?"),
+        ("", "max_lenght: 7", "unknown option 'max_lenght', did you mean 'max_length'?"),
         ("", "long_sequences: cut", "invalid choice: 'cut'"),
         ("", "- a list", "must be a mapping of options, got a list"),
-        ("", "a: [", "is no YAML"),
+        ("", "a: [", "is not YAML"),
         ("", "learning_rate: fast", "invalid float value: 'fast'"),
         ("", "eval_on_start: maybe", "Truthy value expected"),
         ("", "deterministic: true", "deterministic was removed"),
@@ -159,7 +159,7 @@ def test_every_accelerate_config_is_one(path):
         ("dpo --loss_weights 1 2", "", "same length as `loss_type`"),
         ("dpo --long_sequences split", "", "long_sequences"),
         ("grpo --max_prompt_length 0", "", "a prompt needs a token"),
-        ("grpo --reward_functions exact good", "", "no reward function 'good'"),
+        ("grpo --reward_functions exact good", "", "unknown reward function 'good'"),
         ("grpo --num_generations 1", "", "at least 2 generations"),
         ("grpo --held_out_fraction 1", "", "give a share"),
     ],

@@ -98,7 +98,7 @@ def test_other_code_makes_another_corpus_of_the_standard_library(tmp_path):
     ("name", "written", "message"),
     [
         ("a.jsonl", "", "a.jsonl is empty"),
-        ("a.jsonl", '{"text": "a"}\n{"text": \n', r"a.jsonl cannot be read: line 2 is no JSON"),
+        ("a.jsonl", '{"text": "a"}\n{"text": \n', r"a.jsonl cannot be read: line 2 is not JSON"),
         ("a.json", '{"text": "a"}\n{"text": \n', "a.json cannot be read: JSON parse error"),
         ("a.jsonl", '{"text": "a"}\n{"txt": "b"}\n', "in column 'text' of 1 of its 2 rows"),
         ("a.jsonl", '{"text": "a"}\n', "sets all 1 documents of .* aside: give more documents"),
@@ -137,7 +137,7 @@ def test_a_broken_file_of_a_folder_is_refused_by_the_name_of_the_folder(tmp_path
 
 @pytest.mark.parametrize("name", ["no-such.jsonl", "./no-such-folder"])
 def test_data_that_is_not_there_is_not_looked_for_on_the_hub(name):
-    with pytest.raises(ValueError, match=f"dataset='{name}': there is no such file or folder"):
+    with pytest.raises(ValueError, match=f"dataset='{name}': no such file or folder"):
         loaded(name)
 
 
@@ -153,7 +153,7 @@ ARGS = DataArguments(dataset="my.jsonl")
         ({"messages": [TALK, TALK]}, None),
         ({"chosen": [TALK], "rejected": [TALK]}, None),
         ({"text": []}, "my.jsonl has no rows"),
-        ({"text": [1, 2]}, r"column 'text' of my.jsonl holds values that are no text \(int64\)"),
+        ({"text": [1, 2]}, r"column 'text' of my.jsonl holds values other than text \(int64\)"),
         ({"text": [[1], [2]]}, "holds lists of int64: give text"),
         ({"text": [TALK]}, "holds messages: give text"),
         ({"messages": ["hello"]}, "column 'messages' of my.jsonl holds text: give messages"),
@@ -188,9 +188,9 @@ def test_the_first_broken_line_of_a_file_is_named_and_white_space_is_blank(tmp_p
     path = tmp_path / "a.jsonl"
     for written, said in (
         (b'{"text": "a"}\n\n{"text": "b"}\n', None),
-        (b'{"text": "a"}\n\nnot json\n', "line 3 is no JSON (Expecting value, column 1)"),
-        (b'{"text": "\xff"}\n', "line 1 is no UTF-8"),
-        (b"[1, 2]\n", 'line 1 is no row with names, as {"text": "..."} is one'),
+        (b'{"text": "a"}\n\nnot json\n', "line 3 is not JSON (Expecting value, column 1)"),
+        (b'{"text": "\xff"}\n', "line 1 is not UTF-8"),
+        (b"[1, 2]\n", 'line 1 is not a row with names, such as {"text": "..."}'),
     ):
         path.write_bytes(written)
         assert broken_line(path) == said

@@ -95,10 +95,10 @@ def test_functions_are_named_or_come_from_a_module_or_a_file(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("correct", "no reward function 'correct': take one of counts_on, exact, or give"),
-        (":short", "there is no reward function ':short'"),
+        ("correct", "unknown reward function 'correct': take one of counts_on, exact, or give"),
+        (":short", "unknown reward function ':short'"),
         ("no_such_module:short", "No module named 'no_such_module'"),
-        ("no/such/file.py:short", "'no/such/file.py': there is no such file"),
+        ("no/such/file.py:short", "'no/such/file.py': no such file"),
         ("json:short", "json has no function 'short'"),
     ],
 )

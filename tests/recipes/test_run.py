@@ -226,7 +226,7 @@ def test_data_that_cannot_be_used_ends_a_run_with_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
         prepare(None, data, args, made={}, texts_of=None, to_rows=None)
     said = capsys.readouterr().err
-    assert said == "error: dataset='no-such.jsonl': there is no such file or folder\n"
+    assert said == "error: dataset='no-such.jsonl': no such file or folder\n"
 
 
 def test_options_that_do_not_go_together_are_one_line(capsys):

@@ -40,7 +40,9 @@ def test_without_a_manifest_it_is_torn(tmp_path):
     folder = written(tmp_path / "new", until_the_end=False)
     assert json.loads((folder / MARKER).read_text())["complete"] is False
     assert is_torn(folder)
-    assert inspect(folder).problem.startswith(f"torn, it has no {MANIFEST}: its writer did not")
+    assert inspect(folder).problem.startswith(
+        f"torn, it has no {MANIFEST}: saving was interrupted"
+    )
 
 
 def test_whole_again_it_is_torn_from_the_first_moment(tmp_path, monkeypatch):
@@ -81,14 +83,14 @@ def test_a_new_save_removes_what_resuming_would_read_and_nothing_else(tmp_path):
         (
             MARKER,
             b'{"sequences_per_step": true}',
-            f"its {MARKER} is corrupt: sequences_per_step is no positive integer",
+            f"its {MARKER} is corrupt: sequences_per_step is not a positive integer",
         ),
         (MARKER, b'{"format": 2}', f"its {MARKER} is of format 2, not 1"),
         (MANIFEST, b"{", f"its {MANIFEST} is corrupt"),
         (
             MANIFEST,
             b'{"files": {"weights": -1}}',
-            f"its {MANIFEST} is corrupt: files are no sizes by name",
+            f"its {MANIFEST} is corrupt: `files` must map names to sizes",
         ),
     ],
 )

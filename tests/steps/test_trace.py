@@ -53,7 +53,9 @@ def test_a_folder_that_is_not_there_on_rank_0_is_an_error_on_all_ranks(tmp_path)
     missing = str(tmp_path / "not-there" / "trace.jsonl")
     messages = run_threads(opened, 3, [missing] * 3)
     assert len(set(messages)) == 1
-    assert messages[0].startswith(f"rank 0, opening the plan trace: plan_trace='{missing}' is in")
+    assert messages[0].startswith(
+        f"rank 0, opening the plan trace: plan_trace='{missing}': directory"
+    )
 
 
 def test_only_rank_0_needs_the_folder(tmp_path):
@@ -120,9 +122,9 @@ def test_a_file_is_made_with_its_first_step_and_lines_have_their_steps_in_front(
     ("path", "message"),
     [
         ("{here}", "is a folder; give the path of a file"),
-        ("{here}/not/there/trace.jsonl", "is in '{here}/not/there', which is no folder: make it"),
-        ("{here}/notes.txt/trace.jsonl", "which is no folder"),
-        ("{here}/notes.txt", "is no plan trace; give the path of a new file"),
+        ("{here}/not/there/trace.jsonl", "directory '{here}/not/there' does not exist; make it"),
+        ("{here}/notes.txt/trace.jsonl", "does not exist"),
+        ("{here}/notes.txt", "is not a plan trace; give the path of a new file"),
     ],
 )
 def test_a_path_that_cannot_work_is_refused_and_nothing_is_touched(tmp_path, path, message):

@@ -16,7 +16,7 @@ from hf_flexseq.distributed.communicator import Communicator
 # Columns that say of every token what it stands for: 0 is text.
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 
-# Options of a configuration that name the token in place of an image, or of a part of one.
+# Options of a configuration that name the token instead of an image, or of a part of one.
 _PLACEHOLDERS = (
     "image_token_id",
     "image_token_index",
@@ -52,6 +52,6 @@ def _check_columns(config: PreTrainedConfig, columns: Mapping[str, torch.Tensor]
         token = getattr(config, option, None)
         if token is not None and (columns["input_ids"] == token).any():
             raise NotImplementedError(
-                f"input_ids have the token {token}, config.{option}, in place of an image; train "
+                f"input_ids have the token {token}, config.{option}, instead of an image; train "
                 "on examples of text alone"
             )

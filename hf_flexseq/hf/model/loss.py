@@ -255,7 +255,7 @@ class ChunkedLoss:
         if has_output_hook(self._head):
             raise NotImplementedError(
                 "a hook was registered on the head while its loss is computed in chunks, which "
-                "would see the loss in place of logits: register it before the model is trained"
+                "would see the loss instead of logits: register it before the model is trained"
             )
         rows = hidden.reshape(-1, hidden.shape[-1])  # [B, S, C] -> [B * S, C]
         if rows.shape[0] != call.targets.shape[0]:

@@ -44,9 +44,7 @@ class StageModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotImplementedError."""
-        raise NotImplementedError(
-            "a pipeline stage runs the chunks of a plan; it is no model that can be called"
-        )
+        raise NotImplementedError("a pipeline stage cannot be called directly")
 
 
 class PipelineHooks:
