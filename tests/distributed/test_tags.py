@@ -23,8 +23,7 @@ from hf_flexseq.program.instructions import LayerShape
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from hf_flexseq.published.zeppelin.routes import routed_posts
 from tests.plans import one_group, random_plan
-from tests.program.check import TRANSFERS
-from tests.program.compiled import programs_of
+from tests.program.compiled import TRANSFERS, messages_of, programs_of
 from tests.published.zeppelin.always import Always
 
 # ---- the functions, against the numbers of the table
@@ -107,37 +106,19 @@ def large(request, monkeypatch):
     routed_posts.cache_clear()
 
 
-def messages_of(one):
-    """(whether it is sent, peer, tag) of each message of an instruction."""
-    if one.operation == "post":
-        spec = one.constants[1]
-        messages = [(True, peer, tag) for _, peer, tag in spec.sends]
-        return messages + [(False, peer, tag) for _, peer, tag in spec.recvs]
-    if one.operation == "all_to_all":
-        spec = one.constants[1]
-        ways = ((True, spec.sent), (False, spec.received))
-        return [
-            (is_sent, peer, spec.tag)
-            for is_sent, counts in ways
-            for peer, count in zip(spec.ranks, counts, strict=True)
-            if count and peer != spec.ranks[spec.own]
-        ]
-    return []
-
-
 def most_open(program, strategies, *, with_passes):
     """The most messages of a program that are under way together; they must differ."""
-    posts = {}  # by number: its messages
+    posts = {}  # by number: whether it is sent, peer and tag of each message
     most = 0
     for one in program.instructions:
         if one.operation == "wait":
             del posts[one.constants[0]]
         if one.operation in TRANSFERS:
-            posts[one.constants[0]] = messages_of(one)
+            posts[one.constants[0]] = [end[:3] for end in messages_of(one, program, SHAPE)]
             under_way = [message for messages in posts.values() for message in messages]
             assert len(set(under_way)) == len(under_way), "two messages at once"
             most = max(most, len(under_way))
-            for _, _, tag in messages_of(one):
+            for _, _, tag in posts[one.constants[0]]:
                 assert_in_range(tag, strategies, with_passes=with_passes)
     assert not posts, "a rank does not wait for all of its transfers"
     return most
@@ -180,7 +161,7 @@ def test_messages_under_way_together_differ_and_stay_in_range(with_passes, large
                 users |= set(strategies)
                 most = max(most, most_open(program, strategies, with_passes=with_passes))
                 for one in program.instructions:
-                    for _, _, tag in messages_of(one):
+                    for _, _, tag, _ in messages_of(one, program, SHAPE):
                         kinds[tag < tags.PASS_TAGS, tag % (1 << 17) in OF_PASSES] += 1
     assert users == {"local", *USED}, "a strategy was not drawn"
     assert most > 10

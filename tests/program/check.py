@@ -15,7 +15,8 @@ random plans, and groups of 32 ranks; tests/attention runs them.
 from collections import deque
 from typing import NamedTuple
 
-from tests.program.memory import VIEWS, nbytes, places_of
+from tests.program.compiled import TRANSFERS, messages_of
+from tests.program.memory import VIEWS, places_of
 
 # Operations that write to some of the values that they read: how many of them, the first ones.
 WRITES = {
@@ -26,7 +27,6 @@ WRITES = {
     "sink": 2,
     "sink_gradient": 1,
 }
-TRANSFERS = ("post", "all_to_all")
 
 
 class ProgramError(ValueError):
@@ -160,32 +160,17 @@ class _Player:
         """Begin a post or an all-to-all."""
         number, spec, *_ = one.constants
         if one.operation == "post":
-            messages = self._messages(spec)
             sent = [message.value for message in spec.sends]
             received = [message.value for message in spec.recvs]
         else:
-            messages = self._messages_to_all(one)
-            sent, received = [one.ins[0]], [one.ins[1]]
+            sent, received = one.ins[:1], one.ins[1:2]
         # What is received must not be on its way here already, nor be sent by this very post.
         self._leaving[number] = [self._places[value] for value in sent]
         self._check(one, (*sent, *received), received)
         self._arriving[number] = [self._places[value] for value in received]
+        messages = set()
+        for is_sent, peer, *tag_and_bytes in messages_of(one, self._program, self._shape):
+            ends = (self.rank, peer) if is_sent else (peer, self.rank)
+            messages.add(_Message(*ends, *tag_and_bytes))
         self.queue.append(_Post(number, messages))
         self.drop_over()
-
-    def _messages(self, spec):
-        ends = [(self.rank, peer, tag, value) for value, peer, tag in spec.sends]
-        ends += [(peer, self.rank, tag, value) for value, peer, tag in spec.recvs]
-        values = self._program.all_values
-        return {_Message(*end, nbytes(values[value], self._shape)) for *end, value in ends}
-
-    def _messages_to_all(self, one):
-        _, spec = one.constants
-        item = self._shape.item_bytes(self._program.all_values[one.ins[0]].dtype)
-        messages = set()
-        for index, rank in enumerate(spec.ranks):
-            if index != spec.own and spec.sent[index]:
-                messages.add(_Message(self.rank, rank, spec.tag, item * spec.sent[index]))
-            if index != spec.own and spec.received[index]:
-                messages.add(_Message(rank, self.rank, spec.tag, item * spec.received[index]))
-        return messages

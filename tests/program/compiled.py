@@ -5,6 +5,9 @@ from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import compile as compiler
 from hf_flexseq.program.instructions import RowShape
 from tests.plans import one_group
+from tests.program.memory import nbytes
+
+TRANSFERS = ("post", "all_to_all")
 
 OF_ATTENTION = (compiler.FORWARD, compiler.BACKWARD, compiler.BACKWARD_OF_ROWS)
 OF_ROWS = (  # of recurrent layers
@@ -48,6 +51,27 @@ def programs_of_group(strategy, degree, lengths, shape, *, per_node=None, **opti
     )
 
 
-def posts_of(program):
-    """What a program posts: PostSpec of sends and receives."""
-    return [one.constants[1] for one in program.instructions if one.operation == "post"]
+def messages_of(one, program, shape):
+    """(whether it is sent, peer, tag, bytes) of each message of an instruction."""
+    if one.operation not in TRANSFERS:
+        return []
+    spec = one.constants[1]
+    if one.operation == "post":
+        return [
+            (is_sent, peer, tag, nbytes(program.all_values[value], shape))
+            for is_sent, messages in ((True, spec.sends), (False, spec.recvs))
+            for value, peer, tag in messages
+        ]
+    item = shape.item_bytes(program.all_values[one.ins[0]].dtype)
+    return [
+        (is_sent, peer, spec.tag, item * count)
+        for is_sent, counts in ((True, spec.sent), (False, spec.received))
+        for peer, count in zip(spec.ranks, counts, strict=True)
+        if count and peer != spec.ranks[spec.own]
+    ]
+
+
+def moved_bytes(program, shape, *, is_sent=False):
+    """Bytes of all messages that a program receives, or sends."""
+    found = [messages_of(one, program, shape) for one in program.instructions]
+    return sum(size for messages in found for sent, *_, size in messages if sent == is_sent)

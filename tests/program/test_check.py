@@ -12,7 +12,7 @@ from hf_flexseq.program.instructions import LayerShape, RowShape
 from tests.budget import examples, for_seeds
 from tests.plans import random_plan
 from tests.program.check import ProgramError, check
-from tests.program.compiled import posts_of, programs_of, programs_of_group
+from tests.program.compiled import moved_bytes, programs_of, programs_of_group
 
 SHAPE = LayerShape(query_heads=6, kv_heads=2, head_dim=8, dtype="bfloat16")
 STRATEGIES = ["zigzag", "balanced", "ulysses", "hybrid"]
@@ -54,23 +54,18 @@ def test_a_group_of_32_ranks_comes_to_its_end(strategy):
 def test_a_rank_gets_few_rows_of_a_long_sequence(strategy):
     """Whatever the length: W - 1 rows for each of its segments, and a summary of each segment of
     another rank."""
-    degree, width = 8, 4
+    degree, width, row = 8, 4, 4  # a row has four bytes
     shape = RowShape(columns=1, dtype="float32", width=width)
-    segments_a_rank = 1 if strategy in ("ulysses", "balanced") else 2
+    most = row if strategy in ("ulysses", "balanced") else 2 * row  # of all segments of a rank
     for length in (6400, 64000):
         programs = programs_of_group(strategy, degree, (length,), shape, per_node=4)
-        halos, returned, before, after = programs.values()
+        halos, returned, *summaries = programs.values()
         for rank in range(degree):
-            assert rows_of(halos[rank], "recvs") <= segments_a_rank * (width - 1)
-            assert rows_of(before[rank], "recvs") <= segments_a_rank * (degree - 1)
-            assert rows_of(after[rank], "recvs") <= segments_a_rank * (degree - 1)
-            assert rows_of(returned[rank], "recvs") == rows_of(halos[rank], "sends")
-
-
-def rows_of(program, way):
-    """The rows that the posts of a program send or receive."""
-    messages = [message for spec in posts_of(program) for message in getattr(spec, way)]
-    return sum(program.all_values[message.value].rows for message in messages)
+            assert moved_bytes(halos[rank], shape) <= most * (width - 1)
+            back = moved_bytes(returned[rank], shape)
+            assert back == moved_bytes(halos[rank], shape, is_sent=True)
+            for of_ranks in summaries:
+                assert moved_bytes(of_ranks[rank], shape) <= most * (degree - 1)
 
 
 # ---- planted faults
