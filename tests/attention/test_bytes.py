@@ -1,19 +1,16 @@
-"""What every rank sends and receives, counted where messages are posted, in bfloat16.
+"""What the programs of every rank send and receive, in bfloat16.
 
 A unit is one [tokens / ranks, heads, head_dim] tensor; g is the share of heads that are key and
 value heads.
 """
 
 import pytest
-import torch
 
-from hf_flexseq.attention import sequence_parallel_attention
-from hf_flexseq.base.topology import Topology
-from tests.attention.group import context_of
-from tests.ranks import join, run_threads
+from hf_flexseq.program.compile import BACKWARD, FORWARD
+from hf_flexseq.program.instructions import LayerShape
+from tests.program.compiled import moved_bytes, programs_of_group
 
 HEAD_DIM, CHUNK = 128, 16
-FORWARD, BACKWARD = 0, 1
 CASES = {  # (heads, key and value heads, tokens of the sequences for one rank)
     "MHA": (2, 2, (CHUNK,)),
     "GQA": (4, 1, (CHUNK,)),
@@ -21,56 +18,23 @@ CASES = {  # (heads, key and value heads, tokens of the sequences for one rank)
 }
 
 
-class Counter:
-    """Bytes sent and received by this rank since the last `read`, on its transport."""
-
-    def __init__(self, transport):
-        self._transport = transport
-        self._bytes = [0, 0]
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
-
-    def post(self, lane, *, sends, recvs, label):
-        for way, messages in enumerate((sends, recvs)):
-            self._bytes[way] += sum(message.tensor.nbytes for message in messages)
-        return self._transport.post(lane, sends=sends, recvs=recvs, label=label)
-
-    def read(self):
-        found, self._bytes = self._bytes, [0, 0]
-        return torch.tensor(found)
-
-
-def run_cases(rank, world_size, strategy, topology):
-    """By case and phase the units that are sent and received."""
-    found = {}
-    world = join(topology, use_blocks=False)
-    counter = world.transport = Counter(world.transport)
-    for case, (heads, kv_heads, shares) in CASES.items():
-        lengths = tuple(share * world_size for share in shares)
-        seq_ctx = context_of(world, strategy, lengths, dtype=torch.bfloat16, head_dim=HEAD_DIM)
-        q, k, v = (
-            torch.ones(seq_ctx.tokens, h, HEAD_DIM, dtype=torch.bfloat16, requires_grad=True)
-            for h in (heads, kv_heads, kv_heads)
-        )
-        unit = 2 * CHUNK * heads * HEAD_DIM
-        out = sequence_parallel_attention(q, k, v, seq_ctx)
-        found[case, FORWARD] = counter.read() / unit
-        out.sum().backward()
-        found[case, BACKWARD] = counter.read() / unit
-    return found
-
-
-def units(strategy, world_size, topology=None):
+def units(strategy, ranks, per_node=None):
     """By case and phase the units of a rank: on average, and the most that any one sends or
     receives."""
-    by_rank = run_threads(run_cases, world_size, strategy, topology)
     found = {}
-    for case in by_rank[0]:
-        moved = torch.stack([rank[case] for rank in by_rank])  # [ranks, ways]
-        sent, received = moved.mean(0).tolist()
-        assert sent == received
-        found[case] = sent, moved.max().item()
+    for case, (heads, kv_heads, shares) in CASES.items():
+        shape = LayerShape(heads, kv_heads, HEAD_DIM, "bfloat16")
+        lengths = [share * ranks for share in shares]
+        options = {"per_node": per_node, "device": "cpu", "whats": (FORWARD, BACKWARD)}
+        programs = programs_of_group(strategy, ranks, lengths, shape, **options)
+        unit = 2 * CHUNK * heads * HEAD_DIM
+        for phase, by_rank in programs.items():
+            sent, received = (
+                [moved_bytes(program, shape, is_sent=way) / unit for program in by_rank.values()]
+                for way in (True, False)
+            )
+            assert sum(sent) == sum(received)
+            found[case, phase] = sum(sent) / ranks, max(sent + received)
     return found
 
 
@@ -105,7 +69,7 @@ def test_ulysses_moves_a_share_of_four_tensors():
 def test_a_hybrid_moves_one_share_of_the_keys_across_nodes():
     """Four ranks: q, k, v and out between the two of a node, and then half of the KV heads between
     two nodes."""
-    found = units("hybrid", 4, Topology(nodes=2, ranks_per_node=2))
+    found = units("hybrid", 4, per_node=2)
     # a node's tokens are two ranks', each has half of the heads
     inside, across = 4 / 2, 1.5 * (2 - 1)
     assert found["MHA", FORWARD][0] == pytest.approx(inside + across)

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import time
 from datetime import timedelta
 from unittest import mock
@@ -12,9 +11,8 @@ import pytest
 import torch
 
 from hf_flexseq.distributed import gloo_cpu_group
-from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
-from tests.ranks import be_silent, give_up, join, run_cases, run_ranks, run_threads
+from tests.ranks import be_silent, give_up, join, run_ranks, run_threads
 
 LOST, TIMEOUT_S = 2, 1
 
@@ -137,25 +135,3 @@ def test_the_others_name_the_rank_and_what_it_was_about(exchange, dies):
     for _, message in found:
         wanted = rf"rank \d: rank {LOST} did not answer in step 12, doing something: "
         assert re.match(wanted, message), message
-
-
-# ---- hosts
-
-
-def refuse_forged_hosts(rank, world_size, launcher):
-    os.environ.pop("LOCAL_WORLD_SIZE", None)
-    if launcher is not None:
-        os.environ["LOCAL_WORLD_SIZE"] = launcher
-    socket.gethostname = lambda: f"host{rank}"
-    try:
-        return Communicator().topology.nodes
-    except ValueError as error:
-        return str(error)
-
-
-@pytest.mark.processes
-def test_all_ranks_alike_refuse_hosts_that_contradict_the_launcher():
-    found, refused = run_cases(refuse_forged_hosts, 2, [(None,), ("2",)])
-    assert found == [2, 2]
-    assert refused[0] == refused[1]
-    assert "on host0, host1" in refused[0]
