@@ -84,7 +84,7 @@ class Case:
     """A key of BOUNDS."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of the trainer's configuration, beside the ones that all cases have."""
+    """Settings of the trainer's configuration, besides those that all cases have."""
 
     steps: int = 3
     accumulation: int = 1
@@ -254,7 +254,7 @@ def make_trainer(
 ) -> Any:
     """The trainer of a case, stock or ours.
 
-    is_ours: or a class of ours to take. folder: where `save_inputs` has saved. model: in place of
+    is_ours: or a class of ours to take. folder: where `save_inputs` has saved. model: instead of
     the case's own. given: further arguments of the trainer.
     """
     config, cls, arguments = _ARGUMENTS[case.kind](case, folder / "model", model)

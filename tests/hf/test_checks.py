@@ -255,7 +255,7 @@ def test_accelerators(given, kind, message):
 @pytest.mark.parametrize("size", ["cp_size", "sp_size", "tp_size"])
 def test_other_parallelism_over_the_same_ranks(size):
     accelerator = Accelerator(cpu=True)
-    # accelerate itself refuses it where there is no accelerator
+    # accelerate itself refuses this on a CPU
     sizes = {"cp_size": 1, "sp_size": 1, "tp_size": 1, size: 2}
     accelerator.state.parallelism_config = SimpleNamespace(**sizes)
     with pytest.raises(ValueError, match=f"{size}=2: .* leave parallelism_config out"):
@@ -416,7 +416,7 @@ def test_a_trial_that_ends_early(monkeypatch):
 
 
 class Mixing(torch.nn.Module):
-    """Stands where attention would, and asks nobody."""
+    """Replaces attention without asking the interface."""
 
     def forward(self, hidden_states, **kwargs):
         return hidden_states.cumsum(1), None

@@ -1,4 +1,4 @@
-"""TRL's DistillationTrainer on planned micro-batches, beside the stock one on as many ranks."""
+"""TRL's DistillationTrainer on planned micro-batches against the stock one on as many ranks."""
 
 import random
 

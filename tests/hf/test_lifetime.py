@@ -74,7 +74,7 @@ def test_trainers_one_after_the_other_hold_no_more_than_one(options, tmp_path):
 # ---- the end of a script
 
 
-ENDS_S = 2  # seconds after the last line, beside those of an interpreter with the same imports
+ENDS_S = 2  # seconds after the last line, besides those of an interpreter with the same imports
 SCATTER = 1.5  # of the seconds that an interpreter takes to end, on a busy machine
 
 

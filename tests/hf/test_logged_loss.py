@@ -108,7 +108,7 @@ def without_labels(kind, which):
     return Dataset.from_list(rows)
 
 
-# batches: of ranks 0 and 1 in turns, four to a step
+# batches, which ranks 0 and 1 draw alternately, four to a step
 UNLABELLED = {"tokens": [1, 5, 6, 8], "sequences": [0, 1, 7]}
 
 

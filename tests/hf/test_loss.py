@@ -1,4 +1,4 @@
-"""Models with the chunked loss against the twin that makes all logits, and what is left alone."""
+"""Models with the chunked loss against their own logits, and models that keep their own loss."""
 
 import logging
 import pickle
@@ -59,7 +59,7 @@ def make_batch(length=11, rows=1):
 
 
 def full_loss(model, batch, items=None):
-    """The twin: the loss from the logits of a call without labels."""
+    """The reference: the loss from the logits of a call without labels."""
     logits = model(input_ids=batch["input_ids"]).logits.flatten(0, 1)
     targets = batch["shift_labels"].flatten()
     total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX)
@@ -75,10 +75,10 @@ def gradients(model, loss):
 def assert_chunked_equals_full(model, batch, tolerance=1e-12):
     for items in (None, 29, torch.tensor(29)):
         outputs = model(**batch, num_items_in_batch=items)
-        twin = full_loss(model, batch, items)
+        wanted = full_loss(model, batch, items)
         assert outputs.logits is NO_LOGITS
-        assert difference(outputs.loss, twin) < tolerance
-        errors = relative_errors(gradients(model, outputs.loss), gradients(model, twin))
+        assert difference(outputs.loss, wanted) < tolerance
+        errors = relative_errors(gradients(model, outputs.loss), gradients(model, wanted))
         assert max(errors.values()) <= tolerance
 
 
@@ -102,9 +102,9 @@ def test_a_router_loss_is_added_to_ours(name):
     model, batch = attached_model(name, **MIXTURE), make_batch()
     assert_chunked_equals_full(model, batch)
     outputs = model(**batch, output_router_logits=True)
-    twin = full_loss(model, batch) + model.router_aux_loss_coef * outputs.aux_loss.detach()
+    wanted = full_loss(model, batch) + model.router_aux_loss_coef * outputs.aux_loss.detach()
     assert outputs.aux_loss > 0
-    assert difference(outputs.loss, twin) < 1e-12
+    assert difference(outputs.loss, wanted) < 1e-12
 
 
 def keeps_its_loss(model, caplog):
@@ -291,11 +291,11 @@ def test_labels_alone_are_shifted():
     model, batch = attached_model(), make_batch(rows=2)
     ids, labels = batch["input_ids"], batch["labels"]
     shifted = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
-    twin = full_loss(model, batch | {"shift_labels": shifted})
-    assert difference(model(input_ids=ids, labels=labels).loss, twin) < 1e-12
+    wanted = full_loss(model, batch | {"shift_labels": shifted})
+    assert difference(model(input_ids=ids, labels=labels).loss, wanted) < 1e-12
     positional = model(ids, None, None, None, None, labels)
     assert positional.logits is NO_LOGITS
-    assert difference(positional.loss, twin) < 1e-12
+    assert difference(positional.loss, wanted) < 1e-12
 
 
 @pytest.mark.parametrize("items", [None, 0, torch.tensor(0), 29])
@@ -329,10 +329,10 @@ def test_under_autocast_only_the_operands_are_rounded():
     loss.backward()
     hidden, weight = (x.detach().bfloat16().requires_grad_() for x in (seen[0], head.weight))
     total = chunked_cross_entropy_sum(hidden.flatten(0, 1), weight, None, targets)
-    twin = total / (targets != IGNORE_INDEX).sum()
-    twin.backward()
+    wanted = total / (targets != IGNORE_INDEX).sum()
+    wanted.backward()
     assert loss.dtype == torch.float32
-    assert torch.equal(loss, twin)
+    assert torch.equal(loss, wanted)
     assert torch.equal(seen[0].grad, hidden.grad)
     assert torch.equal(head.weight.grad, weight.grad.float())
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 
 
 class Stream(IterableDataset):
-    """Examples whose lengths nobody knows before they are drawn."""
+    """Examples whose lengths are unknown until they are drawn."""
 
     def __init__(self, examples):
         self.examples = examples

@@ -148,7 +148,7 @@ def figures_of(outputs, labels):
 
 
 def focal_loss(outputs, labels, num_items_in_batch=None):
-    """No sum over tokens: a sample's tokens count more where the sample is likely as a whole."""
+    """Not a sum over tokens: those of a sample count more if it is likely as a whole."""
     log_probs, entropy = figures_of(outputs, labels)
     mask = labels[:, 1:] != -100
     means = log_probs.sum(1) / mask.sum(1).clamp(min=1)  # [samples]
@@ -158,7 +158,7 @@ def focal_loss(outputs, labels, num_items_in_batch=None):
 
 
 class Focal(Trainer):
-    """The same loss, and the model's own beside it."""
+    """The same loss plus the model's own."""
 
     flexseq_loss_on_whole_samples = True
 

@@ -1,4 +1,4 @@
-"""Positions that are no function of position_ids alone: longrope's tables by the length of a
+"""Positions that do not follow from position_ids alone: longrope's tables by the length of a
 token's own sequence, and the counts of Llama 4's layers without rotary embeddings.
 
 Each model is compared with itself, unattached, on one document at a time. `original_max_position_
@@ -62,7 +62,7 @@ BY_LAYER = {
     "full_attention": SCALED,
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
-# by family, beside what tests/hf/test_reach.py says of it
+# by family, besides its configuration in tests/hf/test_reach.py
 FAMILIES = {
     "Llama": {"rope_parameters": SCALED},
     "Phi3": {"rope_parameters": SCALED, "original_max_position_embeddings": LIMIT},
@@ -218,7 +218,7 @@ def test_an_attached_model_and_its_copy_outside_of_a_training(family, column):
             model(input_ids=ids, seq_ctx=object())
 
         # the forwards of a copy have its own parameters
-        twin = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
         positions = torch.arange(7, 12)[None]
         value = {LENGTHS: torch.full((1, 5), LIMIT + 5), INDICES: positions}[column]
         given = {"input_ids": ids[:, :5], "position_ids": positions, column: value}
@@ -227,7 +227,7 @@ def test_an_attached_model_and_its_copy_outside_of_a_training(family, column):
         assert not torch.equal(model(**given).logits, wanted)
         for parameter in model.parameters():
             parameter.zero_()
-        assert torch.equal(twin(**given).logits, wanted)
+        assert torch.equal(copied(**given).logits, wanted)
 
 
 def test_an_engine_gives_a_model_its_columns_and_takes_them_back(stays_in_float64):  # noqa: F811

@@ -42,7 +42,7 @@ def tiny_llama(dtype=torch.float64, seed=0, cls=LlamaForCausalLM, **config):
 
 
 def with_torch_norms(model):
-    """The model, a Llama, with torch's norms in place of transformers' own."""
+    """The model, a Llama, with torch's norms instead of transformers' own."""
     for layer in model.model.layers:
         layer.input_layernorm = torch_norm(layer.input_layernorm)
         layer.post_attention_layernorm = torch_norm(layer.post_attention_layernorm)

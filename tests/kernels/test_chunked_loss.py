@@ -1,4 +1,4 @@
-"""Head and cross-entropy in chunks against the twin that makes all logits."""
+"""Head and cross-entropy in chunks against a reference that makes all logits."""
 
 import itertools
 import json
@@ -48,7 +48,7 @@ def wide(inputs):
 
 
 def full_sum(hidden, weight, bias, targets):
-    """The twin: all logits."""
+    """The reference: all logits."""
     logits = F.linear(hidden, weight, bias)
     return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX)
 
