@@ -168,6 +168,8 @@ def first_token_replaced(inputs):
         Means,
         changing_loss(with_penalty),
         changing_loss(times_rows),
+        # not 0 without labels
+        changing_loss(lambda trainer, loss, inputs: loss + 1e-3 * inputs["input_ids"].sum()),
         changing_inputs(first_token_replaced),
     ],
 )
