@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import deepspeed
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -45,7 +44,6 @@ from trl import (
 )
 
 from hf_flexseq import FlexSeqArguments
-from tests.hf.test_sharding import ZERO
 from tests.hf.test_trainer import training_arguments
 from tests.hf.tiny import VOCAB, tiny_llama, with_torch_norms
 from tests.hf.trainers import (
@@ -268,6 +266,10 @@ def make_trainer(
         **case.settings,
     }
     if case.sharding.startswith("zero"):
+        import deepspeed  # which takes long
+
+        from tests.hf.test_sharding import ZERO
+
         deepspeed.init_distributed("gloo")
         stage = {"stage": int(case.sharding[-1]), "stage3_param_persistence_threshold": 0}
         settings["deepspeed"] = copy.deepcopy(ZERO) | {"zero_optimization": stage}

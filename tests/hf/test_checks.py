@@ -42,10 +42,6 @@ def fresh_accelerate():
         state._reset_state()
 
 
-def one_line(raised):
-    assert "\n" not in str(raised.value)
-
-
 def arguments(folder, cls=FlexSeqConfig, **settings):
     return cls(output_dir=str(folder), report_to="none", use_cpu=True, bf16=False, **settings)
 
@@ -196,7 +192,7 @@ def zero(stage):
 
 
 def settings_of_two_ranks(rank, world_size, folder, settings, message):
-    import deepspeed  # need not be installed where other modules import this one
+    import deepspeed  # which takes long
 
     deepspeed.init_distributed("gloo")
     with refused(message, ValueError) if message else nullcontext():

@@ -1,6 +1,5 @@
 """A NaN in one gradient of one rank ends training on all ranks, before anything is saved."""
 
-import deepspeed
 import pytest
 import torch
 from accelerate import Accelerator
@@ -10,7 +9,6 @@ from transformers.distributed import DistributedConfig
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.distributed.reduction import local
-from tests.hf.test_sharding import ZERO
 from tests.hf.tiny import documents, tiny_llama
 from tests.hf.trainers import trainer_of
 from tests.ranks import run_ranks
@@ -22,7 +20,7 @@ OF_KIND = {
     "ddp": {},
     "fsdp2": {"save_only_model": True},  # the Trainer saves nothing else of it
     "pipeline": {"flexseq": {"pipeline_parallel_size": 2}},
-    "zero": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 3}}},
+    "zero": {},
 }
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 WARNING = {"on_nonfinite": "warn"}
@@ -104,8 +102,13 @@ def test_all_ranks_name_it_and_save_nothing_afterwards(tmp_path, kind, runs):
 
 
 def zero_run(rank, world_size, folder):
+    import deepspeed  # which takes long
+
+    from tests.hf.test_sharding import ZERO
+
     deepspeed.init_distributed("gloo")
-    trainer = make_trainer("zero", None, folder, **SAVING)
+    zero = {**ZERO, "zero_optimization": {"stage": 3}}
+    trainer = make_trainer("zero", None, folder, deepspeed=zero, **SAVING)
     trainer.model.model.norm.register_forward_hook(poisoned_output(trainer))
     return outcome(trainer, folder)
 
