@@ -23,7 +23,7 @@ from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.scans import grid
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.pipeline.carry import Carried, KVCarry
+from hf_flexseq.pipeline.carry import KVCarry
 from hf_flexseq.pipeline.context import ChunkContext
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.stages import cut
@@ -360,42 +360,3 @@ def test_a_planted_fault_is_caught(monkeypatch, fault):
     monkeypatch.setattr(owner, attribute, replacement)
     with pytest.raises(HostSync, match=words):
         run_rank_by_rank(name)
-
-
-def test_an_item_in_a_chunk_is_caught(monkeypatch):
-    forward = Carried.forward
-
-    def reading(*args):
-        out, lse = forward(*args)
-        lse.sum().item()
-        return out, lse
-
-    monkeypatch.setattr(Carried, "forward", reading)
-    with pytest.raises(HostSync, match="reads from"):
-        run_chunks(1)
-
-
-def test_targets_that_are_counted_are_caught(monkeypatch):
-    run = chunked_loss._Chunks.run
-
-    def compacted(chunks, targets, start):
-        run(chunks, targets[targets != -100], start)
-
-    monkeypatch.setattr(chunked_loss._Chunks, "run", compacted)
-    with pytest.raises(HostSync, match="reads from"):
-        run_loss(chunked_loss.loop_sum, torch.bfloat16, monkeypatch)
-
-
-def test_columns_that_are_not_pinned_are_caught(monkeypatch):
-    monkeypatch.setattr("hf_flexseq.steps.inputs.to_device", not_pinned)
-    with pytest.raises(HostSync, match="not pinned"):
-        run_model(0, checkpointed=False)
-
-
-def test_copies_in_every_layer_are_counted():
-    with NoHostSync() as mode:
-        copies = [0]
-        for _ in range(2):
-            run_layers(context(RANKS[-1], "ulysses"))
-            copies.append(mode.uploads)
-    assert copies == sorted(set(copies))

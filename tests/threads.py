@@ -30,13 +30,7 @@ from contextlib import nullcontext
 
 import torch
 
-from hf_flexseq.distributed.transport import (
-    Capabilities,
-    CpuGroup,
-    NamedLanes,
-    own_part,
-    unnamed,
-)
+from hf_flexseq.distributed.transport import Capabilities, CpuGroup, NamedLanes, own_part, unnamed
 from tests.matching import Launches, Matcher, ThreadCollective, ThreadTransfers
 
 STUCK_S = 60.0  # seconds after which a rank that does not pass its turn on is given up

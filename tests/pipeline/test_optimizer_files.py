@@ -11,12 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from hf_flexseq.pipeline import files
 from hf_flexseq.pipeline.files import write_tensors
-from hf_flexseq.pipeline.optimizer import (
-    FOLDER,
-    _load_scheduler,
-    _save_scheduler,
-    load_optimizer,
-)
+from hf_flexseq.pipeline.optimizer import FOLDER, _load_scheduler, _save_scheduler, load_optimizer
 from hf_flexseq.pipeline.optimizer_files import SavedState, check_plain, clear, write_index
 
 REFUSED = (

@@ -4,13 +4,7 @@ import pytest
 from accelerate import Accelerator
 from transformers import Trainer
 
-from hf_flexseq import (
-    FlexSeqArguments,
-    FlexSeqConfig,
-    FlexSeqEngine,
-    FlexSeqMixin,
-    FlexSeqTrainer,
-)
+from hf_flexseq import FlexSeqArguments, FlexSeqConfig, FlexSeqEngine, FlexSeqMixin, FlexSeqTrainer
 from tests.hf.hybrids import make_hybrid
 from tests.hf.test_trainer import dataset, training_arguments
 from tests.hf.tiny import tiny_llama

@@ -308,10 +308,7 @@ def test_all_that_is_overridden_is_listed_and_there():
 # ---- other arithmetic and other models
 
 
-OTHERS = (
-    ("qwen3", {}, 1e-5),
-    ("qwen2", {"bf16": True}, 5e-3),
-)
+OTHERS = (("qwen3", {}, 1e-5), ("qwen2", {"bf16": True}, 5e-3))
 
 
 def losses_of_other(rank, world_size, folder, kind, options):

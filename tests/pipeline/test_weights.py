@@ -212,9 +212,3 @@ def test_a_wrong_order_is_noticed(x):
         loss_of(module, x).backward()
     with pytest.raises(AssertionError, match=r"weight gradients of \[0\] were never added"):
         store.check_empty()
-
-
-def test_detached_the_layers_are_as_before():
-    module = layer()
-    WeightGradients([module]).detach()
-    assert "forward" not in vars(module[0])

@@ -28,13 +28,7 @@ from hf_flexseq.steps.inputs import indices_to_run, inputs_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from tests.hf.by_hand import CPU, TWO_NODES, drawn_row, summed_gradients
 from tests.hf.test_exactness import whole
-from tests.hf.tiny import (
-    RandomPlanEngine,
-    documents,
-    relative_errors,
-    taken_gradients,
-    tiny_llama,
-)
+from tests.hf.tiny import RandomPlanEngine, documents, relative_errors, taken_gradients, tiny_llama
 from tests.plans import random_plan
 from tests.ranks import join, run_cases, run_threads
 
