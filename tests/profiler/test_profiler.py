@@ -25,7 +25,7 @@ from hf_flexseq.hf.calibration import choose
 from hf_flexseq.hf.calibration.choose import cost_model_for, fit_key
 from hf_flexseq.hf.calibration.command import calibrate
 from hf_flexseq.hf.model.facts import model_facts
-from hf_flexseq.plan import Plan, check
+from hf_flexseq.plan import check
 from hf_flexseq.profiler import calibrate as profiler
 from hf_flexseq.profiler import measure
 from hf_flexseq.profiler.cache import cache_path, load_cached, save_whole
@@ -41,6 +41,7 @@ from hf_flexseq.profiler.design import (
 from hf_flexseq.profiler.fit import Sample, Terms, fit, nnls, price
 from hf_flexseq.profiler.transfers import AllToAllRun, HopRun, RingRun
 from tests.hf.tiny import tiny_llama
+from tests.plans import plan_of_groups
 from tests.ranks import join, run_ranks, run_threads
 
 ATTENTION = LayerType(FULL, None)
@@ -236,10 +237,8 @@ def test_every_timed_micro_batch_is_legal(nodes, ranks_per_node):
     degrees = set(measured_degrees(topology))
     assert {one.degree for one in design.shapes if not one.layers} == degrees
     layouts = [in_groups(one, topology) for one in design.shapes if one.layers]
-    nothing = {"objective_s": 0.0, "lower_bound_s": 0.0, "planner": "", "planning_s": 0.0}
     for layout in (*layouts, *design.mixes):
-        micro_batches, lengths = (layout.micro_batch,), tuple(layout.lengths)
-        check(Plan(lengths=lengths, micro_batches=micro_batches, **nothing), topology)
+        check(plan_of_groups(layout.lengths, layout.micro_batch.groups), topology)
     assert len(design.mixes) == 9
     mixed_degrees = {group.degree for mix in design.mixes for group in mix.micro_batch.groups}
     assert mixed_degrees <= {1, *degrees}

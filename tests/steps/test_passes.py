@@ -19,7 +19,6 @@ from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
-from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.steps.drawn import DrawnStep, PlannedStep
 from hf_flexseq.steps.exchange import RowExchange
@@ -29,7 +28,7 @@ from hf_flexseq.steps.micro_batches import RankMicroBatches
 from tests.hf.by_hand import CPU, TWO_NODES, drawn_row, summed_gradients
 from tests.hf.test_exactness import whole
 from tests.hf.tiny import RandomPlanEngine, documents, relative_errors, taken_gradients, tiny_llama
-from tests.plans import random_plan
+from tests.plans import group, plan_of_groups, random_plan
 from tests.ranks import join, run_cases, run_threads
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 40, 11]
@@ -211,15 +210,7 @@ def cases_of(world_size):
         uses = USES[seed % len(USES)]
         cases.append((plan, sources, uses, bool(seed & 1), bool(seed & 2), seed))
     # a rank without any work beside one with two micro-batches
-    groups = [
-        Group(ranks=(0,), sequences=tuple(half), strategy="local")
-        for half in (range(4), range(4, 8))
-    ]
-    alone = Plan(
-        lengths=tuple(LENGTHS),
-        micro_batches=tuple(MicroBatch(groups=(group,)) for group in groups),
-        objective_s=0.0, lower_bound_s=0.0, planner="by hand", planning_s=0.0,
-    )  # fmt: skip
+    alone = plan_of_groups(LENGTHS, [group(0, 1, *range(4))], [group(0, 1, *range(4, 8))])
     for lockstep in (False, True):
         sources = sources_of(len(LENGTHS), world_size, 99)
         cases.append((alone, sources, USES[2], lockstep, False, 99))
