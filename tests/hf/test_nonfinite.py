@@ -165,6 +165,7 @@ def loop(on_nonfinite="raise", *, scaler=None, poisoned=None):
     return ran, len(updates), None
 
 
+@pytest.mark.slow
 def test_a_loop_of_its_own_raises_a_step_later_and_at_its_end():
     assert loop() == (STEPS, STEPS, None)
     assert loop("warn", poisoned=1) == (STEPS, STEPS, None)

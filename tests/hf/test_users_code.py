@@ -246,6 +246,7 @@ def test_the_trial_is_made_once_and_leaves_random_numbers_alone(tmp_path):
     assert len(calls) - trained <= 4, "an evaluation does not try again"
 
 
+@pytest.mark.slow
 def test_a_random_loss_cannot_be_tried_and_says_so(tmp_path, caplog):
     random = changing_loss(lambda trainer, loss, inputs: loss * torch.rand(()))
     make(random, tmp_path, max_steps=1).train()
@@ -281,6 +282,7 @@ def test_a_collator_that_looks_at_a_whole_batch_is_noticed(change):
     assert batch[OTHER_ROWS] > 0
 
 
+@pytest.mark.slow
 def test_a_collator_that_looks_at_a_whole_batch_is_named_in_the_log(tmp_path, caplog):
     def collate(examples):
         return masks_longest(padded(examples))
@@ -348,6 +350,7 @@ LABELS = r"\.\w+ changes the labels of a micro-batch.*collator"
 GRADIENTS = r"\.training_step changes gradients .* on_pre_optimizer_step"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "said"),
     [
@@ -390,6 +393,7 @@ def rolled(module, args, output):
     return output + 0.1 * output.roll(1, dims=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [Trainer, Focal])
 def test_modules_and_hooks_that_mix_tokens_of_a_row_are_refused(tmp_path, base):
     said = r"model\.layers\.0\.mlp \(Mixes\): two sequences"
