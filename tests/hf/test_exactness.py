@@ -91,10 +91,8 @@ def test_float64_gradients_equal_one_process(world_size):
         for sharding in ("ddp", "fsdp2")
         for checkpointing in (False, True)
     ]
-    ranks_per_node = 2 if world_size == 4 else None
-    for by_rank in run_cases(
-        gradients_under_random_plans, world_size, cases, ranks_per_node=ranks_per_node
-    ):
+    options = {"ranks_per_node": 2 if world_size == 4 else None, "seconds": 150}
+    for by_rank in run_cases(gradients_under_random_plans, world_size, cases, **options):
         for worst in by_rank:
             assert worst["loss"] < 1e-12
             assert worst["norm"] < 1e-10
@@ -118,8 +116,8 @@ def families_under_fsdp2(rank, world_size, families):
 def test_families_under_fsdp2_equal_one_process():
     """Sinks are parameters of attention itself, and shared keys go from unit to unit; recurrent
     mixers read the weights of their convolution without calling it."""
-    families = ("GptOss", "Gemma2", "Gemma4 with shared keys", "Qwen3_5", "GraniteMoeHybrid")
-    for by_family in run_ranks(families_under_fsdp2, 2, families):
+    families = ("GptOss", "Gemma4 with shared keys", "Qwen3_5")
+    for by_family in run_ranks(families_under_fsdp2, 2, families, seconds=120):
         for family, worst in by_family.items():
             assert worst["gradients"] < 1e-10, family
 

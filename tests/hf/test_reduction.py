@@ -65,7 +65,7 @@ FROZEN_OR_SMALL = (
 
 def test_gradients_equal_ddps_own():
     cases = [(is_ordered, *case) for case in FROZEN_OR_SMALL for is_ordered in (True, False)]
-    by_case = run_cases(gradients_by_step, 3, cases)
+    by_case = run_cases(gradients_by_step, 3, cases, seconds=150)
     for ours, ddps in zip(by_case[::2], by_case[1::2], strict=True):
         for steps in zip(*ours, strict=True):
             assert len({indices[-1] for _, indices in steps}) > 1, "all ranks end together"

@@ -8,10 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    checkpoint_wrapper,
-)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -176,18 +172,6 @@ def run_alone(model, *, backward=torch.Tensor.backward, added=0, **options):
     backward(loss_of(model, seq_ctx, added))
     assert not seq_ctx.kept
     return forwards.calls, gradients(model)
-
-
-def test_the_checkpoint_wrapper_of_torch():
-    model = model_of(checkpointing=False)
-    _, wanted = run_alone(model)
-    for place, layer in enumerate(model.model.layers):
-        model.model.layers[place] = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT)
-    forwards, found = run_alone(model)
-    assert forwards == LAYERS
-    assert_same_bits(
-        {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in found.items()}, wanted
-    )
 
 
 def test_selective_checkpointing_decides_itself():
