@@ -200,7 +200,7 @@ class PreferenceArguments(CorpusArguments):
     """The pairs of `dpo.py`: a prompt, a chosen and a rejected answer.
 
     python-stdlib makes them of the standard library's source: the chosen answer is how a file
-    goes on, the rejected one has the same lines with their indentations dealt anew.
+    goes on, the rejected one has the same lines with their indentations shuffled.
     """
 
     max_length: int = field(
@@ -330,7 +330,7 @@ def to_argv(options: dict) -> list[str]:
 
 
 def _take_config(argv: list[str]) -> tuple[str | None, list[str]]:
-    """Return the path behind `--config`, if there is one, and the other arguments."""
+    """Return the path after `--config`, if there is one, and the other arguments."""
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     known, rest = first.parse_known_args(argv)

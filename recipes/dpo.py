@@ -18,7 +18,7 @@ reference is the model that training starts from; with LoRA it is the model with
 Commonly that model has seen the chosen answers before: train it with sft.py and give its folder
 as model_name_or_path, or learn both at once with `--loss_type sigmoid sft`.
 
-A run goes on from the last checkpoint in its output_dir; `--resume_from_checkpoint false` starts
+A run resumes from the last checkpoint in its output_dir; `--resume_from_checkpoint false` starts
 anew, a path starts from there. Every step's plan is written to output_dir/plan_trace.jsonl.
 """
 

@@ -17,7 +17,7 @@ The options are those of arguments.py here, of `FlexSeqArguments`, and of TRL's 
 reward function is called with the completions of a batch and the other columns of the dataset,
 `is_right(completions, answer, **columns)`, and returns a number for each (rewards.py).
 
-A run goes on from the last checkpoint in its output_dir; `--resume_from_checkpoint false` starts
+A run resumes from the last checkpoint in its output_dir; `--resume_from_checkpoint false` starts
 anew, a path starts from there. Every step's plan is written to output_dir/plan_trace.jsonl.
 """
 

@@ -7,8 +7,7 @@ A pair is a row in one of two forms, each of text or of messages:
 
 The made ones can be told apart by a small model after minutes. A file is cut into a prompt of some
 lines and a chosen answer, the lines that follow; most answers are short and a few are long. The
-rejected answer has the same lines and the same indentations, but these are dealt to the lines
-anew.
+rejected answer has the same lines, with their indentations shuffled.
 """
 
 import math
@@ -66,7 +65,7 @@ def pairs_of(text: str, draw: random.Random) -> Iterator[dict[str, str]]:
 
 
 def misindented(text: str, draw: random.Random) -> str:
-    """Return a text with the indentations of its lines dealt to its lines anew."""
+    """Return a text with the indentations shuffled among its lines."""
     lines = text.split("\n")
     written = [index for index, line in enumerate(lines) if line.strip()]
     indents = []

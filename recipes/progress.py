@@ -10,7 +10,7 @@ from hf_flexseq.steps.trace import Figures, plan_line
 
 
 class PlanProgress(ProgressCallback):
-    """A progress bar in place of the Trainer's own, which writes every log as a dict."""
+    """A progress bar instead of the Trainer's own, which writes every log as a dict."""
 
     def __init__(self, engine: FlexSeqEngine) -> None:
         """engine: that of the trainer."""
@@ -30,7 +30,7 @@ class PlanProgress(ProgressCallback):
             self.training_bar.write(line)
 
 
-# What trainers of preferences and of rewards log beside the loss, and what it is called here.
+# What trainers of preferences and of rewards log besides the loss, and what it is called here.
 SHOWN = {"rewards/accuracies": "accuracy", "reward": "reward"}
 
 

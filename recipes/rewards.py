@@ -1,6 +1,6 @@
 """What completions are worth, by rules that a program can check.
 
-A reward function gets the completions of a batch and the columns of the dataset beside them, by
+A reward function gets the completions of a batch and the columns of the dataset, by
 name, and returns a number for each completion. A completion is text, or, where the prompts are
 conversations, a list of messages.
 """

@@ -111,7 +111,7 @@ def checkpoint_to_resume(args: FlexSeqConfig) -> str | None:
 
 
 def start_trace(args: FlexSeqConfig, anew: bool) -> None:
-    """Name the plan trace; a run that starts anew does not go on in the file of an earlier one."""
+    """Name the plan trace; a run that starts anew does not continue the file of an earlier one."""
     args.plan_trace = args.plan_trace or f"{args.output_dir}/plan_trace.jsonl"
     if anew and args.process_index == 0:
         Path(args.plan_trace).unlink(missing_ok=True)

@@ -14,7 +14,7 @@
         --model_name_or_path ./my-model --dataset ./my-data.jsonl
 
 The options are those of arguments.py here, of `FlexSeqArguments`, and of `TrainingArguments`. A
-run goes on from the last checkpoint in its output_dir; `--resume_from_checkpoint false` starts
+run resumes from the last checkpoint in its output_dir; `--resume_from_checkpoint false` starts
 anew, a path starts from there. Every step's plan is written to output_dir/plan_trace.jsonl.
 """
 

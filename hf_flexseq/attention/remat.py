@@ -1,16 +1,15 @@
 """Attention that activation checkpointing does not run again.
 
 A checkpointed layer runs twice: in the forward, and again (the *replay*) when its gradient is
-needed. Attention and its transfers are the most expensive part of the replay, and the one part
-that need not be repeated: with its result and log-sum-exp kept, all that its backward lacks is q,
-k and v, which the replay of the layer computes again anyway.
+needed. Attention and its transfers are the most expensive part of the replay, and need not be
+repeated: with result and log-sum-exp kept, the backward lacks only q, k and v, which the replay of
+the layer computes anyway.
 
 1. The first run leaves out and lse in a store on the `SequenceContext`, under the checkpointed
    region it runs in.
 2. The replay takes them from there instead of attending. It moves no bytes.
 3. The backward gets q, k and v of the replay. Ulysses, which attends in another layout, exchanges
-   them there, together with the gradient that it exchanges in any case: as many collectives as
-   without checkpointing.
+   them with the gradient: as many collectives as without checkpointing.
 
 The place of the checkpoint is DistFlashAttn's idea (arXiv 2310.03294, section 3.3), here for any
 model and without moving the bounds of the checkpointed regions.
@@ -23,19 +22,17 @@ tensors: they hold the frame of the region, the same one in both runs. These nam
     torch._C._autograd._top_saved_tensors_default_hooks(True)
         returns the innermost pair of hooks, or None
     torch.utils.checkpoint._CheckpointFrame
-        the frame; it is in a closure cell of the pack hook: itself in the first run, behind a
+        the frame; it is in a closure cell of the pack hook: itself in the first run, in a
         weakref.ref in the replay
     torch._C._len_torch_dispatch_stack()
         returns the number of active dispatch modes
 
 If the hooks change, no region is found and attention is simply replayed; tests/hf/test_remat.py
-counts kernel calls and fails.
+counts kernel calls and fails. Entries live no longer than their frame.
 
-Rejected: lists by layer number, which mix up two models. Rejected: one store per process, which
-mixes up two micro-batches. Rejected: taking a call for a replay because the store holds something
-for its layer, which hands the result of a forward that never had a backward to the next forward.
-
-Entries live no longer than their frame, so a dropped graph leaves no entry.
+Rejected: lists by layer number, which mix up two models; one store per process, which mixes up two
+micro-batches; taking a call for a replay because the store has something for its layer, which
+confuses it with a forward that never had a backward.
 """
 
 import inspect

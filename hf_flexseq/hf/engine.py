@@ -246,7 +246,7 @@ class FlexSeqEngine:
                 step since the model was attached.
 
         Raises FloatingPointError as `check_finite` does, a step late, and for the last step when
-        no step follows it; RuntimeError when the loop goes on without a step's backward.
+        no step follows it; RuntimeError when the loop continues without a step's backward.
         """
         with batches_on_host(dataloader):
             iterator = iter(dataloader)

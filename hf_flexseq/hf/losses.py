@@ -1,23 +1,22 @@
-"""Which trainers compute a loss that is not a sum over tokens, known by the names of their
-classes: TRL need not be installed.
+"""Trainers whose loss is not a sum over tokens, by the names of their classes: TRL need not be
+installed.
 
-The loss of these is computed on the source ranks, which drew the samples, from figures of their
-tokens (`objectives/`); that of all others is the model's own next-token loss, in one pass.
+Their loss is computed on the source ranks, which drew the samples, from figures of their tokens
+(`objectives/`); all others compute the model's own next-token loss, in one pass.
 
 A trainer of the user's own, of a causal language model, takes one of both ways:
 
-* One pass, where the loss is a sum over tokens, divided by `num_items_in_batch`: `Trainer` itself,
-  TRL's SFTTrainer, and every class with a `compute_loss` of its own that hands on to it. Such a
-  `compute_loss` runs on the micro-batches of a plan, wherever their tokens are. It must call the
-  model with its labels: those of a micro-batch are shifted already, and logits beside them would
-  not be those of a sample.
-* On whole samples, in two passes, where `compute_loss_func` is given, or the class says
-  `flexseq_loss_on_whole_samples = True`: its `compute_loss` runs once for each batch that the
-  plain Trainer would have, and reads `loss`, `log_probs` and `entropy` of the model's outputs
+* One pass, if the loss is a sum over tokens, divided by `num_items_in_batch`: `Trainer` itself,
+  TRL's SFTTrainer, and every class whose own `compute_loss` calls theirs. It runs on the
+  micro-batches of a plan, wherever their tokens are. It must call the model with its labels: those
+  of a micro-batch are shifted already.
+* On whole samples, in two passes, with `compute_loss_func`, or if the class sets
+  `flexseq_loss_on_whole_samples = True`: its `compute_loss` runs once for each batch of the plain
+  Trainer, and reads `loss`, `log_probs` and `entropy` of the model's outputs
   (`objectives/outputs.py`).
 
-Rejected: giving whole samples to every class with a `compute_loss` of its own. It would pay for a
-second pass where it only hands on to the Trainer's.
+Rejected: giving whole samples to every class with its own `compute_loss`, at the price of a second
+pass.
 """
 
 from typing import Any

@@ -1,17 +1,16 @@
-"""Predictions of causal language models: what `preprocess_logits_for_metrics` makes of logits,
-where the tokens are, gathered on the ranks that drew the samples.
+"""Predictions of causal language models: results of `preprocess_logits_for_metrics`, gathered
+on the source ranks.
 
 The plain Trainer has logits [B, S, V] of a padded batch on the rank that drew it. Here
 
 1. a batch        is collated as the plain Trainer would, with its padding
 2. its tokens     are planned and dispatched, with its labels
-3. the head       shows its logits a chunk of tokens at a time; the user's function is given
-                  logits [1, chunk, V] and labels [1, chunk], and gives a few values for each token
-4. these values   are gathered, and stand where the padded batch has the tokens; padding is -100
+3. the head       shows its logits a chunk of tokens at a time; the user's function gets logits
+                  [1, chunk, V] and labels [1, chunk], and returns a few values for each token
+4. these values   are gathered into the places of the batch's tokens; padding is -100
 
-and everything after that is the Trainer's own loop: it pads, gathers and hands over arrays.
-What cannot be had, whole vocabularies of logits above all, is refused before
-(`refusals/predictions.py`).
+and everything after that is the Trainer's own loop. Whole vocabularies of logits, above all, are
+refused before (`refusals/predictions.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

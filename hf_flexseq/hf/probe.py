@@ -50,7 +50,7 @@ SHARED = STRATEGIES[1:]  # strategies of groups of several ranks
 SEQUENCES = (41, 23, 14, 3, 1, 11, 9, 12, 2, 13)
 SHARED_SEQUENCES = 2
 # (sequence, token) that is changed. The first tokens of a sequence are those that everything
-# behind them may read; the last ones are what a leak into the next sequence begins with.
+# after them may read; the last ones are what a leak into the next sequence begins with.
 CHANGES = ((0, 0), (0, 19), (1, 8), (2, 1), (3, 2))
 
 # All in units of the largest output or gradient. A layer may compute in float32 whatever the
@@ -67,7 +67,7 @@ class _Run(NamedTuple):
     outputs: list[torch.Tensor]
     """Logits of each sequence, [length, vocabulary]."""
     gradients: dict[str, torch.Tensor]
-    """Gradient of each parameter, summed over all sequences; {} if nobody asked."""
+    """Gradient of each parameter, summed over all sequences; {} if not requested."""
 
 
 class _Ranks(NamedTuple):

@@ -6,24 +6,22 @@ ZeRO, FSDP1   with every micro-batch: waiting would hold the whole model's gradi
               rank
 FSDP2         as the step's memory allows (`sharding.py`)
 
-DDP reduces in the backward of its last micro-batch. Where ranks run different micro-batches that
-is another place of the plan on each: one rank is in an all-reduce while another one still waits
-for its share in attention. On gloo both go on. A device that carries out one transfer after the
-other would wait forever. So on an ordered transport
+DDP reduces in the backward of its last micro-batch. If ranks run different micro-batches, one rank
+is in an all-reduce while another still waits for its share in attention. On gloo both continue. A
+device that carries out one transfer after the other would wait forever. So on an ordered transport
 
 1. all micro-batches of a step run under `no_sync`, which leaves gradients local;
-2. after the last micro-batch of the plan every rank comes to the same all-reduces, also a rank
-   that had nothing to do in it. They average over the world as DDP does;
-3. DDP is told that a step is over, so that it broadcasts buffers with the next forward, as after a
-   reduction of its own. That is the first thing that any rank does in a step.
+2. after the last micro-batch of the plan every rank, even one without work in it, comes to the
+   same all-reduces. They average over the world as DDP does;
+3. DDP broadcasts buffers with the next forward, as after a reduction of its own. That is the first
+   exchange of any rank in a step.
 
 A parameter without a gradient takes part with zeros. Under `find_unused_parameters` one that no
 rank has used keeps none, as with DDP: an optimizer would decay it otherwise. The ranks tell each
 other over the host which parameters they have used.
 
-Rejected: DDP's own reducer, told to reduce in a backward that all ranks run after the last
-micro-batch. It needs one more forward of the model, and its overlap has nothing left to overlap
-with.
+Rejected: DDP's own reducer, in a backward that all ranks run after the last micro-batch. It needs
+one more forward of the model, and has nothing left to overlap with.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Choose the checkpoint that a run goes on from: a whole one.
+"""Choose the whole checkpoint that a run resumes from.
 
 `resume_from_checkpoint=True` takes the newest whole checkpoint and passes over others with a
 warning; a checkpoint that is named must be whole. What whole means is told in `steps/manifest.py`.
@@ -29,7 +29,7 @@ _OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_[0-9]*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run resumes from."""
 
     folder: str
 

@@ -1,17 +1,16 @@
-"""Write the Trainer's checkpoints so that a whole one is told from a torn one.
+"""Write the Trainer's checkpoints so that a whole one differs from a torn one.
 
-A checkpoint is written in this order; what marker and manifest are is told in
-`steps/manifest.py`:
+A checkpoint is written in this order (`steps/manifest.py` describes marker and manifest):
 
-1. rank 0: the marker, after removing what an earlier save has left
-2. all ranks: weights, optimizer, random numbers, as the Trainer has it
+1. rank 0: the marker, after removing leftovers of an earlier save
+2. all ranks: weights, optimizer, random numbers, by the Trainer
 3. rank 0: `trainer_state.json`, the Trainer's last file
 4. rank 0: the manifest, when all ranks have written their files and these are on disk
-5. rank 0: the push to the Hub and the removal of old checkpoints, as the Trainer has it
+5. rank 0: the push to the Hub and the removal of old checkpoints, by the Trainer
 
 Steps 3 and 5 are in one method of the Trainer. Step 4 has to come between them: the Hub would get
 a torn checkpoint otherwise, and a kill would find the old checkpoint gone and the new one torn. So
-it is hung on the writing of `trainer_state.json`.
+it follows the writing of `trainer_state.json`.
 """
 
 import logging
@@ -91,7 +90,7 @@ def _followed(state: Any, folder: Path, then: Callable[[], None]) -> Iterator[No
 
 
 def _remove_torn(folder: Path) -> None:
-    """Remove torn checkpoints beside `folder`: they would count as checkpoints to be kept."""
+    """Remove torn checkpoints next to `folder`: they would count as checkpoints to be kept."""
     for other in folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         if other != folder and is_torn(other):
             logger.warning("%s is removed: saving was interrupted", other)

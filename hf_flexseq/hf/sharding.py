@@ -1,4 +1,4 @@
-"""FSDP2 in the steps of a whole model: which policy each step gets, and that the units follow it.
+"""FSDP2 in the steps of a whole model: the policy of each step, and the units that follow it.
 
 1. `fsdp_figures`, when a model is attached: what a policy may cost on this machine.
 2. `FsdpPolicies.of_step`, in each step: the policy that fits next to the step's plan, followed by
@@ -8,15 +8,14 @@
                      policy that keeps them lets it do neither before the last backward, which
                      frees all of them, so that the optimizer meets sharded parameters.
     reductions       FSDP2 scatters a unit's gradients in each backward. A policy that reduces once
-                     lets gradients add up, whole, until the last one.
+                     lets whole gradients add up until the last one.
     replicas (HSDP)  scattered gradients are summed over replicas by the last micro-batch, under
-                     any policy: waiting costs no memory, since they take the place of the sums.
+                     any policy: waiting costs no memory.
 
-All ranks must follow the same policy: its trips are collectives.
+All ranks must follow the same policy: its transfers are collectives.
 
-Rejected: leaving a step to the Trainer's and accelerate's own contexts for accumulation. These
-reduce once whatever memory there is, know no parameters that are kept, and see one batch where a
-plan has several micro-batches.
+Rejected: the Trainer's and accelerate's own contexts for accumulation. These reduce once whatever
+memory there is, keep no parameters, and see one batch where a plan has several micro-batches.
 """
 
 import logging

@@ -5,18 +5,16 @@ collator or a sampler that reads the training state would read an older state th
 Trainer. `shared_with_training` looks for two ways to such a state:
 
 * The data refer to the trainer, its state, its control, a callback, or the model that is trained.
-* A callback of the user's, or an attribute that the user's subclass of a trainer has set, refers
-  to an object that the data refer to as well, so that it may change this object while the data are
-  drawn. A callback that asks for `train_dataloader`, or for the `train_dataset` of a trainer,
-  can do the same.
+* A callback of the user's, or an attribute of the user's trainer, refers to an object that the data
+  refer to as well, and may change it while the data are drawn. A callback that asks for
+  `train_dataloader`, or for a trainer's `train_dataset`, can do the same.
 
-Random numbers of torch are such a state, too: dropout, the loader of an evaluation and data that
-are made at random draw from one generator.
+Random numbers of torch are such a state, too: dropout, the loader of an evaluation and random data
+draw from one generator.
 
-Objects are followed through their attributes, containers, closures, bound methods and partials,
-up to a number of objects, and no code of the user's runs meanwhile: no property, no
-`__getattr__`, no `__getitem__`. State that goes through globals of a module, through attributes of
-a class, through files or through the clock is not found.
+Objects are followed through attributes, containers, closures, bound methods and partials, up to a
+number of objects, without running the user's code (`reachable.py`). State in globals of a module,
+attributes of a class, files or the clock is not found.
 """
 
 import functools

@@ -6,13 +6,13 @@ unless, with each loss divided by the same num_items_in_batch,
     L(A and B in one row) = L(A) + L(B) = L(A and B as the rows of a padded batch)
 
 and the loss of a row without labels is 0. A mean over the micro-batch, a penalty on weights, a
-square, a factor that counts rows, a module or a hook that mixes tokens of a row: each of them
-breaks this. So where the user has put code of their own in the way of the loss (`users_code.py`),
-these losses are computed once, without gradients, on a few tokens of the first step and on each
-rank alone. The padded batch has no `seq_ctx`: the model runs it with its own attention and loss.
+square, a factor that counts rows, and code that mixes tokens of a row all break this. So if the
+loss runs code of the user's (`users_code.py`), these losses are computed once, without gradients,
+on a few tokens of the first step and on each rank alone. The padded batch has no `seq_ctx`: the
+model runs it with its own attention and loss.
 
-Where the trainer computes its loss on whole samples, only the model is tried: the squares of what
-its head finds for the tokens add up in the same way.
+If the trainer computes its loss on whole samples, only the model is tried: the squares of its
+head's figures add up in the same way.
 
 Rejected: reading the source of the user's code, which may do anything; comparing whole steps under
 two plans, which would take as long as a step.

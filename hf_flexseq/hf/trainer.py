@@ -1,34 +1,29 @@
 """The Trainer on planned steps.
 
-`FlexSeqMixin` goes in front of any Trainer. What it changes, method by method:
+`FlexSeqMixin` goes in front of any Trainer. Its changes, method by method:
 
-* `get_batch_samples`, where the Trainer draws the batches of an optimizer step: plans the step and
-  brings the tokens to their ranks, ahead unless the data may follow training (`shared_state.py`).
-  It still returns as many items as it was asked for, because the Trainer counts them; all but the
-  last are empty.
+* `get_batch_samples`: plans an optimizer step and dispatches its tokens, ahead unless the data may
+  follow training (`shared_state.py`). It returns as many items as asked for, because the Trainer
+  counts them; all but the last are empty.
 * `training_step`: runs the micro-batches of the plan, each through the Trainer's own
   `training_step`.
 * `evaluation_loop`, `prediction_step`: the same for evaluation, with a loss over all target
   tokens; predictions of tokens are gathered (`predictions.py`).
-* `_prepare_inputs`, `_get_per_token_logps_and_entropies`: where a loss is computed on the
-  source rank.
-* `get_eval_dataloader`, `get_test_dataloader`: padded batches, where predictions are wanted.
-* `train`, `_inner_training_loop`: the run goes on from a whole checkpoint; the model has our
-  attention and loss while it trains, and its own afterwards.
+* `_prepare_inputs`, `_get_per_token_logps_and_entropies`: for a loss on the source rank.
+* `get_eval_dataloader`, `get_test_dataloader`: padded batches, if predictions are wanted.
+* `train`, `_inner_training_loop`: the run resumes from a whole checkpoint; the model has our
+  attention and loss while it trains.
 * `set_initial_training_values`: batches stay on the host until their tokens are dispatched.
-* `_save_checkpoint`: a checkpoint can be told from one whose writer was killed.
-* `_reject_skip_prepare_without_labels`: a check of TRL's SFTTrainer sees the collator that ours is
-  put around.
-* `log`: adds a few figures of the steps.
-* `_maybe_log_save_evaluate`, `_finalize_training`: the loss that is logged is that of all ranks.
-* Everything that handles "the model" as a whole: a rank may have one pipeline stage of it
+* `_save_checkpoint`: a checkpoint differs from one whose writer was killed.
+* `_reject_skip_prepare_without_labels`: a check of SFTTrainer sees the wrapped collator.
+* `log`, `_maybe_log_save_evaluate`, `_finalize_training`: figures of the steps, and the loss of
+  all ranks.
+* Everything that handles the whole model: a rank may have one pipeline stage of it
   (`pipeline/overrides.py`).
 
-How the loss of a step is computed varies (`step_loss.py`): in one pass over the micro-batches
-(`one_pass.py`), or on the source ranks, on the trainer's own batches (`source_rank.py`).
-
-Data order, gradient accumulation, clipping, schedules, and what is saved and resumed stay the
-Trainer's own.
+The loss of a step (`step_loss.py`) is computed in one pass over the micro-batches (`one_pass.py`),
+or on the source ranks, on the trainer's own batches (`source_rank.py`). Data order, gradient
+accumulation, clipping, schedules and saving stay the Trainer's own.
 """
 
 from collections.abc import Callable, Iterator
@@ -135,7 +130,7 @@ class FlexSeqMixin(PartOfModelMixin):
         self._flexseq_loss = way(self, self.flexseq)
         self._flexseq_in_front = StepInFront(self, FlexSeqMixin)
         self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
-        self._flexseq_resumed: Resumed | None = None  # the checkpoint that this run goes on from
+        self._flexseq_resumed: Resumed | None = None  # the checkpoint that this run resumes from
 
     def _choose_collators(self) -> None:
         """Wrap the user's collator to plan batches; keep one that makes the plain Trainer's."""

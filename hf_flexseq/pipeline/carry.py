@@ -1,25 +1,24 @@
 """Keys and values of a sequence's earlier chunks, and their gradients, from one chunk to the next.
 
-A chunk's queries read [the prefix of their own sequence | their own chunk], causally, and of the
-prefix no more than the window or the chunk of the layer reaches. For each (layer, sequence):
+A chunk's queries read [the prefix of their own sequence | their own chunk], causally, as far as
+the window or the chunk of the layer reaches. For each (layer, sequence):
 
     forward     write the chunk's K, V into one buffer of the sequence's length, and attend to
                 prefix and chunk in one kernel call
     backward    the prefix's dK, dV are added to a second buffer, the chunk's own are returned
-                together with what later chunks have left there for it
+                together with those of later chunks
 
 Chunks of a sequence go forward in order and backward in the opposite one (Seq1F1B, arXiv
-2406.03488). Any other order would give wrong gradients in silence, so a forward mark (positions
-stored) and a backward mark (positions not yet drained) are kept, and whatever is not next raises.
-A chunk that is stored already and is next in the backward is the replay of a checkpointed layer:
-it finds its K, V where they are, however often it comes. Where K and V need no gradient, no
-backward says when the last replay is over, and they stay until the step is.
+2406.03488). Any other order would silently give wrong gradients, so a forward mark (positions
+stored) and a backward mark (positions not yet drained) are kept, and another order raises. A chunk
+that is stored already and is next in the backward is the replay of a checkpointed layer: it finds
+its K, V. If K and V need no gradient, no backward ends the replays, and they stay until the step
+ends.
 
 Both buffers are written in place and sliced, where Seq1F1B's code joins the whole prefix anew for
-every chunk and layer and holds K, V twice. The second buffer is what the kernel gives for the
-prefix of the last chunk, which goes backward first and has the longest prefix; it begins as zeros
-where a layer reads less of it. It is in float32 (float64 for float64), because many chunks add to
-it.
+every chunk and layer and holds K, V twice. The second buffer is the kernel's result for the prefix
+of the last chunk, which goes backward first and has the longest prefix; it begins as zeros if a
+layer reads less of it. It is in float32 (float64 for float64), because many chunks add to it.
 
 The slow reference is attention over the whole sequence, in `tests/pipeline/test_carry.py`.
 

@@ -50,7 +50,7 @@ class ChunkLayout(NamedTuple):
     """Tokens of the part of a cut sequence that the row begins with; 0 where there is none."""
 
     whole: tuple[int, ...]
-    """Tokens of every whole sequence behind it."""
+    """Tokens of every whole sequence after it."""
 
     sequences: tuple[int, ...]
     """Ids of them all, which messages between ranks are named by; () for a rank alone."""

@@ -216,6 +216,6 @@ def _held_of_state(ranks: int, *, mixed: bool, casts: bool) -> float:
     state = weight + gradient + moments
     if ranks == 1:
         return (state + cast) / state if casts else 1.0
-    # weight and gradient are whole, beside a part of weight and moments
+    # weight and gradient are whole, besides a part of weight and moments
     gathered = cast if mixed else weight
     return (gathered + gradient + (weight + moments) / ranks) / state

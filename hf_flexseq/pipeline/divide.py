@@ -33,7 +33,7 @@ def divide_layers(
     """Return [start, stop) of the layers of every stage.
 
     costs: of each layer, in any unit
-    first, last: costs of the first and of the last stage beside their layers
+    first, last: costs of the first and of the last stage besides their layers
     inseparable: layers that share keys, which one stage has all
 
     Raises ValueError for more stages than layers + 1, inseparable ones being one.

@@ -1,24 +1,23 @@
 """The executor obeys the list of actions that a plan has for this rank, and knows no schedule.
 
-    F   take the hidden states of the stage before (the first stage: token ids), run the layers,
-        hand on what comes out (the last stage: the loss, which goes backward at once, as far as
-        the head's input)
-    B   take the gradient of what was handed on, go backward, hand on the gradient of what was
-        taken
+    F   take the hidden states of the previous stage (the first stage: token ids), run the layers,
+        send the result (the last stage: the loss, which goes backward at once, as far as the
+        head's input)
+    B   take the gradient of the result, go backward, send the gradient of the input
     I   B, but the weight gradients of the layers are left in the store
     W   add those
 
 Losses are sums over a chunk's targets divided by the targets of the whole step, so that gradients
-of all chunks only add up. Chunks differ in shape, and every shape is known from the plan: nothing
-but tensors is sent.
+of all chunks only add up. Chunks differ in shape, and every shape is known from the plan: only
+tensors are sent.
 
 The head goes backward in F because a loss that is computed without logits for all tokens has its
-gradients then: were they kept until B, every chunk in flight would hold a gradient of the whole
-head. Only that of its input is kept.
+gradients then: kept until B, every chunk in flight would hold a gradient of the whole head. Only
+that of its input is kept.
 
-Rejected: torch.distributed.pipelining, whose stages hold one shape for all micro-batches or
-exchange it every time, whose schedules are lowered in up to a second per step, and which has no
-keys and values to carry.
+Rejected: torch.distributed.pipelining. Its stages hold one shape for all micro-batches or exchange
+it every time, its schedules are lowered in up to a second per step, and it cannot carry keys and
+values.
 
 In shapes, `tokens` are those that this rank has of a chunk.
 """
@@ -88,7 +87,7 @@ class PipelineExecutor:
             layer.forward = partial(_checkpointable, layer, layer.forward, index)
 
     def detach(self) -> None:
-        """Leave nothing on the stage's layers."""
+        """Detach from the stage's layers."""
         self.weights.detach()
         for layer in self.stage.own_layers.values():
             layer.__dict__.pop("forward", None)

@@ -1,35 +1,31 @@
-"""Tensors that arrive from and leave for a neighbouring rank, in one order that all ranks take
-from the plan.
+"""Tensors from and to a neighbouring rank, in one order that follows from the plan.
 
     Inbox            receives from one neighbour, in the order in which it sends
     post_receives    posts the receives of all inboxes that are due
-    Outbox           sends to one neighbour; of those that nothing else tells about, a few at a
-                     time are under way
+    Outbox           sends to one neighbour; a few unconfirmed sends at a time are under way
 
 Why nothing can hang
 --------------------
-The actions of all ranks are numbered by `cost/walk.py`: in this order all of them can
-happen, ranks side by side. A message has the number of the action that sends it.
+The actions of all ranks are numbered by `cost/walk.py`: in this order all of them can happen. A
+message has the number of the action that sends it.
 
 1. Before a rank begins its action of number n, it posts all receives of messages below n, of both
    neighbours, in the order of their numbers.
-2. What an action sends is posted when the action is over, so every rank posts all of its messages
-   in the order of their numbers. What the ranks of a stage exchange inside an action stands
-   between the two.
+2. The messages of an action are posted when it is over, so every rank posts all of its messages in
+   the order of their numbers. Exchanges inside an action stand between the two.
 3. A rank waits only for what it has posted.
 
 Take the message with the lowest number of all that are not over. Both of its ranks have posted it,
-or can go on until they have: each waits at most for messages that stand before it, and those are
-over. So it completes, also on a transport that carries out all posts of a rank one after the other
-(`distributed/transport.py`), and every wait is safe: that of a stage for its input, and that of a
-full `Outbox`.
+or can continue until they have: each waits at most for earlier messages, and those are over. So it
+completes, also on a transport that carries out all posts of a rank one after the other
+(`distributed/transport.py`), and every wait is safe.
 
-A transport whose posts are independent takes receives earlier, too. There one receive more is
-posted than an action needs, so that a transfer runs beside the computation before it. Where posts
-are ordered the host runs ahead of the device, which does the same.
+A transport whose posts are independent takes receives earlier. There one more receive is posted
+than an action needs, so that a transfer overlaps with the previous computation. Where posts are
+ordered the host runs ahead of the device, which does the same.
 
-Rejected: receives posted ahead on every transport. Such a receive, for what a neighbour sends
-later, would stand before a send that the neighbour waits for.
+Rejected: receives posted ahead on every transport. Such a receive would stand before a send that
+the neighbour waits for.
 """
 
 import math

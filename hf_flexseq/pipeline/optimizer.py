@@ -1,4 +1,4 @@
-"""The optimizer's state of a pipeline, which a run on any number of stages can go on from.
+"""The optimizer's state of a pipeline, from which a run on any number of stages can resume.
 
     flexseq_optimizer/   safetensors and JSON, keyed by parameter names, and the scheduler's state:
                          see `optimizer_files.py`

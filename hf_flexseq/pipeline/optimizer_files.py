@@ -2,7 +2,7 @@
 
     state-00001-of-00002.safetensors   the tensors of one stage
     scheduler.json                     the state of the learning rate's scheduler; scheduler.pt
-                                       beside the folder, as the Trainer's, where JSON cannot hold
+                                       next to the folder, as the Trainer's, where JSON cannot hold
                                        it
     index.json                         which file holds which tensor, and all other values
 
@@ -67,7 +67,7 @@ def check_plain(key: str, value: Any) -> None:
 
 
 def is_plain(value: Any) -> bool:
-    """Tell if JSON gives a value back as it was, but for lists in place of tuples."""
+    """Tell if JSON gives a value back as it was, but for lists instead of tuples."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and is_plain(part) for key, part in value.items())
     if isinstance(value, tuple | list):
@@ -76,7 +76,7 @@ def is_plain(value: Any) -> bool:
 
 
 def write_index(folder: Path, tensors: Mapping[str, str], values: Mapping[str, Any]) -> None:
-    """Write the index: by key, the file that holds a tensor, and each value that is no tensor."""
+    """Write the index: by key, the file that holds a tensor, and each other value."""
     index = {"format": FORMAT, "tensors": dict(tensors), "values": dict(values)}
     write_json(folder / INDEX, index)
 

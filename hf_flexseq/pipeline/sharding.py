@@ -7,21 +7,17 @@
                ranks, bucket by bucket, and every rank keeps its share
 
 FSDP2's own hooks gather and reduce around every forward and backward. Replicas may run different
-numbers of chunks, so that they would wait for each other for ever, and a weight gradient that is
-put off would come after its reduction. The hooks are therefore told to leave everything as it is.
-The optimizer's state and a copy of the parameters remain sharded; during a step parameters and
-gradients of the stage are whole on each of its ranks.
+numbers of chunks, and would wait for each other forever; a postponed weight gradient would come
+after its reduction. So the hooks are disabled. The optimizer's state and a copy of the parameters
+remain sharded; during a step parameters and gradients of the stage are whole on each of its ranks.
 
-With mixed precision the parameters are gathered in 16 bits, half of the bytes, and hidden states
-are in 16 bits, too. The shares that the optimizer changes, and all gradients, keep the dtype that
-the parameters had: gradients of chunks are added up in it, and summed over the ranks in it. What a
-chunk adds is itself rounded to 16 bits for embedding, norms and head, and is not for the Linears
-of layers (`weights.py`).
+With mixed precision parameters are gathered in 16 bits, and hidden states have 16 bits. The shares
+of the optimizer, and all gradients, keep the parameters' dtype. What a chunk adds is rounded to 16
+bits for embedding, norms and head, but not for the Linears of layers (`weights.py`).
 
-Rejected: FSDP2's own sum in a wider dtype, which is made in hooks that a weight gradient put off
-comes after; reducing parameter by parameter, a message for each; and letting FSDP2 reduce in the
-last backward. Nothing public starts its reduction without a backward, a replica without a chunk
-has none, and one that lacks a gradient would join in with fewer bytes than the others.
+Rejected: FSDP2's own sum in a wider dtype, in hooks that a postponed weight gradient misses;
+reducing parameter by parameter, a message for each; and FSDP2's reduction in the last backward,
+which a replica without a chunk does not have.
 """
 
 from collections.abc import Iterator, Sequence

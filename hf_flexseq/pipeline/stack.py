@@ -40,7 +40,7 @@ class Elsewhere(nn.Module):
     """Embedding or head of another stage, which nothing may call, `generate` included."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Raise NotImplementedError in place of returning [1, tokens, ...]."""
+        """Raise NotImplementedError instead of returning [1, tokens, ...]."""
         raise NotImplementedError(
             "this model is one stage of a pipeline: save it, and load the whole one to call it or "
             "to generate"

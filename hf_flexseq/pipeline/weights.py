@@ -1,9 +1,7 @@
-"""Weight gradients apart from input gradients: what a pipeline can do later, because nobody waits
-for it.
+"""Weight gradients apart from input gradients, since only the optimizer waits for them.
 
-The stage before waits for the gradient of a layer's input; of the weights' only the optimizer
-does. Zero-bubble schedules (arXiv 2401.10241) therefore split a backward into I, which only
-follows the inputs, and W:
+The previous stage waits for the gradient of a layer's input. Zero-bubble schedules (arXiv
+2401.10241) therefore split a backward into I, which only follows the inputs, and W:
 
     I    each Linear's backward computes dx = dy W, and leaves (x, dy) in the store
     W    dW += dy^T x for everything that the chunk's I has left
@@ -13,16 +11,15 @@ either tiny or a by-product of the loss, are done in I.
 
 Every chunk uses the same weights and adds to the same gradients, split or not:
 
-    casts    under autocast a weight is cast at its first use in a step, and all later ones find
-             that copy, until the step ends or the weight changes
+    casts    under autocast a weight is cast at its first use in a step, and later uses find that
+             copy, until the step ends or the weight changes
     sums     dW is added to the gradient of the Linear where it is multiplied, never rounded to
-             the 16 bits of its factors (`kernels/products.py` says how, and what is copied on
-             which device)
+             the 16 bits of its factors (`kernels/products.py`)
 
-Rejected: autocast's own cache of weights, which is emptied after every forward and which lives on
-in the graph of every chunk in flight; handing dW to autograd, which would add a copy of it; and
-torch's `stage_backward_weight`, which walks the graph again from every weight and replays a
-checkpointed layer each time: 99 attention forwards instead of 18.
+Rejected: autocast's own cache of weights, which is emptied after every forward and lives on in the
+graph of every chunk in flight; dW by autograd, which would add a copy of it; and torch's
+`stage_backward_weight`, which walks the graph again from every weight and replays a checkpointed
+layer each time: 99 attention forwards instead of 18.
 """
 
 from collections.abc import Hashable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Calls of a model that are answered by somebody else, as long as a loss is computed."""
+"""Answers to calls of a model while a loss is computed."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ def answered_by(
 
     The model stays what it is to `isinstance` and to who unwraps it: only its class gets another
     `__call__`. Rejected: another `forward`, before which the hooks of FSDP and ZeRO would gather
-    weights that nobody uses.
+    unused weights.
     """
     own = type(model)
 

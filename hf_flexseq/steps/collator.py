@@ -6,11 +6,10 @@ shifted.
 
 Labels are shifted here, inside each sequence, because a sequence may later be cut anywhere:
 `shift_labels[i]` is the target of token i, and the last token of every sequence has none. `labels`
-holds the same, for those who count it.
+holds the same, for callers that count it.
 
-A padded batch may have targets beside its padding: labels of padding, and, where padding is on the
-left, a label of a sequence's first token, which would be predicted from padding. They are left
-out, and `padding_targets` says how many they are.
+A padded batch may have targets next to its padding: labels of padding, and, after padding on the
+left, a label of a sequence's first token. They are left out, and `padding_targets` counts them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +49,7 @@ class _Example(NamedTuple):
     columns: dict[str, torch.Tensor]
     """Each [tokens], with labels of the tokens themselves."""
     padding_targets: int
-    """Targets that were beside its padding."""
+    """Targets next to its padding."""
     first_label: bool
     """True if its first token has a label, and no padding was before it."""
 
@@ -136,7 +135,7 @@ class DataCollatorForFlexSeq:
                 ).flatten()  # [tokens]
             example = _only_row(self.example_collator([example]), index)
 
-        # 2. one value for each token that is no padding
+        # 2. one value for each token except padding
         given = _tensors(example, index, needs_labels=needs_labels)
         columns, padding_targets = _without_padding(given, index)
         if masks:
@@ -285,7 +284,7 @@ def _without_padding(
     columns: dict[str, torch.Tensor], index: int
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Return the columns without `attention_mask` and without the padding that it marks, on either
-    side, each [padded tokens] -> [tokens], and the number of targets that were beside it."""
+    side, each [padded tokens] -> [tokens], and the number of targets next to it."""
     mask = columns.pop("attention_mask", None)
     if mask is None:
         return columns, 0

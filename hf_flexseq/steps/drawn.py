@@ -40,7 +40,7 @@ class SourceRow:
     """Tokens of each sequence."""
 
     padding_targets: int = 0
-    """Targets beside padding, which were left out."""
+    """Targets next to padding, which were left out."""
 
     other_rows: int = 0
     """Rows that the user's collator makes otherwise of a whole batch."""
@@ -71,7 +71,7 @@ class SourceRow:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
     def with_columns(self, dtypes: Mapping[str, str]) -> "SourceRow":
-        """Return this row; in place of one that has no columns, one with columns of [0]."""
+        """Return this row; instead of one that has no columns, one with columns of [0]."""
         if self.columns:
             return self
         columns = {name: torch.empty(0, dtype=getattr(torch, d)) for name, d in dtypes.items()}
@@ -107,7 +107,7 @@ def _beside(dtypes: Mapping[str, str], others: Mapping[str, str]) -> str:
     return ", ".join(own) or "without"
 
 
-# What a batch has beside its columns.
+# Entries of a batch besides its columns.
 _COUNTS = {LENGTHS, OTHER_ROWS, PADDING_TARGETS}
 
 
@@ -142,7 +142,7 @@ def source_row(batches: Sequence[Mapping[str, Any]]) -> SourceRow:
 
 
 def _check_batch(batch: Mapping[str, Any]) -> None:
-    """Raise ValueError unless every column of a batch is [1, tokens], with the lengths beside."""
+    """Raise ValueError unless every column of a batch is [1, tokens], and has lengths."""
     if LENGTHS not in batch:
         raise ValueError(
             f"a batch with the keys {sorted(batch)} has no {LENGTHS!r}: collate with "

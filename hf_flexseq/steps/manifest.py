@@ -1,15 +1,13 @@
-"""Tell a whole checkpoint from one whose writer was killed.
+"""Tell a whole checkpoint from one whose saving was interrupted.
 
     flexseq.json             the marker, the first file: what the checkpoint is of
     ...                      weights, optimizer, random numbers, by all ranks
     flexseq_manifest.json    the manifest, the last file: names and sizes of all others
 
-Both are written by rank 0, and appear whole. A checkpoint is whole when it has both and its files
-are as the manifest says. It is torn when the manifest is missing. One with neither was written by
-a Trainer without hf_flexseq, which leaves open whether it is whole.
-
-Before the manifest is written, all files are on disk (`flush_files`): after a power cut, too, a
-manifest stands for what it lists.
+Rank 0 writes both, each at once. A checkpoint is whole if it has both and its files match the
+manifest. It is torn without the manifest. One with neither was written by a Trainer without
+hf_flexseq, and may be either. All files are on disk before the manifest is written
+(`flush_files`), so it holds after a power cut, too.
 
 Rejected: one file that says "complete" at the end. A checkpoint that has lost it would pass for
 one of a Trainer without hf_flexseq.
@@ -27,7 +25,7 @@ from hf_flexseq.pipeline.files import PARTIAL, flush, write_json
 MARKER = "flexseq.json"
 MANIFEST = "flexseq_manifest.json"
 FORMAT = 1  # of both files; raise it when a reader of the former format would go wrong
-LARGEST_BYTES = 64 * 2**20  # of either file: more is no file of ours
+LARGEST_BYTES = 64 * 2**20  # of either file: larger files are foreign
 NAMED_MOST = 3  # files in one message
 
 # transformers' own mark on a checkpoint that it saves when a job is preempted; it removes the mark

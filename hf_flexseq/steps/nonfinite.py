@@ -1,19 +1,18 @@
 """Losses and gradients that are not finite, noticed without making the host wait for the device.
 
 1. `take`, after a step's last backward and before the optimizer changes the weights: one flag for
-   the loss and one for each gradient, made on the device and copied to the host in the device's
-   own queue.
+   the loss and one for each gradient, made on the device and copied to the host asynchronously.
 2. `settle`, when the optimizer step is done: a step that fp16's loss scaling made it skip does
-   not count, since that finds its scale by infinite gradients.
-3. `report` and `judge`, at the end of the next step or before a checkpoint: ranks tell each other
-   what they have found, since each may have other rows (FSDP) or other layers (pipelines). All of
-   them raise, or rank 0 warns.
+   not count.
+3. `report` and `judge`, at the end of the next step or before a checkpoint: ranks gather what they
+   have found, since each may have other rows (FSDP) or other layers (pipelines). All of them
+   raise, or rank 0 warns.
 
 A gradient's flag comes from its 2-norm, which is infinite also where elements are finite but so
 large (1e19) that clipping to a norm would make zeros of all gradients.
 
-Rejected: to look for names only where the norm of all gradients is not finite, since gradients are
-gone by then; largest elements instead of norms, which take a CPU ten times as long.
+Rejected: names only if the norm of all gradients is not finite, since gradients are gone by then;
+largest elements instead of norms, which take a CPU ten times as long.
 """
 
 import logging

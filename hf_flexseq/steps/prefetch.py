@@ -9,22 +9,19 @@ The steps of one iterator are a queue of two stages:
 2. dispatched    the next step alone: rank 0 has sent its plan to all ranks, and its tokens are on
                  the ranks that the plan names
 
-`next` hands the dispatched step out, or brings one there. `prefetch` dispatches the one after it.
-It is called when all work of the current step has been launched and before its optimizer: a device
-that computes on its own then need not wait for the exchange. All ranks come to that place once a
-step, however many micro-batches they run, so that their exchanges stay in one order.
+`next` returns the dispatched step, or dispatches one. `prefetch` dispatches the next one, when all
+work of the current step has been launched and before its optimizer: a device that computes
+asynchronously need not wait for the exchange. All ranks reach that place once a step, whatever
+their number of micro-batches, so that their exchanges stay in one order. Every collective is on
+the main thread and in the order of the steps; only the solving is elsewhere.
 
-Every collective is called on the main thread and in the order of the steps, so that ranks cannot
-disagree on what comes next; only the solving is elsewhere.
-
-Errors of one rank are raised on all of them. A rank whose data cannot be drawn says so instead of
-its lengths. Errors of `prefetch` are raised by the next `next`; only a lost rank is an error at
-once. A step of an iterator that is left before its end was not there: the next one has its number.
+Errors of one rank are raised on all of them. A rank whose data cannot be drawn sends this instead
+of its lengths. Errors of `prefetch` are raised by the next `next`; only a lost rank is an error at
+once. A step of an iterator that is left early does not count: the next one has its number.
 
 Rank 0 waits for the planner as long as ranks wait for each other. It sends keep-alives meanwhile,
-so that waiting ranks do not time out. Rejected: that rank 0 gives up a little earlier than the
-others, who may have been waiting for it since long before; dispatching between two micro-batches,
-which ranks reach at different times or never, where they run different numbers of them.
+so that waiting ranks do not time out. Rejected: a shorter timeout of rank 0, since others may have
+waited longer; dispatching between micro-batches, which ranks reach at different times or never.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What a training run says on the screen beside its metrics.
+"""What a training run says on the screen besides its metrics.
 
 beside_bars()    lines that do not tear a progress bar
 DrawnNotes       warnings about the data of steps

@@ -3,12 +3,12 @@
 A trace is a diagnostic, so it never ends a training that has begun:
 
 * What cannot be written is left out, and the first time a warning says so. Every step tries anew,
-  so that the trace goes on once there is room again.
-* The lines of a step are written at once, behind all others. Of a write that was cut short nothing
+  so that the trace continues once there is room again.
+* The lines of a step are written at once, after all others. Of a write that was cut short nothing
   stays.
 * A run that was killed may leave a torn last line. The next one cuts it off.
 
-A run that goes on in the file of an earlier one may repeat some of its steps: those lines have
+A run that continues the file of an earlier one may repeat some of its steps: those lines have
 `"repeat": true`, and the last line of a step is the one whose result training kept.
 """
 
@@ -143,7 +143,7 @@ def _check_place(path: str) -> None:
 
 
 def _check_content(path: str) -> None:
-    """Raise ValueError for a file that is no trace: it would lose its last line as a torn one."""
+    """Raise ValueError for a file other than a trace, whose last line could be cut off."""
     if not os.path.isfile(path):
         return
     try:

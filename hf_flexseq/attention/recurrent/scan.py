@@ -2,8 +2,8 @@
 
     state after a segment  =  transition (state before it)  +  end state from zero
 
-Every rank can compute both parts of this for its own segments without knowing the states before
-them: a *summary*. Neither grows with the segment.
+Every rank can compute both parts of this for its own segments without the states before them: a
+*summary*, whose size does not grow with the segment.
 
     forward     1. sum up the segments that others of their sequence follow
                 2. send the summaries to the ranks of all later segments, and get those of all
@@ -15,14 +15,13 @@ them: a *summary*. Neither grows with the segment.
                 so the summaries of later segments make the true gradient of the state after each
                 segment, and the ordinary backward of the scan does the rest
 
-A sequence that one rank holds whole needs none of this, and no summary has its gradient taken: the
-states that others have sent go in as numbers. A summary is one more pass over the states of a
-segment; what happens inside chunks, most of the work, is not repeated.
+A sequence on one rank needs none of this. Received states enter as numbers, so no summary has a
+gradient. A summary is one more pass over the states of a segment; the work inside chunks, most of
+it, is not repeated.
 
 This is the state passing of flash-linear-attention's context parallelism and of Megatron's
-chunkwise backend; there ranks hold one slice each of all that is packed, here any segments of any
-sequences, and two of one sequence under `zigzag`. Rejected: a prefix scan in log2(d) rounds, which
-gathers less only for groups of dozens of ranks, and waits more often.
+chunkwise backend, for any segments of any sequences instead of one slice per rank. Rejected: a
+prefix scan in log2(d) rounds, which gathers less only for dozens of ranks, and waits more often.
 """
 
 from typing import Any, NamedTuple
@@ -98,7 +97,7 @@ class _Run(NamedTuple):
         return states, transitions
 
     def to_keep(self, states: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the states before those segments that go on from others, [n, H, K, V], of states
+        """Return the states before those segments that continue others, [n, H, K, V], of states
         before all segments; all others are zero."""
         steps = self._neighbours_before.steps
         if states is None or not steps:
@@ -168,7 +167,7 @@ class _Run(NamedTuple):
 
 
 class _Scan(torch.autograd.Function):
-    """A scan whose segments go on where others end."""
+    """A scan whose segments continue others."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *inputs: torch.Tensor) -> torch.Tensor:

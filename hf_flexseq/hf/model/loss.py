@@ -5,33 +5,30 @@ One call `model(..., labels=...)`, while a `ChunkedLoss` is attached, takes four
     1. a forward pre-hook of the model notes the targets and `num_items_in_batch`
     2. the head, its `forward` replaced on the instance, sees hidden states [B, S, C] and the
        targets: it computes the loss chunk by chunk (kernels/chunked_loss.py) and returns it, as
-       [1, 1, 1], where logits [B, S, V] are expected
-    3. the model's `loss_function`, replaced on the instance, hands it on
+       [1, 1, 1], instead of logits [B, S, V]
+    3. the model's `loss_function`, replaced on the instance, passes it on
     4. a forward hook puts `NoLogits`, which names itself when it is used, where the outputs would
        have logits
 
-A call without labels (`generate`, a plain forward) finds nothing noted and runs as if nothing were
-attached.
-
-Two things beside the loss are had in the same place, where logits exist chunk by chunk:
+A call without labels (`generate`, a plain forward) runs as if nothing were attached. Two more
+results come from the same place, where logits exist chunk by chunk:
 
     handle.giving_figures()    the head returns log-probabilities and entropies, [B, S, 2]
-                               (kernels/token_outputs.py), which stand where the outputs have
-                               logits
+                               (kernels/token_outputs.py), instead of logits
     handle.reading(read)       `read` sees all logits, a chunk of tokens at a time
 
 The work happens inside the head's own call because only there is its weight a whole plain tensor
-under FSDP2 and ZeRO-3. The head divides by the number of items itself, though the loss function
-could: accelerate's FSDP2 casts a unit's outputs, and their gradients, to 16 bits, and 1/items
-would be off by up to 0.4 % in every gradient. The loss's value goes around that cast, too.
+under FSDP2 and ZeRO-3. The head divides by the number of items itself: accelerate's FSDP2 casts a
+unit's outputs, and their gradients, to 16 bits, and 1/items would be off by up to 0.4 % in every
+gradient. The loss's value bypasses that cast, too.
 
 A model is suitable if its head is a plain nn.Linear and nothing else happens to its logits. An
 empty copy of the model shows the second (head_trial.py), and no hook of the user's may see what
 the head returns.
 
-Rejected: a list of known models, which ages; replacing the model's `forward`, which differs from
-model to model and fights with accelerate, which replaces it as well; and calling the base model
-and the head from outside, where the hooks of FSDP2, ZeRO-3 and DDP do not see the call.
+Rejected: a list of known models, which ages; replacing the model's `forward`, which accelerate
+replaces as well; and calling the base model and the head from outside, where the hooks of FSDP2,
+ZeRO-3 and DDP do not see the call.
 """
 
 import inspect
@@ -65,7 +62,7 @@ class KeepsOwnLoss(Exception):
     """A model must keep its own loss; the message is the reason."""
 
 
-# Sees logits [rows, V] of tokens that come one behind the other.
+# Sees logits [rows, V] of consecutive tokens.
 Read = Callable[[torch.Tensor], None]
 
 
@@ -173,7 +170,7 @@ class ChunkedLoss:
         self._labels_at = list(inspect.signature(model.forward).parameters).index("labels")
         self._call: _Call | None = None
         self._enabled = True
-        self._figures: Figures | None = None  # asked for, in place of the loss
+        self._figures: Figures | None = None  # asked for, instead of the loss
         self._read: Read | None = None
         self._logged_backends: set[str] = set()
         self._hooks: list[Any] = []
@@ -324,7 +321,7 @@ class ChunkedLoss:
         if self._call is None or self._call.loss is None:
             return self._own_loss(logits, *args, **kwargs)
         if self._figures is not None:
-            return self._call.loss  # nobody's
+            return self._call.loss  # unused: figures were requested
         assert logits.numel() == 1, (
             "the head ran twice in one forward of the model, and the loss is of the first time"
         )

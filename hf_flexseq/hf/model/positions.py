@@ -1,4 +1,4 @@
-"""Positions that are no function of `position_ids` alone: which are refused, and how a model gets
+"""Positions that depend on more than `position_ids`: which are refused, and how a model gets
 the others right while it is attached.
 
 1. longrope takes the short or the long table of frequencies by the longest position of its call.
@@ -7,11 +7,11 @@ the others right while it is attached.
 2. Llama 4's layers without rotary embeddings scale queries by the token's index, which they count
    from the first token of their call. They are given the indices in the sequence (`INDICES`).
 
-Both come as columns beside `input_ids` (`steps/token_columns.py`), and so reach decoder and layers
-as keyword arguments of the call itself, in the replay of a checkpointed layer, too. Whatever else
-counts positions (`trial.py`) is refused.
+Both come as columns (`steps/token_columns.py`), and so reach decoder and layers as keyword
+arguments of the call, also in the replay of a checkpointed layer. Whatever else counts positions
+(`trial.py`) is refused.
 
-Rejected: other rotary modules in place of the model's. Its own are called, twice, so that every
+Rejected: other rotary modules instead of the model's. Its own are called, twice, so that every
 number is theirs.
 """
 
@@ -35,7 +35,7 @@ _TOLD_BY_CACHE = ("transformers.models.llama4.modeling_llama4.Llama4TextAttentio
 # `position_ids`.
 _TABLES = ("transformers.models.xglm.modeling_xglm.XGLMSinusoidalPositionalEmbedding",)
 
-# A method of position embeddings that begin behind their `padding_idx`, as fairseq's do.
+# A method of position embeddings that begin after their `padding_idx`, as fairseq's do.
 _FROM_PADDING = "create_position_ids_from_input_ids"
 
 # ---- what is refused
@@ -164,20 +164,20 @@ def _missing_column(module: nn.Module, name: str) -> ValueError:
 
 
 class _InstanceForward:
-    """A forward in place of a module's own, on the instance: an object, so that `copy.deepcopy`
+    """A forward instead of a module's own, on the instance: an object, so that `copy.deepcopy`
     makes the copied module call its own forward, with its own parameters."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """forward: a bound method of what is copied with the module."""
         self._module = module
-        self._former = vars(module).get("forward")  # of whoever came before
+        self._former = vars(module).get("forward")  # an earlier replacement, if any
         self._forward = forward
         self.own: Callable[..., Any] = module.forward
-        functools.update_wrapper(self, self.own)  # for whoever asks for its signature
+        functools.update_wrapper(self, self.own)  # for callers that inspect its signature
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what stands in place of the forward."""
+        """Call what stands instead of the forward."""
         return self._forward(*args, **kwargs)
 
     def remove(self) -> None:
@@ -205,7 +205,7 @@ class _RowRotary:
         )
 
     def detach(self) -> None:
-        """Leave nothing on the modules."""
+        """Detach from the modules."""
         for hook in self._hooks:
             hook.remove()
         self._forward.remove()
@@ -261,7 +261,7 @@ class _ToldAttention:
         self._forward = _InstanceForward(attention, self._told_forward)
 
     def detach(self) -> None:
-        """Leave nothing on the layer."""
+        """Detach from the layer."""
         self._forward.remove()
 
     def _told_forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """Let the recurrent layers of an unmodified model run on the tokens of a micro-batch.
 
 A recurrent mixer of transformers calls functions of its own module: a causal convolution, and
-behind it a scan. While a model is attached, a *dispatcher* stands in place of each of them:
+then a scan. While a model is attached, a *dispatcher* replaces each of them:
 
     causal_conv1d_fn                     recurrent.causal_convolution, and the activation
     torch_chunk_gated_delta_rule         recurrent.gated_delta_rule
@@ -189,7 +189,7 @@ _lock = threading.Lock()  # ranks may be threads
 
 
 def _replace(scope: dict[str, Any], name: str) -> None:
-    """Put a dispatcher in place of a global, for one more model."""
+    """Put a dispatcher instead of a global, for one more model."""
     with _lock:
         replaced = _replaced.get((id(scope), name))
         if replaced is None:
@@ -208,12 +208,12 @@ def _put_back(scope: dict[str, Any], name: str) -> None:
         if replaced.models:
             return
         del _replaced[id(scope), name]
-        if scope[name] is replaced.dispatcher:  # else somebody has put his own around it
+        if scope[name] is replaced.dispatcher:  # else another wrapper was put around it
             scope[name] = replaced.original
 
 
 def _dispatcher(name: str, original: Function) -> Function:
-    """Return what stands in place of a function of this name."""
+    """Return what stands instead of a function of this name."""
     compute = _DISPATCHED[name]
 
     def dispatch(*args: Any, seq_ctx: Any = None, **kwargs: Any) -> Any:

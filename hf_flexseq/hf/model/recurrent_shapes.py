@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from hf_flexseq.base.layers import RecurrentShape
 
-# Types of layers, in the words of configurations, that are a scan behind a convolution, and a
+# Types of layers, in the words of configurations, that are a scan after a convolution, and a
 # convolution alone.
 SCANS = ("linear_attention",)
 CONVOLUTIONS = ("conv",)

@@ -1,19 +1,18 @@
 """The router loss of mixtures of experts, over all tokens of a step.
 
-transformers adds it to a model's loss where `output_router_logits` is set, once per batch
+transformers adds it to a model's loss if `output_router_logits` is set, once per batch
 (`load_balancing_loss_func`). A router of E experts gives every token of every layer probabilities
 p_e, and the token goes to the k largest. Over the rows of a batch, tokens x layers,
 
-    C_e = how often expert e was chosen        P_e = sum of p_e
+    C_e = number of tokens sent to expert e        P_e = sum of p_e
     loss = E * sum over e of (C_e / rows) * (P_e / rows),        rows = (sum of C_e) / k
 
-This is no sum over tokens, but both C and P are, and C has no gradient. So a step finds C of all
-its tokens in a first pass, and a micro-batch whose own sums are P' then has the share
+This is not a sum over tokens, but C and P are, and C has no gradient. So a step finds C in a first
+pass. A micro-batch whose own sums are P' then has the share
 
     E * sum over e of (C_e / rows) * (P'_e / rows)
 
-of the loss: the shares of a step add up to it, and so do their gradients. Its coefficient counts
-once per step.
+of the loss: the shares of a step add up to it, and so do their gradients.
 
     RouterSums    counts C and P in every micro-batch; sums that a loss on the source ranks may use
     RouterLoss    adds each micro-batch its share of the loss, for a model that predicts tokens
@@ -21,8 +20,8 @@ once per step.
 An empty copy of the model shows coefficient and k (head_trial.py), and its own function is tried
 on a few numbers: a family with another router loss is refused by name.
 
-Rejected: the loss of each micro-batch by itself, as stock has it of each batch. It depends on what
-lies beside what, and on a rank's part of a long sequence it asks for balance within that part.
+Rejected: the loss of each micro-batch by itself. It depends on the plan, and would ask for balance
+within a rank's part of a long sequence.
 """
 
 import inspect
@@ -283,6 +282,6 @@ class RouterLoss:
         return sums
 
     def _as_row(self, sums: Columns) -> torch.Tensor:
-        """Return C and P one behind the other: [2 * experts] in float64 on the CPU."""
+        """Return C and P one after the other: [2 * experts] in float64 on the CPU."""
         parts = [sums[name].detach().to("cpu", torch.float64) for name in TOTALS]
         return torch.cat(parts)

@@ -11,7 +11,7 @@ positions    The model is given `position_ids`, as in training. A range over as 
                  positions = torch.arange(hidden_states.shape[1])
                  positions = torch.cumsum(attention_mask, dim=1)
 
-             A rank's row begins anywhere in a sequence and goes on with another one, so such a
+             A rank's row begins anywhere in a sequence and continues with another one, so such a
              count is wrong. transformers makes its masks so; no mask is made in training.
 """
 

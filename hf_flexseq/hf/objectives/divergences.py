@@ -1,10 +1,9 @@
 """What TRL's DistillationTrainer asks of a student and a teacher: how far their distributions of
 the next token are apart, for every token.
 
-Its loss reads hidden states and heads of both models, and computes divergences and entropies from
-them, tile by tile. That needs nothing but one token's hidden states, so it runs where the plan has
-put the token, and two numbers are gathered on its source rank. The trainer's own `_compute_loss`
-serves on both sides:
+Its loss computes divergences and entropies, tile by tile, from one token's hidden states and the
+heads of both models. So it runs where the plan has put the token, and two numbers are gathered on
+the source rank. The trainer's own `_compute_loss` serves on both sides:
 
     it asks for           on a micro-batch                    on the source rank
     hidden states         those of a row, student and         the figures, as if they were the
@@ -12,14 +11,13 @@ serves on both sides:
     divergences of them   TRL's own, which are noted          the figures themselves
     their sum             left out                            the loss
 
-So the scales and caps of logits, the heads and their biases, masks and the number of items are
-read by TRL alone. Three of its names are replaced for that as long as a step may run: the
-trainer's `_get_last_hidden_state` and `_forward_redirection`, and its module's
-`ChunkedDivergenceFunction`. Rejected: to gather hidden states, thousands of numbers for every
-token.
+So TRL alone reads scales and caps of logits, heads, masks and the number of items. Three of its
+names are replaced while a step may run: the trainer's `_get_last_hidden_state` and
+`_forward_redirection`, and its module's `ChunkedDivergenceFunction`. Rejected: gathering hidden
+states, thousands of numbers for every token.
 
 The loss is the sum of all divergences over the number of items, which is known before any forward:
-one pass does.
+one pass suffices.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

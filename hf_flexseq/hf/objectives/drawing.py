@@ -4,7 +4,7 @@ sequences.
 When a step can be planned depends on when its sequences are known:
 
     batches of a dataset      as they are drawn: up to `lookahead` steps ahead
-    a trainer's own samples   the step that they are made for, when it runs; those that go on with
+    a trainer's own samples   the step that they are made for, when it runs; those that reuse
                               the same samples up to `lookahead` steps ahead
 """
 

@@ -253,7 +253,7 @@ class Classes:
 
     def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
         """Run a micro-batch: return the logits of its tokens, [tokens, labels]."""
-        # behind the hooks of ZeRO-3, which puts what its backward needs into the head's output
+        # after the hooks of ZeRO-3, which puts what its backward needs into the head's output
         noting = self._model.score.register_forward_hook(self._note)
         try:
             outputs = model(**without_labels(inputs), use_cache=False)

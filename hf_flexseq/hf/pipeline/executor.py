@@ -149,7 +149,7 @@ class StageExecutor:
         return ShardedStage(self.stage, replicas.process_group, param_dtype=cast_dtype)
 
     def _room(self, cost: CostModel) -> Sequence[int]:
-        """Return the bytes that each rank of a pipeline has left beside the state of its stage."""
+        """Return the bytes that each rank of a pipeline has left besides its stage's state."""
         sharded_over = self.ranks_per_stage if self.sharded is not None else 1
         return room_bytes(cost, self.stage, sharded_over=sharded_over, mixed=self._is_mixed)
 

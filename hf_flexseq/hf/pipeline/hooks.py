@@ -1,4 +1,4 @@
-"""The Trainer on a pipeline: what `FlexSeqMixin` does in place of the Trainer's own methods.
+"""The Trainer on a pipeline: what `FlexSeqMixin` does instead of the Trainer's own methods.
 
 A rank has one stage, so whatever the Trainer does with "the model" is changed where it means all
 of it:
@@ -93,7 +93,7 @@ class PipelineHooks:
     # ---- files
 
     def save(self, trainer: Trainer, folder: str) -> None:
-        """Write the weights, and what the Trainer saves beside them. Collective over the world."""
+        """Write the weights, and what the Trainer saves with them. Collective over the world."""
         save_stage(self.member, folder)
         if not trainer.args.should_save:
             return

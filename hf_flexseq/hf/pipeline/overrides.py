@@ -1,7 +1,7 @@
 """What the Trainer does with "the model" as a whole, on a rank that may have one stage of it.
 
 `PartOfModelMixin` is the part of `FlexSeqMixin` for pipelines: the executor's hooks do it
-(`hooks.py`), where it has any, in place of the Trainer's own methods.
+(`hooks.py`), where it has any, instead of the Trainer's own methods.
 """
 
 import logging
