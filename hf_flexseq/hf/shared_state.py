@@ -5,8 +5,8 @@ collator or a sampler that reads the training state would read an older state th
 Trainer. `shared_with_training` looks for two ways to such a state:
 
 * The data refer to the trainer, its state, its control, a callback, or the model that is trained.
-* A callback of the user's, or an attribute of the user's trainer, refers to an object that the data
-  refer to as well, and may change it while the data are drawn. A callback that asks for
+* A callback of the user's, or an attribute of the user's trainer, refers to an object that the
+  data refer to as well, and may change it while the data are drawn. A callback that asks for
   `train_dataloader`, or for a trainer's `train_dataset`, can do the same.
 
 Random numbers of torch are such a state, too: dropout, the loader of an evaluation and random data
