@@ -3,7 +3,6 @@
 import base64
 import gzip
 import json
-import random
 import re
 import sys
 from collections import Counter
@@ -205,25 +204,28 @@ def test_totals_of_a_run_by_hand():
     assert run_text(rows[2:]) == ""
 
 
-def test_a_trace_is_planned_again_with_a_machine(plan, made, trace):
-    path = trace([line(plan, n) for n in range(3)])
-    page = made(path, f"{MACHINE} {FAST} --steps 2")
-    assert "The table of planners is of the first 2 steps." in page.text
-    assert "predicted by the cost model llama-3.1-8b-h200" in page.text
-    assert "exposed transfers" in page.images[1].decode()
-    alone = made(path)
-    assert "exposed transfers" not in alone.images[1].decode()
-    assert "Planners" not in alone.text
-
-
-def test_the_median_step_is_drawn_unless_another_is_asked_for(
-    plan, made, trace, refused, tmp_path
-):
-    path = trace([line(plan, 40 + n, s) for n, s in enumerate((9.0, 1.0, 5.0, 7.0))])
-    assert "Step 42, the median step by its seconds" in made(path).text
-    assert "Step 41, the step of --step" in made(path, "--step 41").text
-    said = refused(f"report {path} --html {tmp_path}/x --step 3")
-    assert "expected --step from 40 to 43, got 3" in said
+@pytest.mark.parametrize(
+    ("seconds", "words", "said"),
+    [
+        ((1, 1, 1), f"{MACHINE} {FAST} --steps 2", "of planners is of the first 2 steps."),
+        ((1, 1, 1), f"{MACHINE} {FAST}", "predicted by the cost model llama-3.1-8b-h200"),
+        ((9, 1, 5, 7), "", "Step 2, the median step by its seconds"),
+        ((9, 1, 5, 7), "", "flexseq report trace.jsonl --html page.html"),
+        ((9, 1, 5, 7), "--step 1", "Step 1, the step of --step"),
+        ((1,), f"{MACHINE} {FAST} --limit work=5", "raise it with --limit work="),
+        ((1,) * 300, "", "100 later steps are not in the table."),
+    ],
+)
+def test_a_page_says_what_it_shows(seconds, words, said, plan, made, trace, tmp_path):
+    page = made(trace([line(plan, n, float(s)) for n, s in enumerate(seconds)]), words)
+    assert said in page.text
+    assert str(tmp_path) not in page.text, "it keeps the folders of its author to itself"
+    is_priced, is_drawn = "--topology" in words, "--limit" not in words
+    assert ("Planners" in page.text) == is_priced
+    assert ("Not drawn: step 0 may be" in page.text) != is_drawn
+    assert len(page.images) == (3 if is_drawn else 1)  # the steps, one step, the lengths
+    if is_drawn:
+        assert ("exposed transfers" in page.images[1].decode()) == is_priced
 
 
 def test_steps_that_ran_again_count_once_and_torn_lines_are_named(plan, made, trace, capsys):
@@ -259,21 +261,11 @@ def test_a_plan_that_was_not_run_is_drawn(plan, made, tmp_path):
     assert "measured steps" not in page.text
 
 
-def test_a_step_above_the_limit_is_left_out_with_the_way_to_raise_it(plan, made, trace):
-    page = made(trace([line(plan, 0)]), f"{MACHINE} {FAST} --limit work=5")
-    assert "Not drawn: step 0 may be" in page.text
-    assert "raise it with --limit work=" in page.text
-    assert len(page.images) == 1  # the lengths
-
-
 def planned_rows(plan, count):
     return [step_row([PlannedStep(number=n, plan=plan, measured_s=None)]) for n in range(count)]
 
 
-def test_a_long_run_is_drawn_by_means_and_its_table_ends(plan, made, trace):
-    random.seed(0)
-    page = made(trace([line(plan, n, 1.0 + random.random()) for n in range(300)]))
-    assert "100 later steps are not in the table." in page.text
+def test_a_long_run_is_drawn_by_means(plan):
     assert len(data_uri(steps_figure(planned_rows(plan, 5000)))) < 300_000
 
 
@@ -305,12 +297,6 @@ def test_hostile_names_stay_text(plan, made, tmp_path):
     assert "<script>" not in page.text
 
 
-def test_the_page_keeps_folders_of_its_author_to_itself(plan, made, trace, tmp_path):
-    page = made(trace([line(plan, 0)]))
-    assert str(tmp_path) not in page.text
-    assert "flexseq report trace.jsonl --html page.html" in page.text
-
-
 def test_the_template_refuses_a_value_that_is_missing():
     import jinja2
 
@@ -323,7 +309,7 @@ def test_what_cannot_be_reported_is_one_line(plan, trace, refused, lengths, tmp_
     texts = {"bad": "5\nx\n", "empty": "", "none.json": '{"objective_s": 1}'}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    other = trace([line(plan, 0)])
+    other = trace([line(plan, 40)])
     for words, message in (
         (f"{lengths} {html}", "holds lengths: to plan them, give --topology and --cost-model"),
         (f"{tmp_path}/bad {html} {MACHINE}", "line 2 is not an integer"),
@@ -333,7 +319,7 @@ def test_what_cannot_be_reported_is_one_line(plan, trace, refused, lengths, tmp_
         (f"{lengths} --html /no/such/folder/x {MACHINE}", "/no/such/folder does not exist"),
         (f"{lengths} {MACHINE}", "--html"),
         (f"{lengths} {html} {MACHINE} --limit sequences=1", "raise it with --limit sequences=8"),
-        (f"{lengths} {html} {MACHINE} --step 7", "expected --step from 0 to 0, got 7"),
+        (f"{other} {html} --step 7", "expected --step from 40 to 40, got 7"),
         (f"{other} {html} --topology 1x2", "1 x 2"),
         (f"{other} {html} --cost-model llama-3.1-8b-h200", "--cost-model also needs --topology"),
         (f"{lengths} {html} {TWO} --max-tokens-per-rank 1", "no planner can plan this"),

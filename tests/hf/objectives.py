@@ -255,7 +255,7 @@ def make_trainer(
     is_ours: or a class of ours to take. folder: where `save_inputs` has saved. model: instead of
     the case's own. given: further arguments of the trainer.
     """
-    config, cls, arguments = _ARGUMENTS[case.kind](case, folder / "model", model)
+    config, cls, arguments = ARGUMENTS[case.kind](case, folder / "model", model)
     batch = case.batch * (2 if case.kind in ("grpo", "rloo") else 1)
     settings = {
         "optim": "sgd",
@@ -334,7 +334,7 @@ def _classes(head: Any, collator: Any, *, tokens: bool) -> Any:
     return of_case
 
 
-_ARGUMENTS = {
+ARGUMENTS = {
     "dpo": _preferences(DPOConfig, DPOTrainer, "pairs", beta=0.5),
     "kto": _preferences(KTOConfig, KTOTrainer, "labelled", beta=0.5),
     "reward": _preferences(RewardConfig, RewardTrainer, "pairs"),

@@ -14,35 +14,17 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset, disable_progress_bars, load_from_disk
-from transformers import (
-    DataCollatorForTokenClassification,
-    DataCollatorWithPadding,
-    LlamaForSequenceClassification,
-    LlamaForTokenClassification,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqMixin
+from tests.hf import objectives
+from tests.hf.drawn_settings import sources
 from tests.hf.drawn_settings.case import CHANGES
 from tests.hf.drawn_settings.hooks import base_of
 from tests.hf.drawn_settings.options import ON_SAMPLES
-from tests.hf.drawn_settings.sources import (
-    COLLATORS,
-    DATASETS,
-    MODELS,
-    STREAMS,
-    Rows,
-    evaluation_rows,
-    prompts_and_completions,
-    rows_of_objectives,
-    training_rows,
-    wide_loss,
-)
 from tests.hf.drawn_settings.verdicts import Judged, Outcome, Verdict, of_both, of_refusal
-from tests.hf.objectives import classes_metrics, classifier, word_tokenizer
-from tests.hf.tiny import tiny_llama
+from tests.hf.objectives import word_tokenizer
 from tests.hf.trainers import weights_of
 from tests.ranks import run_ranks
 
@@ -71,7 +53,7 @@ def make_trainer(case, is_ours, folder):
     arguments = _arguments(case, folder)
     if not is_ours and case.trainer == "trainer":
         # stock computes its loss in the model's dtype, as hf_flexseq does
-        base_of(arguments["model"]).loss_function = wide_loss
+        base_of(arguments["model"]).loss_function = sources.wide_loss
     for change in changes:
         if change.model is not None:
             change.model(arguments["model"])
@@ -86,7 +68,7 @@ def make_trainer(case, is_ours, folder):
         arguments["flexseq_args"] = options
     cls = type("DrawnTrainer", (*bases, stock), {})
     trainer = cls(args=_configuration(case, config, folder), **arguments)
-    if isinstance(arguments["train_dataset"], Rows):
+    if isinstance(arguments["train_dataset"], sources.Rows):
         arguments["train_dataset"].trainer = trainer
     for change in changes:
         if change.trainer is not None:
@@ -120,58 +102,43 @@ def _arguments(case, folder):
     """Return the arguments of a case's trainer: model, datasets, collator or tokenizer."""
     dtype = getattr(torch, case.dtype)
     if case.trainer in ON_SAMPLES:
-        return _data_of_objective(case, folder) | _model_of_objective(case, dtype)
-    arguments = {"model": MODELS[case.model][0](dtype)}
+        return _of_objective(case, dtype, folder)
+    arguments = {"model": sources.MODELS[case.model][0](dtype)}
     if case.trainer == "trainer":
         # The rest of a stream is trained on in another way, so that none ends.
-        rows = training_rows(104 if case.data in STREAMS else 26)
-        collator = COLLATORS[case.collator][0]
+        rows = sources.training_rows(104 if case.data in sources.STREAMS else 26)
+        collator = sources.COLLATORS[case.collator][0]
         return arguments | {
-            "train_dataset": DATASETS[case.data][0](rows),
-            "eval_dataset": evaluation_rows(case.collator),
+            "train_dataset": sources.DATASETS[case.data][0](rows),
+            "eval_dataset": sources.evaluation_rows(case.collator),
             "data_collator": lambda examples: collator(examples),  # one for each trainer
         }
     if case.data == "texts":
-        train, evaluated = (prompts_and_completions(n, even=n == 8) for n in (26, 8))
+        train, evaluated = (sources.prompts_and_completions(n, even=n == 8) for n in (26, 8))
     else:
-        train, evaluated = map(Dataset.from_list, (training_rows(26), evaluation_rows()))
+        train, evaluated = map(
+            Dataset.from_list, (sources.training_rows(26), sources.evaluation_rows())
+        )
     data = {"train_dataset": train, "eval_dataset": evaluated}
     return arguments | data | {"processing_class": word_tokenizer()}
 
 
-def _data_of_objective(case, folder):
-    """Return the datasets of a trainer whose loss is computed on samples. Collective."""
-    data = {}
-    for name, count in (("train_dataset", 20), ("eval_dataset", 6)):
-        data[name] = rows_of_objectives(case.trainer, count)
-        if case.settings.get("precompute_ref_log_probs"):
-            # on disk, for ranks to find what one of them computes of these
+def _of_objective(case, dtype, folder):
+    """Return the arguments of a trainer whose loss is computed on samples. Collective."""
+    like = objectives.Case(kind=case.trainer, dtype=dtype, rows=20)
+    _, _, arguments = objectives.ARGUMENTS[case.trainer](like, folder, None)
+    arguments["eval_dataset"] = arguments["eval_dataset"].select(range(6))
+    if case.settings.get("precompute_ref_log_probs"):
+        # on disk, for ranks to find what one of them computes of these
+        for name in ("train_dataset", "eval_dataset"):
             if dist.get_rank() == 0:
-                data[name].save_to_disk(folder / name)
+                arguments[name].save_to_disk(folder / name)
             dist.barrier()
-            data[name] = load_from_disk(folder / name)
-    return data
-
-
-def _model_of_objective(case, dtype):
-    """Return the model of a trainer whose loss is computed on samples, and what belongs to it."""
-    tokenizer = word_tokenizer()
-    if case.trainer == "dpo":
-        reference = tiny_llama(dtype, seed=1)
-        model = {"model": tiny_llama(dtype), "ref_model": reference}
-        return model | {"processing_class": tokenizer}
-    if case.trainer == "reward":
-        model = classifier(LlamaForSequenceClassification, 1, dtype)
-        return {"model": model, "processing_class": tokenizer}
-    is_tokens = case.trainer == "tokens"
-    head = LlamaForTokenClassification if is_tokens else LlamaForSequenceClassification
-    collator = DataCollatorForTokenClassification if is_tokens else DataCollatorWithPadding
-    found = {"model": classifier(head, 3, dtype), "data_collator": collator(tokenizer)}
-    in_parts = ("eval_use_gather_object", "batch_eval_metrics")
-    gathers_arrays = not any(case.settings.get(name) for name in in_parts)
-    if gathers_arrays and case.settings.get("eval_do_concat_batches", True):
-        found["compute_metrics"] = classes_metrics
-    return found
+            arguments[name] = load_from_disk(folder / name)
+    in_parts = {"eval_use_gather_object", "batch_eval_metrics", "eval_do_concat_batches"}
+    if in_parts & case.settings.keys():
+        arguments.pop("compute_metrics", None)  # of classes, which takes whole arrays
+    return arguments
 
 
 # ---- one training on one rank

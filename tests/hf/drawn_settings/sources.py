@@ -5,6 +5,7 @@ import random
 from functools import partial
 
 import torch
+import transformers
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
@@ -12,20 +13,10 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
-from tests.hf.objectives import classified, pairs, word_tokenizer, words_of
+from tests.hf.objectives import word_tokenizer, words_of
 from tests.hf.test_trainer import padded
 from tests.hf.tiny import VOCAB, documents, tiny_llama
 
@@ -58,30 +49,28 @@ def lora(dtype):
     return get_peft_model(tiny_llama(dtype), config)
 
 
-def _made(cls, config, dtype):
+def made(kind, dtype, **options):
+    """A model of the size of `tiny_llama`, of a kind as transformers names it."""
     torch.manual_seed(0)
-    return cls(config).to(dtype)
-
-
-def _of_sizes(cls, config, dtype, **options):
-    """A model of the size of `tiny_llama`."""
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
     layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
-    return _made(cls, config(**sizes, **layers, **tokens, **options), dtype)
+    config = getattr(transformers, f"{kind}Config")(**sizes | layers | tokens | options)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype)
 
 
 def gpt2(dtype):
+    torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    tokens = {"bos_token_id": 1, "eos_token_id": 1}
-    return _made(GPT2LMHeadModel, GPT2Config(**sizes, **dropouts, **tokens), dtype)
+    config = transformers.GPT2Config(**sizes, **dropouts, bos_token_id=1, eos_token_id=1)
+    return transformers.GPT2LMHeadModel(config).to(dtype)
 
 
 def gemma2(dtype):
     """Softcaps of scores and logits. Its windows are too long to matter: in float64 a row of
     padding that sees nothing else would be NaN."""
-    model = _of_sizes(Gemma2ForCausalLM, Gemma2Config, dtype, sliding_window=64)
+    model = made("Gemma2", dtype, sliding_window=64)
     model.set_attn_implementation("eager")  # sdpa has no softcap
     return model
 
@@ -97,13 +86,10 @@ MODELS = {
     "lora": (lora, 2),
     "gpt2": (gpt2, 1),
     "gemma2": (gemma2, 1),
-    "mistral": (partial(_of_sizes, MistralForCausalLM, MistralConfig, sliding_window=9), 1),
-    "qwen3": (partial(_of_sizes, Qwen3ForCausalLM, Qwen3Config), 1),
+    "mistral": (partial(made, "Mistral", sliding_window=9), 1),
+    "qwen3": (partial(made, "Qwen3"), 1),
     # windows, sinks and a mixture of experts
-    "gpt_oss": (
-        partial(_of_sizes, GptOssForCausalLM, GptOssConfig, sliding_window=8, **_EXPERTS),
-        0.5,
-    ),
+    "gpt_oss": (partial(made, "GptOss", sliding_window=8, **_EXPERTS), 0.5),
 }
 
 
@@ -327,10 +313,3 @@ COLLATORS = {
 
 # Collators under which rows with as many labels may have more or fewer targets.
 RELABELLING = ("language modeling", "flattened", "truncated", "truncated to shortest")
-
-
-def rows_of_objectives(kind, count):
-    """Examples of a trainer whose loss is computed on samples."""
-    if kind in ("sequences", "tokens"):
-        return classified(count, tokens=kind == "tokens")
-    return pairs(count)
