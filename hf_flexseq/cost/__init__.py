@@ -11,7 +11,9 @@ stages.
     launches.py   what the host does for a group in one layer, counted
     stages.py     chunks on the stages of a pipeline
     sharding.py   FSDP2's trips in a micro-batch, and the policies that a step can afford
-    analytic.py   cost models from a model's and a device's figures
+    shapes.py     a model's figures
+    devices.py    a device's figures
+    analytic.py   cost models from both
     presets.py    cost models by name
 """
 

@@ -58,7 +58,8 @@ HALO_LAUNCHES = 9
 HALO_SLICES_LAUNCHES = 1  # where halos come from several ranks for two slices
 HALO_HYBRID_LAUNCHES = 23
 
-# A ring fetches what a step reads so many steps before the one ahead of it (`program/ring.py`).
+# A ring fetches what a step reads so many steps before the one ahead of it (`AHEAD` in
+# `program/ring_exchanges.py`).
 RING_AHEAD = 2
 
 # No count of a strategy exceeds so many for each rank of the group.

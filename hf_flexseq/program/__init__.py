@@ -7,12 +7,16 @@ compiled: ring steps, pieces of heads, the order of zones. `attention/replay.py`
 after layer, and decides nothing.
 
     instructions.py    Value, Rows, Instruction, Program, and its text form
-    builder.py         Builder: emits instructions; Tables: the integers that they refer to
+    builder.py         Builder: emits instructions
+    tables.py          Tables: the integers that instructions refer to
     exchange.py        messages between ranks
     weave.py           the order in which the zones of a rank go on
     local.py ring.py ulysses.py hybrid.py
                        the attention of a zone, by strategy
+    ring_exchanges.py  what the steps of a ring fetch and send back
     halo.py            the attention of a zone whose queries read a window or a chunk
+    segments.py row_programs.py
+                       the exchanges of recurrent layers
     compile.py         all zones of a micro-batch: forward, backward, backward of a replayed layer
     passes.py          what a planner may add: passes over finished programs
     tags.py            the one table of message tags
