@@ -27,7 +27,7 @@ def plan_of_groups(lengths: Sequence[int], *micro_batches: Sequence[Group], **fi
 
 def shards_of(strategy: str, degree: int, lengths: Sequence[int]) -> list[Shard]:
     """What each rank of one group holds, [degree]."""
-    micro_batch = MicroBatch(groups=(group(0, degree, *range(len(lengths)), strategy=strategy),))
+    micro_batch = one_group(range(degree), len(lengths), strategy)
     return [make_shard(micro_batch, lengths, rank) for rank in range(degree)]
 
 

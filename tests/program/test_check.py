@@ -25,7 +25,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setitem(ring_steps.WORTHY_PAIRS, "cuda", 1)
 
 
-@for_seeds(examples(30))
+@for_seeds(examples(40))
 def test_random_plans_come_to_their_end(seed, monkeypatch):
     rng = random.Random(seed)
     monkeypatch.setitem(ring_steps.WORTHY_PAIRS, "cuda", rng.choice((1, 100, 10**9)))
