@@ -10,21 +10,12 @@ from transformers import set_seed
 import dpo
 import grpo
 import launch
+import run
 import sft
 from arguments import ModelArguments, PreferenceArguments
 from hf_flexseq import PlanInfeasible
 from model import load_base
 from progress import log_line
-from run import (
-    checkpoint_to_resume,
-    choose_tokenizer,
-    first_and_last,
-    last_lines,
-    mean_of_ends,
-    prepare,
-    start_trace,
-    train,
-)
 from tests.programs import ROOT
 
 # ---- where a run starts
@@ -37,29 +28,24 @@ def args_for(folder, asked=None):
 
 
 def test_a_run_goes_on_from_its_last_checkpoint_unless_told_otherwise(tmp_path):
-    assert checkpoint_to_resume(args_for(tmp_path / "not-there")) is None
-    assert checkpoint_to_resume(args_for(tmp_path)) is None
+    assert run.checkpoint_to_resume(args_for(tmp_path / "not-there")) is None
+    assert run.checkpoint_to_resume(args_for(tmp_path)) is None
     with pytest.raises(ValueError, match="there is no checkpoint in"):
-        checkpoint_to_resume(args_for(tmp_path, "true"))
+        run.checkpoint_to_resume(args_for(tmp_path, "true"))
     for step in (5, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
     last = str(tmp_path / "checkpoint-10")
-    for asked, found in (
-        (None, last),
-        ("true", last),
-        ("false", None),
-        ("some/where", "some/where"),
-    ):
-        assert checkpoint_to_resume(args_for(tmp_path, asked)) == found
+    for asked, found in {None: last, "true": last, "false": None, "a/path": "a/path"}.items():
+        assert run.checkpoint_to_resume(args_for(tmp_path, asked)) == found
 
 
 def test_only_a_new_run_starts_a_new_trace(tmp_path):
     trace = tmp_path / "plan_trace.jsonl"
     trace.write_text("{}\n")
     args = args_for(tmp_path)
-    start_trace(args, anew=False)
+    run.start_trace(args, anew=False)
     assert (args.plan_trace, trace.exists()) == (str(trace), True)
-    start_trace(args, anew=True)
+    run.start_trace(args, anew=True)
     assert not trace.exists()
 
 
@@ -70,7 +56,7 @@ def test_a_tokenizer_is_trained_as_it_was_asked_for(tmp_path):
     data = PreferenceArguments(tokenizer_cache=str(tmp_path))
 
     def chosen(texts, **options):
-        return choose_tokenizer(ModelArguments(**NEW, **options), data, lambda: texts)
+        return run.choose_tokenizer(ModelArguments(**NEW, **options), data, lambda: texts)
 
     texts = ["ab\n", "ba"]
     assert len(chosen(texts, tokenizer_vocab_size=258)) == 258
@@ -82,7 +68,7 @@ def test_a_tokenizer_is_trained_as_it_was_asked_for(tmp_path):
 def test_a_named_tokenizer_does_not_look_at_the_corpus(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
     model = ModelArguments(**NEW, tokenizer_name_or_path=str(tmp_path))
-    named = choose_tokenizer(model, PreferenceArguments(), lambda: pytest.fail("looked"))
+    named = run.choose_tokenizer(model, PreferenceArguments(), lambda: pytest.fail("looked"))
     assert named("x").input_ids == tokenizer("x").input_ids
 
 
@@ -175,32 +161,34 @@ def trainer_that_logged(*logs, trace=None):
 
 def test_figures_of_a_run_are_its_first_and_its_last():
     trainer = trainer_that_logged({"eval_loss": 3.0}, {"loss": 9.0}, {"eval_loss": 2.0})
-    assert first_and_last(trainer, "eval_loss") == (3.0, 2.0)
-    assert first_and_last(trainer, "eval_reward") is None
+    assert run.first_and_last(trainer, "eval_loss") == (3.0, 2.0)
+    assert run.first_and_last(trainer, "eval_reward") is None
 
 
 def test_ends_of_a_run_are_compared_where_they_do_not_overlap():
     trainer = trainer_that_logged(*({"reward": float(i)} for i in range(6)))
     for count, means in ((2, (0.5, 4.5)), (3, (1.0, 4.0)), (4, None)):
-        assert mean_of_ends(trainer, "reward", count) == means
+        assert run.mean_of_ends(trainer, "reward", count) == means
 
 
 def test_the_summary_ends_with_what_a_user_looks_for():
     logs = [{"eval_loss": 8.314}, {"loss": 7.0}, {"eval_loss": 6.02}]
-    first, second, third = last_lines(trainer_that_logged(*logs, trace="runs/x/t"), sft.summary)
+    first, second, third = run.last_lines(
+        trainer_that_logged(*logs, trace="runs/x/t"), sft.summary
+    )
     assert first == "held-out loss: 8.31 -> 6.02"
     assert second.endswith("runs/x/t")
     assert 'AutoModelForCausalLM.from_pretrained("runs/x")' in third
 
     logs = [{"eval_loss": 0.6, "eval_rewards/accuracies": 0.5}]
     logs.append({"eval_loss": 0.31, "eval_rewards/accuracies": 0.825})
-    first, second = last_lines(trainer_that_logged(*logs), dpo.summary)
+    first, second = run.last_lines(trainer_that_logged(*logs), dpo.summary)
     assert first == "held out:      loss 0.31, 82% of the pairs in their order"
     assert "runs/x" in second
 
     logs = [{"reward": 0.25}] * grpo.ENDS + [{"reward": 0.75}] * grpo.ENDS
     logs += [{"eval_reward": 0.2}, {"eval_reward": 0.8}]
-    first, second, third = last_lines(trainer_that_logged(*logs), grpo.summary)
+    first, second, third = run.last_lines(trainer_that_logged(*logs), grpo.summary)
     assert first == "mean reward:   0.25 -> 0.75 (10 logs each)"
     assert second == "held out:      0.20 -> 0.80"
     assert "runs/x" in third
@@ -215,7 +203,7 @@ def test_a_sequence_that_fits_nowhere_ends_a_run_with_one_line(capsys):
 
     trainer = SimpleNamespace(args=SimpleNamespace(disable_tqdm=True), train=infeasible)
     with pytest.raises(SystemExit, match="2"):
-        train(trainer, None, summary=None)
+        run.train(trainer, None, summary=None)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: sequence 0 has 9 tokens")
 
@@ -224,7 +212,7 @@ def test_data_that_cannot_be_used_ends_a_run_with_one_line(capsys):
     args = SimpleNamespace(process_index=0, main_process_first=nullcontext)
     data = PreferenceArguments(dataset="no-such.jsonl")
     with pytest.raises(SystemExit, match="2"):
-        prepare(None, data, args, made={}, texts_of=None, to_rows=None)
+        run.prepare(None, data, args, made={}, texts_of=None, to_rows=None)
     said = capsys.readouterr().err
     assert said == "error: dataset='no-such.jsonl': no such file or folder\n"
 

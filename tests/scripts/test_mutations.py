@@ -23,6 +23,7 @@ def script():
         sys.path.remove(str(SCRIPT.parent))
 
 
+@pytest.mark.slow
 def test_mutated_inputs_end_with_a_result_or_one_line(script, tmp_path, monkeypatch):
     with open(os.devnull) as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
