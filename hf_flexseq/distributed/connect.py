@@ -6,8 +6,8 @@ Backends are asked for by device, never by the name of the job's group: that may
 A process may have any number of trainers, one after the other. They share one transport, and with
 it all groups and lanes, as long as the job's own process group lives.
 
-What one machine alone does not allow is refused on all ranks. There is no group of ours yet by
-which they could tell each other: they do so in the store by which the job has found together.
+What one machine alone does not allow is refused on all ranks. They have no group of their own yet,
+so they exchange the refusal in the store of the job's rendezvous.
 """
 
 import json

@@ -39,9 +39,9 @@ class GlooCpuGroup(CpuGroup):
     """Exchanges on the CPU over a gloo group of all ranks.
 
     Every exchange but that of rows begins with a meeting: each rank sends every other one a
-    message of its own, with the size of its value and, among few ranks, a short value itself. So a
-    rank that does not come is known to all others, by its number. In a collective ranks wait for
-    each other in a chain, and none is told who broke it: it carries what is too long for a
+    message of its own, with the size of its value and, among few ranks, a short value itself. So
+    all others know the number of a rank that does not come. In a collective ranks wait for each
+    other in a chain, and no rank learns which one broke it: it carries what is too long for a
     message.
     """
 

@@ -1,4 +1,4 @@
-"""State what an attention kernel can do, and say why it cannot serve a call.
+"""What an attention kernel can do, and why it cannot serve a call.
 
 Every kernel declares its `KernelCapabilities`. `choose_kernel` asks them for a reason against a
 call, and `flexseq env` prints them. Each kernel answers in its own module if a package is
@@ -61,7 +61,7 @@ class KernelCapabilities:
     """True if scores may be capped, in forward and backward."""
 
     def reason_unsupported(self, calls: Calls) -> str | None:
-        """Say why such calls are not supported, and what to change; None if they are."""
+        """Return why such calls are not supported and what to change; None if they are."""
         return (
             self._device_reason(calls.device)
             or self._dtype_reason(calls.dtype)

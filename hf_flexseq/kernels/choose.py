@@ -1,5 +1,5 @@
 """Choose the kernel that serves a device, a dtype, a head size and a kind of attention layer, and
-say why not the others.
+state why the others do not serve.
 
 A fixed order per device, fastest first; the first one without a reason against it is taken. If all
 have one, the user reads every reason: falling back to a plain softmax would be right but so slow
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Candidate(Kernel, Protocol):
-    """A kernel that states what it can do, and can say why it does not fit."""
+    """A kernel that states what it can do and why it does not serve some calls."""
 
     @property
     def capabilities(self) -> KernelCapabilities:
@@ -44,7 +44,7 @@ class Candidate(Kernel, Protocol):
         ...
 
     def reason_unsupported(self, calls: Calls) -> str | None:
-        """Say why this kernel cannot serve such calls, and what to change; None when it can."""
+        """Return why this kernel cannot serve such calls and what to change; None if it can."""
         ...
 
 
@@ -124,7 +124,7 @@ def choose_fused(device: torch.device) -> Fused:
 
 
 def reason_without_triton() -> str | None:
-    """Say why Triton's kernels cannot serve on CUDA, and what to install; None when they can."""
+    """Return why Triton's kernels cannot serve on CUDA and what to install; None if they can."""
     if util.find_spec("triton") is None:
         return "triton is not installed; install the version that this torch names as its own"
     # Triton compiles its own launcher, once for each machine.

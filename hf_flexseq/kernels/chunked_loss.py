@@ -116,7 +116,7 @@ def choose_backend(hidden: torch.Tensor, weight: torch.Tensor) -> Backend:
 
 
 def _reason_without_liger(hidden: torch.Tensor, weight: torch.Tensor) -> str | None:
-    """Say why Liger cannot serve hidden [T, C] and weight [V, C], or return None when it can."""
+    """Return why Liger cannot serve hidden [T, C] and weight [V, C], or None if it can."""
     if hidden.device.type != "cuda":
         return f"it runs on CUDA, not on {hidden.device.type}"
     if weight.requires_grad and not hidden.requires_grad:

@@ -44,7 +44,7 @@ class CpuFlash:
     wide_gradients = capabilities.wide_gradients
 
     def reason_unsupported(self, calls: Calls) -> str | None:
-        """Say why this kernel cannot serve such calls, or return None when it can."""
+        """Return why this kernel cannot serve such calls, or None if it can."""
         return self.capabilities.reason_unsupported(calls)
 
     def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +127,7 @@ def _attention(call: KernelCall) -> PiecewiseAttention:
 
 
 def _is_one_sequence(call: KernelCall) -> bool:
-    """Tell whether a call has a single sequence, with queries and keys."""
+    """Return whether a call has a single sequence, with queries and keys."""
     return len(call.segments.q_lens) == 1 and call.segments.has_work()
 
 

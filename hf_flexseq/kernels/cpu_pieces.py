@@ -131,12 +131,12 @@ class PiecewiseAttention:
     # ---- which pieces
 
     def _is_one_call(self, q: torch.Tensor, k: torch.Tensor) -> bool:
-        """Tell whether torch's kernel serves the sequence as it is."""
+        """Return whether torch's kernel serves the sequence as it is."""
         is_full = self._softcap is None and not self._has_window(k)
         return is_full and (not self._causal or q.shape[2] == k.shape[2])
 
     def _has_window(self, k: torch.Tensor) -> bool:
-        """Tell whether the window hides any of these keys."""
+        """Return whether the window hides any of these keys."""
         return self._window is not None and self._window < k.shape[2]
 
     def pieces(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[Piece]:

@@ -33,7 +33,7 @@ class FlashAttn(FlashPackage):
     capabilities = FLASH2
 
     def reason_unsupported(self, calls: Calls) -> str | None:
-        """Say why this kernel cannot serve such calls, or return None when it can."""
+        """Return why this kernel cannot serve such calls, or None if it can."""
         problem = package_problem()
         return problem or FLASH2.reason_unsupported(calls)
 
@@ -63,7 +63,7 @@ class FlashAttn(FlashPackage):
 
 @functools.cache
 def package_problem() -> str | None:
-    """Say why the package cannot be used at all, or return None when it can."""
+    """Return why the package cannot be used at all, or None if it can."""
     try:
         import flash_attn
 

@@ -64,7 +64,7 @@ class FlashAttn3(FlashPackage):
     capabilities = FLASH3
 
     def reason_unsupported(self, calls: Calls) -> str | None:
-        """Say why this kernel cannot serve such calls, or return None when it can."""
+        """Return why this kernel cannot serve such calls, or None if it can."""
         problem = package_problem()
         return problem or FLASH3.reason_unsupported(calls) or _lacking(calls)
 
@@ -91,7 +91,7 @@ class FlashAttn3(FlashPackage):
 
 @functools.cache
 def package_problem() -> str | None:
-    """Say why the package cannot be used at all, or return None when it can."""
+    """Return why the package cannot be used at all, or None if it can."""
     try:
         importlib.import_module(_INTERFACE)
     # A build for another torch raises ImportError, too, with the missing symbol.

@@ -40,6 +40,6 @@ def addmm_into(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.T
 
 
 def _multiplies_into(factor: torch.Tensor, total: torch.Tensor) -> bool:
-    """Tell whether the device multiplies 16-bit factors like `factor` into the float32 `total`."""
+    """Return whether the device multiplies 16-bit `factor`s into the float32 `total`."""
     is_wider = factor.dtype.itemsize == 2 and total.dtype == torch.float32
     return is_wider and factor.device.type == "cuda"

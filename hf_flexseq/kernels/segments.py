@@ -116,12 +116,12 @@ class Segments:
                 yield slice(q_stop - q_len, q_stop), slice(k_stop - k_len, k_stop)
 
     def has_work(self) -> bool:
-        """Tell whether any query has a key to read."""
+        """Return whether any query has a key to read."""
         lengths = zip(self.q_lens, self.k_lens, strict=True)
         return any(q_len and k_len for q_len, k_len in lengths)
 
     def has_keyless(self) -> bool:
-        """Tell whether any query has no key to read."""
+        """Return whether any query has no key to read."""
         lengths = zip(self.q_lens, self.k_lens, strict=True)
         return any(q_len and not k_len for q_len, k_len in lengths)
 

@@ -56,7 +56,7 @@ class TorchVarlen(CudaFlash):
         return _KNOWN[active]
 
     def reason_unsupported(self, calls: Calls) -> str | None:
-        """Say why this kernel cannot serve such calls, or return None when it can."""
+        """Return why this kernel cannot serve such calls, or None if it can."""
         if calls.device.type == "cuda" and not torch.backends.cuda.is_flash_attention_available():
             return "this build of torch has no FlashAttention"
         active = active_implementation()
@@ -137,6 +137,6 @@ def active_implementation() -> str | None:
 
 
 def _unknown(active: str | None) -> str:
-    """Say why an implementation that is active in torch is not used, and what to call."""
+    """Return why an implementation that is active in torch is not used, and what to call."""
     reason = _REASONS.get(active or "", "what it guarantees is not known")
     return f"{active} is active in torch, and {reason}; {_UNDO}"

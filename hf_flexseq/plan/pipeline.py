@@ -21,8 +21,8 @@ accepts it. `PipelinePlan.check_form` refuses it:
     order     inside a unit forwards ascend and backwards descend; a W follows its I, in the order
               of the I's, since stage 0 and every carry run the whole backward in it
 
-Whether neighbours can exchange in the order of their lists, and what fits into memory, takes a
-walk through the actions: `cost/pipeline_check.py`.
+`cost/pipeline_check.py` walks through the actions: it checks the order of exchanges between
+neighbours, and memory.
 
 Rejected: sends and receives as actions. They follow from the order of the others, and redundant
 lists can contradict themselves.

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from hf_flexseq.base.reading import parse_json
 
-DIGEST_CHARACTERS = 16  # 64 bits tell the plans of a run apart
+DIGEST_CHARACTERS = 16  # 64 bits distinguish the plans of a run
 
 
 class Record(ABC):

@@ -237,9 +237,9 @@ def cuts(strategy: str, lengths: tuple[int, ...], degree: int) -> tuple[Cut, ...
     lengths: tokens of each sequence of the group.
     """
     group_cuts = []
-    dealt = 0  # tokens of previous sequences
+    assigned = 0  # tokens of previous sequences
     for length, is_mirrored in zip(lengths, mirrored(lengths), strict=True):
-        sizes = _dealt_shares(dealt, length, degree)  # by rank
+        sizes = _shares_of_ranks(assigned, length, degree)  # by rank
         if is_mirrored:
             sizes.reverse()  # by chunk
         if chunks_per_rank(strategy) == 2:
@@ -248,12 +248,12 @@ def cuts(strategy: str, lengths: tuple[int, ...], degree: int) -> tuple[Cut, ...
             sizes = front + back
         bounds = (0, *accumulate(sizes))
         group_cuts.append(Cut(bounds=bounds, mirrored=is_mirrored))
-        dealt += length
+        assigned += length
     return tuple(group_cuts)
 
 
 def mirrored(lengths: Sequence[int]) -> tuple[bool, ...]:
-    """Return for each sequence of a group whether its chunks are in reverse rank order.
+    """Return for each sequence of a group True if its chunks are in reverse rank order.
 
     Longest first, each sequence joins the side with fewer tokens. All keep the forward order if
     the lighter side would have less than 1 / `MIRRORED_SHARE` of the tokens.
@@ -268,19 +268,19 @@ def mirrored(lengths: Sequence[int]) -> tuple[bool, ...]:
     return tuple(flags)
 
 
-def _dealt_shares(dealt: int, length: int, degree: int) -> list[int]:
+def _shares_of_ranks(assigned: int, length: int, degree: int) -> list[int]:
     """Return the number of tokens of a sequence on each rank, [degree].
 
-    dealt: tokens distributed before this sequence. length: tokens of the sequence.
+    assigned: tokens distributed before this sequence. length: tokens of the sequence.
     """
     shares = []
     for index in range(degree):
-        before = _dealt_to(dealt, index, degree)
-        after = _dealt_to(dealt + length, index, degree)
+        before = _tokens_of_rank(assigned, index, degree)
+        after = _tokens_of_rank(assigned + length, index, degree)
         shares.append(after - before)
     return shares
 
 
-def _dealt_to(tokens: int, index: int, degree: int) -> int:
+def _tokens_of_rank(tokens: int, index: int, degree: int) -> int:
     """Return the tokens of the rank of `index` if `tokens` are distributed round robin."""
     return (tokens + degree - 1 - index) // degree

@@ -42,7 +42,7 @@ class Calibration:
         return float(np.median(self.errors))
 
     def objection(self) -> str | None:
-        """Say why the fit makes no sense, or return None if it does."""
+        """Return why the fit makes no sense, or None if it does."""
         attention_s = self.cost.attention_s + sum(kind.attention_s for kind in self.cost.kinds)
         if self.cost.attention_share and not attention_s > 0:
             return "attention takes no measurable time"

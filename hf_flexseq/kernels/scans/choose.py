@@ -1,4 +1,4 @@
-"""Choose what runs a recurrent layer's scan on a device, and say why not the others.
+"""Choose what runs a recurrent layer's scan on a device, and state why the others do not serve.
 
     fla        flash-linear-attention's kernels, on CUDA, for both delta rules
     chunked    torch's operations, everywhere and for all kinds
@@ -62,7 +62,7 @@ def reason_without_fla(
 
 @functools.cache
 def _reason_not_installed() -> str | None:
-    """Say why the installed flash-linear-attention cannot be used; None when it can."""
+    """Return why the installed flash-linear-attention cannot be used; None if it can."""
     newest = f'install it with pip install "{PACKAGE}>={OLDEST[0]}.{OLDEST[1]}"'
     if util.find_spec("fla") is None:
         return f"flash-linear-attention is not installed; {newest}"

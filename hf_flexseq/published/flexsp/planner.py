@@ -6,8 +6,8 @@
 2. `_solved`: put each micro-batch's sequences into buckets (`buckets.py`, section 4.1.3) and find
    its groups by the mixed-integer program (`milp.py`, section 4.1), which starts from the best
    plan with one degree for all groups.
-3. `_dealt`: the members of a bucket go to its groups longest first, widest group first; groups are
-   cut from rank 0 by falling degree, which aligns them.
+3. `_assigned`: the members of a bucket go to its groups longest first, widest group first; groups
+   are cut from rank 0 by falling degree, which aligns them.
 4. `plan`: the M whose plan takes least seconds wins.
 
 Added: an M whose lower bound is not better than the best known plan is left out, which cannot
@@ -132,7 +132,7 @@ class FlexSP:
         # 2. The program, from there.
         found = solve(task, start)
         best = min(start, found, key=lambda chosen: slowest_ns(task, chosen))
-        return self._dealt(buckets, best)
+        return self._assigned(buckets, best)
 
     def _task(self, buckets: Buckets) -> GroupingTask:
         """Return the numbers of the program for these buckets."""
@@ -196,7 +196,7 @@ class FlexSP:
 
     # ---- step 3: ranks and sequences
 
-    def _dealt(self, buckets: Buckets, chosen: Chosen) -> MicroBatch:
+    def _assigned(self, buckets: Buckets, chosen: Chosen) -> MicroBatch:
         """Return the chosen groups on their ranks, with the sequences of the buckets."""
         widest_groups_first = sorted(chosen, key=lambda group: (-self.degrees[group[0]], group[1]))
         degrees = [self.degrees[column] for column, _ in widest_groups_first]

@@ -9,7 +9,7 @@ from the even layout to the groups, and the output back.
     deficit     the others get them after their own
     transport   first between ranks of one node, then between nodes
 
-With link costs that only tell nodes apart this greedy transport is the optimum of the linear
+With link costs that only distinguish nodes this greedy transport is the optimum of the linear
 program that tests/published/zeppelin/test_remap.py solves: the tokens that move are the sum of the
 surpluses whatever is done, and those that cross nodes are the nodes' own surpluses. Rejected:
 solving the program, which finds the same numbers slower, and an exact minimum of the busiest link,
