@@ -2,6 +2,7 @@
 
 import datetime
 import inspect
+import traceback
 import weakref
 
 import pytest
@@ -129,36 +130,13 @@ def test_linear_cross_entropy_takes_a_chunk_size():
     assert nn.LinearCrossEntropyOptions(batch_chunk_size=3).batch_chunk_size == 3
 
 
-# ---- on two ranks
+# ---- on two ranks, which run these functions and assert
 
 
-def on_two_ranks(rank, world_size):
-    """What each check below has found on this rank, by its name."""
-    found = {check.__name__: check(rank) for check in (timeout, asked_of_ddp, by_hand, settings)}
-    return found | {f"broadcasts, ours {is_ours}": broadcasts(rank, is_ours) for is_ours in WAYS}
-
-
-WAYS = (True, False)
-
-
-@pytest.fixture(scope="module")
-def found():
-    """By rank."""
-    return run_ranks(on_two_ranks, 2, group_seconds=77)
-
-
-def timeout(rank):
-    """Of the job's own group, which distributed/communicator.py reads."""
-    world = dist.distributed_c10d._get_default_group()
-    return world._get_backend(torch.device("cpu")).options._timeout
-
-
-@pytest.mark.processes
-def test_the_default_group_tells_its_timeout(found):
-    assert [one["timeout"] for one in found] == [datetime.timedelta(seconds=77)] * 2
-
-
-# hf/reduction.py: DDP that does not reduce, and broadcasts buffers all the same
+def tells_the_timeout_of_the_default_group(rank):
+    # distributed/communicator.py
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == datetime.timedelta(seconds=77)
 
 
 class HasBuffer(nn.Module):
@@ -171,109 +149,114 @@ class HasBuffer(nn.Module):
         return self.linear(x) + 0 * self.own_rank
 
 
-def broadcasts(rank, is_ours):
-    """Whether each of four forwards, two a step, has given this rank the buffer of rank 0."""
-    model = HasBuffer()
-    ddp = DistributedDataParallel(model)
-    communicator = Communicator()
-    found = []
+def ddp_broadcasts_buffers_with_the_first_forward_of_a_step(rank):
+    # hf/reduction.py: also a DDP that does not reduce
+    for is_ours in (True, False):
+        model = HasBuffer()
+        ddp = DistributedDataParallel(model)
+        communicator = Communicator()
+        is_of_rank_0 = []
 
-    def micro_batch():
-        model.own_rank.fill_(rank)
-        ddp(torch.ones(1, 1)).sum().backward()
-        found.append(float(model.own_rank) != rank)
+        def micro_batch(model=model, ddp=ddp, seen=is_of_rank_0):
+            model.own_rank.fill_(rank)
+            ddp(torch.ones(1, 1)).sum().backward()
+            seen.append(float(model.own_rank) == 0)
 
-    for _ in range(2):
-        if is_ours:
-            with instead_of_ddp(ddp, communicator):
+        for _ in range(2):
+            if is_ours:
+                with instead_of_ddp(ddp, communicator):
+                    micro_batch()
+                    micro_batch()
+            else:
+                with ddp.no_sync():
+                    micro_batch()
                 micro_batch()
-                micro_batch()
-        else:
-            with ddp.no_sync():
-                micro_batch()
-            micro_batch()
-    return found
+        assert is_of_rank_0 == [True, rank == 0] * 2
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("is_ours", WAYS)
-def test_ddp_broadcasts_buffers_with_the_first_forward_of_a_step(found, is_ours):
-    first, second = (one[f"broadcasts, ours {is_ours}"] for one in found)
-    assert first == [False] * 4  # rank 0 has its own
-    assert second == [True, False, True, False]
-
-
-def asked_of_ddp(rank):
+def ddp_tells_its_hooks_and_what_it_ignores(rank):
     model = HasBuffer()
     model._ddp_params_and_buffers_to_ignore = ["linear.bias"]
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    before = len(ddp._comm_hooks)
+    assert len(ddp._comm_hooks) == 0
     ddp.register_comm_hook(None, allreduce_hook)
-    ignored = "linear.bias" in ddp.parameters_to_ignore
-    return ignored, ddp.find_unused_parameters, before, len(ddp._comm_hooks)
+    assert len(ddp._comm_hooks) == 1
+    assert "linear.bias" in ddp.parameters_to_ignore
+    assert ddp.find_unused_parameters
 
 
-@pytest.mark.processes
-def test_ddp_tells_its_hooks_and_what_it_ignores(found):
-    assert [one["asked_of_ddp"] for one in found] == [(True, True, 0, 1)] * 2
-
-
-# pipeline/sharding.py: FSDP2 driven by hand
-
-
-def by_hand(rank):
+def a_unit_of_fsdp2_unshards_and_reshards_when_told_to(rank):
+    # pipeline/sharding.py
     linear = nn.Linear(4, 4, bias=False)
     kind = type(linear)
     unit = fully_shard(linear, reshard_after_forward=False)
     unit.set_requires_gradient_sync(False)
     unit.set_reshard_after_backward(False)
-    sharded = isinstance(linear.weight, DTensor)
+    assert isinstance(linear.weight, DTensor)
     unit.unshard()
-    whole = linear.weight
-    unsharded = not isinstance(whole, DTensor) and whole.shape == (4, 4)
+    assert not isinstance(linear.weight, DTensor)
+    assert linear.weight.shape == (4, 4)
     linear(torch.ones(1, 4)).sum().backward()
-    local_gradient = linear.weight.grad is not None and not isinstance(linear.weight.grad, DTensor)
+    assert isinstance(linear.weight.grad, torch.Tensor)
+    assert not isinstance(linear.weight.grad, DTensor)
     linear.weight.grad = None
     unit.reshard()
-    again = isinstance(linear.weight, DTensor)
-    plain = next(cls for cls in type(linear).__mro__ if not issubclass(cls, FSDPModule))
-    return sharded, unsharded, local_gradient, again, plain is kind
+    assert isinstance(linear.weight, DTensor)
+    assert kind is next(c for c in type(linear).__mro__ if not issubclass(c, FSDPModule))
 
 
-@pytest.mark.processes
-def test_a_unit_of_fsdp2_unshards_and_reshards_when_told_to(found):
-    assert [one["by_hand"] for one in found] == [(True, True, True, True, True)] * 2
-
-
-# hf/sharding.py: FSDP2 told per step what to keep
-
-
-def settings(rank):
+def fsdp2_says_which_units_free_their_parameters_after_a_forward(rank):
+    # hf/sharding.py
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0], reshard_after_forward=True)
     fully_shard(model[1], reshard_after_forward=False)
     fully_shard(model)
 
-    def found():
+    def free_their_parameters():
         states = [fully_shard.state(unit) for unit in (model[0], model[1], model)]
+        assert [state._auto_reshard_after_forward for state in states] == [False, False, True]
         groups = [group for state in states for group in parameter_groups(state)]
-        frees = [group.post_forward_mesh_info is not None for group in groups]
-        return [state._auto_reshard_after_forward for state in states], frees
+        return [group.post_forward_mesh_info is not None for group in groups]
 
-    before = found()
+    assert free_their_parameters() == [True, False, True]
     model(torch.ones(1, 4)).sum().backward()
-    after = found()
+    # the outermost unit has decided in its first forward
+    assert free_their_parameters() == [True, False, False]
     model[0].set_reshard_after_forward(False, recurse=False)
-    return before, after, found()
+    assert free_their_parameters() == [False, False, False]
+
+
+CHECKS = (
+    tells_the_timeout_of_the_default_group,
+    ddp_broadcasts_buffers_with_the_first_forward_of_a_step,
+    ddp_tells_its_hooks_and_what_it_ignores,
+    a_unit_of_fsdp2_unshards_and_reshards_when_told_to,
+    fsdp2_says_which_units_free_their_parameters_after_a_forward,
+)
+
+
+def errors_of_checks(rank, world_size):
+    """The traceback of each check that fails on this rank, by its name."""
+    found = {}
+    for check in CHECKS:
+        try:
+            check(rank)
+        except Exception:
+            found[check.__name__] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def errors():
+    """By rank."""
+    return run_ranks(errors_of_checks, 2, group_seconds=77)
 
 
 @pytest.mark.processes
-def test_fsdp2_says_which_units_free_their_parameters_after_a_forward(found):
-    automatic = [False, False, True]
-    # the outermost unit decides in its first forward
-    frees = ([True, False, True], [True, False, False], [False, False, False])
-    for one in found:
-        assert one["settings"] == tuple((automatic, of_units) for of_units in frees)
+@pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
+def test_on_two_ranks(name, errors):
+    for rank, of_rank in enumerate(errors):
+        assert name not in of_rank, f"rank {rank}: {of_rank[name]}"
 
 
 def test_fsdp2_can_be_told_unit_by_unit():
