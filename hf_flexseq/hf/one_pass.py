@@ -19,7 +19,7 @@ from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches
 from hf_flexseq.hf.loaders import BEFORE_END, as_drawn
 from hf_flexseq.hf.overrides import IN_PARTS, runs_other_code
 from hf_flexseq.hf.predictions import TokenPredictions, without_metrics
-from hf_flexseq.hf.step_loss import Prediction, StepLoss, StockPrediction, StockPreparation
+from hf_flexseq.hf.step_loss import Prediction, StepLoss, StockPrediction
 from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.hf.token_means import TokenMeans
 from hf_flexseq.hf.watch import Watch
@@ -55,9 +55,6 @@ class LossInOnePass(StepLoss):
         """Raise ValueError for examples that cannot be trained on."""
         check_examples(self._trainer, self._engine.args, resumes=resumes)
 
-    def check_loader(self, dataloader: Any) -> None:
-        """No-op: uneven loaders are supported."""
-
     def attached(self) -> AbstractContextManager[None]:
         """Surround training or an evaluation: micro-batches get their shares of a router loss."""
         if self._engine.executor.trainer_hooks is None:  # a stage alone has no loss to try
@@ -79,10 +76,6 @@ class LossInOnePass(StepLoss):
         if step is None:
             return [], None
         return step_items(step, num_batches), _divisor(step.targets, device)
-
-    def prepare(self, batch: Any, stock_preparation: StockPreparation) -> Any:
-        """Return a batch as the Trainer prepares it."""
-        return stock_preparation(batch)
 
     def batches(self, model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
         """Yield every micro-batch of a step, at its last item. Collective over the world."""

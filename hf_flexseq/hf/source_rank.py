@@ -71,9 +71,6 @@ class LossOnSourceRank(StepLoss):
         """Add the trainer's loss of one of its batches, a scalar."""
         self.planned.add(loss)
 
-    def settle(self, logged: torch.Tensor) -> None:
-        """Leave the Trainer's sum as it is: the losses are those of its own batches."""
-
     # ---- evaluation
 
     def _evaluation_loader(self, dataloader: Any) -> Any:
@@ -107,7 +104,3 @@ class LossOnSourceRank(StepLoss):
 
         found, _, _ = tokens.predict(batch, forward)
         return found.predictions, found.labels
-
-    def evaluated(self, output: Any, name: str) -> Any:
-        """Return the output as it is: its loss is the Trainer's mean over batches."""
-        return output

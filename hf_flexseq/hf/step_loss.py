@@ -59,7 +59,6 @@ class StepLoss(ABC):
     def check_datasets(self, *, resumes: bool) -> None:
         """Raise ValueError for datasets whose examples cannot be trained on."""
 
-    @abstractmethod
     def check_loader(self, dataloader: Any) -> None:
         """Raise ValueError for a loader that the loss cannot use. Collective over the world."""
 
@@ -74,9 +73,9 @@ class StepLoss(ABC):
         """Return the batches of the next step for the Trainer, at most `num_batches`, and its
         targets, a scalar; nothing if no rank has data left. Collective over the world."""
 
-    @abstractmethod
     def prepare(self, batch: Any, stock_preparation: StockPreparation) -> Any:
         """Return a batch as the loss gets it."""
+        return stock_preparation(batch)
 
     @abstractmethod
     def batches(self, model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
@@ -88,7 +87,6 @@ class StepLoss(ABC):
     def add(self, loss: torch.Tensor) -> None:
         """Take the loss of the batch that `batches` has yielded last, a scalar."""
 
-    @abstractmethod
     def settle(self, logged: torch.Tensor) -> None:
         """Correct the Trainer's sum of losses since the last log line. Collective."""
 
@@ -120,6 +118,6 @@ class StepLoss(ABC):
         """Run the forwards of a batch; return loss, a scalar, predictions and labels, None if
         absent. Collective over the world. model: as accelerate has wrapped it."""
 
-    @abstractmethod
     def evaluated(self, output: Any, name: str) -> Any:
         """Return an evaluation's output with its loss under `name`. Collective over the world."""
+        return output

@@ -22,7 +22,7 @@ from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration import choose
-from hf_flexseq.hf.calibration.choose import cost_model_for, fit_key
+from hf_flexseq.hf.calibration.choose import CostSubject, fit_key, make_cost
 from hf_flexseq.hf.calibration.command import calibrate
 from hf_flexseq.hf.model.facts import model_facts
 from hf_flexseq.plan import check
@@ -362,6 +362,11 @@ class Told(logging.Handler):
 
     def emit(self, record):
         self.lines.append(record.getMessage())
+
+
+def cost_model_for(name, model, accelerator, communicator, folder):
+    subject = CostSubject.of(model, accelerator, communicator.topology)
+    return make_cost(name, subject, communicator, folder)[0]
 
 
 def automatic(rank, world_size, folder):

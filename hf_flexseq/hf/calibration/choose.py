@@ -96,23 +96,6 @@ class CostSubject:
         return fit_key(self.facts, self.topology, self.device)
 
 
-def cost_model_for(
-    name: str,
-    model: PreTrainedModel,
-    accelerator: Accelerator,
-    communicator: Communicator,
-    folder: Path | None = None,
-    *,
-    save_attention_output: bool = True,
-) -> CostModel:
-    """Return the cost model for training `model`; see `make_cost`."""
-    subject = CostSubject.of(
-        model, accelerator, communicator.topology, save_attention_output=save_attention_output
-    )
-    cost, _ = make_cost(name, subject, communicator, folder)
-    return cost
-
-
 def make_cost(
     name: str, subject: CostSubject, communicator: Communicator, folder: Path | None = None
 ) -> tuple[CostModel, str]:

@@ -98,25 +98,20 @@ def named_cost(asked: str, communicator: Communicator) -> CostModel | None:
     return CostModel.from_record(communicator.cpu_group.broadcast_value(record))
 
 
+@dataclass(slots=True)
 class CostSource:
     """Finds the cost model of a run."""
 
-    __slots__ = ("_accelerator", "_asked", "_brought", "_communicator", "_named", "_used")
+    asked: str
+    """The option `cost_model`."""
 
-    def __init__(
-        self,
-        asked: str,
-        named: CostModel | None,
-        accelerator: Accelerator,
-        communicator: Communicator,
-    ) -> None:
-        """asked: the option `cost_model`. named: as `named_cost` returns it."""
-        self._asked = asked
-        self._named = named
-        self._accelerator = accelerator
-        self._communicator = communicator
-        self._brought: tuple[str, SavedCost] | None = None  # checkpoint, its cost model
-        self._used: SavedCost | None = None
+    named: CostModel | None
+    """Result of `named_cost`."""
+
+    accelerator: Accelerator
+    communicator: Communicator
+    _brought: tuple[str, SavedCost] | None = None  # checkpoint, its cost model
+    _used: SavedCost | None = None
 
     def bring(self, checkpoint: str | None, record: Any) -> None:
         """Offer the cost model saved in a checkpoint, if any. record: of `SavedCost.to_record`."""
@@ -138,40 +133,40 @@ class CostSource:
     ) -> CostSubject:
         """Return the subject. save_attention_output: True if checkpointed layers keep the
         output."""
-        topology = self._communicator.topology
+        topology = self.communicator.topology
         return CostSubject.of(
-            model, self._accelerator, topology, save_attention_output=save_attention_output
+            model, self.accelerator, topology, save_attention_output=save_attention_output
         )
 
     def expected(self, subject: CostSubject) -> CostModel:
         """Return rank 0's cost model for memory checks, unmeasured. Collective over the world."""
         own = subject.estimate
-        if self._named is not None:
-            own = replicated(self._named, subject.facts.replicas)
-        return CostModel.from_record(self._communicator.cpu_group.broadcast_value(own.to_record()))
+        if self.named is not None:
+            own = replicated(self.named, subject.facts.replicas)
+        return CostModel.from_record(self.communicator.cpu_group.broadcast_value(own.to_record()))
 
     def find(self, subject: CostSubject) -> CostModel:
         """Return rank 0's cost model of the run. Collective over the world."""
         made_for = self._made_for(subject)
         brought = self._taken_over(made_for)
-        if self._named is not None:
+        if self.named is not None:
             own, origin = self.expected(subject), "named by cost_model"
             self._compare_named(own)
         elif brought is not None:
             own, origin = brought.cost, f"from {self._name_of_checkpoint()}"
         else:
-            own, origin = make_cost(self._asked, subject, self._communicator)
+            own, origin = make_cost(self.asked, subject, self.communicator)
         # A cost model's file may differ between nodes.
-        cost = CostModel.from_record(self._communicator.cpu_group.broadcast_value(own.to_record()))
+        cost = CostModel.from_record(self.communicator.cpu_group.broadcast_value(own.to_record()))
         self._used = SavedCost(cost=cost, made_for=made_for)
-        if self._communicator.rank == 0:
+        if self.communicator.rank == 0:
             logger.info("cost model %s, digest %s: %s", cost.name, cost.digest(), origin)
         return cost
 
     def _made_for(self, subject: CostSubject) -> dict[str, Any]:
         """Return model, devices and the option as plain JSON values."""
-        made_for: dict[str, Any] = {"cost_model": self._asked}
-        if self._named is None:
+        made_for: dict[str, Any] = {"cost_model": self.asked}
+        if self.named is None:
             made_for[MEMORY] = subject.estimate.budget_bytes
         for name, value in subject.key().items():
             if name not in MAY_DIFFER:
@@ -181,11 +176,11 @@ class CostSource:
 
     def _taken_over(self, made_for: Mapping[str, Any]) -> SavedCost | None:
         """Return the checkpoint's cost model if it fits. Collective over the world."""
-        if self._brought is None or self._named is not None:
+        if self._brought is None or self.named is not None:
             return None
         name, brought = self._brought
         # devices may differ between ranks: rank 0 decides
-        differences = self._communicator.cpu_group.broadcast_value(brought.differences(made_for))
+        differences = self.communicator.cpu_group.broadcast_value(brought.differences(made_for))
         if not differences:
             return brought
         self._warn(
@@ -200,7 +195,7 @@ class CostSource:
         if self._brought is not None and self._brought[1].cost.digest() != own.digest():
             name, brought = self._brought
             self._warn(
-                f"cost_model={self._asked!r} is used instead of {brought.cost.name!r} of {name}: "
+                f"cost_model={self.asked!r} is used instead of {brought.cost.name!r} of {name}: "
                 "plans may differ from the checkpoint's run"
             )
             self._brought = None  # as above
@@ -211,5 +206,5 @@ class CostSource:
 
     def _warn(self, text: str) -> None:
         """Warn on rank 0."""
-        if self._communicator.rank == 0:
+        if self.communicator.rank == 0:
             logger.warning("%s", text)

@@ -30,7 +30,10 @@ def with_own_stage(
     options = flexseq_args or arguments_on(training)
     if options.pipeline_parallel_size > 1:
         stage = load_own_stage(model, training, options)
-        return _replaced("model", stage, names, given, named)
+        if "model" in named:
+            return given, named | {"model": stage}
+        index = names.index("model")
+        return (*given[:index], stage, *given[index + 1 :]), named
     return given, named
 
 
@@ -68,18 +71,3 @@ def _positional_names(cls: type, *, after: type) -> list[str]:
         if not any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters):
             break
     return names
-
-
-def _replaced(
-    name: str,
-    value: Any,
-    names: list[str],
-    given: tuple[Any, ...],
-    named: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and named arguments with `value` for the one called `name`, in its
-    place."""
-    if name in named:
-        return given, {**named, name: value}
-    index = names.index(name)
-    return (*given[:index], value, *given[index + 1 :]), named
