@@ -61,6 +61,7 @@ class StepLoss(ABC):
 
     def check_loader(self, dataloader: Any) -> None:
         """Raise ValueError for a loader that the loss cannot use. Collective over the world."""
+        return  # any loader will do, unless a subclass disagrees
 
     @abstractmethod
     def attached(self) -> AbstractContextManager[None]:
@@ -89,6 +90,7 @@ class StepLoss(ABC):
 
     def settle(self, logged: torch.Tensor) -> None:
         """Correct the Trainer's sum of losses since the last log line. Collective."""
+        return  # that of whole batches is right
 
     # ---- evaluation
 
