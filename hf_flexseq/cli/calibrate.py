@@ -1,4 +1,4 @@
-"""`calibrate`: measure a model's cost model on the machine at hand, alone or under torchrun."""
+"""`calibrate`: measure a model's cost model on this machine, alone or under torchrun."""
 
 import os
 from argparse import Namespace

@@ -43,7 +43,7 @@ class Progress:
         self.clear()
 
     def now(self, doing: str) -> None:
-        """Go on to something else."""
+        """Begin to show `doing`."""
         with self._lock:
             self._doing = doing
             self._since = time.monotonic()

@@ -1,4 +1,4 @@
-"""Layers that read less than all keys of their sequence, as a cost model knows them.
+"""Layers that read less than all keys of their sequence, as a cost model describes them.
 
 A layer with a window of w tokens computes s(s+1)/2 pairs of a sequence up to w tokens, and w more
 for every further token; one with chunks of c tokens computes the pairs of sequences of c. If ranks

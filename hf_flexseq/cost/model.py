@@ -147,7 +147,7 @@ class CostModel(CostTransfers):
         if strategy == "local":
             return ()
         if strategy in (*RINGS, "hybrid"):
-            self.trip_bytes()  # raises if the model does not know them
+            self.trip_bytes()  # raises if the model lacks them
         return (strategy,)
 
     @staticmethod

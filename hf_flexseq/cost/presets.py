@@ -53,7 +53,7 @@ def _flexsp(model: str) -> CostModel:
         attention_s=attention_ms / 1e3,
         linear_s=linear_ms / 1e3,
         micro_batch_s=micro_batch_ms / 1e3,
-        group_s=0.0,  # the release knows no latency
+        group_s=0.0,  # the release has no latency
         # 4 tensors, forward and backward, 2 bytes each
         all_to_all_bytes=4 * 2 * layers * hidden * 2.0,
         ring_bytes=None,

@@ -1,5 +1,5 @@
-"""Recurrent layers, as a cost model knows them: scans and convolutions that go through a sequence
-from its first token to its last (Gated DeltaNet, KDA, Mamba 2, short convolutions).
+"""Recurrent layers in a cost model: scans and convolutions that go through a sequence from its
+first token to its last (Gated DeltaNet, KDA, Mamba 2, short convolutions).
 
 Their seconds grow with the tokens alone. A rank that holds a segment of a sequence, tokens that
 follow each other, scans it in chunks, the last of which is filled up. Where several ranks share a

@@ -53,7 +53,7 @@ class StageLink:
         """Send a contiguous tensor of any shape, e.g. hidden states [1, tokens, hidden].
 
         The tensor must stay as it is until the message has been waited for. Nothing is posted for
-        a tensor without elements, which both sides know.
+        a tensor without elements, as both sides expect.
         """
         message, label = self._next(tensor)
         pending = None

@@ -9,7 +9,7 @@ FlashAttention-2 (arXiv 2307.08691), as the flash-attn package and torch build i
   query in each, which empty sequences break; a bound of two (it is only a bound) keeps it on the
   general path;
 * a window of w keys is w - 1 keys before a query's own and 0 after it, aligned with the last key
-  as `causal` is, in forward and backward; a softcap of 0 is none;
+  as `causal` is, in forward and backward; a softcap of 0 means that there is no softcap;
 * its backward adds dq up in any order over tiles of 64 to 128 keys (32 for head sizes above 192 on
   GPUs with little shared memory). Two terms on a zero give the same bits in any order, so the
   backward of up to 128 keys is deterministic.

@@ -55,7 +55,7 @@ def make_plan(
     # 1. check
     tokens = _checked_lengths(lengths)
     options.check_on(topology)
-    cost.strategies(options.strategy)  # raises when it needs a ring and the cost model knows none
+    cost.strategies(options.strategy)  # raises if the model cannot price it
     cap = options.max_tokens_per_rank or cost.max_tokens_per_rank(topology.world_size)
     cost.check_countable(tokens, topology.world_size)
     _check_fits(tokens, options.widest_degree(topology), cap, world=topology.world_size)

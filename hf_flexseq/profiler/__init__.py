@@ -1,11 +1,11 @@
-"""Measure what steps cost on the machine at hand, and fit a `CostModel` to it.
+"""Measure what steps cost on this machine, and fit a `CostModel` to it.
 
     calibrate.py  design, measure, fit: the entry point
     design.py     decides which micro-batches and transfers are timed, and how large
     measure.py    times them on all ranks in turns, and gathers medians
     transfers.py  the transfers that are timed alone
     fit.py        one linear system for all constants, solved by non-negative least squares
-    estimate.py   figures of the device at hand, for the estimate
+    estimate.py   figures of this device, for the estimate
     cache.py      keeps fits between runs
 
 The profiler does not know how a model is built: `hf/calibration/probe.py` passes a `ProbeFactory`,

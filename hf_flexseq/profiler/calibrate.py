@@ -1,8 +1,8 @@
-"""Measure what training a model costs on the machine at hand, and fit a `CostModel` to it.
+"""Measure what training a model costs on this machine, and fit a `CostModel` to it.
 
 1. design.py decides what is run.
 2. measure.py runs it on all ranks, with copies of the model from the caller's `ProbeFactory`.
-3. fit.py turns the seconds into constants, on rank 0, and tells how far they are off on other
+3. fit.py turns the seconds into constants, on rank 0, and measures their error on other
    micro-batches.
 
 Bytes per token and memory stay those of the estimate: they are arithmetic, not measurements. So

@@ -50,7 +50,7 @@ class Probe(Protocol):
 
 
 class ProbeFactory(Protocol):
-    """The maker of copies of a model; the only thing the profiler knows about the model itself."""
+    """The maker of copies of a model; all that the profiler uses of the model itself."""
 
     @property
     def layers(self) -> Layers:

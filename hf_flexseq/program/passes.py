@@ -1,7 +1,7 @@
 """Passes that a planner may add to its plans, over the programs of a micro-batch.
 
 A finished program is data. What the plans of one planner alone need is done to it afterwards, so
-that neither the compiler nor the replay knows of it. A planner names what makes its passes in the
+that neither compiler nor replay depends on it. A planner names what makes its passes in the
 registry of planners; the executor applies them.
 """
 

@@ -28,7 +28,7 @@ MOVES = 30  # moves for each group, at most, as in the sampler
 
 
 def batch_rebalance_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
-    """Return the micro-batches of the sampler's rule, which knows neither costs nor strategies."""
+    """Return the micro-batches of the sampler's rule, which uses neither costs nor strategies."""
     world = task.topology.world_size
     order = longest_first(task.lengths)
     tokens = [task.lengths[i] for i in order]

@@ -121,7 +121,7 @@ def solve(task: GroupingTask, start: Chosen, *, gap: float = GAP, nodes: int = N
 
 
 class _Patience:
-    """Counts the times HiGHS asks whether to go on, and ends the search after CHECKPOINTS.
+    """Counts how often HiGHS asks to continue, and ends the search after CHECKPOINTS.
 
     Nodes alone do not bound its work: one of them may take minutes.
     """
@@ -135,7 +135,7 @@ class _Patience:
 
 
 class _Model:
-    """The program with the variables of every virtual group at hand.
+    """The program with the variables of every virtual group.
 
     PuLP has no types, so its variables and expressions are Any.
     """

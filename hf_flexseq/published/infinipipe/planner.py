@@ -61,7 +61,7 @@ class _Group:
 
 
 def infinipipe_pipeline(task: PipelineTask) -> PipelineAnswer:
-    """Return the best plan over all K. Raises PlanInfeasible when there is none."""
+    """Return the best plan over all K. Raises PlanInfeasible if no K has a plan."""
     # 1. the chunks of every K, and how long they take without a limit
     work = CutWork.of(task.cost, "time")
     counts = COUNTS if task.options.chunks is None else (task.options.chunks,)
