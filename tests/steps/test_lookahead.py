@@ -52,13 +52,12 @@ def run(rank, world_size, folder, lookahead):
 @pytest.mark.processes
 def test_lookahead_changes_no_result(tmp_path):
     """An epoch has two steps."""
-    cases = [(tmp_path / str(lookahead), lookahead) for lookahead in (0, 1, 4)]
-    (wanted_log, wanted), *others = [by_rank[0] for by_rank in run_cases(run, 2, cases)]
+    cases = [(tmp_path / str(lookahead), lookahead) for lookahead in (0, 4)]
+    (wanted_log, wanted), (log, weights) = (by_rank[0] for by_rank in run_cases(run, 2, cases))
     assert any("eval_loss" in entry for entry in wanted_log)
-    for log, weights in others:
-        assert log == wanted_log
-        for name, in_place in wanted.items():
-            assert (weights[name] == in_place).all(), name
+    assert log == wanted_log
+    for name, in_place in wanted.items():
+        assert (weights[name] == in_place).all(), name
 
 
 def without_a_group(plan):
