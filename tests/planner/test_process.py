@@ -81,13 +81,16 @@ def test_errors_come_back_as_they_were_and_do_not_end_it(worker):
 
 
 @pytest.mark.processes
-def test_many_outstanding_requests_do_not_block(worker):
+def test_many_outstanding_requests_do_not_block_and_a_killed_worker_is_reported(worker):
     """Far more than two pipes hold, submitted before the first answer is fetched."""
     began = time.monotonic()
     for step in range(40):
         worker.submit(step, [step % 7 + 1] * 4096)
     assert time.monotonic() - began < 1.0
     assert len(worker.result(0).lengths) == 4096
+    os.kill(worker._process.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="ended with code -9"):
+        worker.result(39)
 
 
 def test_serve_speaks_only_json_lines():
@@ -153,14 +156,6 @@ def test_integer_programs_are_left_to_the_process():
 
 
 # ---- its end
-
-
-@pytest.mark.processes
-def test_a_killed_worker_is_reported(worker):
-    os.kill(worker._process.pid, signal.SIGKILL)
-    worker.submit(0, [1])
-    with pytest.raises(RuntimeError, match="ended with code -9"):
-        worker.result(0)
 
 
 @pytest.mark.processes
