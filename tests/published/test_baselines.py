@@ -87,6 +87,8 @@ def test_zeppelin_cuts_long_tails_into_few_micro_batches(seed):
         ([2500] * 8, 1536, [[(2, (i,)), (2, (i + 1,))] for i in (0, 2, 4, 6)]),
         # 4000 needs two ranks; the others share a rank below it, and grow over the idle one, too
         ([4000, 1000, 900], 2000, [[(2, (0,)), (2, (1, 2))]]),
+        # two whose squares are below that of the longest share a rank
+        ([3000, 2000, 2000], 4000, [[(2, (0,)), (2, (1, 2))]]),
         # groups grow over idle ranks
         ([1000, 900], 2000, [[(2, (0,)), (2, (1,))]]),
     ],

@@ -1,6 +1,6 @@
 """Programs with routes and remapping end on the strictest transport.
 
-Their results are tested in tests/hf/test_two_nodes.py and by random runs.
+Their results are tested by random runs, in tests/attention/test_never_hangs.py.
 """
 
 import random
