@@ -8,17 +8,17 @@ import pytest
 from transformers import Trainer
 from trl import SFTTrainer
 
-from hf_flexseq import FlexSeqArguments
 from tests.hf.hybrids import HYBRIDS, make_hybrid
-from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer
+from tests.hf.test_mixin import sft_trainer
 from tests.hf.test_reach import make_model
-from tests.hf.test_trainer import OPTIONS, logged, make_trainer, plain_run, update_error
+from tests.hf.test_trainer import logged, make_trainer, plain_run, update_error
 from tests.hf.tiny import noting_figures, weights
+from tests.hf.trainers import trained
 from tests.ranks import run_ranks
 
 WAYS = ("subclass", "callback", "sft", "zero3")
 # SFTTrainer asks models of experts for their router loss, unless it is weighed with 0.
-NO_ROUTER_LOSS = {"router_aux_loss_coef": 0.0}
+sft_of = partial(sft_trainer, SFTTrainer, settings={"router_aux_loss_coef": 0.0})
 
 
 def model_of(way, family):
@@ -43,12 +43,8 @@ def plain_family(folder, way, family):
         options = {"learning_rate": 0.1} if way == "zero3" else {}  # that of `zero_run`
         before, after, history = plain_run(folder, batch=1, accumulation=4, model=model, **options)
         return before, after, logged(history, "loss")
-    before = weights(model)
-    trainer = sft_trainer(
-        SFTTrainer, folder, 1, accumulation=4, model=model, settings=NO_ROUTER_LOSS
-    )
-    trainer.train()
-    return before, weights(model), logged(trainer.state.log_history, "loss")
+    run = trained(sft_of(folder, 1, accumulation=4, model=model))
+    return run.start, run.weights, logged(run.log, "loss")
 
 
 def family_run(rank, world_size, folder, way, family):
@@ -61,15 +57,7 @@ def family_run(rank, world_size, folder, way, family):
         return after, logged(history, "loss"), max(logged(history, "groups_of_2"))
     model = model_of(way, family)
     if way == "sft":
-        arguments = FlexSeqArguments(**OPTIONS)
-        trainer: Trainer = sft_trainer(
-            FlexSeqSFTTrainer,
-            folder,
-            2,
-            model=model,
-            settings=NO_ROUTER_LOSS,
-            flexseq_args=arguments,
-        )
+        trainer: Trainer = sft_of(folder, 2, model=model, flexseq={})
     else:
         trainer = make_trainer(way, model, folder, 2, 1, "sgd")
     steps = noting_figures(trainer)

@@ -9,21 +9,20 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqEngine, FlexSeqTrainer
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine, FlexSeqTrainer
 from hf_flexseq.hf.loaders import LongestLoader, batches_on_host
 from tests.hf.test_mixin import tokenizer
 from tests.hf.test_trainer import (
-    OPTIONS,
     flexseq_trainer,
     float64_loss,
     logged,
     padded,
-    training_arguments,
     update_error,
 )
 from tests.hf.tiny import documents, tiny_arguments, tiny_llama, weights
+from tests.hf.trainers import trainer_of
 from tests.ranks import join, run_cases, run_ranks, run_threads
 
 LENGTHS = [1 + (i * i * 7) % 30 for i in range(21)]
@@ -66,17 +65,15 @@ def train(rank, world_size, folder, case, planned):
         "include_num_input_tokens_seen": "non_padding",
         **copy.deepcopy(CASES[case]),  # transformers writes to it
     }
-    data = Stream() if case == "stream" else Examples(documents(LENGTHS))
+    common["train_dataset"] = Stream() if case == "stream" else Examples(documents(LENGTHS))
     if planned:
         # "non_padding" counts tokens with the tokenizer's id of padding, 0, in the documents
-        given = {"model": model, "train_dataset": data, "processing_class": tokenizer()}
-        trainer = flexseq_trainer(folder, **given, **common)
+        trainer = flexseq_trainer(folder, model=model, processing_class=tokenizer(), **common)
     else:
         if case == "stream":
             common["accelerator_config"] = {"dispatch_batches": False}  # ours does so by itself
         model.loss_function = float64_loss
-        args = training_arguments(TrainingArguments, folder, **common)
-        trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=padded)
+        trainer = trainer_of(Trainer, folder, model=model, **common)
     trainer.train()
     assert not multiprocessing.active_children(), "workers of a loader outlive the training"
     return before, weights(model), logged(trainer.state.log_history, "num_input_tokens_seen")
@@ -146,22 +143,14 @@ class Chain:
             yield from loader
 
 
-class Chained:
-    """A trainer that draws from a chain."""
+class Chained(Trainer):
+    """Draws from a chain."""
 
     def get_train_dataloader(self):
         return Chain([super().get_train_dataloader(), super().get_train_dataloader()])
 
 
-class ChainedTrainer(Chained, Trainer):
-    pass
-
-
-class ChainedFlexSeqTrainer(Chained, FlexSeqTrainer):
-    pass
-
-
-def drawn_from_a_chain(rank, world_size, folder, cls, config, options):
+def drawn_from_a_chain(rank, world_size, folder, flexseq):
     """The samples, by their numbers, in the order in which a trainer drew them: 2 epochs of 2 x 4
     batches."""
     drawn = []
@@ -171,21 +160,24 @@ def drawn_from_a_chain(rank, world_size, folder, cls, config, options):
         return padded(examples)
 
     noted.__module__ = "transformers"  # a collator of one's own is tried on batches
-    args = training_arguments(
-        config, folder, batch=2, accumulation=2, remove_unused_columns=False, **options
-    )
-    args.max_steps, args.num_train_epochs = -1, 2
     examples = documents([3 + i % 4 for i in range(8)])
-    data = [example | {"number": number} for number, example in enumerate(examples)]
-    cls(model=tiny_llama(), args=args, train_dataset=data, data_collator=noted).train()
+    trainer_of(
+        Chained,
+        folder,
+        flexseq=flexseq,
+        accumulation=2,
+        train_dataset=[one | {"number": number} for number, one in enumerate(examples)],
+        data_collator=noted,
+        remove_unused_columns=False,
+        max_steps=-1,
+        num_train_epochs=2,
+    ).train()
     return drawn
 
 
 @pytest.mark.processes
 def test_a_chain_of_loaders_draws_the_plain_trainers_order_with_lookahead(tmp_path):
-    plain = (ChainedTrainer, TrainingArguments, {})
-    planned = (ChainedFlexSeqTrainer, FlexSeqConfig, OPTIONS | {"lookahead": 4})
-    cases = [(tmp_path, *plain), (tmp_path, *planned)]
+    cases = [(tmp_path, flexseq) for flexseq in (None, {"lookahead": 4})]
     (wanted,), (found,) = run_cases(drawn_from_a_chain, 1, cases, seconds=120)
     assert len(wanted) == 2 * 2 * 8
     assert found[1:] == wanted, "the first call tried if the collator is random"

@@ -12,14 +12,14 @@ import torch
 from datasets import Dataset
 from torch.utils.data import random_split
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
+from trl import SFTTrainer
 
-from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.shared_state import shared_with_training
 from tests.budget import others_slow
-from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer, tokenizer
-from tests.hf.test_trainer import OPTIONS, float64_loss, padded, update_error
-from tests.hf.tiny import documents, weights
-from tests.hf.trainers import trainer_of
+from tests.hf.test_mixin import sft_trainer, tokenizer
+from tests.hf.test_trainer import OPTIONS, float64_loss, padded
+from tests.hf.tiny import documents
+from tests.hf.trainers import trained, trainer_of, weights_apart
 from tests.ranks import run_ranks
 
 STEPS = 4
@@ -172,22 +172,17 @@ def made(case, flex, folder):
 
 @functools.cache
 def plain_run(case, folder):
-    """Weights before and after a run of the plain Trainer."""
-    plain = made(case, False, folder)
-    before = weights(plain.model)
-    plain.train()
-    return before, weights(plain.model)
+    return trained(made(case, False, folder))
 
 
 @pytest.mark.parametrize("case", others_slow(CASES, tried=("dataset",)))
 def test_data_that_follow_training_are_those_of_the_plain_trainer(tmp_path_factory, caplog, case):
     folder = tmp_path_factory.getbasetemp()
     is_raised_after_steps = case in ("dataset", "settings", "loader", "trainer")
-    before, wanted = plain_run("dataset" if is_raised_after_steps else case, folder)
-    ours = made(case, True, folder)
+    plain = plain_run("dataset" if is_raised_after_steps else case, folder)
     with caplog.at_level(logging.WARNING, "hf_flexseq"):
-        ours.train()
-    assert update_error(before, wanted, weights(ours.model)) < 1e-9
+        ours = trained(made(case, True, folder))
+    assert weights_apart(plain, ours) < 1e-9
     (line,) = [message for message in caplog.messages if "how far training" in message]
     assert "\n" not in line
     assert re.search(CASES[case], line), line
@@ -216,7 +211,7 @@ def test_ordinary_trainers_share_nothing(tmp_path):
     parts = rows.train_test_split(test_size=4)
     whole = Levels()
     cut, rest = random_split(whole, [20, 4])
-    sft = sft_trainer(FlexSeqSFTTrainer, tmp_path, 2, flexseq_args=FlexSeqArguments(**OPTIONS))
+    sft = sft_trainer(SFTTrainer, tmp_path, 2, flexseq={})
     sft.add_callback(Holds(sft.processing_class, sft))
     seq2seq = make(True, tmp_path, data=rows, callbacks=[Holds(words)])
     seq2seq.data_collator.example_collator = DataCollatorForSeq2Seq(words, model=seq2seq.model)
