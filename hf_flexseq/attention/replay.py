@@ -179,16 +179,8 @@ class Replay:
     ) -> Tensors:
         return self._means.kernel.forward(KernelCall(q, k, v, segments, *self.scores))
 
-    def gradients(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        segments: Segments,
-    ) -> Tensors:
+    def gradients(self, *tensors_and_segments: Any) -> Tensors:
+        dout, q, k, v, out, lse, segments = tensors_and_segments
         call = KernelCall(q, k, v, segments, *self.scores)
         return self._means.kernel.backward(call, dout, out, lse)
 

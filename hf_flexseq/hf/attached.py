@@ -34,12 +34,10 @@ def on_micro_batches(model: PreTrainedModel) -> Iterator[None]:
     """Give a model our attention, recurrent layers and positions inside the block."""
     former = model.config._attn_implementation
     model.set_attn_implementation(NAME)
-    positions = attach_positions(model)
     try:
-        with RecurrentFunctions(model).attached():
+        with attach_positions(model), RecurrentFunctions(model).attached():
             yield
     finally:
-        positions.detach()
         model.set_attn_implementation(former)
 
 

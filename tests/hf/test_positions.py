@@ -187,8 +187,8 @@ def test_detached_it_leaves_nothing_on_the_model():
         before = traces(model)
         handle = attach_positions(model)
         assert traces(model) != before, family
-        handle.detach()
-        handle.detach()
+        handle.close()
+        handle.close()
         assert traces(model) == before, family
     plain = tiny_llama()
     before = traces(plain)
@@ -201,7 +201,7 @@ def test_a_forward_that_was_replaced_before_comes_back():
     model = make_model("Llama")
     rotary = model.model.rotary_emb
     rotary.forward = former = rotary.forward
-    attach_positions(model).detach()
+    attach_positions(model).close()
     assert rotary.forward is former
 
 
@@ -223,7 +223,7 @@ def test_an_attached_model_and_its_copy_outside_of_a_training(family, column):
         value = {LENGTHS: torch.full((1, 5), LIMIT + 5), INDICES: positions}[column]
         given = {"input_ids": ids[:, :5], "position_ids": positions, column: value}
         wanted = model(**given).logits
-        handle.detach()
+        handle.close()
         assert not torch.equal(model(**given).logits, wanted)
         for parameter in model.parameters():
             parameter.zero_()

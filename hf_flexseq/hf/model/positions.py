@@ -17,6 +17,7 @@ number is theirs.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -116,29 +117,17 @@ def needed_columns(model: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
-def attach_positions(model: nn.Module) -> "AttachedPositions":
-    """Make modules of `model`, which `unsuitable_positions` has nothing against, take positions
-    from the columns `needed_columns`. Undone by the handle's `detach`."""
-    return AttachedPositions(model)
-
-
-class AttachedPositions:
-    """The modules of one model that take positions from columns; see `attach_positions`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._attached: list[_RowRotary | _ToldAttention] = []
-        for name, module in list(_longrope_modules(model)):
-            decoder = model.get_submodule(name.rpartition(".")[0])
-            self._attached.append(_RowRotary(decoder, module))
-        for module in model.modules():
-            if _is_one_of(_TOLD_BY_CACHE, module):
-                self._attached.append(_ToldAttention(module))
-
-    def detach(self) -> None:
-        """Give the modules their own forwards back. A second call does nothing."""
-        for part in self._attached:
-            part.detach()
-        self._attached = []
+def attach_positions(model: nn.Module) -> ExitStack:
+    """Make modules of `model`, accepted by `unsuitable_positions`, take positions from the columns
+    `needed_columns`, until the returned stack is closed."""
+    attached = ExitStack()
+    for name, module in list(_longrope_modules(model)):
+        decoder = model.get_submodule(name.rpartition(".")[0])
+        attached.callback(_RowRotary(decoder, module).detach)
+    for module in model.modules():
+        if _is_one_of(_TOLD_BY_CACHE, module):
+            attached.callback(_ToldAttention(module).detach)
+    return attached
 
 
 def _longrope_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -36,17 +36,23 @@ def _gated_delta(config: PreTrainedConfig) -> RecurrentShape | None:
     value_heads = getattr(config, "linear_num_value_heads", None)
     if value_heads is None:
         return None
-    key_heads = config.linear_num_key_heads
-    key_dim = config.linear_key_head_dim
-    value_dim = config.linear_value_head_dim
+    heads = (config.linear_num_key_heads, value_heads)
+    dims = (config.linear_key_head_dim, config.linear_value_head_dim)
+    return _delta_rule("gated_delta", config, heads, dims)
+
+
+def _delta_rule(
+    kind: str, config: PreTrainedConfig, heads: tuple[int, int], dims: tuple[int, int]
+) -> RecurrentShape:
+    """Return the sizes of a delta rule. heads, dims: of keys, of values."""
     return RecurrentShape(
-        kind="gated_delta",
-        key_heads=key_heads,
-        value_heads=value_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
+        kind=kind,
+        key_heads=heads[0],
+        value_heads=heads[1],
+        key_dim=dims[0],
+        value_dim=dims[1],
         width=config.linear_conv_kernel_dim,
-        channels=2 * key_heads * key_dim + value_heads * value_dim,  # queries, keys, values
+        channels=2 * heads[0] * dims[0] + heads[1] * dims[1],  # queries, keys, values
     )
 
 
@@ -55,15 +61,7 @@ def _kimi_delta(config: PreTrainedConfig) -> RecurrentShape | None:
     head_dim = getattr(config, "linear_head_dim", None)
     if heads is None or head_dim is None:
         return None
-    return RecurrentShape(
-        kind="kimi_delta",
-        key_heads=heads,
-        value_heads=heads,
-        key_dim=head_dim,
-        value_dim=head_dim,
-        width=config.linear_conv_kernel_dim,
-        channels=3 * heads * head_dim,  # queries, keys, values
-    )
+    return _delta_rule("kimi_delta", config, (heads, heads), (head_dim, head_dim))
 
 
 class _Mamba2Names(NamedTuple):
