@@ -101,17 +101,6 @@ class Schedule:
     def times(self) -> int:
         return 1 + max(call.time for call in self.calls)
 
-    def critical_path(self) -> float:
-        """Return the schedule's time relative to a perfect split of its work.
-
-        Chunks count as equally large. A time step lasts as long as its busiest rank.
-        """
-        busiest = [0] * self.times
-        for call in self.calls:
-            busiest[call.time] = max(busiest[call.time], call.work)
-        total = sum(call.work for call in self.calls)
-        return sum(busiest) * self.degree / total
-
     def __str__(self) -> str:
         """Return one line of text per time, with the calls of all ranks side by side."""
         lines = []

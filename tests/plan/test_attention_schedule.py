@@ -35,7 +35,7 @@ def test_blocks_are_computed_once_and_a_rank_finds_its_own_calls(
 def test_zigzag_is_half_a_square_for_every_rank_at_every_time():
     for degree in DEGREES:
         schedule = attention_schedule("zigzag", degree)
-        assert schedule.critical_path() == 1.0
+        assert len(schedule.calls) == degree * schedule.times
         assert {call.work for call in schedule.calls} == {4}
 
 

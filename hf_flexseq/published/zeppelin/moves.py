@@ -40,17 +40,12 @@ class Move:
     """Number of rows."""
 
 
-def even_layout(tokens: Sequence[int], topology: Topology) -> tuple[int, ...]:
+def _even(tokens: Ints, topology: Topology) -> Ints:
     """Return the tokens of each rank, [world_size], when they are spread to within one token.
 
     The larger shares go where the fewest tokens then cross nodes, and among those where the fewest
     tokens move at all. tokens: [world_size] tokens of each rank in attention.
     """
-    return tuple(_even(np.array(tokens, dtype=np.int64), topology).tolist())
-
-
-def _even(tokens: Ints, topology: Topology) -> Ints:
-    """Return the tokens of each rank when they are spread, [world_size] -> [world_size]."""
     world_size = topology.world_size
     share, left = divmod(int(tokens.sum()), world_size)
     # Ranks in the order in which they may get one more: first those that have more than a share.
