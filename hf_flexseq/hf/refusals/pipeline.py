@@ -274,7 +274,7 @@ FSDP_OF_STAGES: tuple[Refusal[ShardedStages], ...] = (
     ),
     Refusal(
         setting="ignored_modules of FSDP",
-        found=lambda case: case.plugin.ignored_modules,
+        found=lambda case: bool(case.plugin.ignored_modules),  # a name would stand in the error
         why="stages shard all their modules",
         instead="leave them out",
     ),
