@@ -359,7 +359,7 @@ class FlexSeqEngine:
         self.communicator.cpu_group.phase = f"what follows on step {step.number}"
 
     def gather_figures(self) -> None:
-        """Gather figures that `finish` has put off. Collective over the world."""
+        """Gather postponed figures. Collective over the world."""
         due, self._unread = self._unread, None
         if due is not None:
             self._gather(due)

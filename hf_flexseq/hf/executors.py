@@ -80,7 +80,7 @@ class EngineSetup:
 
 class Executor(Protocol):
     """Runs the steps of one model. Calls: `attach`; `planner`; for each step `check` (on rank 0),
-    `read`, `dispatch`, `micro_batches`, `figures`; at last `detach`."""
+    `read`, `dispatch`, `micro_batches`, `figures`; finally `detach`."""
 
     @property
     def setup(self) -> EngineSetup:
@@ -100,7 +100,7 @@ class Executor(Protocol):
 
     @property
     def router(self) -> RouterLoss | None:
-        """The router loss of the attached model; None for none."""
+        """The router loss of the attached model; None without one."""
 
     def attach(self, model: nn.Module, *, lockstep: bool) -> None:
         """Make `model` run on planned steps. Collective over the world. lockstep: True if

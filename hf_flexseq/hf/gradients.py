@@ -18,7 +18,7 @@ def gradients_of(model: nn.Module, accelerator: Accelerator) -> dict[str, torch.
     model: as accelerate has wrapped it, and as the step ran it.
 
     DeepSpeed steps within the last backward and then has no gradients any more, but the norm of
-    all of them, which names none; nothing where it was told to compute none.
+    all of them, which names none; {} if it computes none.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return _norm_of_all(model, accelerator.device)

@@ -1,7 +1,7 @@
 """A loss that is a sum over tokens: next-token loss, as the Trainer and SFTTrainer have it.
 
 The Trainer's own `training_step` and `compute_loss` run on each micro-batch of the plan, wherever
-its tokens are, and are told the target tokens of the whole step.
+its tokens are, and get the target tokens of the whole step.
 """
 
 from collections.abc import Iterator

@@ -166,7 +166,7 @@ class PredictedBatch:
 
     @property
     def labels(self) -> Any:
-        """The labels as the Trainer hands them on; None for none."""
+        """The labels as the Trainer passes them on, or None."""
         if not self.has_labels:
             return None
         device = self._trainer.args.device

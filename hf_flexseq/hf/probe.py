@@ -56,7 +56,7 @@ CHANGES = ((0, 0), (0, 19), (1, 8), (2, 1), (3, 2))
 # All in units of the largest output or gradient. A layer may compute in float32 whatever the
 # dtype of its model, as norms and softmax do in transformers.
 SAME = 1e-5
-SAME_SCANS = 1e-4  # in models with recurrent layers, of which float32 keeps fewer digits
+SAME_SCANS = 1e-4  # in models with recurrent layers, which lose digits in float32
 CHANGED = 1e-6  # what has changed, by at least this
 UNCHANGED = 1e-10  # what has not, by at most this
 
@@ -164,7 +164,7 @@ def _lively(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _sequences(config: Any) -> list[torch.Tensor]:
-    """Return tokens of each sequence, [length], none of which means anything to the model."""
+    """Return tokens of each sequence, [length], without special tokens."""
     special = set()
     for name, value in vars(config).items():
         if name.endswith("token_id"):

@@ -1,7 +1,7 @@
 """Choose the whole checkpoint that a run resumes from.
 
 `resume_from_checkpoint=True` takes the newest whole checkpoint and passes over others with a
-warning; a checkpoint that is named must be whole. What whole means is told in `steps/manifest.py`.
+warning; a checkpoint that is named must be whole. `steps/manifest.py` defines whole.
 Rank 0 looks, and all ranks do as it says.
 """
 
@@ -122,9 +122,9 @@ def _advice(folder: Path, problem: str) -> str:
 
 
 def _accepted(folder: Path, found: Inspection) -> dict[str, Any]:
-    """Return folder and marker, with a warning where nothing tells if the checkpoint is whole."""
+    """Return folder and marker; warn if it is unknown whether the checkpoint is whole."""
     if found.caveat is not None:
-        logger.warning("%s: %s, so nothing tells if it is whole", folder, found.caveat)
+        logger.warning("%s: %s, so it is unknown if it is whole", folder, found.caveat)
     return {"folder": str(folder), "marker": dict(found.marker or {})}
 
 

@@ -1,6 +1,6 @@
 """How the loss of a Trainer's steps is computed, in training and in evaluation.
 
-There are two ways, of which a trainer takes one for good (`losses.py` says which):
+A trainer takes one of two ways for good (`losses.py`):
 
     LossInOnePass       a sum over tokens, on the micro-batches of a plan (`one_pass.py`)
     LossOnSourceRank    the trainer's own, on its own batches, between planned passes

@@ -20,7 +20,7 @@ class EpochBatches:
     The Trainer asks an iterator for that many batches and no more, while steps that are planned
     ahead would ask until it ends. A loader may count its ends, as accelerate's do, and shuffle by
     that count; those that the Trainer tells the epoch (`set_epoch`) shuffle by the epoch instead,
-    and are left alone. A chain of loaders is not told.
+    and are left alone. A chain of loaders does not get it.
     """
 
     def __init__(self, dataloader: Any) -> None:

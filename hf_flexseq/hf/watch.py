@@ -149,7 +149,7 @@ def _equals(given: torch.Tensor | None, targets: torch.Tensor) -> bool:
 
 
 def _versions(model: nn.Module) -> list[Any]:
-    """Return what tells of each gradient whether it was changed or replaced."""
+    """Return identity and version of each gradient, which change with it."""
     found: list[Any] = []
     for parameter in model.parameters():
         gradient = parameter.grad

@@ -104,7 +104,7 @@ class WholeModelExecutor:
 
     @property
     def router(self) -> RouterLoss | None:
-        """The router loss of the attached model; None for none."""
+        """The router loss of the attached model; None without one."""
         return None if self._model is None else self._model.router
 
     @property

@@ -160,7 +160,7 @@ def load_stage(stage: Stage, folder: str) -> None:
 
 
 def _files_by_tensor(path: Path) -> dict[str, str]:
-    """Return the file of each tensor of a checkpoint. Raises ValueError where there is none."""
+    """Return the file of each tensor of a checkpoint. Raises ValueError without any."""
     if (path / INDEX).is_file():
         index = json.loads((path / INDEX).read_text(encoding="utf-8"))
         return dict(index["weight_map"])

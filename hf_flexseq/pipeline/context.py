@@ -47,7 +47,7 @@ class ChunkLayout(NamedTuple):
     """Composition of a chunk's row: all that its programs depend on."""
 
     cut: int
-    """Tokens of the part of a cut sequence that the row begins with; 0 where there is none."""
+    """Tokens of the part of a cut sequence at the start of the row; 0 without one."""
 
     whole: tuple[int, ...]
     """Tokens of every whole sequence after it."""

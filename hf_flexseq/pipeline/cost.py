@@ -149,7 +149,7 @@ def _stage_cost(
     if index == len(stage.spans) - 1:
         head_ns = linear_ns * sizes.head
 
-    # 2. bytes of a token: at least the hidden states that layers hand on, and one byte
+    # 2. bytes of a token: at least the hidden states between layers, and one byte
     kv_bytes = cost.attention_share * layers * token.kv
     hidden_bytes = layers * token.hidden
     token_bytes = max(cost.token_bytes * share_of_layers - kv_bytes, hidden_bytes, 1.0)

@@ -235,7 +235,7 @@ class _ChunkRun:
                 source.requires_grad_()
         columns["seq_ctx"] = self._context(item, stage)
 
-        # 2. run the layers -> [1, tokens, hidden_size]; 3. hand the result on
+        # 2. run the layers -> [1, tokens, hidden_size]; 3. send the result
         gradient = None
         if stage.is_last:
             result, gradient = self._loss(stage, source, labels, columns)
@@ -292,7 +292,7 @@ class _ChunkRun:
         # 2. go backward
         if flight.result.requires_grad:
             flight.result.backward(gradient)
-        # 3. hand on the gradient of the source: [1, tokens, hidden_size]
+        # 3. send the gradient of the source: [1, tokens, hidden_size]
         if not stage.is_first:
             assert self.gradients_out is not None, "a stage that is not the first has one before"
             self.gradients_out.put(item, flight.source.grad)

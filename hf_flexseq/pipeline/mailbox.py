@@ -74,7 +74,7 @@ class Inbox:
 
     @property
     def next_number(self) -> float:
-        """Number of the next message without a receive; infinite where there is none."""
+        """Number of the next message without a receive; infinite without one."""
         if len(self._posted) == len(self._order):
             return math.inf
         return self._numbers[len(self._posted)]
@@ -123,7 +123,7 @@ class Outbox:
             self.arrived(next(iter(self._under_way)))
 
     def arrived(self, item: Item) -> None:
-        """Let go of a tensor that was sent; waits unless it has arrived."""
+        """Drop a tensor that was sent; waits unless it has arrived."""
         self._under_way.pop(item).wait()
 
     def close(self) -> None:

@@ -160,7 +160,7 @@ def _own_offsets(row: SourceRow, own: Ints, sequences: int) -> Ints:
 
 
 class RowExchange(TokenExchange):
-    """Dispatches tokens to the micro-batches of a plan, and gathers what became of them."""
+    """Dispatches tokens to the micro-batches of a plan, and gathers their results."""
 
     def __call__(
         self, row: SourceRow, layout: PlanLayout, sources: Sequence[int]

@@ -58,7 +58,7 @@ ROUND_S = 5.0
 ROUNDS = 4  # in a timeout that is shorter than so many rounds
 
 Batches = Iterator[Mapping[str, Any]]
-Step = RankStep[Any]  # of either kind: it is only handed on
+Step = RankStep[Any]  # of either kind: it is only passed on
 
 
 class PrefetchedSteps:

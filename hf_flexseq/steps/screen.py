@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 # A prediction is far off when it differs by more than this factor.
 FAR_OFF = 2.0
-# Steps that are judged together, at least: one alone may have met a hiccup of the machine.
+# Steps that are judged together, at least: a single one may be an outlier.
 JUDGED = 3
 # Load of a machine per core beyond which processes take turns.
 BUSY = 1.5

@@ -1,4 +1,4 @@
-"""What some models must be told of each token besides `position_ids`: columns like any other,
+"""What some models need of each token besides `position_ids`: columns like any other,
 which travel with the tokens and reach the model as keyword arguments.
 
 A sequence of three tokens and one of two, packed:

@@ -20,7 +20,7 @@ def in_training_mode(model: nn.Module) -> Iterator[None]:
     def train(mode: bool = True) -> nn.Module:
         return model if model.training == mode else whole(mode)
 
-    # Beside the attributes that wrappers such as torch.compile's hand on to the model inside.
+    # Next to the attributes that wrappers such as torch.compile's pass on to the inner model.
     model.__dict__["train"] = train
     try:
         yield

@@ -4,7 +4,7 @@
     a hook           on a module, a parameter, or all modules
     a module         whose class is not of a known library
 
-Code is told apart by the package that its function or class was defined in.
+Code is distinguished by the package that its function or class was defined in.
 """
 
 import inspect

@@ -196,7 +196,7 @@ def test_the_plain_trainers_checkpoint_is_taken_with_one_warning(tmp_path, caplo
     make_trainer(tmp_path, kind=Trainer, max_steps=2, **options).train()
     losses_of(tmp_path, resume=str(tmp_path / "checkpoint-2"), **options)
     assert told_of_files(caplog) == [
-        f"{tmp_path}/checkpoint-2: no flexseq.json: not written by hf_flexseq, so nothing tells "
+        f"{tmp_path}/checkpoint-2: no flexseq.json: not written by hf_flexseq, so it is unknown "
         "if it is whole"
     ]
 

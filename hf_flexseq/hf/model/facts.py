@@ -319,7 +319,7 @@ def is_fsdp2(model: nn.Module, accelerator: Accelerator) -> bool:
 
 
 def _is_offloaded(model: nn.Module) -> bool:
-    """Tell whether transformers has told FSDP2 to keep its share in the memory of the CPU."""
+    """Tell whether transformers made FSDP2 keep its share in the memory of the CPU."""
     return getattr(_distributed_config(model), "fsdp_cpu_offload", False)
 
 

@@ -42,7 +42,7 @@ class HeadTrial:
     has_own_loss: bool = False
     """True if the forward computes a loss without the model's loss_function."""
     top_k: int | None = None
-    """Experts per token, as the router loss is told; None without one."""
+    """Experts per token, as the router loss gets it; None without one."""
     coefficient: float = 0.0
     """Factor of the router loss in the loss of the model."""
 

@@ -243,7 +243,7 @@ class _RowRotary:
 
 
 class _ToldAttention:
-    """An attention layer that is told by a cache at which indices its tokens stand."""
+    """An attention layer that gets its tokens' indices from a cache."""
 
     def __init__(self, attention: nn.Module) -> None:
         self._attention = attention

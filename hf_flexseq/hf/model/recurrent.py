@@ -9,7 +9,7 @@ then a scan. While a model is attached, a *dispatcher* replaces each of them:
     mamba2_chunk_scan                    recurrent.mamba2_scan
     mamba2_split_conv1d_scan_combined    None: the mixer then calls convolution and scan
 
-A dispatcher looks at the keyword `seq_ctx`, which the model hands on from its own call. Without
+A dispatcher looks at the keyword `seq_ctx`, which the model passes on from its own call. Without
 it, in `generate` or a plain forward, a dispatcher is the function that it stands for.
 
 The functions belong to a module of transformers, so all its models share them: they are replaced
@@ -67,7 +67,7 @@ class NotesCalls(Protocol):
     """Stands where a context would, when a model is only asked what its layers do (`trial.py`)."""
 
     def note_recurrent(self, call: RecurrentCall) -> None:
-        """Take note of a call, of which nothing is computed."""
+        """Note a call, without computing anything."""
 
 
 # ---- which functions a model has

@@ -150,7 +150,7 @@ class RouterSums:
         """Handles on the model; removing them detaches it."""
 
     def take(self) -> Columns | None:
-        """Return C and P of the last micro-batch that the model has run, once; None for none."""
+        """Return C and P of the last micro-batch, once; None without one."""
         sums, self._sums = self._sums, None
         return sums
 

@@ -2,7 +2,7 @@
 
 attention    Its attention returns empty tensors, and so do its recurrent functions
              (`recurrent.py`) and its experts, whose routing would need numbers.
-masks        In some models only the mask tells which keys a layer reads. So the meta model has a
+masks        In some models only the mask shows which keys a layer reads. So the meta model has a
              mask function, too. It reads the rule that transformers would have made a mask of,
              and compares it with what would be computed of the same call (`calls.py`).
 positions    The model is given `position_ids`, as in training. A range over as many numbers as

@@ -1,7 +1,7 @@
 """Answers to a loss's calls of its models, while the loss is computed on the source ranks.
 
 What a loss will ask for has been computed before, for all batches of the step together, and is
-noted here; each result is given out once. A call without gradients of which nothing is known is
+noted here; each result is used once. A call without gradients of which nothing is known is
 planned and run when it comes: so are all calls of an evaluation. One with gradients is refused.
 """
 

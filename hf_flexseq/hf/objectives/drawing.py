@@ -67,7 +67,7 @@ class Drawing:
         self._drawn: deque[StepBatches] = deque()  # of a dataset
         self._to_come: deque[list[Call]] = deque()  # of samples that are there already
         self._changes_samples = False  # on their way to the loss, as a subclass may
-        # of the step whose batches were handed out
+        # of the step whose batches were returned
         self._current = _NOTHING
         self._step: RankMicroBatches | None = None
         self._taken: list[Any] = []  # those of its batches that have come
@@ -141,7 +141,7 @@ class Drawing:
             self._drawn.append(replace(drawn, calls=kept))
             yield _row(calls)
 
-    # ---- the step whose batches were handed out
+    # ---- the step whose batches were returned
 
     @property
     def loader_state(self) -> LoaderState:

@@ -2,7 +2,7 @@
 `accelerate launch`), for the stages of a pipeline.
 
 accelerate shards one model over all ranks. A stage is on some of them, so its engine shards it,
-and here accelerate is made to forget its own FSDP. On CPU it has done so by itself: there its FSDP
+and here accelerate is made to forget its own FSDP. On CPU it does so anyway: there its FSDP
 silently is DDP, and what the training arguments ask for is read from them.
 
 Of FSDP's mixed precision only the dtype of the gathered parameters is the stages' own, that of
