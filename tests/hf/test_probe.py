@@ -13,36 +13,16 @@ from hf_flexseq.hf.model import recurrent
 from hf_flexseq.hf.probe import SEQUENCES, SHARED, probe_model
 from tests.budget import others_slow
 from tests.hf.hybrids import HYBRIDS
-from tests.hf.test_checks import EXPERTS, SIZES
+from tests.hf.test_checks import SIZES
+from tests.hf.test_reach import FAMILIES
 
-WINDOW, CHUNK = 6, 8
+WINDOW, CHUNK = FAMILIES["GptOss"]["sliding_window"], FAMILIES["Llama4"]["attention_chunk_size"]
 MODELS = {
     "Llama": {},
-    "Gemma2": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": WINDOW,
-        "head_dim": 8,
-        "attn_logit_softcapping": 2.0,
-    },
+    "Gemma2": FAMILIES["Gemma2"],
     # No layer reads everything, so that changes end where windows and chunks do.
-    "GptOss": {
-        "layer_types": ["sliding_attention"] * 2,
-        "sliding_window": WINDOW,
-        "head_dim": 8,
-        **EXPERTS,
-    },
-    "Llama4": {
-        "layer_types": ["chunked_attention"] * 2,
-        "attention_chunk_size": CHUNK,
-        "no_rope_layers": [1, 0],
-        "floor_scale": 8,
-        "attn_temperature_tuning": True,
-        "head_dim": 8,
-        "intermediate_size_mlp": 24,
-        "interleave_moe_layer_step": 1,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-    },
+    "GptOss": FAMILIES["GptOss"] | {"layer_types": ["sliding_attention"] * 2},
+    "Llama4": FAMILIES["Llama4"] | {"layer_types": ["chunked_attention"] * 2},
     "Phi3": {
         "max_position_embeddings": 64,
         "original_max_position_embeddings": 16,
@@ -55,8 +35,6 @@ MODELS = {
         },
     },
 }
-
-
 # Without attention, which would carry what a state has lost.
 RECURRENT = {
     "Qwen3Next": HYBRIDS["Qwen3Next"] | {"layer_types": ["linear_attention"] * 2},
@@ -68,11 +46,8 @@ RECURRENT = {
 
 def tiny(name):
     kind = getattr(transformers, name + "ForCausalLM")
-    cls = kind.config_class
-    if name == "Llama4":
-        cls = transformers.Llama4TextConfig
     torch.manual_seed(0)
-    config = cls(**{**SIZES, **(MODELS | RECURRENT)[name]})
+    config = kind.config_class(**{**SIZES, **(MODELS | RECURRENT)[name]})
     return kind._from_config(config, experts_implementation="eager")
 
 
