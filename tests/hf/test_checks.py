@@ -156,16 +156,12 @@ def plain_trainer(folder, **given):
     return Trainer(model=tiny_llama(), args=args, train_dataset=DATA, **given)
 
 
-def test_several_gpus_in_one_process(tmp_path):
+def test_several_gpus_in_one_process_and_packing(tmp_path):
     trainer = plain_trainer(tmp_path)
     trainer.args._n_gpu = 2
     with pytest.raises(ValueError, match="n_gpu=2: .*accelerate launch"):
         FlexSeqCallback(trainer)
     assert type(trainer) is Trainer, "a trainer that was refused stays what it was"
-
-
-def test_packing_of_trl(tmp_path):
-    trainer = plain_trainer(tmp_path)
     trainer.args = arguments(tmp_path, SFTConfig, packing=True)
     with pytest.raises(ValueError, match="set packing=False"):
         FlexSeqCallback(trainer)
@@ -307,7 +303,6 @@ def test_models_that_can_be_trained(name, config):
 
 
 NO_DROPOUT = {"attention_probs_dropout_prob": 0.0}
-ROTARY = {"attn_pdrop": 0.0, "rotary_dim": 4}
 LATENT = {"kv_lora_rank": 16, "num_key_value_heads": 4}
 ROUTER = {"output_router_logits": True}
 CLASSES = {"kind": "ForSequenceClassification"}
@@ -315,7 +310,6 @@ LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 CODES = {"sliding_window": 4, "codebook_size": 8, "ffn_dim": 48}
 DYNAMIC = {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0}}
 GENERATION = {"kind": "ForConditionalGeneration"}
-NO_INTERFACE = "does not call transformers' attention interface"
 MASK = "layer 0: its mask shows full attention, but its call and configuration say window 4"
 SOFTCAP = "layer 0 asks for softcap=None, but its configuration says softcap=3.0"
 
@@ -326,8 +320,7 @@ SOFTCAP = "layer 0 asks for softcap=None, but its configuration says softcap=3.0
         ("MiniMax", LINEAR, "layers of the kinds linear_attention"),
         ("Moshi", CODES, MASK),
         ("Llama", {"attn_logit_softcapping": 3.0}, SOFTCAP),
-        ("GPTJ", ROTARY, NO_INTERFACE),
-        ("CodeGen", ROTARY, NO_INTERFACE),
+        ("GPTJ", {"attn_pdrop": 0.0, "rotary_dim": 4}, "does not call transformers' attention in"),
         ("Bloom", {}, "counts positions itself"),
         ("Doge", {}, "DogeAttention asks for a mask of its own"),
         ("DeepseekV32", {}, "layers of the kinds indexed_attention"),

@@ -52,6 +52,17 @@ def changing_inputs(change, base=Trainer):
     return ChangesInputs
 
 
+def editing(edit, base=Trainer):
+    """A class of trainers that edits the inputs in its compute_loss."""
+
+    class Edits(base):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            edit(inputs)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    return Edits
+
+
 # ---- compute_loss
 
 
@@ -180,20 +191,17 @@ def test_a_loss_that_depends_on_the_plan_is_refused(tmp_path, base):
         make(base, tmp_path).evaluate()
 
 
-class MasksPositions(Trainer):
+def masks_positions(inputs):
     """Changes labels where the nine tokens of the trial have none to change."""
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        if inputs["labels"].shape[1] > 12:
-            inputs["labels"][:, 12:] = -100
-        return super().compute_loss(model, inputs, *args, **kwargs)
+    if inputs["labels"].shape[1] > 12:
+        inputs["labels"][:, 12:] = -100
 
 
 @pytest.mark.parametrize(
     "base, said",
     [
         (Means, "Means.compute_loss: two sequences have"),
-        (MasksPositions, "MasksPositions.compute_loss changes the labels"),
+        (editing(masks_positions), "Edits.compute_loss changes the labels"),
     ],
 )
 def test_an_evaluation_with_metrics_before_any_training_refuses_the_same(tmp_path, base, said):
@@ -295,22 +303,22 @@ def test_a_collator_that_looks_at_a_whole_batch_is_named_in_the_log(tmp_path, ca
 # ---- labels and logits
 
 
-class EditsInPlace(Trainer):
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        inputs["labels"][inputs["input_ids"] < 20] = -100
-        return super().compute_loss(model, inputs, *args, **kwargs)
+def masks_labels(inputs):
+    inputs["labels"][inputs["input_ids"] < 20] = -100
+
+
+def drops_shifted(inputs):
+    del inputs["shift_labels"]
+
+
+def replaces_tokens(inputs):
+    inputs["input_ids"][:, 0] = 1
 
 
 class BeforeTheStep(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         inputs["labels"] = inputs["labels"].clone().fill_(-100)
         return super().training_step(model, inputs, num_items_in_batch)
-
-
-class WithoutShifted(Trainer):
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        del inputs["shift_labels"]
-        return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 class WithoutContext(Trainer):
@@ -340,12 +348,6 @@ class ChangesGradientsOfSamples(Focal):
         return loss
 
 
-class EditsSamples(Focal):
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        inputs["input_ids"][:, 0] = 1
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
 LABELS = r"\.\w+ changes the labels of a micro-batch.*collator"
 GRADIENTS = r"\.training_step changes gradients .* on_pre_optimizer_step"
 
@@ -354,15 +356,15 @@ GRADIENTS = r"\.training_step changes gradients .* on_pre_optimizer_step"
 @pytest.mark.parametrize(
     ("base", "said"),
     [
-        (EditsInPlace, f"EditsInPlace{LABELS}"),
+        (editing(masks_labels), f"Edits{LABELS}"),
+        (editing(drops_shifted), f"Edits{LABELS}"),
         (changing_inputs(labels_masked), f"ChangesInputs{LABELS}"),
         (BeforeTheStep, f"BeforeTheStep{LABELS}"),
-        (WithoutShifted, f"WithoutShifted{LABELS}"),
         (WithoutContext, r"WithoutContext\.compute_loss calls the model without .* seq_ctx"),
         (ReadsLogits, r"outputs\.logits of a call with labels"),
         (ChangesGradients, f"ChangesGradients{GRADIENTS}"),
         (ChangesGradientsOfSamples, f"ChangesGradientsOfSamples{GRADIENTS}"),
-        (EditsSamples, "EditsSamples computes a loss from tokens .* not those of its"),
+        (editing(replaces_tokens, Focal), "FlexEdits computes a loss from tokens .* not those of"),
     ],
 )
 def test_changed_labels_gradients_and_calls_are_refused(tmp_path, base, said):
