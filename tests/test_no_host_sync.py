@@ -277,8 +277,9 @@ def test_a_model_never_waits(checkpointed):
         run_model(rank, checkpointed=checkpointed)
 
 
-@pytest.mark.parametrize("checkpointed", [0, pipeline.LAYERS])
-@pytest.mark.parametrize("backwards", pipeline.BACKWARDS)
+@pytest.mark.parametrize(
+    "backwards, checkpointed", zip(pipeline.BACKWARDS, (0, pipeline.LAYERS), strict=True)
+)
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_stage_never_waits(ranks, backwards, checkpointed):
     plan = pipeline.plan_of(f"{pipeline.FORWARDS} {backwards}", checkpointed)
