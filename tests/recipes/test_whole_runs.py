@@ -29,9 +29,8 @@ def words_of_run(config, folder, *more, **options):
         "max_steps": STEPS,
         "per_device_train_batch_size": 2,
     } | options
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))] + [
-        *more
-    ]
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return [*words, *more]
 
 
 def run(recipe, folder, words):
