@@ -93,7 +93,8 @@ class LossInOnePass(StepLoss):
         with self._in_training_mode(model):
             inputs = self._engine.micro_batches(step, model, is_last=self._is_last_step)
             for micro_batch in inputs:
-                with self._on_parts(micro_batch), self._watched_gradients(model):
+                watched = self._watch.gradients(model) if self._changes_step else nullcontext()
+                with self._on_parts(micro_batch), watched:
                     yield model, micro_batch
         self.value = step.final_loss.detach()
         self._raise_noted()
@@ -132,10 +133,6 @@ class LossInOnePass(StepLoss):
         as_whole = as_drawn(BEFORE_END, self._trainer.accelerator)
         with self._watch.calls(micro_batch), as_whole:
             yield
-
-    def _watched_gradients(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Surround a `training_step` of the user's on a micro-batch."""
-        return self._watch.gradients(model) if self._changes_step else nullcontext()
 
     def _raise_noted(self) -> None:
         """Raise a rank's noted error on all ranks. Collective over the world with users' code."""

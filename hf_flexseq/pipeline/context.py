@@ -127,10 +127,6 @@ class ChunkContext:
         assert layer is not None, "a layer without an index cannot carry keys and values"
         return LayerChunk(self, self._cut, layer, keeps_grad=keeps_grad)
 
-    def in_layer(self, layer: int) -> "ChunkInLayer":
-        """Return the chunk as one run of one layer sees it. layer: its index in the model"""
-        return ChunkInLayer(self, layer)
-
     def carrying(self, layer: int, call: int, *, keeps_grad: bool) -> Carrying | None:
         """Return what a recurrent layer's call of this number carries; None if all sequences are
         whole. keeps_grad: True if a backward will follow"""

@@ -37,7 +37,7 @@ from hf_flexseq.cost.walk import walk
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.pipeline.carry import KVCarry
-from hf_flexseq.pipeline.context import ChunkContext, programs_of_layouts
+from hf_flexseq.pipeline.context import ChunkContext, ChunkInLayer, programs_of_layouts
 from hf_flexseq.pipeline.mailbox import WINDOW, Inbox, Item, Outbox, post_receives
 from hf_flexseq.pipeline.stages import Stage, VirtualStage
 from hf_flexseq.pipeline.ulysses import Sharing, own_columns
@@ -351,7 +351,7 @@ def _checkpointable(
 
     def run(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         # Recurrent calls are counted by layer.
-        return own_forward(hidden, *args, **{**kwargs, "seq_ctx": chunk.in_layer(index)})
+        return own_forward(hidden, *args, **{**kwargs, "seq_ctx": ChunkInLayer(chunk, index)})
 
     # A model may checkpoint all its layers itself.
     checkpoints_itself = getattr(layer, "gradient_checkpointing", False)

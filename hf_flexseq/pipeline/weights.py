@@ -154,18 +154,16 @@ class _Product:
         if weight.requires_grad:
             # [out_features, rows] @ [rows, in_features] -> [out_features, in_features]
             if weight.grad is None:
-                weight.grad = mm_into(_empty_gradient(weight), self.dy.t(), self.x)
+                gradient = torch.empty_like(
+                    weight, dtype=_gradient_dtype(weight), requires_grad=False
+                )
+                weight.grad = mm_into(gradient, self.dy.t(), self.x)
             else:
                 addmm_into(weight.grad, self.dy.t(), self.x)
         if bias is not None and bias.requires_grad:
             # [rows, out_features] -> [out_features]
             d_bias = self.dy.sum(0, dtype=_gradient_dtype(bias))
             bias.grad = d_bias if bias.grad is None else bias.grad.add_(d_bias)
-
-
-def _empty_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return memory for the parameter's gradient, of its shape."""
-    return torch.empty_like(parameter, dtype=_gradient_dtype(parameter), requires_grad=False)
 
 
 def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:

@@ -60,7 +60,10 @@ class SourceRow:
     @property
     def dtypes(self) -> dict[str, str]:
         """Names of dtypes, such as `int64`, by column."""
-        return {name: _dtype_name(value.dtype) for name, value in self.columns.items()}
+        dtypes = {}
+        for name, value in self.columns.items():
+            dtypes[name] = str(value.dtype).removeprefix("torch.")
+        return dtypes
 
     @property
     def signature(self) -> int:
@@ -76,11 +79,6 @@ class SourceRow:
             return self
         columns = {name: torch.empty(0, dtype=getattr(torch, d)) for name, d in dtypes.items()}
         return SourceRow(columns=columns, lengths=())
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, such as `int64`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def common_dtypes(row: SourceRow, cpu_group: CpuGroup) -> dict[str, str]:

@@ -110,7 +110,9 @@ def _flagged(tensors: Mapping[str, torch.Tensor]) -> tuple[list[str], torch.Tens
     # 1. one launch for all tensors of a kind
     kinds: dict[Any, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        own = _own_elements(tensor.detach())
+        own = local(tensor.detach())  # of this rank
+        if own.is_sparse:
+            own = own._values()
         kinds.setdefault((own.device, own.dtype), {})[name] = own
 
     # 2. their flags, bool [tensors of a kind] each
@@ -132,12 +134,6 @@ def _not_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         dtype = torch.float32  # float16 has no room for the norm of many numbers
     norms = torch._foreach_norm(tensors, 2, dtype=dtype)
     return ~torch.isfinite(torch.stack(norms))
-
-
-def _own_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements that this rank holds of a tensor, which may be sharded or sparse."""
-    own = local(tensor)
-    return own._values() if own.is_sparse else own
 
 
 def _message(step: int, names: Sequence[str]) -> str:

@@ -7,8 +7,7 @@ checkpointing.
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property, partial
 
 import torch
@@ -72,7 +71,8 @@ class ModelProbe:
         self.communicator = communicator
         self.device = device
         # 1. the copy, with random weights
-        with untouched_random_numbers(device), torch.device(device):
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.device(device):
             model = facts.kind(shortened(facts.config, kept)).to(facts.dtype).train()
         # 2. everything that changes its timing in training
         model.set_attn_implementation(NAME)
@@ -187,11 +187,3 @@ def shortened(config: PreTrainedConfig, kept: Sequence[int]) -> PreTrainedConfig
         if getattr(text, name, None):
             setattr(text, name, 0)
     return short
-
-
-@contextmanager
-def untouched_random_numbers(device: torch.device) -> Iterator[None]:
-    """Restore the random number generators of the CPU and of `device` after the block."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        yield

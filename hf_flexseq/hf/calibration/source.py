@@ -153,7 +153,7 @@ class CostSource:
             own, origin = self.expected(subject), "named by cost_model"
             self._compare_named(own)
         elif brought is not None:
-            own, origin = brought.cost, f"from {self._name_of_checkpoint()}"
+            own, origin = brought[1].cost, f"from {brought[0]}"
         else:
             own, origin = make_cost(self.asked, subject, self.communicator)
         # A cost model's file may differ between nodes.
@@ -174,7 +174,7 @@ class CostSource:
         values: dict[str, Any] = json.loads(json.dumps(made_for))
         return values
 
-    def _taken_over(self, made_for: Mapping[str, Any]) -> SavedCost | None:
+    def _taken_over(self, made_for: Mapping[str, Any]) -> tuple[str, SavedCost] | None:
         """Return the checkpoint's cost model if it fits. Collective over the world."""
         if self._brought is None or self.named is not None:
             return None
@@ -182,7 +182,7 @@ class CostSource:
         # devices may differ between ranks: rank 0 decides
         differences = self.communicator.cpu_group.broadcast_value(brought.differences(made_for))
         if not differences:
-            return brought
+            return self._brought
         self._warn(
             f"the cost model of {name} is not used, so plans may differ from the checkpoint's "
             f"run: this run differs in {', '.join(differences)}"
@@ -199,10 +199,6 @@ class CostSource:
                 "plans may differ from the checkpoint's run"
             )
             self._brought = None  # as above
-
-    def _name_of_checkpoint(self) -> str:
-        assert self._brought is not None, "something was taken over"
-        return self._brought[0]
 
     def _warn(self, text: str) -> None:
         """Warn on rank 0."""

@@ -315,12 +315,9 @@ def is_fsdp2(model: nn.Module, accelerator: Accelerator) -> bool:
         plugin = accelerator.state.fsdp_plugin
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         return plugin.fsdp_version == 2 and not is_offloaded
-    return has_sharded_modules(model) and not _is_offloaded(model)
-
-
-def _is_offloaded(model: nn.Module) -> bool:
-    """Tell whether transformers made FSDP2 keep its share in the memory of the CPU."""
-    return getattr(_distributed_config(model), "fsdp_cpu_offload", False)
+    # transformers may have made FSDP2 keep its share in the memory of the CPU.
+    is_offloaded = getattr(_distributed_config(model), "fsdp_cpu_offload", False)
+    return has_sharded_modules(model) and not is_offloaded
 
 
 def _distributed_config(model: nn.Module) -> Any:

@@ -114,7 +114,11 @@ class Answers:
             reference = getattr(trainer, "ref_model", None)
             if reference is not None:
                 answered.enter_context(
-                    answered_by(reference, self._answer_of_reference, is_paused=self._paused)
+                    answered_by(
+                        reference,
+                        partial(self._answer, REFERENCE, reference),
+                        is_paused=self._paused,
+                    )
                 )
             yield
 
@@ -166,9 +170,6 @@ class Answers:
             role = REFERENCE
         assert self._running is not None, "calls are answered while a loss is computed"
         return self._answer(role, self._running, given)
-
-    def _answer_of_reference(self, given: dict[str, Any]) -> Any:
-        return self._answer(REFERENCE, self._trainer.ref_model, given)
 
     def _answer(self, role: str, model: nn.Module, given: Mapping[str, Any]) -> Any:
         """Return a model's result. Collective over the world if the call was not foreseen."""

@@ -256,7 +256,8 @@ class StageExecutor:
         others: the mean over ranks, which is what the Trainer logs, is the mean over the step's
         target tokens.
         """
-        pipeline = self._attached_pipeline()
+        pipeline = self._pipeline
+        assert pipeline is not None, "a drawn step has an attached stage"
         targets = max(step.targets, 1)
         autocast = self.setup.accelerator.autocast
         if trains:
@@ -269,10 +270,6 @@ class StageExecutor:
                 loss = pipeline.evaluate(step.own_plan, step.columns, targets, autocast)
         step.add(loss * self.setup.communicator.world_size)
         yield from ()
-
-    def _attached_pipeline(self) -> PipelineExecutor:
-        assert self._pipeline is not None, "a drawn step has an attached stage"
-        return self._pipeline
 
     def figures(self, step: RankChunks, trace: PlanTrace) -> Figures:
         """Write a step's trace, a line per replica; return figures. Collective over the world."""

@@ -100,10 +100,6 @@ def _router_loss(case: Staged) -> str | None:
     return f"{OPTION}=True" if is_asked else None
 
 
-def _forward_hook(case: Staged) -> str | None:
-    return next(users_forward_hooks(case.model), None)
-
-
 def _second_attention(case: Staged) -> str | None:
     layers = case.attending
     if None in layers or len(set(layers)) == len(layers):
@@ -211,7 +207,7 @@ PIPELINE: tuple[Refusal[Staged], ...] = (
     ),
     Refusal(
         setting="forward hooks",
-        found=_forward_hook,
+        found=lambda case: next(users_forward_hooks(case.model), None),
         why="stages run chunks of sequences",
         instead=f"remove the hook, or {ONE_STAGE}",
     ),

@@ -53,16 +53,8 @@ _WITH = " with compute_metrics or predict()"
 _LOSS_ONLY = "set prediction_loss_only=True"
 
 
-def _fused_head(case: Predicting) -> str | None:
-    return type(case.trainer).__name__ if has_fused_head(case.trainer) else None
-
-
 def _stages(case: Predicting) -> str | None:
     return f"pipeline_parallel_size={case.stages}" if case.stages > 1 else None
-
-
-def _uneven_batches(case: Predicting) -> str | None:
-    return None if case.trainer.accelerator.even_batches else "even_batches=False"
 
 
 def _states(case: Predicting) -> str | None:
@@ -89,7 +81,7 @@ def _loss_of_samples(case: Predicting) -> str | None:
 PREDICTIONS: tuple[Refusal[Predicting], ...] = (
     Refusal(
         setting="trainers of TRL that predict tokens",
-        found=_fused_head,
+        found=lambda case: has_fused_head(case.trainer) and type(case.trainer).__name__,
         why="its head returns no logits",
         instead=f"use FlexSeqTrainer, or {_LOSS_ONLY}",
     ),
@@ -101,7 +93,7 @@ PREDICTIONS: tuple[Refusal[Predicting], ...] = (
     ),
     Refusal(
         setting="even_batches=False",
-        found=_uneven_batches,
+        found=lambda case: not case.trainer.accelerator.even_batches,
         why="ranks would gather different numbers of batches",
         instead="leave it at True",
     ),
