@@ -160,7 +160,7 @@ class LoaderSettings:
         self.change()
 
     def change(self) -> None:
-        """Let every rank draw its batches: accelerate's rank 0 needs rows of equal length."""
+        """Let every rank draw: dispatching from rank 0 needs rows of equal length."""
         if not self._former:
             self._former.append(self._configuration.dispatch_batches)
             self._configuration.dispatch_batches = False

@@ -78,7 +78,7 @@ class TrainingItem(LoopItem):
         return self.step.final_loss
 
     def check_has_run(self) -> None:
-        """Raise RuntimeError if the loop has gone on without the step's backward."""
+        """Raise RuntimeError if the loop has continued without the step's backward."""
         if not self.step.has_run:
             raise RuntimeError(
                 f"step {self.step.number} was left without step.backward(model): to evaluate, "
