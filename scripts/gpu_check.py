@@ -1,6 +1,7 @@
 """Check hf_flexseq on the CUDA GPUs of this machine, and record what was seen.
 
     python scripts/gpu_check.py [--out FOLDER]        scripts/benchmarks/results by default
+    python scripts/gpu_check.py --quick               few plans and rounds, 5 minutes at most
     python scripts/gpu_check.py --parts kernels threads
     python scripts/gpu_check.py --rehearse --plans 2  the same on a CPU, with small sizes
 
@@ -23,8 +24,11 @@ The modules in `gpu_checks/` say what each of them holds against what. A part th
 says why. A rehearsal shows that the checks run, and nothing of a GPU; its page is written only
 where --out says so.
 
-The page is printed and written to a dated file under --out. Exits with 0 when all checks hold, 1
-when one does not, and 2 without a CUDA GPU.
+Every part is a process of its own: one that crashes, hangs or runs out of time is a line of the
+page, and the next part runs. The page is a dated file under --out, written again after every part,
+and printed at the end. Its last line sums it up for an issue. All parts together take 30 minutes
+at most, or as many as --minutes says; what has not run by then says so. Exits with 0 when all
+checks hold, 1 when one does not or did not run in time, and 2 without a CUDA GPU.
 """
 
 import argparse
@@ -34,7 +38,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -52,9 +58,15 @@ from gpu_checks import (
 )
 from gpu_checks.report import Section, Setting, launch, this_script
 
-RESULTS = Path(__file__).resolve().parent / "benchmarks/results"
-PLANS = 200
-PART_S = 7200.0  # after which a part is given up
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "scripts/benchmarks/results"
+PLANS, QUICK_PLANS = 200, 8  # for every way of running them
+MINUTES, QUICK_MINUTES = 30.0, 5.0  # of all parts together
+MOST_SHARE = 1 / 3  # of all minutes, after which one part is given up
+PACKAGES = (
+    *("hf_flexseq", "torch", "triton", "transformers", "accelerate", "flash-attn"),
+    *("flash-attn-3", "flash-attn-4", "fla-core", "causal-conv1d", "liger-kernel"),
+)
 
 PARTS: dict[str, Callable[[Setting], Section]] = {
     "kernels": kernels.kernel_errors_section,
@@ -80,29 +92,50 @@ def main() -> int:
     if not asked.rehearse and not torch.cuda.is_available():
         print("gpu_check needs a CUDA GPU, and torch sees none here", file=sys.stderr)
         return 2
-    setting = Setting(rehearse=asked.rehearse, plans=asked.plans)
+    plans = asked.plans or (QUICK_PLANS if asked.quick else PLANS)
+    setting = Setting(rehearse=asked.rehearse, plans=plans)
     if asked.part is not None:
         run_part(asked, setting)
         return 0
-    sections = []
-    for name in asked.parts:
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        command = [sys.executable, *this_script(name, setting)]
-        found = launch(command, seconds=PART_S)
-        if "error" in found:
-            section = Section(title=name, lines=(f"FAILED: {found['error']}",), holds=False)
-        else:
-            section = Section.from_record(found)
-        sections.append(section)
-    page = "\n".join([*heading(setting), *(section.text() for section in sections)])
-    print(page)
     folder = asked.out
     if folder is None and not setting.rehearse:
         folder = RESULTS
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{datetime.date.today()}_gpu_check.md").write_text(page + "\n")
-    return 0 if all(section.holds for section in sections) else 1
+    head = heading(setting)
+    sections: dict[str, Section] = {}
+    minutes = asked.minutes or (QUICK_MINUTES if asked.quick else MINUTES)
+    end = time.monotonic() + 60 * minutes
+    for name in asked.parts:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        seconds = min(60 * minutes * MOST_SHARE, end - time.monotonic())
+        sections[name] = section_of(name, setting, seconds)
+        page = "\n".join([*head, *(section.text() for section in sections.values())])
+        page += f"\n\n    {summary(sections, asked.parts)}\n"
+        if folder is not None:
+            (folder / f"{datetime.date.today()}_gpu_check.md").write_text(page)
+    print(page, end="")
+    return 0 if all(section.holds for section in sections.values()) else 1
+
+
+def section_of(name: str, setting: Setting, seconds: float) -> Section:
+    """Run one part in a process of its own, for at most so many seconds."""
+    if seconds <= 0:
+        line = "NOT RUN: all minutes were used up; run it alone with --parts"
+        return Section(title=name, lines=(line,), holds=False)
+    found = launch([sys.executable, *this_script(name, setting)], seconds=seconds, is_part=True)
+    if "error" in found:
+        return Section(title=name, lines=(f"FAILED: {found['error']}",), holds=False)
+    return Section.from_record(found)
+
+
+def summary(sections: Mapping[str, Section], asked: list[str]) -> str:
+    """Return the page in one line, to be pasted into an issue."""
+    ends: dict[str, list[str]] = {"ok": [], "FAILED": [], "not run": []}
+    for name in asked:
+        ends[sections[name].end if name in sections else "not run"].append(name)
+    found = [f"{end}: {' '.join(names)}" for end, names in ends.items() if names]
+    return "; ".join(["gpu_check", devices(), *versions(), *found])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -113,7 +146,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, help="folder of the page")
     made.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     made.add_argument(
-        "--plans", type=int, default=PLANS, help="random plans for every way of running them"
+        "--plans",
+        type=int,
+        help=f"random plans for every way of running them ({PLANS}; with --quick {QUICK_PLANS})",
+    )
+    made.add_argument("--quick", action="store_true", help="few plans and rounds, in 5 minutes")
+    made.add_argument(
+        "--minutes",
+        type=float,
+        help=f"of all parts together ({MINUTES:g}; with --quick {QUICK_MINUTES:g})",
     )
     made.add_argument("--rehearse", action="store_true", help="on a CPU, with small sizes")
     # its own processes
@@ -138,23 +179,44 @@ def run_part(asked: argparse.Namespace, setting: Setting) -> None:
 
 def heading(setting: Setting) -> list[str]:
     """Return the first lines of the page: the command, the devices, the versions."""
-    command = shlex.join(["python", "scripts/gpu_check.py", *sys.argv[1:]])
+    title = f"# GPU check, {datetime.date.today()}"
     if setting.rehearse:
-        return [
-            f"# Rehearsal of the GPU check on a CPU, {datetime.date.today()}",
-            f"\n    {command}",
-            f"\nIt says nothing of a GPU. torch {torch.__version__}",
-        ]
+        title = f"# Rehearsal of the GPU check on a CPU, {datetime.date.today()}"
+    command = shlex.join(["python", "scripts/gpu_check.py", *sys.argv[1:]])
+    lines = [title, f"\n    {command}", f"\n{devices()}; {', '.join(versions())}"]
+    if setting.rehearse:
+        lines.append("\nIt says nothing of a GPU.")
+    return lines
+
+
+def devices() -> str:
+    """Return the devices, their driver and CUDA in words."""
+    if not torch.cuda.is_available():
+        return "no GPU"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     driver = "unknown"
     if shutil.which("nvidia-smi"):
         driver = subprocess.check_output(query, text=True).strip()
-    return [
-        f"# GPU check, {datetime.date.today()}",
-        f"\n    {command}",
-        f"\n{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, driver {driver}, torch "
-        f"{torch.__version__}, CUDA {torch.version.cuda}",
-    ]
+    return (
+        f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, driver {driver}, "
+        f"CUDA {torch.version.cuda}"
+    )
+
+
+def versions() -> list[str]:
+    """Return the packages that are installed, with their versions, and the commit."""
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return found
+    return [*found, f"commit {done.stdout.strip()}"]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Settings, a section of the page, and commands in processes of their own."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 
 SCRIPT = Path(__file__).resolve().parents[1] / "gpu_check.py"
+NOT_RUN = "Not run: "
 LAST_LINES = 3  # of what a failed command says
 
 
@@ -52,7 +55,14 @@ class Section:
     """Lines of Markdown below the title."""
 
     holds: bool = True
-    """Whether all of its checks hold."""
+    """True if all of its checks hold, or if none can run here."""
+
+    @property
+    def end(self) -> str:
+        """How the part ended, in a word or two."""
+        if not self.holds:
+            return "FAILED"
+        return "not run" if self.lines[0].startswith(NOT_RUN) else "ok"
 
     def to_record(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -66,7 +76,7 @@ class Section:
     @classmethod
     def not_run(cls, title: str, reason: str) -> "Section":
         """Return the section of a part that cannot run here, which is no failure."""
-        return cls(title=title, lines=(f"Not run: {reason}.",))
+        return cls(title=title, lines=(f"{NOT_RUN}{reason}.",))
 
     def text(self) -> str:
         """Return the section as the page has it."""
@@ -104,20 +114,36 @@ def torchrun(processes: int, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, *launcher, *arguments]
 
 
-def launch(command: Sequence[str], *, seconds: float | None = None) -> dict[str, Any]:
+def launch(
+    command: Sequence[str], *, seconds: float | None = None, is_part: bool = False
+) -> dict[str, Any]:
     """Run a command; return the JSON of its last line, or `error`, its last words.
 
     seconds: after which it is ended; None for no limit.
+    is_part: True for a process group of its own, which is ended as a whole.
     """
+    process = subprocess.Popen(
+        list(command),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=is_part,
+    )
     try:
-        done = subprocess.run(
-            list(command), capture_output=True, text=True, check=False, timeout=seconds
-        )
+        out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        return {"error": f"it had not ended after {seconds:g} s"}
-    if done.returncode:
-        return {"error": last_words(done.stderr) or f"it ended with {done.returncode}"}
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        if is_part:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.terminate()  # torchrun then ends its ranks
+        process.communicate()
+        return {"error": f"it had not ended after {seconds:.0f} s"}
+    if process.returncode:
+        return {"error": last_words(err) or f"it ended with {process.returncode}"}
+    try:
+        found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        return {"error": "it ended without a result"}
     return found
 
 
