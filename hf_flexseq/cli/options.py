@@ -9,6 +9,7 @@ from hf_flexseq.cli.calibrate import calibrate
 from hf_flexseq.cli.compare import SOLVER_SEQUENCES, compare
 from hf_flexseq.cli.environment import env
 from hf_flexseq.cli.plan import plan
+from hf_flexseq.cli.prove import prove
 from hf_flexseq.cli.report import STEPS, report
 from hf_flexseq.cli.view import view
 from hf_flexseq.command_line import (
@@ -52,6 +53,9 @@ def make_parser() -> ArgumentParser:
     )
     _calibrate_options(
         _command(commands, "calibrate", calibrate, "measure a cost model on this machine")
+    )
+    _prove_options(
+        _command(commands, "prove", prove, "show that a model trains on ranks as on one process")
     )
     _command(
         commands, "env", env, "versions, devices and kernels, and why a kernel is not available"
@@ -149,6 +153,25 @@ def _calibrate_options(parser: ArgumentParser) -> None:
         action="store_false",
         help="training keeps all activations",
     )
+
+
+def _prove_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="name or folder of a model, a config.json, or a class of transformers",
+    )
+    parser.add_argument(
+        "--whole", action="store_true", help="the model itself, instead of a small one like it"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=at_least(1),
+        metavar="N",
+        help="ranks to start (default: one for each GPU, else two)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the record")
+    parser.add_argument("--quiet", action="store_true", help="print nothing")
 
 
 # ---- options of several commands

@@ -20,7 +20,8 @@ tokens, so changes tell most about a model without them.
 """
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +101,7 @@ def probe_model(
         kernel: Of all attention; None is the one that a trainer takes on the CPU.
         attach: Gives a model its attention and its positions; None does what a trainer does.
     """
-    twin = _lively(model)
+    twin = lively_copy(model, torch.float64)
     sequences = _sequences(twin.config.get_text_config())
     changed = [_with_change(sequences, change) for change in changes]
 
@@ -128,7 +129,10 @@ def probe_model(
         for strategy in strategies:
             ranks = _Ranks(twins, strategy, kernel)
             have = _run_ranks(ranks, sequences, gradients=gradients)
-            wrong += [f"{strategy}: {line}" for line in _differences(have, want, same)]
+            found = _differences(have, want, same)
+            if found:
+                found.insert(0, _first_difference(ranks, alone, sequences, same))
+            wrong += [f"{strategy}: {line}" for line in found]
             for change, tokens, want_after in zip(changes, changed, want_changed, strict=True):
                 have_after = _run_ranks(ranks, tokens).outputs
                 steps = (want.outputs, want_after, have.outputs, have_after)
@@ -147,9 +151,9 @@ def _attach(model: PreTrainedModel) -> None:
 # ---- what goes in
 
 
-def _lively(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy in float64 with random parameters, large enough for every token to matter."""
-    twin = copy.deepcopy(model).double().eval()
+def lively_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a copy whose parameters are random and large enough for every token to matter."""
+    twin = copy.deepcopy(model).to(dtype).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
@@ -295,6 +299,77 @@ def _taken_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             gradients[name] = parameter.grad
     model.zero_grad()
     return gradients
+
+
+# ---- modules
+
+# Outputs of each module of a model, by name, for each sequence, [length, ...].
+_ModuleOutputs = dict[str, dict[int, torch.Tensor]]
+
+
+def _first_difference(
+    ranks: _Ranks, alone: PreTrainedModel, sequences: Sequence[torch.Tensor], same: float
+) -> str:
+    """Name the first module, in the order in which they end, whose output differs on the ranks."""
+    wanted: _ModuleOutputs = {}
+    for index, tokens in enumerate(sequences):
+        with _noted_outputs(alone, [(index, 0, len(tokens))], wanted):
+            _run_alone(alone, [tokens])
+    found: _ModuleOutputs = {}
+    plan = _plan(ranks.strategy)
+    with ExitStack() as noting:
+        for rank, model in enumerate(ranks.models):
+            shard = make_shard(plan.micro_batches[0], plan.lengths, rank)
+            parts = [part for zone in shard.zones for part in zone.slices]
+            places = [(part.sequence, part.start, part.tokens) for part in parts]
+            noting.enter_context(_noted_outputs(model, places, found))
+        _run_ranks(ranks, sequences)
+    for name, outputs in wanted.items():
+        scale = max(float(output.abs().max()) for output in outputs.values())
+        for sequence, output in outputs.items():
+            other = found.get(name, {}).get(sequence)
+            if other is None or other.shape != output.shape:
+                continue  # its output has no row for each token
+            if not float((other - output).abs().max()) <= same * scale:
+                return f"the first module whose output differs is {name}, in sequence {sequence}"
+    return "the outputs of all modules inside are equal"
+
+
+@contextmanager
+def _noted_outputs(
+    model: PreTrainedModel, places: Sequence[tuple[int, int, int]], noted: _ModuleOutputs
+) -> Iterator[None]:
+    """Note the first output of every module that has a row for each token.
+
+    places: (sequence, first token, tokens) of the row's parts, in their order.
+    """
+    total = sum(tokens for _, _, tokens in places)
+    seen: set[str] = set()
+
+    def note(name: str, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) and output else output
+        if name in seen or not isinstance(output, torch.Tensor) or not output.dim():
+            return
+        seen.add(name)
+        rows = output[0] if output.dim() > 2 and output.shape[0] == 1 else output
+        if rows.shape[0] != total:
+            return
+        parts = rows.detach().double().split([tokens for _, _, tokens in places])
+        for (sequence, start, tokens), part in zip(places, parts, strict=True):
+            outputs = noted.setdefault(name, {})
+            if sequence not in outputs:
+                size = (SEQUENCES[sequence], *part.shape[1:])
+                outputs[sequence] = part.new_full(size, torch.nan)
+            outputs[sequence][start : start + tokens] = part
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name:
+                handle = module.register_forward_hook(
+                    lambda _module, _inputs, output, name=name: note(name, output)
+                )
+                hooks.callback(handle.remove)
+        yield
 
 
 # ---- comparisons

@@ -32,6 +32,7 @@ import transformers
 from common import ROOT, argument_parser, table, write_record
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.probe import SHARED, probe_model
+from hf_flexseq.hf.prove.small import has_near_layers, small_model
 from reach_models import (
     HUB,
     NEEDED,
@@ -41,9 +42,7 @@ from reach_models import (
     checkpoints,
     default_config,
     families,
-    has_near_layers,
     text_class,
-    tiny_model,
     unrolled,
     with_towers,
 )
@@ -225,10 +224,11 @@ BUILDING_FAILS = (ImportError, AttributeError, KeyError, TypeError, ValueError, 
 def probed(family: Family, options: dict[str, Any], strategies: Sequence[str]) -> list[str]:
     """Return what the probe of tiny models finds: one of all kinds of layers, and one without
     full attention, whose changes end where windows and chunks do."""
-    model = tiny_model(family, options)
+    options = NEEDED.get(family.name, {}) | options
+    model = small_model(family.kind, options)
     found = probe_model(model, strategies=strategies, changes=CHANGES)
     if has_near_layers(model.config.get_text_config()):
-        near = tiny_model(family, options, near=True)
+        near = small_model(family.kind, options, near=True)
         found += probe_model(near, strategies=strategies, changes=CHANGES, gradients=False)
     return found
 

@@ -1,0 +1,160 @@
+"""`prove`: show on this machine that a model trains on its ranks as on one process.
+
+Without a launcher the command starts its ranks itself, one for each GPU, or two on a CPU. Under
+`accelerate launch` or `torchrun` the ranks that there are prove together.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+CPU_RANKS = 2
+LIMIT_S = 600.0  # after which the ranks are ended
+COLUMNS = ("plan", "groups", "loss off by", "worst gradient off by", "of", "")
+
+
+class NotProven(Exception):
+    """The comparison failed; the table says where."""
+
+
+def prove(options: Namespace) -> None:
+    """Compare, print the table and the verdict, and write the record.
+
+    Raises NotProven if something differs.
+    """
+    if "RANK" in os.environ:
+        record = _of_this_rank(options)
+        if int(os.environ["RANK"]) != 0:
+            return
+    else:
+        record = _of_own_ranks(options)
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
+    if "refused" in record:
+        raise ValueError(record["refused"])
+    if options.quiet:
+        return
+    print(_page(record))
+    if not record["holds"]:
+        raise NotProven(f"{record['model']} does not train as on one process: see the table")
+
+
+def _of_this_rank(options: Namespace) -> dict[str, Any]:
+    """Return the record, as one of the ranks that a launcher has started."""
+    from hf_flexseq.hf.prove import command
+
+    try:
+        record = command.prove(options.model, whole=options.whole)
+    except (OSError, ValueError, NotImplementedError) as error:
+        return {"refused": " ".join(str(error).split())}
+    return record | {"holds": command.holds(record)}
+
+
+def _of_own_ranks(options: Namespace) -> dict[str, Any]:
+    """Start the ranks, and return the record of rank 0."""
+    ranks = options.ranks or _gpus() or CPU_RANKS
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "record.json"
+        words = [options.model, "--json", str(path), "--quiet"]
+        if options.whole:
+            words.append("--whole")
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc_per_node={ranks}", "-m", "hf_flexseq.cli", "prove", *words),
+        ]
+        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+            )
+        except subprocess.TimeoutExpired:
+            raise NotProven(f"the ranks had not ended after {LIMIT_S:.0f} s") from None
+        if not path.exists():
+            last = done.stderr.strip().splitlines()[-3:] or ["without a word"]
+            raise NotProven(f"the ranks ended with {done.returncode}: {' / '.join(last)}")
+        record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
+def _gpus() -> int:
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"proving needs torch and transformers: pip install torch transformers accelerate "
+            f"({error})"
+        ) from error
+    return torch.cuda.device_count()
+
+
+# ---- the page
+
+
+def _page(record: dict[str, Any]) -> str:
+    """Return the table and the verdict."""
+    nodes, ranks_per_node = record["ranks"]
+    lines = [
+        f"{record['model']} of {record['origin']}, {record['parameters']:,} parameters, "
+        f"{record['dtype']}, on {nodes} x {ranks_per_node} ranks ({record['device']})",
+        f"one optimizer step of {len(record['documents'])} documents of "
+        f"{min(record['documents'])} to {max(record['documents'])} tokens; allowed: loss "
+        f"{record['bounds']['loss']:.1e}, gradients {record['bounds']['gradient']:.1e}",
+        "",
+        *_table([COLUMNS, *(_row(name, step) for name, step in record["steps"].items())]),
+        "",
+    ]
+    control = record["control"]
+    lines.append(
+        f"control: {control['what']}: loss {control['loss']:.1e}, gradients "
+        f"{control['gradient']:.1e}"
+    )
+    if record["changes"] is not None:
+        lines.append("one token changed: " + _changes(record["changes"]))
+    found = sum(record["faults"].values())
+    lines.append(f"faults made on purpose: {found} of {len(record['faults'])} found")
+    lines += [
+        f"  NOT FOUND: {name}" for name, is_found in record["faults"].items() if not is_found
+    ]
+    if not record["learned"]:
+        lines.append("NOTHING TRAINED: all gradients are 0")
+    lines += [f"not proven: {what}" for what in record["not_proven"]]
+    lines.append("PROVEN" if record["holds"] else "NOT PROVEN")
+    return "\n".join(lines)
+
+
+def _changes(wrong: list[str]) -> str:
+    if not wrong:
+        return "exactly the outputs that depend on it change"
+    return "\n  ".join([f"{len(wrong)} differences", *wrong[:10]])
+
+
+def _row(name: str, step: dict[str, Any]) -> tuple[str, ...]:
+    if "not_run" in step:
+        return (name, "not run: " + step["not_run"], "", "", "", "-")
+    apart = step["difference"]
+    counts: dict[str, int] = {}
+    for group in step["groups"]:
+        counts[group] = counts.get(group, 0) + 1
+    groups = ", ".join(f"{count} x {group}" for group, count in counts.items())
+    verdict = "ok" if step["holds"] else "DIFFERS"
+    if not step["has_trained"]:
+        verdict = "NOTHING TRAINED"
+    if apart["missing"]:
+        verdict += f": {len(apart['missing'])} gradients in one of the two alone"
+    figures = (f"{apart['loss']:.1e}", f"{apart['gradient']:.1e}", apart["parameter"])
+    return (name, groups, *figures, verdict)
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Return rows as lines with aligned columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
