@@ -27,8 +27,8 @@ class OneLineParser(ArgumentParser):
         self.exit(2, one_line(f"{self.prog}: {message}", LINE - len(hint)) + hint + "\n")
 
 
-def set_run(parser: ArgumentParser, run: Callable[[Namespace], None]) -> None:
-    """Let `parser` call `run` with its options."""
+def set_run(parser: ArgumentParser, run: Callable[[Namespace], int | None]) -> None:
+    """Let `parser` call `run` with its options. run: returns the exit status, None for 0."""
     parser.set_defaults(run=run, prog=parser.prog)
 
 
@@ -38,14 +38,15 @@ def run_command(parser: ArgumentParser, argv: Sequence[str]) -> int:
     options.argv = list(argv)
     try:
         _set_limits(options)
-        options.run(options)
+        status: int | None = options.run(options)
     except BrokenPipeError:
         sys.stderr.close()  # the reader closed the pipe
+        return 0
     except REFUSALS as error:
         kind = "infeasible: " if isinstance(error, PlanInfeasible) else ""
         say(options, f"{kind}{error}")
         return 2
-    return 0
+    return status or 0
 
 
 def say(options: Namespace, message: str) -> None:

@@ -66,7 +66,7 @@ def make_parser() -> ArgumentParser:
 def _command(
     commands: "argparse._SubParsersAction[OneLineParser]",
     name: str,
-    run: Callable[[Namespace], None],
+    run: Callable[[Namespace], int | None],
     help: str,
 ) -> ArgumentParser:
     """Add a command that calls `run` with its options, and return its parser."""

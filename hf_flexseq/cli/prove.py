@@ -13,24 +13,19 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-CPU_RANKS = 2
 LIMIT_S = 600.0  # after which the ranks are ended
 COLUMNS = ("plan", "groups", "loss off by", "worst gradient off by", "of", "")
 
 
-class NotProven(Exception):
-    """The comparison failed; the table says where."""
-
-
-def prove(options: Namespace) -> None:
+def prove(options: Namespace) -> int:
     """Compare, print the table and the verdict, and write the record.
 
-    Raises NotProven if something differs.
+    Returns the exit status: 0 if the model is proven, else 1.
     """
     if "RANK" in os.environ:
         record = _of_this_rank(options)
         if int(os.environ["RANK"]) != 0:
-            return
+            return 0
     else:
         record = _of_own_ranks(options)
     if options.json is not None:
@@ -38,10 +33,9 @@ def prove(options: Namespace) -> None:
     if "refused" in record:
         raise ValueError(record["refused"])
     if options.quiet:
-        return
-    print(_page(record))
-    if not record["holds"]:
-        raise NotProven(f"{record['model']} does not train as on one process: see the table")
+        return 0
+    print(page_of(record))
+    return 0 if holds(record) else 1
 
 
 def _of_this_rank(options: Namespace) -> dict[str, Any]:
@@ -52,12 +46,19 @@ def _of_this_rank(options: Namespace) -> dict[str, Any]:
         record = command.prove(options.model, whole=options.whole)
     except (OSError, ValueError, NotImplementedError) as error:
         return {"refused": " ".join(str(error).split())}
-    return record | {"holds": command.holds(record)}
+    return record
 
 
 def _of_own_ranks(options: Namespace) -> dict[str, Any]:
     """Start the ranks, and return the record of rank 0."""
-    ranks = options.ranks or _gpus() or CPU_RANKS
+    try:
+        from hf_flexseq.hf.prove.ranks import default_ranks
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "proving needs torch and transformers: pip install torch transformers accelerate "
+            f"({error})"
+        ) from error
+    ranks = options.ranks or default_ranks()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
         words = [options.model, "--json", str(path), "--quiet"]
@@ -73,29 +74,31 @@ def _of_own_ranks(options: Namespace) -> dict[str, Any]:
                 command, env=environment, capture_output=True, text=True, timeout=LIMIT_S
             )
         except subprocess.TimeoutExpired:
-            raise NotProven(f"the ranks had not ended after {LIMIT_S:.0f} s") from None
+            return {"refused": f"the ranks had not ended after {LIMIT_S:.0f} s"}
         if not path.exists():
             last = done.stderr.strip().splitlines()[-3:] or ["without a word"]
-            raise NotProven(f"the ranks ended with {done.returncode}: {' / '.join(last)}")
+            return {"refused": f"the ranks ended with {done.returncode}: {' / '.join(last)}"}
         record: dict[str, Any] = json.loads(path.read_text())
     return record
 
 
-def _gpus() -> int:
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"proving needs torch and transformers: pip install torch transformers accelerate "
-            f"({error})"
-        ) from error
-    return torch.cuda.device_count()
+def holds(record: dict[str, Any]) -> bool:
+    """Return True if a record proves what it says: nothing differs, something trained, and every
+    planted fault was found."""
+    steps = [step for step in record["steps"].values() if "not_run" not in step]
+    return bool(
+        record["learned"]
+        and steps
+        and all(step["holds"] for step in steps)
+        and not record["changes"]
+        and all(record["faults"].values())
+    )
 
 
 # ---- the page
 
 
-def _page(record: dict[str, Any]) -> str:
+def page_of(record: dict[str, Any]) -> str:
     """Return the table and the verdict."""
     nodes, ranks_per_node = record["ranks"]
     lines = [
@@ -123,7 +126,7 @@ def _page(record: dict[str, Any]) -> str:
     if not record["learned"]:
         lines.append("NOTHING TRAINED: all gradients are 0")
     lines += [f"not proven: {what}" for what in record["not_proven"]]
-    lines.append("PROVEN" if record["holds"] else "NOT PROVEN")
+    lines.append("PROVEN" if holds(record) else "NOT PROVEN")
     return "\n".join(lines)
 
 

@@ -150,7 +150,10 @@ def main() -> None:
     print(page(answers))
     write_record(args.json, [answer._asdict() for answer in answers])
     if args.write_docs:
-        DOCS.write_text(docs(answers))
+        towers = [
+            ask(family, None, args.strategies if args.probe else ()) for family in with_towers()
+        ]
+        DOCS.write_text(docs(answers, towers))
         print(f"wrote {DOCS}")
     if any(answer.probe for answer in answers):
         sys.exit("a model that is taken fails its probe")
@@ -354,8 +357,8 @@ def refused_lines(answers: Sequence[Answer]) -> list[str]:
     return lines
 
 
-def docs(answers: Sequence[Answer]) -> str:
-    """Return docs/models.md."""
+def docs(answers: Sequence[Answer], towers: Sequence[Answer]) -> str:
+    """Return docs/models.md. towers: of the models with towers."""
     rows = []
     by_family: dict[str, list[Answer]] = {}
     for answer in answers:
@@ -373,16 +376,15 @@ def docs(answers: Sequence[Answer]) -> str:
     text = DOCS_HEAD.format(versions=versions, today=today, shares=share_table(answers))
     body = table(("family", "default configuration", "published checkpoints"), rows)
     refused = "\n".join(refused_lines(answers))
-    of_towers = TOWERS + "\n".join(tower_lines())
+    of_towers = TOWERS + "\n".join(tower_lines(towers))
     return f"{text}\n{body}\n\n## Not taken, by reason\n\n{refused}\n\n{of_towers}\n"
 
 
-def tower_lines() -> list[str]:
+def tower_lines(towers: Sequence[Answer]) -> list[str]:
     """Return one line for the models with towers that are taken, and one for each group of reasons
     why others are not."""
     groups: dict[str, list[str]] = {}
-    for family in with_towers():
-        answer = ask(family, None, ())
+    for family, answer in zip(with_towers(), towers, strict=True):
         name = f"`{answer.model}`"
         if answer.verdict == REFUSED:
             group = f"Refused, {group_of(answer)}"
@@ -392,6 +394,8 @@ def tower_lines() -> list[str]:
             group = "Not built of their default configurations"
         else:
             group = answer.verdict.capitalize()
+            if answer.probe != ():
+                name += " (not run)"
         groups.setdefault(group, []).append(name)
     lines = []
     for group, names in sorted(groups.items(), key=lambda item: -len(item[1])):
@@ -438,7 +442,8 @@ TOWERS = """## Models with towers for images, video or audio
 
 The taken models train on text alone: a step with tokens that stand for images, video or audio is
 refused on all ranks. The classes of AutoModelForImageTextToText were checked with their default
-configurations; the models in the lists below have not been run.
+configurations. A tiny model of each taken one was compared with one process on text, as above,
+except for those marked *not run*, of which no tiny model can be made.
 
 Many are refused because their `forward` does not take `num_items_in_batch`, so their loss is a
 mean over the batch. Examples are `Qwen3_5ForConditionalGeneration` and

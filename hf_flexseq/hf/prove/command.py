@@ -73,7 +73,7 @@ def prove(name: str, *, whole: bool = False) -> dict[str, Any]:
     wanted = step_alone(model, rows)
     control = difference(_control(model, rows, precision), wanted)
     bounds = _bounds(model, precision, control.gradient)
-    steps = {}
+    steps: dict[str, dict[str, Any]] = {}
     for plan, options in plans_of(topology).items():
         try:
             run = step_of_trainer(model, rows, topology, options, bf16=precision.bf16)
@@ -110,19 +110,6 @@ def prove(name: str, *, whole: bool = False) -> dict[str, Any]:
     }
 
 
-def holds(record: dict[str, Any]) -> bool:
-    """Return True if a record proves what it says: nothing differs, something trained, and every
-    planted fault was found."""
-    steps = [step for step in record["steps"].values() if "not_run" not in step]
-    return (
-        record["learned"]
-        and bool(steps)
-        and all(step["holds"] for step in steps)
-        and not record["changes"]
-        and all(record["faults"].values())
-    )
-
-
 # ---- the model
 
 
@@ -133,7 +120,7 @@ def _model(name: str, *, whole: bool) -> tuple[PreTrainedModel, str]:
         return kind.from_pretrained(name, trust_remote_code=False, dtype=torch.float32), name
     named = getattr(transformers, name, None) if name.isidentifier() else None
     if isinstance(named, type) and issubclass(named, PreTrainedModel):
-        return small_model(named, {}), f"the default configuration of {name}"
+        return _small(named, {}), f"the default configuration of {name}"
     # None would prompt on the terminal before running a model's own code
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -141,7 +128,14 @@ def _model(name: str, *, whole: bool) -> tuple[PreTrainedModel, str]:
             f"model_type={config.model_type!r} is not a causal language model of transformers"
         )
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return small_model(kind, plain_options(config.to_diff_dict())), name
+    return _small(kind, plain_options(config.to_diff_dict())), name
+
+
+def _small(kind: type[PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
+    try:
+        return small_model(kind, options)
+    except NotImplementedError as error:  # layers of an unknown kind
+        raise NotImplementedError(f"{kind.__name__}: {error}") from error
 
 
 # ---- precision

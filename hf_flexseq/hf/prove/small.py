@@ -97,6 +97,15 @@ SMALL: dict[str, Any] = {
     "num_mem_blocks": 1,
     "moe_shared_expert_intermediate_size": 16,
     "shared_intermediate_size": 16,
+    # towers for images and sounds
+    "embed_dim": 32,
+    "num_heads": 4,
+    "depth": 2,
+    "out_hidden_size": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 24,
+    "output_dim": 32,
 }
 # Those of them that a configuration keeps at None where it has them so.
 OPTIONAL = (
@@ -177,7 +186,12 @@ def _small_options(
     if getattr(base, "num_kv_shared_layers", 0):
         small["num_kv_shared_layers"] = 2
     if getattr(base, "rope_parameters", None):
-        small["rope_parameters"] = _short_rope(base.rope_parameters)
+        heads = SMALL["num_attention_heads"]
+        head_dim = small.get("head_dim") or SMALL["hidden_size"] // heads
+        rope = base.rope_parameters
+        if "mrope_section" in (getattr(cls, "ignore_keys_at_rope_validation", None) or ()):
+            rope = {"mrope_section": None, **rope}  # the model's own default is for large heads
+        small["rope_parameters"] = _short_rope(rope, head_dim)
         if "original_max_position_embeddings" in fields:
             small["original_max_position_embeddings"] = 16
 
@@ -260,16 +274,20 @@ def has_near_layers(config: PreTrainedConfig) -> bool:
     return "full_attention" in types and len(types) > 1 and not shares_keys
 
 
-def _short_rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return rotary parameters whose original length is below that of a probe's sequences."""
+def _short_rope(parameters: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """Return rotary parameters for small heads, whose original length is below that of short
+    sequences."""
     short = {}
     for name, value in parameters.items():
         if isinstance(value, dict):
-            value = _short_rope(value)
+            value = _short_rope(value, head_dim)
         elif name == "original_max_position_embeddings":
             value = 16
         elif name in ("short_factor", "long_factor"):
             size = int(SMALL["head_dim"] * parameters.get("partial_rotary_factor", 1.0)) // 2
             value = [1.0 if name == "short_factor" else 2.0] * size
+        elif name == "mrope_section":
+            half = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) // 2
+            value = [half - 2 * (half // 3), half // 3, half // 3]
         short[name] = value
     return short

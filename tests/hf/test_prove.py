@@ -1,0 +1,161 @@
+"""`flexseq prove`: what is sound is proven, and errors of training that others' users reported are
+found. Errors inside of a model are planted in `test_probe.py`."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
+
+from hf_flexseq.cli import main
+from hf_flexseq.cli import prove as page
+from hf_flexseq.hf import probe
+from hf_flexseq.hf.prove import command
+from hf_flexseq.hf.prove.documents import LONGEST, documents, tokens_per_rank
+from hf_flexseq.hf.prove.small import plain_options, small_model
+from hf_flexseq.hf.prove.trained import Step, step_alone
+from hf_flexseq.hf.prove.verdict import difference, planted_faults
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return probe.lively_copy(small_model(LlamaForCausalLM, {}), torch.float64)
+
+
+@pytest.fixture(scope="module")
+def rows(llama):
+    return documents(llama.config, 2)
+
+
+@pytest.fixture(scope="module")
+def step(llama, rows):
+    return step_alone(llama, rows)
+
+
+# ---- errors of training
+
+
+def scaled(step, factor):
+    gradients = {name: factor * gradient for name, gradient in step.gradients.items()}
+    return step._replace(gradients=gradients)
+
+
+def with_labels(rows, change):
+    return [{**row, "labels": change(list(row["labels"]), row["input_ids"])} for row in rows]
+
+
+def mean_of_means(llama, rows):
+    """The mean over documents with a target of each one's own mean."""
+    steps = [step_alone(llama, [row]) for row in rows if any(x >= 0 for x in row["labels"][1:])]
+    gradients = {
+        name: sum(step.gradients[name] for step in steps) / len(steps)
+        for name in steps[0].gradients
+    }
+    return Step(sum(step.loss for step in steps) / len(steps), gradients)
+
+
+def boundary_lost(labels, ids):
+    """The target at the edge between two ranks' halves is ignored."""
+    if len(labels) == LONGEST:
+        labels[LONGEST // 2] = -100
+    return labels
+
+
+ERRORS = {
+    "a mean of the documents' means": lambda model, rows, step: mean_of_means(model, rows),
+    "a loss scaled by the number of ranks": lambda model, rows, step: scaled(step, 2.0),
+    "gradients averaged twice": lambda model, rows, step: scaled(step, 0.5),
+    "prompts are learned": lambda model, rows, step: step_alone(
+        model, with_labels(rows, lambda labels, ids: ids)
+    ),
+    "labels are shifted twice": lambda model, rows, step: step_alone(
+        model, with_labels(rows, lambda labels, ids: [*labels[1:], -100])
+    ),
+    "the target at a shard's edge is lost": lambda model, rows, step: step_alone(
+        model, with_labels(rows, boundary_lost)
+    ),
+    "a document is dropped": lambda model, rows, step: step_alone(model, rows[:-1]),
+    "padding is a target": lambda model, rows, step: step_alone(
+        model, [{k: [*row[k], 1] for k in row} for row in rows]
+    ),
+    "documents packed as one": lambda model, rows, step: step_alone(
+        model, [{k: [x for row in rows for x in row[k]] for k in rows[0]}]
+    ),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_of_training_is_found(error, llama, rows, step):
+    wrong = ERRORS[error](llama, rows, step)
+    assert not difference(wrong, step).within(command.FLOAT64)
+
+
+def test_faults_made_on_purpose_are_found(step):
+    assert all(planted_faults(step, command.FLOAT64).values())
+    assert difference(step, step).within(command.FLOAT64)
+
+
+def test_the_first_module_that_differs_is_named(llama):
+    def attach(model):
+        probe._attach(model)
+        model.model.layers[2].self_attn.scaling *= 1.01
+
+    wrong = probe.probe_model(
+        llama, strategies=("zigzag",), changes=(), gradients=False, attach=attach
+    )
+    assert wrong[0].startswith("zigzag: the first module whose output differs is model.layers.2.")
+
+
+# ---- the small model
+
+
+def test_a_small_model_has_the_kinds_of_layers_of_a_large_one():
+    config = Gemma3TextConfig(hidden_size=2560, num_hidden_layers=34, sliding_window=1024)
+    small = small_model(Gemma3ForCausalLM, plain_options(config.to_diff_dict()))
+    assert set(small.config.layer_types) == set(config.layer_types)
+    assert small.config.sliding_window < 10
+    assert small.num_parameters() < 100_000
+
+
+def test_one_that_stays_large_is_refused():
+    with pytest.raises(ValueError, match="BltForCausalLM cannot be made small: .* parameters"):
+        small_model(transformers.BltForCausalLM, {})
+
+
+def test_a_step_has_several_micro_batches(rows):
+    limit = tokens_per_rank(rows, 2)
+    assert sum(len(row["input_ids"]) for row in rows) > 2 * limit
+    assert 2 * limit >= LONGEST
+
+
+# ---- on ranks
+
+
+def proven(rank, world_size, names):
+    return [command.prove(name) for name in names]
+
+
+@pytest.mark.processes
+def test_sound_models_are_proven_on_two_ranks(capsys):
+    for record in run_ranks(proven, 2, ["LlamaForCausalLM", "Qwen3_5ForCausalLM"])[0]:
+        assert page.holds(record)
+        assert {"auto", "zigzag", "balanced", "ulysses"} == record["steps"].keys()
+        shown = page.page_of(json.loads(json.dumps(record)))
+        assert shown.endswith("\nPROVEN")
+        record["steps"]["zigzag"]["holds"] = False
+        assert not page.holds(record)
+        assert "DIFFERS" in page.page_of(record)
+
+
+def test_what_cannot_be_proven_is_told_in_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("RANK", "0")
+    for name, message in (
+        ("MambaForCausalLM", "MambaForCausalLM: it has layers of the kinds linear_attention"),
+        (str(tmp_path), f"Unrecognized model in {tmp_path}"),
+    ):
+        assert main(["prove", name]) == 2
+        said = capsys.readouterr().err
+        assert message in said
+        assert said.count("\n") == 1
