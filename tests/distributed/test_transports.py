@@ -104,6 +104,16 @@ def test_a_start_on_1024_ranks_makes_few_groups(monkeypatch, rank, strategy):
     assert seconds < 2, seconds
 
 
+@pytest.mark.parametrize("nodes", [8, 128])
+def test_a_rank_has_eight_communicators_whatever_the_number_of_nodes(monkeypatch, nodes):
+    topology = Topology(nodes=nodes, ranks_per_node=8)
+    stub, communicator, _ = rank_of(monkeypatch, topology, 9)
+    communicator.open_blocks(exchange_degrees(COST, topology, strategy="auto", sp_degree=None))
+    communicator.open_world()
+    sizes = [len(group.ranks) for group in stub.by_backend("nccl")]
+    assert sizes == [8, 8 * nodes, 2, 4, 8, 16, 32, 8 * nodes]
+
+
 def test_blocks_of_all_degrees_are_at_most_16_groups(monkeypatch):
     stub, communicator, _ = rank_of(monkeypatch, LARGE, 100)
     lanes = len(stub.groups)
