@@ -15,7 +15,8 @@ PACKAGES = (
     "torch", "transformers", "accelerate", "deepspeed",
     "trl", "peft", "datasets", "pulp",
     "highspy", "numpy", "matplotlib",
-    "flash-attn", "flash-attn-3", "flash-attn-4",
+    "flash-attn", "flash-attn-3", "flash-attn-4", "triton",
+    "fla-core", "causal-conv1d", "mamba-ssm", "liger-kernel",
 )  # fmt: skip
 HEAD_DIM = 128  # of the heads that kernels are asked about
 
@@ -54,6 +55,7 @@ def _devices() -> list[str]:
         properties = torch.cuda.get_device_properties(index)
         lines.append(f"cuda:{index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
         lines += _kernels(torch.device("cuda", index), torch.bfloat16)
+        lines += _scans(torch.device("cuda", index), torch.bfloat16)
     return lines
 
 
@@ -65,3 +67,13 @@ def _kernels(device: "torch.device", dtype: "torch.dtype") -> list[str]:
     calls = Calls(device, dtype, HEAD_DIM)
     lines = [f"  kernel {line}" for line in explain(calls)]
     return [*lines, *(f"  guaranteed by {line}" for line in capabilities(calls))]
+
+
+def _scans(device: "torch.device", dtype: "torch.dtype") -> list[str]:
+    """Return lines that name what runs recurrent layers on a device, and why not the others."""
+    from hf_flexseq.kernels.scans.choose import GATED_DELTA, KIMI_DELTA, MAMBA2, explain
+
+    lines = []
+    for kind in (GATED_DELTA, KIMI_DELTA, MAMBA2):
+        lines += [f"  scan {kind}, {line}" for line in explain(kind, device, dtype, HEAD_DIM)]
+    return lines

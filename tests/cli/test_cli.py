@@ -159,6 +159,7 @@ def test_env_names_a_gpu_s_kernels_and_what_they_lack(flexseq, monkeypatch):
     shown = flexseq("env")
     assert "cuda:0: some GPU, 80 GiB" in shown
     assert "kernel torch_varlen: FA4 is active in torch" in shown
+    assert "scan mamba2, chunked: chosen" in shown
     assert "guaranteed by torch_varlen" not in shown
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
     assert "guaranteed by torch_varlen: bfloat16, float16" in flexseq("env")

@@ -9,6 +9,7 @@ The first one without a reason against it is taken, as among attention kernels
 
 import functools
 import logging
+import re
 from importlib import metadata, util
 
 import torch
@@ -23,6 +24,9 @@ FLA, CHUNKED = "fla", "chunked"
 PACKAGE = "fla-core"
 OLDEST = (0, 6)  # its functions take lengths on the host, and values with more heads than keys
 MOST_KEYS = 256  # channels of a key
+# From the first version on, to below the second one, Triton compiles a backward of fla-core wrongly
+# for Hopper; fla-core raises an error in that backward.
+WRONG_ON_HOPPER = ((3, 4, 0), (3, 7, 1))
 
 
 def choose_scan(kind: str, device: torch.device, dtype: torch.dtype, key_channels: int) -> str:
@@ -57,7 +61,7 @@ def reason_without_fla(
         return f"it computes in 16 bits, not in {str(dtype).removeprefix('torch.')}"
     if key_channels > MOST_KEYS:
         return f"its keys have at most {MOST_KEYS} channels, not {key_channels}"
-    return _reason_not_installed() or reason_without_triton()
+    return _reason_not_installed() or reason_without_triton() or _reason_of_compiler(device)
 
 
 @functools.cache
@@ -74,6 +78,22 @@ def _reason_not_installed() -> str | None:
     if numbers < OLDEST:
         return f"{PACKAGE} {version} is too old; {newest}"
     return None
+
+
+def _reason_of_compiler(device: torch.device) -> str | None:
+    """Say why the installed Triton cannot compile the package for a device; None when it can."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    version = metadata.version("triton")
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    first, fixed = WRONG_ON_HOPPER
+    if not first <= numbers < fixed:
+        return None
+    wanted = ".".join(map(str, fixed))
+    return (
+        f"Triton {version} compiles a backward of {PACKAGE} wrongly for Hopper; install Triton "
+        f"{wanted} or newer"
+    )
 
 
 @functools.cache

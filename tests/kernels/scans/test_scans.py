@@ -222,11 +222,14 @@ def test_delta_rules_of_the_package_on_ranks_have_the_gradients_of_one_process(m
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Makes believe that the package is installed in a version, or is not."""
+    """Makes believe that the package is installed in a version, or is not, beside a Triton, on a
+    GPU of some capability."""
 
-    def installed(version):
+    def installed(version, triton="3.7.1", capability=(9, 0)):
         monkeypatch.setattr(util, "find_spec", lambda name: version and object())
-        monkeypatch.setattr(metadata, "version", lambda name: version)
+        versions = {choose.PACKAGE: version, "triton": triton}
+        monkeypatch.setattr(metadata, "version", versions.get)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(choose, "reason_without_triton", lambda: None)
         choose._reason_not_installed.cache_clear()
 
@@ -263,3 +266,24 @@ def test_what_the_package_cannot_do_is_done_in_chunks(
         assert reason in choose.reason_without_fla(*call)
         assert choose.choose_scan(*call) == choose.CHUNKED
         assert choose.explain(*call)[1] == "chunked: chosen"
+
+
+@pytest.mark.parametrize(
+    ("triton", "capability", "is_wrong"),
+    [
+        ("3.3.1", (9, 0), False),
+        ("3.4.0", (9, 0), True),
+        ("3.7.0+git1", (9, 0), True),
+        ("3.7.1", (9, 0), False),
+        ("3.5.0", (8, 0), False),
+        ("3.5.0", (10, 0), False),
+    ],
+)
+def test_compilers_with_wrong_gradients_on_hopper_are_named(
+    triton, capability, is_wrong, installed
+):
+    installed("0.6.0", triton, capability)
+    call = (DELTA, torch.device("cuda"), HALF, 128)
+    assert choose.choose_scan(*call) == (choose.CHUNKED if is_wrong else choose.FLA)
+    if is_wrong:
+        assert "install Triton 3.7.1 or newer" in choose.reason_without_fla(*call)
