@@ -24,7 +24,7 @@ FLA, CHUNKED = "fla", "chunked"
 PACKAGE = "fla-core"
 OLDEST = (0, 6)  # its functions take lengths on the host, and values with more heads than keys
 MOST_KEYS = 256  # channels of a key
-# From the first version on, to below the second one, Triton compiles a backward of fla-core wrongly
+# From the first version to below the second one Triton compiles a backward of fla-core wrongly
 # for Hopper; fla-core raises an error in that backward.
 WRONG_ON_HOPPER = ((3, 4, 0), (3, 7, 1))
 
