@@ -5,6 +5,7 @@
                              of their examples
     pytest -m nightly        those that no other command runs, since they take very long: all
                              families of models, all draws, the programs of the documentation
+    pytest -m kernels        kernels of packages that no other test needs, interpreted on a CPU
 
 A test that forks ranks or starts a command is marked `processes`, one that computes for many
 seconds `slow`; every other test is `quick`. A quick test that starts a process all the same fails,
@@ -53,10 +54,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "nightly" not in config.option.markexpr:
-        left_out = [item for item in items if item.get_closest_marker("nightly")]
-        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
-        config.hook.pytest_deselected(items=left_out)
+    for mark in ("nightly", "kernels"):
+        if mark not in config.option.markexpr:
+            left_out = [item for item in items if item.get_closest_marker(mark)]
+            items[:] = [item for item in items if not item.get_closest_marker(mark)]
+            config.hook.pytest_deselected(items=left_out)
     for item in items:
         marks = ("processes", "slow")
         if all(item.get_closest_marker(mark) is None for mark in marks):

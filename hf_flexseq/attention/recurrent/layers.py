@@ -11,7 +11,7 @@ chunk to chunk, and from rank to rank. On CUDA flash-linear-attention's kernels 
 are installed (`kernels/scans/choose.py`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 
 import torch
@@ -20,12 +20,12 @@ from hf_flexseq.attention.recurrent.rows import RecurrentContext, check_rows
 from hf_flexseq.attention.recurrent.scan import run_scan
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.scans import Tensors, fla, gated_delta, kimi, mamba2
-from hf_flexseq.kernels.scans.choose import FLA, GATED_DELTA, KIMI_DELTA, choose_scan
+from hf_flexseq.kernels.scans.choose import FLA, GATED_DELTA, KIMI_DELTA, MAMBA2, choose_scan
 from hf_flexseq.kernels.scans.chunked import ChunkedScan
 
 ChunkInputs = Callable[..., Tensors]
 # by kind: what a chunk does to a state, and the kernels of flash-linear-attention
-DELTA_RULES: Mapping[str, tuple[ChunkInputs, Callable[[], fla.Rule]]] = {
+DELTA_RULES: Mapping[str, tuple[ChunkInputs, Callable[..., fla.Rule]]] = {
     GATED_DELTA: (gated_delta.chunk_inputs, fla.gated_delta_rule),
     KIMI_DELTA: (kimi.chunk_inputs, fla.kimi_delta_rule),
 }
@@ -60,7 +60,8 @@ def delta_rule(
     check_rows(q, seq_ctx)
     chunk_inputs, fla_rule = DELTA_RULES[kind]
     if choose_scan(kind, q.device, q.dtype, q.shape[-1]) == FLA:
-        return _fla(fla_rule, (q, k, v, g, beta), seq_ctx, l2norm=l2norm)
+        rule = partial(fla_rule, l2norm=l2norm)
+        return _fla((kind, l2norm), rule, (q, k, v, g, beta), seq_ctx, dtype=v.dtype)
     grid = seq_ctx.programs.grid
     inputs = chunk_inputs(q, k, v, g, beta, grid, l2norm=l2norm)
     return grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx, dtype=v.dtype))
@@ -98,36 +99,33 @@ def mamba2_scan(
     number of tokens.
     """
     check_rows(x, seq_ctx)
-    grid = seq_ctx.programs.grid
-    inputs = mamba2.chunk_inputs(
-        x,
-        dt,
-        A,
-        B,
-        C,
-        grid,
-        dt_bias=dt_bias,
-        dt_softplus=dt_softplus,
-        dt_limit=dt_limit,
-    )
     # With D to come, the output is rounded after that.
     dtype = x.dtype if D is None else lse_dtype(x.dtype)
-    out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx, dtype=dtype))
+    dt = mamba2.positive_steps(dt, dt_bias, dt_softplus, dt_limit)
+    if choose_scan(MAMBA2, x.device, x.dtype, B.shape[-1]) == FLA:
+        rows = mamba2.token_inputs(x, dt, A, B, C)
+        out = _fla(MAMBA2, fla.gated_linear_attention, rows, seq_ctx, dtype=dtype)
+    else:
+        grid = seq_ctx.programs.grid
+        inputs = mamba2.chunk_inputs(x, dt, A, B, C, grid)
+        out = grid.rows(run_scan(ChunkedScan(grid), inputs, seq_ctx, dtype=dtype))
     if D is not None:
         out = out + x * D.to(out.dtype).unsqueeze(-1)
     return out.to(x.dtype)
 
 
 def _fla(
-    rule: Callable[[], fla.Rule],
+    key: Hashable,
+    make_rule: Callable[[], fla.Rule],
     inputs: Tensors,
     seq_ctx: RecurrentContext,
     *,
-    l2norm: bool,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return out [tokens, heads, V] by a rule of flash-linear-attention, from q, k, v, g, beta."""
+    """Return out [tokens, heads, V] by a rule of flash-linear-attention, from its rows.
+
+    key: of the rule, which all layers of the kind share. dtype: of the output.
+    """
     device = inputs[0].device
-    scan = seq_ctx.programs.once(
-        (rule, l2norm), lambda lengths: fla.FlaScan(lengths, device, rule(), l2norm=l2norm)
-    )
-    return run_scan(scan, inputs, seq_ctx, dtype=inputs[2].dtype)
+    scan = seq_ctx.programs.once(key, lambda lengths: fla.FlaScan(lengths, device, make_rule()))
+    return run_scan(scan, inputs, seq_ctx, dtype=dtype)

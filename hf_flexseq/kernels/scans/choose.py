@@ -1,6 +1,6 @@
 """Choose what runs a recurrent layer's scan on a device, and state why the others do not serve.
 
-    fla        flash-linear-attention's kernels, on CUDA, for both delta rules
+    fla        flash-linear-attention's kernels, on CUDA
     chunked    torch's operations, everywhere and for all kinds
 
 The first one without a reason against it is taken, as among attention kernels
@@ -55,8 +55,6 @@ def reason_without_fla(
     """Return why flash-linear-attention cannot run such a scan, and what to change, or None."""
     if device.type != "cuda":
         return f"it runs on CUDA, not on {device.type}"
-    if kind == MAMBA2:
-        return "it has delta rules; mamba-ssm's scan takes no states before packed sequences"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in 16 bits, not in {str(dtype).removeprefix('torch.')}"
     if key_channels > MOST_KEYS:

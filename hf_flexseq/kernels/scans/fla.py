@@ -4,26 +4,29 @@ Its public functions take rows of packed segments with a state before each, and 
 the states behind:
 
     end states from zero    the states behind, from states of zero
-    transitions             the states behind, from the identity with values of zero
+    transitions             the states behind, from the identity with values of zero; the decays
+                            alone where a token only decays a state (Mamba 2)
     gradients               those of autograd, with gradients for rows and for the states behind
 
 Autograd's graph does not outlive the function that calls a `Scan`, so the backward calls the
 forward again; all that is saved are the states before. Rejected: the package's inner functions,
 which would save the second forward, and change with every version.
 
-Inputs are a layer's own: q, k [tokens, key_heads, K], v [tokens, H, V], g [tokens, H] or [tokens,
-H, K], beta [tokens, H]; the output is rows, too, [tokens, H, V].
+Rows of a delta rule are a layer's own: q, k [tokens, key_heads, K], v [tokens, H, V], g [tokens,
+H] or [tokens, H, K], beta [tokens, H]. Rows of Mamba 2 are those of simple gated linear attention,
+without beta (`mamba2.token_inputs`). The output is rows, too, [tokens, H, V].
 
-The slow reference goes token by token, in tests/kernels/scans; with a stand-in for the package
-that does the same, the calls are tested without a GPU.
+The slow reference goes token by token, in tests/kernels/scans: with a stand-in for the package
+that does the same, and with the package itself under Triton's interpreter (`-m kernels`).
 
-Mamba 2 has no such scan: `mamba_chunk_scan_combined` of mamba-ssm takes states for the rows of a
+Rejected for Mamba 2: `mamba_chunk_scan_combined` of mamba-ssm. It takes states for the rows of a
 batch, not for packed segments, and returns those behind packed segments without a gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -31,42 +34,53 @@ from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.scans import Gradients, Tensors
 from hf_flexseq.kernels.upload import to_device
 
-
-class Rule(Protocol):
-    """A function of flash-linear-attention: `chunk_gated_delta_rule` or `chunk_kda`."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        *,
-        initial_state: torch.Tensor,
-        output_final_state: bool,
-        use_qk_l2norm_in_kernel: bool,
-        cu_seqlens: torch.Tensor,
-        cu_seqlens_cpu: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out [1, tokens, H, V] and the states behind [segments, H, K, V]."""
-        ...
+# (rows [1, tokens, ...], states before [segments, H, K, V], bounds of the segments on the device
+# and on the host) -> out [1, tokens, H, V], states behind [segments, H, K, V]
+Rule = Callable[
+    [Sequence[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor],
+    tuple[torch.Tensor, torch.Tensor],
+]
 
 
-def gated_delta_rule() -> Rule:
-    """Return the gated delta rule of flash-linear-attention."""
+def gated_delta_rule(*, l2norm: bool) -> Rule:
+    """Return the gated delta rule. l2norm: True to normalise q and k."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    rule: Rule = chunk_gated_delta_rule
-    return rule
+    return partial(_run_rule, chunk_gated_delta_rule, {"use_qk_l2norm_in_kernel": l2norm})
 
 
-def kimi_delta_rule() -> Rule:
-    """Return Kimi's delta rule of flash-linear-attention."""
+def kimi_delta_rule(*, l2norm: bool) -> Rule:
+    """Return Kimi's delta rule. l2norm: True to normalise q and k."""
     from fla.ops.kda import chunk_kda
 
-    rule: Rule = chunk_kda
-    return rule
+    return partial(_run_rule, chunk_kda, {"use_qk_l2norm_in_kernel": l2norm})
+
+
+def gated_linear_attention() -> Rule:
+    """Return simple gated linear attention, with one decay for each head and token."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return partial(_run_rule, chunk_simple_gla, {"scale": 1.0})
+
+
+def _run_rule(
+    function: Callable[..., Any],
+    options: dict[str, object],
+    rows: Sequence[torch.Tensor],
+    states: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_cpu: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call a function of the package as a `Rule`."""
+    out, finals = function(
+        *rows,
+        initial_state=states,
+        output_final_state=True,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        **options,
+    )
+    return out, finals
 
 
 class _Rows:
@@ -91,28 +105,28 @@ class _Rows:
 
 
 class FlaScan:
-    """The Scan protocol on the rows q, k, v, g, beta of a delta rule."""
+    """The Scan protocol on the rows q, k, v, g, and beta in a delta rule."""
 
-    __slots__ = ("_device", "_l2norm", "_lengths", "_rows_of", "_rule")
+    __slots__ = ("_device", "_lengths", "_rows_of", "_rule")
 
-    def __init__(
-        self, lengths: Sequence[int], device: torch.device, rule: Rule, *, l2norm: bool
-    ) -> None:
-        """lengths: tokens of each segment, by row. l2norm: True to normalise q and k."""
+    def __init__(self, lengths: Sequence[int], device: torch.device, rule: Rule) -> None:
+        """lengths: tokens of each segment, by row."""
         self._lengths = tuple(lengths)
         self._device = device
         self._rule = rule
-        self._l2norm = l2norm
         self._rows_of: dict[tuple[int, ...] | None, _Rows] = {}
 
     def summarise(
         self, inputs: Tensors, states_of: Sequence[int], transitions_of: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return some segments' end states from zero [n, H, K, V] and transitions [m, H, K, K]."""
+        """Return some segments' end states from zero [n, H, K, V] and transitions [m, H, K, K], or
+        [m, H] without beta."""
         states = self._zeros(inputs, len(states_of))
         if states_of:
             rows = self._rows(states_of)
             states = self._run(rows, [rows.take(x) for x in inputs], states)[1]
+        if len(inputs) == 4:
+            return states, self._decays(inputs[3], transitions_of)
         transitions = self._identities(inputs, len(transitions_of))
         if transitions_of:
             rows = self._rows(transitions_of)
@@ -155,7 +169,7 @@ class FlaScan:
     def backward(
         self, dout: torch.Tensor, dfinals: torch.Tensor | None, inputs: Tensors, saved: Tensors
     ) -> Gradients:
-        """Return the gradients of q, k, v, g and beta, and of the states before all segments
+        """Return the gradients of the rows, and of the states before all segments
         [segments, H, K, V]. dout: [tokens, H, V]; dfinals: [segments, H, K, V]."""
         if not self._lengths:
             return tuple(torch.zeros_like(x) for x in inputs), self._zeros(inputs, 0)
@@ -174,19 +188,8 @@ class FlaScan:
         self, rows: _Rows, inputs: Sequence[torch.Tensor], states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out [tokens, H, V] and the states [n, H, K, V] after these rows."""
-        q, k, v, g, beta = (x.unsqueeze(0) for x in inputs)  # [1, tokens, ...]
-        out, finals = self._rule(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            initial_state=states,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=self._l2norm,
-            cu_seqlens=rows.cu_seqlens,
-            cu_seqlens_cpu=rows.cu_seqlens_cpu,
-        )
+        batch = [x.unsqueeze(0) for x in inputs]  # [1, tokens, ...]
+        out, finals = self._rule(batch, states, rows.cu_seqlens, rows.cu_seqlens_cpu)
         return out.squeeze(0), finals
 
     # ---- rows and states of segments
@@ -198,11 +201,14 @@ class FlaScan:
             if key is None:
                 self._rows_of[key] = _Rows(None, self._lengths, self._device)
             else:
-                starts = list(accumulate(self._lengths, initial=0))
-                parts = [slice(starts[one], starts[one + 1]) for one in key]
                 lengths = [self._lengths[one] for one in key]
-                self._rows_of[key] = _Rows(parts, lengths, self._device)
+                self._rows_of[key] = _Rows(self._parts(key), lengths, self._device)
         return self._rows_of[key]
+
+    def _parts(self, chosen: Sequence[int]) -> list[slice]:
+        """Return where chosen segments stand in the rows."""
+        starts = list(accumulate(self._lengths, initial=0))
+        return [slice(starts[one], starts[one + 1]) for one in chosen]
 
     def _before(self, inputs: Tensors, saved: Tensors) -> torch.Tensor:
         """Return the states before all segments, [segments, H, K, V]."""
@@ -212,13 +218,20 @@ class FlaScan:
 
     def _zeros(self, inputs: Tensors, segments: int) -> torch.Tensor:
         """Return states of zero, [segments, H, K, V]."""
-        _, k, v, _, _ = inputs
+        k, v = inputs[1:3]
         shape = (segments, v.shape[1], k.shape[2], v.shape[2])
         return v.new_zeros(shape, dtype=lse_dtype(v.dtype))
 
     def _identities(self, inputs: Tensors, segments: int) -> torch.Tensor:
         """Return transitions that change nothing, [segments, H, K, K]."""
-        _, k, v, _, _ = inputs
+        k, v = inputs[1:3]
         keys = k.shape[2]
         one = torch.eye(keys, dtype=lse_dtype(v.dtype), device=v.device)
         return one.repeat(segments, v.shape[1], 1, 1)
+
+    def _decays(self, g: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
+        """Return what is left of a state after chosen segments, [n, H]. g: [tokens, H]."""
+        if not chosen:
+            return g.new_zeros(0, g.shape[1])
+        sums = [g[part].sum(0) for part in self._parts(chosen)]
+        return torch.stack(sums).exp()

@@ -19,6 +19,38 @@ from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.scans.grid import ChunkGrid
 
 
+def positive_steps(
+    dt: torch.Tensor,
+    dt_bias: torch.Tensor | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+) -> torch.Tensor:
+    """Return the steps [tokens, H] as a scan uses them. dt_bias: [H]."""
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = functional.softplus(dt)
+    return dt.clamp(min=dt_limit[0], max=dt_limit[1])
+
+
+def token_inputs(
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return the rows of simple gated linear attention that do the same: q = C, k = B, v = dt x,
+    and the logarithm of the decay g = dt A in float32 (float64 for float64).
+
+    Shapes of the arguments are those of `chunk_inputs`. Returns q, k [tokens, H, N], v [tokens, H,
+    P] and g [tokens, H].
+    """
+    wide = lse_dtype(x.dtype)
+    dt = dt.to(wide)
+    shared = x.shape[1] // B.shape[1]  # heads of a group
+    q = C.repeat_interleave(shared, dim=1)
+    k = B.repeat_interleave(shared, dim=1)
+    v = (x.to(wide) * dt.unsqueeze(-1)).to(x.dtype)
+    return q, k, v, dt * A.to(wide)
+
+
 def chunk_inputs(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -26,22 +58,13 @@ def chunk_inputs(
     B: torch.Tensor,
     C: torch.Tensor,
     grid: ChunkGrid,
-    *,
-    dt_bias: torch.Tensor | None,
-    dt_softplus: bool,
-    dt_limit: tuple[float, float],
 ) -> tuple[torch.Tensor | None, ...]:
     """Return what `ChunkedScan` takes, in float32 (float64 for float64).
 
-    x: [tokens, H, P]; dt: [tokens, H]; A, dt_bias: [H]; B, C: [tokens, groups, N]. Returns q, k
+    x: [tokens, H, P]; dt, positive: [tokens, H]; A: [H]; B, C: [tokens, groups, N]. Returns q, k
     [chunks, H, c, N], None, u [chunks, H, c, P], attn [chunks, H, c, c] and decay [chunks, H], for
     chunks of c tokens.
     """
-    if dt_bias is not None:
-        dt = dt + dt_bias.to(dt.dtype)
-    if dt_softplus:
-        dt = functional.softplus(dt)
-    dt = dt.clamp(min=dt_limit[0], max=dt_limit[1])
     wide = lse_dtype(x.dtype)
     x, dt, A, B, C = (one.to(wide) for one in (x, dt, A, B, C))
     shared = x.shape[1] // B.shape[1]  # heads of a group

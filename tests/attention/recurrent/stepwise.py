@@ -64,3 +64,14 @@ def mamba2_from(state, x, dt, A, B, C, *, dt_bias, dt_softplus, dt_limit):
         state = state * (dt[token] * A).exp()[:, None, None] + added
         rows.append((C[token].unsqueeze(-1) * state).sum(1))
     return torch.stack(rows), state
+
+
+def gated_linear_from(state, q, k, v, g):
+    """q, k [tokens, heads, K], v [tokens, heads, V], g [tokens, heads], from a state [heads, K, V]
+    -> the output, and the state behind it."""
+    rows = []
+    for token in range(q.shape[0]):
+        decayed = state * g[token].exp()[:, None, None]
+        state = decayed + k[token].unsqueeze(-1) * v[token].unsqueeze(1)
+        rows.append((q[token].unsqueeze(-1) * state).sum(1))
+    return torch.stack(rows), state

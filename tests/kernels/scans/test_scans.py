@@ -245,12 +245,12 @@ DELTA, KIMI = choose.GATED_DELTA, choose.KIMI_DELTA
     ("version", "kind", "device", "dtype", "channels", "reason"),
     [
         ("1.0", DELTA, "cpu", HALF, 128, "CUDA, not on cpu"),
-        ("1.0", choose.MAMBA2, "cuda", HALF, 128, "no states before packed"),
         ("1.0", KIMI, "cuda", torch.float32, 128, "not in float32"),
         ("1.0", DELTA, "cuda", torch.float16, 257, "at most 256 channels, not 257"),
         (None, DELTA, "cuda", HALF, 128, 'not installed; install it with pip install "fla-core>='),
         ("0.5.1", KIMI, "cuda", HALF, 128, "fla-core 0.5.1 is too old"),
         ("0.6.0", KIMI, "cuda", HALF, 256, None),
+        ("0.6.0", choose.MAMBA2, "cuda", HALF, 128, None),
         ("1.0", DELTA, "cuda", torch.float16, 128, None),
     ],
 )
