@@ -1,23 +1,30 @@
-"""Compile the Triton kernels for a GPU that need not be there, and print what was found as JSON.
+"""Compile the Triton kernels for GPUs that need not be there, and print what was found as JSON.
 
-    python tests/kernels/compile_triton.py      {"bytes": {...}, "variants": {...}}
+    python tests/kernels/compile_triton.py      {"resources": [...], "variants": {...}}
+    python tests/kernels/compile_triton.py --table      the resources as a Markdown table
 
-bytes: of each kernel, for some launches. variants: as how many kernels Triton would compile each
-for launches that differ in their numbers of rows and tokens only.
+resources: of each kernel, for some launches, on each architecture: registers of a thread, bytes
+that it spills, and bytes of shared memory of a block. variants: as how many kernels Triton would
+compile each for launches that differ in their numbers of rows and tokens only.
 
 Arguments are those of real launches: `triton_fused.py` is called with launches taken over, on the
 cases of `fused_cases.py`.
 """
 
 import json
+import os
+import re
+import subprocess
 import sys
+import tempfile
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
+from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import native_specialize_impl
 
@@ -26,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from hf_flexseq.kernels import triton_fused
 from tests.kernels.fused_cases import added, gathered, merged, packed
 
-TARGET = GPUTarget("cuda", 80, 32)  # an A100; what compiles for it does for newer ones
+ARCHITECTURES = {80: "A100", 90: "H100, H200", 100: "B200"}
+HEAD_DIMS = (64, 96, 128, 256)
 KERNELS = ("merge_kernel", "rows_kernel", "pack_kernel", "unpack_kernel")
 TYPES = {
     torch.float64: "*fp64",
@@ -44,15 +52,35 @@ def type_of(value):
 
 
 def compiled(kernel, arguments):
-    """The bytes of a kernel for these arguments of a launch."""
+    """The resources of a kernel for these arguments of a launch, by architecture."""
     signature = {}
     constants = {}
     for parameter, value in zip(kernel.params, arguments, strict=True):
         signature[parameter.name] = "constexpr" if parameter.is_constexpr else type_of(value)
         if parameter.is_constexpr:
             constants[parameter.name] = value
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return len(triton.compile(source, target=TARGET).asm["cubin"])
+    found = {}
+    for architecture in ARCHITECTURES:
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
+        found[architecture] = {
+            **assembled(made.asm["ptx"], architecture),
+            "shared": made.metadata.shared,
+        }
+    return found
+
+
+def assembled(ptx, architecture):
+    """Registers of a thread and bytes that it spills, as the assembler reports them."""
+    (target,) = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)
+    command = [get_ptxas(architecture).path, "-v", "--gpu-name", target, "-o", os.devnull]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        said = subprocess.run([*command, file.name], capture_output=True, text=True, check=True)
+    spills = re.findall(r"(\d+) bytes spill", said.stderr)  # stores and loads
+    (registers,) = re.findall(r"Used (\d+) registers", said.stderr)
+    return {"registers": int(registers), "spilled": sum(map(int, spills))}
 
 
 def variant(kernel, arguments):
@@ -90,14 +118,42 @@ def each_launch(look, calls):
     return {name: one.found for name, one in launches.items()}
 
 
-def some_launches():
-    """Call every operation."""
+def launches_of_head_dim(head_dim):
+    """Call every operation on heads of a size, as models have them."""
     fused = triton_fused.TritonFused()
-    merged(fused, "an index", dtype=torch.bfloat16, head_dim=128)
-    merged(fused, "a slice", dtype=torch.float64, head_dim=80)
-    added(fused, "an index", dtype=torch.bfloat16)
-    gathered(fused, "an index", dtype=torch.bfloat16)
-    packed(fused, "overlapping heads", dtype=torch.bfloat16, head_dim=96)
+    options = {"dtype": torch.bfloat16, "head_dim": head_dim}
+    merged(fused, "an index", **options)
+    added(fused, "an index", **options)
+    gathered(fused, "an index", **options)
+    packed(fused, "overlapping heads", **options)
+
+
+def all_resources():
+    """A record for each launch and architecture."""
+    records = []
+    for head_dim in HEAD_DIMS:
+        found = each_launch(compiled, partial(launches_of_head_dim, head_dim))
+        for name, launches in found.items():
+            for launch in launches:
+                for architecture, resources in launch.items():
+                    case = {"kernel": name, "head_dim": head_dim, "architecture": architecture}
+                    records.append(case | resources)
+    return records
+
+
+def table(records):
+    """The records as a Markdown table: one row for each kernel, the most of its launches."""
+    lines = ["| kernel | head sizes | " + " | ".join(ARCHITECTURES.values()) + " |"]
+    lines.append("|---|---|" + "---|" * len(ARCHITECTURES))
+    for name in KERNELS:
+        cells = []
+        for architecture in ARCHITECTURES:
+            own = [r for r in records if (r["kernel"], r["architecture"]) == (name, architecture)]
+            most = [max(r[what] for r in own) for what in ("registers", "spilled", "shared")]
+            cells.append("{} registers, {} B spilled, {:,} B shared".format(*most))
+        sizes = ", ".join(map(str, HEAD_DIMS))
+        lines.append(f"| `{name}` | {sizes} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def launches_of_other_sizes():
@@ -110,10 +166,13 @@ def launches_of_other_sizes():
 
 
 def main():
-    sizes = each_launch(compiled, some_launches)
+    records = all_resources()
+    if "--table" in sys.argv:
+        print(table(records))
+        return
     variants = each_launch(variant, launches_of_other_sizes)
     counts = {name: len(set(found)) for name, found in variants.items()}
-    print(json.dumps({"bytes": sizes, "variants": counts}))
+    print(json.dumps({"resources": records, "variants": counts}))
 
 
 if __name__ == "__main__":

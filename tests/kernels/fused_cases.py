@@ -74,24 +74,24 @@ def merged(fused, selection, *, dtype, heads=3, head_dim=7):
     return out, lse
 
 
-def added(fused, selection, *, dtype):
-    """dq [total, 5, 7], dk and dv [total, 2, 7] after parts were added; dk and dv are views."""
+def added(fused, selection, *, dtype, head_dim=7):
+    """dq [total, 5, D], dk and dv [total, 2, D] after parts were added; dk and dv are views."""
     rows, count, total = rows_of(selection)
     wide = lse_dtype(dtype)
-    dq, dkv = normal(0, (total, 5, 7), wide), normal(1, (total, 2, 2, 7), wide)
-    shapes = [(count, 5, 7), (4, 2, 7), (4, 2, 7)]
+    dq, dkv = normal(0, (total, 5, head_dim), wide), normal(1, (total, 2, 2, head_dim), wide)
+    shapes = [(count, 5, head_dim), (4, 2, head_dim), (4, 2, head_dim)]
     parts = [normal(2 + i, shape, dtype) for i, shape in enumerate(shapes)]
     fused.add((dq, *dkv.unbind(1)), (rows, slice(2, 6), slice(2, 6)), parts)
     return [dq, dkv]
 
 
-def gathered(fused, selection, *, dtype):
-    """q [n, 3, 7], kv [4, 2, 1, 40] and lse [n, 3], in one buffer where dtypes allow."""
+def gathered(fused, selection, *, dtype, head_dim=7):
+    """q [n, 3, D], kv [4, 2, 1, 40] and lse [n, 3], in one buffer where dtypes allow."""
     rows, count, total = rows_of(selection)
-    q, kv = normal(0, (total, 3, 7), dtype), normal(1, (total, 2, 1, 40), dtype)
+    q, kv = normal(0, (total, 3, head_dim), dtype), normal(1, (total, 2, 1, 40), dtype)
     lse = normal(2, (3, total), lse_dtype(dtype)).t()
-    buffer = torch.full((320 + count * 21,), 9.0, dtype=dtype)
-    kv_rows, q_rows = buffer[:320].view(4, 2, 1, 40), buffer[320:].view(count, 3, 7)
+    buffer = torch.full((320 + count * 3 * head_dim,), 9.0, dtype=dtype)
+    kv_rows, q_rows = buffer[:320].view(4, 2, 1, 40), buffer[320:].view(count, 3, head_dim)
     lse_rows = torch.full((3, count), 9.0, dtype=lse.dtype).t()
     keys = torch.tensor([9, 8, 1, 1])
     fused.gather((q, kv, lse), (rows, keys, rows), (q_rows, kv_rows, lse_rows))

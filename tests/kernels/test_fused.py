@@ -5,6 +5,7 @@ The interpreter runs what a kernel says, program after program, and takes more t
 does. So the kernels are compiled, too, which needs no GPU. Neither says how fast they are.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -35,6 +36,7 @@ def test_heads_that_ranks_share_are_summed_in_float32_and_rounded_once():
 
 KERNELS = ("merge_kernel", "rows_kernel", "pack_kernel", "unpack_kernel")
 COMPILE = Path(__file__).with_name("compile_triton.py")
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # of a block, by architecture
 
 
 @pytest.fixture(scope="module")
@@ -129,13 +131,18 @@ def test_every_operation_is_one_launch(fused, triton_fused, monkeypatch):
 
 
 @pytest.mark.processes
-def test_the_kernels_compile_for_a_gpu_once_for_all_numbers_of_rows(triton_fused, tmp_path):
+def test_the_kernels_compile_for_three_gpus_once_for_all_numbers_of_rows_and_spill_nothing(
+    triton_fused, tmp_path
+):
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET")
     command = [sys.executable, COMPILE]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["bytes"].keys() == set(KERNELS)
-    assert all(all(sizes) for sizes in found["bytes"].values())
+    for record in found["resources"]:
+        assert record["spilled"] == 0, record
+        assert record["shared"] <= SHARED_BYTES[record["architecture"]], record
+    seen = {(record["kernel"], record["architecture"]) for record in found["resources"]}
+    assert seen == set(itertools.product(KERNELS, SHARED_BYTES))
     assert found["variants"] == dict.fromkeys(KERNELS, 1)
