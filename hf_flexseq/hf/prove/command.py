@@ -33,6 +33,8 @@ FLOAT64 = Bounds(loss=1e-6, gradient=1e-4)
 FLOAT64_SCANS = Bounds(loss=1e-5, gradient=1e-3)  # scans do so, too, and add up many terms
 FLOAT32 = Bounds(loss=1e-4, gradient=1e-3)
 TIMES_CONTROL = 2.0  # that 16 bits on ranks may be as far from float32 as on one process
+# What transformers raises for configurations that no model can be built from.
+_BUILDING_FAILS = (ImportError, AttributeError, KeyError, TypeError, ValueError, RuntimeError)
 CHANGES = ((0, 19), (2, 1))  # (sequence, token) that the probe changes
 
 
@@ -136,6 +138,12 @@ def _small(kind: type[PreTrainedModel], options: dict[str, Any]) -> PreTrainedMo
         return small_model(kind, options)
     except NotImplementedError as error:  # layers of an unknown kind
         raise NotImplementedError(f"{kind.__name__}: {error}") from error
+    except _BUILDING_FAILS as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{kind.__name__} cannot be made small ({reason}): give a folder or a config.json of a "
+            "model that can be built, or prove the model itself with --whole"
+        ) from error
 
 
 # ---- precision
