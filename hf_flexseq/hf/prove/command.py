@@ -141,8 +141,8 @@ def _small(kind: type[PreTrainedModel], options: dict[str, Any]) -> PreTrainedMo
     except _BUILDING_FAILS as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"{kind.__name__} cannot be made small ({reason}): give a folder or a config.json of a "
-            "model that can be built, or prove the model itself with --whole"
+            f"{kind.__name__} cannot be made small ({reason}): give the folder or config.json of "
+            "a model that can be built, or prove the model itself with --whole"
         ) from error
 
 
