@@ -52,13 +52,13 @@ def _of_this_rank(options: Namespace) -> dict[str, Any]:
 def _of_own_ranks(options: Namespace) -> dict[str, Any]:
     """Start the ranks, and return the record of rank 0."""
     try:
-        from hf_flexseq.hf.prove.ranks import default_ranks
+        from hf_flexseq.distributed.hosts import ranks_of_machine
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "proving needs torch and transformers: pip install torch transformers accelerate "
             f"({error})"
         ) from error
-    ranks = options.ranks or default_ranks()
+    ranks = options.ranks or ranks_of_machine()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
         words = [options.model, "--json", str(path), "--quiet"]

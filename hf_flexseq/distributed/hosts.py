@@ -14,10 +14,13 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
+
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.transport import Transport
 
 VARIABLE = "LOCAL_WORLD_SIZE"
+CPU_RANKS = 2  # of a machine without GPUs, where no launcher says how many
 
 
 def topology_of(transport: Transport) -> Topology:
@@ -65,3 +68,8 @@ def _common_size(sizes: Sequence[str | None], hosts: Sequence[str]) -> int:
     if size is None or not size.isdecimal():
         raise ValueError(f"{VARIABLE}={size!r}: expected a number of ranks")
     return int(size)
+
+
+def ranks_of_machine() -> int:
+    """Return how many ranks use this machine: one for each GPU, or two on a CPU."""
+    return torch.cuda.device_count() or CPU_RANKS

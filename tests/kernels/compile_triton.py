@@ -152,7 +152,7 @@ def table(records):
             most = [max(r[what] for r in own) for what in ("registers", "spilled", "shared")]
             cells.append("{} registers, {} B spilled, {:,} B shared".format(*most))
         sizes = ", ".join(map(str, HEAD_DIMS))
-        lines.append(f"| `{name}` | {sizes} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {sizes} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -8,10 +8,15 @@
 3. changes    `probe_model`: one token is changed, and exactly the outputs that depend on it change
 4. control    the step without hf_flexseq against itself in less precision
 5. faults     that were made on purpose, and must be found
+
+Gradients are compared, not losses: a loss agrees to many digits where a gradient is wrong. The
+error of a parameter is ||found - wanted|| / ||wanted||, with 1e-3 of the largest norm of all
+parameters as the smallest divisor, below which no digits are left.
 """
 
 import copy
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +28,50 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.probe import lively_copy, probe_model
-from hf_flexseq.hf.prove.documents import documents
 from hf_flexseq.hf.prove.small import plain_options, small_model
-from hf_flexseq.hf.prove.trained import Step, plans_of, step_alone, step_of_trainer
-from hf_flexseq.hf.prove.verdict import Bounds, difference, has_learned, planted_faults
+from hf_flexseq.hf.prove.trained import (
+    Gradients,
+    Step,
+    documents,
+    plans_of,
+    step_alone,
+    step_of_trainer,
+)
+
+FLOOR = 1e-3  # of the largest norm of a gradient
+PLANTED = 1.01  # factor on one gradient, which must be found
+
+
+class Bounds(NamedTuple):
+    """How far a step may be from the one without hf_flexseq."""
+
+    loss: float
+    """Relative error of the loss."""
+    gradient: float
+    """Error of any gradient."""
+
+
+class Difference(NamedTuple):
+    """How far a step is from another one."""
+
+    loss: float
+    """Relative error of the loss."""
+    gradient: float
+    """Largest error of a gradient."""
+    parameter: str
+    """Name of the parameter with that error; "" without gradients."""
+    missing: tuple[str, ...]
+    """Parameters that have a gradient in one step alone."""
+
+    def within(self, bounds: Bounds) -> bool:
+        """Return True if nothing is missing and no error is above its bound or NaN."""
+        is_close = self.loss <= bounds.loss and self.gradient <= bounds.gradient
+        return is_close and not self.missing
+
+    def to_record(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {**self._asdict(), "missing": list(self.missing)}
+
 
 # Norms, softmax and rotary embeddings of transformers compute in float32, whatever the dtype.
 FLOAT64 = Bounds(loss=1e-6, gradient=1e-4)
@@ -110,6 +155,52 @@ def prove(name: str, *, whole: bool = False) -> dict[str, Any]:
         "faults": planted_faults(wanted, bounds),
         "not_proven": _not_proven(model, on_gpu=on_gpu, whole=whole),
     }
+
+
+# ---- differences
+
+
+def difference(found: Step, wanted: Step) -> Difference:
+    """Return how far the step `found` is from the step `wanted`."""
+    loss = abs(found.loss - wanted.loss) / max(abs(wanted.loss), 1e-12)
+    missing = tuple(sorted(found.gradients.keys() ^ wanted.gradients.keys()))
+    errors = errors_of(found.gradients, wanted.gradients)
+    # NaN is never the largest, so it is looked for first.
+    worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]), default="")
+    return Difference(loss, errors.get(worst, 0.0), worst, missing)
+
+
+def errors_of(found: Gradients, wanted: Gradients) -> dict[str, float]:
+    """Return the error of each parameter that both steps have."""
+    floor = FLOOR * max((float(gradient.norm()) for gradient in wanted.values()), default=0.0)
+    errors = {}
+    for name in wanted.keys() & found.keys():
+        size = max(float(wanted[name].norm()), floor, 1e-300)
+        errors[name] = float((found[name] - wanted[name]).norm()) / size
+    return dict(sorted(errors.items()))
+
+
+def has_learned(step: Step) -> bool:
+    """Return True if any gradient is not 0: two steps that compute nothing agree."""
+    return any(bool(gradient.any()) for gradient in step.gradients.values())
+
+
+def planted_faults(step: Step, bounds: Bounds) -> dict[str, bool]:
+    """Return faults of a step that were made on purpose, and whether the comparison finds each."""
+    largest = max(step.gradients, key=lambda name: float(step.gradients[name].norm()))
+    scaled = {**step.gradients, largest: PLANTED * step.gradients[largest]}
+    halved = {name: gradient / 2 for name, gradient in step.gradients.items()}
+    without = {name: step.gradients[name] for name in step.gradients if name != largest}
+    faults: Mapping[str, Step] = {
+        f"the gradient of {largest} times {PLANTED}": step._replace(gradients=scaled),
+        "all gradients halved, as by a mean over two ranks": step._replace(gradients=halved),
+        f"no gradient of {largest}": step._replace(gradients=without),
+        "a loss that is 1 % too large": step._replace(loss=step.loss * 1.01),
+        "NaN in one gradient": step._replace(
+            gradients={**step.gradients, largest: step.gradients[largest] * torch.nan}
+        ),
+    }
+    return {name: not difference(fault, step).within(bounds) for name, fault in faults.items()}
 
 
 # ---- the model
