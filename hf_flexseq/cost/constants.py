@@ -42,6 +42,9 @@ from hf_flexseq.cost.recurrent import RecurrentLayers
 # one sequence, where each is a call; on CUDA of all of them, to fill the device.
 PIECE_ROWS = {"cpu": 1 << 9, "cuda": 1 << 15}
 
+# Planners multiply the nanoseconds of a step by thousandths, in 63 bits.
+MAX_STEP_S = 1e6
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostConstants:
@@ -200,10 +203,10 @@ class CostConstants:
             longest_s += (kind.token_s + kind.again_s) * filled
             exchanged = kind.exchanged_bytes(world_size, "zigzag") / slowest
             longest_s += exchanged * len(lengths)
-        if longest_s > MAX_SECONDS:
+        if longest_s > MAX_STEP_S:
             raise ValueError(
                 f"cost model {self.name!r}: a step of {len(lengths)} sequences may take "
-                f"{longest_s:.3g} s, at most {MAX_SECONDS:.0e} s can be counted: check its "
+                f"{longest_s:.3g} s, at most {MAX_STEP_S:.0e} s can be counted: check its "
                 "constants and the lengths"
             )
         held = self.state_bytes + self.sharded_state_bytes + self.token_bytes * tokens
