@@ -11,6 +11,7 @@ several groups meet in the same order. docs/architecture.md derives that no plan
 Planners make plans, `check.py` refuses illegal ones, and `shard.py` maps them to tokens of ranks.
 """
 
+import json
 from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
@@ -80,12 +81,42 @@ class Plan(Record):
             "version": VERSION,
             "lengths": list(self.lengths),
             "micro_batches": [micro_batch_record(batch) for batch in self.micro_batches],
+            **self._rest(),
+        }
+
+    def _rest(self) -> dict[str, Any]:
+        """Return the record apart from lengths and groups."""
+        return {
             "objective_s": self.objective_s,
             "lower_bound_s": self.lower_bound_s,
             "planner": self.planner,
             "planning_s": self.planning_s,
             "notes": list(self.notes),
         }
+
+    def to_bytes(self) -> bytes:
+        """Return the plan for other ranks, half as long as the record: a group is [first rank,
+        degree, strategy, sequences]."""
+        micro_batches = []
+        for micro_batch in self.micro_batches:
+            groups = [(g.start, g.degree, g.strategy, g.sequences) for g in micro_batch.groups]
+            micro_batches.append(groups)
+        return json.dumps([self.lengths, micro_batches, self._rest()]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Plan":
+        """Inverse of `to_bytes`. The bytes are those of rank 0, which has checked the plan."""
+        lengths, micro_batches, rest = json.loads(data)
+        made = []
+        for groups in micro_batches:
+            of_batch = []
+            for start, degree, strategy, sequences in groups:
+                ranks = tuple(range(start, start + degree))
+                group = Group(ranks=ranks, sequences=tuple(sequences), strategy=strategy)
+                of_batch.append(group)
+            made.append(MicroBatch(groups=tuple(of_batch)))
+        rest["notes"] = tuple(rest["notes"])
+        return cls(lengths=tuple(lengths), micro_batches=tuple(made), **rest)
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Plan":
