@@ -20,8 +20,8 @@ tokens, so changes tell most about a model without them.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ from hf_flexseq.hf.model.facts import layer_calls
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
+from hf_flexseq.hf.module_outputs import ModuleOutputs, noted_outputs
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.plan import Group, MicroBatch, Plan
@@ -303,26 +304,23 @@ def _taken_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 # ---- modules
 
-# Outputs of each module of a model, by name, for each sequence, [length, ...].
-_ModuleOutputs = dict[str, dict[int, torch.Tensor]]
-
 
 def _first_difference(
     ranks: _Ranks, alone: PreTrainedModel, sequences: Sequence[torch.Tensor], same: float
 ) -> str:
     """Name the first module, in the order in which they end, whose output differs on the ranks."""
-    wanted: _ModuleOutputs = {}
+    wanted: ModuleOutputs = {}
     for index, tokens in enumerate(sequences):
-        with _noted_outputs(alone, [(index, 0, len(tokens))], wanted):
+        with noted_outputs(alone, [(index, 0, len(tokens))], SEQUENCES, wanted):
             _run_alone(alone, [tokens])
-    found: _ModuleOutputs = {}
+    found: ModuleOutputs = {}
     plan = _plan(ranks.strategy)
     with ExitStack() as noting:
         for rank, model in enumerate(ranks.models):
             shard = make_shard(plan.micro_batches[0], plan.lengths, rank)
             parts = [part for zone in shard.zones for part in zone.slices]
             places = [(part.sequence, part.start, part.tokens) for part in parts]
-            noting.enter_context(_noted_outputs(model, places, found))
+            noting.enter_context(noted_outputs(model, places, SEQUENCES, found))
         _run_ranks(ranks, sequences)
     for name, outputs in wanted.items():
         scale = max(float(output.abs().max()) for output in outputs.values())
@@ -333,43 +331,6 @@ def _first_difference(
             if not float((other - output).abs().max()) <= same * scale:
                 return f"the first module whose output differs is {name}, in sequence {sequence}"
     return "the outputs of all modules inside are equal"
-
-
-@contextmanager
-def _noted_outputs(
-    model: PreTrainedModel, places: Sequence[tuple[int, int, int]], noted: _ModuleOutputs
-) -> Iterator[None]:
-    """Note the first output of every module that has a row for each token.
-
-    places: (sequence, first token, tokens) of the row's parts, in their order.
-    """
-    total = sum(tokens for _, _, tokens in places)
-    seen: set[str] = set()
-
-    def note(name: str, output: Any) -> None:
-        output = output[0] if isinstance(output, tuple) and output else output
-        if name in seen or not isinstance(output, torch.Tensor) or not output.dim():
-            return
-        seen.add(name)
-        rows = output[0] if output.dim() > 2 and output.shape[0] == 1 else output
-        if rows.shape[0] != total:
-            return
-        parts = rows.detach().double().split([tokens for _, _, tokens in places])
-        for (sequence, start, tokens), part in zip(places, parts, strict=True):
-            outputs = noted.setdefault(name, {})
-            if sequence not in outputs:
-                size = (SEQUENCES[sequence], *part.shape[1:])
-                outputs[sequence] = part.new_full(size, torch.nan)
-            outputs[sequence][start : start + tokens] = part
-
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if name:
-                handle = module.register_forward_hook(
-                    lambda _module, _inputs, output, name=name: note(name, output)
-                )
-                hooks.callback(handle.remove)
-        yield
 
 
 # ---- comparisons
