@@ -11,6 +11,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 from hf_flexseq.cli import main
 from hf_flexseq.cli import prove as page
 from hf_flexseq.hf import probe
+from hf_flexseq.hf.model.facts import model_shape
 from hf_flexseq.hf.prove import command
 from hf_flexseq.hf.prove.command import difference, planted_faults
 from hf_flexseq.hf.prove.small import plain_options, small_model
@@ -116,6 +117,12 @@ def test_a_small_model_has_the_kinds_of_layers_of_a_large_one():
     assert set(small.config.layer_types) == set(config.layer_types)
     assert small.config.sliding_window < 10
     assert small.num_parameters() < 100_000
+
+
+def test_mlps_of_several_widths_count_as_the_widest():
+    small = small_model(transformers.Gemma3nForCausalLM, {})
+    assert isinstance(small.config.intermediate_size, list)
+    assert model_shape(small).intermediate == max(small.config.intermediate_size)
 
 
 def test_one_that_stays_large_is_refused():

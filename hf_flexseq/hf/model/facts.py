@@ -204,7 +204,9 @@ def _experts(config: PreTrainedConfig) -> tuple[int, int]:
 
 def _mlp_width(config: PreTrainedConfig) -> int:
     """Return the width inside the MLP, or inside all experts together that work on a token."""
-    width: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if isinstance(width, list):  # by layer
+        width = max(width)
     _, active = _experts(config)
     if not active:
         return width
