@@ -40,11 +40,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from benchmarks.common import commit, installed
 from gpu_checks import (
     figures,
     fused,
@@ -205,18 +205,9 @@ def devices() -> str:
 
 def versions() -> list[str]:
     """Return the packages that are installed, with their versions, and the commit."""
-    found = []
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            continue
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return found
-    return [*found, f"commit {done.stdout.strip()}"]
+    found = [f"{package} {version}" for package, version in installed(PACKAGES).items()]
+    of_repository = commit()
+    return found if of_repository is None else [*found, f"commit {of_repository}"]
 
 
 if __name__ == "__main__":

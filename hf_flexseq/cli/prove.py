@@ -69,15 +69,18 @@ def _of_own_ranks(options: Namespace) -> dict[str, Any]:
             *(f"--nproc_per_node={ranks}", "-m", "hf_flexseq.cli", "prove", *words),
         ]
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ
+        launcher = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
         try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=LIMIT_S
-            )
+            _, said = launcher.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
+            launcher.terminate()  # it then ends its ranks, which a kill would leave behind
+            launcher.communicate()
             return {"refused": f"the ranks had not ended after {LIMIT_S:.0f} s"}
         if not path.exists():
-            last = done.stderr.strip().splitlines()[-3:] or ["without a word"]
-            return {"refused": f"the ranks ended with {done.returncode}: {' / '.join(last)}"}
+            last = said.strip().splitlines()[-3:] or ["without a word"]
+            return {"refused": f"the ranks ended with {launcher.returncode}: {' / '.join(last)}"}
         record: dict[str, Any] = json.loads(path.read_text())
     return record
 

@@ -168,13 +168,18 @@ def lively_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return twin
 
 
-def _sequences(config: Any) -> list[torch.Tensor]:
-    """Return tokens of each sequence, [length], without special tokens."""
+def usual_tokens(config: Any) -> list[int]:
+    """Return all tokens of a model's vocabulary except the special ones."""
     special = set()
     for name, value in vars(config).items():
         if name.endswith("token_id"):
             special.update(value if isinstance(value, list) else [value])
-    usual = torch.tensor([token for token in range(config.vocab_size) if token not in special])
+    return [token for token in range(config.vocab_size) if token not in special]
+
+
+def _sequences(config: Any) -> list[torch.Tensor]:
+    """Return tokens of each sequence, [length], without special tokens."""
+    usual = torch.tensor(usual_tokens(config))
     generator = torch.Generator().manual_seed(1)
     sequences = []
     for length in SEQUENCES:

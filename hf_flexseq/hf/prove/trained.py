@@ -25,7 +25,9 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.hf.probe import usual_tokens
 from hf_flexseq.hf.trainer import FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 
 LENGTHS = (41, 23, 14, 3, 1, 11, 9, 12, 2, 13, 7, 5)
@@ -65,11 +67,7 @@ def documents(config: Any, world_size: int) -> Rows:
 
     config: of the model's text; no document has its special tokens.
     """
-    special: set[int] = set()
-    for name, value in vars(config).items():
-        if name.endswith("token_id"):
-            special.update(value if isinstance(value, list) else [value])
-    usual = [token for token in range(config.vocab_size) if token not in special]
+    usual = usual_tokens(config)
     drawn = random.Random(0)
     rows = []
     count = -(-len(LENGTHS) // world_size) * world_size
@@ -107,7 +105,7 @@ def step_alone(model: PreTrainedModel, rows: Rows, *, autocast: torch.dtype | No
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
             logits = twin(input_ids=ids, use_cache=False).logits[0]  # [tokens, vocabulary]
         labels = torch.tensor([*row["labels"][1:], IGNORE_INDEX], device=device)  # [tokens]
-        wide = logits.double() if logits.dtype == torch.float64 else logits.float()
+        wide = logits.to(lse_dtype(logits.dtype))
         loss = F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="sum") / targets
         loss.backward()
         total += float(loss.detach())
