@@ -18,7 +18,8 @@
     calibration    a fitted cost model against micro-batches held out of the fit
     memory         the memory model against the peak of training steps
     host           the host's share of a layer, for one rank of eight
-    training       FlexSeqTrainer against the stock Trainer
+    training       FlexSeqTrainer against the stock Trainer, on packs
+    lengths        the same on one sequence a step, of 8,192 to 65,536 tokens
 
 The modules in `gpu_checks/` say what each of them holds against what. A part that cannot run here
 says why. A rehearsal shows that the checks run, and nothing of a GPU; its page is written only
@@ -83,6 +84,7 @@ PARTS: dict[str, Callable[[Setting], Section]] = {
     "memory": figures.memory_section,
     "host": figures.host_section,
     "training": training.training_section,
+    "lengths": training.lengths_section,
 }
 
 

@@ -1,5 +1,8 @@
-"""A small Llama on long-tailed lengths: FlexSeqTrainer against the stock Trainer with packed
-sequences, plain and under accelerate's FSDP2, each in a process of its own.
+"""A small Llama: FlexSeqTrainer against the stock Trainer.
+
+    training    on long-tailed lengths, packed, plain and under accelerate's FSDP2, each in a
+                process of its own
+    lengths     on one sequence a step, of 8,192 to 65,536 tokens
 
 Losses must agree to 1 % at every step; tokens per second and peak memory are reported.
 """
@@ -48,10 +51,14 @@ class Sizes(NamedTuple):
     steps: int
     warmup: int
     """Steps at the start that are not timed."""
+    one_length: bool = False
+    """Whether all sequences are as long as the longest; else lengths are long-tailed."""
 
 
 FULL = Sizes(layers=12, hidden=1024, longest=8192, batch=8, steps=20, warmup=5)
 SHORT = Sizes(layers=1, hidden=128, longest=64, batch=2, steps=3, warmup=1)
+LENGTHS, SHORT_LENGTHS = (8192, 16384, 32768, 65536), (64, 128)  # tokens, in the part `lengths`
+STEPS, WARMUP = 8, 3  # there
 
 
 def training_section(setting: Setting) -> Section:
@@ -104,6 +111,35 @@ def losses_agree(a: list[float], b: list[float]) -> bool:
     return len(a) == len(b) and all(abs(x - y) <= 0.01 * y for x, y in zip(a, b, strict=True))
 
 
+def lengths_section(setting: Setting) -> Section:
+    """Train on one sequence a step, of every length, with both trainers in turns."""
+    short = setting.rehearse
+    lengths = SHORT_LENGTHS if short else LENGTHS
+    options = {"use_cpu": True} if short else {}
+    sizes = SHORT if short else FULL
+    rows = []
+    holds = True
+    for tokens in lengths:
+        alone = sizes._replace(
+            longest=tokens, batch=1, steps=STEPS, warmup=WARMUP, one_length=True
+        )
+        stock = train("stock", alone, **options)
+        flexseq = train("flexseq", alone, **options)
+        agrees = losses_agree(flexseq["losses"], stock["losses"])
+        holds = holds and agrees
+        ratio = flexseq["tokens_per_s"] / stock["tokens_per_s"]
+        speeds = [f"{run['tokens_per_s']:,.0f}" for run in (stock, flexseq)]
+        peaks = [f"{run['peak_gib']:.2f}" for run in (stock, flexseq)]
+        rows.append([f"{tokens:,}", *speeds, f"{ratio:.2f}x", *peaks, verdict(agrees)])
+    columns = ["tokens", f"stock, {stock['attention']}: tokens/s", "flexseq: tokens/s", "ratio"]
+    columns += ["stock: peak GiB", "flexseq: peak GiB", ""]
+    return Section(
+        title=f"One sequence a step on one device: {sizes.layers} layers of {sizes.hidden}",
+        lines=table(columns, rows),
+        holds=holds,
+    )
+
+
 def run_training(setting: Setting, trainer_name: str) -> None:
     """Train in one way, and print what was measured as JSON."""
     if setting.rehearse:
@@ -136,6 +172,8 @@ def train(trainer_name: str, sizes: Sizes, **options: Any) -> dict[str, Any]:
         if FlashAttn().reason_unsupported(Calls(args.device, torch.bfloat16, HEAD_DIM)):
             packed = "sdpa"
         clock = Clock(sizes.warmup)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         trainer = (FlexSeqTrainer if flexseq else Trainer)(
             model=small_llama(sizes, packed),
             args=args,
@@ -164,10 +202,13 @@ def small_llama(sizes: Sizes, attention: str) -> LlamaForCausalLM:
 
 
 def examples(sizes: Sizes) -> Iterator[dict[str, list[int]]]:
-    """Yield random sequences of CommonCrawl-like, log-normal lengths, enough for one pass."""
+    """Yield random sequences, enough for one pass; long-tailed lengths are log-normal as those of
+    CommonCrawl are."""
     rng = random.Random(0)
     for _ in range(sizes.batch * sizes.steps):
-        length = min(max(int(rng.lognormvariate(math.log(950), 1.75)), 2), sizes.longest)
+        length = sizes.longest
+        if not sizes.one_length:
+            length = min(max(int(rng.lognormvariate(math.log(950), 1.75)), 2), length)
         tokens = rng.choices(range(VOCAB), k=length)
         yield {"input_ids": tokens, "labels": tokens}
 

@@ -367,7 +367,8 @@ def _parts_of(rule: Callable[..., Any]) -> list[Callable[..., Any]]:
         for part in closure["mask_functions"]:
             parts += _parts_of(part)
         return parts
-    if _is_made_by(rule, masking_utils.remap_positions_for_packed_sequence):
+    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # newer than 5.17
+    if remap is not None and _is_made_by(rule, remap):
         return _parts_of(closure["mask_function"])
     return [rule]
 
