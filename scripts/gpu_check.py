@@ -10,6 +10,7 @@
     speeds         TFLOP/s of attention kernels, FlashAttention-3 and -4 where they are installed
     kinds          layers with windows, chunks, sinks or softcaps, with ranks that are threads
     recurrent      recurrent layers, with ranks that are threads
+    scans          milliseconds of recurrent layers' scans and summaries
     threads        random plans of all strategies on one GPU, with ranks that are threads
     pipelines      pipelines on one GPU, with ranks that are threads
     several        the same plans over NCCL, one rank per GPU: DDP and FSDP2; from two GPUs on
@@ -26,10 +27,12 @@ says why. A rehearsal shows that the checks run, and nothing of a GPU; its page 
 where --out says so.
 
 Every part is a process of its own: one that crashes, hangs or runs out of time is a line of the
-page, and the next part runs. The page is a dated file under --out, written again after every part,
-and printed at the end. Its last line sums it up for an issue. All parts together take 30 minutes
-at most, or as many as --minutes says; what has not run by then says so. Exits with 0 when all
-checks hold, 1 when one does not or did not run in time, and 2 without a CUDA GPU.
+page, and the next part runs. Parts that time nothing run side by side, before the others. The page
+is a dated file under --out, written again after every part, and printed at the end; a .log beside
+it has all that failed parts said. The last line of the page sums it up for an issue. All parts
+together take 30 minutes at most, or as many as --minutes says; what has not run by then says so.
+Exits with 0 when all checks hold, 1 when one does not or did not run in time, and 2 without a CUDA
+GPU.
 """
 
 import argparse
@@ -39,8 +42,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -63,11 +68,14 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts/benchmarks/results"
 PLANS, QUICK_PLANS = 200, 8  # for every way of running them
 MINUTES, QUICK_MINUTES = 30.0, 5.0  # of all parts together
-MOST_SHARE = 1 / 3  # of all minutes, after which one part is given up
+MOST_SHARE = 1 / 2  # of all minutes, after which one part is given up
 PACKAGES = (
     *("hf_flexseq", "torch", "triton", "transformers", "accelerate", "flash-attn"),
     *("flash-attn-3", "flash-attn-4", "fla-core", "causal-conv1d", "liger-kernel"),
 )
+
+# Parts that time nothing, and take little memory.
+UNTIMED = frozenset(("kernels", "kinds", "recurrent", "threads", "pipelines"))
 
 PARTS: dict[str, Callable[[Setting], Section]] = {
     "kernels": kernels.kernel_errors_section,
@@ -75,6 +83,7 @@ PARTS: dict[str, Callable[[Setting], Section]] = {
     "speeds": kernels.kernel_seconds_section,
     "kinds": kinds.kinds_section,
     "recurrent": recurrent.recurrent_section,
+    "scans": recurrent.scans_section,
     "threads": one_device.plans_section,
     "pipelines": one_device.pipelines_section,
     "several": several.plans_section,
@@ -95,7 +104,7 @@ def main() -> int:
         print("gpu_check needs a CUDA GPU, and torch sees none here", file=sys.stderr)
         return 2
     plans = asked.plans or (QUICK_PLANS if asked.quick else PLANS)
-    setting = Setting(rehearse=asked.rehearse, plans=plans)
+    setting = Setting(rehearse=asked.rehearse, plans=plans, quick=asked.quick)
     if asked.part is not None:
         run_part(asked, setting)
         return 0
@@ -104,20 +113,62 @@ def main() -> int:
         folder = RESULTS
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    head = heading(setting)
-    sections: dict[str, Section] = {}
+    page = Page(setting, asked.parts, folder)
     minutes = asked.minutes or (QUICK_MINUTES if asked.quick else MINUTES)
     end = time.monotonic() + 60 * minutes
-    for name in asked.parts:
+
+    def run(name: str) -> None:
         print(f"{name} ...", file=sys.stderr, flush=True)
         seconds = min(60 * minutes * MOST_SHARE, end - time.monotonic())
-        sections[name] = section_of(name, setting, seconds)
-        page = "\n".join([*head, *(section.text() for section in sections.values())])
-        page += f"\n\n    {summary(sections, asked.parts)}\n"
+        page.add(name, section_of(name, setting, seconds))
+
+    untimed = [name for name in asked.parts if name in UNTIMED]
+    with ThreadPoolExecutor(max(1, len(untimed))) as pool:
+        list(pool.map(run, untimed))
+    for name in asked.parts:
+        if name not in UNTIMED:
+            run(name)
+    print(page.text(), end="")
+    return 0 if page.holds else 1
+
+
+class Page:
+    """The page of one run, which is written again with every part that has ended."""
+
+    def __init__(self, setting: Setting, asked: list[str], folder: Path | None) -> None:
+        """asked: parts, in the order of the page. folder: of the page; None for no file."""
+        self._head = heading(setting)
+        self._asked = asked
+        self._file = None
         if folder is not None:
-            (folder / f"{datetime.date.today()}_gpu_check.md").write_text(page)
-    print(page, end="")
-    return 0 if all(section.holds for section in sections.values()) else 1
+            self._file = folder / f"{datetime.date.today()}_gpu_check.md"
+        self._sections: dict[str, Section] = {}
+        self._lock = threading.Lock()
+
+    def add(self, name: str, section: Section) -> None:
+        """Take what a part found, and write the page."""
+        with self._lock:
+            self._sections[name] = section
+            if self._file is None:
+                return
+            self._file.write_text(self.text())
+            if section.said:
+                with self._file.with_suffix(".log").open("a") as log:
+                    log.write(f"# {name}\n{section.said}\n")
+
+    def text(self) -> str:
+        """Return the page as far as parts have ended."""
+        sections = [self._sections[name].text() for name in self._done()]
+        page = "\n".join([*self._head, *sections])
+        return f"{page}\n\n    {summary(self._sections, self._asked)}\n"
+
+    def _done(self) -> list[str]:
+        return [name for name in self._asked if name in self._sections]
+
+    @property
+    def holds(self) -> bool:
+        """True if all checks of all parts hold."""
+        return all(section.holds for section in self._sections.values())
 
 
 def section_of(name: str, setting: Setting, seconds: float) -> Section:
@@ -127,7 +178,8 @@ def section_of(name: str, setting: Setting, seconds: float) -> Section:
         return Section(title=name, lines=(line,), holds=False)
     found = launch([sys.executable, *this_script(name, setting)], seconds=seconds, is_part=True)
     if "error" in found:
-        return Section(title=name, lines=(f"FAILED: {found['error']}",), holds=False)
+        line = f"FAILED: {found['error']}"
+        return Section(title=name, lines=(line,), holds=False, said=found.get("said", ""))
     return Section.from_record(found)
 
 

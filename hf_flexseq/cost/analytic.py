@@ -25,8 +25,8 @@ FLOAT32_BYTES = 4
 # Share of a device's memory to plan with.
 MEMORY_FRACTION = 0.85
 
-# Layers whose activations exist at once under checkpointing: the recomputed one, and what the
-# backward of the following one has left.
+# Layers whose halos exist at once under checkpointing: those of the recomputed one, and of the
+# following one, whose gradients have not left yet.
 WHOLE_LAYERS = 2
 
 # Maximum slices of a sequence on one rank.
@@ -97,7 +97,8 @@ def _held_bytes(
 ) -> tuple[float, float]:
     """Return the activation bytes (per token, per rank), without parameters."""
     token = _token_bytes(shape, checkpointing)
-    state = 0.0
+    # The copies that autocast makes of weights exist until the forward has ended.
+    state = float(shape.dtype_bytes * shape.params) if shape.hidden_bytes is not None else 0.0
     if topology.world_size > 1:
         state += _halo_bytes(shape, checkpointing)
         state += _all_summaries_bytes(shape, topology.world_size)
@@ -242,15 +243,16 @@ def _token_bytes(shape: ModelShape, checkpointing: bool) -> float:
         numbers = shape.layers * rest + 2 * shape.query_numbers + shape.kv_numbers
         scans = sum(layers * _scan_bytes(shape, sizes) for layers, sizes in shape.recurrent)
         return float(numbers * shape.dtype_bytes + scans + log_sum_exps)
-    # Every layer keeps its input and what attention, or a scan, gave; some are whole.
+    # Every layer keeps its input and what attention, or a scan, gave; one is whole.
     mixer = 2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
     mixer_bytes = [float(mixer * shape.dtype_bytes)]
-    kept = shape.layers * shape.hidden + shape.query_numbers
+    inputs_bytes = shape.layers * shape.hidden * (shape.hidden_bytes or shape.dtype_bytes)
+    kept = shape.query_numbers
     for layers, sizes in shape.recurrent:
         kept += layers * sizes.value_heads * sizes.value_dim
         mixer_bytes.append(_scan_bytes(shape, sizes))
     whole = rest * shape.dtype_bytes + max(mixer_bytes)
-    return float(kept * shape.dtype_bytes + WHOLE_LAYERS * whole + log_sum_exps)
+    return float(inputs_bytes + kept * shape.dtype_bytes + whole + log_sum_exps)
 
 
 def _scan_bytes(shape: ModelShape, sizes: RecurrentShape) -> float:

@@ -50,6 +50,9 @@ class ModelShape:
     """All parameters, embeddings included."""
     dtype_bytes: int = 2
     """Bytes of one activation."""
+    hidden_bytes: int | None = None
+    """Bytes of one number between layers, under autocast those of a weight; None: of an
+    activation."""
     reaches: tuple[tuple[int, Reach], ...] = ()
     """(layers, reach) of layers with a window or a chunk; all others read all keys."""
     recurrent: tuple[tuple[int, RecurrentShape], ...] = ()

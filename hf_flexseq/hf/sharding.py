@@ -75,7 +75,7 @@ def fsdp_figures(
     shape = model_shape(model)
     trip_s = trip_seconds(
         cost,
-        moved_bytes=shape.params * shape.dtype_bytes,
+        moved_bytes=shape.params * gathered_itemsize(model, accelerator),
         topology=topology,
         replicas=copies,
     )

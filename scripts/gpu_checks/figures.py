@@ -2,7 +2,8 @@
 
     calibration    the cost model that is fitted to this GPU predicts micro-batches that were held
                    out of the fit, to 5 % on average
-    memory         the memory model predicts the peak bytes of a step, optimizer included, to 3 %
+    memory         the memory model predicts the peak bytes of a micro-batch that is not the first
+                   of its step, to 3 %: weights, the optimizer's state and gradients are there
     host           seconds that the host takes to hand a layer's attention to the device, beside
                    the seconds until the device is done: one rank of eight whose messages are there
                    at once (`stub.py`). After a warm-up the host may not wait for the device.
@@ -68,7 +69,7 @@ TINY = {  # in a rehearsal
 }
 BRIEF = Effort(budget_s=0.05, rounds=1, held_out=2)  # in a rehearsal
 
-MEMORY_TOKENS = (8192, 16384)
+MEMORY_TOKENS = (16384, 32768)
 HOST_TOKENS = 2048  # of the rank
 ROUNDS = 10
 
@@ -110,26 +111,26 @@ def _judged(setting: Setting, holds: bool) -> str:
 
 
 def memory_section(setting: Setting) -> Section:
-    """Compare the peak memory of training steps with the memory model."""
+    """Compare the peak memory of micro-batches with the memory model."""
     device = setting.device
     topology = Topology(nodes=1, ranks_per_node=1)
     facts = _facts(LlamaConfig(**(TINY if setting.rehearse else SMALL)))
     subject = CostSubject(facts=facts, has_chunked_loss=True, topology=topology, device=device)
     estimate = subject.estimate
-    step_of = _steps(facts, device)
+    measure = _peaks(facts, device)
     rows = []
     holds = True
     for tokens in (64, 128) if setting.rehearse else MEMORY_TOKENS:
         predicted = estimate.state_bytes + estimate.sharded_state_bytes
         predicted += estimate.token_bytes * tokens
-        measured = _peak_bytes(step_of(tokens), device)
+        measured = measure(tokens)
         error = predicted / measured - 1
         is_close = setting.rehearse or abs(error) <= MEMORY_BOUND
         holds = holds and is_close
         cells = [f"{tokens:,}", f"{predicted / 2**30:.2f}", f"{measured / 2**30:.2f}"]
         rows.append([*cells, f"{error:+.1%}", _judged(setting, is_close)])
     return Section(
-        title=f"Memory of one rank: peak of a step (bound {MEMORY_BOUND:.0%})",
+        title=f"Memory of one rank: peak of a micro-batch (bound {MEMORY_BOUND:.0%})",
         lines=table(["tokens", "predicted GiB", "measured GiB", "error", ""], rows),
         holds=holds,
     )
@@ -152,38 +153,32 @@ def _facts(config: LlamaConfig) -> ModelFacts:
     )
 
 
-def _steps(facts: ModelFacts, device: torch.device) -> Callable[[int], Callable[[], None]]:
-    """Return what makes a training step, optimizer included, of one sequence of some tokens."""
+def _peaks(facts: ModelFacts, device: torch.device) -> Callable[[int], int]:
+    """Return what measures the most bytes that tensors take during the second micro-batch of a
+    step, of one sequence of some tokens; on a CPU, in a rehearsal, those of the whole process."""
     communicator = Communicator()
     probes = ModelProbes(facts, communicator, device)
     probe = probes(probes.layers)
     optimizer = torch.optim.AdamW(probe.model.parameters())
 
-    def step_of(tokens: int) -> Callable[[], None]:
+    def measure(tokens: int) -> int:
         alone = ProbeShape(strategy="local", degree=1, lengths=(tokens,))
         forward_backward = probe.run(in_groups(alone, communicator.topology))
-
-        def step() -> None:
+        forward_backward()
+        optimizer.step()  # the first one makes its state
+        optimizer.zero_grad()
+        forward_backward()  # the first micro-batch makes the gradients
+        if device.type != "cuda":
             forward_backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        torch.cuda.reset_peak_memory_stats(device)
+        forward_backward()
+        torch.cuda.synchronize(device)
+        peak: int = torch.cuda.max_memory_allocated(device)
+        optimizer.zero_grad()
+        return peak
 
-        return step
-
-    return step_of
-
-
-def _peak_bytes(step: Callable[[], None], device: torch.device) -> int:
-    """Return the most bytes that tensors took during a step that was not the first one; on a CPU,
-    in a rehearsal, those of the whole process."""
-    step()  # the optimizer makes its state
-    if device.type != "cuda":
-        step()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device)
+    return measure
 
 
 # ---- the host

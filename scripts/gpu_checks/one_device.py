@@ -52,6 +52,7 @@ REHEARSED_RANKS = 4
 LAYERS = 2
 HUB_S = 3600.0  # after which threads that do not end are given up
 LAUNCHES = (Launches.BY_LANE, Launches.ONE_QUEUE)
+QUICK_FORMS = 2  # of pipelines
 WAYS = 16  # that plans go in turns: two of each of four things
 
 
@@ -274,7 +275,9 @@ def pipelines_section(setting: Setting) -> Section:
     rows = []
     holds = True
     forms = _forms(ranks)
-    for form in forms[-2:] if setting.rehearse else forms:
+    if setting.rehearse or setting.quick:
+        forms = forms[-QUICK_FORMS:]
+    for form in forms:
         cells = []
         is_close = True
         for precision in subject.precisions(device):

@@ -1,5 +1,8 @@
-"""Recurrent layers on one device, with ranks that are threads, in 16 bits: scans by the kernels
-that are chosen there, convolutions, and what a scan over several ranks costs beside one.
+"""Recurrent layers on one device, in 16 bits: scans by the kernels that are chosen there, and
+convolutions.
+
+    recurrent    their errors, with ranks that are threads
+    scans        milliseconds of a scan over several ranks beside one
 
 The truth is the same layer in float32, on one rank. One rank in 16 bits has an error against it,
 too; several ranks may have 1.3 times that. States travel in float32, so what ranks add is the
@@ -41,7 +44,7 @@ HUB_S = 600.0
 
 
 def recurrent_section(setting: Setting) -> Section:
-    """Hold the error of several ranks against that of one, kind by kind; time the summaries."""
+    """Hold the error of several ranks against that of one, kind by kind."""
     rows = []
     holds = True
     for kind in KINDS:
@@ -53,19 +56,35 @@ def recurrent_section(setting: Setting) -> Section:
         is_close = max(errors) <= MOST_OF_ONE_RANK * alone
         holds = holds and is_close
         ratios = [f"{error / alone:.2f}" for error in errors]
-        chosen = "-"
-        seconds = ["-"] * 3
-        if kind != "convolution":
-            chosen = choose_scan(kind, setting.device, torch.bfloat16, SIZE)
-            seconds = [f"{1e3 * one:.1f}" for one in _seconds(setting, kind)]
-        rows.append([kind, chosen, f"{alone:.1e}", *ratios, *seconds, verdict(is_close)])
-    columns = ["layer", "scan", "error of one rank", *STRATEGIES, "ms", "summary", "backward", ""]
+        rows.append([kind, _chosen(setting, kind), f"{alone:.1e}", *ratios, verdict(is_close)])
+    columns = ["layer", "scan", "error of one rank", *STRATEGIES, ""]
     return Section(
         title=f"Recurrent layers on {RANKS} ranks as threads: errors over that of one rank (at "
-        f"most {MOST_OF_ONE_RANK}); ms of a long document and of its summaries",
-        lines=tuple(table(columns, rows)),
+        f"most {MOST_OF_ONE_RANK})",
+        lines=table(columns, rows),
         holds=holds,
     )
+
+
+def scans_section(setting: Setting) -> Section:
+    """Time a scan of a long document, and the summaries that ranks who share it make."""
+    rows = []
+    for kind in KINDS[1:]:
+        seconds = [f"{1e3 * one:.1f}" for one in _seconds(setting, kind)]
+        rows.append([kind, _chosen(setting, kind), *seconds])
+    tokens = SHORT_LONG if setting.rehearse else LONG
+    return Section(
+        title=f"Scans: ms of a document of {tokens:,} tokens, forward and backward, and of its "
+        "summaries",
+        lines=table(["layer", "scan", "ms", "summary", "backward"], rows),
+    )
+
+
+def _chosen(setting: Setting, kind: str) -> str:
+    """Return the name of the scan that is chosen for a layer; "-" for a convolution."""
+    if kind == "convolution":
+        return "-"
+    return choose_scan(kind, setting.device, torch.bfloat16, SIZE)
 
 
 def _on_ranks(setting: Setting, kind: str, strategy: str, dtype: torch.dtype) -> Tensors:

@@ -14,7 +14,7 @@ import torch
 
 SCRIPT = Path(__file__).resolve().parents[1] / "gpu_check.py"
 NOT_RUN = "Not run: "
-LAST_LINES = 3  # of what a failed command says
+LAST_LINES = 3  # of what a failed command says, on the page
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +26,9 @@ class Setting:
 
     plans: int
     """Random plans for every way of running them."""
+
+    quick: bool = False
+    """Whether less is run: fewer pipelines, and steps of trainers."""
 
     @property
     def device(self) -> torch.device:
@@ -42,6 +45,8 @@ class Setting:
         options = ["--plans", str(self.plans)]
         if self.rehearse:
             options.append("--rehearse")
+        if self.quick:
+            options.append("--quick")
         return options
 
 
@@ -56,6 +61,9 @@ class Section:
 
     holds: bool = True
     """True if all of its checks hold, or if none can run here."""
+
+    said: str = ""
+    """All that a part said which has failed; not on the page."""
 
     @property
     def end(self) -> str:
@@ -117,7 +125,8 @@ def torchrun(processes: int, arguments: Sequence[str]) -> list[str]:
 def launch(
     command: Sequence[str], *, seconds: float | None = None, is_part: bool = False
 ) -> dict[str, Any]:
-    """Run a command; return the JSON of its last line, or `error`, its last words.
+    """Run a command; return the JSON of its last line, or `error`, its last words, with `said`,
+    all of its words.
 
     seconds: after which it is ended; None for no limit.
     is_part: True for a process group of its own, which is ended as a whole.
@@ -136,14 +145,14 @@ def launch(
             os.killpg(process.pid, signal.SIGKILL)
         else:
             process.terminate()  # torchrun then ends its ranks
-        process.communicate()
-        return {"error": f"it had not ended after {seconds:.0f} s"}
+        _, err = process.communicate()
+        return {"error": f"it had not ended after {seconds:.0f} s", "said": err}
     if process.returncode:
-        return {"error": last_words(err) or f"it ended with {process.returncode}"}
+        return {"error": last_words(err) or f"it ended with {process.returncode}", "said": err}
     try:
         found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        return {"error": "it ended without a result"}
+        return {"error": "it ended without a result", "said": err}
     return found
 
 

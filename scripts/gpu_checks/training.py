@@ -57,14 +57,15 @@ class Sizes(NamedTuple):
 
 FULL = Sizes(layers=12, hidden=1024, longest=8192, batch=8, steps=20, warmup=5)
 SHORT = Sizes(layers=1, hidden=128, longest=64, batch=2, steps=3, warmup=1)
+QUICK_STEPS = 10
 LENGTHS, SHORT_LENGTHS = (8192, 16384, 32768, 65536), (64, 128)  # tokens, in the part `lengths`
-STEPS, WARMUP = 8, 3  # there
+STEPS, WARMUP = 6, 2  # there
 
 
 def training_section(setting: Setting) -> Section:
     """Train in all ways, and compare the losses with those of the stock Trainer."""
     runs = {name: launch(command) for name, command in train_commands(setting).items()}
-    return section_of(runs, SHORT if setting.rehearse else FULL)
+    return section_of(runs, _sizes(setting))
 
 
 def train_commands(setting: Setting) -> dict[str, list[str]]:
@@ -142,10 +143,15 @@ def lengths_section(setting: Setting) -> Section:
 
 def run_training(setting: Setting, trainer_name: str) -> None:
     """Train in one way, and print what was measured as JSON."""
+    options = {"use_cpu": True} if setting.rehearse else {}
+    print(json.dumps(train(trainer_name, _sizes(setting), **options)))
+
+
+def _sizes(setting: Setting) -> Sizes:
+    """Return the model and the run on long-tailed lengths."""
     if setting.rehearse:
-        print(json.dumps(train(trainer_name, SHORT, use_cpu=True)))
-    else:
-        print(json.dumps(train(trainer_name, FULL)))
+        return SHORT
+    return FULL._replace(steps=QUICK_STEPS) if setting.quick else FULL
 
 
 def train(trainer_name: str, sizes: Sizes, **options: Any) -> dict[str, Any]:

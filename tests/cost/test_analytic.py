@@ -192,3 +192,15 @@ def test_shapes_without_meaning_are_refused():
         recurrent(DELTA, 9)
     with pytest.raises(ValueError, match="'rwkv' of recurrent layer: expected one of gated_delta"):
         replace(DELTA, kind="rwkv")
+
+
+def test_memory_under_autocast_is_that_of_an_h100():
+    # 16 checkpointed layers of 2,048 with float32 weights, in bfloat16 autocast: the peaks of
+    # micro-batches of 16,384 and of 32,768 tokens (docs/gpus.md)
+    sizes = {"layers": 16, "hidden": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128}
+    sizes |= {"intermediate": 8192, "vocab": 128256, "params": 1_269_368_832}
+    cost = estimate(shape(**sizes, dtype_bytes=2, hidden_bytes=4), ranks=1)
+    state = cost.state_bytes + cost.sharded_state_bytes
+    for tokens, measured_gib in ((16384, 26.59), (32768, 30.98)):
+        predicted = state + tokens * cost.token_bytes
+        assert predicted / 2**30 == pytest.approx(measured_gib, rel=0.03)

@@ -82,7 +82,7 @@ class CostSubject:
     def estimate(self) -> CostModel:
         """Computed cost model, memory included."""
         return analytic_cost_model(
-            self.facts.shape,
+            self.facts.shape_in_training,
             device_spec(self.device, self.topology.ranks_per_node),
             self.topology,
             checkpointing=self.facts.checkpointing,
@@ -149,7 +149,7 @@ def measured(subject: CostSubject, communicator: Communicator, effort: Effort) -
     facts = subject.facts
     calibration = calibrate(
         ModelProbes(facts, communicator, subject.device),
-        facts.shape,
+        facts.shape_in_training,
         subject.estimate,
         communicator,
         device=subject.device,
@@ -186,6 +186,7 @@ def _shape_key(shape: ModelShape) -> dict[str, object]:
     """Return a model's sizes as JSON values, without absent kinds of layers, as older
     checkpoints."""
     sizes = asdict(shape)
+    del sizes["hidden_bytes"]  # of training, not of the model
     if not shape.reaches:
         del sizes["reaches"]
     if shape.active_params is None:
@@ -215,7 +216,7 @@ def with_gathering(cost: CostModel, subject: CostSubject) -> CostModel:
         return cost
     trip_s = trip_seconds(
         cost,
-        moved_bytes=facts.shape.params * facts.shape.dtype_bytes,
+        moved_bytes=facts.shape.params * facts.shape_in_training.dtype_bytes,
         topology=subject.topology,
         replicas=facts.replicas,
     )

@@ -11,7 +11,7 @@ ModelFacts                       all of them that the cost of training depends o
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +76,18 @@ class ModelFacts:
     """Sharded part of the model's state, in DeepSpeed's numbering."""
     replicas: int = 1
     """Copies of the sharded state: more than one in HSDP."""
+
+    @property
+    def shape_in_training(self) -> ModelShape:
+        """The sizes, with the bytes of what is computed in. FSDP casts weights before it gathers
+        them, so that nothing stays in their own dtype; autocast leaves the hidden states in it."""
+        if self.autocast is None:
+            return self.shape
+        return replace(
+            self.shape,
+            dtype_bytes=self.autocast.itemsize,
+            hidden_bytes=None if self.zero_stage == 3 else self.dtype.itemsize,
+        )
 
     @property
     def compute_dtype(self) -> torch.dtype:

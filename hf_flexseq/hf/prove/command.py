@@ -39,7 +39,8 @@ from hf_flexseq.hf.prove.trained import (
 )
 
 FLOOR = 1e-3  # of the largest norm of a gradient
-PLANTED = 1.01  # factor on one gradient, which must be found
+LEAST_FAULT = 0.01  # relative error that is planted, where the bounds are narrow
+TIMES_BOUND = 2.0  # planted error over the bound, in 16 bits
 
 
 class Bounds(NamedTuple):
@@ -186,16 +187,21 @@ def has_learned(step: Step) -> bool:
 
 
 def planted_faults(step: Step, bounds: Bounds) -> dict[str, bool]:
-    """Return faults of a step that were made on purpose, and whether the comparison finds each."""
+    """Return faults of a step that were made on purpose, and whether the comparison finds each.
+
+    Errors of 1 % are planted, or of twice the bounds where those are wide, as in 16 bits.
+    """
+    factor = 1 + max(LEAST_FAULT, TIMES_BOUND * bounds.gradient)
+    loss_factor = 1 + max(LEAST_FAULT, TIMES_BOUND * bounds.loss)
     largest = max(step.gradients, key=lambda name: float(step.gradients[name].norm()))
-    scaled = {**step.gradients, largest: PLANTED * step.gradients[largest]}
+    scaled = {**step.gradients, largest: factor * step.gradients[largest]}
     halved = {name: gradient / 2 for name, gradient in step.gradients.items()}
     without = {name: step.gradients[name] for name in step.gradients if name != largest}
     faults: Mapping[str, Step] = {
-        f"the gradient of {largest} times {PLANTED}": step._replace(gradients=scaled),
+        f"the gradient of {largest} times {factor:.3g}": step._replace(gradients=scaled),
         "all gradients halved, as by a mean over two ranks": step._replace(gradients=halved),
         f"no gradient of {largest}": step._replace(gradients=without),
-        "a loss that is 1 % too large": step._replace(loss=step.loss * 1.01),
+        f"the loss times {loss_factor:.3g}": step._replace(loss=loss_factor * step.loss),
         "NaN in one gradient": step._replace(
             gradients={**step.gradients, largest: step.gradients[largest] * torch.nan}
         ),
