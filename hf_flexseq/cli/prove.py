@@ -52,7 +52,7 @@ def _of_this_rank(options: Namespace) -> dict[str, Any]:
 def _of_own_ranks(options: Namespace) -> dict[str, Any]:
     """Start the ranks, and return the record of rank 0."""
     try:
-        from hf_flexseq.distributed.hosts import ranks_of_machine
+        from hf_flexseq.distributed.hosts import last_error, ranks_of_machine
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "proving needs torch and transformers: pip install torch transformers accelerate "
@@ -79,8 +79,8 @@ def _of_own_ranks(options: Namespace) -> dict[str, Any]:
             launcher.communicate()
             return {"refused": f"the ranks had not ended after {LIMIT_S:.0f} s"}
         if not path.exists():
-            last = said.strip().splitlines()[-3:] or ["without a word"]
-            return {"refused": f"the ranks ended with {launcher.returncode}: {' / '.join(last)}"}
+            reason = last_error(said) or "without a word"
+            return {"refused": f"the ranks ended with {launcher.returncode}: {reason}"}
         record: dict[str, Any] = json.loads(path.read_text())
     return record
 

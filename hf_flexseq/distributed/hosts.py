@@ -10,6 +10,7 @@ All ranks see the same answers, so all of them refuse an impossible topology, or
 """
 
 import os
+import re
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +21,10 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.transport import Transport
 
 VARIABLE = "LOCAL_WORLD_SIZE"
+RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # before what torch reports of a rank
+ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Interrupt|LostRank)\b")
+LAUNCHER_ERROR = "ChildFailedError"  # says that a rank has failed, and not why
+LAST_LINES = 3  # of what ranks say, where no line is an error
 CPU_RANKS = 2  # of a machine without GPUs, where no launcher says how many
 
 
@@ -73,3 +78,13 @@ def _common_size(sizes: Sequence[str | None], hosts: Sequence[str]) -> int:
 def ranks_of_machine() -> int:
     """Return how many ranks use this machine: one for each GPU, or two on a CPU."""
     return torch.cuda.device_count() or CPU_RANKS
+
+
+def last_error(said: str) -> str:
+    """Return the last error in what the ranks of a launcher have said on stderr, as one line; their
+    last lines where none is an error, and "" where they said nothing."""
+    lines = [RANK_PREFIX.sub("", line).strip() for line in said.splitlines()]
+    for line in reversed(lines):
+        if ERROR_LINE.match(line) and LAUNCHER_ERROR not in line:
+            return line
+    return " / ".join([line for line in lines if line][-LAST_LINES:])

@@ -22,7 +22,8 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from gpu_checks import several, subject
-from gpu_checks.report import Section, Setting, last_words, table, this_script, verdict
+from gpu_checks.report import Section, Setting, table, this_script, verdict
+from hf_flexseq.distributed.hosts import last_error
 from hf_flexseq.plan import Group, MicroBatch, Plan
 
 LOST_PART = "lost rank"  # the part that every rank runs
@@ -43,7 +44,7 @@ def lost_rank_section(setting: Setting) -> Section:
     holds = have_ended and any(names_it)
     rows = []
     for rank, ending in endings.items():
-        rows.append([rank, "yes" if names(ending, lost) else "no", last_words(ending)])
+        rows.append([rank, "yes" if names(ending, lost) else "no", last_error(ending)])
     return Section(
         title=title,
         lines=(
@@ -58,7 +59,7 @@ def lost_rank_section(setting: Setting) -> Section:
 
 def names(ending: str, lost: int) -> bool:
     """Return whether a rank's last words name the rank that is lost."""
-    return re.search(rf"\branks? \[?{lost}\b", last_words(ending)) is not None
+    return re.search(rf"\branks? \[?{lost}\b", last_error(ending)) is not None
 
 
 def _run(setting: Setting, lost: int) -> dict[int, str]:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from hf_flexseq.distributed.hosts import last_error
+
 SCRIPT = Path(__file__).resolve().parents[1] / "gpu_check.py"
 NOT_RUN = "Not run: "
-LAST_LINES = 3  # of what a failed command says, on the page
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,14 +149,9 @@ def launch(
         _, err = process.communicate()
         return {"error": f"it had not ended after {seconds:.0f} s", "said": err}
     if process.returncode:
-        return {"error": last_words(err) or f"it ended with {process.returncode}", "said": err}
+        return {"error": last_error(err) or f"it ended with {process.returncode}", "said": err}
     try:
         found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
     except (IndexError, ValueError):
         return {"error": "it ended without a result", "said": err}
     return found
-
-
-def last_words(text: str) -> str:
-    """Return the last lines of what a command said, as one line."""
-    return " / ".join(text.strip().splitlines()[-LAST_LINES:])

@@ -4,7 +4,7 @@ import pytest
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed import hosts
-from hf_flexseq.distributed.hosts import topology_of
+from hf_flexseq.distributed.hosts import last_error, topology_of
 from hf_flexseq.distributed.lone import LoneTransport
 
 
@@ -62,3 +62,24 @@ def test_a_rank_answers_with_its_environment_and_its_host(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "none")
     with pytest.raises(ValueError, match="'none': expected a number"):
         topology_of(LoneTransport())
+
+
+ELASTIC = """\
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+=====================
+  error_file: <N/A>
+====================="""
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        (f"[rank1]: Traceback:\n[rank1]: ValueError: no luck\nW1126 stopped\n{ELASTIC}\n",
+         "ValueError: no luck"),
+        ("a.b.LostRank: rank 0 lost rank 1\n", "a.b.LostRank: rank 0 lost rank 1"),
+        ("one\ntwo\n\nthree\nfour\n", "two / three / four"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_the_last_error_of_ranks_is_theirs_and_not_their_launcher_s(said, found):
+    assert last_error(said) == found
