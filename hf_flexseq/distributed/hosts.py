@@ -81,8 +81,10 @@ def ranks_of_machine() -> int:
 
 
 def last_error(said: str) -> str:
-    """Return the last error in what the ranks of a launcher have said on stderr, as one line; their
-    last lines where none is an error, and "" where they said nothing."""
+    """Return the last error in what the ranks of a launcher have said on stderr, as one line.
+
+    Returns their last lines where none is an error, and "" where they said nothing.
+    """
     lines = [RANK_PREFIX.sub("", line).strip() for line in said.splitlines()]
     for line in reversed(lines):
         if ERROR_LINE.match(line) and LAUNCHER_ERROR not in line:
