@@ -67,13 +67,18 @@ def package_problem() -> str | None:
     try:
         import flash_attn
 
-        _interface()
+        interface = _interface()
     # A build for another torch raises ImportError, too, with the missing symbol.
     except ImportError as error:
         return f"the flash-attn package cannot be imported ({error})"
     version = tuple(int(part) for part in flash_attn.__version__.split(".")[:2])
     if version < _OLDEST:
         return f"flash-attn {flash_attn.__version__} is older than 2.7"
+    if getattr(interface, "USE_TRITON_ROCM", False):
+        return (
+            "flash-attn's Triton kernels for AMD ignore windows and softcaps; unset "
+            "FLASH_ATTENTION_TRITON_AMD_ENABLE"
+        )
     return None
 
 

@@ -52,15 +52,20 @@ def gpu(monkeypatch):
     registered = dict(attention._registry._FLASH_ATTENTION_IMPLS)
     with contextlib.ExitStack() as operators:
 
-        def gpu(*, capability=(9, 0), flash2=None, flash3=None, without=None, active=None):
-            """flash2: version of its package. flash3: what the backward of its package lacks.
-            without: what that package was built without. active: implementation in torch."""
+        def gpu(
+            *, capability=(9, 0), flash2=None, amd=False, flash3=None, without=None, active=None
+        ):
+            """flash2: version of its package. amd: whether it runs its kernels for AMD. flash3:
+            what the backward of its package lacks. without: what that package was built without.
+            active: implementation in torch."""
             monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
             monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+            interface = SimpleNamespace(USE_TRITON_ROCM=amd)
             flags = {f"FLASHATTENTION_DISABLE_{without}": True}
             modules = {
-                "flash_attn": flash2 and {"__version__": flash2, "flash_attn_interface": None},
+                "flash_attn": flash2
+                and {"__version__": flash2, "flash_attn_interface": interface},
                 "flash_attn_interface": None if flash3 is None else {},
                 "flash_attn_config": without and {"CONFIG": {"build_flags": flags}},
             }
@@ -91,6 +96,7 @@ CHOICES = [  # (machine, what is asked beside bfloat16 and heads of 128, choice,
     ({}, {}, TORCH, "; flash_attn: the flash-attn package .*; torch_varlen: chosen$"),
     ({"flash2": "2.7.0"}, {"dtype": torch.float16}, FLASH2, "; torch_varlen: not needed$"),
     ({"flash2": "2.6.3"}, {}, TORCH, "flash_attn: flash-attn 2.6.3 is older than 2.7;"),
+    ({"flash2": "2.8.3", "amd": True}, {}, TORCH, "flash_attn: .* for AMD ignore windows and so"),
     ({}, {"dtype": torch.float32}, None, "bf16=True"),
     ({}, {"head_dim": 12}, None, "multiple of 8"),
     ({}, {"head_dim": 256}, TORCH, ""),
