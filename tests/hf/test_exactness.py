@@ -48,10 +48,19 @@ def sharded(model):
 
 
 def gradients_under_random_plans(
-    rank, world_size, sharding, checkpointing, dtype, plans, make=tiny_llama, attention="sdpa"
+    rank,
+    world_size,
+    sharding,
+    checkpointing,
+    dtype,
+    plans,
+    make=tiny_llama,
+    attention="sdpa",
+    patched=lambda model: None,
 ):
     """The largest relative errors of loss, gradient norm and parameter gradients over `plans`
-    random plans. make: returns the model; attention: of the one process."""
+    random plans. make: returns the model; attention: of the one process; patched: is called with
+    the attached model."""
     examples = documents(LENGTHS)
     wanted_loss, wanted = reference_gradients(make().double(), examples, attention)
     model = make().double().to(dtype)
@@ -62,6 +71,7 @@ def gradients_under_random_plans(
     model.train()
     engine = RandomPlanEngine(Accelerator(cpu=True), seed=world_size * 100 + checkpointing)
     engine.attach(model)
+    patched(model)
     wrapped = DistributedDataParallel(model) if sharding == "ddp" else model
     worst = dict.fromkeys(("loss", "norm", "gradients"), 0.0)
     for _ in range(plans):

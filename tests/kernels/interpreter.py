@@ -3,6 +3,8 @@
 Configurations: the interpreter tunes nothing, and some packages' keys of tuned kernels fail in it.
 Here every tuned kernel takes its first configuration.
 
+Scalars: a float stays a float of Python, of which some kernels ask for a tensor's methods.
+
 bfloat16: NumPy has no such type, so Triton (3.7) keeps numbers as their 16 bits. It adds and
 multiplies these bits as if they were integers, and where a GPU rounds to the nearest it cuts off.
 Here such numbers are computed with in float32 and rounded to the nearest, as a GPU does it.
@@ -22,6 +24,35 @@ def first_configurations(patch):
         return self.fn.run(*given, **{**named, **self.configs[0].all_kwargs()})
 
     patch.setattr(autotuner, "run", run_first)
+
+
+def scalar_tensors(patch):
+    """Let kernels have float arguments as float32 tensors, as compiled ones have them."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    language = importlib.import_module("triton.language")
+    converted = interpreter._implicit_cvt
+
+    def tensor_of(argument):
+        if not isinstance(argument, float):
+            return converted(argument)
+        data = np.array([argument], dtype=np.float32)
+        handle = interpreter.TensorHandle(data, language.float32)
+        return language.tensor(handle, language.float32)
+
+    patch.setattr(interpreter, "_implicit_cvt", tensor_of)
+
+
+def liger(patch):
+    """Let Liger's kernels run, in bfloat16, too."""
+    language = importlib.import_module("triton.language")
+    norms, products = (
+        importlib.import_module(f"liger_kernel.ops.{name}") for name in ("rms_norm", "geglu")
+    )
+    scalar_tensors(patch)
+    real_bfloat16(patch)
+    # two functions of NVIDIA's library, which the interpreter does not have
+    patch.setattr(norms, "rsqrt", lambda x: language.rsqrt(x))
+    patch.setattr(products, "tanh", lambda x: 2 * language.sigmoid(2 * x) - 1)
 
 
 def real_bfloat16(patch):

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.kernels import chunked_loss
 from hf_flexseq.kernels.chunked_loss import choose_backend, chunk_rows, chunked_cross_entropy_sum
+from tests.kernels import interpreter
 
 needs_torch_loss = pytest.mark.skipif(
     not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch >= 2.13"
@@ -200,3 +201,16 @@ def test_16_bits_on_cuda(name):
     ]
     backend = {"loop": chunked_loss.loop_sum, "liger": chunked_loss.liger_sum}[name]
     assert max(apart(backend, inputs, wide(inputs))) < 2e-2
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("bias", [True, False])
+def test_liger_s_kernels_under_tritons_interpreter(bias, monkeypatch):
+    pytest.importorskip("liger_kernel", reason='needs pip install "liger-kernel>=0.6.2"')
+    interpreter.liger(monkeypatch)
+    inputs = operands(20, 61, torch.float32, bias=bias)
+    assert max(apart(chunked_loss.liger_sum, inputs, wide(inputs))) < 2e-6
+    inputs = operands(20, 61, torch.bfloat16, bias=bias)
+    errors = apart(chunked_loss.liger_sum, inputs, wide(inputs))
+    plain = apart(full_sum, inputs, wide(inputs))
+    assert all(error <= 1.3 * bound for error, bound in zip(errors, plain, strict=True))
