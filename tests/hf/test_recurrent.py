@@ -1,7 +1,9 @@
 """The functions that recurrent layers call are replaced while a model is attached, and only for
 calls with `seq_ctx`; models whose recurrent layers cannot be computed are refused by name."""
 
+import sys
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -148,6 +150,46 @@ def test_a_convolution_has_the_layout_the_activation_and_the_dtypes_of_transform
     assert found.shape == wanted.shape
     tolerance = 2e-2 if autocast or dtype == torch.bfloat16 else 1e-6
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture
+def causal_conv1d(monkeypatch):
+    """The package's module, without its CUDA library, and for this test alone."""
+    monkeypatch.setitem(sys.modules, "causal_conv1d_cuda", types.ModuleType("causal_conv1d_cuda"))
+    yield pytest.importorskip("causal_conv1d.causal_conv1d_interface")
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "causal_conv1d":
+            del sys.modules[name]
+
+
+@pytest.mark.kernels
+def test_a_convolution_of_a_pack_is_that_of_causal_conv1d(causal_conv1d):
+    """CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE CAUSAL_CONV1D_FORCE_BUILD=TRUE pip install \
+    "causal-conv1d>=1.7" --no-build-isolation --no-deps
+
+    Its kernels are in CUDA; this is its reference, for packs that `seq_idx` describes."""
+    lengths = (4, 1, 9, 2)
+    x = torch.randn(1, sum(lengths), 6, dtype=torch.float64).transpose(1, 2)
+    weight, bias = torch.randn(6, 4).double(), torch.randn(6).double()
+    sequences = torch.arange(4).repeat_interleave(torch.tensor(lengths))[None].int()
+
+    def of_a_model(*given, **named):
+        def convolve(seq_ctx):
+            return modeling_bamba.causal_conv1d_fn(*given, **named, seq_ctx=seq_ctx)
+
+        return in_context("Bamba", convolve, lengths)
+
+    for activation in (None, "silu"):
+        results = []
+        for convolve in (
+            partial(causal_conv1d.causal_conv1d_ref, seq_idx=sequences),
+            of_a_model,
+        ):
+            leaves = [one.clone().requires_grad_() for one in (x, weight, bias)]
+            out = convolve(*leaves, activation=activation)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_scans_are_in_float32_under_autocast():
