@@ -105,7 +105,7 @@ def _on_ranks(
     given = _given(setting, kind, lengths)
     totals = [torch.zeros_like(x, dtype=torch.float32) for x in given.outputs]
 
-    def run(transport: ThreadTransport) -> None:
+    def run(transport: ThreadTransport) -> torch.Tensor | None:
         shard = make_shard(micro_batch, lengths, transport.rank)
         communicator = Communicator(topology, transport=transport)
         seq_ctx = SequenceContext(shard, communicator, kernel, setting.device)
@@ -118,10 +118,11 @@ def _on_ranks(
         out.backward(given.dout[rows].to(dtype))
         for total, x in zip(totals, (out.detach(), *(x.grad for x in leaves)), strict=False):
             total[rows] = x.float()
-        if sinks is not None:
-            totals[-1] += sinks.grad
+        return None if sinks is None else sinks.grad
 
-    ThreadHub(ranks).run(run, seconds=HUB_S)
+    for of_sinks in ThreadHub(ranks).run(run, seconds=HUB_S):
+        if of_sinks is not None:
+            totals[-1] += of_sinks
     return tuple(totals)
 
 
