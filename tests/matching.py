@@ -94,6 +94,7 @@ class ThreadPost:
     activate(matcher)  looks for the other ends among the posts that are active
     waits_for()        says which other ends are missing
     describe()         says what was posted
+    ended()            is told that the post is over
     finish()           gives the rank what it has waited for, once the post is over
     """
 
@@ -102,6 +103,9 @@ class ThreadPost:
         self.rank = rank
         self.queue = queue
         self.is_over = False
+
+    def ended(self):
+        """Do nothing."""
 
 
 class MessageEnd:
@@ -247,6 +251,7 @@ class Matcher:
     def _is_over(self, post):
         """Let the next post of the queue begin."""
         post.is_over = True
+        post.ended()
         if self._launches is Launches.BY_TAG:
             return
         queue = self._queue(post)

@@ -55,6 +55,9 @@ def _its_turn():
 class ThreadHub:
     """The ranks of one process: who runs, and what is under way between them."""
 
+    transfers = ThreadTransfers  # classes of what is posted
+    collective = ThreadCollective
+
     def __init__(self, world_size, *, launches=Launches.BY_LANE, seed=None, device=None):
         """launches: how posts are carried out. seed: of the course of events; None takes the
         simplest one. device: a CUDA device gives every rank a stream of its own."""
@@ -222,13 +225,13 @@ class ThreadTransport(NamedLanes):
         return None if own is None else ThreadGroup(self, own)
 
     def post(self, lane, *, sends, recvs, label=unnamed):
-        post = ThreadTransfers(self.rank, lane, sends=sends, recvs=recvs, label=label)
+        post = self.hub.transfers(self.rank, lane, sends=sends, recvs=recvs, label=label)
         self.hub.post(post)
         return ThreadPending(self.hub, post)
 
     def post_collective(self, ranks, what, **tensors):
         """Post this rank's share in a collective. Arguments are those of `ThreadCollective`."""
-        post = ThreadCollective(self.rank, ranks, what, **tensors)
+        post = self.hub.collective(self.rank, ranks, what, **tensors)
         self.hub.post(post)
         return ThreadPending(self.hub, post)
 

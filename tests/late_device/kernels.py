@@ -1,0 +1,171 @@
+"""Operators that torch has for CUDA alone: FlashAttention, and products of 16-bit factors into
+float32 sums. Each checks what the real one asks for, and says which memory it uses.
+
+FlashAttention's forward is the project's reference kernel. Its backward rounds where
+FlashAttention-2 does: probabilities and their gradients are factors of 16 bits, and gradients of
+keys and values are rounded for each query head before they are added up.
+"""
+
+import torch
+
+from hf_flexseq.kernels import KernelCall
+from hf_flexseq.kernels.reference import Reference
+from hf_flexseq.kernels.segments import Segments
+
+ops = torch.ops.late_device
+_library = torch.library.Library("aten", "IMPL")
+MATH = 0  # of torch's scaled_dot_product_attention: the implementation in plain operations
+
+
+def register():
+    """Register all of them for the device."""
+    for name, function in {
+        "_flash_attention_forward": _flash_forward,
+        "_flash_attention_backward": _flash_backward,
+        "_fused_sdp_choice": lambda *args, **options: MATH,
+        "mm.dtype": _mm,
+        "mm.dtype_out": _mm_out,
+        "addmm.dtype": _addmm,
+        "addmm.dtype_out": _addmm_out,
+    }.items():
+        _library.impl(name, function, "CUDA")
+
+
+# ---- FlashAttention
+
+
+def _flash_forward(
+    q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug_mask, *, scale=None, **options
+):
+    """q [Tq, H, D], k and v [Tk, Hkv, D] -> out [Tq, H, D], lse [H, Tq] and three more."""
+    ops.touch("flash_attention_forward", [q, k, v, cu_q, cu_k], [])
+    call = _call(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, scale, options)
+    with torch.no_grad():
+        out, lse = Reference().forward(call)
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    state = torch.zeros(2, dtype=torch.uint64)
+    results = (out.contiguous(), lse.contiguous(), state, torch.zeros(0), torch.zeros(0))
+    return _made("flash_attention_forward", results)
+
+
+def _flash_backward(
+    dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, state, unused, *,
+    scale=None, **options,
+):  # fmt: skip
+    """dout and out [Tq, H, D], lse [H, Tq] -> dq [Tq, H, D], dk and dv [Tk, Hkv, D]."""
+    ops.touch("flash_attention_backward", [dout, q, k, v, out, lse, cu_q, cu_k], [])
+    assert dout.dtype == out.dtype == q.dtype, (dout.dtype, out.dtype, q.dtype)
+    assert lse.dtype == torch.float32, lse.dtype
+    assert lse.is_contiguous(), "lse is not contiguous"
+    assert dout.stride(-1) == out.stride(-1) == 1, "rows are not contiguous"
+    assert state.is_cuda, state.device
+    call = _call(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, scale, options)
+    with torch.no_grad():
+        gradients = _rounded_backward(call, *(ops.cpu(x) for x in (dout, out, lse)))
+    return _made("flash_attention_backward", gradients)
+
+
+def _call(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, scale, options):
+    """Check the arguments by FlashAttention-2's rules, and return the call on the host's views."""
+    assert q.dtype in (torch.bfloat16, torch.float16), q.dtype
+    assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
+    head_dim = q.shape[2]
+    assert head_dim % 8 == 0, head_dim
+    assert head_dim <= 256, head_dim
+    assert q.shape[1] % k.shape[1] == 0, (q.shape, k.shape)
+    assert k.shape == v.shape, (k.shape, v.shape)
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1, "rows are not contiguous"
+    assert dropout == 0, dropout
+    assert options.get("alibi_slopes") is None
+    assert options.get("seqused_k") is None
+    for lengths in (cu_q, cu_k):
+        assert lengths.dtype == torch.int32, lengths.dtype
+        assert lengths.is_contiguous(), "cumulative lengths are not contiguous"
+    q_lens = ops.cpu(cu_q).diff().tolist()
+    k_lens = ops.cpu(cu_k).diff().tolist()
+    assert max_q >= max(q_lens), (max_q, q_lens)
+    assert max_k >= max(k_lens), (max_k, k_lens)
+    assert q.shape[0] == sum(q_lens), (q.shape, q_lens)
+    assert k.shape[0] == sum(k_lens), (k.shape, k_lens)
+    before, after = options.get("window_size_left"), options.get("window_size_right")
+    has_window = before is not None and before >= 0
+    assert not has_window or (causal and after == 0), (before, after, causal)
+    segments = Segments(
+        q_lens,
+        k_lens,
+        causal=causal,
+        device=torch.device("cpu"),
+        window=before + 1 if has_window else None,
+    )
+    return KernelCall(ops.cpu(q), ops.cpu(k), ops.cpu(v), segments, scale)
+
+
+def _rounded_backward(call, dout, out, lse):
+    """Return dq [Tq, H, D], dk and dv [Tk, Hkv, D], rounded where FlashAttention-2 rounds."""
+    q, k, v, segments, scale, *_ = call
+    dtype = q.dtype
+    shared = q.shape[1] // k.shape[1]  # query heads of a key head
+    every_k, every_v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+    dq, dk, dv = (torch.zeros(x.shape) for x in (q, every_k, every_v))
+    for rows, keys in segments.blocks():
+        tensors = (q[rows], every_k[keys], every_v[keys], dout[rows], out[rows])
+        bq, bk, bv, bdout, bout = (x.float().transpose(0, 1) for x in tensors)  # [H, n, D]
+        scores = bq @ bk.transpose(1, 2) * scale  # [H, n, m]
+        if segments.causal:
+            n, m = scores.shape[1:]
+            everywhere = torch.ones(n, m, dtype=torch.bool)
+            hidden = everywhere.triu(1 + m - n)
+            if segments.window is not None:
+                hidden |= everywhere.tril(m - n - segments.window)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        p = (scores - lse[:, rows, None]).exp()
+        dp = bdout @ bv.transpose(1, 2)
+        ds = p * (dp - (bdout * bout).sum(-1, keepdim=True))
+        p, ds = (x.to(dtype).float() for x in (p, ds))
+        dq[rows] += (ds @ bk * scale).transpose(0, 1)
+        dk[keys] += (ds.transpose(1, 2) @ bq * scale).transpose(0, 1)
+        dv[keys] += (p.transpose(1, 2) @ bdout).transpose(0, 1)
+    summed = [x.to(dtype).unflatten(1, (-1, shared)).sum(2) for x in (dk, dv)]
+    return dq.to(dtype), *summed
+
+
+def _made(name, results):
+    """Return tensors of the device over results of the host."""
+    made = tuple(ops.cuda(x.contiguous()) for x in results)
+    ops.touch(name, [], list(made))
+    return made
+
+
+# ---- products
+
+
+def _product(a, b, dtype):
+    """a [m, k] @ b [k, n] of the host's views -> [m, n] in a wider dtype."""
+    assert a.dtype == b.dtype, (a.dtype, b.dtype)
+    is_wider = dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16)
+    assert dtype == a.dtype or is_wider, (a.dtype, dtype)
+    return ops.cpu(a).to(dtype) @ ops.cpu(b).to(dtype)
+
+
+def _mm(a, b, out_dtype):
+    ops.touch("mm", [a, b], [])
+    return _made("mm", [_product(a, b, out_dtype)])[0]
+
+
+def _mm_out(a, b, out_dtype, *, out):
+    assert out.dtype == out_dtype, (out.dtype, out_dtype)
+    ops.touch("mm", [a, b], [out])
+    ops.cpu(out).copy_(_product(a, b, out_dtype))
+    return out
+
+
+def _addmm(total, a, b, out_dtype, *, beta=1, alpha=1):
+    ops.touch("addmm", [total, a, b], [])
+    return _made("addmm", [beta * ops.cpu(total) + alpha * _product(a, b, out_dtype)])[0]
+
+
+def _addmm_out(total, a, b, out_dtype, *, beta=1, alpha=1, out):
+    assert out.dtype == total.dtype == out_dtype, (out.dtype, total.dtype, out_dtype)
+    ops.touch("addmm", [total, a, b], [out])
+    ops.cpu(out).copy_(beta * ops.cpu(total) + alpha * _product(a, b, out_dtype))
+    return out

@@ -1,0 +1,36 @@
+"""The tests on the device, each set in a process of its own that installs the device."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.late_device import build
+from tests.programs import ROOT
+
+ON_DEVICE = Path(__file__).parent / "on_device"
+REASON = build.reason_unavailable()
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(REASON is not None, reason=f"no device to test on: {REASON}"),
+]
+
+
+def run_on_device(*names, marks="not nightly"):
+    """Run files of tests on the device; show what pytest says where one fails."""
+    files = [str(ON_DEVICE / f"{name}.py") for name in names]
+    command = [sys.executable, "-m", "tests.late_device", *files, "-m", marks]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_the_device_has_its_rules_and_runs_whole_steps():
+    run_on_device("rules", "steps")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_longer_steps():
+    run_on_device("steps", marks="nightly")
