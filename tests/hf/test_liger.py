@@ -9,7 +9,8 @@ pack, in which positions restart.
 
 `use_liger_kernel=True` is refused, since it replaces the model's forward. Liger's functions stand
 in the modules of transformers from the first call on, and need numbers; so a model is attached
-first, and tried without them. Left to a GPU: Liger's tiles for Blackwell, and its other backends.
+first, and tried without them. Under a trainer that is done when training has begun. Left to a GPU:
+Liger's tiles for Blackwell, and its other backends.
 """
 
 import importlib
@@ -18,14 +19,19 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import TrainerCallback
+from transformers.models.llama import modeling_llama
 
+from tests.hf.test_checks import fresh_accelerate, make_trainer  # noqa: F401
 from tests.hf.test_exactness import gradients_under_random_plans
 from tests.hf.test_reach import keep_float64, make_model
+from tests.hf.tiny import refused
 from tests.kernels import interpreter
 from tests.ranks import run_cases
 
 pytestmark = [pytest.mark.kernels, pytest.mark.processes, pytest.mark.timeout(600)]
 
+INSTALL = 'needs pip install "liger-kernel>=0.8"'
 FLOAT32 = 2e-6  # relative error of the loss or of a gradient, against float64
 CASES = [  # family, sharding, checkpointing
     ("Llama", "ddp", False),
@@ -34,6 +40,11 @@ CASES = [  # family, sharding, checkpointing
     ("Gemma", "ddp", True),  # weights with an offset, and another product
 ]
 KERNELS = {"_triton_rope", "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"}
+
+
+class PutLigerIn(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        patch_by_liger(model)
 
 
 def patch_by_liger(model):
@@ -74,8 +85,40 @@ def errors_with_liger(rank, world_size, family, sharding, checkpointing):
     return worst, launched
 
 
+@pytest.fixture
+def liger(monkeypatch):
+    """Liger in Llamas, for one test."""
+    pytest.importorskip("liger_kernel", reason=INSTALL)
+    interpreter.liger(monkeypatch)
+    with mock.patch.dict(vars(modeling_llama)):
+        yield
+
+
+def test_a_trainer_s_losses_are_those_without_liger_if_it_comes_when_training_begins(
+    liger, tmp_path
+):
+    losses = {}
+    for name, callbacks in (("without", []), ("with", [PutLigerIn()])):
+        trainer = make_trainer(
+            tmp_path / name,
+            model=make_model("Llama").float(),
+            trainer={"callbacks": callbacks},
+            max_steps=2,
+            logging_steps=1,
+        )
+        trainer.train()
+        losses[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses["with"]) == 2
+    assert losses["with"] == pytest.approx(losses["without"], rel=FLOAT32)
+    assert trainer.model.model.norm._get_name() == "LigerRMSNorm"
+    with refused("put into its modules: do so in the callback event on_train_begin"):
+        trainer.train()
+    with refused("put into its modules"):
+        trainer.evaluate(trainer.train_dataset)
+
+
 def test_packs_have_the_loss_and_gradients_of_one_process_without_liger():
-    pytest.importorskip("liger_kernel", reason='needs pip install "liger-kernel>=0.8"')
+    pytest.importorskip("liger_kernel", reason=INSTALL)
     for case, by_rank in zip(
         CASES, run_cases(errors_with_liger, 2, CASES, seconds=500), strict=True
     ):

@@ -197,8 +197,8 @@ def _unsuitable_layers(model: PreTrainedModel, layers: Sequence[Layer]) -> str |
             return None
         return (
             f"its layers could not be tried to the end ({trial.fault}), and {model_type!r} is no "
-            "family that is known to be exact; a model whose modules were patched with kernels "
-            "can be tried before that: make the trainer first"
+            "family that is known to be exact; a model is tried before kernels are put into its "
+            "modules: do so in the callback event on_train_begin"
         )
     has_attention = any(layer.attention is not None for layer in layers)
     if has_attention and not trial.calls:
