@@ -72,6 +72,10 @@ class _End:
             target.copy_(sender.message.tensor.detach().view(target.shape))
         there.wait_stream(here)
 
+    def forget(self):
+        """Forget the sender, whose tensor is not needed any more."""
+        self._sender = None
+
 
 class LateTransfers(Late, ThreadTransfers):
     """Some sends and receives of a rank on a lane."""

@@ -26,11 +26,11 @@ def run_on_device(*names, marks="not nightly"):
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def test_the_device_has_its_rules_and_runs_whole_steps():
-    run_on_device("rules", "steps")
+def test_the_device_finds_what_it_should_and_whole_steps_are_free_of_it():
+    run_on_device("rules", "layers", "planted", "steps")
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_longer_steps():
-    run_on_device("steps", marks="nightly")
+def test_longer_steps_are_free_of_it_too():
+    run_on_device("layers", "steps", marks="nightly")

@@ -1,12 +1,15 @@
 """Triton's interpreter on the device: kernels work on the device's own memory, and every address
 that they load or store is checked.
 
-The interpreter itself would copy all arguments to the host and back, and cuts float32 down to
-bfloat16 where a GPU rounds.
+The interpreter itself would copy all arguments to the host and back. It computes with bfloat16 as
+`tests/kernels/interpreter.py` makes it.
 """
 
 import numpy as np
+import pytest
 import torch
+
+from tests.kernels.interpreter import real_bfloat16
 
 ops = torch.ops.late_device
 
@@ -20,7 +23,6 @@ def patch():
     builder = interpreter.InterpreterBuilder
     run = interpreter.GridExecutor.__call__
     load, store = builder.create_masked_load, builder.create_masked_store
-    cast = interpreter._convert_float
 
     def run_on_host(self, *args, **kwargs):
         devices = {x.device.type for x in _tensors((args, tuple(kwargs.values())))}
@@ -46,19 +48,11 @@ def patch():
         _touch(self, ptrs, mask, writes=True)
         return store(self, ptrs, value, mask, *others)
 
-    def convert(value, source, target, rounding_mode):
-        import triton.language as tl
-
-        if source == tl.float32 and target == tl.bfloat16:
-            rounded = torch.from_numpy(np.ascontiguousarray(value).view(np.float32)).bfloat16()
-            return rounded.view(torch.int16).numpy().view(np.uint16).reshape(value.shape)
-        return cast(value, source, target, rounding_mode)
-
     builder.launch_number = None
     builder.create_masked_load = masked_load
     builder.create_masked_store = masked_store
     interpreter.GridExecutor.__call__ = run_on_host
-    interpreter._convert_float = convert
+    real_bfloat16(pytest.MonkeyPatch())
 
 
 def _tensors(x):

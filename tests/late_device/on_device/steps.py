@@ -70,6 +70,7 @@ def test_triton_s_kernels():
     assert section("fused", "fused").holds
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("in_torch")
 def test_kinds_of_layers(monkeypatch):
     lanes_on_streams(monkeypatch, "kinds")
@@ -125,6 +126,7 @@ def test_calibration(monkeypatch):
     assert ops.counts()["operations"] > 1_000
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.usefixtures("in_torch")
 def test_training_as_the_stock_trainer_does():

@@ -1,0 +1,55 @@
+"""Attention layers on the device: nothing is found, and the host never waits."""
+
+import pytest
+import torch
+
+from hf_flexseq.kernels import choose
+from hf_flexseq.kernels.fused import TorchFused
+from hf_flexseq.program import heads, ulysses
+from tests.late_device import scenarios
+from tests.late_device.install import ops
+
+
+@pytest.fixture(autouse=True)
+def like_a_gpu_of_few_rows(monkeypatch):
+    """Heads come and go in pieces."""
+    monkeypatch.setitem(heads.PIECE_ROWS, "cuda", 1)
+    monkeypatch.setattr(ulysses, "HEAD_PIECES", 2)
+
+
+def waits_by_layer(name, **options):
+    """How often the host has waited, layer by layer of each rank and after its backward."""
+    counted = []
+
+    def count():
+        counted.append(ops.counts().get("host waits", 0))
+
+    start = ops.counts().get("host waits", 0) + 1  # the hub's own wait, before it begins
+    scenarios.run_layers(name, after_layer=count, **options)
+    assert len(counted) == 3 * scenarios.RANKS
+    return [number - start for number in counted]
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("name", scenarios.MICRO_BATCHES)
+def test_no_layer_makes_the_host_wait(monkeypatch, name, blocks):
+    monkeypatch.setattr(choose, "_fused_for_cuda", TorchFused)
+    torch.cuda.set_sync_debug_mode("error")
+    assert waits_by_layer(name, blocks=blocks) == [0] * 12
+    assert ops.counts()["copies to the device"] >= scenarios.RANKS
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["ulysses", "balanced"])
+def test_nor_does_one_with_triton_s_kernels(name):
+    torch.cuda.set_sync_debug_mode("error")
+    assert waits_by_layer(name) == [0] * 12
+
+
+def test_what_else_is_run_without_a_finding():
+    torch.cuda.set_sync_debug_mode("error")
+    scenarios.run_kernel()
+    scenarios.run_inputs()
+    scenarios.run_scan()
+    scenarios.run_stopwatch()
+    scenarios.run_nonfinite()

@@ -1,0 +1,135 @@
+"""Small runs on the device, free of findings until a fault is planted in one."""
+
+import torch
+
+from hf_flexseq.attention import SequenceContext, recurrent, sequence_parallel_attention
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.kernels import KernelCall
+from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.kernels.torch_varlen import TorchVarlen
+from hf_flexseq.plan import MicroBatch
+from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.steps.inputs import inputs_of
+from hf_flexseq.steps.nonfinite import NonfiniteWatch
+from hf_flexseq.steps.stopwatch import Stopwatch
+from tests.late_device.install import ops
+from tests.late_device.lanes import LateHub
+from tests.plans import group, one_group
+
+CUDA = torch.device("cuda")
+RANKS = 4
+TOPOLOGY = Topology(nodes=2, ranks_per_node=2)
+HEAD_DIM = 8
+HEADS, KV_HEADS = 30, 6  # over four ranks: 7 or 8 query heads each, and unequal KV heads
+LENGTHS = (37, 12, 3, 1, 20)
+NESTED = MicroBatch(
+    groups=(
+        group(0, 4, 0, strategy="zigzag"),
+        group(0, 2, 4),
+        group(2, 3, 1, 2),
+        group(0, 1, 3),
+    )
+)
+MICRO_BATCHES = {"nested": NESTED}
+for _strategy in ("ulysses", "zigzag", "balanced", "hybrid"):
+    MICRO_BATCHES[_strategy] = one_group(range(RANKS), len(LENGTHS), _strategy)
+
+
+def run_layers(name, *, layers=2, blocks=False, after_layer=lambda: None):
+    """Forward and backward of some attention layers on four ranks, and the sum of all gradients
+    of the input; raise what the device finds, and ValueError where a number is not finite."""
+
+    def run(transport):
+        communicator = Communicator(TOPOLOGY, transport=transport, use_blocks=blocks)
+        shard = make_shard(MICRO_BATCHES[name], LENGTHS, transport.rank)
+        seq_ctx = SequenceContext(shard, communicator, TorchVarlen(), CUDA)
+        shape = (shard.tokens, HEADS, HEAD_DIM)
+        x = torch.randn(shape, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
+        y = x
+        for _ in range(layers):
+            k = y[:, :KV_HEADS] * 2
+            v = y[:, :KV_HEADS] * 3
+            y = y + sequence_parallel_attention(y, k, v, seq_ctx)
+            after_layer()
+        y.sum().backward()
+        after_layer()
+        communicator.all_reduce(x.grad.new_ones(3))
+        return x.grad
+
+    gradients = LateHub(RANKS).run(run)
+    check(*gradients)
+
+
+def check(*tensors):
+    """Raise what was found, and ValueError where a number is not finite."""
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        if not all(bool(x.isfinite().all()) for x in tensors):
+            raise ValueError("NaN: memory that nobody has written")
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    for finding in ops.findings():
+        raise RuntimeError(finding)
+
+
+def run_kernel():
+    """A kernel call with lengths of its own."""
+    segments = Segments([5, 0, 9], [0, 7, 33], causal=False, device=CUDA)
+    q = torch.randn(14, 4, HEAD_DIM, device=CUDA).bfloat16()
+    k = torch.randn(40, 2, HEAD_DIM, device=CUDA).bfloat16()
+    call = KernelCall(q, k, k, segments, 0.3)
+    out, lse = TorchVarlen().forward(call)
+    check(out, *TorchVarlen().backward(call, q, out, lse))
+
+
+def run_inputs():
+    """The tokens of a micro-batch, from the host to an embedding on the device."""
+    shard = make_shard(MicroBatch(groups=(group(0, 1, 0),)), [6], 0)
+    columns = {name: torch.arange(6) for name in ("input_ids", "labels", "position_ids")}
+    inputs = inputs_of(shard, columns, CUDA, lambda shard: None)
+    table = torch.randn(8, 4, device=CUDA, requires_grad=True)
+    hidden = torch.nn.functional.embedding(inputs["input_ids"], table)
+    loss = torch.nn.functional.cross_entropy(hidden[0].repeat(1, 2), inputs["labels"][0])
+    loss.backward()
+    check(table.grad)
+
+
+def run_scan():
+    """A convolution and a scan of a recurrent layer, on two ranks."""
+
+    def run(transport):
+        communicator = Communicator(Topology(nodes=1, ranks_per_node=2), transport=transport)
+        shard = make_shard(one_group(range(2), 3, "zigzag"), (131, 5, 70), transport.rank)
+        seq_ctx = SequenceContext(shard, communicator, TorchVarlen(), CUDA)
+        x = torch.randn(shard.tokens, 12, device=CUDA, requires_grad=True)
+        weight = torch.ones(12, 4, device=CUDA)
+        y = recurrent.causal_convolution(x, weight, None, seq_ctx).view(-1, 3, 4)
+        decay = -y[..., 0].abs()
+        y = recurrent.gated_delta_rule(y, y, y, decay, y[..., 1].sigmoid(), seq_ctx, l2norm=True)
+        y.sum().backward()
+        return x.grad
+
+    check(*LateHub(2).run(run))
+
+
+def run_nonfinite():
+    """The flags of a step, read after the next one."""
+    watch = NonfiniteWatch("raise", 0)
+    gradients = {"a": torch.ones(3, device=CUDA), "b": torch.ones(2, 2, device=CUDA)}
+    watch.take(0, torch.ones((), device=CUDA), gradients)
+    watch.settle(skipped=False)
+    assert watch.report() is None
+    check()
+
+
+def run_stopwatch():
+    """Seconds of two parts of a step."""
+    watch = Stopwatch(CUDA)
+    for block in (0, 1):
+        with watch.timing(block):
+            torch.ones(3, device=CUDA) * 2
+    assert set(watch.seconds()) == {0, 1}
+    check()
