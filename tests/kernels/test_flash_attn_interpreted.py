@@ -106,8 +106,12 @@ def segments_of(case):
     return Segments(q_lens, k_lens, causal=causal, device=CPU)
 
 
-def test_the_package_is_one_that_can_be_used(library):
+def test_the_package_can_be_used_unless_it_runs_its_kernels_for_amd(library, monkeypatch):
     assert package_problem() is None
+    package_problem.cache_clear()
+    monkeypatch.setattr("flash_attn.flash_attn_interface.USE_TRITON_ROCM", True)
+    assert "for AMD" in package_problem()
+    package_problem.cache_clear()
 
 
 @every_case
