@@ -12,6 +12,7 @@ from typing import Any
 
 from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.values import fields_of, items, quoted
+from hf_flexseq.plan.units import Unit, UnitLayout
 
 GROUP_KEYS = ("ranks", "sequences", "strategy")
 
@@ -26,6 +27,8 @@ class Group:
     """Ids of the group's sequences: indices into `Plan.lengths`."""
     strategy: str
     """Sharing of attention: one of `STRATEGIES`, `local` for one rank alone."""
+    units: tuple[Unit, ...] = ()
+    """Those of its sequences that are units of rows with shared prefixes."""
 
     def __post_init__(self) -> None:
         ranks = self.ranks
@@ -51,6 +54,14 @@ class Group:
     @property
     def degree(self) -> int:
         return len(self.ranks)
+
+    @property
+    def trees(self) -> tuple[UnitLayout | None, ...]:
+        """For each sequence the places of its nodes, None for a plain one; () without units."""
+        if not self.units:
+            return ()
+        layouts = {unit.sequence: unit.layout for unit in self.units}
+        return tuple(layouts.get(sequence) for sequence in self.sequences)
 
     @property
     def start(self) -> int:

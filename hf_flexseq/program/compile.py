@@ -39,6 +39,7 @@ from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.ulysses import ulysses_zone
 from hf_flexseq.program.weave import run_zones
+from hf_flexseq.program.whole_trees import whole_tree_zone
 from hf_flexseq.program.zones import LayerRows, NoZone, Sinks, ZoneAttention
 
 
@@ -286,6 +287,10 @@ def _zone_attention(
     ranks = zone.group.ranks
     match zone.group.strategy:
         case "local":
+            if zone.group.units:
+                return whole_tree_zone(
+                    rows, zone.lengths, zone.group.trees, channel, tables, reach
+                )
             return LocalZone(rows, zone.lengths, tables, most_runs=waits, reach=reach)
         case "ulysses":
             return ulysses_zone(zone, channel, tables, machine.device, reach)
@@ -299,6 +304,7 @@ def _zone_attention(
                 channel,
                 worthy_pairs=machine.worthy_pairs,
                 device=machine.device,
+                trees=zone.group.trees,
             )
         case "hybrid":
             return hybrid_zone(

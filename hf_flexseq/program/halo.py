@@ -62,7 +62,7 @@ class HaloZone:
     def __init__(
         self,
         rows: slice,
-        layout: ZoneLayout,
+        tokens: int,
         channel: Channel,
         *,
         sent: Sequence[ChunkMessage],
@@ -70,12 +70,12 @@ class HaloZone:
         key_rows: Rows,
         call: int,
     ) -> None:
-        """rows: of this zone among all rows of the rank. layout: the chunks of the group's ranks.
+        """rows: of this zone among all rows of the rank. tokens: their number.
         sent: rows of this rank. received: rows that follow them among the gathered ones.
         key_rows: [keys of the call], gathered rows. call: number of its lengths.
         """
         self.rows = rows
-        self.tokens = layout.tokens
+        self.tokens = tokens
         self.channel = channel
         self.sent = tuple(sent)
         self.received = tuple(received)
@@ -246,16 +246,16 @@ def halo_zone(rows: slice, layout: ZoneLayout, reach: Reach, channel: Channel) -
     call = tables.call(q_lens, k_lens, causal=True, window=reach.window)
     return HaloZone(
         rows,
-        layout,
+        layout.tokens,
         channel,
         sent=sent,
         received=received,
-        key_rows=_listed(ranges, tables),
+        key_rows=listed_rows(ranges, tables),
         call=call,
     )
 
 
-def _listed(ranges: Sequence[tuple[int, int]], tables: Tables) -> Rows:
+def listed_rows(ranges: Sequence[tuple[int, int]], tables: Tables) -> Rows:
     """Return rows given as ranges, listed one by one: they become a tensor of their own."""
     parts: list[IntArray] = [np.arange(0)]
     for start, stop in ranges:

@@ -77,7 +77,15 @@ def hybrid_zone(
     ring_ranks = range(zone.group.start + index_in_node, zone.group.start + degree, width)
     rows = slice(0, sum(tokens))
     layout = ZoneLayout(node_cuts, "zigzag", node, ring_ranks, tables)
-    across = ring_zone(rows, layout, reach, channel, worthy_pairs=worthy_pairs, device=device)
+    across = ring_zone(
+        rows,
+        layout,
+        reach,
+        channel,
+        worthy_pairs=worthy_pairs,
+        device=device,
+        trees=zone.group.trees,
+    )
     ring2node = _rows_in_order(group_cuts, chunks_by_rank)
 
     return UlyssesZone(

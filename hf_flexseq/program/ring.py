@@ -45,6 +45,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from hf_flexseq.base.layers import Reach
+from hf_flexseq.plan.units import UnitLayout
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.halo import halo_zone
@@ -65,6 +66,7 @@ from hf_flexseq.program.ring_steps import (
 )
 from hf_flexseq.program.sums import RunningResult, Total
 from hf_flexseq.program.tables import Tables
+from hf_flexseq.program.tree_halo import tree_halo_zone
 from hf_flexseq.program.weave import END, ZoneSteps
 from hf_flexseq.program.zones import LayerRows, Sinks, ZoneAttention
 
@@ -194,11 +196,15 @@ def ring_zone(
     *,
     worthy_pairs: int,
     device: str,
+    trees: Sequence[UnitLayout | None] = (),
 ) -> ZoneAttention:
-    """Make this rank's part in a ring group: halos for a window or a chunk, else ring steps.
+    """Make this rank's part in a ring group: halos for a window, a chunk or units, or ring steps.
 
     rows: of the zone among all rows of the rank. worthy_pairs, device: see `make_ring_steps`.
+    trees: of each sequence, if any is a unit.
     """
+    if trees:
+        return tree_halo_zone(rows, layout, reach, channel, trees)
     if not reach.is_full:
         return halo_zone(rows, layout, reach, channel)
     steps = make_ring_steps(layout, worthy_pairs=worthy_pairs, device=device)

@@ -53,6 +53,7 @@ from hf_flexseq.program.instructions import INPUT, WIDE, Value
 from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.weave import END, ZoneSteps, within
+from hf_flexseq.program.whole_trees import whole_tree_zone
 from hf_flexseq.program.zones import Attention, LayerRows, Sinks
 
 # The backward of one piece: from its number and the tensors that have arrived for it, dout last,
@@ -76,11 +77,16 @@ def ulysses_zone(
     """
     all_tokens = sum(zone.lengths)
     tokens = [len(part) for part in contiguous_parts(all_tokens, zone.group.degree)]
+    rows = slice(0, all_tokens)
+    inner: Attention = LocalZone(rows, zone.lengths, tables, reach=reach)
+    if zone.group.units:
+        inner = whole_tree_zone(rows, zone.lengths, zone.group.trees, channel, tables, reach)
     return UlyssesZone(
         rows=slice(zone.start, zone.stop),
         exchange=HeadExchange(channel, zone.group.ranks, zone.index, tokens),
-        inner=LocalZone(slice(0, all_tokens), zone.lengths, tables, reach=reach),
+        inner=inner,
         pieces_per_head=pieces_per_head(zone.lengths, device),
+        wide=bool(zone.group.units),
     )
 
 
