@@ -22,7 +22,7 @@ class SequenceContext:
     cast takes dataclasses, tuples and dicts apart and builds them anew at every unit.
     """
 
-    __slots__ = ("cut", "kept", "programs", "shard")
+    __slots__ = ("cut", "kept", "programs", "shard", "target_counts")
 
     def __init__(
         self,
@@ -37,6 +37,9 @@ class SequenceContext:
         """Lay out the zones of this rank; no communication. passes: those of the planner.
         save_attention_output: True if checkpointed layers keep the result of attention."""
         self.shard = shard
+        self.target_counts: torch.Tensor | None = None
+        """[tokens] How many rows have each token as one with a target; None where no rows share
+        tokens."""
         self.kept = KeptAttention() if save_attention_output else None
         self.cut: CutAttention | None = None  # a micro-batch has whole sequences
         machine = Machine(

@@ -15,6 +15,7 @@ from hf_flexseq.base.values import fields_of, items, quoted
 from hf_flexseq.plan.units import Unit, UnitLayout
 
 GROUP_KEYS = ("ranks", "sequences", "strategy")
+UNITS_KEY = "units"  # of a group that has any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +51,23 @@ class Group:
             raise ValueError(
                 f"strategy {self.strategy!r} does not fit degree {degree}: local means one rank"
             )
+        if self.units and not {unit.sequence for unit in self.units} <= set(self.sequences):
+            raise ValueError(f"units of {quoted(self.units)} are no sequences of their group")
 
     @property
     def degree(self) -> int:
         return len(self.ranks)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Ids of the drawn rows of its sequences: those of all rows for a unit."""
+        if not self.units:
+            return self.sequences
+        of_units = {unit.sequence: [row for row, _ in unit.rows] for unit in self.units}
+        rows: list[int] = []
+        for sequence in self.sequences:
+            rows += of_units.get(sequence, [sequence])
+        return tuple(rows)
 
     @property
     def trees(self) -> tuple[UnitLayout | None, ...]:
@@ -115,13 +129,14 @@ def micro_batch_record(micro_batch: MicroBatch) -> dict[str, Any]:
     """Return a micro-batch as plain JSON values."""
     groups = []
     for group in micro_batch.groups:
-        groups.append(
-            {
-                "ranks": list(group.ranks),
-                "sequences": list(group.sequences),
-                "strategy": group.strategy,
-            }
-        )
+        record: dict[str, Any] = {
+            "ranks": list(group.ranks),
+            "sequences": list(group.sequences),
+            "strategy": group.strategy,
+        }
+        if group.units:
+            record["units"] = [unit.to_record() for unit in group.units]
+        groups.append(record)
     return {"groups": groups}
 
 
@@ -138,10 +153,11 @@ def micro_batch_of(record: Any, index: int) -> MicroBatch:
                 ranks=tuple(group["ranks"]),
                 sequences=tuple(group["sequences"]),
                 strategy=group["strategy"],
+                units=tuple(Unit.from_record(one) for one in group.get(UNITS_KEY, ())),
             )
-        except (KeyError, TypeError):
+        except (AttributeError, KeyError, TypeError):
             raise ValueError(f"{where}: {_no_group(group)}") from None
-        if len(group) != len(GROUP_KEYS):
+        if len(group) != len(GROUP_KEYS) + (UNITS_KEY in group):
             raise ValueError(f"{where}: {_no_group(group)}")
         groups.append(made)
     return MicroBatch(groups=tuple(groups))

@@ -38,6 +38,7 @@ from hf_flexseq.plan.groups import (
     micro_batch_record,
 )
 from hf_flexseq.plan.records import Record
+from hf_flexseq.plan.units import Unit
 
 # Keys of the record, besides `notes` and `version`.
 KEYS = ("lengths", "micro_batches", "objective_s", "lower_bound_s", "planner", "planning_s")
@@ -52,7 +53,8 @@ class Plan(Record):
     """One optimizer step of groups."""
 
     lengths: tuple[int, ...]
-    """Tokens of each sequence; a sequence's id is its index."""
+    """Tokens of each sequence; a sequence's id is its index. A unit of rows that share prefixes
+    has the id of its first row, and its other rows have 0 tokens of their own."""
     micro_batches: tuple[MicroBatch, ...]
     """Micro-batches, in execution order."""
     objective_s: float
@@ -69,6 +71,11 @@ class Plan(Record):
     @property
     def groups(self) -> tuple[Group, ...]:
         return tuple(chain.from_iterable(batch.groups for batch in self.micro_batches))
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Units of rows that share prefixes."""
+        return tuple(chain.from_iterable(group.units for group in self.groups))
 
     def degrees(self) -> dict[int, int]:
         """Return the number of groups of each degree, ascending by degree."""
@@ -99,7 +106,10 @@ class Plan(Record):
         degree, strategy, sequences]."""
         micro_batches = []
         for micro_batch in self.micro_batches:
-            groups = [(g.start, g.degree, g.strategy, g.sequences) for g in micro_batch.groups]
+            groups: list[tuple[Any, ...]] = []
+            for g in micro_batch.groups:
+                units = (g.units,) if g.units else ()
+                groups.append((g.start, g.degree, g.strategy, g.sequences, *units))
             micro_batches.append(groups)
         return json.dumps([self.lengths, micro_batches, self._rest()]).encode()
 
@@ -110,9 +120,13 @@ class Plan(Record):
         made = []
         for groups in micro_batches:
             of_batch = []
-            for start, degree, strategy, sequences in groups:
-                ranks = tuple(range(start, start + degree))
-                group = Group(ranks=ranks, sequences=tuple(sequences), strategy=strategy)
+            for start, degree, strategy, sequences, *units in groups:
+                group = Group(
+                    ranks=tuple(range(start, start + degree)),
+                    sequences=tuple(sequences),
+                    strategy=strategy,
+                    units=tuple(Unit.of(*unit) for one in units for unit in one),
+                )
                 of_batch.append(group)
             made.append(MicroBatch(groups=tuple(of_batch)))
         rest["notes"] = tuple(rest["notes"])
@@ -125,7 +139,7 @@ class Plan(Record):
         batches = items("micro_batches", values["micro_batches"])
         made = [micro_batch_of(batch, index) for index, batch in enumerate(batches)]
         plan = cls(
-            lengths=wholes("lengths", values["lengths"], least=1, most=MAX_TOKENS),
+            lengths=wholes("lengths", values["lengths"], most=MAX_TOKENS),
             micro_batches=tuple(made),
             objective_s=duration("objective_s", values["objective_s"]),
             lower_bound_s=duration("lower_bound_s", values["lower_bound_s"]),
@@ -171,8 +185,8 @@ def _check_numbers(plan: Plan) -> None:
 
 
 def _check_coverage(plan: Plan) -> None:
-    """Raise ValueError unless every sequence has a token and is in exactly one group."""
-    placed = Counter(chain.from_iterable(group.sequences for group in plan.groups))
+    """Raise ValueError unless every row is in exactly one group, and has tokens there."""
+    placed = Counter(chain.from_iterable(group.rows for group in plan.groups))
     # Ids help to find a planner's mistake.
     wanted = set(range(len(plan.lengths)))
     missing = sorted(wanted - set(placed))
@@ -183,5 +197,17 @@ def _check_coverage(plan: Plan) -> None:
             f"sequences missing {quoted(missing)}, placed more than once {quoted(repeated)}, "
             f"unknown {quoted(unknown)}"
         )
-    if any(length < 1 for length in plan.lengths):
-        raise ValueError(f"sequence {plan.lengths.index(min(plan.lengths))} has no token")
+    inside: set[int] = set()  # rows whose tokens are those of their unit
+    for unit in plan.units:
+        unit.check()
+        if plan.lengths[unit.sequence] != unit.tokens:
+            raise ValueError(
+                f"unit {unit.sequence} has {unit.tokens} tokens in its nodes and "
+                f"{plan.lengths[unit.sequence]} in the plan"
+            )
+        inside.update(row for row, _ in unit.rows[1:])
+    for sequence, length in enumerate(plan.lengths):
+        if sequence in inside and length:
+            raise ValueError(f"row {sequence} of a unit has {length} tokens of its own")
+        if length < 1 and sequence not in inside:
+            raise ValueError(f"sequence {sequence} has no token")

@@ -37,6 +37,14 @@ class Unit(NamedTuple):
     rows: tuple[tuple[int, int], ...]
     """(row, index of its last node), by ascending row."""
 
+    @classmethod
+    def of(cls, nodes: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]) -> "Unit":
+        """Return the unit of pairs (parent, tokens) and (row, last node)."""
+        return cls(
+            nodes=tuple(Node(parent, tokens) for parent, tokens in nodes),
+            rows=tuple((row, node) for row, node in rows),
+        )
+
     @property
     def sequence(self) -> int:
         """Id of the unit among the sequences of a plan."""
@@ -95,10 +103,7 @@ class Unit(NamedTuple):
         rows = [wholes("rows", pair, most=MAX_TOKENS) for pair in items("rows", record["rows"])]
         if any(len(pair) != 2 for pair in (*nodes, *rows)):
             raise ValueError("nodes and rows of a unit are pairs")
-        unit = cls(
-            nodes=tuple(Node(*pair) for pair in nodes),
-            rows=tuple((row, node) for row, node in rows),
-        )
+        unit = cls.of(nodes, rows)
         unit.check()
         return unit
 

@@ -13,13 +13,14 @@ be sent. What a model has computed of tokens goes the same way back (`to_source`
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.replicas import StepPlan
@@ -32,6 +33,10 @@ Ints = NDArray[np.int64]
 # largest one of which each column's values are made up.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_BYTES = 8
+
+# Columns of steps in which rows share tokens.
+ROW_COUNTS = "row_counts"
+TARGET_COUNTS = "target_counts"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +58,41 @@ class Routes:
     rows: Sequence[int]
     """Tokens of each micro-batch or chunk."""
 
+    shared: Ints | None = None
+    """[received] Which of this rank's own rows each received token is, where several rows of a
+    step share some; None where every received token is a row of its own."""
+
+
+def added(columns: Columns, shared: torch.Tensor, tokens: int) -> Columns:
+    """Return the sums of what rows say of their tokens: [received, ...] -> [tokens, ...] each.
+
+    shared: [received] the token of each.
+    """
+    sums = {}
+    for name, values in columns.items():
+        sums[name] = values.new_zeros(tokens, *values.shape[1:]).index_add_(0, shared, values)
+    return sums
+
+
+def united(columns: Columns, shared: torch.Tensor, tokens: int) -> Columns:
+    """Return the columns of tokens that several rows share: [received] -> [tokens] each.
+
+    A token has the label that any of its rows gives it, and all other columns are equal in all of
+    its rows. shared: [received] the token of each. Two columns are new: ROW_COUNTS, the rows of
+    each token, and TARGET_COUNTS, those in which it has a label.
+    """
+    united = {}
+    for name, values in columns.items():
+        united[name] = values.new_empty(tokens).index_copy_(0, shared, values)
+    labels = columns["labels"]
+    none = torch.full((tokens,), IGNORE_INDEX, dtype=labels.dtype)
+    united["labels"] = none.scatter_reduce_(0, shared, labels, "amax")
+    has_label = (labels != IGNORE_INDEX).to(torch.int64)
+    zeros = torch.zeros(tokens, dtype=torch.int64)
+    united[TARGET_COUNTS] = zeros.index_add(0, shared, has_label)
+    united[ROW_COUNTS] = zeros.index_add(0, shared, torch.ones_like(has_label))
+    return united
+
 
 class TokenExchange:
     """All-to-all of token columns from source to target ranks, and back."""
@@ -60,9 +100,15 @@ class TokenExchange:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
 
-    def dispatch(self, columns: Columns, routes: Routes) -> list[Columns]:
+    def dispatch(
+        self, columns: Columns, routes: Routes, merge: Callable[..., Columns] = added
+    ) -> list[Columns]:
         """Return this rank's columns, each [tokens, ...], one dict per entry of `routes.rows`.
-        Collective over the world. columns: of this rank's drawn row, alike on all ranks."""
+        Collective over the world.
+
+        columns: of this rank's drawn row, alike on all ranks. merge: makes one token of what
+        several rows say of it.
+        """
         # [sent, words of a token], by target -> [received, words of a token], by source
         tokens = _TokenWords(columns)
         received = self.communicator.cpu_group.exchange_rows(
@@ -72,6 +118,8 @@ class TokenExchange:
         )
         # in the order of this rank's rows
         arrived = tokens.columns_of(received.index_select(0, torch.from_numpy(_order_of(routes))))
+        if routes.shared is not None:
+            arrived = merge(arrived, torch.from_numpy(routes.shared), sum(routes.rows))
         results: list[Columns] = [{} for _ in routes.rows]
         for name, values in arrived.items():
             for result, own in zip(results, values.split(list(routes.rows)), strict=True):
@@ -85,8 +133,11 @@ class TokenExchange:
         for name in columns[0]:
             joined[name] = torch.cat([own[name] for own in columns])  # [received, ...]
         tokens = _TokenWords(joined)
-        by_source = torch.empty_like(tokens.joined)
-        by_source[torch.from_numpy(_order_of(routes))] = tokens.joined
+        words = tokens.joined
+        if routes.shared is not None:
+            words = words.index_select(0, torch.from_numpy(routes.shared))
+        by_source = torch.empty_like(words)
+        by_source[torch.from_numpy(_order_of(routes))] = words
         returned = self.communicator.cpu_group.exchange_rows(
             by_source, self._counts_by_source(routes), routes.sent_counts.tolist()
         )
@@ -167,7 +218,7 @@ class RowExchange(TokenExchange):
     ) -> list[Columns]:
         """Return this rank's columns, each [tokens], for every micro-batch. Collective over the
         world. row: what this rank drew. sources: the rank that drew each sequence."""
-        return self.dispatch(row.columns, self.routes(row, layout, sources))
+        return self.dispatch(row.columns, self.routes(row, layout, sources), united)
 
     def routes(self, row: SourceRow, layout: PlanLayout, sources: Sequence[int]) -> Routes:
         """Return where tokens go, and from where they come; see `__call__`."""
@@ -175,11 +226,30 @@ class RowExchange(TokenExchange):
         own = np.flatnonzero(source_of == self.communicator.rank)
         offsets = _own_offsets(row, own, source_of.size)
         by_rank: list[list[Slice]] = [[] for _ in range(self.communicator.world_size)]
-        for rank, part in layout.placed(set(own.tolist())):
-            by_rank[rank].append(part)
+        rows = set(own.tolist())
+        for rank, part in layout.placed(layout.sequences_of(rows)):
+            of_part = [one.slice for one in layout.of_rows(part)]
+            by_rank[rank] += [one for one in of_part if one.sequence in rows]
         counts = [sum(part.tokens for part in slices) for slices in by_rank]
         sent = _tokens_of([part for slices in by_rank for part in slices], offsets)
-        return _routes(sent, counts, [shard.slices for shard in layout.shards], source_of)
+        slices = [shard.slices for shard in layout.shards]
+        if not layout.has_units:
+            return _routes(sent, counts, slices, source_of)
+        # every row of a shared token sends what it says of it
+        of_rows: list[list[Slice]] = []
+        shared = [np.arange(0)]
+        place = 0  # of a slice's first token among this rank's own
+        for of_batch in slices:
+            of_rows.append([])
+            for part in of_batch:
+                for one, first in layout.of_rows(part):
+                    of_rows[-1].append(one)
+                    start = place + first - part.start
+                    shared.append(np.arange(start, start + one.tokens))
+                place += part.tokens
+        routes = _routes(sent, counts, of_rows, source_of)
+        held = [sum(part.tokens for part in of_batch) for of_batch in slices]
+        return replace(routes, rows=held, shared=np.concatenate(shared))
 
 
 class ChunkExchange(TokenExchange):

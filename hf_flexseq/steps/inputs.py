@@ -16,6 +16,7 @@ from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.steps.drawn import Columns
+from hf_flexseq.steps.exchange import ROW_COUNTS, TARGET_COUNTS
 
 Inputs = dict[str, Any]
 
@@ -39,7 +40,11 @@ def inputs_of(
     make_context: Callable[[Shard], SequenceContext],
 ) -> Inputs:
     """Return the keyword arguments of one call of the model: columns [1, tokens] of the shard, or
-    a dummy token, and `seq_ctx`. columns: each [tokens] on the CPU."""
+    a dummy token, and `seq_ctx`, which has how often tokens count. columns: each [tokens] on the
+    CPU."""
+    columns = dict(columns)
+    columns.pop(ROW_COUNTS, None)
+    target_counts = columns.pop(TARGET_COUNTS, None)
     if not shard.tokens:
         shard = _with_dummy(shard)
         columns = _dummy_columns(columns)
@@ -48,7 +53,10 @@ def inputs_of(
         row = value.unsqueeze(0)  # [tokens] -> [1, tokens]
         inputs[name] = to_device(row, device)
     inputs["shift_labels"] = inputs["labels"]  # they are shifted already
-    inputs["seq_ctx"] = make_context(shard)
+    context = make_context(shard)
+    if target_counts is not None and target_counts.numel():
+        context.target_counts = to_device(target_counts, device)
+    inputs["seq_ctx"] = context
     return inputs
 
 
