@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost.lengths import shares_of
 from hf_flexseq.cost.model import CostModel, Int64Array
 from hf_flexseq.plan import Group, MicroBatch
 
@@ -67,10 +68,10 @@ def kinds_ns(
         first: list[int] = []  # where each group's sequences begin in `members`
         for index in indices:
             first.append(len(members))
-            members += [lengths[sequence] for sequence in sequences[index]]
+            members += sequences[index]
         # 3. their nanoseconds, summed by group
-        tokens = np.array(members, dtype=np.int64)  # [members]
-        each = cost.sequences_ns(tokens, *kind)  # [members]
+        tokens = np.array([lengths[one] for one in members], dtype=np.int64)  # [members]
+        each = cost.sequences_ns(tokens, *kind, shares=shares_of(lengths, members))  # [members]
         nanoseconds[indices] = np.add.reduceat(each, first)
         # 4. and what they wait for besides them
         if cost.has_waits and kind.degree > 1:

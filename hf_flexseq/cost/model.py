@@ -163,17 +163,23 @@ class CostModel(CostTransfers):
     # ---- seconds
 
     def sequences_ns(
-        self, lengths: Int64Array, degree: int, strategy: str, spans_nodes: bool
+        self,
+        lengths: Int64Array,
+        degree: int,
+        strategy: str,
+        spans_nodes: bool,
+        shares: FloatArray | None = None,
     ) -> Int64Array:
         """Return the nanoseconds of each sequence on its own on a group, [sequences].
 
         lengths: [sequences] tokens. degree: ranks of the group. spans_nodes: whether these are on
-        more than one node.
+        more than one node. shares: [sequences] of the causal pairs, for units; None for all pairs.
         """
         s = lengths.astype(np.float64)  # as in the formulas above
+        attention = self.attention_s * s * s / degree
         even = _EvenSplit(
             tokens=s,
-            attention=self.attention_s * s * s / degree,
+            attention=attention if shares is None else attention * shares,
             linear=self.linear_s * s / degree,
         )
         if strategy == "local":
@@ -349,10 +355,16 @@ class CostModel(CostTransfers):
         )
 
     def alone_ns(
-        self, lengths: Int64Array, degree: int, strategy: str, spans_nodes: bool
+        self,
+        lengths: Int64Array,
+        degree: int,
+        strategy: str,
+        spans_nodes: bool,
+        shares: FloatArray | None = None,
     ) -> Int64Array:
-        """Return the nanoseconds of each sequence alone in a group, with waits, [sequences]."""
-        nanoseconds = self.sequences_ns(lengths, degree, strategy, spans_nodes)
+        """Return the nanoseconds of each sequence alone in a group, with waits, [sequences]; see
+        `sequences_ns`."""
+        nanoseconds = self.sequences_ns(lengths, degree, strategy, spans_nodes, shares)
         waits = self.waits(degree, strategy, spans_nodes)
         return nanoseconds + waits.beyond(self.cover_ns(nanoseconds, lengths, degree))
 

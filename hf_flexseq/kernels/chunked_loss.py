@@ -62,12 +62,17 @@ class Backend(NamedTuple):
 
 
 def chunked_cross_entropy_sum(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum -log softmax(hidden @ weight.T + bias)[target] over tokens, as a scalar in nats.
 
     hidden [T, C], weight [V, C] and bias [V] of one dtype; targets [T] int64, those equal to
-    IGNORE_INDEX count nothing. The result is float32, float64 for float64 inputs. Its backward
+    IGNORE_INDEX count nothing. counts: [T] how often each token counts, which only the loop can do;
+    None for once. The result is float32, float64 for float64 inputs. Its backward
     works once: a second one raises RuntimeError. Raises ValueError when the dtypes differ, as the
     head by itself would.
     """
@@ -79,6 +84,8 @@ def chunked_cross_entropy_sum(
         weight = weight.detach()
         if bias is not None:
             bias = bias.detach()
+    if counts is not None:
+        return loop_sum(hidden, weight, bias, targets, counts)
     return choose_backend(hidden, weight).sum(hidden, weight, bias, targets)
 
 
@@ -187,10 +194,14 @@ def liger_sum(
 
 
 def loop_sum(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `chunked_cross_entropy_sum` with a loop, anywhere."""
-    return _Loop.apply(hidden, weight, bias, targets)
+    return _Loop.apply(hidden, weight, bias, targets, counts)
 
 
 class _Loop(torch.autograd.Function):
@@ -201,24 +212,25 @@ class _Loop(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
+        counts: torch.Tensor | None,
     ) -> torch.Tensor:
-        """hidden [T, C], weight [V, C], bias [V] or None, targets [T] -> scalar."""
+        """hidden [T, C], weight [V, C], bias [V] or None, targets and counts [T] -> scalar."""
         chunks = _Chunks(hidden, weight, bias, ctx.needs_input_grad)
         for start in range(0, hidden.shape[0], chunks.rows):
-            chunks.run(targets, start)
+            chunks.run(targets, counts, start)
         ctx.save_for_backward(*chunks.result())
         return chunks.losses.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """grad_loss, a scalar -> d hidden [T, C], d weight [V, C], d bias [V], None."""
+        """grad_loss, a scalar -> d hidden [T, C], d weight [V, C], d bias [V], None, None."""
         # In place: the weight's gradient is the largest tensor here. A second backward finds a
         # saved tensor that has been modified, and raises.
         grads: list[torch.Tensor | None] = []
         for grad in ctx.saved_tensors:
             grads.append(None if grad is None else grad.mul_(grad_loss))
-        return (*grads, None)
+        return (*grads, None, None)
 
 
 class HeadGradients:
@@ -287,8 +299,9 @@ class _Chunks(HeadGradients):
         self.logits = hidden.new_empty(self.rows, vocab, dtype=self.dtype)  # shared by all chunks
         self.losses = hidden.new_empty(tokens, dtype=self.dtype)
 
-    def run(self, targets: torch.Tensor, start: int) -> None:
-        """Compute losses and gradients of a buffer of tokens from `start` on. targets: [T]."""
+    def run(self, targets: torch.Tensor, counts: torch.Tensor | None, start: int) -> None:
+        """Compute losses and gradients of a buffer of tokens from `start` on. targets, counts:
+        [T]."""
         # 1. logits
         chunk = slice(start, start + self.rows)
         hidden = self.hidden[chunk].to(self.factor_dtype)  # [rows, C]
@@ -298,16 +311,20 @@ class _Chunks(HeadGradients):
             logits += self.bias
 
         # 2. losses: log(sum(exp(logits))) - logits[target], with the largest logit moved to 0
-        counts = targets[chunk, None] != IGNORE_INDEX  # [rows, 1]
-        index = targets[chunk, None].masked_fill(~counts, 0)  # [rows, 1]
+        has_target = targets[chunk, None] != IGNORE_INDEX  # [rows, 1]
+        index = targets[chunk, None].masked_fill(~has_target, 0)  # [rows, 1]
+        factors = has_target.to(self.dtype)  # [rows, 1]
+        if counts is not None:
+            factors *= counts[chunk, None]
         logits -= logits.amax(1, keepdim=True)
         picked = logits.gather(1, index)  # [rows, 1]
         total = logits.exp_().sum(1, keepdim=True)  # [rows, 1]
-        losses = (total.log() - picked).masked_fill_(~counts, 0)  # [rows, 1]
+        losses = (total.log() - picked).masked_fill_(~has_target, 0)  # [rows, 1]
+        if counts is not None:
+            losses *= factors
         self.losses[chunk] = losses.squeeze(1)
 
         # 3. gradients: softmax - onehot(target), in place of the exponentials
         if self.d_hidden is not None or self.d_weight is not None or self.d_bias is not None:
-            counts = counts.to(self.dtype)
-            d_logits = logits.mul_(counts / total).scatter_add_(1, index, -counts)  # [rows, V]
+            d_logits = logits.mul_(factors / total).scatter_add_(1, index, -factors)  # [rows, V]
             self.add(chunk, hidden, d_logits)

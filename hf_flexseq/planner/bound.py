@@ -14,17 +14,25 @@ import numpy as np
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, Int64Array
+from hf_flexseq.cost.kinds import FloatArray
 from hf_flexseq.planner.problem import NEVER, cheapest
 
 
 def bound_ns(
-    lengths: Int64Array, topology: Topology, cost: CostModel, *, strategy: str, cap: int, sync: str
+    lengths: Int64Array,
+    topology: Topology,
+    cost: CostModel,
+    *,
+    strategy: str,
+    cap: int,
+    sync: str,
+    shares: FloatArray | None = None,
 ) -> int:
     """Return nanoseconds that no step on these sequences can undercut.
 
     Every sequence must fit on some degree. lengths: [sequences] tokens. strategy: what groups of
     two ranks and more may use. cap: most tokens of a rank in a micro-batch. sync: `lockstep` or
-    `free`.
+    `free`. shares: see `cheapest`.
     """
     if not len(lengths):
         return 0
@@ -32,7 +40,7 @@ def bound_ns(
     least = np.full(len(lengths), NEVER)
     for shape in shapes_of(topology):
         degree, _ = shape
-        nanoseconds, _ = cheapest(cost, lengths, shape, strategy)
+        nanoseconds, _ = cheapest(cost, lengths, shape, strategy, shares=shares)
         fits = (-(-lengths // degree) <= cap) & (nanoseconds < NEVER)
         least = np.where(fits, np.minimum(least, nanoseconds * degree), least)
     # 2. spread over all ranks, with the constants of the fewest micro-batches

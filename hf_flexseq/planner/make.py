@@ -5,7 +5,8 @@
     ... PlanOptions(planner="static", sp_degree=8)                         one degree for all
 
     1. check       sequences without tokens, and those that fit nowhere, are refused
-    2. decide      the planner makes micro-batches (`search/` for `auto`; see `registry.py`)
+    2. decide      which rows share prefixes (`shared.py`); the planner makes micro-batches
+                   (`search/` for `auto`; see `registry.py`)
     3. order       micro-batches that communicate most come first (`order.py`)
     4. bound       what no plan can beat (`bound.py`)
     5. note        why the widest groups are as wide as they are (`notes.py`)
@@ -24,11 +25,14 @@ import numpy as np
 from hf_flexseq.base.registry import PLANNERS, object_of
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.lengths import shares_of
 from hf_flexseq.plan import MicroBatch, Plan, PlanInfeasible, check
 from hf_flexseq.plan.options import PlanOptions
+from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.bound import bound_ns
 from hf_flexseq.planner.notes import degree_note
 from hf_flexseq.planner.order import best_order
+from hf_flexseq.planner.shared import variants
 from hf_flexseq.planner.task import PlanTask
 
 DEFAULTS = PlanOptions()
@@ -39,6 +43,8 @@ def make_plan(
     topology: Topology,
     cost: CostModel,
     options: PlanOptions = DEFAULTS,
+    *,
+    units: Sequence[Unit] = (),
 ) -> Plan:
     """Return the plan of one optimizer step.
 
@@ -47,6 +53,7 @@ def make_plan(
         topology: The ranks.
         cost: Of the model on them.
         options: How to plan.
+        units: Sequences that begin alike: those that gain by it share their prefixes.
 
     Raises ValueError for options that do not go with the ranks or the cost model, and
     PlanInfeasible when a sequence fits nowhere.
@@ -56,41 +63,43 @@ def make_plan(
     tokens = _checked_lengths(lengths)
     options.check_on(topology)
     cost.strategies(options.strategy)  # raises if the model cannot price it
-    cap = options.max_tokens_per_rank or cost.max_tokens_per_rank(topology.world_size)
-    cost.check_countable(tokens, topology.world_size)
-    _check_fits(tokens, options.widest_degree(topology), cap, world=topology.world_size)
-    task = PlanTask(
-        lengths=tokens,
-        topology=topology,
-        cost=cost,
-        cap=cap,
-        strategy=cost.allowed(options.strategy, topology),
-        sync=options.sync,
-        sp_degree=options.sp_degree,
-    )
-    # 2. decide
-    micro_batches: tuple[MicroBatch, ...] = ()
-    if tokens:
-        micro_batches = object_of(PLANNERS[options.planner].function)(task)
-    # 3. order
-    objective_ns, micro_batches = best_order(
-        micro_batches, tokens, topology, cost, sync=options.sync
-    )
+    world = topology.world_size
+    cap = options.max_tokens_per_rank or cost.max_tokens_per_rank(world)
+    cost.check_countable(tokens, world)
+    widest = options.widest_degree(topology)
+    _check_fits(tokens, widest, cap, world=world)
+    # 2. decide which rows share prefixes, and plan each of these ways
+    decided = []
+    for shared in variants(tokens, units, cost, most=cap * widest, world=world):
+        task = PlanTask(
+            lengths=shared.lengths() if shared.units else tokens,
+            topology=topology,
+            cost=cost,
+            cap=cap,
+            strategy=cost.allowed(options.strategy, topology),
+            sync=options.sync,
+            sp_degree=options.sp_degree,
+        )
+        decided.append((*_decided(task, options), task, shared))
+    objective_ns, micro_batches, task, shared = min(decided, key=lambda one: one[0])
     # 4. bound
     lower_bound_ns = bound_ns(
-        np.array(tokens, dtype=np.int64),
+        np.array(task.lengths, dtype=np.int64),
         topology,
         cost,
         strategy=task.strategy,
         cap=cap,
         sync=options.sync,
+        shares=shares_of(task.lengths, range(len(task.lengths))),
     )
     # 5. note
     notes: tuple[str, ...] = ()
     if tokens:
         notes = (degree_note(micro_batches, task),)
+    if shared.units:
+        micro_batches = shared.with_units(micro_batches)
     plan = Plan(
-        lengths=tokens,
+        lengths=shared.held,
         micro_batches=micro_batches,
         objective_s=objective_ns / 1e9,
         lower_bound_s=lower_bound_ns / 1e9,
@@ -100,6 +109,14 @@ def make_plan(
     )
     check(plan, topology, cap)
     return plan
+
+
+def _decided(task: PlanTask, options: PlanOptions) -> tuple[int, tuple[MicroBatch, ...]]:
+    """Return the nanoseconds of a step, and its micro-batches in the best order."""
+    micro_batches: tuple[MicroBatch, ...] = ()
+    if task.lengths:
+        micro_batches = object_of(PLANNERS[options.planner].function)(task)
+    return best_order(micro_batches, task.lengths, task.topology, task.cost, sync=task.sync)
 
 
 # ---- 1. check

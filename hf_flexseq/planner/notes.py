@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hf_flexseq.cost.lengths import shares_of
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.planner.blocks import shapes_of_ranges
 from hf_flexseq.planner.problem import NEVER, cheapest
@@ -41,7 +42,14 @@ def degree_note(micro_batches: Sequence[MicroBatch], task: PlanTask) -> str:
         if other < least or other not in spans:
             continue
         shape = (other, spans[other])
-        each, _ = cheapest(task.cost, np.array([tokens]), shape, task.strategy, alone=True)
+        each, _ = cheapest(
+            task.cost,
+            np.array([tokens]),
+            shape,
+            task.strategy,
+            alone=True,
+            shares=shares_of(lengths, [sequence]),
+        )
         nanoseconds = int(each[0])
         if nanoseconds < NEVER:
             where = "" if other == degree else f" on {other}"

@@ -13,6 +13,8 @@ import numpy as np
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, Int64Array
+from hf_flexseq.cost.kinds import FloatArray
+from hf_flexseq.cost.lengths import shares_of
 from hf_flexseq.plan import Group, MicroBatch, widest_first
 from hf_flexseq.planner.blocks import Blocks, blocks_of
 from hf_flexseq.planner.task import PlanTask, longest_first
@@ -33,6 +35,8 @@ class Problem:
     """[K] Ids of the sequences."""
     lengths: Int64Array
     """[K] Tokens of the sequences."""
+    shares: FloatArray | None
+    """[K] Shares of the causal pairs that they have; None where all have all."""
     cap: int
     """Most tokens of a rank in a micro-batch."""
     times: Int64Array
@@ -73,12 +77,15 @@ def make_problem(task: PlanTask, *, charged: bool = True) -> Problem:
     order = longest_first(lengths)
     ids = np.array(order, dtype=np.int64)
     tokens = np.array([lengths[i] for i in order], dtype=np.int64)
+    shares = shares_of(lengths, order)
     # 2. what each takes on each shape, [K, S] each
     blocks = blocks_of(topology)
     times_by_shape = []
     names_by_shape = []
     for shape in blocks.shapes:
-        shape_times, shape_names = cheapest(cost, tokens, shape, strategy, alone=charged)
+        shape_times, shape_names = cheapest(
+            cost, tokens, shape, strategy, alone=charged, shares=shares
+        )
         times_by_shape.append(shape_times)
         names_by_shape.append(shape_names)
     times = np.stack(times_by_shape, axis=1)
@@ -93,6 +100,7 @@ def make_problem(task: PlanTask, *, charged: bool = True) -> Problem:
         blocks=blocks,
         ids=ids,
         lengths=tokens,
+        shares=shares,
         # more is never used, and would overflow when counted in nanoseconds
         cap=min(cap, 2 * sum(lengths)),
         times=times,
@@ -112,20 +120,22 @@ def cheapest(
     strategy: str,
     *,
     alone: bool = False,
+    shares: FloatArray | None = None,
 ) -> tuple[Int64Array, Int64Array]:
     """Return for each sequence the nanoseconds of its cheapest allowed strategy on a group, and
     the index of that strategy in `cost.strategies`: two arrays, [sequences].
 
     The nanoseconds are NEVER where no strategy is allowed. lengths: [sequences] tokens. shape:
     degree, and whether it spans nodes. strategy: what groups of two ranks and more may use. alone:
-    whether the nanoseconds are those of a group of this sequence only.
+    whether the nanoseconds are those of a group of this sequence only. shares: [sequences] of the
+    causal pairs that units have; None for plain sequences.
     """
     degree, spans_nodes = shape
     names = ("local",) if degree == 1 else cost.strategies(strategy)
     if not names:
         return np.full(len(lengths), NEVER), np.zeros(len(lengths), dtype=np.int64)
     price = cost.alone_ns if alone and cost.has_waits else cost.sequences_ns
-    options = [price(lengths, degree, name, spans_nodes) for name in names]
+    options = [price(lengths, degree, name, spans_nodes, shares) for name in names]
     nanoseconds = np.stack(options)  # [strategies, sequences]
     return nanoseconds.min(axis=0), nanoseconds.argmin(axis=0)
 

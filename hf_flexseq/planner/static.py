@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_flexseq.cost import GroupKind, kinds_ns
+from hf_flexseq.cost.lengths import shares_of
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.planner.problem import cheapest
 from hf_flexseq.planner.task import PlanTask, longest_first
@@ -34,7 +35,8 @@ def static_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
     tokens = [task.lengths[i] for i in row2id]
     shape = degree, topology.spans_nodes(0, degree)
     each = np.array(tokens, dtype=np.int64)
-    nanoseconds, _ = cheapest(task.cost, each, shape, task.strategy)
+    shares = shares_of(task.lengths, row2id)
+    nanoseconds, _ = cheapest(task.cost, each, shape, task.strategy, shares=shares)
     times = nanoseconds.tolist()
     # 1. as few groups as possible
     packed = best_fit(tokens, room)

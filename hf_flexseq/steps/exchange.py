@@ -12,7 +12,6 @@ the model. Sender and receiver take the same order from the plan, so that nothin
 be sent. What a model has computed of tokens goes the same way back (`to_source`).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,13 +25,9 @@ from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.plan.shard import Slice
 from hf_flexseq.steps.drawn import Columns, SourceRow
+from hf_flexseq.steps.token_words import TokenWords
 
 Ints = NDArray[np.int64]
-
-# Columns of any dtype travel side by side in words of one of these types, by bytes of a word: the
-# largest one of which each column's values are made up.
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-MOST_BYTES = 8
 
 # Columns of steps in which rows share tokens.
 ROW_COUNTS = "row_counts"
@@ -110,7 +105,7 @@ class TokenExchange:
         several rows say of it.
         """
         # [sent, words of a token], by target -> [received, words of a token], by source
-        tokens = _TokenWords(columns)
+        tokens = TokenWords(columns)
         received = self.communicator.cpu_group.exchange_rows(
             tokens.joined.index_select(0, torch.from_numpy(routes.sent)),
             routes.sent_counts.tolist(),
@@ -132,7 +127,7 @@ class TokenExchange:
         joined = {}
         for name in columns[0]:
             joined[name] = torch.cat([own[name] for own in columns])  # [received, ...]
-        tokens = _TokenWords(joined)
+        tokens = TokenWords(joined)
         words = tokens.joined
         if routes.shared is not None:
             words = words.index_select(0, torch.from_numpy(routes.shared))
@@ -151,37 +146,6 @@ class TokenExchange:
         np.add.at(counts, routes.sources, routes.sizes)
         of_ranks: list[int] = counts.tolist()
         return of_ranks
-
-
-class _TokenWords:
-    """Tokens as words in which all of their columns stand side by side."""
-
-    def __init__(self, columns: Columns) -> None:
-        """columns: each [tokens, ...], of any dtype."""
-        self._names = sorted(columns)  # ranks may have them in other orders
-        self._like = columns
-        word = WORDS[math.gcd(MOST_BYTES, *(value.element_size() for value in columns.values()))]
-        parts = [_as_words(columns[name], word) for name in self._names]
-        self._widths = [part.shape[1] for part in parts]
-        self.joined = torch.cat(parts, dim=1)  # [tokens, words of a token]
-
-    def columns_of(self, words: torch.Tensor) -> Columns:
-        """Return the columns, each [other tokens, ...], that stand in [other tokens, words]."""
-        columns = {}
-        parts = words.split(self._widths, dim=1)
-        for name, part in zip(self._names, parts, strict=True):
-            like = self._like[name]
-            # a copy: memory between other words need not be aligned for the dtype
-            values = part.clone(memory_format=torch.contiguous_format).view(-1).view(like.dtype)
-            columns[name] = values.view(words.shape[0], *like.shape[1:])
-        return columns
-
-
-def _as_words(column: torch.Tensor, word: torch.dtype) -> torch.Tensor:
-    """Return the same memory in words: [tokens, ...] -> [tokens, words of all its values]."""
-    values = math.prod(column.shape[1:])
-    words = values * column.element_size() // word.itemsize
-    return column.contiguous().view(-1).view(word).view(column.shape[0], words)
 
 
 def _ranges(starts: Ints, sizes: Ints) -> Ints:

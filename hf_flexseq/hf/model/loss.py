@@ -110,6 +110,8 @@ class _Call:
     """[B * S], the token that each position predicts."""
     items: torch.Tensor | int | None
     """Number to divide the sum by; None: the targets that are not IGNORE_INDEX."""
+    counts: torch.Tensor | None = None
+    """[S] How many rows have each token as one with a target, if some share tokens."""
     loss: torch.Tensor | None = None
     """Scalar, once the head has run."""
 
@@ -240,7 +242,8 @@ class ChunkedLoss:
         if targets is None:
             # [B, S] -> [B, S + 1] -> [B, S]: position i predicts label i + 1, the last one nothing
             targets = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
-        self._call = _Call(targets.reshape(-1), kwargs.get("num_items_in_batch"))
+        counts = getattr(kwargs.get("seq_ctx"), "target_counts", None)
+        self._call = _Call(targets.reshape(-1), kwargs.get("num_items_in_batch"), counts)
 
     # ---- 2. the head
 
@@ -271,11 +274,11 @@ class ChunkedLoss:
             return found.view(*hidden.shape[:-1], 2)  # -> [B, S, 2]
         items = call.items
         if items is None:
-            items = (targets != IGNORE_INDEX).sum()
+            items = (targets != IGNORE_INDEX).sum() if call.counts is None else call.counts.sum()
         if isinstance(items, torch.Tensor):
             items = to_device(items, hidden.device)
         # No items mean no targets, a sum of 0 and zero gradients: divided by 1 they stay so.
-        total = self._with_head(chunked_cross_entropy_sum, rows, targets)
+        total = self._with_head(chunked_cross_entropy_sum, rows, targets, call.counts)
         call.loss = total / (items + (items == 0))
         return call.loss.reshape(1, 1, 1)
 
@@ -287,9 +290,10 @@ class ChunkedLoss:
             read(type(self._head).forward(self._head, chunk))  # [rows, V]
 
     def _with_head(
-        self, compute: Callable[..., Any], rows: torch.Tensor, targets: torch.Tensor
+        self, compute: Callable[..., Any], rows: torch.Tensor, *of_tokens: torch.Tensor | None
     ) -> Any:
-        """Return `compute` of rows [B * S, C], the head and targets [B * S], under autocast."""
+        """Return `compute` of rows [B * S, C], the head and what it gets of tokens, [B * S] each,
+        under autocast."""
         weight = self._head.weight  # [V, C]
         bias = self._head.bias  # [V] or None
         device_type = rows.device.type
@@ -302,7 +306,7 @@ class ChunkedLoss:
         if compute is chunked_cross_entropy_sum:
             self._log_backend(rows, weight)
         with torch.autocast(device_type, enabled=False):
-            return compute(rows, weight, bias, targets)
+            return compute(rows, weight, bias, *of_tokens)
 
     def _log_backend(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
         """Log once which implementation serves rows [B * S, C] and weight [V, C]."""

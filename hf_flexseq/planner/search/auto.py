@@ -90,7 +90,7 @@ def static_bound_ns(problem: Problem, cost: CostModel, *, degree: int, strategy:
     if -(-longest // degree) > problem.cap:
         return NEVER
     shape = (degree, problem.topology.spans_nodes(0, degree))
-    nanoseconds, _ = cheapest(cost, problem.lengths, shape, strategy)
+    nanoseconds, _ = cheapest(cost, problem.lengths, shape, strategy, shares=problem.shares)
     return int(nanoseconds.sum()) * degree // problem.world + problem.constant
 
 

@@ -1,0 +1,32 @@
+"""Tokens of sequences, with the pairs of those that are units.
+
+A plain sequence of s tokens has s (s + 1) / 2 causal pairs of a query and a key. A unit of rows
+with shared prefixes has fewer: its *share* of them. Where no share is known, all are 1.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from hf_flexseq.cost.kinds import FloatArray
+
+
+class Lengths(tuple[int, ...]):
+    """Tokens of each sequence by id, some of which are units."""
+
+    shares: tuple[float, ...]
+    """Share of the causal pairs that each has."""
+
+    def __new__(cls, tokens: Iterable[int], shares: Iterable[float]) -> "Lengths":
+        """Return the tokens; as many shares, of more than 0 and at most 1."""
+        made = super().__new__(cls, tokens)
+        made.shares = tuple(shares)
+        assert len(made.shares) == len(made), "every sequence has a share"
+        return made
+
+
+def shares_of(lengths: Sequence[int], ids: Sequence[int]) -> FloatArray | None:
+    """Return the shares of some sequences, [ids]; None where all are 1."""
+    if not isinstance(lengths, Lengths):
+        return None
+    return np.array([lengths.shares[i] for i in ids], dtype=np.float64)

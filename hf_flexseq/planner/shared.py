@@ -1,0 +1,167 @@
+"""Which rows of a step share their prefixes, and the plan of what is left to compute.
+
+    units         of all rows that begin alike (`steps/prefixes.py`)
+ -> worthwhile    those that are predicted to gain, cut where no ranks could hold them
+ -> Lengths       tokens of every planned sequence, with the share of causal pairs that units have
+ -> micro-batches of sequences, whose groups get their units back (`with_units`)
+
+A unit saves its shared tokens once for every further row. In return it is one piece of work: where
+few ranks have few units, rows by themselves may be shared out more evenly. So a step is planned
+with its units whole, cut into as many parts as it takes to give every rank work, and without them,
+unless it has many.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.lengths import Lengths
+from hf_flexseq.plan import MicroBatch
+from hf_flexseq.plan.units import ROOT, Node, Unit
+
+LEAST_GAIN = 0.05  # of the seconds of its rows, for which a unit is worth its further calls
+FEW_UNITS = 2  # for each rank: a step with more is planned with its units whole alone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedRows:
+    """The rows of a step as the sequences of a plan."""
+
+    rows: tuple[int, ...]
+    """Tokens of each row as drawn."""
+    units: tuple[Unit, ...]
+
+    @property
+    def planned(self) -> tuple[int, ...]:
+        """Ids of the sequences: all rows but those inside of a unit that have not its id."""
+        inside = {row for unit in self.units for row, _ in unit.rows[1:]}
+        return tuple(row for row in range(len(self.rows)) if row not in inside)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Tokens of each sequence of the plan by id, 0 inside of a unit."""
+        tokens = list(self.rows)
+        for unit in self.units:
+            for row, _ in unit.rows:
+                tokens[row] = 0
+            tokens[unit.sequence] = unit.tokens
+        return tuple(tokens)
+
+    def lengths(self) -> Lengths:
+        """Return the tokens of the planned sequences, in their order."""
+        shares = {unit.sequence: _share(unit) for unit in self.units}
+        held = self.held
+        planned = self.planned
+        return Lengths([held[i] for i in planned], [shares.get(i, 1.0) for i in planned])
+
+    def with_units(self, micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
+        """Return micro-batches over the planned sequences with ids of rows, and units."""
+        planned = self.planned
+        units = {unit.sequence: unit for unit in self.units}
+        made = []
+        for micro_batch in micro_batches:
+            groups = []
+            for group in micro_batch.groups:
+                ids = tuple(planned[sequence] for sequence in group.sequences)
+                own = tuple(units[i] for i in ids if i in units)
+                groups.append(replace(group, sequences=ids, units=own))
+            made.append(MicroBatch(groups=tuple(groups)))
+        return tuple(made)
+
+
+def variants(
+    rows: tuple[int, ...], units: Sequence[Unit], cost: CostModel, *, most: int, world: int
+) -> Iterator[SharedRows]:
+    """Yield the ways to share prefixes that are worth a plan, the most sharing first.
+
+    rows: tokens of each. most: tokens that all ranks of the widest group can hold. world: ranks.
+    """
+    kept = worthwhile(rows, units, cost, most=most)
+    yield SharedRows(rows=rows, units=kept)
+    if not kept or len(kept) > FEW_UNITS * world:
+        return
+    total_s = sum(unit_s(unit, cost) for unit in kept)
+    parts = []
+    for unit in kept:
+        # as many parts as the ranks that its share of the work would keep busy
+        count = round(world * unit_s(unit, cost) / total_s)
+        parts += cut(unit, max(unit.tokens // max(count, 1), _longest(unit)))
+    cut_units = worthwhile(rows, parts, cost, most=most)
+    if cut_units != kept:
+        yield SharedRows(rows=rows, units=cut_units)
+    yield SharedRows(rows=rows, units=())
+
+
+def worthwhile(
+    rows: Sequence[int], units: Sequence[Unit], cost: CostModel, *, most: int
+) -> tuple[Unit, ...]:
+    """Return the units that are predicted to gain `LEAST_GAIN`, cut to `most` tokens."""
+    kept = []
+    for unit in units:
+        for part in cut(unit, most):
+            alone_s = sum(_seconds(rows[row], rows[row] ** 2, cost) for row, _ in part.rows)
+            if len(part.rows) > 1 and unit_s(part, cost) <= (1 - LEAST_GAIN) * alone_s:
+                kept.append(part)
+    return tuple(sorted(kept, key=lambda unit: unit.sequence))
+
+
+def unit_s(unit: Unit, cost: CostModel) -> float:
+    """Return the seconds of a unit on one rank."""
+    return _seconds(unit.tokens, _share(unit) * unit.tokens**2, cost)
+
+
+def _seconds(tokens: int, squares: float, cost: CostModel) -> float:
+    return cost.linear_s * tokens + cost.attention_s * squares
+
+
+def _share(unit: Unit) -> float:
+    """Return the share of the causal pairs of as many plain tokens that a unit has."""
+    return 2 * unit.layout.pairs() / (unit.tokens * (unit.tokens + 1))
+
+
+def _longest(unit: Unit) -> int:
+    """Return the tokens of the longest row of a unit."""
+    return max(unit.row_tokens().values())
+
+
+# ---- cutting
+
+
+def cut(unit: Unit, most: int) -> list[Unit]:
+    """Return units of the same rows, each of at most `most` tokens if its rows are: neighbours in
+    the tree stay together, and what parts share is held by each of them."""
+    if unit.tokens <= most:
+        return [unit]
+    parts: list[Unit] = []
+    members: list[tuple[int, int]] = []
+    for row in sorted(unit.rows, key=lambda row: (unit.layout.starts[row[1]], row[0])):
+        if members and restricted(unit, [*members, row]).tokens > most:
+            parts.append(restricted(unit, members))
+            members = []
+        members.append(row)
+    return [*parts, restricted(unit, members)]
+
+
+def restricted(unit: Unit, rows: Sequence[tuple[int, int]]) -> Unit:
+    """Return the unit of some of its rows, given as (row, last node): nodes that no longer branch
+    become one with what follows them."""
+    layout = unit.layout
+    used = sorted({node for _, last in rows for node in layout.path(last)})
+    ends = {last for _, last in rows}
+    children: dict[int, int] = {}
+    for node in used:
+        parent = unit.nodes[node].parent
+        children[parent] = children.get(parent, 0) + 1
+    made: list[Node] = []
+    new: dict[int, int] = {ROOT: ROOT}  # node -> its place
+    for node in used:
+        parent, tokens = unit.nodes[node]
+        goes_on = parent != ROOT and children[parent] == 1 and parent not in ends
+        if goes_on:
+            place = new[parent]
+            made[place] = made[place]._replace(tokens=made[place].tokens + tokens)
+            new[node] = place
+        else:
+            made.append(Node(new[parent], tokens))
+            new[node] = len(made) - 1
+    return Unit(tuple(made), tuple(sorted((row, new[last]) for row, last in rows)))

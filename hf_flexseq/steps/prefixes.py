@@ -1,0 +1,269 @@
+"""Find rows of a step, of all ranks, that begin with the same tokens.
+
+1. Every rank *marks* its rows: a number for the first 16 tokens, one for the first 64, and so on.
+   It sums up 16 tokens at the start and 16 at the end of each, so that it costs next to nothing.
+   Marks are gathered with the lengths.
+2. Rows whose marks agree far enough may share enough; their tokens go to rank 0. A step without
+   such rows ends here.
+3. Rank 0 compares them token by token, and joins them into trees (`units_of`).
+
+Two rows share a token if all of its columns are equal in both, and so those of all tokens before
+it; only labels may be missing in one of them. So whatever a model computes of a shared token, and
+whatever a loss asks of it, is the same for both rows. A token whose targets differ, such as the
+last one of a prompt, is no longer shared: every answer has it as its own.
+"""
+
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.plan.units import ROOT, Node, Unit
+from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.token_words import TokenWords
+
+Ints = NDArray[np.int64]
+
+SHORTEST = 16  # tokens that rows share at least
+GROWTH = 4  # of the prefixes that are marked
+LEAST_SHARE = 0.05  # of a row's tokens, as a planner wants it
+
+
+# ---- 1. marks
+
+
+def mark_lengths(tokens: int) -> list[int]:
+    """Return the lengths of the prefixes of a row that are marked."""
+    lengths = []
+    length = SHORTEST
+    while length <= tokens:
+        lengths.append(length)
+        length *= GROWTH
+    return lengths
+
+
+def marks_of(row: SourceRow) -> list[int]:
+    """Return the marks of all rows that a rank drew, one row after the other."""
+    if not row.columns:
+        return []
+    ids = row.columns["input_ids"].numpy()
+    marks = []
+    start = 0
+    for tokens in row.lengths:
+        first = ids[start : start + SHORTEST].tobytes()
+        for length in mark_lengths(tokens):
+            last = ids[start + length - SHORTEST : start + length].tobytes()
+            marks.append(zlib.crc32(last, zlib.crc32(first)))
+        start += tokens
+    return marks
+
+
+# ---- 2. candidates
+
+
+def candidates(lengths: Sequence[int], marks: Sequence[int]) -> list[list[int]]:
+    """Return rows that may share enough, by what they begin with.
+
+    lengths: tokens of each row. marks: of all rows, one row after the other.
+    """
+    by_prefix: dict[tuple[int, int], list[int]] = defaultdict(list)  # (length, mark) -> rows
+    start = 0
+    for row, tokens in enumerate(lengths):
+        for length, mark in zip(mark_lengths(tokens), marks[start:], strict=False):
+            by_prefix[length, mark].append(row)
+            start += 1
+    longest: dict[int, int] = {}  # prefix of each row that another row has
+    for (length, _), rows in by_prefix.items():
+        if len(rows) > 1:
+            for row in rows:
+                longest[row] = max(longest.get(row, 0), length)
+    found = []
+    for (length, _), rows in sorted(by_prefix.items(), key=lambda item: item[1]):
+        if length == SHORTEST:
+            # Rows whose next marks differ share less than the next prefix has.
+            enough = [
+                row for row in rows if GROWTH * longest.get(row, 0) >= LEAST_SHARE * lengths[row]
+            ]
+            if len(enough) > 1:
+                found.append(enough)
+    return found
+
+
+# ---- 3. trees
+
+
+class RowTokens(NamedTuple):
+    """The tokens of one row."""
+
+    keys: Ints
+    """[tokens, columns] All columns but the labels, as integers."""
+    labels: Ints
+    """[tokens]"""
+
+
+def gather_rows(
+    row: SourceRow, sources: Sequence[int], wanted: Sequence[int], communicator: Communicator
+) -> dict[int, RowTokens]:
+    """Return the tokens of wanted rows on rank 0, {} elsewhere. Collective over the world.
+
+    row: what this rank drew. sources: the rank that drew each row. wanted: ids of rows, ascending.
+    """
+    # 1. this rank's own
+    rank = communicator.rank
+    own = [i for i, source in enumerate(sources) if source == rank]
+    place: dict[int, tuple[int, int]] = {}
+    start = 0
+    for i, size in zip(own, row.lengths, strict=True):
+        place[i] = (start, start + size)
+        start += size
+    ranges = [place[i] for i in wanted if i in place]
+    words = TokenWords(row.columns)
+    rows = torch.cat([torch.arange(0), *(torch.arange(*one) for one in ranges)])
+    # 2. all to rank 0
+    cpu_group = communicator.cpu_group
+    lengths = cpu_group.gather_ints([stop - start for start, stop in ranges])
+    sent = [0] * communicator.world_size
+    sent[0] = len(rows)
+    tokens = [sum(of_rank) if rank == 0 else 0 for of_rank in lengths]
+    received = cpu_group.exchange_rows(words.joined.index_select(0, rows), sent, tokens)
+    if rank != 0:
+        return {}
+    columns = words.columns_of(received)
+    labels = columns.pop("labels").numpy()
+    keys = np.stack([_as_ints(columns[name]) for name in sorted(columns)], axis=1)
+    # 3. by row: ranks come in order, and so do the rows of each
+    of_ranks = sorted(wanted, key=lambda i: (sources[i], i))
+    sizes = [size for of_rank in lengths for size in of_rank]
+    found = {}
+    start = 0
+    for i, size in zip(of_ranks, sizes, strict=True):
+        found[i] = RowTokens(keys[start : start + size], labels[start : start + size])
+        start += size
+    return found
+
+
+def _as_ints(column: torch.Tensor) -> Ints:
+    """Return a column [tokens] as integers that are equal where its values are the same bits."""
+    if column.is_floating_point():
+        column = column.double().view(torch.int64)
+    return column.to(torch.int64).numpy()
+
+
+@dataclass(slots=True)
+class _Branch:
+    """A node while the tree grows."""
+
+    keys: Ints
+    labels: Ints
+    """Those of any row that has one."""
+    children: list["_Branch"] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    """Rows that end here."""
+
+    def all_rows(self) -> list[int]:
+        rows = list(self.rows)
+        for child in self.children:
+            rows += child.all_rows()
+        return rows
+
+
+def units_of(rows: Mapping[int, RowTokens], *, shortest: int = SHORTEST) -> list[Unit]:
+    """Return the units of rows that share `shortest` tokens or more, by their first rows; nodes
+    that branch again have as many tokens, too. rows: by id."""
+    roots: list[_Branch] = []
+    for row in sorted(rows):
+        _insert(roots, row, rows[row])
+    units = []
+    pending = roots
+    while pending:
+        root = pending.pop()
+        if root.children and len(root.keys) < shortest:
+            pending += _without(root)
+            continue
+        _dissolve_short(root, shortest)
+        if len(root.all_rows()) > 1:
+            units.append(_unit(root))
+    return sorted(units, key=lambda unit: unit.sequence)
+
+
+def _insert(siblings: list[_Branch], row: int, tokens: RowTokens) -> None:
+    """Add a row to the trees that begin with `siblings`."""
+    start = 0
+    total = len(tokens.labels)
+    while True:
+        best: _Branch | None = None
+        common = 0
+        for sibling in siblings:
+            shared = _common(sibling, tokens, start)
+            if shared > common:
+                best, common = sibling, shared
+        if best is None:
+            siblings.append(_Branch(tokens.keys[start:], tokens.labels[start:], rows=[row]))
+            return
+        if common < len(best.labels):
+            rest = _Branch(best.keys[common:], best.labels[common:], best.children, best.rows)
+            best.keys, best.labels = best.keys[:common], best.labels[:common]
+            best.children, best.rows = [rest], []
+        best.labels = np.maximum(best.labels, tokens.labels[start : start + common])
+        start += common
+        if start == total:
+            best.rows.append(row)
+            return
+        siblings = best.children
+
+
+def _common(branch: _Branch, tokens: RowTokens, start: int) -> int:
+    """Return how many tokens of a row, from `start` on, are those of a branch."""
+    size = min(len(branch.labels), len(tokens.labels) - start)
+    own, new = branch.labels[:size], tokens.labels[start : start + size]
+    same = (branch.keys[:size] == tokens.keys[start : start + size]).all(axis=1)
+    same &= (own == new) | (own == IGNORE_INDEX) | (new == IGNORE_INDEX)
+    return size if same.all() else int(same.argmin())
+
+
+def _without(branch: _Branch) -> list[_Branch]:
+    """Return what a branch becomes where every child, and every row that ends in it, has its
+    tokens by itself."""
+    made = []
+    for child in branch.children:
+        keys = np.concatenate([branch.keys, child.keys])
+        labels = np.concatenate([branch.labels, child.labels])
+        made.append(_Branch(keys, labels, child.children, child.rows))
+    made += [_Branch(branch.keys, branch.labels, rows=[row]) for row in branch.rows]
+    return made
+
+
+def _dissolve_short(branch: _Branch, shortest: int) -> None:
+    """Dissolve the branches below this one that branch again after few tokens."""
+    pending = branch.children
+    branch.children = []
+    while pending:
+        child = pending.pop()
+        if len(child.keys) < shortest and (child.children or len(child.rows) > 1):
+            pending += _without(child)
+            continue
+        _dissolve_short(child, shortest)
+        branch.children.append(child)
+
+
+def _unit(root: _Branch) -> Unit:
+    """Return a tree as a unit, children by their first rows."""
+    nodes: list[Node] = []
+    rows: list[tuple[int, int]] = []
+
+    def add(branch: _Branch, parent: int) -> None:
+        place = len(nodes)
+        nodes.append(Node(parent, len(branch.labels)))
+        rows.extend((row, place) for row in branch.rows)
+        for child in sorted(branch.children, key=lambda one: min(one.all_rows())):
+            add(child, place)
+
+    add(root, ROOT)
+    return Unit(tuple(nodes), tuple(sorted(rows)))
