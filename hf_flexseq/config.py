@@ -15,6 +15,7 @@ from hf_flexseq.plan.options import PlanOptions
 
 SYNCS = ("auto", *plan_options.SYNCS)
 ON_NONFINITE = ("raise", "warn")
+SHARED_PREFIXES = ("auto", "off")
 
 # Optimizer steps that may be planned ahead: their token ids stay in memory.
 MAX_LOOKAHEAD = 1 << 16
@@ -126,6 +127,15 @@ class FlexSeqArguments:
             )
         },
     )
+    shared_prefixes: str = field(
+        default="auto",
+        metadata={
+            "help": (
+                "Computing once what rows of a step begin with: `auto` (where that is exact and "
+                "predicted to gain 5 % or more), or `off`."
+            )
+        },
+    )
     pipeline_parallel_size: int = field(
         default=1,
         metadata={
@@ -169,6 +179,7 @@ class FlexSeqArguments:
         one_of("sync", self.sync, SYNCS)
         self.plan_options()
         one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
+        one_of("shared_prefixes", self.shared_prefixes, SHARED_PREFIXES)
         advice = "give `auto`, `estimate`, a preset's name or a path"
         self.cost_model = _path("cost_model", self.cost_model, advice)
         whole("lookahead", self.lookahead, least=0, most=MAX_LOOKAHEAD)

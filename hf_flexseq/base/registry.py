@@ -70,6 +70,8 @@ class PlannerEntry:
     """True if it needs the solver for integer programs, and seconds per plan."""
     splits: bool = True
     """True if ranks may share a sequence."""
+    takes_units: bool = False
+    """True if it plans units of rows that share prefixes."""
     stages_per_rank: int = 1
     """Number of pipeline stages per rank."""
     passes: str | None = None
@@ -77,9 +79,13 @@ class PlannerEntry:
 
 
 PLANNERS: Mapping[str, PlannerEntry] = {
-    "auto": PlannerEntry(function="hf_flexseq.planner.search.auto:auto_micro_batches"),
+    "auto": PlannerEntry(
+        function="hf_flexseq.planner.search.auto:auto_micro_batches",
+        takes_units=True,
+    ),
     "static": PlannerEntry(
         function="hf_flexseq.planner.static:static_micro_batches",
+        takes_units=True,
     ),
     "flexsp": PlannerEntry(
         function="hf_flexseq.published.flexsp.planner:flexsp_micro_batches",

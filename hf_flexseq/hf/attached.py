@@ -70,6 +70,11 @@ class AttachedModel:
             self._attached.callback(begin.remove)
             self._attached.callback(end.remove)
 
+    @property
+    def keeps_own_loss(self) -> bool:
+        """True if the model computes its loss itself, of all logits at once."""
+        return self._chunked_loss is None
+
     def detach(self) -> None:
         """Restore the model's attention and loss, and accelerate's DDP handler."""
         self._attached.close()

@@ -18,6 +18,7 @@ A step is drawn, planned, dispatched, run and finished (docs/architecture.md, th
 The engine serves whole models and pipeline stages; its executor differs (`executors.py`).
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -36,6 +37,7 @@ from hf_flexseq.hf.loaders import LoaderSettings, batches_on_host
 from hf_flexseq.hf.loop import Evaluation, TrainingItem
 from hf_flexseq.hf.model.own_loss import check_own_loss
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
+from hf_flexseq.hf.shared_prefixes import KEEPS_OWN_LOSS, OFF
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.steps.inputs import Inputs
@@ -44,6 +46,8 @@ from hf_flexseq.steps.nonfinite import NonfiniteWatch
 from hf_flexseq.steps.prefetch import PrefetchedSteps, Step
 from hf_flexseq.steps.screen import DrawnNotes
 from hf_flexseq.steps.trace import Figures, PlanTrace
+
+logger = logging.getLogger(__name__)
 
 
 class FlexSeqEngine:
@@ -84,6 +88,7 @@ class FlexSeqEngine:
         self._training: PrefetchedSteps | None = None
         self._in_place: dict[bool, PrefetchedSteps] = {}  # of calls: with a backward, without one
         self._draws_in_place = False  # training steps, though `lookahead` says otherwise
+        self._reason_not_shared: str | None = None  # of the loss, for training steps
         self._notes = DrawnNotes(setup.communicator.rank)
         self._on_figures = on_figures
         self.last_figures: Figures | None = None
@@ -178,6 +183,11 @@ class FlexSeqEngine:
         assert self._training is None, "steps have been drawn ahead already"
         self._draws_in_place = True
 
+    def keep_rows_apart(self, reason: str) -> None:
+        """Let no rows of training steps share prefixes, because of the loss. Called on all ranks,
+        before any step. reason: in a few words, for the log."""
+        self._reason_not_shared = reason
+
     def next_step(
         self, iterator: Iterator[Mapping[str, Any]], num_batches: int, *, first_number: int = 0
     ) -> Step | None:
@@ -190,7 +200,12 @@ class FlexSeqEngine:
         self._check_attached()
         if self._training is None:
             lookahead = 0 if self._draws_in_place else self.args.lookahead
-            self._training = self._prefetched(lookahead, first_number)
+            reason = self._reason_not_shared or self.executor.reason_not_shared
+            if reason is not None and self.args.shared_prefixes != OFF:
+                logger.info("rows share no prefixes: %s", reason)
+            self._training = self._prefetched(
+                lookahead, first_number, shares_prefixes=reason is None
+            )
         step = self._training.next(iterator, num_batches)
         if step is not None:
             self._notes.say_padding(step)
@@ -248,6 +263,8 @@ class FlexSeqEngine:
         Raises FloatingPointError as `check_finite` does, a step late, and for the last step when
         no step follows it; RuntimeError when the loop continues without a step's backward.
         """
+        if self.executor.keeps_own_loss:
+            self.keep_rows_apart(KEEPS_OWN_LOSS)
         with batches_on_host(dataloader):
             iterator = iter(dataloader)
             while (
@@ -271,6 +288,7 @@ class FlexSeqEngine:
         *,
         what: str = "step",
         planner: Callable[[], Planner] | None = None,
+        shares_prefixes: bool = False,
     ) -> PrefetchedSteps:
         """Return steps planned by rank 0. Collective over the world. planner: makes the
         planner."""
@@ -288,6 +306,7 @@ class FlexSeqEngine:
             read=self.executor.read,
             first_number=first_number,
             what=what,
+            shares_prefixes=shares_prefixes,
         )
 
     # ---- running steps

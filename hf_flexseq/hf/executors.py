@@ -102,6 +102,14 @@ class Executor(Protocol):
     def router(self) -> RouterLoss | None:
         """The router loss of the attached model; None without one."""
 
+    @property
+    def reason_not_shared(self) -> str | None:
+        """Why rows of the attached model's steps may not share prefixes; None if they may."""
+
+    @property
+    def keeps_own_loss(self) -> bool:
+        """True if the attached model computes its loss itself, of all logits at once."""
+
     def attach(self, model: nn.Module, *, lockstep: bool) -> None:
         """Make `model` run on planned steps. Collective over the world. lockstep: True if
         something outside makes all ranks run every micro-batch together."""

@@ -30,6 +30,7 @@ from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.reduction import GradientReduction
 from hf_flexseq.hf.sharding import FsdpPolicies, fsdp_figures, reduces_each_batch
+from hf_flexseq.hf.shared_prefixes import reason_not_shared
 from hf_flexseq.hf.sync import resolve_sync
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan import Plan
@@ -42,10 +43,10 @@ from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.program.passes import PlanPasses
 from hf_flexseq.steps.drawn import PlannedStep, SourceRow
-from hf_flexseq.steps.exchange import RowExchange
+from hf_flexseq.steps.exchange import RowExchange, united
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
 from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
-from hf_flexseq.steps.token_columns import with_token_columns
+from hf_flexseq.steps.token_columns import LENGTHS, with_token_columns
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
 
@@ -92,6 +93,7 @@ class WholeModelExecutor:
         self.lockstep = False
         self.kernel: Kernel | None = None  # chosen with the first step
         self.fsdp: FsdpPolicies | None = None  # made with the cost model
+        self.reason_not_shared: str | None = None  # of the attached model
         self._exchange = RowExchange(setup.communicator)
         self._passes: PlanPasses | None = None  # None: the planner has none
         self._model: AttachedModel | None = None
@@ -106,6 +108,11 @@ class WholeModelExecutor:
     def router(self) -> RouterLoss | None:
         """The router loss of the attached model; None without one."""
         return None if self._model is None else self._model.router
+
+    @property
+    def keeps_own_loss(self) -> bool:
+        """True if the attached model computes its loss itself, of all logits at once."""
+        return self._attached_model.keeps_own_loss
 
     @property
     def _attached_model(self) -> AttachedModel:
@@ -146,6 +153,7 @@ class WholeModelExecutor:
         )
 
         # 2. what `detach` undoes
+        self.reason_not_shared = reason_not_shared(model, base, args)
         self._model = AttachedModel(model, base, accelerator)
 
     def detach(self) -> None:
@@ -214,7 +222,12 @@ class WholeModelExecutor:
         layout = PlanLayout(plan, communicator.rank, all_shards)
         shards = layout.shards
         routes = self._exchange.routes(row, layout, planned.drawn.sources)
-        columns = self._exchange.dispatch(row.columns, routes)
+        if layout.has_units and LENGTHS in row.columns:
+            raise ValueError(
+                "a model beside the trained one needs the lengths of rows: set "
+                "shared_prefixes='off'"
+            )
+        columns = self._exchange.dispatch(row.columns, routes, united)
 
         # 2. what the model is called with; beyond the first micro-batch it is made while they run
         contexts = self._contexts_of_run()

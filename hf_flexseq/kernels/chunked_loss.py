@@ -71,7 +71,7 @@ def chunked_cross_entropy_sum(
     """Sum -log softmax(hidden @ weight.T + bias)[target] over tokens, as a scalar in nats.
 
     hidden [T, C], weight [V, C] and bias [V] of one dtype; targets [T] int64, those equal to
-    IGNORE_INDEX count nothing. counts: [T] how often each token counts, which only the loop can do;
+    IGNORE_INDEX count nothing. counts: [T] how often each token counts, which only the loop knows;
     None for once. The result is float32, float64 for float64 inputs. Its backward
     works once: a second one raises RuntimeError. Raises ValueError when the dtypes differ, as the
     head by itself would.

@@ -19,6 +19,7 @@ function next to the training process. tests/planner/exact.py is its slow twin.
 import operator
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -93,11 +94,11 @@ def make_plan(
         shares=shares_of(task.lengths, range(len(task.lengths))),
     )
     # 5. note
-    notes: tuple[str, ...] = ()
-    if tokens:
-        notes = (degree_note(micro_batches, task),)
     if shared.units:
         micro_batches = shared.with_units(micro_batches)
+    notes: tuple[str, ...] = ()
+    if tokens:
+        notes = (degree_note(micro_batches, replace(task, lengths=shared.by_id())),)
     plan = Plan(
         lengths=shared.held,
         micro_batches=micro_batches,

@@ -47,12 +47,16 @@ class SharedRows:
             tokens[unit.sequence] = unit.tokens
         return tuple(tokens)
 
+    def by_id(self) -> Lengths:
+        """Return the tokens that are held of every row."""
+        shares = {unit.sequence: _share(unit) for unit in self.units}
+        return Lengths(self.held, [shares.get(row, 1.0) for row in range(len(self.rows))])
+
     def lengths(self) -> Lengths:
         """Return the tokens of the planned sequences, in their order."""
-        shares = {unit.sequence: _share(unit) for unit in self.units}
-        held = self.held
+        by_id = self.by_id()
         planned = self.planned
-        return Lengths([held[i] for i in planned], [shares.get(i, 1.0) for i in planned])
+        return Lengths([by_id[i] for i in planned], [by_id.shares[i] for i in planned])
 
     def with_units(self, micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
         """Return micro-batches over the planned sequences with ids of rows, and units."""

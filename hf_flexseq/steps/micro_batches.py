@@ -196,8 +196,8 @@ class RankMicroBatches(RankStep[Plan]):
         counts = []
         for index in indices:
             groups = self.plan.micro_batches[index].groups
-            sequences = [sequence for group in groups for sequence in group.sequences]
-            counts.append(sum(self.drawn.targets[sequence] for sequence in sequences))
+            rows = [row for group in groups for row in group.rows]
+            counts.append(sum(self.drawn.targets[row] for row in rows))
         return counts
 
     # ---- random numbers: dropout is the same in both passes

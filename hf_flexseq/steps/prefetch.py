@@ -37,6 +37,7 @@ from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import LostRank
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.steps.drawn import (
     NO_COLUMNS,
@@ -46,6 +47,7 @@ from hf_flexseq.steps.drawn import (
     common_dtypes,
     source_row,
 )
+from hf_flexseq.steps.prefixes import candidates, gather_rows, marks_of, units_of
 from hf_flexseq.steps.rank_step import RankStep
 from hf_flexseq.steps.screen import beside_bars
 
@@ -75,6 +77,7 @@ class PrefetchedSteps:
         read: Callable[[bytes], Any],
         first_number: int = 0,
         what: str = "step",
+        shares_prefixes: bool = False,
     ) -> None:
         """Nothing is drawn before the first `next`.
 
@@ -85,6 +88,7 @@ class PrefetchedSteps:
             rank 0.
         read: makes a plan of the bytes that rank 0 sends, those of the plan's `to_bytes`.
         first_number: of the first step. what: a step is called in messages.
+        shares_prefixes: whether rows that begin alike may be planned as units; alike on all ranks.
         """
         self.communicator = communicator
         self._planner = planner
@@ -93,6 +97,7 @@ class PrefetchedSteps:
         self._check = check
         self._read = read
         self._what = what
+        self._shares_prefixes = shares_prefixes
         # of the last `next`
         self._iterator: Batches | None = None
         self._num_batches = 0
@@ -186,10 +191,12 @@ class PrefetchedSteps:
         number = self._next_number + len(self._drawn)
         row = SourceRow(columns={}, lengths=())
         own = [FAILED]
+        marks: list[int] = []
         with Attempt() as drawing:
             row = source_row(list(islice(self._iterator, self._num_batches)))
-            counts = (row.padding_targets, row.other_rows)
-            own = [row.signature, *counts, *row.lengths, *row.targets]
+            counts = (row.padding_targets, row.other_rows, len(row.lengths))
+            marks = marks_of(row) if self._shares_prefixes else []
+            own = [row.signature, *counts, *row.lengths, *row.targets, *marks]
 
         # 2. what all ranks have drawn
         cpu_group = self.communicator.cpu_group
@@ -201,12 +208,13 @@ class PrefetchedSteps:
         lengths: list[int] = []
         targets: list[int] = []
         sources: list[int] = []
-        for rank, (_, padding_of_rank, others_of_rank, *of_rank) in enumerate(gathered):
-            sequences = len(of_rank) // 2
+        marks = []  # of all ranks
+        for rank, (_, padding_of_rank, others_of_rank, sequences, *of_rank) in enumerate(gathered):
             padding_targets += padding_of_rank
             other_rows += others_of_rank
             lengths += of_rank[:sequences]
-            targets += of_rank[sequences:]
+            targets += of_rank[sequences : 2 * sequences]
+            marks += of_rank[2 * sequences :]
             sources += [rank] * sequences
         if not lengths:
             self._is_exhausted = True
@@ -224,10 +232,17 @@ class PrefetchedSteps:
             padding_targets=padding_targets,
             other_rows=other_rows,
         )
+        units: list[Unit] = []
+        alike = candidates(lengths, marks) if self._shares_prefixes else []
+        if alike:
+            cpu_group.phase = f"{self._what} {number}, comparing its rows"
+            wanted = sorted(i for rows in alike for i in rows)
+            found = gather_rows(step.row, sources, wanted, self.communicator)
+            units = units_of(found)
         self._next_request += 1
         self._drawn.append(step)
         if self._planner is not None:
-            self._planner.submit(step.request, lengths)
+            self._planner.submit(step.request, lengths, units)
 
     def _common_dtypes(self, signatures: Sequence[int], row: SourceRow) -> dict[str, str]:
         """Return the dtypes of the columns of all rows, whose signatures are given. Collective

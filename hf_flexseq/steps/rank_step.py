@@ -56,8 +56,13 @@ class RankStep(Generic[PlanT]):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole step, over all ranks."""
-        return sum(self.plan.lengths)
+        """Tokens of the whole step, over all ranks, counted in every row."""
+        return sum(self.drawn.lengths)
+
+    @property
+    def tokens_spared(self) -> int:
+        """Tokens that are not computed again, since rows share them."""
+        return self.tokens - sum(self.plan.lengths)
 
     @property
     def final_loss(self) -> torch.Tensor:

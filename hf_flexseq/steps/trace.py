@@ -21,7 +21,8 @@ from hf_flexseq.steps.rank_step import RankChunks, RankStep
 from hf_flexseq.steps.trace_file import TraceFile
 
 PREFIX = "flexseq/"
-LOGGED = ("micro_batches", "measured_s", "tokens_per_s")
+SPARED = "tokens_spared"
+LOGGED = ("micro_batches", "measured_s", "tokens_per_s", SPARED)
 
 Figures = dict[str, float]
 
@@ -108,6 +109,7 @@ def step_figures(step: RankMicroBatches, measured_s: float) -> Figures:
         "predicted_s": step.plan.objective_s,
         "measured_s": measured_s,
         "tokens_per_s": step.tokens / measured_s if measured_s else 0.0,
+        SPARED: step.tokens_spared,
     }
     for degree, count in step.plan.degrees().items():
         figures[f"groups_of_{degree}"] = count
@@ -127,11 +129,12 @@ def pipeline_figures(step: RankChunks, measured_s: float) -> Figures:
 
 
 def logged_figures(steps: Sequence[Figures]) -> Figures:
-    """Return mean logged figures over some steps by logged name; pipelines lack micro-batches."""
+    """Return mean logged figures over some steps by logged name; pipelines lack micro-batches.
+    Spared tokens are left out where there are none."""
     means = {}
     for name in LOGGED:
         values = [figures[name] for figures in steps if name in figures]
-        if values:
+        if values and (name != SPARED or any(values)):
             means[PREFIX + name] = sum(values) / len(values)
     return means
 

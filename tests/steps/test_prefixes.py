@@ -148,5 +148,5 @@ def test_tokens_of_candidates_come_to_the_first_rank(world_size):
         assert tokens.keys[:, 1].tolist() == list(range(len(rows[i])))
         assert tokens.labels.tolist() == [*rows[i][1:], NONE]
     (unit,) = units_of(found)
-    assert unit.rows == ((0, 2), (2, 1), (4, 3))
+    assert unit.rows == ((0, 2), (2, 4), (4, 3))
     assert unit.nodes[0].tokens == 19

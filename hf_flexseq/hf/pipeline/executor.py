@@ -73,6 +73,8 @@ class StageExecutor:
     """Runs chunks on a model in `args.pipeline_parallel_size` stages."""
 
     router: RouterLoss | None = None
+    reason_not_shared: str | None = "the stages of a pipeline run chunks of rows"
+    keeps_own_loss = False
 
     def __init__(self, setup: EngineSetup, model: PreTrainedModel, *, fsdp: bool = False) -> None:
         """Cut `model` in place, unless it was loaded as a stage. Collective over the world.

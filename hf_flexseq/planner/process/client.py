@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.process.jobs import Job
 
 START = Path(__file__).with_name("start.py")  # runs a module of this package as a program
@@ -37,7 +38,7 @@ STDERR_LINES = 20  # of a dead planning process, shown in the error; a traceback
 class Planner(Protocol):
     """Plans optimizer steps, perhaps in another process."""
 
-    def submit(self, step: int, lengths: list[int]) -> None:
+    def submit(self, step: int, lengths: list[int], units: Sequence[Unit] = ()) -> None:
         """Ask for the plan of `step`, a number of its own. Returns at once."""
 
     def wait(self, step: int, seconds: float) -> str | None:
@@ -58,11 +59,11 @@ class InlinePlanner:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._submitted: dict[int, list[int]] = {}
+        self._submitted: dict[int, tuple[list[int], Sequence[Unit]]] = {}
 
-    def submit(self, step: int, lengths: list[int]) -> None:
+    def submit(self, step: int, lengths: list[int], units: Sequence[Unit] = ()) -> None:
         """Note the lengths of `step`."""
-        self._submitted[step] = lengths
+        self._submitted[step] = (lengths, units)
 
     def wait(self, step: int, seconds: float) -> str | None:
         """Return at once: `result` plans."""
@@ -70,7 +71,7 @@ class InlinePlanner:
 
     def result(self, step: int) -> Any:
         """Plan a submitted step. Raises ValueError as the job does."""
-        return self._job.plan(self._submitted.pop(step))
+        return self._job.plan(*self._submitted.pop(step))
 
     def close(self) -> None:
         """Forget what was submitted."""
@@ -113,7 +114,7 @@ class PlannerWorker:
             threading.Thread(target=loop, daemon=True, name=name).start()
         atexit.register(self.close)
 
-    def submit(self, step: int, lengths: Sequence[int]) -> None:
+    def submit(self, step: int, lengths: Sequence[int], units: Sequence[Unit] = ()) -> None:
         """Ask for the plan of `step`. Returns at once."""
         if step in self._submitted:
             raise ValueError(f"step {step} was submitted before and its result not fetched")
@@ -124,7 +125,10 @@ class PlannerWorker:
             if self._job.is_quick:
                 self._first_lengths = tokens
                 return
-        self._send({"id": step, "lengths": tokens})
+        request: dict[str, Any] = {"id": step, "lengths": tokens}
+        if units:
+            request["units"] = units
+        self._send(request)
 
     def wait(self, step: int, seconds: float) -> str | None:
         """Wait for an answer, or for the end of the process. See `Planner.wait`."""

@@ -19,6 +19,7 @@ from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import Plan, PlanInfeasible
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.replicas import StepPlan
+from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.make import make_plan
 from hf_flexseq.planner.pipeline.replicas import make_step_plan
 from hf_flexseq.planner.pipeline.units import PipelineOptions
@@ -34,8 +35,9 @@ class Job(Protocol):
     def to_record(self) -> dict[str, Any]:
         """Return the job as plain JSON values; `job_from_record` is the inverse."""
 
-    def plan(self, lengths: Sequence[int]) -> Any:
-        """Return the plan of one optimizer step on sequences of `lengths` tokens."""
+    def plan(self, lengths: Sequence[int], units: Sequence[Unit] = ()) -> Any:
+        """Return the plan of one optimizer step on sequences of `lengths` tokens. units: those
+        that begin alike."""
 
     def read(self, record: dict[str, Any]) -> Any:
         """Return the plan whose `to_record` gave `record`."""
@@ -82,15 +84,17 @@ class GroupsJob:
             fsdp=None if fsdp is None else FsdpFigures.from_record(fsdp),
         )
 
-    def plan(self, lengths: Sequence[int]) -> Plan:
+    def plan(self, lengths: Sequence[int], units: Sequence[Unit] = ()) -> Plan:
         """Return the plan of one optimizer step. Raises ValueError as `make_plan` does."""
         if self.fsdp is not None:
-            plan = self._plan_beside_held(lengths, self.fsdp)
+            plan = self._plan_beside_held(lengths, units, self.fsdp)
             if plan is not None:
                 return plan
-        return make_plan(lengths, self.topology, self.cost, self.options)
+        return make_plan(lengths, self.topology, self.cost, self.options, units=units)
 
-    def _plan_beside_held(self, lengths: Sequence[int], fsdp: FsdpFigures) -> Plan | None:
+    def _plan_beside_held(
+        self, lengths: Sequence[int], units: Sequence[Unit], fsdp: FsdpFigures
+    ) -> Plan | None:
         """Return a plan for ranks that hold parameters or gradients between micro-batches, priced
         as such; None where that promises nothing, or leaves the longest sequence no room."""
         bound = self.options.max_tokens_per_rank
@@ -98,7 +102,7 @@ class GroupsJob:
             cost = fsdp.priced(self.cost, policy)
             options = replace(self.options, max_tokens_per_rank=tokens)
             try:
-                plan = make_plan(lengths, self.topology, cost, options)
+                plan = make_plan(lengths, self.topology, cost, options, units=units)
             except PlanInfeasible:
                 continue
             note = f"FSDP2: planned for {policy}, at most {tokens:,} tokens a rank"
@@ -142,8 +146,9 @@ class StagesJob:
         """Return the job whose `to_record` gave `record`."""
         return cls(cost=PipelineCost.from_record(record["cost"]), options=record["options"])
 
-    def plan(self, lengths: Sequence[int]) -> StepPlan:
+    def plan(self, lengths: Sequence[int], units: Sequence[Unit] = ()) -> StepPlan:
         """Return the plan of one optimizer step. Raises ValueError as `make_step_plan` does."""
+        assert not units, "rows share no prefixes in pipelines"
         options = dict(self.options)
         replicas = options.pop("replicas", 1)
         return make_step_plan(lengths, self.cost, PipelineOptions(**options), replicas=replicas)

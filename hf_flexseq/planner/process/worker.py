@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.process.jobs import Job, job_from_record
 
 PARENT_CHECK_S = 0.5  # seconds between two looks at who the parent is
@@ -36,15 +37,16 @@ def serve(requests: TextIO, answers: TextIO) -> None:
     job = job_from_record(json.loads(first_line))
     for line in requests:
         request = json.loads(line)
-        answer = {"id": request["id"], **_answer(job, request["lengths"])}
+        units = [Unit.of(*unit) for unit in request.get("units", ())]
+        answer = {"id": request["id"], **_answer(job, request["lengths"], units)}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
-def _answer(job: Job, lengths: Sequence[int]) -> dict[str, Any]:
+def _answer(job: Job, lengths: Sequence[int], units: Sequence[Unit]) -> dict[str, Any]:
     """Return the plan as a record, or the planning error."""
     try:
-        return {"plan": job.plan(lengths).to_record()}
+        return {"plan": job.plan(lengths, units).to_record()}
     except PlanInfeasible as error:
         return {"error": {"kind": PlanInfeasible.__name__, "message": str(error)}}
     except ValueError as error:
