@@ -30,7 +30,7 @@ GROUPS = {
         "lookahead",
         "plan_trace",
     ),
-    "Running": ("sync", "save_attention_output", "on_nonfinite"),
+    "Running": ("sync", "shared_prefixes", "save_attention_output", "on_nonfinite"),
     "Pipelines": (
         "pipeline_parallel_size",
         "pipeline_schedule",
@@ -42,6 +42,7 @@ VALUES = {
     "strategy": ("auto", *registry.STRATEGIES),
     "sync": config.SYNCS,
     "on_nonfinite": config.ON_NONFINITE,
+    "shared_prefixes": config.SHARED_PREFIXES,
     "pipeline_schedule": registry.PIPELINE_SCHEDULES,
 }
 
@@ -70,6 +71,7 @@ MORE = {
         "`free` is refused under FSDP and ZeRO-2/3, and on NCCL under any DeepSpeed and with a "
         "communication hook of DDP ([why](architecture.md#why-no-plan-can-deadlock))."
     ),
+    "shared_prefixes": "[Shared prefixes](shared_prefixes.md) says when, and what it brings.",
     "on_nonfinite": "The plain Trainer [continues, and saves](differences.md).",
     "pipeline_parallel_size": (
         "[Refused settings](refusals.md#pipelines) lists what a pipeline refuses."

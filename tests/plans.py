@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.topology import Topology
@@ -9,6 +10,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import Group, MicroBatch, Plan, check, widest_first
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.shard import Shard, make_shard
+from hf_flexseq.plan.units import Node, Unit
 from hf_flexseq.planner import make_plan
 
 
@@ -56,21 +58,57 @@ def random_plan(
     micro_batches: int | None = None,
     nodes: int = 1,
     shared: float | None = None,
+    units: Sequence[Unit] = (),
 ) -> Plan:
     """Any sequences on any laminar family of groups inside a node or of whole ones, in any number
     of micro-batches.
 
     shared: share of the sequences that go to groups of several ranks; None leaves it to chance.
+    units: of the sequences; the other rows of each have no tokens in `lengths`.
     """
     topology = Topology(nodes=nodes, ranks_per_node=world_size // nodes)
     count = micro_batches or rng.randint(1, 3)
     bins: list[list[int]] = [[] for _ in range(count)]
-    for sequence in range(len(lengths)):
-        rng.choice(bins).append(sequence)
+    for sequence, length in enumerate(lengths):
+        if length:
+            rng.choice(bins).append(sequence)
     micro_batches = [_random_groups(members, topology, rng, shared) for members in bins if members]
+    if units:
+        micro_batches = [[with_units(one, units) for one in groups] for groups in micro_batches]
     plan = plan_of_groups(lengths, *micro_batches)
     check(plan, topology)
     return plan
+
+
+def with_units(group: Group, units: Sequence[Unit]) -> Group:
+    """The group with those of its sequences as units that are some."""
+    own = tuple(unit for unit in units if unit.sequence in group.sequences)
+    return replace(group, units=own)
+
+
+def random_unit(first: int, rows: int, rng: random.Random) -> Unit:
+    """A tree of any form whose rows are `first` and those behind it."""
+    nodes = [Node(-1, rng.choice((1, 2, 3, 8, 13)))]
+    ends: list[int] = []
+    while len(ends) < rows:
+        # any node of the rightmost path branches, so that nodes stay depth first
+        path = [len(nodes) - 1]
+        while nodes[path[-1]].parent >= 0:
+            path.append(nodes[path[-1]].parent)
+        parent = rng.choice(path)
+        if parent == len(nodes) - 1 and rng.random() < 0.3:
+            ends.append(parent)  # a row that ends here, perhaps one of several
+            continue
+        if len(nodes) - 1 not in {node.parent for node in nodes} | set(ends):
+            ends.append(len(nodes) - 1)  # a leaf
+            if len(ends) == rows:
+                break
+        nodes.append(Node(parent, rng.choice((1, 1, 2, 3, 5, 8, 13))))
+    leaves = set(range(len(nodes))) - {node.parent for node in nodes}
+    ends += sorted(leaves - set(ends))
+    unit = Unit(tuple(nodes), tuple((first + i, end) for i, end in enumerate(ends)))
+    unit.check()
+    return unit
 
 
 def _random_groups(

@@ -40,6 +40,7 @@ from hf_flexseq.plan import Plan
 from hf_flexseq.plan import attention_schedule as schedule
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.plan.units import Unit
 from hf_flexseq.program import heads as head_pieces
 from hf_flexseq.program import ring_steps
 from hf_flexseq.published.zeppelin.routes import routed_posts
@@ -49,7 +50,7 @@ from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_
 from tests.matching import Launches
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import columns_of, make_executor
-from tests.plans import random_plan
+from tests.plans import random_plan, random_unit
 from tests.published.zeppelin.always import Always
 from tests.ranks import join, run_threads
 from tests.threads import ThreadGroup
@@ -147,15 +148,26 @@ def draw(number: int) -> Run:
     nodes = rng.choice(WORLDS[world_size])
     lengths = [rng.choice((1, 2, 3, 5, 8, 13, 40)) for _ in range(rng.randint(1, 6))]
     micro_batches = rng.choice((1, 1, 2))
+    units: tuple[Unit, ...] = ()
+    if number % 2:
+        lengths, units = _with_trees(lengths, random.Random(f"trees of {number}"))
     plan = random_plan(
-        lengths, world_size, rng, nodes=nodes, micro_batches=micro_batches, shared=0.8
+        lengths,
+        world_size,
+        rng,
+        nodes=nodes,
+        micro_batches=micro_batches,
+        shared=0.8,
+        units=units,
     )
     topology = Topology(nodes=nodes, ranks_per_node=world_size // nodes)
     kinds = tuple(_draw_kind(rng) for _ in range(rng.choice((2, 2, 2, 3))))
+    if units:  # which recurrent layers do not take
+        kinds = tuple(kind._replace(recurrent=None) for kind in kinds)
     heads = rng.choice(((4, 4), (4, 2), (3, 1)))
     use_blocks = rng.random() < 0.5
     passes = None
-    if rng.random() >= 0.5:  # no tokens move where a layer is recurrent
+    if rng.random() >= 0.5 and not units:  # no tokens move where a layer is recurrent
         has_recurrent = any(kind.recurrent for kind in kinds)
         passes = Always(topology, remap=not has_recurrent and rng.random() < 0.6)
     return AttentionRun(
@@ -171,6 +183,20 @@ def draw(number: int) -> Run:
         keeps_attention=rng.random() < 0.6,
         large=rng.choice((1, schedule.LARGE["cpu"])),
     )
+
+
+def _with_trees(lengths: list[int], rng: random.Random) -> tuple[list[int], tuple[Unit, ...]]:
+    """Tokens of every row where some sequences are units of several rows."""
+    made: list[int] = []
+    units = []
+    for index, length in enumerate(lengths):
+        if index and rng.random() < 0.4:
+            made.append(length)
+            continue
+        unit = random_unit(len(made), rng.randint(2, 6), rng)
+        units.append(unit)
+        made += [unit.tokens, *[0] * (len(unit.rows) - 1)]
+    return made, tuple(units)
 
 
 def _draw_pipeline(number: int, launches: Launches, rng: random.Random) -> PipelineRun:
@@ -372,7 +398,7 @@ def _reference(run):
     """The gradients of the weight, and of the tokens by sequence, on one process."""
     weight = _weight(run)
     leaves = [x.requires_grad_() for x in _tokens(run)]
-    for leaf in leaves:
+    for leaf, new in _rows_of(run, leaves):
         y = leaf * weight
         for layer, kind in enumerate(run.kinds):
             if kind.recurrent is not None:
@@ -380,8 +406,24 @@ def _reference(run):
             else:
                 qkv, options = _asked(y, layer, weight, run)
                 y = _widened(dense_attention(*qkv, **options))
-        y.square().sum().backward()
-    return weight.grad, [leaf.grad for leaf in leaves]
+        y[new].square().sum().backward()
+    return weight.grad, [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+
+
+def _rows_of(run, leaves):
+    """Every row by itself, and which of its tokens no row before it has had: these count."""
+    units = {unit.sequence: unit for unit in run.plan.units}
+    for sequence, leaf in enumerate(leaves):
+        unit = units.get(sequence)
+        if unit is None:
+            yield leaf, slice(None)
+            continue
+        seen = torch.zeros(len(leaf), dtype=torch.bool)
+        for _, last in unit.rows:
+            ranges = unit.layout.ranges(last, 0, unit.layout.ends[last])
+            path = torch.cat([torch.arange(*one) for one in ranges])
+            yield leaf[path], ~seen[path]
+            seen[path] = True
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -496,6 +538,8 @@ def had(drawn: Run, used: Used) -> set[str]:
             "checkpointing": drawn.checkpoints,
             "checkpointing, attention kept": drawn.checkpoints and drawn.keeps_attention,
             "three layers": len(kinds) == 3,
+            "units of rows": bool(drawn.plan.units),
+            **{f"units {depth} deep": True for depth in _depths(drawn.plan)},
             "window": any(kind.reach.window for kind in kinds),
             "chunk": any(kind.reach.chunk for kind in kinds),
             "sinks": any(kind.sinks for kind in kinds),
@@ -505,6 +549,11 @@ def had(drawn: Run, used: Used) -> set[str]:
         }
     found = {name for name, is_so in named.items() if is_so}
     return found | {drawn.launches.name, f"{ranks} ranks"}
+
+
+def _depths(plan: Plan) -> set[int]:
+    """The depths of the trees of a plan's units."""
+    return {max(unit.layout.depths) for unit in plan.units}
 
 
 def run_all(numbers: range) -> Counter[str]:

@@ -15,7 +15,7 @@ def test_defaults_are_valid_and_documented():
     assert (arguments.planner, arguments.strategy, arguments.sync) == ("auto",) * 3
     assert arguments.lookahead == 4
     assert all(f.metadata["help"] for f in fields(FlexSeqArguments))
-    assert len(fields(FlexSeqArguments)) <= 12
+    assert len(fields(FlexSeqArguments)) <= 13
 
 
 STATIC = {"planner": "static", "sp_degree": 2}

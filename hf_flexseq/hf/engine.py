@@ -200,17 +200,20 @@ class FlexSeqEngine:
         self._check_attached()
         if self._training is None:
             lookahead = 0 if self._draws_in_place else self.args.lookahead
-            reason = self._reason_not_shared or self.executor.reason_not_shared
-            if reason is not None and self.args.shared_prefixes != OFF:
-                logger.info("rows share no prefixes: %s", reason)
-            self._training = self._prefetched(
-                lookahead, first_number, shares_prefixes=reason is None
-            )
+            shares = self._shares_prefixes()
+            self._training = self._prefetched(lookahead, first_number, shares_prefixes=shares)
         step = self._training.next(iterator, num_batches)
         if step is not None:
             self._notes.say_padding(step)
             self._notes.say_other_rows(step)
         return step
+
+    def _shares_prefixes(self) -> bool:
+        """Tell whether rows of training steps may share prefixes; log why not."""
+        reason = self._reason_not_shared or self.executor.reason_not_shared
+        if reason is not None and self.args.shared_prefixes != OFF:
+            logger.info("rows share no prefixes: %s", reason)
+        return reason is None
 
     def step_of(
         self, batch: Mapping[str, Any] | None, *, number: int, forward_only: bool = False
@@ -226,7 +229,12 @@ class FlexSeqEngine:
         self._check_attached()
         if forward_only not in self._in_place:
             planner = self.whole_model.forward_planner if forward_only else None
-            self._in_place[forward_only] = self._prefetched(0, what="call", planner=planner)
+            self._in_place[forward_only] = self._prefetched(
+                0,
+                what="call",
+                planner=planner,
+                shares_prefixes=not forward_only and self._shares_prefixes(),
+            )
         batches = [] if batch is None else [batch]
         step = self._in_place[forward_only].next(iter(batches), 1)
         if step is None:

@@ -97,6 +97,11 @@ class RankSegments:
         lengths: list[int] = []
         middle = []
         for number, zone in enumerate(zones):
+            if zone.group.units:
+                raise NotImplementedError(
+                    "recurrent layers hand their state to one row, and rows of this step share "
+                    "prefixes: set shared_prefixes='off'"
+                )
             chains = chains_of(zone)
             channel = Channel(zone.group, number)
             self._zones.append(

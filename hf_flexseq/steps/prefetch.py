@@ -242,7 +242,7 @@ class PrefetchedSteps:
         self._next_request += 1
         self._drawn.append(step)
         if self._planner is not None:
-            self._planner.submit(step.request, lengths, units)
+            self._planner.submit(step.request, lengths, *([units] if units else []))
 
     def _common_dtypes(self, signatures: Sequence[int], row: SourceRow) -> dict[str, str]:
         """Return the dtypes of the columns of all rows, whose signatures are given. Collective

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.plan import Plan
+from hf_flexseq.planner.shared import SharedRows
 from tests.plans import random_plan
 
 VOCAB = 61
@@ -150,22 +151,23 @@ class RandomPlanner:
         self.topology, self.rng, self.submitted = topology, random.Random(seed), {}
         self.accepts = accepts
 
-    def submit(self, step, lengths):
-        self.submitted[step] = lengths
+    def submit(self, step, lengths, units=()):
+        self.submitted[step] = (lengths, units)
 
     def wait(self, step, seconds):
         return None
 
     def result(self, step) -> Plan:
-        lengths = self.submitted.pop(step)
-        plan = self._draw(lengths)
+        lengths, units = self.submitted.pop(step)
+        shared = SharedRows(rows=tuple(lengths), units=tuple(units))
+        plan = self._draw(shared)
         while not self.accepts(plan):
-            plan = self._draw(lengths)
+            plan = self._draw(shared)
         return plan
 
-    def _draw(self, lengths):
-        topology = self.topology
-        return random_plan(lengths, topology.world_size, self.rng, nodes=topology.nodes)
+    def _draw(self, shared):
+        world_size, nodes = self.topology.world_size, self.topology.nodes
+        return random_plan(shared.held, world_size, self.rng, nodes=nodes, units=shared.units)
 
     def close(self):
         pass

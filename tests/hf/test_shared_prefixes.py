@@ -1,0 +1,162 @@
+"""Steps whose rows share prefixes: the plain trainers' weights and figures, and what is spared."""
+
+import datasets
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer
+
+from hf_flexseq import FlexSeqArguments
+from hf_flexseq.hf.shared_prefixes import reason_not_shared
+from tests.hf.objectives import (
+    BOUNDS,
+    FLOAT64_BOUND,
+    OPTIONS,
+    Case,
+    _rows,
+    assert_alike,
+    run_case,
+    save_inputs,
+    words_of,
+)
+from tests.hf.tiny import VOCAB, tiny_llama
+from tests.hf.trainers import difference, trained, trainer_of
+from tests.ranks import run_cases
+
+SPARED = "flexseq/tokens_spared"
+
+
+def spared(run):
+    return sum(line.get(SPARED, 0.0) for line in run.log)
+
+
+# ---- a loss that is a sum over tokens
+
+
+def conversations(count):
+    """Rows of which several begin alike: a prompt with answers, an agent's growing context, rows
+    that repeat each other, and some by themselves."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(tokens):
+        return torch.randint(2, VOCAB, (tokens,), generator=generator).tolist()
+
+    rows = []
+    while len(rows) < count:
+        prompt, answers = drawn(24), [drawn(n) for n in (3, 9, 1)]
+        for answer in answers:
+            rows.append((prompt + answer, [-100] * 24 + answer))
+        context = drawn(20)
+        for _ in range(3):
+            answer = drawn(6)
+            rows.append((context + answer, [-100] * len(context) + answer))
+            context = context + answer + drawn(2)
+        repeated = drawn(30)
+        rows += [(repeated, repeated)] * 2
+        rows.append((drawn(17), [-100] * 16 + drawn(1)))
+    return [{"input_ids": ids, "labels": labels} for ids, labels in rows[:count]]
+
+
+def train_on_conversations(rank, world_size, folder, checkpointed):
+    datasets.disable_progress_bars()
+    settings = {"train_dataset": conversations(36), "batch": 12 // world_size, "max_steps": 3}
+    settings["gradient_checkpointing"] = checkpointed
+
+    def run(shared):
+        torch.manual_seed(5)
+        return trained(
+            trainer_of(
+                Trainer,
+                folder / f"{shared}",
+                flexseq=None if shared is None else {"shared_prefixes": shared},
+                **settings,
+            )
+        )
+
+    stock, apart, shared = run(None), run("off"), run("auto")
+    return difference(stock, shared), difference(apart, shared), spared(apart), spared(shared)
+
+
+@pytest.mark.processes
+def test_the_trainer_s_loss_counts_a_shared_token_once_for_each_row(tmp_path):
+    cases = [(tmp_path / str(checkpointed), checkpointed) for checkpointed in (False, True)]
+    for by_rank in run_cases(train_on_conversations, 2, cases, seconds=200):
+        for stock, apart, nothing, tokens in by_rank:
+            assert_alike(stock, weights=FLOAT64_BOUND)
+            assert_alike(apart, weights=1e-10)
+            assert nothing == 0
+            assert tokens > 200
+
+
+# ---- losses on whole samples
+
+
+def long_pairs(count):
+    return _rows(
+        count,
+        lambda rng: {
+            "prompt": words_of(rng, rng.randrange(17, 33)),
+            "chosen": " " + words_of(rng, rng.randrange(1, 13)),
+            "rejected": " " + words_of(rng, rng.randrange(1, 13)),
+        },
+    )
+
+
+def long_prompts(count):
+    return _rows(count, lambda rng: {"prompt": words_of(rng, rng.randrange(20, 33))})
+
+
+DATA = {"dpo": long_pairs, "reward": long_pairs, "grpo": long_prompts, "rloo": long_prompts}
+CASES = {
+    "dpo": Case(kind="dpo", steps=2, evaluates=True),
+    "dpo, ipo": Case(kind="dpo", steps=2, accumulation=2, settings={"loss_type": "ipo"}),
+    "reward": Case(kind="reward", steps=2),
+    "grpo": Case(kind="grpo", steps=2, settings={"num_iterations": 2}),
+    "rloo": Case(kind="rloo", steps=2, accumulation=2),
+}
+
+
+def compare(rank, world_size, folder, case):
+    datasets.disable_progress_bars()
+    data = DATA[case.kind]
+    given = {"train_dataset": data(64), "eval_dataset": data(6)}
+    stock = run_case(case, False, folder, **given)
+    options = FlexSeqArguments(**{**OPTIONS, "max_tokens_per_rank": 120})
+    ours = run_case(case, True, folder, flexseq_args=options, **given)
+    return difference(stock, ours), spared(ours)
+
+
+@pytest.mark.processes
+def test_two_ranks_train_as_trl_s_trainers_do(tmp_path):
+    save_inputs(tmp_path)
+    cases = [(tmp_path, case) for case in CASES.values()]
+    by_case = run_cases(compare, 2, cases, seconds=300)
+    for (name, case), by_rank in zip(CASES.items(), by_case, strict=True):
+        for apart, tokens in by_rank:
+            assert tokens > 0, name
+            assert_alike(apart, weights=BOUNDS[case.kind])
+
+
+# ---- where it is off
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "said"),
+    [
+        (None, {"shared_prefixes": "off"}, "shared_prefixes='off'"),
+        (None, {"planner": "zeppelin"}, "planner='zeppelin' plans rows"),
+        (lambda model: setattr(model, "extra", nn.Dropout(0.1)), {}, "extra draws dropout"),
+        (
+            lambda model: setattr(model.config, "router_jitter_noise", 0.1),
+            {},
+            "config.router_jitter_noise adds noise",
+        ),
+        (lambda model: setattr(model, "extra", nn.Dropout(0.0)), {}, None),
+    ],
+)
+def test_what_would_not_be_exact_is_computed_row_by_row(change, options, said):
+    model = tiny_llama()
+    if change is not None:
+        change(model)
+    found = reason_not_shared(model, model, FlexSeqArguments(**options))
+    assert found is None if said is None else said in found

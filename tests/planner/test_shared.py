@@ -1,0 +1,117 @@
+"""Which units a planner takes, how it cuts them, and what its plans promise."""
+
+import random
+
+import pytest
+
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost import step_ns
+from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.plan.options import PlanOptions
+from hf_flexseq.plan.units import Unit
+from hf_flexseq.planner import make_plan
+from hf_flexseq.planner.shared import SharedRows, cut, restricted, unit_s, worthwhile
+from tests.plans import random_unit
+
+COST = PRESETS["llama-3.1-8b-h200"]
+
+
+def group_of(prompt, answers, first=0):
+    """A prompt with answers of so many tokens, whose rows begin with `first`."""
+    nodes = [(-1, prompt), *((0, answer) for answer in answers)]
+    return Unit.of(nodes, [(first + i, i + 1) for i in range(len(answers))])
+
+
+def tokens_of(units, others=()):
+    rows = {}
+    for unit in units:
+        rows |= unit.row_tokens()
+    return tuple(rows[row] for row in sorted(rows)) + tuple(others)
+
+
+def test_a_unit_that_gains_little_is_left_to_its_rows():
+    long, short = group_of(4096, [256, 256]), group_of(64, [4096, 4096], first=2)
+    rows = tokens_of([long, short])
+    assert worthwhile(rows, [long, short], COST, most=10**6) == (long,)
+
+
+def test_seconds_of_a_unit_are_those_of_its_tokens_and_pairs():
+    unit = group_of(8192, [1024] * 8)
+    alone = sum(COST.linear_s * n + COST.attention_s * n**2 for n in unit.row_tokens().values())
+    assert alone / unit_s(unit, COST) == pytest.approx(4.3, rel=0.03)
+
+
+def test_parts_of_a_unit_have_its_rows_and_pay_for_what_they_share():
+    unit = group_of(100, [10] * 6)
+    parts = cut(unit, 125)
+    assert [part.tokens for part in parts] == [120, 120, 120]
+    assert [row for part in parts for row, _ in part.rows] == list(range(6))
+    assert cut(unit, 160) == [unit]
+    assert cut(unit, 50) == [restricted(unit, [row]) for row in unit.rows]
+
+
+def test_restricted_units_have_the_tokens_of_their_rows():
+    rng = random.Random(0)
+    for _ in range(200):
+        unit = random_unit(3, rng.randint(2, 8), rng)
+        rows = sorted(rng.sample(unit.rows, rng.randint(1, len(unit.rows))))
+        part = restricted(unit, rows)
+        part.check()
+        whole = unit.row_tokens()
+        assert part.row_tokens() == {row: whole[row] for row, _ in rows}
+        paths = [node for _, last in rows for node in unit.layout.path(last)]
+        assert part.tokens == sum(unit.nodes[node].tokens for node in set(paths))
+        parents = [node.parent for node in part.nodes]
+        ends = {last for _, last in part.rows}
+        assert all(parents.count(i) != 1 or i in ends for i in range(len(parents)))
+
+
+def test_a_plan_with_units_promises_less_than_one_without():
+    units = [group_of(8192, [1024] * 8, first=8 * i) for i in range(8)]
+    rows = tokens_of(units, others=[5000, 300])
+    topology = Topology(nodes=1, ranks_per_node=8)
+    apart = make_plan(rows, topology, COST)
+    shared = make_plan(rows, topology, COST, units=units)
+    assert len(shared.units) == 8
+    assert sum(shared.lengths) == sum(unit.tokens for unit in units) + 5300
+    assert shared.objective_s < 0.5 * apart.objective_s
+    assert shared.lower_bound_s <= shared.objective_s
+    # without any the plan is the same as ever
+    assert make_plan(rows, topology, COST, units=[]).digest() == apart.digest()
+
+
+def test_one_unit_on_many_ranks_is_shared_out_or_cut():
+    unit = group_of(256, [1024] * 8)
+    rows = tokens_of([unit])
+    topology = Topology(nodes=1, ranks_per_node=8)
+    apart = make_plan(rows, topology, COST)
+    shared = make_plan(rows, topology, COST, units=[unit])
+    assert shared.objective_s <= apart.objective_s
+
+
+def test_a_unit_that_no_ranks_can_hold_is_cut():
+    unit = group_of(600, [100] * 10)
+    rows = tokens_of([unit])
+    options = PlanOptions(max_tokens_per_rank=500)
+    topology = Topology(nodes=1, ranks_per_node=2)
+    plan = make_plan(rows, topology, COST, options, units=[unit])
+    assert len(plan.units) > 1
+    assert max(plan.lengths) <= 1000
+    with pytest.raises(PlanInfeasible, match="700 tokens"):
+        make_plan(rows, topology, COST, PlanOptions(max_tokens_per_rank=300), units=[unit])
+
+
+def test_ids_of_rows_come_back():
+    units = (group_of(50, [5, 6], first=1),)
+    shared = SharedRows(rows=(9, 55, 56, 7), units=units)
+    assert shared.planned == (0, 1, 3)
+    assert shared.held == (9, 61, 0, 7)
+    assert list(shared.lengths()) == [9, 61, 7]
+    assert shared.lengths().shares[1] < 1 == shared.lengths().shares[0]
+    topology = Topology(nodes=1, ranks_per_node=1)
+    options = PlanOptions(max_tokens_per_rank=1000)
+    plan = make_plan(shared.rows, topology, COST, options, units=units)
+    assert {i for group in plan.groups for i in group.sequences} == {0, 1, 3}
+    objective_ns = step_ns(COST, plan.micro_batches, shared.by_id(), topology, sync="lockstep")
+    assert objective_ns == round(plan.objective_s * 1e9)
