@@ -17,7 +17,7 @@ import torch  # noqa: E402
 
 ops = torch.ops.late_device
 NAME = "NVIDIA H100 80GB HBM3"  # whose figures the package knows
-MEMORY = 1 << 28  # bytes; estimates of what fits are made with it
+MEMORY = 8 << 30  # bytes; estimates of what fits are made with it
 
 
 class Stream(torch.Stream):
@@ -162,6 +162,8 @@ _HAS = {
 }
 for _name, _value in _HAS.items():
     setattr(torch.cuda, _name, _value)
+    if hasattr(torch.cuda.random, _name):
+        setattr(torch.cuda.random, _name, _value)
 torch._C._cuda_getDeviceCount = lambda: 1
 torch._C._cuda_isInBadFork = lambda: False
 torch._C._cuda_getCurrentRawStream = lambda device: ops.current_stream()

@@ -27,10 +27,11 @@ def run_on_device(*names, marks="not nightly"):
 
 
 def test_the_device_finds_what_it_should_and_whole_steps_are_free_of_it():
-    run_on_device("rules", "layers", "planted", "steps")
+    run_on_device("rules", "layers", "planted", "steps", "trainers")
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_longer_steps_are_free_of_it_too():
-    run_on_device("layers", "steps", marks="nightly")
+@pytest.mark.parametrize("name", ["layers", "steps", "trainers", "families", "objectives"])
+def test_longer_steps_are_free_of_it_too(name):
+    run_on_device(name, marks="nightly")

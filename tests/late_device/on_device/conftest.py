@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from hf_flexseq.kernels import choose
+from hf_flexseq.kernels.fused import TorchFused
+from hf_flexseq.kernels.reference import Reference
 from tests.late_device.install import ops
 
 
@@ -18,3 +21,29 @@ def no_findings_are_left():
     ops.forget_findings()
     torch.cuda.synchronize()
     assert not left
+
+
+class AnyCall:
+    """A kernel that serves every call."""
+
+    def __init__(self, kernel):
+        self._kernel = kernel
+
+    def __getattr__(self, name):
+        return getattr(self._kernel, name)
+
+    def reason_unsupported(self, calls):
+        return None
+
+
+@pytest.fixture
+def in_torch(monkeypatch):
+    """Operations between kernel calls are torch's, as Triton's interpreter takes very long."""
+    monkeypatch.setattr(choose, "_fused_for_cuda", TorchFused)
+
+
+@pytest.fixture
+def one_kernel(monkeypatch):
+    """Both devices have the same kernel, for the same numbers up to rounding."""
+    for name in ("cuda", "cpu"):
+        monkeypatch.setitem(choose.CANDIDATES, name, (AnyCall(Reference()),))

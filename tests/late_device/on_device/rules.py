@@ -282,6 +282,9 @@ def test_the_host_waits(wait):
     x = ones(3)
     wait(x)
     assert ops.counts()["host waits"] >= 1
+    torch.cuda.set_sync_debug_mode("warn")
+    with pytest.warns(UserWarning, match="host wait"):
+        wait(x)
     torch.cuda.set_sync_debug_mode("error")
     with found("host wait"):
         wait(x)

@@ -1,4 +1,4 @@
-"""Whole steps on the device: the parts of gpu_check that need one GPU, and FlexSeqTrainer."""
+"""The parts of gpu_check that need one GPU, with a rehearsal's sizes on the device."""
 
 import contextlib
 import importlib
@@ -7,12 +7,9 @@ import os
 import pytest
 import torch
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.kernels import choose
 from hf_flexseq.kernels.fused import TorchFused
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.profiler.design import Effort
-from tests.hf.tiny import documents, tiny_llama
 from tests.late_device.install import ops
 from tests.late_device.lanes import LateHub
 from tests.programs import ROOT
@@ -24,12 +21,6 @@ WIDER = {"hidden_size": 64}  # FlashAttention has head sizes from 8 on
 @pytest.fixture(autouse=True)
 def scripts_on_the_path(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-
-
-@pytest.fixture
-def in_torch(monkeypatch):
-    """Operations between kernel calls are torch's, as Triton's interpreter takes very long."""
-    monkeypatch.setattr(choose, "_fused_for_cuda", TorchFused)
 
 
 def part(name):
@@ -134,71 +125,6 @@ def test_training_as_the_stock_trainer_does():
     stock = training.train("stock", training.SHORT)
     flexseq = training.train("flexseq", training.SHORT, cost_model="estimate")
     assert training.losses_agree(flexseq["losses"], stock["losses"])
-
-
-# ---- the trainer, on both devices
-
-
-def trained(folder, *, use_cpu, **options):
-    """Losses of three steps, and the parameters after them."""
-    args = FlexSeqConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=3,
-        gradient_accumulation_steps=2,
-        max_steps=3,
-        logging_steps=1,
-        learning_rate=1e-2,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        cost_model="estimate",
-        max_tokens_per_rank=64,  # several micro-batches
-        use_cpu=use_cpu,
-        seed=1,
-        **options,
-    )
-    trainer = FlexSeqTrainer(
-        model=tiny_llama(torch.float32, hidden_size=32),
-        args=args,
-        train_dataset=documents([5, 33, 1 + 7, 21, 60, 2, 9, 17, 30, 4, 12, 50] * 2),
-        data_collator=DataCollatorForFlexSeq(),
-    )
-    trainer.train()
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    parameters = {name: p.detach().cpu() for name, p in trainer.model.named_parameters()}
-    return losses, parameters
-
-
-@pytest.mark.processes
-@pytest.mark.usefixtures("in_torch")
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_the_trainer_is_as_on_a_cpu(monkeypatch, tmp_path, gradient_checkpointing):
-    # The same kernel on both devices, for the same numbers up to rounding.
-    reference = Reference()
-    for name in ("cuda", "cpu"):
-        monkeypatch.setitem(choose.CANDIDATES, name, (AnyCall(reference),))
-    options = {"gradient_checkpointing": gradient_checkpointing}
-    losses, parameters = trained(tmp_path / "cpu", use_cpu=True, **options)
-    ops.reset_counts()
-    found_losses, found = trained(tmp_path / "cuda", use_cpu=False, **options)
-    assert ops.counts()["copies to the device"] > 0
-    assert ops.counts()["copies to the host"] == 3  # flags of what is not finite, once a step
-    assert found_losses == pytest.approx(losses, rel=1e-5)
-    for name, parameter in parameters.items():
-        torch.testing.assert_close(found[name], parameter, rtol=1e-4, atol=1e-5)
-
-
-class AnyCall:
-    """A kernel that serves every call."""
-
-    def __init__(self, kernel):
-        self._kernel = kernel
-
-    def __getattr__(self, name):
-        return getattr(self._kernel, name)
-
-    def reason_unsupported(self, calls):
-        return None
 
 
 def test_the_environment_says_so():

@@ -13,7 +13,7 @@ namespace late {
 using at::Tensor;
 const c10::Device GPU(c10::DeviceType::CUDA, 0);
 std::map<std::string, int64_t> counts;
-int sync_debug_mode = 0;  // 2: a host that waits is an error
+int sync_debug_mode = 0;  // 1: a host that waits is warned of; 2: it is an error
 
 void count(const std::string& what) { counts[what]++; }
 std::string shape(const std::string& name, const Tensor* x) {
@@ -27,6 +27,7 @@ void wait_for_stream(const std::string& why) {
   count("host waits");
   count("host waits: " + why);
   TORCH_CHECK(sync_debug_mode < 2, "late_device: host wait: called a synchronizing CUDA operation, ", why);
+  if (sync_debug_mode == 1) TORCH_WARN("late_device: host wait: called a synchronizing CUDA operation, ", why);
   join(streams().host, streams().clocks[current_stream]);
   arrive();
 }

@@ -1,0 +1,115 @@
+"""Trainers on the device: what they log, and the parameters that they end with, are those of a CPU
+or of the stock trainer, and nothing is found."""
+
+import numpy as np
+import pytest
+import torch
+
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.kernels import choose
+from hf_flexseq.kernels.reference import Reference
+from tests.hf.test_trainer import logged
+from tests.hf.tiny import documents, tiny_llama
+from tests.late_device.install import ops
+from tests.late_device.on_device.conftest import AnyCall
+
+WIDER = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
+LENGTHS = [5, 33, 8, 21, 60, 2, 9, 17, 30, 4, 12, 50] * 2
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("in_torch")]
+
+
+def trainer(folder, *, use_cpu=False, model=None, **options):
+    """A trainer of four steps of several micro-batches each."""
+    settings = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "cost_model": "estimate",
+        "max_tokens_per_rank": 64,
+        "use_cpu": use_cpu,
+        "seed": 1,
+    }
+    return FlexSeqTrainer(
+        model=model or tiny_llama(torch.float32),
+        args=FlexSeqConfig(**settings | options),
+        train_dataset=documents(LENGTHS),
+        eval_dataset=documents([5, 9, 30, 7], seed=3),
+        data_collator=DataCollatorForFlexSeq(),
+    )
+
+
+def trained(*args, **options):
+    """What a trainer has logged and made of its model."""
+    made = trainer(*args, **options)
+    made.train()
+    history = made.state.log_history
+    parameters = {name: p.detach().cpu() for name, p in made.model.named_parameters()}
+    return logged(history, "loss"), logged(history, "eval_loss"), parameters
+
+
+@pytest.mark.usefixtures("one_kernel")
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_it_trains_as_on_a_cpu(tmp_path, gradient_checkpointing):
+    options = {"gradient_checkpointing": gradient_checkpointing}
+    options |= {"eval_strategy": "steps", "eval_steps": 2}
+    losses, evaluated, parameters = trained(tmp_path / "cpu", use_cpu=True, **options)
+    ops.reset_counts()
+    found_losses, found_evaluated, found = trained(tmp_path / "cuda", **options)
+    assert ops.counts()["copies to the device"] > 0
+    assert ops.counts()["copies to the host"] == 4  # flags of what is not finite, once a step
+    assert len(losses) == 4
+    assert len(evaluated) == 2
+    assert found_losses == pytest.approx(losses, rel=1e-5)
+    assert found_evaluated == pytest.approx(evaluated, rel=1e-5)
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(found[name], parameter, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_it_trains_in_16_bits(monkeypatch, tmp_path, precision):
+    """With FlashAttention's rules, and loss scaling."""
+    monkeypatch.setitem(choose.CANDIDATES, "cpu", (AnyCall(Reference()),))
+    losses, *_ = trained(tmp_path / "cpu", use_cpu=True, model=tiny_llama(torch.float32, **WIDER))
+    found, *_ = trained(
+        tmp_path / "cuda", model=tiny_llama(torch.float32, **WIDER), **{precision: True}
+    )
+    assert found == pytest.approx(losses, rel=1e-2)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("one_kernel")
+def test_a_resumed_run_has_the_same_losses(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    losses, *_ = trained(tmp_path, **saving)
+    again = trainer(tmp_path, **saving)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(again.state.log_history, "loss") == losses
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("one_kernel")
+def test_what_is_not_finite_is_named(tmp_path):
+    model = tiny_llama(torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(FloatingPointError, match="optimizer step 0.* NaN or infinity in the loss"):
+        trained(tmp_path, model=model)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("one_kernel")
+def test_predictions_come_in_order(tmp_path):
+    found = {}
+    for device in ("cpu", "cuda"):
+        made = trainer(tmp_path / device, use_cpu=device == "cpu")
+        made.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
+        found[device] = made.predict(documents([5, 9, 30])).predictions
+    np.testing.assert_array_equal(found["cuda"], found["cpu"])
