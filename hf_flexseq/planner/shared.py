@@ -5,10 +5,10 @@
  -> Lengths       tokens of every planned sequence, with the share of causal pairs that units have
  -> micro-batches of sequences, whose groups get their units back (`with_units`)
 
-A unit saves its shared tokens once for every further row. In return it is one piece of work: where
-few ranks have few units, rows by themselves may be shared out more evenly. So a step is planned
-with its units whole, cut into as many parts as it takes to give every rank work, and without them,
-unless it has many.
+A unit saves its shared tokens once for every further row. In return it is one piece of work:
+where a step has fewer pieces than ranks, rows by themselves may be shared out more evenly. Such a
+step is planned with its units whole, cut into as many parts as it takes to give every rank work,
+and without them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,6 @@ from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.units import ROOT, Node, Unit
 
 LEAST_GAIN = 0.05  # of the seconds of its rows, for which a unit is worth its further calls
-FEW_UNITS = 2  # for each rank: a step with more is planned with its units whole alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,8 +80,9 @@ def variants(
     rows: tokens of each. most: tokens that all ranks of the widest group can hold. world: ranks.
     """
     kept = worthwhile(rows, units, cost, most=most)
-    yield SharedRows(rows=rows, units=kept)
-    if not kept or len(kept) > FEW_UNITS * world:
+    whole = SharedRows(rows=rows, units=kept)
+    yield whole
+    if not kept or len(whole.planned) >= world:
         return
     total_s = sum(unit_s(unit, cost) for unit in kept)
     parts = []

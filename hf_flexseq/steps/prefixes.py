@@ -13,7 +13,6 @@ whatever a loss asks of it, is the same for both rows. A token whose targets dif
 last one of a prompt, is no longer shared: every answer has it as its own.
 """
 
-import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,19 +33,21 @@ Ints = NDArray[np.int64]
 SHORTEST = 16  # tokens that rows share at least
 GROWTH = 4  # of the prefixes that are marked
 LEAST_SHARE = 0.05  # of a row's tokens, as a planner wants it
+MARK_BITS = (1 << 53) - 1
+_FACTORS = np.random.default_rng(0).integers(1, 1 << 62, (2, SHORTEST)) | 1  # any odd numbers
 
 
 # ---- 1. marks
 
 
-def mark_lengths(tokens: int) -> list[int]:
-    """Return the lengths of the prefixes of a row that are marked."""
-    lengths = []
+def mark_counts(lengths: Ints) -> Ints:
+    """Return how many prefixes of each row are marked: those of 16, 64, 256, ... tokens."""
+    counts = np.zeros(len(lengths), dtype=np.int64)
     length = SHORTEST
-    while length <= tokens:
-        lengths.append(length)
+    while (lengths >= length).any():
+        counts += lengths >= length
         length *= GROWTH
-    return lengths
+    return counts
 
 
 def marks_of(row: SourceRow) -> list[int]:
@@ -54,15 +55,23 @@ def marks_of(row: SourceRow) -> list[int]:
     if not row.columns:
         return []
     ids = row.columns["input_ids"].numpy()
-    marks = []
-    start = 0
-    for tokens in row.lengths:
-        first = ids[start : start + SHORTEST].tobytes()
-        for length in mark_lengths(tokens):
-            last = ids[start + length - SHORTEST : start + length].tobytes()
-            marks.append(zlib.crc32(last, zlib.crc32(first)))
-        start += tokens
+    lengths = np.array(row.lengths, dtype=np.int64)
+    starts = np.cumsum(lengths) - lengths
+    marked, ends = _marked(lengths)
+    window = np.arange(SHORTEST)
+    first = ids[starts[marked, None] + window]  # [marks, 16]
+    last = ids[(starts[marked] + ends - SHORTEST)[:, None] + window]
+    sums = first @ _FACTORS[0] + last @ _FACTORS[1]  # [marks], modulo 2^64
+    marks: list[int] = (sums & MARK_BITS).tolist()
     return marks
+
+
+def _marked(lengths: Ints) -> tuple[Ints, Ints]:
+    """Return the row of each mark, and the length of its prefix, [marks] each."""
+    counts = mark_counts(lengths)
+    marked = np.repeat(np.arange(len(lengths)), counts)
+    level = np.arange(len(marked)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return marked, SHORTEST * GROWTH**level
 
 
 # ---- 2. candidates
@@ -73,27 +82,23 @@ def candidates(lengths: Sequence[int], marks: Sequence[int]) -> list[list[int]]:
 
     lengths: tokens of each row. marks: of all rows, one row after the other.
     """
-    by_prefix: dict[tuple[int, int], list[int]] = defaultdict(list)  # (length, mark) -> rows
-    start = 0
-    for row, tokens in enumerate(lengths):
-        for length, mark in zip(mark_lengths(tokens), marks[start:], strict=False):
-            by_prefix[length, mark].append(row)
-            start += 1
-    longest: dict[int, int] = {}  # prefix of each row that another row has
-    for (length, _), rows in by_prefix.items():
-        if len(rows) > 1:
-            for row in rows:
-                longest[row] = max(longest.get(row, 0), length)
-    found = []
-    for (length, _), rows in sorted(by_prefix.items(), key=lambda item: item[1]):
-        if length == SHORTEST:
-            # Rows whose next marks differ share less than the next prefix has.
-            enough = [
-                row for row in rows if GROWTH * longest.get(row, 0) >= LEAST_SHARE * lengths[row]
-            ]
-            if len(enough) > 1:
-                found.append(enough)
-    return found
+    tokens = np.array(lengths, dtype=np.int64)
+    marked, prefixes = _marked(tokens)
+    keys = np.array(marks, dtype=np.int64) ^ prefixes
+    _, group, sizes = np.unique(keys, return_inverse=True, return_counts=True)
+    is_met = sizes[group] > 1  # [marks]
+    if not is_met.any():
+        return []
+    longest = np.zeros(len(tokens), dtype=np.int64)  # prefix of each row that another row has
+    np.maximum.at(longest, marked[is_met], prefixes[is_met])
+    # Rows whose next marks differ share less than the next prefix has.
+    enough = GROWTH * longest >= LEAST_SHARE * tokens
+    found: dict[int, list[int]] = defaultdict(list)
+    for mark in np.flatnonzero(is_met & (prefixes == SHORTEST)).tolist():
+        row = int(marked[mark])
+        if enough[row]:
+            found[int(group[mark])].append(row)
+    return [rows for rows in found.values() if len(rows) > 1]
 
 
 # ---- 3. trees

@@ -1,0 +1,284 @@
+"""Seconds of steps whose rows share prefixes, beside the same steps row by row.
+
+    python scripts/benchmarks/shared_prefixes.py                              one process
+    torchrun --nproc_per_node 2 scripts/benchmarks/shared_prefixes.py         two
+    python scripts/benchmarks/shared_prefixes.py --planning                   planning alone
+
+FlexSeqTrainer trains a small Llama on groups of rows, one group for each rank and step, with
+`shared_prefixes="off"` and "auto" in turns. The bound is the ratio of the floating-point
+operations of both: 2 x (linear weights + head) for each token, 4 x width x layers for each pair of
+a query and a key; the backward takes twice as many, of attention 2.5 times. Activations are the
+bytes of all tensors that the forward of a step saves for its backward. The last case shares
+nothing: its ratio is what looking for prefixes costs.
+
+`--planning` times plans of 512 rows in 64 groups on 64 ranks, and a million tokens without
+anything to share.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, set_seed
+
+from common import argument_parser, machine, table, write_record
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.plan.units import Unit
+from hf_flexseq.planner import make_plan
+from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.prefixes import candidates, marks_of
+
+Row = dict[str, list[int]]
+VOCAB, HIDDEN, LAYERS, INNER, HEADS, KV_HEADS = 4096, 256, 4, 768, 8, 4
+WARMUP = 1  # steps that are not timed
+
+
+class Case(NamedTuple):
+    """A group of rows: (tokens of the shared prefix, own tokens) of each, or an agent's calls."""
+
+    prompt: int
+    answers: tuple[int, ...]
+    grows: bool = False
+    """Whether every row begins with the whole row before it."""
+
+    def rows(self, rng: random.Random) -> list[Row]:
+        """Return the rows, with random tokens; the answers have labels."""
+        prefix = rng.choices(range(VOCAB), k=self.prompt)
+        rows = []
+        for tokens in self.answers:
+            answer = rng.choices(range(VOCAB), k=tokens)
+            ids = prefix + answer
+            rows.append({"input_ids": ids, "labels": [-100] * len(prefix) + answer})
+            if self.grows:
+                prefix = ids
+        return rows
+
+    def operations(self, *, shared: bool) -> float:
+        """Return the floating-point operations of a step, forward and backward."""
+        before = self.prompt
+        tokens = self.prompt if shared else 0
+        pairs = _pairs(0, self.prompt) if shared else 0.0
+        for answer in self.answers:
+            first = before if shared else 0
+            tokens += before + answer - first
+            pairs += _pairs(first, before + answer)
+            before += answer * self.grows
+        linear = LAYERS * (HIDDEN * HIDDEN * (2 + 2 * KV_HEADS / HEADS) + 3 * HIDDEN * INNER)
+        dense = 2 * (linear + HIDDEN * VOCAB) * tokens
+        return 3 * dense + 3.5 * 4 * HIDDEN * LAYERS * pairs
+
+
+def _pairs(first: int, stop: int) -> float:
+    return (stop * (stop + 1) - first * (first + 1)) / 2
+
+
+CASES = {
+    "DPO: 2,048 + 2 x 128": Case(2048, (128,) * 2),
+    "GRPO: 2,048 + 8 x 512": Case(2048, (512,) * 8),
+    "an agent: ten calls of 1,024 + 256": Case(1024, (256,) * 10, grows=True),
+    "256 + 8 x 1,024": Case(256, (1024,) * 8),
+    "nothing shared": Case(0, (700, 1500, 60, 300, 900, 2000, 128, 450)),
+}
+
+
+class Clock(TrainerCallback):
+    """Seconds of each step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._began = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._began)
+
+
+class Trained(NamedTuple):
+    """What one training has shown."""
+
+    step_s: float
+    """Median."""
+    saved_bytes: int
+    """Of a step, kept between forward and backward."""
+    spared: float
+    """Tokens of a step that were not computed again."""
+    loss: float
+
+
+@contextlib.contextmanager
+def counting_saved(counted: list[int]) -> Iterator[None]:
+    """Add up the bytes of different tensors that are saved for a backward."""
+    seen: set[int] = set()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen and not isinstance(tensor, torch.nn.Parameter):
+            seen.add(storage.data_ptr())
+            counted.append(storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+def train(rows: list[Row], mode: str, steps: int, *, counts_bytes: bool = False) -> Trained:
+    """Train on the same rows in every step. Collective over the world."""
+    set_seed(0)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            intermediate_size=INNER,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
+            max_position_embeddings=65536,
+        )
+    )
+    clock = Clock()
+    saved: list[int] = []
+    around = counting_saved(saved) if counts_bytes else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory() as folder, around:
+        args = FlexSeqConfig(
+            output_dir=folder,
+            max_steps=steps,
+            per_device_train_batch_size=len(rows) // world,
+            learning_rate=1e-4,
+            use_cpu=True,
+            report_to="none",
+            logging_steps=1,
+            save_strategy="no",
+            cost_model="estimate",
+            shared_prefixes=mode,
+            disable_tqdm=True,
+            train_sampling_strategy="sequential",
+        )
+        trainer = FlexSeqTrainer(
+            model=model,
+            args=args,
+            train_dataset=rows * steps,
+            data_collator=DataCollatorForFlexSeq(),
+            callbacks=[clock],
+        )
+        trainer.train()
+    log = [line for line in trainer.state.log_history if "loss" in line]
+    return Trained(
+        step_s=statistics.median(clock.seconds[WARMUP:] or clock.seconds),
+        saved_bytes=sum(saved),
+        spared=log[-1].get("flexseq/tokens_spared", 0.0),
+        loss=log[-1]["loss"],
+    )
+
+
+def steps_page(asked: argparse.Namespace) -> tuple[list[list[str]], list[dict[str, Any]]]:
+    """Train every case in turns; return rows of the table, and raw figures."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    lines = []
+    figures = []
+    for name, case in CASES.items():
+        if asked.cases and not any(name.startswith(one) for one in asked.cases):
+            continue
+        rng = random.Random(0)
+        rows = [row for _ in range(world) for row in case.rows(rng)]
+        ratios = []
+        for _ in range(asked.rounds):
+            apart = train(rows, "off", asked.steps)
+            shared = train(rows, "auto", asked.steps)
+            ratios.append(apart.step_s / shared.step_s)
+        bound = case.operations(shared=False) / case.operations(shared=True)
+        counted = [train(rows, mode, 1, counts_bytes=True).saved_bytes for mode in ("off", "auto")]
+        tokens = sum(len(row["input_ids"]) for row in rows)
+        ratio = statistics.median(ratios)
+        of_tokens = tokens / (tokens - shared.spared)
+        if name == "nothing shared":
+            bound = 1.0
+        lines.append(
+            [
+                name,
+                f"{apart.step_s:.2f} s",
+                f"{shared.step_s:.2f} s",
+                f"{ratio:.2f}x",
+                f"{bound:.2f}x",
+                f"{ratio / bound:.2f}",
+                f"{of_tokens:.2f}x",
+                f"{counted[0] / counted[1]:.2f}x",
+                f"{abs(apart.loss - shared.loss):.0e}",
+            ]
+        )
+        figures.append({"case": name, "ratios": ratios, "bound": bound, "bytes": counted})
+    return lines, figures
+
+
+def planning_page() -> list[list[str]]:
+    """Time plans with units beside plans of as many sequences, and the look for prefixes."""
+    cost, topology = PRESETS["llama-3.1-8b-h200"], Topology(nodes=8, ranks_per_node=8)
+    rng = random.Random(0)
+    units = []
+    lengths = []
+    for _ in range(64):
+        prompt = rng.randint(500, 8000)
+        answers = [rng.randint(100, 2000) for _ in range(8)]
+        nodes = [(-1, prompt), *((0, n) for n in answers)]
+        units.append(Unit.of(nodes, [(len(lengths) + i, i + 1) for i in range(8)]))
+        lengths += [prompt + n for n in answers]
+    as_many = [unit.tokens for unit in units]
+    seconds: dict[str, list[float]] = {"units": [], "as many sequences": [], "rows": []}
+    for _ in range(9):
+        for name, of, shared in (
+            ("units", lengths, units),
+            ("as many sequences", as_many, []),
+            ("rows", lengths, []),
+        ):
+            began = time.perf_counter()
+            make_plan(of, topology, cost, units=shared)
+            seconds[name].append(time.perf_counter() - began)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    rows = [
+        [f"planning 64 groups of 8 as {name}", f"{1e3 * value:.1f} ms"]
+        for name, value in medians.items()
+    ]
+    ids = torch.randint(0, VOCAB, (1_000_000,))
+    row = SourceRow(columns={"input_ids": ids, "labels": ids}, lengths=(2000,) * 500)
+    looked = []
+    for _ in range(9):
+        began = time.perf_counter()
+        assert candidates(row.lengths, marks_of(row)) == []
+        looked.append(time.perf_counter() - began)
+    rows.append(["nothing found in 1,000,000 tokens", f"{1e3 * statistics.median(looked):.2f} ms"])
+    return rows
+
+
+def main() -> None:
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", help="beginnings of the names of some cases")
+    parser.add_argument("--planning", action="store_true", help="time planning alone")
+    asked = parser.parse_args()
+    if asked.planning:
+        print(table(("what", "median"), planning_page()))
+        return
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("WORLD_SIZE", "1"))))
+    lines, figures = steps_page(asked)
+    if int(os.environ.get("RANK", "0")) == 0:
+        columns = ("rows of a rank and step", "row by row", "shared", "ratio", "bound")
+        columns += ("of the bound", "tokens", "activations", "losses apart")
+        print(table(columns, lines))
+        print(f"\n{os.environ.get('WORLD_SIZE', '1')} process(es); {machine('torch')}")
+        write_record(asked.json, figures)
+
+
+if __name__ == "__main__":
+    main()
