@@ -226,9 +226,13 @@ def _insert(siblings: list[_Branch], row: int, tokens: RowTokens) -> None:
 
 def _common(branch: _Branch, tokens: RowTokens, start: int) -> int:
     """Return how many tokens of a row, from `start` on, are those of a branch."""
+    if (branch.keys[0] != tokens.keys[start]).any():
+        return 0  # of most siblings
     size = min(len(branch.labels), len(tokens.labels) - start)
     own, new = branch.labels[:size], tokens.labels[start : start + size]
-    same = (branch.keys[:size] == tokens.keys[start : start + size]).all(axis=1)
+    same = np.ones(size, dtype=bool)
+    for column in range(branch.keys.shape[1]):
+        same &= branch.keys[:size, column] == tokens.keys[start : start + size, column]
     same &= (own == new) | (own == IGNORE_INDEX) | (new == IGNORE_INDEX)
     return size if same.all() else int(same.argmin())
 
