@@ -57,11 +57,12 @@ def gradients_under_random_plans(
     make=tiny_llama,
     attention="sdpa",
     patched=lambda model: None,
+    examples=None,
 ):
     """The largest relative errors of loss, gradient norm and parameter gradients over `plans`
     random plans. make: returns the model; attention: of the one process; patched: is called with
-    the attached model."""
-    examples = documents(LENGTHS)
+    the attached model; examples: None for documents of LENGTHS."""
+    examples = documents(LENGTHS) if examples is None else examples
     wanted_loss, wanted = reference_gradients(make().double(), examples, attention)
     model = make().double().to(dtype)
     if checkpointing:

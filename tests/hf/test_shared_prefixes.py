@@ -1,5 +1,7 @@
 """Steps whose rows share prefixes: the plain trainers' weights and figures, and what is spared."""
 
+from functools import partial
+
 import datasets
 import pytest
 import torch
@@ -8,6 +10,7 @@ from transformers import Trainer
 
 from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.shared_prefixes import reason_not_shared
+from hf_flexseq.steps import prefetch
 from tests.hf.objectives import (
     BOUNDS,
     FLOAT64_BOUND,
@@ -19,6 +22,8 @@ from tests.hf.objectives import (
     save_inputs,
     words_of,
 )
+from tests.hf.test_exactness import gradients_under_random_plans
+from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.hf.trainers import difference, trained, trainer_of
 from tests.ranks import run_cases
@@ -86,6 +91,35 @@ def test_the_trainer_s_loss_counts_a_shared_token_once_for_each_row(tmp_path):
             assert_alike(apart, weights=1e-10)
             assert nothing == 0
             assert tokens > 200
+
+
+def under_random_plans(rank, world_size, sharding, checkpointing, families):
+    """The largest relative error of a gradient, by family."""
+    found = {}
+    units = []
+    find = prefetch.units_of
+    settings = (sharding, checkpointing, torch.float64, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        keep_float64(patch)
+        patch.setattr(prefetch, "units_of", lambda rows: units.append(find(rows)) or units[-1])
+        for family in families:
+            make = partial(make_model, family) if family else tiny_llama
+            own = {"make": make, "attention": "eager", "examples": conversations(18)}
+            worst = gradients_under_random_plans(rank, world_size, *settings, **own)
+            found[family] = max(worst.values())
+    assert rank or all(len(of_step) == 6 for of_step in units)
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_random_plans_with_units_give_the_gradients_of_one_process(world_size):
+    families = (None, "GptOss", "Gemma4 with shared keys", "DeepseekV3")
+    cases = [("ddp", True, families), ("fsdp2", world_size == 4, families[:2])]
+    options = {"ranks_per_node": 2 if world_size == 4 else None, "seconds": 200}
+    for by_rank in run_cases(under_random_plans, world_size, cases, **options):
+        for worst in by_rank:
+            assert {family: error for family, error in worst.items() if not error < 1e-10} == {}
 
 
 # ---- losses on whole samples
