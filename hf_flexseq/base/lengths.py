@@ -4,6 +4,9 @@
 * a Parquet file (needs pyarrow) or a saved HuggingFace dataset (a directory; needs datasets) with
   a column.
 
+* JSON lines of groups that share a prefix: `{"prefix": 2048, "branches": [512, 512]}`, two rows of
+  2,560 tokens.
+
 A column holds lengths, or lists (token ids) whose lengths count. The default column is `length` or
 `input_ids`. Anything but positive lengths raises ValueError in one line, and so does input above
 the limits (`reading.Limits`), which are checked while reading.
@@ -20,6 +23,9 @@ from hf_flexseq.base.values import MAX_TOKENS, are_whole, quoted
 
 # Default columns, in order of preference.
 USUAL_COLUMNS = ("length", "input_ids")
+
+# Columns of a group of rows that share a prefix.
+GROUP_COLUMNS = ("prefix", "branches")
 
 COLUMNS_NAMED = 8  # columns named in a message
 
@@ -49,6 +55,31 @@ def read_lengths(
         return _checked(values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def parse_groups(text: str, limits: Limits = DEFAULT_LIMITS) -> list[tuple[int, list[int]]] | None:
+    """Return groups of rows that share a prefix, JSON lines with the tokens of the `prefix` and of
+    each of the `branches` behind it; None if the first line is no such group.
+
+    Raises ValueError, naming the line, for anything else.
+    """
+    groups: list[tuple[int, list[int]]] = []
+    if text.lstrip()[:1] != "{":
+        return None
+    for number, line in _lines(text):
+        row = _json(line, f"line {number}", limits)
+        if not isinstance(row, dict) or set(GROUP_COLUMNS) - set(row):
+            if not groups:
+                return None
+            raise ValueError(f"line {number} has no {' and '.join(GROUP_COLUMNS)}")
+        branches = row[GROUP_COLUMNS[1]]
+        if not isinstance(branches, list):
+            raise ValueError(f"line {number}: branches {quoted(branches)} are no list of tokens")
+        prefix, *tokens = _checked([row[GROUP_COLUMNS[0]], *branches])
+        if not tokens:
+            raise ValueError(f"line {number} has no branches")
+        groups.append((prefix, tokens))
+    return groups
 
 
 def parse_lengths(

@@ -7,16 +7,16 @@ instead of figures. So has one with a solver that would take minutes, unless --p
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
-from hf_flexseq.base.lengths import read_lengths
 from hf_flexseq.base.registry import PLANNERS
-from hf_flexseq.cli.plan import in_steps, planned
+from hf_flexseq.cli.plan import in_steps, planned, read_rows
 from hf_flexseq.cli.progress import Progress
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import Plan
+from hf_flexseq.planner.shared import SharedRows
 from hf_flexseq.view import timeline_of
 
 # Columns of the table, and their widths.
@@ -33,6 +33,8 @@ COLUMNS = {
 # Sequences of all steps up to which planners with a solver are compared unasked: 512 on 64 ranks
 # take 5 s or more (scripts/benchmarks/planners.py --flexsp 12), 2,000 in one step minutes.
 SOLVER_SEQUENCES = 512
+SHARING = "auto"  # also compared without sharing prefixes, as
+ROW_BY_ROW = ", row by row"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,12 +79,14 @@ class Result:
 def compare(options: Namespace) -> None:
     """Print the table, each planner as soon as it is done."""
     cost = load_cost_model(options.cost_model)
-    lengths = read_lengths(options.lengths, options.column, options.limits)
-    steps = list(islice(in_steps(lengths, options), options.steps))
+    rows = read_rows(options.lengths, options)
+    steps = list(islice(in_steps(rows, options), options.steps))
     topology = options.topology
+    sequences = sum(len(step.rows) for step in steps)
+    tokens = sum(sum(step.rows) for step in steps)
     print(
-        f"{len(steps)} step{'s' * (len(steps) != 1)}, {sum(map(len, steps)):,} sequences, "
-        f"{sum(map(sum, steps)):,} tokens on {topology.nodes} x {topology.ranks_per_node} ranks, "
+        f"{len(steps)} step{'s' * (len(steps) != 1)}, {sequences:,} sequences, {tokens:,} tokens "
+        f"on {topology.nodes} x {topology.ranks_per_node} ranks, "
         f"{cost.name}{cost.layers_text(before=', ')}, {options.sync}; per step:"
     )
     print(_line(tuple(COLUMNS)), flush=True)
@@ -97,7 +101,7 @@ def compare(options: Namespace) -> None:
 
 
 def results_of(
-    steps: Sequence[list[int]],
+    steps: Sequence[SharedRows],
     options: Namespace,
     show: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
@@ -112,6 +116,12 @@ def results_of(
             results.append(_result_of(planner, steps, options, cost, progress))
             progress.clear()
             show(results[-1])
+            if planner == SHARING and any(step.units for step in steps):
+                apart = [SharedRows(rows=step.rows) for step in steps]
+                result = _result_of(planner, apart, options, cost, progress)
+                results.append(replace(result, name=planner + ROW_BY_ROW))
+                progress.clear()
+                show(results[-1])
     if all(result.problem is not None for result in results):
         raise ValueError(f"no planner can plan this: {results[0].problem}")
     return results
@@ -119,13 +129,13 @@ def results_of(
 
 def _result_of(
     planner: str,
-    steps: Sequence[list[int]],
+    steps: Sequence[SharedRows],
     options: Namespace,
     cost: CostModel,
     progress: Progress,
 ) -> Result:
     """Return the figures of one planner, or its reason for having none."""
-    sequences = sum(map(len, steps))
+    sequences = sum(len(step.rows) for step in steps)
     slow = PLANNERS[planner].needs_solver and sequences > SOLVER_SEQUENCES
     if slow and not options.planners:
         problem = (
@@ -143,7 +153,7 @@ def _result_of(
 
 
 def _best_static(
-    steps: Sequence[list[int]], options: Namespace, cost: CostModel, progress: Progress
+    steps: Sequence[SharedRows], options: Namespace, cost: CostModel, progress: Progress
 ) -> tuple[str, list[Plan]]:
     """Return the name and the plans of the degree with the fewest seconds over all steps, among
     those that can hold every sequence. Raises the last degree's reason if none can."""
@@ -166,7 +176,7 @@ def _best_static(
 
 
 def _plans(
-    steps: Sequence[list[int]],
+    steps: Sequence[SharedRows],
     options: Namespace,
     cost: CostModel,
     progress: Progress,
@@ -177,10 +187,10 @@ def _plans(
     """Return the plan of every step. Raises ValueError that names a step without a plan."""
     name = planner if sp_degree is None else f"{planner}, degree {sp_degree}"
     plans = []
-    for number, lengths in enumerate(steps):
+    for number, step in enumerate(steps):
         progress.now(f"{name}: planning step {number}, {number} of {len(steps)} done")
         try:
-            plans.append(planned(lengths, options, cost, planner=planner, sp_degree=sp_degree))
+            plans.append(planned(step, options, cost, planner=planner, sp_degree=sp_degree))
         except ValueError as error:
             raise ValueError(f"step {number}: {error}") from error
     return plans

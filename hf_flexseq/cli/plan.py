@@ -5,21 +5,25 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hf_flexseq.base.lengths import read_lengths
+from hf_flexseq.base.lengths import parse_groups, parse_lengths, read_lengths
+from hf_flexseq.base.reading import read_text
+from hf_flexseq.base.registry import PLANNERS
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.pipeline import PipelinePlan
+from hf_flexseq.plan.units import ROOT, Unit
 from hf_flexseq.planner import make_plan
+from hf_flexseq.planner.shared import SharedRows
 
 
 def plan(options: Namespace) -> None:
     """Plan every step of the lengths, write the plans, and print a line for each."""
     cost = load_cost_model(options.cost_model)
-    lengths = read_lengths(options.lengths, options.column, options.limits)
+    rows = read_rows(options.lengths, options)
     plans = []
-    for of_step in in_steps(lengths, options):
+    for of_step in in_steps(rows, options):
         plans.append(
             planned(of_step, options, cost, planner=options.planner, sp_degree=options.sp_degree)
         )
@@ -34,28 +38,57 @@ def plan(options: Namespace) -> None:
                     print(f"    {note}")
 
 
-def in_steps(lengths: Sequence[int], options: Namespace) -> Iterator[list[int]]:
-    """Return the lengths of each optimizer step; the last one may hold fewer."""
-    size = min(options.sequences_per_step or len(lengths), len(lengths))
+def read_rows(path: str, options: Namespace) -> SharedRows:
+    """Return the rows of a file of lengths, or of groups that share prefixes."""
+    if Path(path).is_file() and Path(path).suffix != ".parquet":
+        return parse_rows(read_text(path, options.limits), path, options)
+    return SharedRows(rows=tuple(read_lengths(path, options.column, options.limits)))
+
+
+def parse_rows(text: str, path: str, options: Namespace) -> SharedRows:
+    """Return the rows of the text of such a file. Raises ValueError that names the file."""
+    try:
+        groups = None if options.column else parse_groups(text, options.limits)
+        if groups is None:
+            return SharedRows(rows=tuple(parse_lengths(text, options.column, options.limits)))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    rows: list[int] = []
+    units = []
+    for prefix, branches in groups:
+        first = len(rows)
+        rows += [prefix + tokens for tokens in branches]
+        if len(branches) > 1:
+            nodes = [(ROOT, prefix), *((0, tokens) for tokens in branches)]
+            ends = [(first + index, index + 1) for index in range(len(branches))]
+            units.append(Unit.of(nodes, ends))
+    options.limits.refuse_above("lengths", len(rows), f"has {len(rows):,} rows")
+    return SharedRows(rows=tuple(rows), units=tuple(units))
+
+
+def in_steps(rows: SharedRows, options: Namespace) -> Iterator[SharedRows]:
+    """Return the rows of each optimizer step; the last one may hold fewer."""
+    count = len(rows.rows)
+    size = min(options.sequences_per_step or count, count)
     options.limits.refuse_above(
         "sequences",
         size,
         f"{size:,} sequences in one step: --sequences-per-step makes several steps of them",
     )
-    return (list(lengths[at : at + size]) for at in range(0, len(lengths), size))
+    return (rows.part(at, at + size) for at in range(0, count, size))
 
 
 def planned(
-    lengths: list[int],
+    step: SharedRows,
     options: Namespace,
     cost: CostModel,
     *,
     planner: str,
     sp_degree: int | None = None,
 ) -> Plan:
-    """Plan one step as the options say."""
+    """Plan one step as the options say; planners of published systems plan rows by themselves."""
     return make_plan(
-        lengths,
+        step.rows,
         options.topology,
         cost,
         PlanOptions(
@@ -65,12 +98,19 @@ def planned(
             max_tokens_per_rank=options.max_tokens_per_rank,
             sync=options.sync,
         ),
+        units=step.units if PLANNERS[planner].takes_units else (),
     )
 
 
 def summary(made: Plan | PipelinePlan) -> str:
     """Return a plan in one line: its contents, its parts, and its predicted seconds."""
     contents = f"{len(made.lengths):,} sequences, {sum(made.lengths):,} tokens"
+    if isinstance(made, Plan) and made.units:
+        rows = sum(len(unit.rows) for unit in made.units)
+        contents += (
+            f" ({rows:,} of them share prefixes in {len(made.units):,} units, which spares "
+            f"{made.tokens_spared:,} tokens)"
+        )
     if isinstance(made, PipelinePlan):
         return (
             f"{contents} in {len(made.chunks):,} chunks through {made.stages} stages by "

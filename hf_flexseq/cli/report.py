@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_flexseq import __version__
-from hf_flexseq.base.lengths import parse_lengths, read_lengths
 from hf_flexseq.base.reading import BeyondLimit, read_text
 from hf_flexseq.base.values import printable
-from hf_flexseq.cli.compare import COLUMNS, Result, results_of
-from hf_flexseq.cli.plan import in_steps, summary
+from hf_flexseq.cli.compare import COLUMNS, ROW_BY_ROW, Result, results_of
+from hf_flexseq.cli.plan import in_steps, parse_rows, read_rows, summary
 from hf_flexseq.cli.view import drawn
 from hf_flexseq.command_line import say
 from hf_flexseq.cost.presets import load_cost_model
+from hf_flexseq.plan import Plan
 from hf_flexseq.plan.files import PlannedStep, StepsFile, parse_steps
 from hf_flexseq.plan.pipeline import PipelinePlan
+from hf_flexseq.planner.shared import SharedRows
 from hf_flexseq.view.picture import picture_of
 from hf_flexseq.view.report import (
     ROWS,
@@ -48,7 +49,7 @@ def report(options: Namespace) -> None:
     folder = Path(options.html).parent
     if not folder.is_dir():
         raise ValueError(f"--html {options.html}: directory {folder} does not exist")
-    lengths, file = _source(options)
+    given, file = _source(options)
     remarks: list[str] = []
     results: list[Result] = []
     if file is None:
@@ -56,7 +57,7 @@ def report(options: Namespace) -> None:
             raise ValueError(
                 f"{options.plan} holds lengths: to plan them, give --topology and --cost-model"
             )
-        steps = list(in_steps(lengths, options))
+        steps = list(in_steps(given, options))
         results = results_of(steps[: options.steps], options)
         lines = _best_plans(results)
         if len(lines) < len(steps):
@@ -66,13 +67,14 @@ def report(options: Namespace) -> None:
         remarks += _trace_remarks(file, lines)
         groups = not any(isinstance(line.plan, PipelinePlan) for line in lines)
         if options.topology is not None and options.cost_model is not None and groups:
-            planned = [list(line.plan.lengths) for line in lines[: options.steps]]
-            most = max(map(len, planned))
+            plans = [line.plan for line in lines[: options.steps]]
+            planned = [SharedRows.of_plan(plan) for plan in plans if isinstance(plan, Plan)]
+            most = max(len(step.rows) for step in planned)
             options.limits.refuse_above("sequences", most, f"a step has {most:,} sequences")
-            results = results_of([one for one in planned if one], options)
+            results = results_of([step for step in planned if step.rows], options)
             remarks.append(f"The table of planners is of the first {len(planned)} steps.")
     rows = _rows(lines)
-    sentences = [lengths_text(lengths), run_text(rows), _planners_text(results, options)]
+    sentences = [lengths_text(given.rows), run_text(rows), _planners_text(results, options)]
     sentences = [sentence for sentence in sentences if sentence]
     title, figure = _drawn_step(lines, rows, options)
     able = [result for result in results if result.problem is None]
@@ -81,7 +83,7 @@ def report(options: Namespace) -> None:
         made_by=_made_by(options),
         summary=sentences,
         remarks=remarks,
-        lengths_figure=data_uri(lengths_figure(lengths)),
+        lengths_figure=data_uri(lengths_figure(given.rows)),
         columns=tuple(COLUMNS),
         rows=[result.cells() for result in able],
         problems=[(result.name, result.problem) for result in results if result.problem],
@@ -99,22 +101,28 @@ def report(options: Namespace) -> None:
         say(options, f"{options.plan}: {file.remark()}")
 
 
-def _source(options: Namespace) -> tuple[list[int], StepsFile | None]:
-    """Return all sequences' lengths, and the steps of a trace or None."""
+def _source(options: Namespace) -> tuple[SharedRows, StepsFile | None]:
+    """Return all rows, and the steps of a trace or None."""
     path = Path(options.plan)
     if path.is_dir() or path.suffix == ".parquet":
-        return read_lengths(path, options.column, options.limits), None
+        return read_rows(options.plan, options), None
     try:
         text = read_text(options.plan, options.limits)
-        if not text.lstrip().startswith("{") or not _PLAN.search(text):
-            return parse_lengths(text, options.column, options.limits), None
+    except ValueError as error:
+        raise ValueError(f"{options.plan}: {error}") from error
+    if not text.lstrip().startswith("{") or not _PLAN.search(text):
+        return parse_rows(text, options.plan, options), None
+    try:
         file = parse_steps(text, options.limits)
-        lengths = [length for line in _last_runs(file) for length in line.plan.lengths]
-        if not lengths:
+        rows: list[int] = []
+        for line in _last_runs(file):
+            plan = line.plan
+            rows += SharedRows.of_plan(plan).rows if isinstance(plan, Plan) else plan.lengths
+        if not rows:
             raise ValueError("no step has a sequence")
     except ValueError as error:
         raise ValueError(f"{options.plan}: {error}") from error
-    return lengths, file
+    return SharedRows(rows=tuple(rows)), file
 
 
 # ---- planners
@@ -132,7 +140,13 @@ def _best_plans(results: Sequence[Result]) -> list[PlannedStep]:
 
 def _planners_text(results: Sequence[Result], options: Namespace) -> str:
     """Return what planning brings over the best single degree, in a few sentences."""
-    able = {result.name.split(",")[0]: result for result in results if result.problem is None}
+    able = {}
+    apart = None  # `auto` without shared prefixes
+    for result in results:
+        if result.name.endswith(ROW_BY_ROW):
+            apart = result
+        elif result.problem is None:
+            able[result.name.split(",")[0]] = result
     flexible = [result for name, result in able.items() if name != "static"]
     if not flexible:
         return ""
@@ -147,6 +161,9 @@ def _planners_text(results: Sequence[Result], options: Namespace) -> str:
         )
     elif any(result.name == "static" for result in results):
         text += "; no single degree can run these lengths"
+    if apart is not None and apart.problem is None:
+        gain = best.seconds / apart.seconds
+        text += f", and {gain:.2f}x of the {apart.seconds:.3g} s row by row"
     cost = load_cost_model(options.cost_model)
     return (
         f"{text}. That is predicted by the cost model {cost.name}"

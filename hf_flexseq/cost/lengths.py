@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from hf_flexseq.cost.kinds import FloatArray
+from hf_flexseq.plan import Plan
+from hf_flexseq.plan.units import Unit
 
 
 class Lengths(tuple[int, ...]):
@@ -23,6 +25,19 @@ class Lengths(tuple[int, ...]):
         made.shares = tuple(shares)
         assert len(made.shares) == len(made), "every sequence has a share"
         return made
+
+
+def lengths_of(plan: Plan) -> Sequence[int]:
+    """Return the tokens of a plan's sequences, with the shares of its units."""
+    if not plan.units:
+        return plan.lengths
+    shares = {unit.sequence: pair_share(unit) for unit in plan.units}
+    return Lengths(plan.lengths, [shares.get(i, 1.0) for i in range(len(plan.lengths))])
+
+
+def pair_share(unit: Unit) -> float:
+    """Return the share of the causal pairs of as many plain tokens that a unit has."""
+    return 2 * unit.layout.pairs() / (unit.tokens * (unit.tokens + 1))
 
 
 def shares_of(lengths: Sequence[int], ids: Sequence[int]) -> FloatArray | None:

@@ -77,6 +77,11 @@ class Plan(Record):
         """Units of rows that share prefixes."""
         return tuple(chain.from_iterable(group.units for group in self.groups))
 
+    @property
+    def tokens_spared(self) -> int:
+        """Tokens of rows that are not held again, since they share them."""
+        return sum(sum(unit.row_tokens().values()) - unit.tokens for unit in self.units)
+
     def degrees(self) -> dict[int, int]:
         """Return the number of groups of each degree, ascending by degree."""
         counts = Counter(group.degree for group in self.groups)

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.lengths import Lengths
-from hf_flexseq.plan import MicroBatch
+from hf_flexseq.cost.lengths import Lengths, pair_share
+from hf_flexseq.plan import MicroBatch, Plan
 from hf_flexseq.plan.units import ROOT, Node, Unit
 
 LEAST_GAIN = 0.05  # of the seconds of its rows, for which a unit is worth its further calls
@@ -28,7 +28,27 @@ class SharedRows:
 
     rows: tuple[int, ...]
     """Tokens of each row as drawn."""
-    units: tuple[Unit, ...]
+    units: tuple[Unit, ...] = ()
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> "SharedRows":
+        """Return the rows that a plan holds, and its units."""
+        rows = list(plan.lengths)
+        for unit in plan.units:
+            for row, tokens in unit.row_tokens().items():
+                rows[row] = tokens
+        return cls(rows=tuple(rows), units=plan.units)
+
+    def part(self, start: int, stop: int) -> "SharedRows":
+        """Return rows [start, stop) by themselves, counted from 0, with what they share."""
+        units = []
+        for unit in self.units:
+            own = [(row, node) for row, node in unit.rows if start <= row < stop]
+            if len(own) > 1:
+                made = restricted(unit, own)
+                rows = tuple((row - start, node) for row, node in made.rows)
+                units.append(made._replace(rows=rows))
+        return SharedRows(rows=self.rows[start:stop], units=tuple(units))
 
     @property
     def planned(self) -> tuple[int, ...]:
@@ -48,7 +68,7 @@ class SharedRows:
 
     def by_id(self) -> Lengths:
         """Return the tokens that are held of every row."""
-        shares = {unit.sequence: _share(unit) for unit in self.units}
+        shares = {unit.sequence: pair_share(unit) for unit in self.units}
         return Lengths(self.held, [shares.get(row, 1.0) for row in range(len(self.rows))])
 
     def lengths(self) -> Lengths:
@@ -111,16 +131,11 @@ def worthwhile(
 
 def unit_s(unit: Unit, cost: CostModel) -> float:
     """Return the seconds of a unit on one rank."""
-    return _seconds(unit.tokens, _share(unit) * unit.tokens**2, cost)
+    return _seconds(unit.tokens, pair_share(unit) * unit.tokens**2, cost)
 
 
 def _seconds(tokens: int, squares: float, cost: CostModel) -> float:
     return cost.linear_s * tokens + cost.attention_s * squares
-
-
-def _share(unit: Unit) -> float:
-    """Return the share of the causal pairs of as many plain tokens that a unit has."""
-    return 2 * unit.layout.pairs() / (unit.tokens * (unit.tokens + 1))
 
 
 def _longest(unit: Unit) -> int:

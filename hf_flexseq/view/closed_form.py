@@ -18,6 +18,7 @@ import numpy as np
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, group_ns, linear_ns
+from hf_flexseq.cost.lengths import lengths_of, shares_of
 from hf_flexseq.plan import Group, Plan
 from hf_flexseq.view.timeline import Recorder, Timeline
 
@@ -40,6 +41,7 @@ def timeline_of(
     recorder = Recorder(topology.world_size)
     everyone = range(topology.world_size)
     state_bytes = cost.state_bytes + cost.sharded_state_bytes / topology.world_size
+    lengths = lengths_of(plan)
     for micro_batch in plan.micro_batches:
         # 1. the constant, on every rank that takes part
         tokens = micro_batch.tokens_per_rank(plan.lengths, topology.world_size)
@@ -53,7 +55,7 @@ def timeline_of(
             recorder.hold(rank, int(state_bytes + cost.token_bytes * tokens[rank]))
         # 2. the groups, widest first
         for index, group in enumerate(micro_batch.groups):
-            _run_group(recorder, index, group, group_parts(group, plan.lengths, topology, cost))
+            _run_group(recorder, index, group, group_parts(group, lengths, topology, cost))
         for rank in ranks:
             recorder.hold(rank, int(state_bytes))
     return recorder.timeline("ns")
@@ -73,7 +75,9 @@ def group_parts(
 ) -> dict[str, int]:
     """Return the nanoseconds of a group by part, which add up to its closed form."""
     s = np.array([lengths[i] for i in group.sequences], dtype=np.float64)  # [sequences]
-    attention_s = cost.attention_s * s * s + cost.near_attention_s(s, 1, "local")
+    shares = shares_of(lengths, group.sequences)
+    squares = s * s if shares is None else s * s * shares
+    attention_s = cost.attention_s * squares + cost.near_attention_s(s, 1, "local")
     scan_s = cost.scan_s(s, group.degree, group.strategy)
     left = group_ns(cost, group, lengths, topology)
     parts = {}

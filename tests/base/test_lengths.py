@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from hf_flexseq.base.lengths import read_lengths
+from hf_flexseq.base.lengths import parse_groups, read_lengths
 from hf_flexseq.base.reading import Limits
 
 LENGTHS = [5, 1, 300]
@@ -124,3 +124,29 @@ def test_it_says_what_to_install(tmp_path, monkeypatch):
         read_lengths(tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="need the datasets library: pip install datasets"):
         read_lengths(tmp_path)
+
+
+# ---- groups that share a prefix
+
+
+def test_groups_are_a_prefix_and_branches():
+    text = '{"prefix": 8, "branches": [1, 2]}\n\n{"prefix": 3, "branches": [4]}\n'
+    assert parse_groups(text) == [(8, [1, 2]), (3, [4])]
+    assert parse_groups("5\n6") is None
+    assert parse_groups('{"length": 5}') is None
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"length": 5}', "line 2 has no prefix and branches"),
+        ('{"prefix": 8, "branches": 3}', "line 2: branches 3 are no list"),
+        ('{"prefix": 8, "branches": []}', "line 2 has no branches"),
+        ('{"prefix": 0, "branches": [1]}', "length 0"),
+        ('{"prefix": 8, "branches": ["x"]}', "expected an integer"),
+        ("{", "line 2"),
+    ],
+)
+def test_what_is_no_group_is_refused_with_its_line(line, said):
+    with pytest.raises(ValueError, match=said):
+        parse_groups('{"prefix": 8, "branches": [1, 2]}\n' + line)

@@ -281,3 +281,29 @@ def test_the_command_line_imports_no_torch_and_runs_alone(lengths, tmp_path):
 def test_the_module_can_be_run_and_exits_with_the_status():
     words = ["plan", "--lengths", "x", "--topology", "8"]
     assert started("-m", "hf_flexseq.cli", *words, returns=2).stderr.count("\n") == 1
+
+
+# ---- groups that share prefixes
+
+
+def test_groups_of_rows_are_planned_and_compared_with_and_without_sharing(flexseq, tmp_path):
+    groups = [{"prefix": 2000, "branches": [100, 150, 90, 60]} for _ in range(8)]
+    file = tmp_path / "groups.jsonl"
+    file.write_text("\n".join(map(json.dumps, groups)))
+    data = f"--lengths {file} {MACHINE}"
+    said = flexseq(f"plan {data} --json {tmp_path}/plan.json")
+    assert "32 of them share prefixes in 8 units, which spares 48,000 tokens" in said
+    made = Plan.from_json((tmp_path / "plan.json").read_text())
+    check(made, TOPOLOGY)
+    assert made.tokens_spared == 8 * 3 * 2000
+    assert "spares 48,000 tokens" in flexseq(f"view {tmp_path}/plan.json {MACHINE}")
+    # steps that cut groups share what is left of them
+    said = flexseq(f"plan {data} --sequences-per-step 6")
+    assert "6 of them share prefixes in 2 units, which spares 8,000 tokens" in said
+
+    said = flexseq(f"compare {data} --planners auto zeppelin")
+    seconds = {line[:18].strip(): float(line[18:].split()[0]) for line in said.splitlines()[2:]}
+    assert set(seconds) == {"auto", "auto, row by row", "zeppelin"}
+    assert seconds["auto"] < 0.6 * seconds["auto, row by row"]
+    said = flexseq(f"report {file} {MACHINE} --html {tmp_path}/report.html --planners auto static")
+    assert "s row by row" in said
