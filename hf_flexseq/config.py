@@ -15,7 +15,7 @@ from hf_flexseq.plan.options import PlanOptions
 
 SYNCS = ("auto", *plan_options.SYNCS)
 ON_NONFINITE = ("raise", "warn")
-SHARED_PREFIXES = ("auto", "off")
+SHARED_PREFIXES = ("auto", "groups", "off")
 
 # Optimizer steps that may be planned ahead: their token ids stay in memory.
 MAX_LOOKAHEAD = 1 << 16
@@ -132,7 +132,8 @@ class FlexSeqArguments:
         metadata={
             "help": (
                 "Computing once what rows of a step begin with: `auto` (where that is exact and "
-                "predicted to gain 5 % or more), or `off`."
+                "predicted to gain 5 % or more), `groups` (the same, and the samples of a prompt "
+                "that GRPO or RLOO generate are kept in one step), or `off`."
             )
         },
     )

@@ -17,7 +17,7 @@ from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.router import asks_for_router_loss
 from hf_flexseq.steps.token_columns import LENGTHS
 
-OFF = "off"
+OFF, GROUPS = "off", "groups"
 KEEPS_OWN_LOSS = "the model keeps its own loss, which counts every token once"
 _ROUTER_NOISE = ("router_jitter_noise", "router_jitter_eps", "jitter_noise")
 

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_flexseq import FlexSeqArguments
+from hf_flexseq.hf.objectives.generations import grouped
 from hf_flexseq.hf.shared_prefixes import reason_not_shared
 from hf_flexseq.steps import prefetch
 from tests.hf.objectives import (
@@ -169,6 +170,51 @@ def test_two_ranks_train_as_trl_s_trainers_do(tmp_path):
         for apart, tokens in by_rank:
             assert tokens > 0, name
             assert_alike(apart, weights=BOUNDS[case.kind])
+
+
+# ---- groups of generated samples
+
+
+def test_samples_of_a_prompt_are_put_side_by_side():
+    prompts = torch.tensor([[0, 5], [6, 7], [0, 5], [5, 5], [6, 7], [5, 5]])
+    mask = (prompts != 0).long()
+    names = list("abcdef")
+    values = torch.arange(6.0)
+    slices = [
+        {
+            "prompt_ids": prompts[at : at + 2],
+            "prompt_mask": mask[at : at + 2],
+            "names": names[at : at + 2],
+            "advantages": values[at : at + 2],
+            "num_items_in_batch": torch.tensor(9),
+            "ref": None,
+        }
+        for at in (0, 2, 4)
+    ]
+    found = grouped(slices)
+    assert [own["names"] for own in found] == [["a", "c"], ["b", "e"], ["d", "f"]]
+    assert torch.cat([own["advantages"] for own in found]).tolist() == [0, 2, 1, 4, 3, 5]
+    assert [own["prompt_ids"].tolist() for own in found][1] == [[6, 7]] * 2
+    assert all(own["num_items_in_batch"] == 9 and own["ref"] is None for own in found)
+    assert slices[0]["names"] == ["a", "b"]
+
+
+def spared_by_grpo(rank, world_size, folder, shared):
+    datasets.disable_progress_bars()
+    case = Case(kind="grpo", steps=4, settings={"steps_per_generation": 4})
+    options = {**OPTIONS, "max_tokens_per_rank": 120, "shared_prefixes": shared}
+    given = {"train_dataset": long_prompts(64), "eval_dataset": long_prompts(4)}
+    run = run_case(case, True, folder, flexseq_args=FlexSeqArguments(**options), **given)
+    return spared(run), [line["loss"] for line in run.log if "loss" in line]
+
+
+@pytest.mark.processes
+def test_a_group_that_stays_in_one_step_shares_its_prompt(tmp_path):
+    save_inputs(tmp_path)
+    cases = [(tmp_path, "auto"), (tmp_path, "groups")]
+    (auto, *_), (groups, *_) = run_cases(spared_by_grpo, 2, cases, seconds=200)
+    assert groups[0] > 1.5 * auto[0] > 0
+    assert len(groups[1]) == len(auto[1]) == 4
 
 
 # ---- where it is off

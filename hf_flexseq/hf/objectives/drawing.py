@@ -21,6 +21,7 @@ from hf_flexseq.hf.losses import rolls_out
 from hf_flexseq.hf.objectives.generations import Generations
 from hf_flexseq.hf.objectives.heads import Head
 from hf_flexseq.hf.objectives.trainers import Foreseen, foreseen
+from hf_flexseq.hf.shared_prefixes import GROUPS
 from hf_flexseq.steps.calls import Call, joined
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.users_code import users_methods
@@ -58,7 +59,10 @@ class Drawing:
         self._trainer: Any = trainer  # one of TRL's has more than a Trainer
         self._engine = engine
         self._head = head
-        self._generations = Generations(trainer) if rolls_out(trainer) else None
+        self._generations: Generations | None = None
+        if rolls_out(trainer):
+            keeps_groups = engine.args.shared_prefixes == GROUPS
+            self._generations = Generations(trainer, keeps_groups=keeps_groups)
         self._may_change = bool(users_methods(trainer, _CHANGE_BATCHES))
         # of the steps to come
         self._iterator: Iterator[Any] | None = None

@@ -10,19 +10,27 @@ and all of them may be gone through several times (`num_iterations`):
     optimizer step     0  |   1  |   2  |   3  |   4
 
 So when batch 0 has been prepared, those of the steps 1 to 3 are known, too.
+
+TRL shuffles a generation batch before it slices it, so the samples of one prompt lie in several
+steps, which cannot share the prompt. With `shared_prefixes="groups"` they are put side by side
+again: steps have other samples than TRL's, and a generation batch has the same. Advantages are
+known by then.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from transformers import Trainer
 
 
 class Generations:
     """The generation batches of one trainer, with its current settings."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, *, keeps_groups: bool = False) -> None:
+        """keeps_groups: whether the samples of a prompt are put side by side."""
         self._trainer: Any = trainer  # one of TRL's has more than a Trainer
+        self._keeps_groups = keeps_groups
 
     @property
     def _per_step(self) -> int:
@@ -54,7 +62,11 @@ class Generations:
         prepared = []
         for index, batch in enumerate(batches):
             trainer._step = first + index  # it counts batches, to know which slice is next
-            prepared.append(trainer._prepare_inputs(batch))
+            made = trainer._prepare_inputs(batch)
+            if self._keeps_groups and trainer._step % self._batches_of_one == 0:
+                trainer._buffered_inputs = grouped(trainer._buffered_inputs)
+                made = trainer._buffered_inputs[0]
+            prepared.append(made)
         trainer._step = first
         return prepared
 
@@ -72,3 +84,34 @@ class Generations:
             steps.append([slices[number % self._slices] for number in numbers])
             first += self._per_step
         return steps
+
+
+def grouped(slices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the samples of all slices in slices of the same size, those of one prompt side by
+    side, prompts in the order of their first samples.
+
+    slices: `prompt_ids` and other tensors [samples, ...], lists of samples, or values for all.
+    """
+    prompts: dict[tuple[int, ...], list[int]] = {}
+    size = len(slices[0]["prompt_ids"])
+    sample = 0
+    for own in slices:
+        mask = own.get("prompt_mask")
+        for index, ids in enumerate(own["prompt_ids"]):
+            kept = ids if mask is None else ids[mask[index].bool()]  # without padding
+            prompts.setdefault(tuple(kept.tolist()), []).append(sample)
+            sample += 1
+    order = [number for of_prompt in prompts.values() for number in of_prompt]
+    made: list[dict[str, Any]] = [dict(own) for own in slices]
+    for name, value in slices[0].items():
+        values = [own[name] for own in slices]
+        if isinstance(value, torch.Tensor) and value.ndim and len(value) == size:
+            parts = torch.cat(values)[torch.tensor(order, device=value.device)].split(size)
+        elif isinstance(value, list) and len(value) == size:
+            flat = [one for own in values for one in own]
+            parts = [[flat[i] for i in order[at : at + size]] for at in range(0, sample, size)]
+        else:
+            continue  # one value for all samples
+        for own, part in zip(made, parts, strict=True):
+            own[name] = part
+    return made
