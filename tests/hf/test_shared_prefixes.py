@@ -1,10 +1,12 @@
 """Steps whose rows share prefixes: the plain trainers' weights and figures, and what is spared."""
 
+import random
 from functools import partial
 
 import datasets
 import pytest
 import torch
+from datasets import Dataset
 from torch import nn
 from transformers import Trainer
 
@@ -14,6 +16,7 @@ from hf_flexseq.hf.shared_prefixes import reason_not_shared
 from hf_flexseq.steps import prefetch
 from tests.hf.objectives import (
     BOUNDS,
+    FLOAT32_BOUND,
     FLOAT64_BOUND,
     OPTIONS,
     Case,
@@ -23,6 +26,7 @@ from tests.hf.objectives import (
     save_inputs,
     words_of,
 )
+from tests.hf.test_distillation import FixedCompletions, FlexSeqDistillation, distillation
 from tests.hf.test_exactness import gradients_under_random_plans
 from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.tiny import VOCAB, tiny_llama
@@ -137,14 +141,34 @@ def long_pairs(count):
     )
 
 
+def long_labelled(count):
+    """Several completions of every prompt."""
+    prompts = long_prompts(-(-count // 3))
+    rng = random.Random(1)
+    rows = []
+    for prompt in prompts["prompt"]:
+        for is_good in (True, False, True):
+            completion = " " + words_of(rng, rng.randrange(1, 13))
+            rows.append({"prompt": prompt, "completion": completion, "label": is_good})
+    return Dataset.from_list(rows[:count])
+
+
 def long_prompts(count):
     return _rows(count, lambda rng: {"prompt": words_of(rng, rng.randrange(20, 33))})
 
 
-DATA = {"dpo": long_pairs, "reward": long_pairs, "grpo": long_prompts, "rloo": long_prompts}
+DATA = {
+    "dpo": long_pairs,
+    "kto": long_labelled,
+    "reward": long_pairs,
+    "grpo": long_prompts,
+    "rloo": long_prompts,
+}
 CASES = {
     "dpo": Case(kind="dpo", steps=2, evaluates=True),
     "dpo, ipo": Case(kind="dpo", steps=2, accumulation=2, settings={"loss_type": "ipo"}),
+    "dpo, apo": Case(kind="dpo", steps=2, settings={"loss_type": "apo_zero"}),
+    "kto": Case(kind="kto", accumulation=2),
     "reward": Case(kind="reward", steps=2),
     "grpo": Case(kind="grpo", steps=2, settings={"num_iterations": 2}),
     "rloo": Case(kind="rloo", steps=2, accumulation=2),
@@ -162,14 +186,32 @@ def compare(rank, world_size, folder, case):
 
 
 @pytest.mark.processes
-def test_two_ranks_train_as_trl_s_trainers_do(tmp_path):
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_train_as_trl_s_trainers_do(tmp_path, world_size):
     save_inputs(tmp_path)
     cases = [(tmp_path, case) for case in CASES.values()]
-    by_case = run_cases(compare, 2, cases, seconds=300)
+    by_case = run_cases(compare, world_size, cases, seconds=300)
     for (name, case), by_rank in zip(CASES.items(), by_case, strict=True):
         for apart, tokens in by_rank:
             assert tokens > 0, name
             assert_alike(apart, weights=BOUNDS[case.kind])
+
+
+def distil(rank, world_size, cls, folder):
+    """With every prompt, and so every sample, twice in a step."""
+    prompts = long_prompts(8)["prompt"]
+    rows = Dataset.from_list([{"prompt": prompt} for prompt in prompts for _ in range(2)])
+    options = {"max_tokens_per_rank": 100}
+    trainer = distillation(cls, folder, train_dataset=rows, options=options)
+    return trained(trainer)
+
+
+@pytest.mark.processes
+def test_a_student_learns_what_trl_s_does_of_samples_that_are_equal(tmp_path):
+    cases = [(cls, tmp_path) for cls in (FixedCompletions, FlexSeqDistillation)]
+    for stock, ours in zip(*run_cases(distil, 2, cases, seconds=200), strict=True):
+        assert spared(ours) > 0
+        assert_alike(difference(stock, ours), weights=FLOAT32_BOUND)
 
 
 # ---- groups of generated samples
