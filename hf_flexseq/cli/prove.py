@@ -147,6 +147,8 @@ def _row(name: str, step: dict[str, Any]) -> tuple[str, ...]:
     for group in step["groups"]:
         counts[group] = counts.get(group, 0) + 1
     groups = ", ".join(f"{count} x {group}" for group, count in counts.items())
+    if step["units"]:
+        groups += ", shared prefixes"
     verdict = "ok" if step["holds"] else "DIFFERS"
     if not step["has_trained"]:
         verdict = "NOTHING TRAINED"

@@ -133,6 +133,7 @@ def prove(name: str, *, whole: bool = False) -> dict[str, Any]:
         apart = difference(run.step, wanted)
         steps[plan] = {
             "groups": run.groups,
+            "units": run.units,
             "has_trained": run.has_trained,
             "difference": apart.to_record(),
             "holds": run.has_trained and apart.within(bounds),

@@ -7,7 +7,8 @@ The documents have the lengths at which mistakes show:
 
     long          shared by all ranks under every plan, of a length that no degree divides
     one token     has no target
-    prompt        most labels are ignored, so that documents count by their targets
+    prompt        begins as the long one does, which may be computed once for both; most labels are
+                  ignored, so that documents count by their targets
     no target     all labels are ignored
     others        shorter than the number of ranks, equal to a window, packed beside each other
 """
@@ -34,6 +35,7 @@ LENGTHS = (41, 23, 14, 3, 1, 11, 9, 12, 2, 13, 7, 5)
 LONGEST = max(LENGTHS)
 PROMPT, NO_TARGET = 1, 6  # indices of the documents with these labels
 PROMPT_TOKENS = 17
+COMMON_TOKENS = 19  # of the long document and of the prompt
 
 Rows = list[dict[str, list[int]]]
 Gradients = dict[str, torch.Tensor]
@@ -55,6 +57,8 @@ class PlannedRun(NamedTuple):
     step: Step
     groups: list[str]
     """Strategy and degree of each group of the plan, micro-batch by micro-batch."""
+    units: int
+    """Units of documents that share a prefix."""
     has_trained: bool
     """True if the optimizer changed a weight."""
 
@@ -69,11 +73,13 @@ def documents(config: Any, world_size: int) -> Rows:
     """
     usual = usual_tokens(config)
     drawn = random.Random(0)
-    rows = []
+    rows: Rows = []
     count = -(-len(LENGTHS) // world_size) * world_size
     for index in range(count):
         length = LENGTHS[index % len(LENGTHS)]
         ids = [drawn.choice(usual) for _ in range(length)]
+        if index == PROMPT:
+            ids[:COMMON_TOKENS] = rows[0]["input_ids"][:COMMON_TOKENS]
         labels = list(ids)
         if index == PROMPT:
             labels[:PROMPT_TOKENS] = [IGNORE_INDEX] * PROMPT_TOKENS
@@ -204,7 +210,12 @@ def step_of_trainer(
         lines = trace.read_text().splitlines() if trace.exists() else []
     after = [parameter.detach().cpu() for parameter in twin.parameters()]
     changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    return PlannedRun(Step(loss, taken.found), _groups(lines), changed)
+    return PlannedRun(Step(loss, taken.found), _groups(lines), _units(lines), changed)
+
+
+def _units(lines: list[str]) -> int:
+    """Return the number of units in the plans of a trace."""
+    return sum(line.count('"nodes"') for line in lines)
 
 
 def _groups(lines: list[str]) -> list[str]:
