@@ -5,6 +5,7 @@ implementations.
     cpu_flash      torch's CPU flash kernel, sequence by sequence; windows and softcaps in pieces
     torch_varlen   the FlashAttention that is active in torch: -2, which it ships for CUDA, or -3
     flash_attn     FlashAttention-2 from its package, where it is installed
+    cudnn_long     cuDNN, to which the two before it leave one long sequence on Hopper
     flash_attn3    FlashAttention-3 from its package, where it is installed, on Hopper
 
 Each states in `capabilities.KernelCapabilities` what holds for every call that it serves;

@@ -27,8 +27,9 @@ import abc
 
 import torch
 
-from hf_flexseq.kernels import KernelCall, lse_dtype
+from hf_flexseq.kernels import KernelCall, cudnn_long, lse_dtype
 from hf_flexseq.kernels.capabilities import KernelCapabilities
+from hf_flexseq.kernels.cudnn_long import GENERATION
 from hf_flexseq.kernels.segments import Segments
 
 FLASH2 = KernelCapabilities(
@@ -86,7 +87,10 @@ class CudaFlash(abc.ABC):
         capabilities = self.capabilities
         if not call.segments.has_work():
             return _nothing_to_read(call.q)
-        out, lse = self.launch_forward(_rows_contiguous(call))
+        call = _rows_contiguous(call)
+        if self._leaves_to_cudnn(call):
+            return cudnn_long.forward(call)
+        out, lse = self.launch_forward(call)
         return out, _checked_lse(lse, call, capabilities)
 
     def backward(
@@ -100,9 +104,18 @@ class CudaFlash(abc.ABC):
         call.check()
         if not call.segments.has_work():
             return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v)
-        return self.launch_backward(
-            _rows_contiguous(call), rows_contiguous(dout), rows_contiguous(out), lse.contiguous()
-        )
+        call = _rows_contiguous(call)
+        given = (rows_contiguous(dout), rows_contiguous(out), lse.contiguous())
+        if self._leaves_to_cudnn(call):
+            return cudnn_long.backward(call, *given)
+        return self.launch_backward(call, *given)
+
+    def _leaves_to_cudnn(self, call: KernelCall) -> bool:
+        """Tell whether cuDNN is faster on one long sequence, and right on this machine."""
+        if self.capabilities.newest == GENERATION or not cudnn_long.is_worth_it(call):
+            return False  # FlashAttention-3 is as fast
+        launches = (self.launch_forward, self.launch_backward)
+        return cudnn_long.is_verified(cudnn_long.heads_of(call), launches)
 
 
 class FlashPackage(CudaFlash):

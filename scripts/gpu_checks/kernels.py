@@ -14,13 +14,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 from gpu_checks.report import Section, Setting, table, verdict
-from hf_flexseq.kernels import Kernel, KernelCall
+from hf_flexseq.kernels import Kernel, KernelCall, cudnn_long
 from hf_flexseq.kernels.capabilities import Calls
 from hf_flexseq.kernels.choose import CANDIDATES
 from hf_flexseq.kernels.reference import Reference
@@ -76,8 +77,16 @@ OTHERS = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
 
 
 def kernel_errors_section(setting: Setting) -> Section:
-    """Compare every kernel of the device with the truth."""
-    return errors_of(setting.device, SHORT_CASES if setting.rehearse else CASES)
+    """Compare every kernel of the device with the truth, and cuDNN with another kernel."""
+    section = errors_of(setting.device, SHORT_CASES if setting.rehearse else CASES)
+    device = setting.device
+    if device.type != "cuda":
+        return section
+    heads = cudnn_long.Heads(HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16, device)
+    other = TorchVarlen()
+    takes = cudnn_long.is_verified(heads, (other.launch_forward, other.launch_backward))
+    line = "computes the same" if takes else "does not, or cannot run: it is not used"
+    return replace(section, lines=(*section.lines, "", f"cuDNN on one sequence {line}."))
 
 
 def errors_of(device: torch.device, cases: dict[str, Case]) -> Section:
