@@ -21,7 +21,8 @@ the host, and the CPU's kernels compute on them, at once. What is late is who ma
 `torch.cuda`'s streams, events and functions are those of the device. `kernels.py` has operators
 that torch has for CUDA alone, with FlashAttention's rules. `triton_kernels.py` lets Triton's
 interpreter work on the device's memory, and checks every address. `lanes.py` has ranks that are
-threads, whose transfers are on streams of their own, as NCCL's are.
+threads, whose transfers are on streams of their own, as NCCL's are; `nccl.py` has a process group
+for ranks that are processes.
 
     python -m tests.late_device tests/late_device/on_device/rules.py     pytest on the device
     import tests.late_device.install                                     before torch

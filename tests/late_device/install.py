@@ -183,7 +183,7 @@ def _on_device(storage):
 
 
 _clone, _cpu = torch.UntypedStorage.clone, torch.UntypedStorage.cpu
-_copy = torch.UntypedStorage.copy_
+_copy, _resize = torch.UntypedStorage.copy_, torch.UntypedStorage.resize_
 
 
 def _storage_clone(self):
@@ -201,9 +201,18 @@ def _storage_copy(self, source, non_blocking=None):
     return _copy(self, source, non_blocking)
 
 
+def _storage_resize(self, size):
+    if not _on_device(self):
+        return _resize(self, size)
+    holder = torch.empty(0, dtype=torch.uint8, device=self.device)
+    ops.resize_storage(holder.set_(self, 0, (0,)), size)
+    return self
+
+
 torch.UntypedStorage.clone = _storage_clone
 torch.UntypedStorage.cpu = _storage_cpu
 torch.UntypedStorage.copy_ = _storage_copy
+torch.UntypedStorage.resize_ = _storage_resize
 
 from tests.late_device import kernels, triton_kernels  # noqa: E402
 

@@ -6,6 +6,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 #include "pinned.h"
 
@@ -256,5 +257,20 @@ Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
   return self;
 }
 
+// DDP's timer of its own work: by the host's clock.
+struct Timer final : public c10d::Timer {
+  explicit Timer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event start, Event end) override {
+    auto first = getTimestamp(start), last = getTimestamp(end);
+    if (!first || !last || *last < *first) return std::nullopt;
+    return *last - *first;
+  }
+};
+
 #include "operations.h"
 }  // namespace late
+
+namespace c10d {
+using LateTimer = late::Timer;
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, LateTimer)
+}  // namespace c10d

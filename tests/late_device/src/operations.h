@@ -221,6 +221,17 @@ Tensor& set_whole(Tensor& self, c10::Storage s) {
   std::vector<c10::SymInt> size{static_cast<int64_t>(s.nbytes() / self.itemsize())};
   return set_at(self, s, 0, size, {});
 }
+// Give the storage of a tensor another size, with memory of its own; 0 frees it.
+void resize_storage(const Tensor& x, int64_t bytes) {
+  auto* storage = x.storage().unsafeGetStorageImpl();
+  c10::DataPtr data = bytes ? allocator.allocate(bytes) : c10::DataPtr(nullptr, GPU);
+  if (bytes && storage->nbytes())
+    std::memcpy(data.get(), storage->data(), std::min<size_t>(bytes, storage->nbytes()));
+  storage->set_data_ptr_noswap(std::move(data));
+  storage->set_nbytes(static_cast<size_t>(bytes));
+  Locked locked(streams().lock);
+  raise_findings();
+}
 void record_stream(Tensor& self, c10::Stream s) { Guard().recordDataPtrOnStream(self.storage().data_ptr(), s); }
 
 // Note a launch that Python carries out on the host's views of tensors.
@@ -279,6 +290,7 @@ TORCH_LIBRARY(late_device, m) {
   m.def("touch(str name, Tensor[] reads, Tensor[] writes) -> ()", touch_all);
   m.def("launch(str name) -> int", launch);
   m.def("touch_addresses(int number, Tensor addresses, Tensor mask, int bytes, bool writes) -> ()", touch_addresses);
+  m.def("resize_storage(Tensor x, int bytes) -> ()", resize_storage);
   m.def("set_stream(int id) -> ()", [](int64_t id) { current_stream = static_cast<int>(id); });
   m.def("current_stream() -> int", []() -> int64_t { return current_stream; });
   m.def("synchronize() -> ()", []() { count("host waits"); count("host waits: synchronize"); wait_for_device(); });

@@ -1,0 +1,115 @@
+"""One rank of a job whose ranks are processes, each with the device: `python -m
+tests.late_device.rank JOB [OPTIONS]`. It prints what rank 0 has found as JSON, on the last line.
+
+    trainer    three steps of FlexSeqTrainer; OPTIONS, as JSON, are those of its configuration,
+               and `fsdp` for accelerate's FSDP2
+    several    the part of gpu_check that needs several GPUs
+"""
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+import warnings
+
+os.environ["TRITON_INTERPRET"] = "1"
+importlib.import_module("tests.late_device.install")  # before anything imports torch
+
+import torch  # noqa: E402
+
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer  # noqa: E402
+from hf_flexseq.kernels import choose  # noqa: E402
+from hf_flexseq.kernels.fused import TorchFused  # noqa: E402
+from hf_flexseq.kernels.reference import Reference  # noqa: E402
+from tests.hf.tiny import documents, tiny_llama  # noqa: E402
+from tests.late_device import nccl  # noqa: E402
+from tests.late_device.install import ops  # noqa: E402
+from tests.late_device.on_device.conftest import AnyCall  # noqa: E402
+from tests.programs import ROOT  # noqa: E402
+
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+
+
+def train(folder, options):
+    """Return the losses of three steps, the norms of gradients, and the transport's name."""
+    if options.pop("fsdp", False):
+        os.environ |= FSDP2
+    one_kernel = (AnyCall(Reference()),)
+    choose.CANDIDATES |= {"cuda": one_kernel, "cpu": one_kernel}
+    settings = {
+        "output_dir": folder,
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "cost_model": "estimate",
+        "max_tokens_per_rank": 64,
+        "seed": 1,
+    }
+    if options.get("use_cpu"):
+        settings["ddp_backend"] = "gloo"
+    trainer = FlexSeqTrainer(
+        model=tiny_llama(torch.float32),
+        args=FlexSeqConfig(**settings | options),
+        train_dataset=documents([5, 90, 8, 21, 60, 2, 9, 17, 30, 4, 12, 50] * 3),
+        data_collator=DataCollatorForFlexSeq(),
+    )
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    return {
+        "losses": [line["loss"] for line in lines],
+        "norms": [line["grad_norm"] for line in lines],
+        "transport": type(trainer.flexseq.communicator.transport).__name__,
+    }
+
+
+def several():
+    """Run all plans of gpu_check's part as this rank, which prints what it finds."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    report = importlib.import_module("gpu_checks.report")
+    part = importlib.import_module("gpu_checks.several")
+    accelerate = importlib.import_module("accelerate")
+
+    class OnDevice(report.Setting):
+        __slots__ = ()
+
+        @property
+        def device(self):
+            return torch.device("cuda")
+
+    part.make_accelerator = lambda setting, sharding: accelerate.Accelerator()
+    part.run_ranks(OnDevice(rehearse=True, plans=1), "DDP and FSDP2")
+
+
+def main():
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    nccl.register()
+    choose._fused_for_cuda = TorchFused
+    job, *options = sys.argv[1:]
+    if job == "several":
+        several()
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            found = train(folder, json.loads(options[0]))
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+        if os.environ["RANK"] == "0":
+            print(json.dumps(found))
+    assert not ops.findings(), ops.findings()
+
+
+if __name__ == "__main__":
+    main()
