@@ -3,7 +3,7 @@ tests.late_device.rank JOB [OPTIONS]`. It prints what rank 0 has found as JSON, 
 
     trainer    three steps of FlexSeqTrainer; OPTIONS, as JSON, are those of its configuration,
                and `fsdp` for accelerate's FSDP2
-    several    the part of gpu_check that needs several GPUs
+    several    the part of gpu_check that needs several GPUs; OPTIONS name the sharding
 """
 
 import importlib
@@ -17,6 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 importlib.import_module("tests.late_device.install")  # before anything imports torch
 
 import torch  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer  # noqa: E402
 from hf_flexseq.kernels import choose  # noqa: E402
@@ -75,12 +76,11 @@ def train(folder, options):
     }
 
 
-def several():
+def several(sharding):
     """Run all plans of gpu_check's part as this rank, which prints what it finds."""
     sys.path.insert(0, str(ROOT / "scripts"))
     report = importlib.import_module("gpu_checks.report")
     part = importlib.import_module("gpu_checks.several")
-    accelerate = importlib.import_module("accelerate")
 
     class OnDevice(report.Setting):
         __slots__ = ()
@@ -89,8 +89,8 @@ def several():
         def device(self):
             return torch.device("cuda")
 
-    part.make_accelerator = lambda setting, sharding: accelerate.Accelerator()
-    part.run_ranks(OnDevice(rehearse=True, plans=1), "DDP and FSDP2")
+    part.Accelerator = lambda **options: Accelerator(**options | {"cpu": False})
+    part.run_ranks(OnDevice(rehearse=True, plans=1), sharding)
 
 
 def main():
@@ -100,7 +100,7 @@ def main():
     choose._fused_for_cuda = TorchFused
     job, *options = sys.argv[1:]
     if job == "several":
-        several()
+        several(*options)
     else:
         with tempfile.TemporaryDirectory() as folder:
             found = train(folder, json.loads(options[0]))

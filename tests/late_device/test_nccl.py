@@ -94,7 +94,8 @@ def test_a_trainer_has_the_losses_of_cpus(name):
     assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
 
 
-def test_the_plans_of_gpu_check_for_several_gpus():
-    found = run_job("several")
+@pytest.mark.parametrize(("sharding", "ranks"), [("DDP and FSDP2", 2), ("HSDP", 4)])
+def test_the_plans_of_gpu_check_for_several_gpus(sharding, ranks):
+    found = run_job("several", sharding, world_size=ranks)
     assert found["holds"], found["rows"]
     assert found["syncs"] == "Nothing in attention made the host wait for the device."
