@@ -32,5 +32,7 @@ anything takes, and what happens to overlap; NCCL itself, its deadlocks and its 
 communicators; the arithmetic of tensor cores; the end of the device's memory, and fragmentation;
 CUDA graphs; several devices; what two launches of one stream do to each other. Kernels that Python
 does not start on the device's own operators, such as those of flash-linear-attention, do not run.
-A wait too many is not found, either, unless the host is what waits.
+A wait too many is not found, either, unless the host is what waits. Where the host waits, all
+that came before is in order with all that comes after: what makes the host wait often hides what
+else is missing, here as on a GPU.
 """
