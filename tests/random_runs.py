@@ -162,8 +162,6 @@ def draw(number: int) -> Run:
     )
     topology = Topology(nodes=nodes, ranks_per_node=world_size // nodes)
     kinds = tuple(_draw_kind(rng) for _ in range(rng.choice((2, 2, 2, 3))))
-    if units:  # which recurrent layers do not take
-        kinds = tuple(kind._replace(recurrent=None) for kind in kinds)
     heads = rng.choice(((4, 4), (4, 2), (3, 1)))
     use_blocks = rng.random() < 0.5
     passes = None
@@ -416,7 +414,8 @@ def _rows_of(run, leaves):
     for sequence, leaf in enumerate(leaves):
         unit = units.get(sequence)
         if unit is None:
-            yield leaf, slice(None)
+            if len(leaf):  # a row inside of a unit has its tokens there
+                yield leaf, slice(None)
             continue
         seen = torch.zeros(len(leaf), dtype=torch.bool)
         for _, last in unit.rows:

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.base.registry import PLANNERS
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.router import asks_for_router_loss
 from hf_flexseq.steps.token_columns import LENGTHS
@@ -61,12 +60,6 @@ def _router_loss(model: nn.Module, base: PreTrainedModel) -> str | None:
     return None
 
 
-def _recurrence(model: nn.Module, base: PreTrainedModel) -> str | None:
-    if recurrent_kinds(base.config.get_text_config()):
-        return "recurrent layers hand their state to one row"
-    return None
-
-
 def _lengths(model: nn.Module, base: PreTrainedModel) -> str | None:
     if LENGTHS in needed_columns(base):
         return "the rotary embedding depends on the length of the whole row"
@@ -77,6 +70,5 @@ _REASONS: tuple[Callable[[nn.Module, PreTrainedModel], str | None], ...] = (
     _dropout,
     _router_noise,
     _router_loss,
-    _recurrence,
     _lengths,
 )

@@ -1,14 +1,15 @@
-"""The ranks of a sequence's tokens, in token order.
+"""The ranks of a sequence's tokens, in the order in which a recurrence goes through them.
 
-Attention may read tokens in any order. A recurrence must go from the first token of a sequence to
-its last, across ranks. A *segment* is a contiguous range of tokens on one rank; the segments of a
-sequence, in token order, are its *chain*:
+Attention may read tokens in any order. A recurrence must go from the first token of a row to its
+last, across ranks. A *segment* is a contiguous range of tokens on one rank. The segments of a
+plain sequence, in token order, are its *chain*:
 
     zigzag on two ranks, 8 tokens       0 0 1 1 1 1 0 0
     chain                               rank 0 [0, 2), rank 1 [2, 6), rank 0 [6, 8)
 
-Adjacent chunks of one rank are one segment. `tests/plan/test_shard.py` compares the chains with
-the slices of all ranks.
+Adjacent chunks of one rank are one segment. A segment of a unit of rows lies in one node, and
+several may go on from it: the segments are a tree, and a chain is a tree without branches.
+`tests/plan/test_segments.py` compares the trees with the slices of all ranks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 from hf_flexseq.plan.rings import chunks_per_rank
 from hf_flexseq.plan.shard import Zone, contiguous_part, cuts
+from hf_flexseq.plan.units import ROOT, Node, UnitLayout, layout_of
 
 
 class Segment(NamedTuple):
@@ -33,64 +35,113 @@ class Segment(NamedTuple):
         return self.stop - self.start
 
 
+class SegmentTree:
+    """The segments of one sequence. A *place* is the index of a segment in token order."""
+
+    __slots__ = ("_stops", "parents", "segments")
+
+    def __init__(self, segments: Iterable[Segment], parents: Iterable[int]) -> None:
+        """segments: in token order, which is depth first. parents: the place of the segment just
+        before each one; `ROOT` for the first."""
+        self.segments = tuple(segments)
+        self.parents = tuple(parents)
+        stops = list(range(1, len(self.segments) + 1))
+        for place in range(len(stops) - 1, 0, -1):
+            stops[self.parents[place]] = max(stops[self.parents[place]], stops[place])
+        self._stops = stops
+
+    def before(self, place: int) -> list[int]:
+        """Return the places of all segments before one, the farthest first."""
+        found = []
+        while self.parents[place] != ROOT:
+            place = self.parents[place]
+            found.append(place)
+        return found[::-1]
+
+    def after(self, place: int) -> range:
+        """Return the places of all segments that go on from one, directly or not."""
+        return range(place + 1, self._stops[place])
+
+    def beside(self, place: int, *, after: bool) -> list[int] | range:
+        """Return the places of all segments before one, or after it."""
+        return self.after(place) if after else self.before(place)
+
+    def rows_before(self, place: int, rows: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the last `rows` tokens before a segment, fewer at the start of its sequence, the
+        nearest first: (place, first token, how many of the `rows` come before that)."""
+        while rows and self.parents[place] != ROOT:
+            place = self.parents[place]
+            segment = self.segments[place]
+            taken = min(rows, segment.tokens)
+            rows -= taken
+            yield place, segment.stop - taken, rows
+
+
 class HeldSegment(NamedTuple):
-    """A segment of this rank, with its place in the chain of its sequence."""
+    """A segment of this rank, with its place in the tree of its sequence."""
 
     member: int
     """Index of the sequence in the group."""
     place: int
-    """Index of the segment in the chain."""
+    """Index of the segment in the tree."""
     row: int
     """Row of its first token in the zone."""
 
 
-class Chains(NamedTuple):
-    """The chains of a rank's sequences in one group."""
+class HeldSegments(NamedTuple):
+    """A rank's segments in one group."""
 
-    chains: dict[int, tuple[Segment, ...]]
-    """Chain of each sequence, by index of the sequence in the group."""
+    trees: dict[int, SegmentTree]
+    """All segments of each of its sequences, by index of the sequence in the group."""
     held: tuple[HeldSegment, ...]
     """This rank's segments, in row order."""
 
 
-def chains_of(zone: Zone) -> Chains:
-    """Return the chains of all sequences with tokens in this zone."""
-    chains: dict[int, tuple[Segment, ...]] = {}
+def segments_of(zone: Zone) -> HeldSegments:
+    """Return the segments of all sequences with tokens in this zone."""
+    trees: dict[int, SegmentTree] = {}
     held = []
     row = 0
     cuts_chunks = chunks_per_rank(zone.group.strategy) > 0
     tokens = sum(zone.lengths)
     first, last = contiguous_part(tokens, zone.index, zone.group.degree)
     offset = 0  # offset of the sequence in the concatenation
-    for member, length in enumerate(zone.lengths):
+    units = zone.group.trees or (None,) * len(zone.lengths)
+    for member, (length, unit) in enumerate(zip(zone.lengths, units, strict=True)):
+        nodes = (Node(ROOT, length),) if unit is None else unit.nodes
         if cuts_chunks:
             parts = _chunks(zone.group.strategy, zone.lengths, member, zone.group.degree)
         elif first < offset + length and offset < last:
             parts = _contiguous(offset, length, tokens, zone.group.degree)
         else:
             parts = iter(())
-        chain = _chain(parts)
+        tree = _tree(parts, layout_of(nodes))
         offset += length
-        for place, segment in enumerate(chain):
+        for place, segment in enumerate(tree.segments):
             if segment.holder == zone.index:
-                chains[member] = chain
+                trees[member] = tree
                 held.append(HeldSegment(member, place, row))
                 row += segment.tokens
     assert row == zone.stop - zone.start, "segments are not the rows of the zone"
-    return Chains(chains, tuple(held))
+    return HeldSegments(trees, tuple(held))
 
 
-def _chain(parts: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Return the parts in token order, without empty ones, adjacent ones of a rank joined."""
-    chain: list[Segment] = []
+def _tree(parts: Iterable[Segment], unit: UnitLayout) -> SegmentTree:
+    """Return the parts, in token order, cut at the nodes of a unit, without empty ones, and with
+    adjacent ones of a rank and a node joined."""
+    segments: list[Segment] = []
+    parents: list[int] = []
+    last_of: dict[int, int] = {ROOT: ROOT}  # node -> place of its last segment so far
     for part in parts:
-        if part.start == part.stop:
-            continue
-        if chain and chain[-1].holder == part.holder:
-            chain[-1] = chain[-1]._replace(stop=part.stop)
-        else:
-            chain.append(part)
-    return tuple(chain)
+        for node, start, stop in unit.pieces(part.start, part.stop):
+            last = last_of.get(node, ROOT)
+            if last != ROOT and segments[last].holder == part.holder:
+                segments[last] = segments[last]._replace(stop=stop)
+                continue
+            parents.append(last_of[node if node in last_of else unit.nodes[node].parent])
+            last_of[node] = len(segments)
+            segments.append(Segment(part.holder, start, stop))
+    return SegmentTree(segments, parents)
 
 
 def _chunks(

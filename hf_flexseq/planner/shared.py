@@ -123,19 +123,29 @@ def worthwhile(
     kept = []
     for unit in units:
         for part in cut(unit, most):
-            alone_s = sum(_seconds(rows[row], rows[row] ** 2, cost) for row, _ in part.rows)
+            alone_s = sum(_row_s(rows[row], cost) for row, _ in part.rows)
             if len(part.rows) > 1 and unit_s(part, cost) <= (1 - LEAST_GAIN) * alone_s:
                 kept.append(part)
     return tuple(sorted(kept, key=lambda unit: unit.sequence))
 
 
 def unit_s(unit: Unit, cost: CostModel) -> float:
-    """Return the seconds of a unit on one rank."""
-    return _seconds(unit.tokens, pair_share(unit) * unit.tokens**2, cost)
+    """Return the seconds of a unit on one rank. Scans go through its nodes as through segments of
+    several ranks, with a second pass (`cost/recurrent.py`)."""
+    seconds = cost.linear_s * unit.tokens + cost.attention_s * pair_share(unit) * unit.tokens**2
+    for node in unit.nodes:
+        for kind in cost.recurrent:
+            chunks = -(-node.tokens // kind.chunk)
+            seconds += (kind.token_s + kind.again_s) * chunks * kind.chunk
+    return seconds
 
 
-def _seconds(tokens: int, squares: float, cost: CostModel) -> float:
-    return cost.linear_s * tokens + cost.attention_s * squares
+def _row_s(tokens: int, cost: CostModel) -> float:
+    """Return the seconds of a row by itself on one rank."""
+    seconds = cost.linear_s * tokens + cost.attention_s * tokens**2
+    for kind in cost.recurrent:
+        seconds += kind.token_s * -(-tokens // kind.chunk) * kind.chunk
+    return seconds
 
 
 def _longest(unit: Unit) -> int:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Exchange, post
 from hf_flexseq.program.instructions import INPUT, WIDE, Program, Rows, RowShape, Value
-from hf_flexseq.program.segments import RankSegments, RowMessages
+from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.tags import RECURRENT_BACKWARD, RECURRENT_FORWARD
+from hf_flexseq.program.zone_segments import RowMessages
 
 
 def halo(b: Builder, shape: RowShape, segments: RankSegments) -> Program:

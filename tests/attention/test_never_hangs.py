@@ -41,7 +41,7 @@ def test_what_is_drawn_has_something_of_everything():
         *("convolution", "gated delta", "kimi delta", "mamba2"),
         *("units of rows", "units 1 deep", "units 2 deep"),
     ):
-        assert counts[name] >= 0.04 * drawn, name
+        assert counts[name] >= 0.05 * drawn, name
     for name in ("pipeline: ranks share chunks", "pipeline: several stages per rank"):
         assert counts[name] >= 0.01 * drawn, name
 

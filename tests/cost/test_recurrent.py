@@ -10,7 +10,7 @@ from hf_flexseq.cost import GroupKind, kinds_ns
 from hf_flexseq.cost.launches import segments_work
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.recurrent import filled, segments_of_rank, summaries
-from hf_flexseq.plan.segments import chains_of
+from hf_flexseq.plan.segments import segments_of
 from hf_flexseq.program.compile import (
     HALO,
     HALO_RETURN,
@@ -37,8 +37,9 @@ def test_the_busiest_rank_has_the_segments_and_summaries_that_it_is_priced_with(
     most_segments, most_moved = 0, {False: 0, True: 0}  # by whether segments after count
     for rank, shard in enumerate(shards_of(strategy, degree, (64 * degree,))):
         (zone,) = shard.zones
-        found = chains_of(zone)
-        (chain,) = found.chains.values()
+        found = segments_of(zone)
+        (tree,) = found.trees.values()
+        chain = tree.segments
         most_segments = max(most_segments, len(found.held))
         own = [one.place for one in found.held]
         for after in (False, True):
@@ -60,7 +61,7 @@ def test_the_busiest_rank_has_the_segments_and_summaries_that_it_is_priced_with(
 def test_no_rank_of_ulysses_receives_more_of_many_sequences_than_of_one():
     for shard in shards_of("ulysses", 4, (30, 10, 50, 3, 90)):
         (zone,) = shard.zones
-        assert sum(one.place for one in chains_of(zone).held) <= summaries(4, "ulysses")
+        assert sum(one.place for one in segments_of(zone).held) <= summaries(4, "ulysses")
 
 
 def test_chunks_are_filled_up():

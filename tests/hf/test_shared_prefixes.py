@@ -14,6 +14,7 @@ from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.objectives.generations import grouped
 from hf_flexseq.hf.shared_prefixes import reason_not_shared
 from hf_flexseq.steps import prefetch
+from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.objectives import (
     BOUNDS,
     FLOAT32_BOUND,
@@ -43,9 +44,9 @@ def spared(run):
 # ---- a loss that is a sum over tokens
 
 
-def conversations(count):
+def conversations(count, scale=1):
     """Rows of which several begin alike: a prompt with answers, an agent's growing context, rows
-    that repeat each other, and some by themselves."""
+    that repeat each other, and some by themselves. scale: of prompts and contexts."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(tokens):
@@ -53,10 +54,10 @@ def conversations(count):
 
     rows = []
     while len(rows) < count:
-        prompt, answers = drawn(24), [drawn(n) for n in (3, 9, 1)]
+        prompt, answers = drawn(24 * scale), [drawn(n) for n in (3, 9, 1)]
         for answer in answers:
-            rows.append((prompt + answer, [-100] * 24 + answer))
-        context = drawn(20)
+            rows.append((prompt + answer, [-100] * len(prompt) + answer))
+        context = drawn(20 * scale)
         for _ in range(3):
             answer = drawn(6)
             rows.append((context + answer, [-100] * len(context) + answer))
@@ -108,7 +109,9 @@ def under_random_plans(rank, world_size, sharding, checkpointing, families):
         keep_float64(patch)
         patch.setattr(prefetch, "units_of", lambda rows: units.append(find(rows)) or units[-1])
         for family in families:
-            make = partial(make_model, family) if family else tiny_llama
+            make = partial(make_hybrid if family in HYBRIDS else make_model, family)
+            if family is None:
+                make = tiny_llama
             own = {"make": make, "attention": "eager", "examples": conversations(18)}
             worst = gradients_under_random_plans(rank, world_size, *settings, **own)
             found[family] = max(worst.values())
@@ -120,11 +123,54 @@ def under_random_plans(rank, world_size, sharding, checkpointing, families):
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_random_plans_with_units_give_the_gradients_of_one_process(world_size):
     families = (None, "GptOss", "Gemma4 with shared keys", "DeepseekV3")
-    cases = [("ddp", True, families), ("fsdp2", world_size == 4, families[:2])]
+    hybrids = ("Qwen3Next", "KimiLinear", "Bamba", "Lfm2")
+    cases = [
+        ("ddp", True, (*families, *hybrids)),
+        ("fsdp2", world_size == 4, (*families[:2], *hybrids[:1])),
+    ]
     options = {"ranks_per_node": 2 if world_size == 4 else None, "seconds": 200}
     for by_rank in run_cases(under_random_plans, world_size, cases, **options):
         for worst in by_rank:
             assert {family: error for family, error in worst.items() if not error < 1e-10} == {}
+
+
+# ---- layers with a state
+
+
+def train_hybrids(rank, world_size, folder, family, checkpointed):
+    """The difference between shared prefixes and every row by itself, and what was spared."""
+    datasets.disable_progress_bars()
+
+    def run(shared):
+        trainer = trainer_of(
+            Trainer,
+            folder / shared,
+            model=make_hybrid(family),
+            flexseq={"shared_prefixes": shared, "max_tokens_per_rank": 120},
+            train_dataset=conversations(24, scale=8),
+            batch=12 // world_size,
+            max_steps=2,
+            gradient_checkpointing=checkpointed,
+        )
+        return trained(trainer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        keep_float64(patch)
+        apart, shared = run("off"), run("auto")
+    return difference(apart, shared), spared(apart), spared(shared)
+
+
+@pytest.mark.processes
+def test_models_with_recurrent_layers_share_prefixes(tmp_path):
+    cases = []
+    for family in ("Qwen3Next", "KimiLinear", "Bamba", "Lfm2"):
+        for checkpointed in (False, True):
+            cases.append((tmp_path / f"{family}{checkpointed}", family, checkpointed))
+    for case, by_rank in zip(cases, run_cases(train_hybrids, 2, cases, seconds=300), strict=True):
+        for apart, nothing, tokens in by_rank:
+            assert_alike(apart, weights=1e-10)
+            assert nothing == 0, case
+            assert tokens > 1000, case
 
 
 # ---- losses on whole samples

@@ -1,12 +1,10 @@
 """Layouts, on ints alone: every token is held once, ranks are even, and the zigzag is balanced."""
 
-import itertools
 import random
 
 import pytest
 
 from hf_flexseq.plan import MicroBatch
-from hf_flexseq.plan.segments import chains_of
 from hf_flexseq.plan.shard import (
     make_shard,
     mirrored,
@@ -95,39 +93,3 @@ def test_all_that_ranks_hold_of_some_sequences_is_found(seed):
         for rank in range(6):
             slices = make_shard(micro_batch, lengths, rank).slices
             assert found[rank] == [part for part in slices if part.sequence in wanted]
-
-
-# ---- the segments of recurrent layers
-
-
-@pytest.mark.parametrize("strategy", ["ulysses", "zigzag", "balanced", "hybrid"])
-@pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
-def test_chains_go_through_every_sequence_once_and_are_the_rows_of_their_ranks(strategy, degree):
-    rng = random.Random(degree)
-    for _ in range(10):
-        lengths = [rng.choice((1, 2, 3, 5, 8, 13, 40)) for _ in range(rng.randint(1, 5))]
-        chains = {}
-        rows = {}  # (rank, member, token) -> row
-        name = strategy if degree > 1 else "local"
-        for rank, shard in enumerate(shards_of(name, degree, lengths)):
-            (zone,) = shard.zones
-            found = chains_of(zone)
-            for member, chain in found.chains.items():
-                assert chains.setdefault(member, chain) == chain
-            for one in found.held:
-                segment = chains[one.member][one.place]
-                assert segment.holder == rank
-                for token in range(segment.start, segment.stop):
-                    rows[rank, one.member, token] = one.row + token - segment.start
-            row = 0
-            for part in zone.slices:
-                for token in range(part.start, part.stop):
-                    assert rows.pop((rank, part.sequence, token)) == row
-                    row += 1
-        assert not rows
-        for member, length in enumerate(lengths):
-            chain = chains[member]
-            assert (chain[0].start, chain[-1].stop) == (0, length)
-            for before, after in itertools.pairwise(chain):
-                assert before.stop == after.start
-                assert before.holder != after.holder

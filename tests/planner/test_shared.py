@@ -12,6 +12,7 @@ from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.shared import SharedRows, cut, restricted, unit_s, worthwhile
+from tests.costs import SCAN, simple_cost
 from tests.plans import random_unit
 
 COST = PRESETS["llama-3.1-8b-h200"]
@@ -40,6 +41,14 @@ def test_seconds_of_a_unit_are_those_of_its_tokens_and_pairs():
     unit = group_of(8192, [1024] * 8)
     alone = sum(COST.linear_s * n + COST.attention_s * n**2 for n in unit.row_tokens().values())
     assert alone / unit_s(unit, COST) == pytest.approx(4.3, rel=0.03)
+
+
+def test_scans_go_through_a_unit_node_by_node_and_twice():
+    cost = simple_cost(heads=8, recurrent=(SCAN,), attention_share=0.25)
+    assert unit_s(group_of(8, [1, 1]), cost) == pytest.approx(2.5 * (8 + 4 + 4))
+    gains, loses = group_of(40, [8, 8]), group_of(4, [8, 8], first=2)
+    rows = tokens_of([gains, loses])
+    assert worthwhile(rows, [gains, loses], cost, most=10**6) == (gains,)
 
 
 def test_parts_of_a_unit_have_its_rows_and_pay_for_what_they_share():

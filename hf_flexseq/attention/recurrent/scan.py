@@ -15,7 +15,9 @@ Every rank can compute both parts of this for its own segments without the state
                 so the summaries of later segments make the true gradient of the state after each
                 segment, and the ordinary backward of the scan does the rest
 
-A sequence on one rank needs none of this. Received states enter as numbers, so no summary has a
+Every node of a unit of rows is a segment of its own, whose state all of its children begin with,
+on one rank, too; the gradients that they have of it are summed (`program/summaries.py`). A plain
+sequence on one rank needs none of this. Received states enter as numbers, so no summary has a
 gradient. A summary is one more pass over the states of a segment; the work inside chunks, most of
 it, is not repeated.
 
@@ -34,7 +36,8 @@ from hf_flexseq.attention.recurrent.rows import RecurrentContext, exchange
 from hf_flexseq.attention.remat import Kept, Region, kept_region
 from hf_flexseq.kernels.scans import Scan, Tensors, apply_transition, apply_transposed
 from hf_flexseq.program.compile import SUMMARIES_AFTER, SUMMARIES_BEFORE
-from hf_flexseq.program.segments import Neighbours
+from hf_flexseq.program.instructions import Rows
+from hf_flexseq.program.summaries import Link, Neighbours
 
 
 def run_scan(
@@ -83,48 +86,36 @@ class _Run(NamedTuple):
         states[0] = state
         return states
 
-    def states_before(self, inputs: Tensors) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the states before all segments [segments, H, K, V], None where they are zero, and
-        the transitions [m, H, ...] of those that stand between others, None where no sequence has
-        several segments."""
+    def taken_before(self, inputs: Tensors) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the states that segments of this rank begin with, [n, H, K, V] (`spread`), None
+        where all are zero; and the transitions [m, H, ...] of segments between others, None where
+        no sequence has several segments."""
         segments = self.seq_ctx.programs.parts.segments()
-        before = self._neighbours_before
-        if not before.summarised and not before.steps:
-            return self.first_state(), None
+        before = segments.neighbours(after=False)
+        if not before.summarised and not before.takes.given.tokens:
+            return None, None
         # [summarised, H, K, V], [middle, H, K, K] or less
         sums, transitions = self.scan.summarise(inputs, before.summarised, segments.middle)
-        states = self._combined(before, sums, transitions, after=False)
-        return states, transitions
+        return self._combined(before, sums, transitions, after=False), transitions
 
-    def to_keep(self, states: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the states before those segments that continue others, [n, H, K, V], of states
-        before all segments; all others are zero."""
-        steps = self._neighbours_before.steps
-        if states is None or not steps:
+    def spread(self, taken: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the states before all segments [segments, H, K, V], or None for zeros. taken: of
+        `taken_before`; several segments may begin with the same state."""
+        if taken is None:
             return None
-        return states.index_select(0, self.seq_ctx.programs.index(steps[0][0]))
-
-    def from_kept(self, kept: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the states before all segments from those that `to_keep` has returned."""
-        if kept is None:
-            return None
-        segments = len(self.seq_ctx.programs.parts.segments().lengths)
-        states = kept.new_zeros(segments, *kept.shape[1:])
-        index = self.seq_ctx.programs.index(self._neighbours_before.steps[0][0])
-        return states.index_copy_(0, index, kept)
-
-    @property
-    def _neighbours_before(self) -> Neighbours:
-        return self.seq_ctx.programs.parts.segments().neighbours(after=False)
+        return self._sums(taken, self._neighbours(after=False).takes)
 
     def gradients_after(
         self, dout: torch.Tensor, inputs: Tensors, saved: Tensors, transitions: torch.Tensor
     ) -> torch.Tensor | None:
         """Return gradients of the states after all segments [segments, H, K, V], or None."""
-        segments = self.seq_ctx.programs.parts.segments()
-        after = segments.neighbours(after=True)
+        after = self._neighbours(after=True)
         sums = self.scan.summarise_backward(dout, inputs, saved, after.summarised)
-        return self._combined(after, sums, transitions, after=True)
+        taken = self._combined(after, sums, transitions, after=True)
+        return None if taken is None else self._sums(taken, after.takes)
+
+    def _neighbours(self, *, after: bool) -> Neighbours:
+        return self.seq_ctx.programs.parts.segments().neighbours(after=after)
 
     def _combined(
         self,
@@ -135,35 +126,63 @@ class _Run(NamedTuple):
         after: bool,
     ) -> torch.Tensor | None:
         """Exchange summaries and combine them: sums [summarised, H, K, V] and transitions [m, H,
-        ...] -> [segments, H, K, V]; None where no segment takes any."""
-        segments = self.seq_ctx.programs.parts.segments()
-        index = self.seq_ctx.programs.index
-        shape = sums.shape[1:]  # H, K, V
-        transition_shape = transitions.shape[1:]
-        # 1. one row for each summarised segment: [n, numbers of a transition + of a state]
-        flat = transitions.flatten(1)
-        rows = sums.new_zeros(len(sums), flat.shape[1] + shape.numel())
-        if segments.middle:
-            rows[:, : flat.shape[1]].index_copy_(0, index(neighbours.middle), flat)
-        rows[:, flat.shape[1] :] = sums.flatten(1)
-
-        # 2. with those of other ranks: [n + received, numbers]
+        ...] -> what segments of this rank take, [n, H, K, V]; None where no segment takes any."""
+        # 1. with those of other ranks: [summarised + received, H, ...]
         if neighbours.messages:
-            what = SUMMARIES_AFTER if after else SUMMARIES_BEFORE
-            rows = torch.cat((rows, exchange(what, rows, self.seq_ctx)))
-
-        # 3. the farthest one first
-        if not neighbours.steps:
+            sums, transitions = self._exchanged(neighbours, sums, transitions, after=after)
+        if not neighbours.takes.given.tokens:
             return None
+
+        # 2. from summaries to results, in place, the farthest first
+        results = self._chosen(sums, neighbours.results)  # [results, H, K, V]
+        applied = self._chosen(transitions, neighbours.transitions)
         apply = apply_transposed if after else apply_transition
-        states = sums.new_zeros(len(segments.lengths), *shape)
-        for takers, taken in neighbours.steps:
-            summaries = rows.index_select(0, index(taken))
-            transition = summaries[:, : flat.shape[1]].view(-1, *transition_shape)
-            state = states.index_select(0, index(takers))  # [takers, H, K, V]
-            added = summaries[:, flat.shape[1] :].view(-1, *shape)
-            states.index_copy_(0, index(takers), apply(transition, state) + added)
-        return states
+        for level in neighbours.levels:
+            states = self._sums(results, level.link)  # [n, H, K, V]
+            of_level = applied[level.transition : level.transition + len(states)]
+            results[level.start : level.start + len(states)] += apply(of_level, states)
+        return results.index_select(0, self.seq_ctx.programs.index(neighbours.taken))
+
+    def _exchanged(
+        self,
+        neighbours: Neighbours,
+        sums: torch.Tensor,
+        transitions: torch.Tensor,
+        *,
+        after: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exchange summaries: sums [summarised, H, K, V] and transitions [m, H, ...] -> those of
+        [summarised | received]. A segment that others do not stand on both sides of has no
+        transition: zeros."""
+        # one row for each summarised segment: [n, numbers of a transition + of a state]
+        flat = transitions.flatten(1)
+        columns = flat.shape[1]
+        rows = sums.new_zeros(len(sums), columns + sums[0:0].flatten(1).shape[1])
+        if len(flat):
+            index = self.seq_ctx.programs.index(neighbours.middle)
+            rows[:, :columns].index_copy_(0, index, flat)
+        rows[:, columns:] = sums.flatten(1)
+        what = SUMMARIES_AFTER if after else SUMMARIES_BEFORE
+        rows = torch.cat((rows, exchange(what, rows, self.seq_ctx)))
+        return (
+            rows[:, columns:].view(-1, *sums.shape[1:]),
+            rows[:, :columns].view(-1, *transitions.shape[1:]),
+        )
+
+    def _chosen(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Return some rows of x, [t, ...] -> [n, ...]: a view where they stand together."""
+        if rows.start is not None:
+            return x[rows.start : rows.start + rows.tokens]
+        assert rows.array is not None, "rows of this rank have places"
+        return x.index_select(0, self.seq_ctx.programs.index(rows.array))
+
+    def _sums(self, states: torch.Tensor, link: Link) -> torch.Tensor:
+        """Return the sums of states that a link names: [t, H, K, V] -> [takers, H, K, V]."""
+        given = self._chosen(states, link.given)
+        if link.places is None:
+            return given
+        sums = states.new_zeros(link.takers, *states.shape[1:])
+        return sums.index_add_(0, self.seq_ctx.programs.index(link.places), given)
 
 
 class _Scan(torch.autograd.Function):
@@ -177,18 +196,19 @@ class _Scan(torch.autograd.Function):
         if run.region is not None and store is not None:
             kept = store.take(run.region)
         if kept is None:
-            states, transitions = run.states_before(inputs)
+            taken, transitions = run.taken_before(inputs)
+            states = run.first_state() if transitions is None else run.spread(taken)
             out, finals, saved = run.scan.forward(inputs, states)
             out = out.to(run.dtype)
             if run.carrying is not None:
                 run.carrying.store(finals[0].clone())
             if run.region is not None and store is not None:
-                keep = (transitions, run.to_keep(states))
+                keep = (transitions, taken)
                 kept = Kept.of(out, [x for x in keep if x is not None])
         else:
-            transitions, of_some = (*kept.others(), None, None)[:2]
+            transitions, taken = (*kept.others(), None, None)[:2]
             out = kept.out
-            saved = run.scan.resume(inputs, run.from_kept(of_some))
+            saved = run.scan.resume(inputs, run.spread(taken))
         if run.region is not None and store is not None and not run.region.replays:
             assert kept is not None, "a first run keeps its result"
             store.put(run.region, kept)

@@ -1,0 +1,209 @@
+"""Recurrent layers over units of rows with shared prefixes, against the recurrence of every row by
+itself, token by token, in float64: every kind, every strategy, trees of several depths."""
+
+import functools
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hf_flexseq.attention import SequenceContext, recurrent
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.plan.shard import make_shard
+from tests.attention.group import CPU, nodes_of, own_rows
+from tests.attention.recurrent import stepwise
+from tests.attention.test_units import SHARED, TREES, group_of, tree, units_of
+from tests.ranks import join, run_ranks, run_threads
+
+HEADS, KEY_HEADS, KEYS, VALUES = 4, 2, 5, 3
+CHANNELS = 6
+ALL = {
+    **TREES,
+    "chunks of 64": tree((-1, 70), (0, 1), (0, 130), (2, 3), (2, 65)),
+    "short nodes": tree((-1, 1), (0, 1), (1, 2), (2, 1), (2, 1), (1, 1), (0, 2), ends=[0, 3, 3]),
+    "one branch after another": tree(*[(i - 1, 4) for i in range(5)], (0, 1), ends=range(5)),
+}
+# by kind: what every token has, what all tokens share
+KINDS = {
+    "convolution": ({"x": (CHANNELS,)}, {"weight": (CHANNELS, 4), "bias": (CHANNELS,)}),
+    "wide convolution": ({"x": (CHANNELS,)}, {"weight": (CHANNELS, 9)}),
+    "gated delta": (
+        {
+            "q": (KEY_HEADS, KEYS),
+            "k": (KEY_HEADS, KEYS),
+            "v": (HEADS, VALUES),
+            "g": (HEADS,),
+            "beta": (HEADS,),
+        },
+        {},
+    ),
+    "kimi delta": (
+        {
+            "q": (HEADS, KEYS),
+            "k": (HEADS, KEYS),
+            "v": (HEADS, VALUES),
+            "g": (HEADS, KEYS),
+            "beta": (HEADS,),
+        },
+        {},
+    ),
+    "mamba2": (
+        {"x": (HEADS, VALUES), "dt": (HEADS,), "B": (KEY_HEADS, KEYS), "C": (KEY_HEADS, KEYS)},
+        {"A": (HEADS,), "D": (HEADS,), "dt_bias": (HEADS,)},
+    ),
+}
+ACROSS_RANKS = {
+    "convolution": recurrent.causal_convolution,
+    "wide convolution": recurrent.causal_convolution,
+    "gated delta": recurrent.gated_delta_rule,
+    "kimi delta": recurrent.kimi_delta_rule,
+    "mamba2": recurrent.mamba2_scan,
+}
+
+
+def drawn(seed, shapes, tokens=()):
+    generator = torch.Generator().manual_seed(seed)
+    options = {"generator": generator, "dtype": torch.float64}
+    return [torch.randn(*tokens, *shape, **options) for shape in shapes.values()]
+
+
+def computed(kind, tensors, shared, seq_ctx=None):
+    """The output [tokens, ...] of a layer across ranks, or token by token without a context."""
+    of_tokens, of_all = KINDS[kind]
+    x = dict(zip(of_tokens, tensors, strict=True))
+    x |= zip(of_all, shared, strict=True)
+    across = [] if seq_ctx is None else [seq_ctx]
+    if "convolution" in kind:
+        compute = ACROSS_RANKS[kind] if across else stepwise.convolution
+        return compute(x["x"], x["weight"], x.get("bias"), *across)
+    if kind == "mamba2":
+        compute = ACROSS_RANKS[kind] if across else stepwise.mamba2
+        given = [x["x"], x["dt"], -x["A"].exp(), x["B"], x["C"]]
+        options = {"dt_bias": x["dt_bias"], "dt_softplus": True, "dt_limit": (0.01, 2.0)}
+        return compute(*given, *across, D=x["D"], **options)
+    compute = ACROSS_RANKS[kind] if across else stepwise.delta_rule
+    given = [x["q"], x["k"], x["v"], -0.3 * x["g"].exp(), x["beta"].sigmoid()]
+    return compute(*given, *across, l2norm=True)
+
+
+def out_shape(kind):
+    return (CHANNELS,) if "convolution" in kind else (HEADS, VALUES)
+
+
+@functools.cache
+def given(kind, names):
+    """By sequence id what is held, dout last; None of rows inside of units."""
+    shapes = {**KINDS[kind][0], "dout": out_shape(kind)}
+    return [drawn(i, shapes, (n,)) if n else None for i, n in enumerate(units_of(names)[1])]
+
+
+@functools.cache
+def wanted(kind, names):
+    """By sequence id the output and the gradients of what is held, from every row by itself; and
+    the gradients of what all tokens share. A shared token's dout counts once for all rows."""
+    units, lengths, _ = units_of(names)
+    by_id = {unit.sequence: unit for unit in units}
+    shared = [x.requires_grad_() for x in drawn(99, KINDS[kind][1])]
+    found = []
+    for sequence, tensors in enumerate(given(kind, names)):
+        if tensors is None:
+            found.append(None)
+            continue
+        *tensors, dout = tensors
+        tensors = [x.clone().requires_grad_() for x in tensors]
+        out = torch.zeros_like(dout)
+        seen = torch.zeros(lengths[sequence], dtype=torch.bool)
+        paths = [torch.arange(lengths[sequence])]
+        if sequence in by_id:
+            layout = by_id[sequence].layout
+            paths = []
+            for _, last in by_id[sequence].rows:
+                ranges = layout.ranges(last, 0, layout.ends[last])
+                paths.append(torch.cat([torch.arange(*one) for one in ranges]))
+        total = torch.zeros((), dtype=torch.float64)
+        for path in paths:
+            of_row = computed(kind, [x[path] for x in tensors], shared)
+            new = ~seen[path]
+            seen[path] = True
+            out[path[new]] = of_row[new].detach()
+            total = total + (of_row[new] * dout[path[new]]).sum()
+        assert seen.all()
+        total.backward()
+        found.append([out, *(x.grad for x in tensors)])
+    return found, [x.grad for x in shared]
+
+
+def run_case(rank, world_size, strategies, cases):
+    communicator = join(nodes_of(world_size))
+    found = {}
+    for number, (kind, names) in enumerate(cases):
+        for place, strategy in enumerate(strategies):
+            ranks = [rank] if strategy == "local" else range(world_size)
+            micro_batch, lengths = group_of(names, ranks, strategy)
+            shard = make_shard(micro_batch, lengths, rank)
+            kernel = choose_kernel(CPU, torch.float64, KEYS)
+            keeps = (number + place) % 3 > 0
+            seq_ctx = SequenceContext(
+                shard, communicator, kernel, CPU, save_attention_output=keeps
+            )
+            *tensors, dout = own_rows(given(kind, names), shard)
+            tensors = [x.requires_grad_() for x in tensors]
+            shared = [x.requires_grad_() for x in drawn(99, KINDS[kind][1])]
+
+            def run(*tensors, kind=kind, shared=shared, seq_ctx=seq_ctx):
+                return computed(kind, [x * 1 for x in tensors], shared, seq_ctx)
+
+            if (number + place) % 2:
+                out = checkpoint(run, *tensors, use_reentrant=False)
+            else:
+                out = run(*tensors)
+            out.backward(dout)
+            by_sequence, _ = wanted(kind, names)
+            results = [out.detach(), *(x.grad for x in tensors)]
+            errors = [
+                float((x - y).abs().max()) if x.numel() else 0.0
+                for x, y in zip(results, own_rows(by_sequence, shard), strict=True)
+            ]
+            found[strategy, kind, names] = (max(errors), [x.grad.tolist() for x in shared])
+    return found
+
+
+def assert_exact(by_rank, *, alone=False):
+    worst = {}
+    for case in by_rank[0]:
+        errors = [found[case][0] for found in by_rank]
+        for number, exact in enumerate(wanted(*case[1:])[1]):
+            parts = [
+                torch.tensor(found[case][1][number], dtype=torch.float64) for found in by_rank
+            ]
+            total = parts[0] if alone else sum(parts)
+            errors.append(float((total - exact).abs().max()))
+        worst[case] = max(errors)
+    assert {case: error for case, error in worst.items() if not error <= 1e-10} == {}
+
+
+TOGETHER = tuple(ALL)
+CASES = [(kind, TOGETHER) for kind in KINDS]
+ONE_BY_ONE = [(kind, (name,)) for kind in ("convolution", "gated delta") for name in ALL]
+
+
+@pytest.fixture(autouse=True)
+def trees(monkeypatch):
+    for name, made in ALL.items():
+        monkeypatch.setitem(TREES, name, made)
+
+
+def test_units_are_exact_on_one_rank():
+    cases = [*CASES, *ONE_BY_ONE]
+    assert_exact(run_threads(run_case, 1, ["local"], cases, seconds=100), alone=True)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_units_are_exact_under_every_strategy(world_size):
+    cases = [*CASES, *ONE_BY_ONE[world_size::3]]
+    assert_exact(run_threads(run_case, world_size, SHARED, cases, seconds=200))
+
+
+@pytest.mark.processes
+def test_units_are_exact_on_processes():
+    assert_exact(run_ranks(run_case, 2, SHARED, CASES, seconds=100))
