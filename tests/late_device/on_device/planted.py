@@ -8,7 +8,8 @@ import torch
 from hf_flexseq.kernels import choose
 from hf_flexseq.kernels.fused import TorchFused
 from hf_flexseq.program import heads, ulysses
-from tests.late_device.faults import FUSED, KINDS, layers, on_a_side_stream, wrapped
+from tests.late_device.changes import on_a_side_stream
+from tests.late_device.faults import FUSED, KINDS, layers, wrapped
 from tests.late_device.install import ops
 from tests.programs import ROOT
 
@@ -59,5 +60,6 @@ def test_the_documentation_counts_them():
 @pytest.mark.parametrize("name", FUSED)
 def test_streams_that_wait_for_each_other_are_right(monkeypatch, name):
     torch.cuda.set_sync_debug_mode("error")
-    wrapped(TorchFused, name, on_a_side_stream(before=True, after=True))(monkeypatch)
+    change = on_a_side_stream(before=True, after=True)
+    wrapped(TorchFused, name, change)(monkeypatch)
     layers(FUSED[name])()
