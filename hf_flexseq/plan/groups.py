@@ -71,10 +71,14 @@ class Group:
 
     @property
     def trees(self) -> tuple[UnitLayout | None, ...]:
-        """For each sequence the places of its nodes, None for a plain one; () without units."""
-        if not self.units:
+        """For each sequence the tree that attention goes through, None for a plain one; () where
+        all are plain, as units are whose rows are parts of their longest one."""
+        layouts = {}
+        for unit in self.units:
+            if len(unit.attended.nodes) > 1:
+                layouts[unit.sequence] = unit.attended
+        if not layouts:
             return ()
-        layouts = {unit.sequence: unit.layout for unit in self.units}
         return tuple(layouts.get(sequence) for sequence in self.sequences)
 
     @property

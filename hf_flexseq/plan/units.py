@@ -60,6 +60,12 @@ class Unit(NamedTuple):
         """Places of its nodes."""
         return layout_of(self.nodes)
 
+    @property
+    def attended(self) -> "UnitLayout":
+        """Places of its nodes where those that do not branch are one with what follows them: a
+        row that ends inside of another one is nothing to attention."""
+        return layout_of(without_single_children(self.nodes))
+
     def row_tokens(self) -> dict[int, int]:
         """Return the tokens of each row."""
         ends = self.layout.ends
@@ -183,3 +189,23 @@ class UnitLayout:
 def layout_of(nodes: tuple[Node, ...]) -> UnitLayout:
     """Return the places of nodes, which are found once."""
     return UnitLayout(nodes)
+
+
+@functools.lru_cache(maxsize=1024)
+def without_single_children(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    """Return nodes in which every node has several children or none: the same tokens."""
+    children = [0] * len(nodes)
+    for node in nodes[1:]:
+        children[node.parent] += 1
+    made: list[Node] = []
+    places: list[int] = []  # of each node among those that are made
+    for node in nodes:
+        if node.parent != ROOT and children[node.parent] == 1:
+            place = places[node.parent]
+            made[place] = made[place]._replace(tokens=made[place].tokens + node.tokens)
+        else:
+            place = len(made)
+            parent = ROOT if node.parent == ROOT else places[node.parent]
+            made.append(Node(parent, node.tokens))
+        places.append(place)
+    return tuple(made)

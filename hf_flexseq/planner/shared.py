@@ -163,11 +163,18 @@ def cut(unit: Unit, most: int) -> list[Unit]:
         return [unit]
     parts: list[Unit] = []
     members: list[tuple[int, int]] = []
-    for row in sorted(unit.rows, key=lambda row: (unit.layout.starts[row[1]], row[0])):
-        if members and restricted(unit, [*members, row]).tokens > most:
+    held: set[int] = set()  # nodes of the members
+    tokens = 0
+    for row, last in sorted(unit.rows, key=lambda row: (unit.layout.starts[row[1]], row[0])):
+        path = unit.layout.path(last)
+        further = sum(unit.nodes[node].tokens for node in path if node not in held)
+        if members and tokens + further > most:
             parts.append(restricted(unit, members))
-            members = []
-        members.append(row)
+            members, held, further = [], set(), unit.layout.ends[last]
+            tokens = 0
+        members.append((row, last))
+        held.update(path)
+        tokens += further
     return [*parts, restricted(unit, members)]
 
 

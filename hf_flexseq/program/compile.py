@@ -287,10 +287,9 @@ def _zone_attention(
     ranks = zone.group.ranks
     match zone.group.strategy:
         case "local":
-            if zone.group.units:
-                return whole_tree_zone(
-                    rows, zone.lengths, zone.group.trees, channel, tables, reach
-                )
+            trees = zone.group.trees
+            if trees:
+                return whole_tree_zone(rows, zone.lengths, trees, channel, tables, reach)
             return LocalZone(rows, zone.lengths, tables, most_runs=waits, reach=reach)
         case "ulysses":
             return ulysses_zone(zone, channel, tables, machine.device, reach)

@@ -1,13 +1,15 @@
 """Attention over units of rows with shared prefixes, where this rank has all of their tokens.
 
-    node 0 (P)   causal over itself
-    node 1 (a)   causal over itself, and all of P
-    node 2 (b)   causal over itself, and all of P
+    node 0 (P)   causal over itself              P a    causal, one sequence
+    node 1 (a)   causal, and all of P     ->     b      causal, and a query of all of P
+    node 2 (b)   causal, and all of P            c      causal, and a query of all of P
+    node 3 (c)   causal, and all of P
 
-1. One kernel call takes every node as a sequence of its own, causal; plain sequences, too.
-2. One call for each depth: all descendants of a node, which stand together behind it, are one
-   sequence of queries over the node's keys, not causal. What lies between the nodes of a depth are
-   queries without keys, and keys without queries.
+1. A node and its first child stand together, and so do that child and its own first one: such a
+   *chain* is one causal sequence. One kernel call takes all chains, and plain sequences, too.
+2. One call for each depth: all descendants of a node that are not in its chain, which stand
+   together behind it, are one sequence of queries over the node's keys, not causal. What lies
+   between the nodes of a depth are queries without keys, and keys without queries.
 3. The results of the calls about a query are merged by their log-sum-exps.
 
 So rows of one prompt with any number of answers take two calls, without a mask or a copy. The
@@ -98,25 +100,37 @@ def tree_records(
 
     lengths: tokens of each. trees: for each the places of its nodes, None for a plain one.
     """
-    of_nodes: list[int] = []
+    chains: list[int] = []  # tokens
     by_depth: dict[int, list[tuple[Range, Range]]] = defaultdict(list)  # (queries, keys)
     offset = 0
     for length, tree in zip(lengths, trees, strict=True):
         if tree is None:
-            of_nodes.append(length)
+            chains.append(length)
             offset += length
             continue
+        chain_stops = _chain_stops(tree)
         for node, (start, stop) in enumerate(zip(tree.starts, tree.stops, strict=True)):
-            of_nodes.append(stop - start)
-            if tree.subtree_stops[node] > stop:
-                queries = (offset + stop, offset + tree.subtree_stops[node])
-                by_depth[tree.depths[node]].append((queries, (offset + start, offset + stop)))
+            if node == 0 or tree.nodes[node].parent != node - 1:  # no first child
+                chains.append(chain_stops[node] - start)
+            queries = (chain_stops[node], tree.subtree_stops[node])
+            if queries[0] < queries[1]:
+                shifted = (offset + queries[0], offset + queries[1])
+                by_depth[tree.depths[node]].append((shifted, (offset + start, offset + stop)))
         offset += length
     everything = (0, offset)
-    records = [Record(everything, everything, tables.call(of_nodes, of_nodes, causal=True))]
+    records = [Record(everything, everything, tables.call(chains, chains, causal=True))]
     for _, pairs in sorted(by_depth.items()):
         records.append(_record_of(pairs, tables))
     return records
+
+
+def _chain_stops(tree: UnitLayout) -> list[int]:
+    """Return the token after the chain that each node is in."""
+    stops = list(tree.stops)
+    for node in range(len(stops) - 2, -1, -1):
+        if tree.nodes[node + 1].parent == node:
+            stops[node] = stops[node + 1]
+    return stops
 
 
 def _record_of(pairs: Sequence[tuple[Range, Range]], tables: Tables) -> Record:

@@ -79,14 +79,15 @@ def ulysses_zone(
     tokens = [len(part) for part in contiguous_parts(all_tokens, zone.group.degree)]
     rows = slice(0, all_tokens)
     inner: Attention = LocalZone(rows, zone.lengths, tables, reach=reach)
-    if zone.group.units:
-        inner = whole_tree_zone(rows, zone.lengths, zone.group.trees, channel, tables, reach)
+    trees = zone.group.trees
+    if trees:
+        inner = whole_tree_zone(rows, zone.lengths, trees, channel, tables, reach)
     return UlyssesZone(
         rows=slice(zone.start, zone.stop),
         exchange=HeadExchange(channel, zone.group.ranks, zone.index, tokens),
         inner=inner,
         pieces_per_head=pieces_per_head(zone.lengths, device),
-        wide=bool(zone.group.units),
+        wide=bool(trees),
     )
 
 

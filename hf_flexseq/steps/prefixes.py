@@ -172,30 +172,16 @@ class _Branch:
     rows: list[int] = field(default_factory=list)
     """Rows that end here."""
 
-    def all_rows(self) -> list[int]:
-        rows = list(self.rows)
-        for child in self.children:
-            rows += child.all_rows()
-        return rows
-
 
 def units_of(rows: Mapping[int, RowTokens], *, shortest: int = SHORTEST) -> list[Unit]:
     """Return the units of rows that share `shortest` tokens or more, by their first rows; nodes
     that branch again have as many tokens, too. rows: by id."""
     roots: list[_Branch] = []
-    for row in sorted(rows):
+    # The longest rows first: a row that is the beginning of others is compared with few nodes.
+    for row in sorted(rows, key=lambda row: (-len(rows[row].labels), row)):
         _insert(roots, row, rows[row])
-    units = []
-    pending = roots
-    while pending:
-        root = pending.pop()
-        if root.children and len(root.keys) < shortest:
-            pending += _without(root)
-            continue
-        _dissolve_short(root, shortest)
-        if len(root.all_rows()) > 1:
-            units.append(_unit(root))
-    return sorted(units, key=lambda unit: unit.sequence)
+    units = [_unit(root) for root in _long_enough(roots, shortest)]
+    return sorted((unit for unit in units if len(unit.rows) > 1), key=lambda one: one.sequence)
 
 
 def _insert(siblings: list[_Branch], row: int, tokens: RowTokens) -> None:
@@ -249,30 +235,42 @@ def _without(branch: _Branch) -> list[_Branch]:
     return made
 
 
-def _dissolve_short(branch: _Branch, shortest: int) -> None:
-    """Dissolve the branches below this one that branch again after few tokens."""
-    pending = branch.children
-    branch.children = []
+def _long_enough(branches: Sequence[_Branch], shortest: int) -> list[_Branch]:
+    """Return the trees of the same rows without branches that several rows go through for fewer
+    than `shortest` tokens."""
+    roots: list[_Branch] = []
+    pending = [(branch, roots) for branch in branches]  # and the list that it belongs in
     while pending:
-        child = pending.pop()
-        if len(child.keys) < shortest and (child.children or len(child.rows) > 1):
-            pending += _without(child)
+        branch, siblings = pending.pop()
+        if len(branch.labels) < shortest and (branch.children or len(branch.rows) > 1):
+            pending += [(one, siblings) for one in _without(branch)]
             continue
-        _dissolve_short(child, shortest)
-        branch.children.append(child)
+        siblings.append(branch)
+        children, branch.children = branch.children, []
+        pending += [(child, branch.children) for child in children]
+    return roots
 
 
 def _unit(root: _Branch) -> Unit:
-    """Return a tree as a unit, children by their first rows."""
+    """Return a tree as a unit. Of the children of a node the one with the most tokens below it is
+    the first, since attention takes it together with the node."""
+    order = [root]  # parents before their children
+    for branch in order:
+        order += branch.children
+    tokens: dict[int, int] = {}  # below each branch, by its identity
+    first_rows: dict[int, int] = {}
+    for branch in reversed(order):
+        tokens[id(branch)] = len(branch.labels) + sum(tokens[id(one)] for one in branch.children)
+        below = [first_rows[id(one)] for one in branch.children]
+        first_rows[id(branch)] = min(branch.rows + below)
     nodes: list[Node] = []
     rows: list[tuple[int, int]] = []
-
-    def add(branch: _Branch, parent: int) -> None:
+    pending = [(root, ROOT)]
+    while pending:
+        branch, parent = pending.pop()
         place = len(nodes)
         nodes.append(Node(parent, len(branch.labels)))
-        rows.extend((row, place) for row in branch.rows)
-        for child in sorted(branch.children, key=lambda one: min(one.all_rows())):
-            add(child, place)
-
-    add(root, ROOT)
+        rows += [(row, place) for row in branch.rows]
+        later = sorted(branch.children, key=lambda one: (tokens[id(one)], -first_rows[id(one)]))
+        pending += [(child, place) for child in later]
     return Unit(tuple(nodes), tuple(sorted(rows)))

@@ -76,6 +76,25 @@ def test_a_short_node_that_branches_again_is_dissolved():
     assert nodes == (Node(-1, 19), *[Node(0, 6)] * 3, Node(0, 3))
 
 
+def test_the_child_with_the_most_tokens_below_it_comes_first():
+    prompt = list(range(20))
+    rows = [row_tokens([*prompt, *[i] * (3 + i)]) for i in (1, 2)]
+    nodes, ends = unit_of(*rows)
+    # both answers have the last token of the prompt, whose targets differ
+    assert nodes == (Node(-1, 19), Node(0, 6), Node(0, 5))
+    assert ends == [2, 1]
+
+
+def test_an_agent_of_many_calls_is_one_long_sequence_to_attention():
+    calls, tokens = 2000, 16  # deeper than Python's stack
+    ids = np.arange(calls * tokens).reshape(-1, 1)
+    labels = np.full(calls * tokens, NONE)
+    ends = range(tokens, len(ids) + 1, tokens)
+    (unit,) = units_of({i: RowTokens(ids[:end], labels[:end]) for i, end in enumerate(ends)})
+    assert unit.nodes == tuple(Node(i - 1, tokens) for i in range(calls))
+    assert unit.attended.nodes == (Node(-1, len(ids)),)
+
+
 def test_rows_of_random_trees_are_their_paths():
     rng = random.Random(0)
     for _ in range(50):
@@ -149,5 +168,5 @@ def test_tokens_of_candidates_come_to_the_first_rank(world_size):
         assert tokens.keys[:, 1].tolist() == list(range(len(rows[i])))
         assert tokens.labels.tolist() == [*rows[i][1:], NONE]
     (unit,) = units_of(found)
-    assert unit.rows == ((0, 2), (2, 4), (4, 3))
+    assert unit.rows == ((0, 3), (2, 1), (4, 4))
     assert unit.nodes[0].tokens == 19
