@@ -205,6 +205,14 @@ def test_a_forward_that_was_replaced_before_comes_back():
     assert rotary.forward is former
 
 
+def test_a_counting_layer_that_takes_no_cache_is_refused(monkeypatch):
+    model = make_model("Llama4")
+    attention = model.model.layers[0].self_attn
+    monkeypatch.setattr(attention, "forward", lambda hidden_states, **kwargs: None)
+    with refused("Llama4TextAttention takes none of cache, past_key_values"):
+        attach_positions(model)
+
+
 @pytest.mark.parametrize(("family", "column"), [("Llama", LENGTHS), ("Llama4", INDICES)])
 def test_an_attached_model_and_its_copy_outside_of_a_training(family, column):
     model = make_model(family).eval()

@@ -144,7 +144,8 @@ def make_model(family, **others):
     kind = getattr(transformers, family.split()[0] + "ForCausalLM")
     torch.manual_seed(0)
     config = kind.config_class(**{**SIZES, **FAMILIES[family], **others})
-    return kind._from_config(config, dtype=torch.float64, experts_implementation="eager").train()
+    model = kind._from_config(config, dtype=torch.float64, experts_implementation="eager")
+    return model.to(torch.float64).train()  # some routers' weights are in float32
 
 
 @pytest.fixture

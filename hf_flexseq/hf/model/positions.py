@@ -16,6 +16,7 @@ number is theirs.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -29,7 +30,7 @@ from hf_flexseq.hf.model.trial import Count
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 
 # Modules that count positions with the help of a cache, which can tell them where they are:
-# `torch.arange(tokens) + past_key_values.get_seq_length(layer)`.
+# `torch.arange(tokens) + cache.get_seq_length(layer)`.
 _TOLD_BY_CACHE = ("transformers.models.llama4.modeling_llama4.Llama4TextAttention",)
 
 # Modules with a table of positions, whose rows they number with `arange` and find by
@@ -242,11 +243,23 @@ class _RowRotary:
 # ---- 2. layers that count
 
 
+_CACHE_KEYWORDS = ("cache", "past_key_values")  # the second before transformers 5.24
+
+
 class _ToldAttention:
     """An attention layer that gets its tokens' indices from a cache."""
 
     def __init__(self, attention: nn.Module) -> None:
+        """Raises NotImplementedError for a layer that takes a cache under no name known here."""
         self._attention = attention
+        taken = inspect.signature(attention.forward).parameters
+        names = [name for name in _CACHE_KEYWORDS if name in taken]
+        if not names:
+            raise NotImplementedError(
+                f"{type(attention).__name__} takes none of {', '.join(_CACHE_KEYWORDS)}, so it "
+                "cannot be told the positions that it counts"
+            )
+        self._keyword = names[0]
         self._forward = _InstanceForward(attention, self._told_forward)
 
     def detach(self) -> None:
@@ -257,7 +270,7 @@ class _ToldAttention:
         """Call the layer's forward with a cache of no keys, which knows the indices."""
         indices = kwargs.pop(INDICES, None)  # [1, tokens]
         if indices is not None:
-            kwargs["past_key_values"] = _IndexCache(indices[0])
+            kwargs[self._keyword] = _IndexCache(indices[0])
         elif kwargs.get("seq_ctx") is not None:
             raise _missing_column(self._attention, INDICES)
         return self._forward.own(*args, **kwargs)

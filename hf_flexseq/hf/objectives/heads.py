@@ -275,9 +275,9 @@ class _WithLogits:
         self._model = model
         self.score = nn.Identity()
         self.dropout = nn.Identity()
-        outputs = SimpleNamespace(
-            last_hidden_state=logits, past_key_values=None, hidden_states=None, attentions=None
-        )
+        # transformers calls its cache `past_key_values` before 5.24
+        nothing = dict.fromkeys(("cache", "past_key_values", "hidden_states", "attentions"))
+        outputs = SimpleNamespace(last_hidden_state=logits, **nothing)
         setattr(self, model.base_model_prefix, lambda *args, **kwargs: outputs)
 
     def __getattr__(self, name: str) -> Any:
