@@ -10,6 +10,7 @@ import torch
 import transformers
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
 from peft import PrefixTuningConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -320,7 +321,7 @@ SOFTCAP = "layer 0 asks for softcap=None, but its configuration says softcap=3.0
         ("MiniMax", LINEAR, "layers of the kinds linear_attention"),
         ("Moshi", CODES, MASK),
         ("Llama", {"attn_logit_softcapping": 3.0}, SOFTCAP),
-        ("GPTJ", {"attn_pdrop": 0.0, "rotary_dim": 4}, "does not call transformers' attention in"),
+        ("Falcon", {}, "does not call transformers' attention in"),
         ("Bloom", {}, "counts positions itself"),
         ("Doge", {}, "DogeAttention asks for a mask of its own"),
         ("DeepseekV32", {}, "layers of the kinds indexed_attention"),
@@ -473,3 +474,13 @@ def test_processes_that_accelerate_does_not_know_of(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun has it, without use_cpu=True on a CPU
     with refused("2 processes when accelerate sees 1: .* use_cpu=True", ValueError):
         check_accelerator(accelerator, FlexSeqArguments())
+
+
+def test_versions_of_deepspeed_that_train_other_weights(monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.DEEPSPEED)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"deepspeed": "0.18.9"}[name])
+    with refused("DeepSpeed 0.18.9: .*; use a newer version"):
+        check_accelerator(accelerator, FlexSeqArguments())
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"deepspeed": "0.19.0"}[name])
+    check_accelerator(accelerator, FlexSeqArguments())

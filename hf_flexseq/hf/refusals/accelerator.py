@@ -1,11 +1,12 @@
 """Accelerators that hf_flexseq refuses."""
 
+import importlib.metadata
 import os
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType, DynamoBackend, compare_versions
 
 from hf_flexseq.base.refusals import Refusal, option, refuse
 from hf_flexseq.config import FlexSeqArguments
@@ -53,6 +54,14 @@ def _backend(setup: Setup) -> str | None:
     return f"distributed_type={kind.value}" if is_other else None
 
 
+def _old_deepspeed(setup: Setup) -> str | None:
+    if setup.accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return None
+    if compare_versions("deepspeed", ">=", "0.19"):
+        return None
+    return f"DeepSpeed {importlib.metadata.version('deepspeed')}"
+
+
 def _accumulation(setup: Setup) -> str | None:
     steps = setup.accelerator.gradient_accumulation_steps
     if steps == 1 or setup.accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -86,6 +95,12 @@ ACCELERATOR: tuple[Refusal[Setup], ...] = (
         found=_backend,
         why="gradients are reduced by DDP, FSDP2 or ZeRO",
         instead="use one of these",
+    ),
+    Refusal(
+        setting="DeepSpeed before 0.19",
+        found=_old_deepspeed,
+        why="in tests its ZeRO has trained other weights than the plain Trainer",
+        instead="use a newer version",
     ),
     Refusal(
         setting="dispatch_batches=True",
