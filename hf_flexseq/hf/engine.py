@@ -271,6 +271,7 @@ class FlexSeqEngine:
         Raises FloatingPointError as `check_finite` does, a step late, and for the last step when
         no step follows it; RuntimeError when the loop continues without a step's backward.
         """
+        self._check_attached()
         if self.executor.keeps_own_loss:
             self.keep_rows_apart(KEEPS_OWN_LOSS)
         with batches_on_host(dataloader):
