@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hf_flexseq.plan.rings import chunks_per_rank
 from hf_flexseq.plan.shard import Zone, contiguous_part, cuts
-from hf_flexseq.plan.units import ROOT, Node, UnitLayout, layout_of
+from hf_flexseq.plan.units import ROOT, Piece, UnitLayout
 
 
 class Segment(NamedTuple):
@@ -38,17 +38,28 @@ class Segment(NamedTuple):
 class SegmentTree:
     """The segments of one sequence. A *place* is the index of a segment in token order."""
 
-    __slots__ = ("_stops", "parents", "segments")
+    __slots__ = ("_stops", "depths", "parents", "segments", "wholes")
 
     def __init__(self, segments: Iterable[Segment], parents: Iterable[int]) -> None:
         """segments: in token order, which is depth first. parents: the place of the segment just
         before each one; `ROOT` for the first."""
         self.segments = tuple(segments)
         self.parents = tuple(parents)
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent == ROOT else depths[parent] + 1)
+        self.depths = tuple(depths)
+        """Number of segments before each."""
         stops = list(range(1, len(self.segments) + 1))
+        wholes = [True] * len(stops)
         for place in range(len(stops) - 1, 0, -1):
-            stops[self.parents[place]] = max(stops[self.parents[place]], stops[place])
+            parent = self.parents[place]
+            stops[parent] = max(stops[parent], stops[place])
+            is_one = self.segments[parent].holder == self.segments[place].holder
+            wholes[parent] = wholes[parent] and wholes[place] and is_one
         self._stops = stops
+        self.wholes = tuple(wholes)
+        """For each segment True if its rank holds all that go on from it, too."""
 
     def before(self, place: int) -> list[int]:
         """Return the places of all segments before one, the farthest first."""
@@ -65,6 +76,28 @@ class SegmentTree:
     def beside(self, place: int, *, after: bool) -> list[int] | range:
         """Return the places of all segments before one, or after it."""
         return self.after(place) if after else self.before(place)
+
+    def has_any(self, place: int, *, after: bool) -> bool:
+        """Return True if there are segments before one, or after it."""
+        return self._stops[place] > place + 1 if after else self.parents[place] != ROOT
+
+    def folded(self) -> dict[int, list[int]]:
+        """Return the places of the segments that stand for others where results of all that goes
+        on from a segment are summed, with those that each stands for.
+
+        A segment with any of another rank after it stands for itself. Of the others, those of a
+        rank that go on from the same such segment have the first of them stand for all; those
+        further on are in their results.
+        """
+        found: dict[int, list[int]] = {}
+        first_of: dict[tuple[int, int], int] = {}  # (parent, holder) -> the first place
+        for place, (segment, parent) in enumerate(zip(self.segments, self.parents, strict=True)):
+            if not self.wholes[place]:
+                found[place] = [place]
+            elif parent != ROOT and not self.wholes[parent]:
+                first = first_of.setdefault((parent, segment.holder), place)
+                found.setdefault(first, []).append(place)
+        return found
 
     def rows_before(self, place: int, rows: int) -> Iterator[tuple[int, int, int]]:
         """Yield the last `rows` tokens before a segment, fewer at the start of its sequence, the
@@ -108,14 +141,13 @@ def segments_of(zone: Zone) -> HeldSegments:
     offset = 0  # offset of the sequence in the concatenation
     units = zone.group.trees or (None,) * len(zone.lengths)
     for member, (length, unit) in enumerate(zip(zone.lengths, units, strict=True)):
-        nodes = (Node(ROOT, length),) if unit is None else unit.nodes
         if cuts_chunks:
             parts = _chunks(zone.group.strategy, zone.lengths, member, zone.group.degree)
         elif first < offset + length and offset < last:
             parts = _contiguous(offset, length, tokens, zone.group.degree)
         else:
             parts = iter(())
-        tree = _tree(parts, layout_of(nodes))
+        tree = _tree(parts, unit)
         offset += length
         for place, segment in enumerate(tree.segments):
             if segment.holder == zone.index:
@@ -126,20 +158,27 @@ def segments_of(zone: Zone) -> HeldSegments:
     return HeldSegments(trees, tuple(held))
 
 
-def _tree(parts: Iterable[Segment], unit: UnitLayout) -> SegmentTree:
+def _tree(parts: Iterable[Segment], unit: UnitLayout | None) -> SegmentTree:
     """Return the parts, in token order, cut at the nodes of a unit, without empty ones, and with
     adjacent ones of a rank and a node joined."""
     segments: list[Segment] = []
     parents: list[int] = []
     last_of: dict[int, int] = {ROOT: ROOT}  # node -> place of its last segment so far
     for part in parts:
-        for node, start, stop in unit.pieces(part.start, part.stop):
-            last = last_of.get(node, ROOT)
-            if last != ROOT and segments[last].holder == part.holder:
+        if part.start == part.stop:
+            continue
+        pieces: Iterable[Piece] = (Piece(0, part.start, part.stop),)
+        if unit is not None:
+            pieces = unit.pieces(part.start, part.stop)
+        for node, start, stop in pieces:
+            last = last_of.get(node)
+            if last is None:
+                last = last_of[ROOT if unit is None else unit.nodes[node].parent]
+            elif segments[last].holder == part.holder:
                 segments[last] = segments[last]._replace(stop=stop)
                 continue
-            parents.append(last_of[node if node in last_of else unit.nodes[node].parent])
             last_of[node] = len(segments)
+            parents.append(last)
             segments.append(Segment(part.holder, start, stop))
     return SegmentTree(segments, parents)
 

@@ -30,9 +30,9 @@ def halo_return(b: Builder, shape: RowShape, segments: RankSegments) -> Program:
 
 
 def summaries(b: Builder, shape: RowShape, segments: RankSegments, *, after: bool) -> Program:
-    """Compile: summaries that others read [n, columns] -> those received [R, columns]."""
+    """Compile: rows of summaries [n, columns] -> those received [R, columns]."""
     found = segments.neighbours(after=after)
-    own = b.input((len(found.summarised), shape.columns))
+    own = b.input((found.rows.takers, shape.columns))
     tag = RECURRENT_BACKWARD if after else RECURRENT_FORWARD
     return b.program((_gather(b, found.messages, own, tag),))
 

@@ -150,6 +150,8 @@ def _first_tokens(zone: ZoneSegments, before: int) -> tuple[FirstTokens, FirstTo
     each segment of others that this rank reads, by holder. All further tokens are read, too."""
     sent: FirstTokens = defaultdict(dict)
     wanted: FirstTokens = defaultdict(dict)
+    if zone.channel.group.degree == 1:
+        return sent, wanted
     for member, tree in zone.segments.trees.items():
         for reader, segment in enumerate(tree.segments):
             for place, first, _ in tree.rows_before(reader, before):

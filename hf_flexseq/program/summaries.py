@@ -11,14 +11,20 @@ A state goes from a segment to all that go on from it, and gradients of states c
 A rank computes these for all segments before its own (forward) or after them (backward), each
 once, *level* by level: a level has the segments of one depth in the trees. In a chain a level has
 one segment, which takes what the last one gave.
+
+Of the branches of a unit only sums go to other ranks. A rank that holds a segment and all that go
+on from it computes the gradient before the segment by itself, and one row has the sum of those
+that go on from the same one (`SegmentTree.folded`). So a rank receives few rows from each other
+rank, however many branches there are.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from hf_flexseq.plan.segments import SegmentTree
 from hf_flexseq.plan.units import ROOT
 from hf_flexseq.program.instructions import Rows
 from hf_flexseq.program.tables import Tables
@@ -52,28 +58,48 @@ class Level(NamedTuple):
     """From all results to those of this level that continue others."""
 
 
+class Stage(NamedTuple):
+    """Summaries that become *results*: the state after a segment, or the gradient of the state
+    before it."""
+
+    results: Rows
+    """The summaries of these, level by level, among those that the stage is given."""
+    transitions: Rows
+    """The transitions that are applied, level by level, among those that the stage is given."""
+    levels: tuple[Level, ...]
+    """Those with results that continue others."""
+
+
 class Neighbours(NamedTuple):
     """Summaries of the segments before, or after, those of this rank."""
 
-    messages: tuple[RowMessages, ...]
-    """By group; they send rows of the summaries."""
     summarised: tuple[int, ...]
-    """This rank's segments whose summaries are read, by others or here: one row each."""
-    middle: int
-    """Number of an index array: rows of those between others, whose transition is read, too."""
+    """This rank's segments whose summaries are read, by others or here."""
+    own: Stage
+    """What they come to without other ranks: of all of them, in this order, and the transitions of
+    this rank's segments between others."""
+    rows: Link
+    """From the results of `own` to the rows that others, or `every`, read."""
+    middle: Rows
+    """The transitions that these rows have, among those of this rank's segments between others."""
+    middle_rows: int
+    """Number of an index array: the rows of these transitions."""
+    messages: tuple[RowMessages, ...]
+    """By group; they send rows."""
     received_rows: int
-    results: Rows
-    """The summaries that are read here, level by level, each a row of [summaries | received]. Each
-    becomes a *result*: the state after the segment, or the gradient of the state before it."""
-    transitions: Rows
-    """The transitions that are applied, level by level, each a row of [summaries | received];
-    where nothing is exchanged, of the transitions of this rank's segments."""
-    levels: tuple[Level, ...]
-    """Those with results that continue others."""
+    every: Stage
+    """Of [rows | received rows], with their transitions. If no messages are sent or received, with
+    those of this rank's segments between others."""
     taken: int
-    """Number of an index array: the results that this rank's segments take."""
+    """Number of an index array: the results of `every` that this rank's segments take."""
     takes: Link
     """From these to all segments of this rank."""
+    takes_own: Link
+    """From the results of `own` to all segments of this rank."""
+
+
+Key = tuple[int, SegmentKey]  # (zone, segment)
+Givers = Callable[[Key], Sequence[Key]]
 
 
 def make_neighbours(
@@ -86,147 +112,220 @@ def make_neighbours(
 ) -> Neighbours:
     """Return the summaries that a rank needs. segments: number of this rank's. middle: those of
     them with others before and after them."""
-    # 1. one row for each segment of this rank whose summary is read
-    summarised: dict[int, int] = {}  # segment -> row
-    for zone in zones:
-        for number, one in zone.numbered():
-            if zone.tree(one).beside(one.place, after=not after):
-                summarised[number] = len(summarised)
+    place_in_middle = {number: place for place, number in enumerate(middle)}
+    order = _Order(zones, after=after)
+    transitions = {key: place_in_middle.get(number, -1) for key, number in order.held.items()}
 
-    # 2. the rows of other ranks
+    # 1. the results of this rank alone
+    read = [key for key in order.held if order.is_read(key)]
+    levels = [read]
+    if any(order.own_givers(key) for key in read):
+        levels = order.levels(read, order.own_givers)
+        read = [key for level in levels for key in level]
+    own_places = {key: place for place, key in enumerate(read)}
+    own = _stage(levels, order.own_givers, own_places, transitions, tables)
+
+    # 2. the rows of this rank, and those of others
+    rows: dict[Key, int] = {}
+    ways = []
+    for key in read:
+        if order.members(key):
+            ways += [(own_places[member], len(rows)) for member in order.members(key)]
+            rows[key] = len(rows)
+    rows_link = _link(ways, len(rows), tables)
+    own_rows = len(rows)
+    with_transition = [key for key in rows if transitions[key] >= 0 and not order.is_whole(key)]
+    middle_rows = tables.constant(tuple(rows[key] for key in with_transition))
     messages = []
-    rows = len(summarised)
-    row_of: list[dict[SegmentKey, int]] = []  # by zone
-    for zone in zones:
-        made, of_zone = _exchanged(zone, summarised, rows, tables, after=after)
-        rows += sum(number for _, number in made.received)
-        row_of.append(of_zone)
+    for index in range(len(zones)):
+        made = _messages(index, order, rows, tables)
         if made.sent or made.received:
             messages.append(made)
 
-    # 3. the results that are computed here, by level
-    order = _Order(zones, after=after)
-    keys = [key for level in order.levels for key in level]
-    results = [row_of[zone][key] for zone, key in keys]
-    place_of = {key: place for place, key in enumerate(keys)}
-    levels = []
-    applied: list[int] = []  # rows of the transitions
-    start = 0
-    for level in order.levels:
-        ways = [
-            (place_of[giver], place)
-            for place, key in enumerate(level)
-            for giver in order.givers(key)
-        ]
-        takers = len({place for _, place in ways})
-        if takers:
-            link = _link(ways, takers, tables)
-            levels.append(Level(start=start, transition=len(applied), link=link))
-            applied += results[start : start + takers]
-        start += len(level)
-    if not messages:
-        place_in_middle = {summarised[segment]: place for place, segment in enumerate(middle)}
-        applied = [place_in_middle[row] for row in applied]
-
-    # 4. what each segment of this rank takes
+    # 3. the results of all rows, and what each segment of this rank takes
+    levels = order.levels(order.needed, order.givers)
+    every = _stage(levels, order.givers, rows, rows if messages else transitions, tables)
+    places = {key: place for place, key in enumerate(key for level in levels for key in level)}
     taken: dict[int, int] = {}  # result -> its place among those taken
     ways = []
-    for index, zone in enumerate(zones):
-        for number, one in zone.numbered():
-            for giver in order.givers((index, (one.member, one.place))):
-                place = taken.setdefault(place_of[giver], len(taken))
-                ways.append((place, number))
+    own_ways = []
+    for key, number in order.held.items():
+        own_ways += [(own_places[giver], number) for giver in order.own_givers(key)]
+        for giver in order.givers(key):
+            ways.append((taken.setdefault(places[giver], len(taken)), number))
     return Neighbours(
+        summarised=tuple(order.held[key] for key in read),
+        own=own,
+        rows=rows_link,
+        middle=_rows_of([transitions[key] for key in with_transition], tables),
+        middle_rows=middle_rows,
         messages=tuple(messages),
-        summarised=tuple(summarised),
-        middle=tables.constant(tuple(summarised[segment] for segment in middle)),
-        received_rows=rows - len(summarised),
-        results=tables.order(np.array(results, dtype=np.int64)),
-        transitions=tables.order(np.array(applied, dtype=np.int64)),
-        levels=tuple(levels),
+        received_rows=len(rows) - own_rows,
+        every=every,
         taken=tables.constant(tuple(taken)),
         takes=_link(ways, segments, tables),
+        takes_own=_link(own_ways, segments, tables),
     )
 
 
-def _exchanged(
-    zone: ZoneSegments, summarised: dict[int, int], rows: int, tables: Tables, *, after: bool
-) -> tuple[RowMessages, dict[SegmentKey, int]]:
-    """Return the messages of a zone's summaries, and the rows of all summaries that are read here.
-
-    summarised: the row of each of this rank's segments. rows: number of rows so far.
-    """
-    row_of: dict[SegmentKey, int] = {}
-    given: dict[int, set[SegmentKey]] = defaultdict(set)  # by reader
-    wanted: dict[int, set[SegmentKey]] = defaultdict(set)  # by holder
-    for number, one in zone.numbered():
-        key = (one.member, one.place)
-        tree = zone.tree(one)
-        if number in summarised:
-            row_of[key] = summarised[number]
-        for place in tree.beside(one.place, after=not after):
-            given[tree.segments[place].holder].add(key)
-        for place in tree.beside(one.place, after=after):
-            wanted[tree.segments[place].holder].add((one.member, place))
-
-    # 1. those that go to others
-    sent = []
-    for index, keys in sorted(given.items()):
-        if index != zone.own:
-            places = [row_of[key] for key in sorted(keys)]
-            ranges = [(place, place + 1) for place in places]
-            sent.append((zone.rank(index), tables.rows(ranges)))
-
-    # 2. those that come from others
-    arrived = []
-    for index, keys in sorted(wanted.items()):
-        if index != zone.own:
-            for key in sorted(keys):
-                row_of[key] = rows
-                rows += 1
-            arrived.append((zone.rank(index), len(keys)))
-    return RowMessages(zone.channel, "summaries of segments", tuple(sent), tuple(arrived)), row_of
-
-
-Key = tuple[int, SegmentKey]  # (zone, segment)
-
-
 class _Order:
-    """The segments whose results a rank computes, in an order in which it can."""
+    """Which results are needed, and which ones these depend on."""
 
     def __init__(self, zones: Sequence[ZoneSegments], *, after: bool) -> None:
-        self._zones = zones
+        self.zones = zones
         self._after = after
-        self._children: dict[Key, list[Key]] = defaultdict(list)
-        by_depth: dict[int, list[Key]] = defaultdict(list)
+        self.held: dict[Key, int] = {}
+        """This rank's segments of sequences that have several, with their numbers."""
+        self._members: dict[Key, list[int]] = {}  # row -> places of those that it is the sum of
+        needed: set[Key] = set()
         for index, zone in enumerate(zones):
-            needed = {
-                (one.member, place)
-                for _, one in zone.numbered()
-                for place in zone.tree(one).beside(one.place, after=after)
-            }
-            for member, place in sorted(needed):
-                tree = zone.segments.trees[member]
-                by_depth[len(tree.before(place))].append((index, (member, place)))
-                parent = (index, (member, tree.parents[place]))
-                self._children[parent].append((index, (member, place)))
-        self.levels = []
-        """The segments of each depth, those that continue others first."""
-        for _, level in sorted(by_depth.items(), reverse=after):
-            self.levels.append(sorted(level, key=lambda key: not self.givers(key)))
+            if after:
+                for member, tree in zone.segments.trees.items():
+                    for place, members in tree.folded().items():
+                        self._members[index, (member, place)] = members
+            for number, one in zone.numbered():
+                tree = zone.tree(one)
+                if len(tree.segments) == 1:
+                    continue
+                self.held[index, (one.member, one.place)] = number
+                if after and tree.wholes[one.place]:
+                    continue
+                for place in tree.beside(one.place, after=after):
+                    key = (index, (one.member, place))
+                    if not after or key in self._members:
+                        needed.add(key)
+        self.needed = sorted(needed)
+        """The rows that results are computed of, of all ranks."""
+        self._children: dict[Key, list[Key]] = defaultdict(list)
+        self._own_children: dict[Key, list[Key]] = defaultdict(list)
+        if after:
+            for key in self.needed:
+                self._children[self._parent(key)].append(key)
+            for key in self.held:
+                if self.tree(key).parents[key[1][1]] != ROOT:
+                    self._own_children[self._parent(key)].append(key)
 
-    def givers(self, key: Key) -> list[Key]:
-        """Return the segments whose results go on to one: that before it, or those after it."""
-        if self._after:
-            return self._children.get(key, [])
+    def tree(self, key: Key) -> SegmentTree:
+        """Return all segments of the sequence of one."""
+        index, (member, _) = key
+        return self.zones[index].segments.trees[member]
+
+    def _parent(self, key: Key) -> Key:
         index, (member, place) = key
-        parent = self._zones[index].segments.trees[member].parents[place]
-        return [] if parent == ROOT else [(index, (member, parent))]
+        return (index, (member, self.tree(key).parents[place]))
+
+    def is_whole(self, key: Key) -> bool:
+        """Return True if the results of all that a segment depends on are those of its rank."""
+        return self._after and self.tree(key).wholes[key[1][1]]
+
+    def is_read(self, key: Key) -> bool:
+        """Return True if results of other segments depend on that of one."""
+        return self.tree(key).has_any(key[1][1], after=not self._after)
+
+    def readers(self, key: Key) -> set[int]:
+        """Return the indices of the ranks that hold segments which depend on one."""
+        tree = self.tree(key)
+        places = tree.beside(key[1][1], after=not self._after)
+        return {tree.segments[place].holder for place in places}
+
+    def members(self, key: Key) -> list[Key]:
+        """Return the segments whose results the row of one is the sum of; none if it has no row of
+        its own."""
+        if not self._after:
+            return [key]
+        index, (member, _) = key
+        return [(index, (member, place)) for place in self._members.get(key, ())]
+
+    def givers(self, key: Key) -> Sequence[Key]:
+        """Return the rows whose results a segment continues."""
+        if self._after:
+            return () if self.is_whole(key) else self._children.get(key, ())
+        parent = self._parent(key)
+        return () if parent[1][1] == ROOT else (parent,)
+
+    def own_givers(self, key: Key) -> Sequence[Key]:
+        """Return the segments of this rank whose results one continues, without other ranks."""
+        return self._own_children.get(key, ()) if self.is_whole(key) else ()
+
+    def levels(self, keys: Collection[Key], givers: Givers) -> list[list[Key]]:
+        """Return segments by depth, in the order in which results can be computed; of each depth
+        those that continue others first."""
+        by_depth: dict[int, list[Key]] = defaultdict(list)
+        for key in keys:
+            by_depth[self.tree(key).depths[key[1][1]]].append(key)
+        levels = []
+        for _, level in sorted(by_depth.items(), reverse=self._after):
+            levels.append(sorted(level, key=lambda key: not givers(key)))
+        return levels
+
+
+def _stage(
+    levels: Sequence[Sequence[Key]],
+    givers: Givers,
+    rows: Mapping[Key, int],
+    transitions: Mapping[Key, int],
+    tables: Tables,
+) -> Stage:
+    """Return the stage of these results. rows, transitions: where the summary and the transition
+    of each stand among those that the stage is given."""
+    keys = [key for level in levels for key in level]
+    places = {key: place for place, key in enumerate(keys)}
+    made = []
+    applied: list[int] = []
+    start = 0
+    for level in levels:
+        continuing = [key for key in level if givers(key)]
+        ways = [
+            (places[giver], place) for place, key in enumerate(continuing) for giver in givers(key)
+        ]
+        if continuing:
+            link = _link(ways, len(continuing), tables)
+            made.append(Level(start=start, transition=len(applied), link=link))
+            applied += [transitions[key] for key in continuing]
+        start += len(level)
+    return Stage(
+        results=_rows_of([rows[key] for key in keys], tables),
+        transitions=_rows_of(applied, tables),
+        levels=tuple(made),
+    )
+
+
+def _messages(index: int, order: _Order, rows: dict[Key, int], tables: Tables) -> RowMessages:
+    """Return the messages of a zone's rows, and add those of others to `rows`."""
+    zone = order.zones[index]
+    # 1. the rows that go to others: to all before, or behind, what they are about
+    given: dict[int, list[Key]] = defaultdict(list)  # by reader
+    for key in rows:
+        if key[0] == index and key in order.held:
+            for holder in order.readers(key) - {zone.own}:
+                given[holder].append(key)
+    sent = []
+    for holder, keys in sorted(given.items()):
+        ranges = [(rows[key], rows[key] + 1) for key in sorted(keys)]
+        sent.append((zone.rank(holder), tables.rows(ranges)))
+
+    # 2. those that come from others
+    wanted: dict[int, list[Key]] = defaultdict(list)  # by holder
+    for key in order.needed:
+        holder = zone.segment(key[1]).holder if key[0] == index else zone.own
+        if holder != zone.own:
+            wanted[holder].append(key)
+    received = []
+    for holder, keys in sorted(wanted.items()):
+        for key in keys:
+            rows[key] = len(rows)
+        received.append((zone.rank(holder), len(keys)))
+    return RowMessages(zone.channel, "summaries of segments", tuple(sent), tuple(received))
+
+
+def _rows_of(numbers: Sequence[int], tables: Tables) -> Rows:
+    """Return rows by their numbers."""
+    return tables.order(np.array(numbers, dtype=np.int64))
 
 
 def _link(ways: Sequence[tuple[int, int]], takers: int, tables: Tables) -> Link:
-    """Return the link of pairs (what is given, who takes it), by ascending taker."""
-    given = tables.order(np.array([way[0] for way in ways], dtype=np.int64))
+    """Return the link of pairs (what is given, who takes it)."""
+    given = _rows_of([way[0] for way in ways], tables)
     places = [way[1] for way in ways]
     if places == list(range(takers)):
         return Link(given, None, takers)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hf_flexseq.plan.segments import HeldSegment, HeldSegments, Segment, SegmentTree
-from hf_flexseq.plan.units import ROOT
 from hf_flexseq.program.exchange import Channel, Label
 from hf_flexseq.program.instructions import Rows
 
@@ -65,6 +64,6 @@ class ZoneSegments(NamedTuple):
         found = []
         for number, one in self.numbered():
             tree = self.tree(one)
-            if tree.parents[one.place] != ROOT and tree.after(one.place):
+            if all(tree.has_any(one.place, after=after) for after in (False, True)):
                 found.append(number)
         return found

@@ -84,6 +84,7 @@ def check_paths(tree, length, units, sequence):
         path = [tree.segments[i] for i in [*tree.before(place), place]]
         tokens = [t for segment in path for t in range(segment.start, segment.stop)]
         assert tokens == [t for first, last in ranges for t in range(first, last)]
+    check_folded(tree)
     for place, segment in enumerate(tree.segments):
         parent = tree.parents[place]
         assert all(place in tree.after(above) for above in tree.before(place))
@@ -92,6 +93,43 @@ def check_paths(tree, length, units, sequence):
             # within a node ranks alternate
             assert tree.segments[parent].stop == segment.start
             assert tree.segments[parent].holder != segment.holder
+
+
+def check_folded(tree):
+    """What goes on from any segment is there once, itself or in what it is folded into; and one
+    rank has all that is folded."""
+    folded = tree.folded()
+    holders = [segment.holder for segment in tree.segments]
+    has_all = [
+        {holders[below] for below in tree.after(place)} <= {holders[place]}
+        for place in range(len(holders))
+    ]
+    assert list(tree.wholes) == has_all
+    for first, members in folded.items():
+        parents = {tree.parents[place] for place in members}
+        assert first == members[0]
+        assert {holders[place] for place in members} == {holders[first]}
+        assert len(parents) == 1
+        assert members == [first] or all(has_all[place] for place in members)
+        assert not any(has_all[place] for place in parents - {ROOT})
+    for place, is_whole in enumerate(has_all):
+        if is_whole:
+            continue
+        parts = [one for below in tree.after(place) for one in folded.get(below, ())]
+        swallowed = {below for one in parts if has_all[one] for below in tree.after(one)}
+        assert len(parts) == len(set(parts))
+        assert set(parts) | swallowed == set(tree.after(place))
+        assert not set(parts) & swallowed
+
+
+def test_branches_of_a_rank_are_folded_into_the_first():
+    #  0 [0, 2) - 1 [2, 3)
+    #           - 1 [3, 9) - 1 [9, 10)
+    #           - 0 [10, 11)
+    segments = [Segment(0, 0, 2), Segment(1, 2, 3), Segment(1, 3, 9), Segment(1, 9, 10)]
+    tree = SegmentTree([*segments, Segment(0, 10, 11)], [ROOT, 0, 0, 2, 0])
+    assert tree.wholes == (False, True, True, True, True)
+    assert tree.folded() == {0: [0], 1: [1, 2], 4: [4]}
 
 
 def test_chunks_of_a_rank_that_follow_each_other_are_one_segment():

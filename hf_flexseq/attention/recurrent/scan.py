@@ -26,6 +26,7 @@ chunkwise backend, for any segments of any sequences instead of one slice per ra
 prefix scan in log2(d) rounds, which gathers less only for dozens of ranks, and waits more often.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ from hf_flexseq.attention.remat import Kept, Region, kept_region
 from hf_flexseq.kernels.scans import Scan, Tensors, apply_transition, apply_transposed
 from hf_flexseq.program.compile import SUMMARIES_AFTER, SUMMARIES_BEFORE
 from hf_flexseq.program.instructions import Rows
-from hf_flexseq.program.summaries import Link, Neighbours
+from hf_flexseq.program.summaries import Link, Neighbours, Stage
 
 
 def run_scan(
@@ -96,7 +97,10 @@ class _Run(NamedTuple):
             return None, None
         # [summarised, H, K, V], [middle, H, K, K] or less
         sums, transitions = self.scan.summarise(inputs, before.summarised, segments.middle)
-        return self._combined(before, sums, transitions, after=False), transitions
+        results = self._with_others(before, sums, transitions, after=False)
+        if not before.takes.given.tokens:
+            return None, transitions
+        return results.index_select(0, self.seq_ctx.programs.index(before.taken)), transitions
 
     def spread(self, taken: torch.Tensor | None) -> torch.Tensor | None:
         """Return the states before all segments [segments, H, K, V], or None for zeros. taken: of
@@ -111,58 +115,65 @@ class _Run(NamedTuple):
         """Return gradients of the states after all segments [segments, H, K, V], or None."""
         after = self._neighbours(after=True)
         sums = self.scan.summarise_backward(dout, inputs, saved, after.summarised)
-        taken = self._combined(after, sums, transitions, after=True)
-        return None if taken is None else self._sums(taken, after.takes)
+        own = self._results(after.own, sums, transitions, apply_transposed)
+        results = self._with_others(after, own, transitions, after=True)
+        grads = None
+        if after.takes_own.given.tokens:
+            grads = self._sums(own, after.takes_own)
+        if after.takes.given.tokens:
+            taken = results.index_select(0, self.seq_ctx.programs.index(after.taken))
+            of_others = self._sums(taken, after.takes)
+            grads = of_others if grads is None else grads + of_others
+        return grads
 
     def _neighbours(self, *, after: bool) -> Neighbours:
         return self.seq_ctx.programs.parts.segments().neighbours(after=after)
 
-    def _combined(
+    def _with_others(
+        self, neighbours: Neighbours, own: torch.Tensor, transitions: torch.Tensor, *, after: bool
+    ) -> torch.Tensor:
+        """Exchange summaries and combine them: own [summarised, H, K, V] and transitions [middle,
+        H, ...] of this rank -> the results that need those of others, too, [n, H, K, V]."""
+        rows = self._sums(own, neighbours.rows)
+        if neighbours.messages:
+            what = SUMMARIES_AFTER if after else SUMMARIES_BEFORE
+            rows, transitions = self._exchanged(what, neighbours, rows, transitions)
+        apply = apply_transposed if after else apply_transition
+        return self._results(neighbours.every, rows, transitions, apply)
+
+    def _results(
         self,
-        neighbours: Neighbours,
+        stage: Stage,
         sums: torch.Tensor,
         transitions: torch.Tensor,
-        *,
-        after: bool,
-    ) -> torch.Tensor | None:
-        """Exchange summaries and combine them: sums [summarised, H, K, V] and transitions [m, H,
-        ...] -> what segments of this rank take, [n, H, K, V]; None where no segment takes any."""
-        # 1. with those of other ranks: [summarised + received, H, ...]
-        if neighbours.messages:
-            sums, transitions = self._exchanged(neighbours, sums, transitions, after=after)
-        if not neighbours.takes.given.tokens:
-            return None
-
-        # 2. from summaries to results, in place, the farthest first
-        results = self._chosen(sums, neighbours.results)  # [results, H, K, V]
-        applied = self._chosen(transitions, neighbours.transitions)
-        apply = apply_transposed if after else apply_transition
-        for level in neighbours.levels:
-            states = self._sums(results, level.link)  # [n, H, K, V]
+        apply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the results [n, H, K, V] of a stage, which may be `sums`, changed in place."""
+        results = self._chosen(sums, stage.results)
+        applied = self._chosen(transitions, stage.transitions)
+        for level in stage.levels:
+            states = self._sums(results, level.link)
             of_level = applied[level.transition : level.transition + len(states)]
             results[level.start : level.start + len(states)] += apply(of_level, states)
-        return results.index_select(0, self.seq_ctx.programs.index(neighbours.taken))
+        return results
 
     def _exchanged(
         self,
+        what: str,
         neighbours: Neighbours,
         sums: torch.Tensor,
         transitions: torch.Tensor,
-        *,
-        after: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange summaries: sums [summarised, H, K, V] and transitions [m, H, ...] -> those of
-        [summarised | received]. A segment that others do not stand on both sides of has no
-        transition: zeros."""
-        # one row for each summarised segment: [n, numbers of a transition + of a state]
-        flat = transitions.flatten(1)
+        """Exchange rows: sums [rows, H, K, V] and transitions [middle, H, ...] -> those of [rows |
+        received rows]. Rows without a transition have zeros."""
+        # [n, numbers of a transition + of a state]
+        flat = self._chosen(transitions, neighbours.middle).flatten(1)
         columns = flat.shape[1]
-        rows = sums.new_zeros(len(sums), columns + sums[0:0].flatten(1).shape[1])
+        rows = sums.new_zeros(len(sums), columns + sums.shape[1:].numel())
         if len(flat):
-            index = self.seq_ctx.programs.index(neighbours.middle)
+            index = self.seq_ctx.programs.index(neighbours.middle_rows)
             rows[:, :columns].index_copy_(0, index, flat)
         rows[:, columns:] = sums.flatten(1)
-        what = SUMMARIES_AFTER if after else SUMMARIES_BEFORE
         rows = torch.cat((rows, exchange(what, rows, self.seq_ctx)))
         return (
             rows[:, columns:].view(-1, *sums.shape[1:]),

@@ -9,7 +9,11 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, recurrent
 from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.plan.units import Unit
+from hf_flexseq.program.segments import RankSegments
+from hf_flexseq.program.tables import Tables
 from tests.attention.group import CPU, nodes_of, own_rows
 from tests.attention.recurrent import stepwise
 from tests.attention.test_units import SHARED, TREES, group_of, tree, units_of
@@ -207,3 +211,30 @@ def test_units_are_exact_under_every_strategy(world_size):
 @pytest.mark.processes
 def test_units_are_exact_on_processes():
     assert_exact(run_ranks(run_case, 2, SHARED, CASES, seconds=100))
+
+
+# ---- what is exchanged
+
+
+@pytest.mark.parametrize(("strategy", "most"), [("ulysses", 9), ("balanced", 9), ("zigzag", 18)])
+def test_ranks_receive_sums_of_many_branches(strategy, most):
+    nodes = [(-1, 300), *[(0, 10)] * 60]
+    unit = Unit.of(nodes, [(row, row + 1) for row in range(60)])
+    group = Group(ranks=tuple(range(4)), sequences=(0,), strategy=strategy, units=(unit,))
+    received = {False: [], True: []}
+    for rank in range(4):
+        shard = make_shard(MicroBatch(groups=(group,)), [unit.tokens, *[0] * 59], rank)
+        segments = RankSegments(shard.zones, Tables())
+        for after, rows in received.items():
+            rows.append(segments.neighbours(after=after).received_rows)
+    assert 0 < max(received[False]) <= most
+    assert 0 < max(received[True]) <= most
+
+
+def test_a_plain_sequence_on_one_rank_sums_nothing_up():
+    group = Group(ranks=(0,), sequences=(0, 1), strategy="local")
+    segments = RankSegments(make_shard(MicroBatch(groups=(group,)), [9, 5], 0).zones, Tables())
+    for after in (False, True):
+        found = segments.neighbours(after=after)
+        assert not found.summarised
+        assert not found.messages
