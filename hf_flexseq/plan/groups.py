@@ -71,8 +71,8 @@ class Group:
 
     @property
     def trees(self) -> tuple[UnitLayout | None, ...]:
-        """For each sequence the tree that attention goes through, None for a plain one; () where
-        all are plain, as units are whose rows are parts of their longest one."""
+        """For each sequence the tree that attention and recurrences go through, None for a plain
+        one; () where all are plain, as units are whose rows are parts of their longest one."""
         layouts = {}
         for unit in self.units:
             if len(unit.attended.nodes) > 1:

@@ -63,7 +63,7 @@ class Unit(NamedTuple):
     @property
     def attended(self) -> "UnitLayout":
         """Places of its nodes where those that do not branch are one with what follows them: a
-        row that ends inside of another one is nothing to attention."""
+        row that ends inside of another one is nothing to attention, nor to a recurrence."""
         return layout_of(without_single_children(self.nodes))
 
     def row_tokens(self) -> dict[int, int]:

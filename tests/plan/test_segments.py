@@ -66,7 +66,7 @@ def test_segments_are_the_rows_of_their_ranks_and_every_row_goes_through_them(st
 
 
 def check_paths(tree, length, units, sequence):
-    """Every row of a sequence is the segments before its last one, and that."""
+    """Every row of a sequence is the segments before that of its last token, and that up to it."""
     assert (tree.segments[0].start, tree.segments[-1].stop) == (0, length)
     ends = {length: [(0, length)]}  # last token of a row -> the tokens of the row, as ranges
     for unit in units:
@@ -74,15 +74,14 @@ def check_paths(tree, length, units, sequence):
             layout = unit.layout
             for _, last in unit.rows:
                 ends[layout.stops[last]] = layout.ranges(last, 0, layout.ends[last])
-            starts = set(layout.starts)
+            starts = set(unit.attended.starts)
             break
     else:
         starts = {0}
-    place_of_stop = {segment.stop: place for place, segment in enumerate(tree.segments)}
     for stop, ranges in ends.items():
-        place = place_of_stop[stop]
+        (place,) = (i for i, one in enumerate(tree.segments) if one.start < stop <= one.stop)
         path = [tree.segments[i] for i in [*tree.before(place), place]]
-        tokens = [t for segment in path for t in range(segment.start, segment.stop)]
+        tokens = [t for one in path for t in range(one.start, min(one.stop, stop))]
         assert tokens == [t for first, last in ranges for t in range(first, last)]
     check_folded(tree)
     for place, segment in enumerate(tree.segments):
