@@ -95,6 +95,8 @@ ATTENTION_BACKWARD = 2.5
 # The strategies of `auto` if the prices of hybrids are valid, too.
 WITH_HYBRIDS = "auto, with hybrids"
 
+UNIT_IN_RING = 100  # times as many seconds as a ring would take: nothing that a planner chooses
+
 # Constants that older models lack: digests leave out those with their default.
 HOST_CONSTANTS = ("launch_s", "post_s", "message_s", "host_overlap", "contact_s")
 LATER_CONSTANTS = (*HOST_CONSTANTS, "kinds", "recurrent", "attention_share")
@@ -174,6 +176,8 @@ class CostModel(CostTransfers):
 
         lengths: [sequences] tokens. degree: ranks of the group. spans_nodes: whether these are on
         more than one node. shares: [sequences] of the causal pairs, for units; None for all pairs.
+        Units are priced out of rings, where every rank would gather and keep the keys of all paths
+        that lead to its tokens.
         """
         s = lengths.astype(np.float64)  # as in the formulas above
         attention = self.attention_s * s * s / degree
@@ -192,6 +196,8 @@ class CostModel(CostTransfers):
             seconds = self._ring_s(even, degree, strategy, spans_nodes)
         else:
             raise ValueError(f"strategy {strategy!r} has no cost formula")
+        if shares is not None and (strategy in RINGS or (strategy == "hybrid" and spans_nodes)):
+            seconds = np.where(shares < 1, UNIT_IN_RING * seconds, seconds)
         if self.kinds:
             seconds = seconds + self._near_s(s, degree, strategy, spans_nodes)
         if self.recurrent:

@@ -27,6 +27,7 @@ from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
+from hf_flexseq.hf.shared_prefixes import refuse_noise
 
 
 @contextmanager
@@ -69,6 +70,8 @@ class AttachedModel:
             end = entry.register_forward_hook(self._end_call, always_call=True)
             self._attached.callback(begin.remove)
             self._attached.callback(end.remove)
+        for hook in refuse_noise(base):
+            self._attached.callback(hook.remove)
 
     @property
     def keeps_own_loss(self) -> bool:

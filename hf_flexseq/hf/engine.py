@@ -184,8 +184,8 @@ class FlexSeqEngine:
         self._draws_in_place = True
 
     def keep_rows_apart(self, reason: str) -> None:
-        """Let no rows of training steps share prefixes, because of the loss. Called on all ranks,
-        before any step. reason: in a few words, for the log."""
+        """Let no rows of training steps share prefixes, because of the loss. Called before any
+        step, on one rank at least. reason: in a few words, for the log."""
         self._reason_not_shared = reason
 
     def next_step(
@@ -209,8 +209,12 @@ class FlexSeqEngine:
         return step
 
     def _shares_prefixes(self) -> bool:
-        """Tell whether rows of training steps may share prefixes; log why not."""
-        reason = self._reason_not_shared or self.executor.reason_not_shared
+        """Tell whether rows of training steps may share prefixes, on all ranks alike; log why
+        not. Collective over the world."""
+        own = self._reason_not_shared or self.executor.reason_not_shared
+        # A hook of the user's may be on one rank alone.
+        reasons = self.communicator.cpu_group.gather_values(own)
+        reason = next((of_rank for of_rank in reasons if of_rank is not None), None)
         if reason is not None and self.args.shared_prefixes != OFF:
             logger.info("rows share no prefixes: %s", reason)
         return reason is None

@@ -19,7 +19,7 @@ from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches
 from hf_flexseq.hf.loaders import BEFORE_END, as_drawn
 from hf_flexseq.hf.overrides import IN_PARTS, runs_other_code
 from hf_flexseq.hf.predictions import TokenPredictions, without_metrics
-from hf_flexseq.hf.shared_prefixes import KEEPS_OWN_LOSS
+from hf_flexseq.hf.shared_prefixes import KEEPS_OWN_LOSS, USERS_CODE
 from hf_flexseq.hf.step_loss import Prediction, StepLoss, StockPrediction
 from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.hf.token_means import TokenMeans
@@ -61,7 +61,7 @@ class LossInOnePass(StepLoss):
         if self._engine.executor.trainer_hooks is None:  # a stage alone has no loss to try
             self._trial.look()
         if self._is_watched or self._trial.has_code:
-            self._engine.keep_rows_apart("code of the trainer reads the tokens of its loss")
+            self._engine.keep_rows_apart(USERS_CODE)
         elif self._engine.executor.keeps_own_loss:
             self._engine.keep_rows_apart(KEEPS_OWN_LOSS)
         router = self._engine.executor.router

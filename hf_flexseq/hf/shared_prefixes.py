@@ -5,9 +5,13 @@ computes of it depends on the tokens before it alone, and where the loss counts 
 have it.
 """
 
+import re
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_flexseq.base.registry import PLANNERS
@@ -18,7 +22,8 @@ from hf_flexseq.steps.token_columns import LENGTHS
 
 OFF, GROUPS = "off", "groups"
 KEEPS_OWN_LOSS = "the model keeps its own loss, which counts every token once"
-_ROUTER_NOISE = ("router_jitter_noise", "router_jitter_eps", "jitter_noise")
+USERS_CODE = "code of the trainer, or of yours in the model, reads the tokens of a micro-batch"
+_NOISE = re.compile("dropout|pdrop|drop_rate|jitter")  # in the names of options
 
 
 def reason_not_shared(
@@ -46,11 +51,15 @@ def _dropout(model: nn.Module, base: PreTrainedModel) -> str | None:
     return None
 
 
-def _router_noise(model: nn.Module, base: PreTrainedModel) -> str | None:
-    config = base.config.get_text_config()
-    for name in _ROUTER_NOISE:
-        if getattr(config, name, 0):
-            return f"config.{name} adds noise, once for a shared token"
+def _noise(model: nn.Module, base: PreTrainedModel) -> str | None:
+    """Look for noise that models draw by functions: BioGPT's dropout, the jitter of routers."""
+    pending: list[tuple[str, Any]] = [("config", base.config.get_text_config().to_dict())]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, dict):
+            pending += [(f"{path}.{name}", one) for name, one in value.items()]
+        elif isinstance(value, (int, float)) and value > 0 and _NOISE.search(path):
+            return f"{path}={value} adds noise, once for a shared token"
     return None
 
 
@@ -68,7 +77,41 @@ def _lengths(model: nn.Module, base: PreTrainedModel) -> str | None:
 
 _REASONS: tuple[Callable[[nn.Module, PreTrainedModel], str | None], ...] = (
     _dropout,
-    _router_noise,
+    _noise,
     _router_loss,
     _lengths,
 )
+
+
+# ---- noise that nothing announces
+
+
+def refuse_noise(base: PreTrainedModel) -> list[RemovableHandle]:
+    """Let a forward raise NotImplementedError if it draws random numbers for tokens that several
+    rows share, as an adapter or a hook may. Returns the hooks, which the caller removes."""
+    before: list[torch.Tensor] = []  # states of the generators
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        before.clear()
+        if getattr(kwargs.get("seq_ctx"), "target_counts", None) is not None:
+            before.extend(_generators(base.device))
+
+    def end(module: nn.Module, args: Any, outputs: Any) -> None:
+        if before and not all(map(torch.equal, before, _generators(base.device))):
+            raise NotImplementedError(
+                f"{type(base).__name__} draws random numbers, once for a token that several rows "
+                "share: set shared_prefixes='off'"
+            )
+
+    return [
+        base.register_forward_pre_hook(begin, with_kwargs=True),
+        base.register_forward_hook(end),
+    ]
+
+
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the generators of a device and of the CPU, without waiting."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states

@@ -222,11 +222,6 @@ class WholeModelExecutor:
         layout = PlanLayout(plan, communicator.rank, all_shards)
         shards = layout.shards
         routes = self._exchange.routes(row, layout, planned.drawn.sources)
-        if layout.has_units and LENGTHS in row.columns:
-            raise ValueError(
-                "a model beside the trained one needs the lengths of rows: set "
-                "shared_prefixes='off'"
-            )
         columns = self._exchange.dispatch(row.columns, routes, united)
 
         # 2. what the model is called with; beyond the first micro-batch it is made while they run
@@ -323,5 +318,8 @@ class WholeModelExecutor:
                 "sync='lockstep'"
             )
         kernel = kernel_of(self.setup, model, whose=f" of {name}")
-        self._attached_model.need_columns(needed_columns(model))
+        columns = needed_columns(model)
+        self._attached_model.need_columns(columns)
+        if LENGTHS in columns:
+            self.reason_not_shared = f"{name} reads the length of the whole row"
         return ModelContexts(self.setup, kernel, self._passes)

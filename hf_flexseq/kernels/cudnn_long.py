@@ -166,9 +166,11 @@ def _largest_error(heads: Heads, other_forward: Forward, other_backward: Backwar
     q, dout = drawn(heads.query_heads), drawn(heads.query_heads)
     k, v = drawn(heads.kv_heads), drawn(heads.kv_heads)
     errors = []
-    for causal in (True, False):
-        segments = Segments([n], [n], causal=causal, device=heads.device)
-        call = KernelCall(q, k, v, segments, heads.head_dim**-0.5)
+    # ranks in a ring, and branches, read other numbers of keys
+    for causal, keys in ((True, n), (False, n), (False, n // 4), (False, 3 * n)):
+        segments = Segments([n], [keys], causal=causal, device=heads.device)
+        own_k, own_v = (x.repeat(3, 1, 1)[:keys] for x in (k, v))
+        call = KernelCall(q, own_k, own_v, segments, heads.head_dim**-0.5)
         out, lse = other_forward(call)
         found = forward(call)
         errors += [_difference(found[0], out), _difference(found[1], lse)]

@@ -71,7 +71,10 @@ def make_plan(
     _check_fits(tokens, widest, cap, world=world)
     # 2. decide which rows share prefixes, and plan each of these ways
     decided = []
-    for shared in variants(tokens, units, cost, most=cap * widest, world=world):
+    # Rings would gather the keys of all rows of a unit on every rank.
+    names = cost.strategies(options.strategy)
+    widest_of_units = widest if "ulysses" in names or "hybrid" in names else 1
+    for shared in variants(tokens, units, cost, cap=cap, world=world, widest=widest_of_units):
         task = PlanTask(
             lengths=shared.lengths() if shared.units else tokens,
             topology=topology,

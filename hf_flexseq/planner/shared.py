@@ -15,10 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.kinds import halo_tokens
 from hf_flexseq.cost.lengths import Lengths, pair_share
 from hf_flexseq.plan import MicroBatch, Plan
 from hf_flexseq.plan.units import ROOT, Node, Unit
 
+MOST_GATHERED = 4  # times as many keys as tokens, which these layers save for the backward
 LEAST_GAIN = 0.05  # of the seconds of its rows, for which a unit is worth its further calls
 
 
@@ -93,18 +95,32 @@ class SharedRows:
 
 
 def variants(
-    rows: tuple[int, ...], units: Sequence[Unit], cost: CostModel, *, most: int, world: int
+    rows: tuple[int, ...],
+    units: Sequence[Unit],
+    cost: CostModel,
+    *,
+    cap: int,
+    world: int,
+    widest: int,
 ) -> Iterator[SharedRows]:
     """Yield the ways to share prefixes that are worth a plan, the most sharing first.
 
-    rows: tokens of each. most: tokens that all ranks of the widest group can hold. world: ranks.
+    rows: tokens of each. cap: tokens that a rank can hold. world: ranks. widest: ranks that may
+    have a unit together.
     """
+    most = cap * widest
     kept = worthwhile(rows, units, cost, most=most)
     whole = SharedRows(rows=rows, units=kept)
     yield whole
-    if not kept or len(whole.planned) >= world:
+    if not kept:
         return
+    # The rest is for steps in which some ranks would wait for those that have a unit.
     total_s = sum(unit_s(unit, cost) for unit in kept)
+    alone = set(whole.planned) - {unit.sequence for unit in kept}
+    planned_s = total_s + sum(_row_s(rows[row], cost) for row in alone)
+    longest_s = max(unit_s(unit, cost) for unit in kept) / widest
+    if len(whole.planned) >= world and longest_s <= planned_s / world:
+        return
     parts = []
     for unit in kept:
         # as many parts as the ranks that its share of the work would keep busy
@@ -124,7 +140,8 @@ def worthwhile(
     for unit in units:
         for part in cut(unit, most):
             alone_s = sum(_row_s(rows[row], cost) for row, _ in part.rows)
-            if len(part.rows) > 1 and unit_s(part, cost) <= (1 - LEAST_GAIN) * alone_s:
+            gains = len(part.rows) > 1 and unit_s(part, cost) <= (1 - LEAST_GAIN) * alone_s
+            if gains and _gathered(part, cost) <= MOST_GATHERED * part.tokens:
                 kept.append(part)
     return tuple(sorted(kept, key=lambda unit: unit.sequence))
 
@@ -138,6 +155,13 @@ def unit_s(unit: Unit, cost: CostModel) -> float:
             chunks = -(-node.tokens // kind.chunk)
             seconds += (kind.token_s + kind.again_s) * chunks * kind.chunk
     return seconds
+
+
+def _gathered(unit: Unit, cost: CostModel) -> int:
+    """Return the keys that the layers with the widest window or chunk gather for a unit."""
+    layout = unit.attended
+    widest = max((halo_tokens(kind.reach) for kind in cost.kinds), default=0)
+    return unit.tokens + sum(min(widest, before) for before in layout.before)
 
 
 def _row_s(tokens: int, cost: CostModel) -> float:

@@ -16,7 +16,7 @@ from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.steps.drawn import Columns
-from hf_flexseq.steps.exchange import ROW_COUNTS, TARGET_COUNTS
+from hf_flexseq.steps.exchange import TARGET_COUNTS
 
 Inputs = dict[str, Any]
 
@@ -43,7 +43,6 @@ def inputs_of(
     a dummy token, and `seq_ctx`, which has how often tokens count. columns: each [tokens] on the
     CPU."""
     columns = dict(columns)
-    columns.pop(ROW_COUNTS, None)
     target_counts = columns.pop(TARGET_COUNTS, None)
     if not shard.tokens:
         shard = _with_dummy(shard)

@@ -238,7 +238,10 @@ class PrefetchedSteps:
             cpu_group.phase = f"{self._what} {number}, comparing its rows"
             wanted = sorted(i for rows in alike for i in rows)
             found = gather_rows(step.row, sources, wanted, self.communicator)
-            units = units_of(found)
+            with Attempt() as comparing:
+                units = units_of(found)
+            if comparing.error is not None:  # rows by themselves are as exact
+                logger.error("rows share no prefixes in this step: %r", comparing.error)
         self._next_request += 1
         self._drawn.append(step)
         if self._planner is not None:

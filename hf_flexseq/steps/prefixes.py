@@ -168,40 +168,54 @@ class _Branch:
     keys: Ints
     labels: Ints
     """Those of any row that has one."""
-    children: list["_Branch"] = field(default_factory=list)
+    children: "_Siblings" = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)
     """Rows that end here."""
+
+    @property
+    def first(self) -> bytes:
+        """The columns of its first token."""
+        return self.keys[0].tobytes()
+
+
+# Branches by their first tokens: those with equal ones have other labels.
+_Siblings = dict[bytes, list[_Branch]]
+
+
+def _all_of(siblings: _Siblings) -> list[_Branch]:
+    return [branch for alike in siblings.values() for branch in alike]
 
 
 def units_of(rows: Mapping[int, RowTokens], *, shortest: int = SHORTEST) -> list[Unit]:
     """Return the units of rows that share `shortest` tokens or more, by their first rows; nodes
     that branch again have as many tokens, too. rows: by id."""
-    roots: list[_Branch] = []
+    roots: _Siblings = {}
     # The longest rows first: a row that is the beginning of others is compared with few nodes.
     for row in sorted(rows, key=lambda row: (-len(rows[row].labels), row)):
         _insert(roots, row, rows[row])
-    units = [_unit(root) for root in _long_enough(roots, shortest)]
+    units = [_unit(root) for root in _all_of(_long_enough(roots, shortest))]
     return sorted((unit for unit in units if len(unit.rows) > 1), key=lambda one: one.sequence)
 
 
-def _insert(siblings: list[_Branch], row: int, tokens: RowTokens) -> None:
+def _insert(siblings: _Siblings, row: int, tokens: RowTokens) -> None:
     """Add a row to the trees that begin with `siblings`."""
     start = 0
     total = len(tokens.labels)
     while True:
         best: _Branch | None = None
         common = 0
-        for sibling in siblings:
+        alike = siblings.setdefault(tokens.keys[start].tobytes(), [])
+        for sibling in alike:
             shared = _common(sibling, tokens, start)
             if shared > common:
                 best, common = sibling, shared
         if best is None:
-            siblings.append(_Branch(tokens.keys[start:], tokens.labels[start:], rows=[row]))
+            alike.append(_Branch(tokens.keys[start:], tokens.labels[start:], rows=[row]))
             return
         if common < len(best.labels):
             rest = _Branch(best.keys[common:], best.labels[common:], best.children, best.rows)
             best.keys, best.labels = best.keys[:common], best.labels[:common]
-            best.children, best.rows = [rest], []
+            best.children, best.rows = {rest.first: [rest]}, []
         best.labels = np.maximum(best.labels, tokens.labels[start : start + common])
         start += common
         if start == total:
@@ -212,8 +226,6 @@ def _insert(siblings: list[_Branch], row: int, tokens: RowTokens) -> None:
 
 def _common(branch: _Branch, tokens: RowTokens, start: int) -> int:
     """Return how many tokens of a row, from `start` on, are those of a branch."""
-    if (branch.keys[0] != tokens.keys[start]).any():
-        return 0  # of most siblings
     size = min(len(branch.labels), len(tokens.labels) - start)
     own, new = branch.labels[:size], tokens.labels[start : start + size]
     same = np.ones(size, dtype=bool)
@@ -227,7 +239,7 @@ def _without(branch: _Branch) -> list[_Branch]:
     """Return what a branch becomes where every child, and every row that ends in it, has its
     tokens by itself."""
     made = []
-    for child in branch.children:
+    for child in _all_of(branch.children):
         keys = np.concatenate([branch.keys, child.keys])
         labels = np.concatenate([branch.labels, child.labels])
         made.append(_Branch(keys, labels, child.children, child.rows))
@@ -235,18 +247,18 @@ def _without(branch: _Branch) -> list[_Branch]:
     return made
 
 
-def _long_enough(branches: Sequence[_Branch], shortest: int) -> list[_Branch]:
+def _long_enough(branches: _Siblings, shortest: int) -> _Siblings:
     """Return the trees of the same rows without branches that several rows go through for fewer
     than `shortest` tokens."""
-    roots: list[_Branch] = []
-    pending = [(branch, roots) for branch in branches]  # and the list that it belongs in
+    roots: _Siblings = {}
+    pending = [(branch, roots) for branch in _all_of(branches)]  # and the list that it belongs in
     while pending:
         branch, siblings = pending.pop()
         if len(branch.labels) < shortest and (branch.children or len(branch.rows) > 1):
             pending += [(one, siblings) for one in _without(branch)]
             continue
-        siblings.append(branch)
-        children, branch.children = branch.children, []
+        siblings.setdefault(branch.first, []).append(branch)
+        children, branch.children = _all_of(branch.children), {}
         pending += [(child, branch.children) for child in children]
     return roots
 
@@ -256,13 +268,13 @@ def _unit(root: _Branch) -> Unit:
     the first, since attention takes it together with the node."""
     order = [root]  # parents before their children
     for branch in order:
-        order += branch.children
+        order += _all_of(branch.children)
     tokens: dict[int, int] = {}  # below each branch, by its identity
     first_rows: dict[int, int] = {}
     for branch in reversed(order):
-        tokens[id(branch)] = len(branch.labels) + sum(tokens[id(one)] for one in branch.children)
-        below = [first_rows[id(one)] for one in branch.children]
-        first_rows[id(branch)] = min(branch.rows + below)
+        below = [id(child) for child in _all_of(branch.children)]
+        tokens[id(branch)] = len(branch.labels) + sum(tokens[child] for child in below)
+        first_rows[id(branch)] = min([*branch.rows, *(first_rows[child] for child in below)])
     nodes: list[Node] = []
     rows: list[tuple[int, int]] = []
     pending = [(root, ROOT)]
@@ -271,6 +283,7 @@ def _unit(root: _Branch) -> Unit:
         place = len(nodes)
         nodes.append(Node(parent, len(branch.labels)))
         rows += [(row, place) for row in branch.rows]
-        later = sorted(branch.children, key=lambda one: (tokens[id(one)], -first_rows[id(one)]))
+        later = _all_of(branch.children)
+        later.sort(key=lambda one: (tokens[id(one)], -first_rows[id(one)]))
         pending += [(child, place) for child in later]
     return Unit(tuple(nodes), tuple(sorted(rows)))

@@ -23,6 +23,7 @@ from tests.hf.objectives import (
     Case,
     _rows,
     assert_alike,
+    make_trainer,
     run_case,
     save_inputs,
     words_of,
@@ -317,8 +318,14 @@ def test_a_group_that_stays_in_one_step_shares_its_prompt(tmp_path):
         (
             lambda model: setattr(model.config, "router_jitter_noise", 0.1),
             {},
-            "config.router_jitter_noise adds noise",
+            "config.router_jitter_noise=0.1 adds noise",
         ),
+        (
+            lambda model: setattr(model.config, "ffn_config", {"moe_jitter_eps": 0.01}),
+            {},
+            "config.ffn_config.moe_jitter_eps=0.01 adds noise",
+        ),
+        (lambda model: setattr(model.config, "resid_pdrop", 0.2), {}, "config.resid_pdrop=0.2"),
         (lambda model: setattr(model, "extra", nn.Dropout(0.0)), {}, None),
     ],
 )
@@ -328,3 +335,38 @@ def test_what_would_not_be_exact_is_computed_row_by_row(change, options, said):
         change(model)
     found = reason_not_shared(model, model, FlexSeqArguments(**options))
     assert found is None if said is None else said in found
+
+
+def with_a_hook(rank, world_size, folder):
+    """Train with a hook in the last rank's model alone."""
+    datasets.disable_progress_bars()
+    settings = {"train_dataset": conversations(24), "batch": 12 // world_size, "max_steps": 2}
+    trainer = trainer_of(Trainer, folder, flexseq={}, **settings)
+    if rank == world_size - 1:
+        trainer.model.get_input_embeddings().register_forward_hook(lambda *args: None)
+    return spared(trained(trainer))
+
+
+@pytest.mark.processes
+def test_a_hook_on_one_rank_keeps_the_rows_of_all_ranks_apart(tmp_path):
+    assert run_cases(with_a_hook, 2, [(tmp_path,)], seconds=100) == [[0, 0]]
+
+
+def with_noise(rank, world_size, folder):
+    datasets.disable_progress_bars()
+    options = FlexSeqArguments(**{**OPTIONS, "max_tokens_per_rank": 120})
+    given = {"train_dataset": long_pairs(16), "eval_dataset": long_pairs(4)}
+    trainer = make_trainer(Case(kind="dpo", steps=1), True, folder, flexseq_args=options, **given)
+
+    def noisy(module, args, output):
+        return output + 0.01 * torch.randn_like(output)
+
+    trainer.model.get_input_embeddings().register_forward_hook(noisy)
+    trainer.train()
+
+
+@pytest.mark.processes
+def test_noise_that_nothing_announced_ends_training(tmp_path):
+    save_inputs(tmp_path)
+    with pytest.raises(AssertionError, match="draws random numbers, once for a token"):
+        run_cases(with_noise, 1, [(tmp_path,)], seconds=100)

@@ -1,11 +1,14 @@
 """Which units a planner takes, how it cuts them, and what its plans promise."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from hf_flexseq.base.layers import Reach
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import step_ns
+from hf_flexseq.cost.kinds import NearLayers
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.options import PlanOptions
@@ -124,3 +127,41 @@ def test_ids_of_rows_come_back():
     assert {i for group in plan.groups for i in group.sequences} == {0, 1, 3}
     objective_ns = step_ns(COST, plan.micro_batches, shared.by_id(), topology, sync="lockstep")
     assert objective_ns == round(plan.objective_s * 1e9)
+
+
+UNITS = [group_of(8192, [1024] * 64), group_of(2048, [100, 90_000], first=64)]
+OTHERS = (200_000, *[500] * 8)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "zigzag"])
+def test_no_ring_holds_a_unit(strategy):
+    topology = Topology(nodes=1, ranks_per_node=8)
+    rows = tokens_of(UNITS, OTHERS)
+    plan = make_plan(rows, topology, COST, PlanOptions(strategy=strategy), units=UNITS)
+    groups = [group for one in plan.micro_batches for group in one.groups]
+    assert any(group.units for group in groups)
+    assert {group.strategy for group in groups if group.units} <= {"local", "ulysses"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"planner": "static", "sp_degree": 1}, {"strategy": "local"}, {}]
+)
+@pytest.mark.parametrize("prompt", [256, 2048])
+def test_units_never_make_a_step_slower(options, prompt):
+    topology = Topology(nodes=1, ranks_per_node=8)
+    unit = group_of(prompt, [prompt] * 32)
+    rows = tokens_of([unit], [100] * 8)
+    alone, shared = (
+        make_plan(rows, topology, COST, PlanOptions(**options), units=units)
+        for units in ((), (unit,))
+    )
+    assert shared.objective_s <= 1.01 * alone.objective_s
+
+
+def test_layers_with_a_window_gather_few_keys_or_rows_stay_apart():
+    unit = group_of(4096, [128] * 16)
+    rows = tokens_of([unit])
+    for window, units in ((256, (unit,)), (4096, ())):
+        near = NearLayers(reach=Reach(window=window), share=0.5, attention_s=COST.attention_s / 2)
+        with_window = replace(COST, kinds=(near,))
+        assert worthwhile(rows, [unit], with_window, most=10**6) == units

@@ -303,7 +303,7 @@ class ChunkedLoss:
             weight = weight.to(dtype)
             if bias is not None:
                 bias = bias.to(dtype)
-        if compute is chunked_cross_entropy_sum:
+        if compute is chunked_cross_entropy_sum and of_tokens[-1] is None:  # no counts
             self._log_backend(rows, weight)
         with torch.autocast(device_type, enabled=False):
             return compute(rows, weight, bias, *of_tokens)
