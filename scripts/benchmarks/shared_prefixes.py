@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback, set_seed
 
 from common import argument_parser, machine, table, write_record
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
@@ -113,7 +113,6 @@ class Trained(NamedTuple):
     """Of a step, kept between forward and backward."""
     spared: float
     """Tokens of a step that were not computed again."""
-    loss: float
 
 
 @contextlib.contextmanager
@@ -172,13 +171,13 @@ def train(rows: list[Row], mode: str, steps: int, *, counts_bytes: bool = False)
             data_collator=DataCollatorForFlexSeq(),
             callbacks=[clock],
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     log = [line for line in trainer.state.log_history if "loss" in line]
     return Trained(
         step_s=statistics.median(clock.seconds[WARMUP:] or clock.seconds),
         saved_bytes=sum(saved),
         spared=log[-1].get("flexseq/tokens_spared", 0.0),
-        loss=log[-1]["loss"],
     )
 
 
@@ -214,7 +213,6 @@ def steps_page(asked: argparse.Namespace) -> tuple[list[list[str]], list[dict[st
                 f"{ratio / bound:.2f}",
                 f"{of_tokens:.2f}x",
                 f"{counted[0] / counted[1]:.2f}x",
-                f"{abs(apart.loss - shared.loss):.0e}",
             ]
         )
         figures.append({"case": name, "ratios": ratios, "bound": bound, "bytes": counted})
@@ -274,7 +272,7 @@ def main() -> None:
     lines, figures = steps_page(asked)
     if int(os.environ.get("RANK", "0")) == 0:
         columns = ("rows of a rank and step", "row by row", "shared", "ratio", "bound")
-        columns += ("of the bound", "tokens", "activations", "losses apart")
+        columns += ("of the bound", "tokens", "activations")
         print(table(columns, lines))
         print(f"\n{os.environ.get('WORLD_SIZE', '1')} process(es); {machine('torch')}")
         write_record(asked.json, figures)

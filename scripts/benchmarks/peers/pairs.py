@@ -1,8 +1,8 @@
 """Preference tuning on one rank, by TRL's DPOTrainer or with FlexSeqMixin in front of it.
 
 Pairs of long sequences, one pair a rank and step, full fine-tuning of a small Llama with a
-reference model. Stock computes a pair on the rank that drew it; flexseq has room for half of a
-sequence on a rank, so that both ranks share each.
+reference model. Stock computes a pair on the rank that drew it; flexseq has room on a rank for
+half of the tokens of a pair whose sides share their prompt, so that both ranks work on each.
 """
 
 import random
@@ -18,6 +18,7 @@ from peers.corpus import VOCABULARY
 
 SIDE_TOKENS = 4096  # of each side of a pair
 PROMPT_SHARE = 7 / 8
+CAP = 2305  # tokens per rank and micro-batch: half of 3,583 + 2 x 513
 WORDS = [f"word{number}" for number in range(VOCABULARY - 2)]
 
 
@@ -80,5 +81,5 @@ def dpo_trainer(
     }
     if method == "plain":
         return DPOTrainer(**given)
-    options = FlexSeqArguments(max_tokens_per_rank=SIDE_TOKENS // 2)
+    options = FlexSeqArguments(max_tokens_per_rank=CAP)
     return FlexSeqDPOTrainer(**given, flexseq_args=options)
