@@ -121,7 +121,7 @@ def under_random_plans(rank, world_size, sharding, checkpointing, families):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_random_plans_with_units_give_the_gradients_of_one_process(world_size):
     families = (None, "GptOss", "Gemma4 with shared keys", "DeepseekV3")
     hybrids = ("Qwen3Next", "KimiLinear", "Bamba", "Lfm2")
@@ -162,9 +162,13 @@ def train_hybrids(rank, world_size, folder, family, checkpointed):
 
 
 @pytest.mark.processes
-def test_models_with_recurrent_layers_share_prefixes(tmp_path):
+@pytest.mark.parametrize(
+    "families",
+    [("Qwen3Next",), pytest.param(("KimiLinear", "Bamba", "Lfm2"), marks=pytest.mark.nightly)],
+)
+def test_models_with_recurrent_layers_share_prefixes(tmp_path, families):
     cases = []
-    for family in ("Qwen3Next", "KimiLinear", "Bamba", "Lfm2"):
+    for family in families:
         for checkpointed in (False, True):
             cases.append((tmp_path / f"{family}{checkpointed}", family, checkpointed))
     for case, by_rank in zip(cases, run_cases(train_hybrids, 2, cases, seconds=300), strict=True):
@@ -233,7 +237,7 @@ def compare(rank, world_size, folder, case):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_ranks_train_as_trl_s_trainers_do(tmp_path, world_size):
     save_inputs(tmp_path)
     cases = [(tmp_path, case) for case in CASES.values()]
