@@ -4,6 +4,7 @@ A plain sequence of s tokens has s (s + 1) / 2 causal pairs of a query and a key
 with shared prefixes has fewer: its *share* of them. Where no share is known, all are 1.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -35,6 +36,7 @@ def lengths_of(plan: Plan) -> Sequence[int]:
     return Lengths(plan.lengths, [shares.get(i, 1.0) for i in range(len(plan.lengths))])
 
 
+@functools.lru_cache(maxsize=1024)
 def pair_share(unit: Unit) -> float:
     """Return the share of the causal pairs of as many plain tokens that a unit has."""
     return 2 * unit.layout.pairs() / (unit.tokens * (unit.tokens + 1))

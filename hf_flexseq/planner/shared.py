@@ -115,16 +115,17 @@ def variants(
     if not kept:
         return
     # The rest is for steps in which some ranks would wait for those that have a unit.
-    total_s = sum(unit_s(unit, cost) for unit in kept)
+    seconds = [unit_s(unit, cost) for unit in kept]
+    total_s = sum(seconds)
     alone = set(whole.planned) - {unit.sequence for unit in kept}
     planned_s = total_s + sum(_row_s(rows[row], cost) for row in alone)
-    longest_s = max(unit_s(unit, cost) for unit in kept) / widest
+    longest_s = max(seconds) / widest
     if len(whole.planned) >= world and longest_s <= planned_s / world:
         return
     parts = []
-    for unit in kept:
+    for unit, own_s in zip(kept, seconds, strict=True):
         # as many parts as the ranks that its share of the work would keep busy
-        count = round(world * unit_s(unit, cost) / total_s)
+        count = round(world * own_s / total_s)
         parts += cut(unit, max(unit.tokens // max(count, 1), _longest(unit)))
     cut_units = worthwhile(rows, parts, cost, most=most)
     if cut_units != kept:
@@ -159,9 +160,10 @@ def unit_s(unit: Unit, cost: CostModel) -> float:
 
 def _gathered(unit: Unit, cost: CostModel) -> int:
     """Return the keys that the layers with the widest window or chunk gather for a unit."""
-    layout = unit.attended
-    widest = max((halo_tokens(kind.reach) for kind in cost.kinds), default=0)
-    return unit.tokens + sum(min(widest, before) for before in layout.before)
+    if not cost.kinds:
+        return 0
+    widest = max(halo_tokens(kind.reach) for kind in cost.kinds)
+    return unit.tokens + sum(min(widest, before) for before in unit.attended.before)
 
 
 def _row_s(tokens: int, cost: CostModel) -> float:
