@@ -59,7 +59,7 @@ def read_lengths(
 
 def parse_groups(text: str, limits: Limits = DEFAULT_LIMITS) -> list[tuple[int, list[int]]] | None:
     """Return groups of rows that share a prefix, JSON lines with the tokens of the `prefix` and of
-    each of the `branches` behind it; None if the first line is no such group.
+    each of the `branches` behind it; None if the first line is not such a group.
 
     Raises ValueError, naming the line, for anything else.
     """

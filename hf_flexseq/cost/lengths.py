@@ -30,10 +30,13 @@ class Lengths(tuple[int, ...]):
 
 def lengths_of(plan: Plan) -> Sequence[int]:
     """Return the tokens of a plan's sequences, with the shares of its units."""
-    if not plan.units:
-        return plan.lengths
-    shares = {unit.sequence: pair_share(unit) for unit in plan.units}
-    return Lengths(plan.lengths, [shares.get(i, 1.0) for i in range(len(plan.lengths))])
+    return with_shares(plan.lengths, plan.units) if plan.units else plan.lengths
+
+
+def with_shares(tokens: Sequence[int], units: Sequence[Unit]) -> Lengths:
+    """Return the tokens of sequences by id, with the shares of those that are units."""
+    shares = {unit.sequence: pair_share(unit) for unit in units}
+    return Lengths(tokens, [shares.get(i, 1.0) for i in range(len(tokens))])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,7 +11,8 @@ unit.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -194,18 +195,27 @@ def layout_of(nodes: tuple[Node, ...]) -> UnitLayout:
 @functools.lru_cache(maxsize=1024)
 def without_single_children(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
     """Return nodes in which every node has several children or none: the same tokens."""
-    children = [0] * len(nodes)
-    for node in nodes[1:]:
-        children[node.parent] += 1
+    return joined(nodes, range(len(nodes)), ends=())[0]
+
+
+def joined(
+    nodes: Sequence[Node], kept: Sequence[int], ends: Collection[int]
+) -> tuple[tuple[Node, ...], dict[int, int]]:
+    """Return some nodes of a unit, of which those with one child left are one with it; and the
+    place of each kept node among the new ones.
+
+    kept: ascending, with all nodes above each. ends: nodes that are not joined with their child.
+    """
+    children = Counter(nodes[node].parent for node in kept)
     made: list[Node] = []
-    places: list[int] = []  # of each node among those that are made
-    for node in nodes:
-        if node.parent != ROOT and children[node.parent] == 1:
-            place = places[node.parent]
-            made[place] = made[place]._replace(tokens=made[place].tokens + node.tokens)
+    places = {ROOT: ROOT}
+    for node in kept:
+        parent, tokens = nodes[node]
+        if parent != ROOT and children[parent] == 1 and parent not in ends:
+            place = places[parent]
+            made[place] = made[place]._replace(tokens=made[place].tokens + tokens)
         else:
             place = len(made)
-            parent = ROOT if node.parent == ROOT else places[node.parent]
-            made.append(Node(parent, node.tokens))
-        places.append(place)
-    return tuple(made)
+            made.append(Node(places[parent], tokens))
+        places[node] = place
+    return tuple(made), places

@@ -69,7 +69,7 @@ def make_plan(
     cost.check_countable(tokens, world)
     widest = options.widest_degree(topology)
     _check_fits(tokens, widest, cap, world=world)
-    # 2. decide which rows share prefixes, and plan each of these ways
+    # 2. decide, 3. order: each way to share prefixes, of which the fastest is taken
     decided = []
     # Rings would gather the keys of all rows of a unit on every rank.
     names = cost.strategies(options.strategy)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.kinds import halo_tokens
-from hf_flexseq.cost.lengths import Lengths, pair_share
+from hf_flexseq.cost.lengths import Lengths, pair_share, with_shares
 from hf_flexseq.plan import MicroBatch, Plan
-from hf_flexseq.plan.units import ROOT, Node, Unit
+from hf_flexseq.plan.units import Unit, joined
 
 MOST_GATHERED = 4  # times as many keys as tokens, which these layers save for the backward
 LEAST_GAIN = 0.05  # of the seconds of its rows, for which a unit is worth its further calls
@@ -70,8 +70,7 @@ class SharedRows:
 
     def by_id(self) -> Lengths:
         """Return the tokens that are held of every row."""
-        shares = {unit.sequence: pair_share(unit) for unit in self.units}
-        return Lengths(self.held, [shares.get(row, 1.0) for row in range(len(self.rows))])
+        return with_shares(self.held, self.units)
 
     def lengths(self) -> Lengths:
         """Return the tokens of the planned sequences, in their order."""
@@ -207,23 +206,6 @@ def cut(unit: Unit, most: int) -> list[Unit]:
 def restricted(unit: Unit, rows: Sequence[tuple[int, int]]) -> Unit:
     """Return the unit of some of its rows, given as (row, last node): nodes that no longer branch
     become one with what follows them."""
-    layout = unit.layout
-    used = sorted({node for _, last in rows for node in layout.path(last)})
-    ends = {last for _, last in rows}
-    children: dict[int, int] = {}
-    for node in used:
-        parent = unit.nodes[node].parent
-        children[parent] = children.get(parent, 0) + 1
-    made: list[Node] = []
-    new: dict[int, int] = {ROOT: ROOT}  # node -> its place
-    for node in used:
-        parent, tokens = unit.nodes[node]
-        goes_on = parent != ROOT and children[parent] == 1 and parent not in ends
-        if goes_on:
-            place = new[parent]
-            made[place] = made[place]._replace(tokens=made[place].tokens + tokens)
-            new[node] = place
-        else:
-            made.append(Node(new[parent], tokens))
-            new[node] = len(made) - 1
-    return Unit(tuple(made), tuple(sorted((row, new[last]) for row, last in rows)))
+    used = sorted({node for _, last in rows for node in unit.layout.path(last)})
+    nodes, places = joined(unit.nodes, used, ends={last for _, last in rows})
+    return Unit(nodes, tuple(sorted((row, places[last]) for row, last in rows)))

@@ -11,9 +11,10 @@ sends and what it receives without asking. Rejected: ring steps over trees; a st
 chunk would read keys of another in many small pieces.
 """
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from hf_flexseq.base.layers import Reach
@@ -152,25 +153,30 @@ class _Places:
     """Where the tokens stand that a rank has gathered."""
 
     def __init__(self, layout: ZoneLayout) -> None:
+        # of each sequence, ascending: first token, token after the last one, row
         self._placed: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         for sequence, cut in enumerate(layout.cuts):
             for chunk in layout.held(sequence, layout.index):
                 start, stop = cut.bounds[chunk : chunk + 2]
                 row, _ = layout.range_of((sequence, chunk), start, stop)
                 if start < stop:
-                    self._placed[sequence].append((start, stop, row))
+                    insort(self._placed[sequence], (start, stop, row))
 
     def add(self, part: Part, row: int) -> None:
         """Take a part whose first token stands in `row`."""
-        self._placed[part.key[0]].append((part.start, part.stop, row))
+        insort(self._placed[part.key[0]], (part.start, part.stop, row))
 
     def rows_of(self, sequence: int, start: int, stop: int) -> list[Range]:
         """Return the rows of tokens [start, stop), as ranges."""
         ranges = []
-        for low, high, row in sorted(self._placed[sequence]):
+        placed = self._placed[sequence]
+        index = max(0, bisect_right(placed, start, key=itemgetter(0)) - 1)
+        while index < len(placed) and placed[index][0] < stop:
+            low, high, row = placed[index]
             first, last = max(low, start), min(high, stop)
             if first < last:
                 ranges.append((row + first - low, row + last - low))
+            index += 1
         assert sum(b - a for a, b in ranges) == stop - start, "tokens that were not gathered"
         return ranges
 
