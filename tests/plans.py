@@ -20,6 +20,17 @@ def group(start: int, stop: int, *sequences: int, strategy: str = "ulysses") -> 
     return Group(ranks=tuple(range(start, stop)), sequences=sequences, strategy=name)
 
 
+# Groups of 4, 2 and 1 ranks over five sequences; rank 3 works in the first one alone.
+NESTED = MicroBatch(
+    groups=(
+        group(0, 4, 0, strategy="zigzag"),
+        group(0, 2, 4),
+        group(2, 3, 1, 2),
+        group(0, 1, 3),
+    )
+)
+
+
 def plan_of_groups(lengths: Sequence[int], *micro_batches: Sequence[Group], **fields) -> Plan:
     """A plan of micro-batches that are given as their groups."""
     values = {"objective_s": 0.0, "lower_bound_s": 0.0, "planner": "test", "planning_s": 0.0}

@@ -28,7 +28,6 @@ from hf_flexseq.pipeline.context import ChunkContext
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.pipeline.ulysses import Sharing
-from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import heads, ulysses
 from hf_flexseq.steps.inputs import inputs_of
@@ -37,7 +36,7 @@ from tests.no_sync import META, HostSync, NoHostSync, alone
 from tests.pipeline import test_executor as pipeline
 from tests.pipeline.test_exactness import columns_of
 from tests.pipelines import chunk_of
-from tests.plans import group, one_group
+from tests.plans import NESTED, one_group
 from tests.published.zeppelin.always import Always
 
 HEAD_DIM = 8
@@ -64,15 +63,6 @@ def like_a_gpu_of_few_rows(monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda device_type, enabled: nullcontext())
 
 
-# Groups of 4, 2 and 1 ranks; rank 3 works in the first one alone.
-NESTED = MicroBatch(
-    groups=(
-        group(0, 4, 0, strategy="zigzag"),
-        group(0, 2, 4),
-        group(2, 3, 1, 2),
-        group(0, 1, 3),
-    )
-)
 MICRO_BATCHES = {"nested": NESTED, "with passes": NESTED}
 for strategy in ("ulysses", "zigzag", "balanced", "hybrid"):
     MICRO_BATCHES[strategy] = one_group(FOUR, len(LENGTHS), strategy)

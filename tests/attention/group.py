@@ -49,3 +49,11 @@ def own_rows(by_sequence, shard):
         rows += [by_sequence[one.sequence][tensor][one.start : one.stop] for one in shard.slices]
         tensors.append(torch.cat(rows))
     return tensors
+
+
+def largest_error(tensors, by_sequence, shard):
+    """The largest difference of tensors to the rows of a shard, 0 without rows."""
+    return max(
+        float((x - y).abs().max()) if x.numel() else 0.0
+        for x, y in zip(tensors, own_rows(by_sequence, shard), strict=True)
+    )

@@ -14,7 +14,7 @@ from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.plan.units import Node, Unit
 from tests.attention.dense import dense_attention
-from tests.attention.group import CPU, nodes_of, own_rows, qkv_and_dout
+from tests.attention.group import CPU, largest_error, nodes_of, own_rows, qkv_and_dout
 from tests.attention.test_sequence_parallel import KINDS, SIZE, gradient_of, options_of
 from tests.ranks import join, run_ranks, run_threads
 
@@ -134,11 +134,8 @@ def run_case(rank, world_size, strategies, cases):
             out.backward(dout)
             by_sequence, _ = wanted(kind, names)
             tensors = [out.detach(), *(x.grad for x in qkv)]
-            errors = [
-                float((x - y).abs().max()) if x.numel() else 0.0
-                for x, y in zip(tensors, own_rows(by_sequence, shard), strict=True)
-            ]
-            found[strategy, kind, names] = (max(errors), gradient_of(options["sinks"]))
+            error = largest_error(tensors, by_sequence, shard)
+            found[strategy, kind, names] = (error, gradient_of(options["sinks"]))
     return found
 
 

@@ -16,7 +16,7 @@ the host, and the CPU's kernels compute on them, at once. What is late is who ma
 * Tensors of the host beside tensors of the device are **a wrong device**, as in CUDA.
 * Whatever makes the host wait is counted, by its reason, and is an error in the mode
   `torch.cuda.set_sync_debug_mode("error")`.
-* Memory that nobody has written is NaN.
+* Memory that was never written holds NaN.
 
 `torch.cuda`'s streams, events and functions are those of the device. `kernels.py` has operators
 that torch has for CUDA alone, with FlashAttention's rules. `triton_kernels.py` lets Triton's

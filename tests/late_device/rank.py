@@ -26,7 +26,7 @@ from hf_flexseq.kernels.reference import Reference  # noqa: E402
 from tests.hf.tiny import documents, tiny_llama  # noqa: E402
 from tests.late_device import nccl  # noqa: E402
 from tests.late_device.install import ops  # noqa: E402
-from tests.late_device.on_device.conftest import AnyCall  # noqa: E402
+from tests.late_device.on_device.conftest import SETTINGS, AnyCall  # noqa: E402
 from tests.programs import ROOT  # noqa: E402
 
 FSDP2 = {
@@ -45,20 +45,7 @@ def train(folder, options):
         os.environ |= FSDP2
     one_kernel = (AnyCall(Reference()),)
     choose.CANDIDATES |= {"cuda": one_kernel, "cpu": one_kernel}
-    settings = {
-        "output_dir": folder,
-        "per_device_train_batch_size": 3,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 3,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "cost_model": "estimate",
-        "max_tokens_per_rank": 64,
-        "seed": 1,
-    }
+    settings = SETTINGS | {"output_dir": folder, "max_steps": 3}
     if options.get("use_cpu"):
         settings["ddp_backend"] = "gloo"
     trainer = FlexSeqTrainer(

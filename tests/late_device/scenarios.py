@@ -15,7 +15,7 @@ from hf_flexseq.steps.nonfinite import NonfiniteWatch
 from hf_flexseq.steps.stopwatch import Stopwatch
 from tests.late_device.install import ops
 from tests.late_device.lanes import LateHub
-from tests.plans import group, one_group
+from tests.plans import NESTED, group, one_group
 
 CUDA = torch.device("cuda")
 RANKS = 4
@@ -23,14 +23,6 @@ TOPOLOGY = Topology(nodes=2, ranks_per_node=2)
 HEAD_DIM = 8
 HEADS, KV_HEADS = 30, 6  # over four ranks: 7 or 8 query heads each, and unequal KV heads
 LENGTHS = (37, 12, 3, 1, 20)
-NESTED = MicroBatch(
-    groups=(
-        group(0, 4, 0, strategy="zigzag"),
-        group(0, 2, 4),
-        group(2, 3, 1, 2),
-        group(0, 1, 3),
-    )
-)
 MICRO_BATCHES = {"nested": NESTED}
 for _strategy in ("ulysses", "zigzag", "balanced", "hybrid"):
     MICRO_BATCHES[_strategy] = one_group(range(RANKS), len(LENGTHS), _strategy)

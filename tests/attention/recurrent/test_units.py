@@ -14,7 +14,7 @@ from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.tables import Tables
-from tests.attention.group import CPU, nodes_of, own_rows
+from tests.attention.group import CPU, largest_error, nodes_of, own_rows
 from tests.attention.recurrent import stepwise
 from tests.attention.test_units import SHARED, TREES, group_of, tree, units_of
 from tests.ranks import join, run_ranks, run_threads
@@ -164,11 +164,8 @@ def run_case(rank, world_size, strategies, cases):
             out.backward(dout)
             by_sequence, _ = wanted(kind, names)
             results = [out.detach(), *(x.grad for x in tensors)]
-            errors = [
-                float((x - y).abs().max()) if x.numel() else 0.0
-                for x, y in zip(results, own_rows(by_sequence, shard), strict=True)
-            ]
-            found[strategy, kind, names] = (max(errors), [x.grad.tolist() for x in shared])
+            error = largest_error(results, by_sequence, shard)
+            found[strategy, kind, names] = (error, [x.grad.tolist() for x in shared])
     return found
 
 

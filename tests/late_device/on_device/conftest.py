@@ -36,6 +36,21 @@ class AnyCall:
         return None
 
 
+# Of trainers whose steps have several micro-batches.
+SETTINGS = {
+    "per_device_train_batch_size": 3,
+    "gradient_accumulation_steps": 2,
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "cost_model": "estimate",
+    "max_tokens_per_rank": 64,
+    "seed": 1,
+}
+
+
 @pytest.fixture
 def in_torch(monkeypatch):
     """Operations between kernel calls are torch's, as Triton's interpreter takes very long."""

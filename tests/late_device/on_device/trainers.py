@@ -11,7 +11,7 @@ from hf_flexseq.kernels.reference import Reference
 from tests.hf.test_trainer import logged
 from tests.hf.tiny import documents, tiny_llama
 from tests.late_device.install import ops
-from tests.late_device.on_device.conftest import AnyCall
+from tests.late_device.on_device.conftest import SETTINGS, AnyCall
 
 WIDER = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 LENGTHS = [5, 33, 8, 21, 60, 2, 9, 17, 30, 4, 12, 50] * 2
@@ -21,21 +21,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("in_torch")]
 
 def trainer(folder, *, use_cpu=False, model=None, **options):
     """A trainer of four steps of several micro-batches each."""
-    settings = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 3,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "cost_model": "estimate",
-        "max_tokens_per_rank": 64,
-        "use_cpu": use_cpu,
-        "seed": 1,
-    }
+    settings = SETTINGS | {"output_dir": str(folder), "max_steps": 4, "use_cpu": use_cpu}
     return FlexSeqTrainer(
         model=model or tiny_llama(torch.float32),
         args=FlexSeqConfig(**settings | options),
