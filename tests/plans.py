@@ -8,6 +8,7 @@ from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import Group, MicroBatch, Plan, check, widest_first
+from hf_flexseq.plan.blocks import SEE_BLOCKS, Range
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.plan.units import Node, Unit
@@ -89,6 +90,18 @@ def random_plan(
     plan = plan_of_groups(lengths, *micro_batches)
     check(plan, topology)
     return plan
+
+
+def random_blocks(plan: Plan, rng: random.Random) -> dict[int, tuple[Range, ...]]:
+    """Up to two blocks of every plain sequence in a group that sees them."""
+    blocks = {}
+    for group in (group for part in plan.micro_batches for group in part.groups):
+        plain = set(group.sequences) - {unit.sequence for unit in group.units}
+        for sequence in sorted(plain) if group.strategy in SEE_BLOCKS else ():
+            ends = sorted(rng.choices(range(plan.lengths[sequence] + 1), k=4))
+            pairs = ((ends[0], ends[1]), (ends[2], ends[3]))
+            blocks[sequence] = tuple((start, stop) for start, stop in pairs if start < stop)
+    return blocks
 
 
 def with_units(group: Group, units: Sequence[Unit]) -> Group:

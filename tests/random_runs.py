@@ -38,6 +38,7 @@ from hf_flexseq.kernels.scans import grid
 from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import attention_schedule as schedule
+from hf_flexseq.plan.blocks import Blocks
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.plan.units import Unit
@@ -50,7 +51,7 @@ from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_
 from tests.matching import Launches
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import columns_of, make_executor
-from tests.plans import random_plan, random_unit
+from tests.plans import random_blocks, random_plan, random_unit
 from tests.published.zeppelin.always import Always
 from tests.ranks import join, run_threads
 from tests.threads import ThreadGroup
@@ -79,6 +80,8 @@ class Kind(NamedTuple):
     sinks: bool = False
     softcap: float | None = None
     value_size: int = HEAD_DIM
+    both_ways: bool = False
+    """Whether the tokens of blocks see each other both ways."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +97,9 @@ class AttentionRun:
 
     kinds: tuple[Kind, ...]
     """By layer."""
+
+    blocks: Blocks
+    """By sequence the tokens that see both ways."""
 
     use_blocks: bool
     passes: Always | None
@@ -162,6 +168,7 @@ def draw(number: int) -> Run:
     )
     topology = Topology(nodes=nodes, ranks_per_node=world_size // nodes)
     kinds = tuple(_draw_kind(rng) for _ in range(rng.choice((2, 2, 2, 3))))
+    kinds, blocks = _with_blocks(kinds, plan, random.Random(f"blocks of {number}"))
     heads = rng.choice(((4, 4), (4, 2), (3, 1)))
     use_blocks = rng.random() < 0.5
     passes = None
@@ -175,12 +182,27 @@ def draw(number: int) -> Run:
         plan=plan,
         heads=heads,
         kinds=kinds,
+        blocks=blocks,
         use_blocks=use_blocks,
         passes=passes,
         checkpoints=rng.random() < 0.4,
         keeps_attention=rng.random() < 0.6,
         large=rng.choice((1, schedule.LARGE["cpu"])),
     )
+
+
+def _with_blocks(
+    kinds: tuple[Kind, ...], plan: Plan, rng: random.Random
+) -> tuple[tuple[Kind, ...], Blocks]:
+    """Layers of which some see both ways, in two thirds of the runs; and blocks of plain sequences
+    in groups that see them."""
+    if rng.random() < 0.3:
+        return kinds, {}
+    asking = []
+    for kind in kinds:
+        may_ask = kind.recurrent is None and kind.reach.chunk is None
+        asking.append(kind._replace(both_ways=may_ask and rng.random() < 0.8))
+    return tuple(asking), random_blocks(plan, rng)
 
 
 def _with_trees(lengths: list[int], rng: random.Random) -> tuple[list[int], tuple[Unit, ...]]:
@@ -281,6 +303,7 @@ def _run_shard(shards, weight, run, communicator):
         CPU,
         save_attention_output=run.keeps_attention,
         passes=run.passes,
+        blocks=run.blocks,
     )
     tokens = _tokens(run)
     rows = [
@@ -306,7 +329,9 @@ def _layer(y, layer, weight, run, seq_ctx):
         if run.kinds[layer].recurrent is not None:
             return _recurrent(x, layer, weight, run, functools.partial(_across_ranks, seq_ctx))
         qkv, options = _asked(x, layer, weight, run)
-        return _widened(sequence_parallel_attention(*qkv, seq_ctx, **options))
+        both_ways = run.kinds[layer].both_ways
+        out = sequence_parallel_attention(*qkv, seq_ctx, **options, both_ways=both_ways)
+        return _widened(out)
 
     if run.checkpoints:
         return checkpoint(attend, y, use_reentrant=False)
@@ -396,32 +421,34 @@ def _reference(run):
     """The gradients of the weight, and of the tokens by sequence, on one process."""
     weight = _weight(run)
     leaves = [x.requires_grad_() for x in _tokens(run)]
-    for leaf, new in _rows_of(run, leaves):
+    for leaf, new, blocks in _rows_of(run, leaves):
         y = leaf * weight
         for layer, kind in enumerate(run.kinds):
             if kind.recurrent is not None:
                 y = _recurrent(y, layer, weight, run, _stepwise)
             else:
                 qkv, options = _asked(y, layer, weight, run)
-                y = _widened(dense_attention(*qkv, **options))
+                own_blocks = blocks if kind.both_ways else ()
+                y = _widened(dense_attention(*qkv, **options, blocks=own_blocks))
         y[new].square().sum().backward()
     return weight.grad, [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
 
 
 def _rows_of(run, leaves):
-    """Every row by itself, and which of its tokens no row before it has had: these count."""
+    """Every row by itself, which of its tokens no row before it has had, as these count, and its
+    blocks."""
     units = {unit.sequence: unit for unit in run.plan.units}
     for sequence, leaf in enumerate(leaves):
         unit = units.get(sequence)
         if unit is None:
             if len(leaf):  # a row inside of a unit has its tokens there
-                yield leaf, slice(None)
+                yield leaf, slice(None), run.blocks.get(sequence, ())
             continue
         seen = torch.zeros(len(leaf), dtype=torch.bool)
         for _, last in unit.rows:
             ranges = unit.layout.ranges(last, 0, unit.layout.ends[last])
             path = torch.cat([torch.arange(*one) for one in ranges])
-            yield leaf[path], ~seen[path]
+            yield leaf[path], ~seen[path], ()
             seen[path] = True
 
 
@@ -542,12 +569,19 @@ def had(drawn: Run, used: Used) -> set[str]:
             "window": any(kind.reach.window for kind in kinds),
             "chunk": any(kind.reach.chunk for kind in kinds),
             "sinks": any(kind.sinks for kind in kinds),
+            "blocks that see both ways": _sees_both_ways(drawn),
             "softcap": any(kind.softcap for kind in kinds),
             "values of another size": any(kind.value_size != HEAD_DIM for kind in kinds),
             **{name: any(kind.recurrent == name for kind in kinds) for name in RECURRENT},
         }
     found = {name for name, is_so in named.items() if is_so}
     return found | {drawn.launches.name, f"{ranks} ranks"}
+
+
+def _sees_both_ways(run: AttentionRun) -> bool:
+    """Whether some query reads a later key."""
+    later = any(stop - start > 1 for blocks in run.blocks.values() for start, stop in blocks)
+    return later and any(kind.both_ways for kind in run.kinds)
 
 
 def _depths(plan: Plan) -> set[int]:

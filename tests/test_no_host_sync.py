@@ -89,7 +89,7 @@ def attend(x, seq_ctx, kv_heads):
     """x [tokens, heads, head_dim] -> the same shape."""
     k = x[:, :kv_heads] * 2
     v = x[:, :kv_heads] * 3
-    return x + sequence_parallel_attention(x, k, v, seq_ctx)
+    return x + sequence_parallel_attention(x, k, v, seq_ctx, both_ways=True)
 
 
 def called(function, *args, checkpointed):
@@ -119,6 +119,9 @@ for name in MICRO_BATCHES:
         ATTENTION.append((name, {"save_attention_output": is_saved}, {"checkpointed": True}))
 for name in ("balanced", "ulysses"):
     ATTENTION.append((name, {"kernel": Reference()}, {"dtype": torch.float32}))
+SEEING = {"blocks": {sequence: ((0, length),) for sequence, length in enumerate(LENGTHS)}}
+for is_checkpointed in (True, False):
+    ATTENTION.append(("ulysses", SEEING, {"checkpointed": is_checkpointed}))
 
 
 @pytest.mark.parametrize("name, of_context, of_layers", ATTENTION)

@@ -1,6 +1,8 @@
 """What attention must know of the micro-batch it works on, as one object that travels with the
 call."""
 
+from types import MappingProxyType
+
 import torch
 
 from hf_flexseq.attention.programs import MicroBatchPrograms
@@ -8,6 +10,7 @@ from hf_flexseq.attention.remat import KeptAttention
 from hf_flexseq.attention.replay import CutAttention
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
+from hf_flexseq.plan.blocks import Blocks
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.program.compile import Machine, MicroBatchLayout
 from hf_flexseq.program.passes import PlanPasses
@@ -33,9 +36,15 @@ class SequenceContext:
         *,
         save_attention_output: bool = True,
         passes: PlanPasses | None = None,
+        blocks: Blocks = MappingProxyType({}),
     ) -> None:
         """Lay out the zones of this rank; no communication. passes: those of the planner.
-        save_attention_output: True if checkpointed layers keep the result of attention."""
+        save_attention_output: True if checkpointed layers keep the result of attention. blocks:
+        by sequence the tokens that see both ways in layers that ask for it (`plan/blocks.py`), of
+        all sequences of this rank's groups, the same on all ranks of a group.
+
+        Raises ValueError for blocks that do not fit, or that a group's strategy cannot compute.
+        """
         self.shard = shard
         self.target_counts: torch.Tensor | None = None
         """[tokens] How many rows have each token as one with a target; None where no rows share
@@ -47,7 +56,7 @@ class SequenceContext:
             device=device.type,
             wide_gradients=kernel.wide_gradients,
         )
-        layout = MicroBatchLayout(shard, machine)
+        layout = MicroBatchLayout(shard, machine, blocks)
         rewrite = None if passes is None else passes.of_programs(shard, machine)
         self.programs = MicroBatchPrograms(
             layout.parts, communicator, kernel, device, rewrite=rewrite

@@ -58,6 +58,7 @@ def sequence_parallel_attention(
     softcap: float | None = None,
     reach: Reach = FULL,
     sinks: torch.Tensor | None = None,
+    both_ways: bool = False,
 ) -> torch.Tensor:
     """Compute causal attention of every sequence over itself, wherever its tokens are.
 
@@ -66,7 +67,9 @@ def sequence_parallel_attention(
 
     scale defaults to head_dim ** -0.5; with a softcap c a scaled score s becomes c tanh(s / c).
     reach: which keys a query reads. sinks: [heads], a score of each head that takes part in every
-    softmax, and has no value (gpt-oss).
+    softmax, and has no value (gpt-oss). both_ways: whether a query in a block of the context
+    (`plan/blocks.py`) reads the later keys of its block, too (Gemma 3). A window leaves out older
+    keys only.
 
     Collective over the groups of the shard. Raises ValueError when the tensors do not have the
     shard's number of tokens, or one dtype. Its gradients have none themselves.
@@ -85,7 +88,8 @@ def sequence_parallel_attention(
     q, k, v = _of_one_width(q, k, v)
     # The numbers of a head lie together, as Triton's operations want them.
     q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
-    layer = _Layer(seq_ctx, Scores(scale, softcap), layer_shape(q, k, reach, sinks))
+    shape = layer_shape(q, k, reach, sinks, both_ways=both_ways)
+    layer = _Layer(seq_ctx, Scores(scale, softcap), shape)
     if sinks is not None:
         sinks = sinks.to(lse_dtype(q.dtype))
     out: torch.Tensor

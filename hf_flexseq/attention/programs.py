@@ -27,6 +27,8 @@ def layer_shape(
     k: torch.Tensor,
     reach: Reach = FULL,
     sinks: torch.Tensor | None = None,
+    *,
+    both_ways: bool = False,
 ) -> LayerShape:
     """Return the shape of a layer: q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim]."""
     return LayerShape(
@@ -36,6 +38,7 @@ def layer_shape(
         dtype=str(q.dtype).removeprefix("torch."),
         reach=reach,
         sinks=sinks is not None,
+        both_ways=both_ways,
     )
 
 

@@ -14,13 +14,16 @@ program (`passes.py`).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.base.registry import RINGS
 from hf_flexseq.base.topology import Topology
+from hf_flexseq.plan.blocks import Blocks, Range, block_rows
 from hf_flexseq.plan.shard import Shard, Zone, cuts
 from hf_flexseq.program import row_programs
+from hf_flexseq.program.both_ways import seeing_both_ways
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.hybrid import hybrid_zone
@@ -77,18 +80,31 @@ class Parts(NamedTuple):
     segments: Callable[[], RankSegments]
     """The segments that recurrent layers go through; the same object every time."""
 
+    both_ways: Callable[[Reach], tuple[ZoneAttention, ...]] | None = None
+    """`zones` in which the tokens of blocks read each other both ways; None without blocks."""
+
+    def zones_of(self, shape: LayerShape) -> tuple[ZoneAttention, ...]:
+        """Return the attention of every group in a layer of this shape."""
+        if shape.both_ways and self.both_ways is not None:
+            return self.both_ways(shape.reach)
+        return self.zones(shape.reach)
+
 
 class MicroBatchLayout:
     """A rank's zones in one micro-batch, independent of the layer."""
 
-    __slots__ = ("_machine", "_segments", "_shard", "_zones", "parts", "tables")
+    __slots__ = ("_block_rows", "_machine", "_segments", "_shard", "_zones", "parts", "tables")
 
-    def __init__(self, shard: Shard, machine: Machine) -> None:
-        """Zones are laid out when the first layer asks for them."""
+    def __init__(
+        self, shard: Shard, machine: Machine, blocks: Blocks = MappingProxyType({})
+    ) -> None:
+        """Zones are laid out when the first layer asks for them. blocks: of all sequences of this
+        rank's groups, whoever holds them. Raises ValueError for blocks that do not fit."""
         self.tables = Tables()
         self._shard = shard
         self._machine = machine
-        self._zones: dict[Reach, tuple[ZoneAttention, ...]] = {}
+        self._block_rows = [block_rows(zone, blocks) for zone in shard.zones]
+        self._zones: dict[tuple[Reach, bool], tuple[ZoneAttention, ...]] = {}
         self._segments: RankSegments | None = None
         self.parts = Parts(
             rank=shard.rank,
@@ -97,6 +113,7 @@ class MicroBatchLayout:
             tokens=shard.zones[-1].stop if shard.zones else 0,
             zones=self.zones,
             segments=self.segments,
+            both_ways=self.zones_both_ways if any(self._block_rows) else None,
         )
 
     def segments(self) -> RankSegments:
@@ -107,11 +124,19 @@ class MicroBatchLayout:
 
     def zones(self, reach: Reach) -> tuple[ZoneAttention, ...]:
         """Return the attention of every group, widest first. reach: keys that a query reads."""
-        if reach not in self._zones:
-            self._zones[reach] = self._make_zones(reach)
-        return self._zones[reach]
+        return self._kept_zones(reach, both_ways=False)
 
-    def _make_zones(self, reach: Reach) -> tuple[ZoneAttention, ...]:
+    def zones_both_ways(self, reach: Reach) -> tuple[ZoneAttention, ...]:
+        """Return what `zones` does where the tokens of blocks read each other both ways."""
+        return self._kept_zones(reach, both_ways=True)
+
+    def _kept_zones(self, reach: Reach, *, both_ways: bool) -> tuple[ZoneAttention, ...]:
+        """Return the attention of every group, which is made once."""
+        if (reach, both_ways) not in self._zones:
+            self._zones[reach, both_ways] = self._make_zones(reach, both_ways=both_ways)
+        return self._zones[reach, both_ways]
+
+    def _make_zones(self, reach: Reach, *, both_ways: bool) -> tuple[ZoneAttention, ...]:
         """Find rows, ring steps and lengths of all zones."""
         shard = self._shard
         machine = self._machine
@@ -121,7 +146,13 @@ class MicroBatchLayout:
         for number, zone in enumerate(shard.zones):
             channel = Channel(zone.group, number)
             attention = _zone_attention(
-                zone, channel, self.tables, machine, reach=reach, waits=waits
+                zone,
+                channel,
+                self.tables,
+                machine,
+                reach=reach,
+                waits=waits,
+                blocks=self._block_rows[number] if both_ways else (),
             )
             zones.append(attention)
         return tuple(zones) or (NoZone(),)
@@ -162,7 +193,7 @@ def forward(parts: Parts, shape: LayerShape) -> Program:
     sinks = _sinks(b)
     # All zones together, each on rows of its own.
     steps = []
-    for zone in parts.zones(shape.reach):
+    for zone in parts.zones_of(shape):
         zone_q, zone_k, zone_v = (b.part(x, zone.rows.start, zone.rows.stop) for x in (q, k, v))
         steps.append(zone.forward(b, zone_q, zone_k, zone_v, sinks))
     results = run_zones(steps)
@@ -184,7 +215,7 @@ def backward(parts: Parts, shape: LayerShape, saved: Sequence[Values]) -> Progra
     for of_zone in saved:
         inputs.append(tuple(b.input(value.shape, value.dtype) for value in of_zone))
     steps = []
-    for zone, of_zone in zip(parts.zones(shape.reach), inputs, strict=True):
+    for zone, of_zone in zip(parts.zones_of(shape), inputs, strict=True):
         zone_dout = b.part(dout, zone.rows.start, zone.rows.stop)
         steps.append(zone.backward(b, zone_dout, of_zone, sinks))
     grads = _joined(b, run_zones(steps))
@@ -203,7 +234,7 @@ def backward_of_rows(parts: Parts, shape: LayerShape, saved: Sequence[Values]) -
     sinks = _sinks(b, with_grads=True)
     lses = [b.input(of_zone[-1].shape, of_zone[-1].dtype) for of_zone in saved]
     steps = []
-    for zone, lse in zip(parts.zones(shape.reach), lses, strict=True):
+    for zone, lse in zip(parts.zones_of(shape), lses, strict=True):
         start, stop = zone.rows.start, zone.rows.stop
         rows = LayerRows._make((*(b.part(x, start, stop) for x in inputs), lse))
         steps.append(zone.backward_of_rows(b, rows, sinks))
@@ -277,22 +308,26 @@ def _zone_attention(
     *,
     reach: Reach,
     waits: int,
+    blocks: Sequence[Range],
 ) -> ZoneAttention:
     """Make the attention of a zone by its group's strategy.
 
     reach: keys that a query reads. waits: about how often the widest zone of this rank waits for
-    transfers; a local zone cuts its work into as many runs.
+    transfers; a local zone cuts its work into as many runs. blocks: rows of all sequences of the
+    group whose queries read both ways.
     """
     rows = slice(zone.start, zone.stop)
     ranks = zone.group.ranks
     match zone.group.strategy:
         case "local":
-            trees = zone.group.trees
-            if trees:
-                return whole_tree_zone(rows, zone.lengths, trees, channel, tables, reach)
-            return LocalZone(rows, zone.lengths, tables, most_runs=waits, reach=reach)
+            alone: ZoneAttention
+            if trees := zone.group.trees:
+                alone = whole_tree_zone(rows, zone.lengths, trees, channel, tables, reach)
+            else:
+                alone = LocalZone(rows, zone.lengths, tables, most_runs=waits, reach=reach)
+            return seeing_both_ways(alone, blocks, reach, tables)
         case "ulysses":
-            return ulysses_zone(zone, channel, tables, machine.device, reach)
+            return ulysses_zone(zone, channel, tables, machine.device, reach, blocks)
         case strategy if strategy in RINGS:
             group_cuts = cuts(strategy, zone.lengths, len(ranks))
             layout = ZoneLayout(group_cuts, strategy, zone.index, ranks, tables)

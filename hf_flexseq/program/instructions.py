@@ -42,6 +42,9 @@ class LayerShape(NamedTuple):
     sinks: bool = False
     """True if every head has a sink: a score in the softmax without a value."""
 
+    both_ways: bool = False
+    """True if the tokens of a block (`plan/blocks.py`) read each other both ways."""
+
     def item_bytes(self, dtype: str) -> int:
         """Return the bytes of a number of a value: `dtype` is INPUT or WIDE."""
         if dtype == INPUT:

@@ -14,13 +14,22 @@ IntArray = NDArray[np.int64]
 class Tables:
     """Integers of a micro-batch's programs, copied to the device once (`attention/uploads.py`)."""
 
-    __slots__ = ("_calls", "_constants", "_head_tables", "_ranges", "calls", "indices")
+    __slots__ = (
+        "_backwards",
+        "_calls",
+        "_constants",
+        "_head_tables",
+        "_ranges",
+        "calls",
+        "indices",
+    )
 
     def __init__(self) -> None:
         self.indices: list[IntArray] = []
         self.calls: list[CallLengths] = []
         self._calls: dict[CallLengths, int] = {}
         self._ranges: dict[tuple[tuple[int, int], ...], int] = {}
+        self._backwards: dict[tuple[tuple[int, int], ...], Rows] = {}
         self._constants: dict[tuple[int, ...], int] = {}
         self._head_tables: dict[HeadLayout, int] = {}
 
@@ -64,6 +73,14 @@ class Tables:
             parts = [np.arange(start, stop) for start, stop in joined]
             self._ranges[key] = self.index(np.concatenate(parts))
         return Rows(tokens, array=self._ranges[key])
+
+    def backwards(self, ranges: Sequence[tuple[int, int]]) -> Rows:
+        """Return rows given as ranges [start, stop), each from its last row to its first."""
+        key = tuple(ranges)
+        if key not in self._backwards:
+            parts = [np.arange(stop - 1, start - 1, -1) for start, stop in ranges]
+            self._backwards[key] = self.order(np.concatenate(parts))
+        return self._backwards[key]
 
     def positions(self, rows: Rows) -> IntArray:
         """Return the rows one by one: int64 [n]."""

@@ -32,7 +32,9 @@ from typing import NamedTuple
 
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.cost import HEAD_PIECES
+from hf_flexseq.plan.blocks import Range
 from hf_flexseq.plan.shard import Zone, contiguous_parts
+from hf_flexseq.program.both_ways import seeing_both_ways
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.head_exchange import (
@@ -54,7 +56,7 @@ from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.weave import END, ZoneSteps, within
 from hf_flexseq.program.whole_trees import whole_tree_zone
-from hf_flexseq.program.zones import Attention, LayerRows, Sinks
+from hf_flexseq.program.zones import Attention, LayerRows, Sinks, ZoneAttention
 
 # The backward of one piece: from its number and the tensors that have arrived for it, dout last,
 # each [all tokens, my heads, head_dim], to dq, dk and dv of what the inner attention read.
@@ -69,19 +71,26 @@ class Span(NamedTuple):
 
 
 def ulysses_zone(
-    zone: Zone, channel: Channel, tables: Tables, device: str, reach: Reach = FULL
+    zone: Zone,
+    channel: Channel,
+    tables: Tables,
+    device: str,
+    reach: Reach = FULL,
+    blocks: Sequence[Range] = (),
 ) -> "UlyssesZone":
     """Make the attention of an Ulysses group: heads in pieces, around one kernel call for each.
 
-    device: "cpu" or "cuda". reach: which keys a query reads.
+    device: "cpu" or "cuda". reach: which keys a query reads. blocks: rows of all sequences of the
+    group whose queries read both ways.
     """
     all_tokens = sum(zone.lengths)
     tokens = [len(part) for part in contiguous_parts(all_tokens, zone.group.degree)]
     rows = slice(0, all_tokens)
-    inner: Attention = LocalZone(rows, zone.lengths, tables, reach=reach)
+    inner: ZoneAttention = LocalZone(rows, zone.lengths, tables, reach=reach)
     trees = zone.group.trees
     if trees:
         inner = whole_tree_zone(rows, zone.lengths, trees, channel, tables, reach)
+    inner = seeing_both_ways(inner, blocks, reach, tables)
     return UlyssesZone(
         rows=slice(zone.start, zone.stop),
         exchange=HeadExchange(channel, zone.group.ranks, zone.index, tokens),

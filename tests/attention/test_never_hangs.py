@@ -38,6 +38,7 @@ def test_what_is_drawn_has_something_of_everything():
         *("several zones on a rank", "passes", "pipeline"),
         *("checkpointing", "checkpointing, attention kept"),
         *("window", "chunk", "sinks", "softcap", "values of another size"),
+        "blocks that see both ways",
         *("convolution", "gated delta", "kimi delta", "mamba2"),
         *("units of rows", "units 1 deep", "units 2 deep"),
     ):

@@ -19,10 +19,19 @@ OF_ROWS = (  # of recurrent layers
 
 
 def programs_of(
-    micro_batch, lengths, topology, shape, *, device="cuda", passes=None, ranks=None, whats=None
+    micro_batch,
+    lengths,
+    topology,
+    shape,
+    *,
+    device="cuda",
+    passes=None,
+    ranks=None,
+    whats=None,
+    blocks=None,
 ):
     """By what they do, the programs by rank. shape: a LayerShape, or a RowShape of a recurrent
-    layer."""
+    layer. blocks: by sequence the tokens that see both ways."""
     machine = compiler.Machine(topology=topology, device=device, wide_gradients=device == "cpu")
     if whats is None:
         whats = OF_ROWS if isinstance(shape, RowShape) else OF_ATTENTION
@@ -30,7 +39,7 @@ def programs_of(
     found = {what: {} for what in whats}
     for rank in range(topology.world_size) if ranks is None else ranks:
         shard = shards[rank] if shards else make_shard(micro_batch, lengths, rank)
-        parts = compiler.MicroBatchLayout(shard, machine).parts
+        parts = compiler.MicroBatchLayout(shard, machine, blocks or {}).parts
         forward = None
         for what in whats:
             program = compiler.compile_program(parts, what, shape, forward)

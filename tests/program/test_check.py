@@ -10,7 +10,7 @@ from hf_flexseq.program import heads, ring_steps
 from hf_flexseq.program.compile import BACKWARD
 from hf_flexseq.program.instructions import LayerShape, RowShape
 from tests.budget import examples, for_seeds
-from tests.plans import random_plan
+from tests.plans import random_blocks, random_plan
 from tests.program.check import ProgramError, check
 from tests.program.compiled import moved_bytes, programs_of, programs_of_group
 
@@ -37,9 +37,13 @@ def test_random_plans_come_to_their_end(seed, monkeypatch):
     shapes = [SHAPE._replace(sinks=rng.random() < 0.3, reach=reach)]
     if seed % 2:
         shapes.append(RowShape(columns=6, dtype="bfloat16", width=rng.choice((2, 4, 7))))
+    if reach.chunk is None:
+        shapes.append(shapes[0]._replace(both_ways=True))
+    blocks = random_blocks(plan, rng)
     for micro_batch in plan.micro_batches:
         for shape in shapes:
-            for programs in programs_of(micro_batch, plan.lengths, topology, shape).values():
+            found = programs_of(micro_batch, plan.lengths, topology, shape, blocks=blocks)
+            for programs in found.values():
                 check(programs, shape)
 
 
