@@ -25,7 +25,7 @@ class SequenceContext:
     cast takes dataclasses, tuples and dicts apart and builds them anew at every unit.
     """
 
-    __slots__ = ("cut", "kept", "programs", "shard", "target_counts")
+    __slots__ = ("cut", "kept", "programs", "row_counts", "shard", "target_counts")
 
     def __init__(
         self,
@@ -46,9 +46,10 @@ class SequenceContext:
         Raises ValueError for blocks that do not fit, or that a group's strategy cannot compute.
         """
         self.shard = shard
+        self.row_counts: torch.Tensor | None = None
+        """[tokens] How many rows have each token; None where no rows share tokens."""
         self.target_counts: torch.Tensor | None = None
-        """[tokens] How many rows have each token as one with a target; None where no rows share
-        tokens."""
+        """[tokens] How many rows have each token as one with a target; None as above."""
         self.kept = KeptAttention() if save_attention_output else None
         self.cut: CutAttention | None = None  # a micro-batch has whole sequences
         machine = Machine(

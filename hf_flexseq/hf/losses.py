@@ -99,6 +99,16 @@ def has_fused_head(trainer: Trainer) -> bool:
     return _is_one_of(trainer, (*_ON_SAMPLES, "SFTTrainer"))
 
 
+def reads_fused_head(trainer: Trainer) -> bool:
+    """Tell if a micro-batch runs the `compute_loss` of TRL's SFTTrainer, which reads nothing but
+    the outputs of TRL's head."""
+    own = type(trainer).compute_loss
+    return any(
+        cls.__name__ == "SFTTrainer" and vars(cls).get("compute_loss") is own
+        for cls in type(trainer).__mro__
+    )
+
+
 def _plain_model(trainer: Trainer) -> Any:
     model = trainer.model
     return model.get_base_model() if hasattr(model, "get_base_model") else model

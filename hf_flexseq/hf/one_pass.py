@@ -5,7 +5,7 @@ its tokens are, and get the target tokens of the whole step.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from hf_flexseq.hf.dataset_checks import check_examples, check_first_step
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches
 from hf_flexseq.hf.loaders import BEFORE_END, as_drawn
+from hf_flexseq.hf.losses import reads_fused_head
 from hf_flexseq.hf.overrides import IN_PARTS, runs_other_code
 from hf_flexseq.hf.predictions import TokenPredictions, without_metrics
+from hf_flexseq.hf.row_outputs import outputs_of_rows
 from hf_flexseq.hf.shared_prefixes import KEEPS_OWN_LOSS, USERS_CODE
 from hf_flexseq.hf.step_loss import Prediction, StepLoss, StockPrediction
 from hf_flexseq.hf.sum_trial import SumTrial
@@ -56,16 +58,24 @@ class LossInOnePass(StepLoss):
         """Raise ValueError for examples that cannot be trained on."""
         check_examples(self._trainer, self._engine.args, resumes=resumes)
 
-    def attached(self) -> AbstractContextManager[None]:
-        """Surround training or an evaluation: micro-batches get their shares of a router loss."""
-        if self._engine.executor.trainer_hooks is None:  # a stage alone has no loss to try
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Surround training or an evaluation: micro-batches get their shares of a router loss, and
+        SFTTrainer the outputs of its head for all rows."""
+        executor = self._engine.executor
+        if executor.trainer_hooks is None:  # a stage alone has no loss to try
             self._trial.look()
-        if self._is_watched or self._trial.has_code:
+        has_fused_head = reads_fused_head(self._trainer)
+        if self._trial.has_code or (self._is_watched and not has_fused_head):
             self._engine.keep_rows_apart(USERS_CODE)
-        elif self._engine.executor.keeps_own_loss:
+        elif executor.keeps_own_loss and not has_fused_head:
             self._engine.keep_rows_apart(KEEPS_OWN_LOSS)
-        router = self._engine.executor.router
-        return nullcontext() if router is None else self._router.adding(router)
+        with ExitStack() as around:
+            if has_fused_head:
+                around.enter_context(outputs_of_rows(self._trainer.model))
+            if executor.router is not None:
+                around.enter_context(self._router.adding(executor.router))
+            yield
 
     # ---- training
 

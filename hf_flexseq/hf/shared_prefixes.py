@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from hf_flexseq.base.registry import PLANNERS
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.model.positions import needed_columns
-from hf_flexseq.hf.model.router import asks_for_router_loss
 from hf_flexseq.steps.token_columns import LENGTHS
 
 OFF, GROUPS = "off", "groups"
@@ -63,12 +62,6 @@ def _noise(model: nn.Module, base: PreTrainedModel) -> str | None:
     return None
 
 
-def _router_loss(model: nn.Module, base: PreTrainedModel) -> str | None:
-    if asks_for_router_loss(base):
-        return "the model's router loss counts every token once"
-    return None
-
-
 def _lengths(model: nn.Module, base: PreTrainedModel) -> str | None:
     if LENGTHS in needed_columns(base):
         return "the rotary embedding depends on the length of the whole row"
@@ -78,7 +71,6 @@ def _lengths(model: nn.Module, base: PreTrainedModel) -> str | None:
 _REASONS: tuple[Callable[[nn.Module, PreTrainedModel], str | None], ...] = (
     _dropout,
     _noise,
-    _router_loss,
     _lengths,
 )
 

@@ -29,7 +29,8 @@ from hf_flexseq.steps.token_words import TokenWords
 
 Ints = NDArray[np.int64]
 
-# A column of steps in which rows share tokens.
+# Columns of steps in which rows share tokens.
+ROW_COUNTS = "row_counts"
 TARGET_COUNTS = "target_counts"
 
 
@@ -72,8 +73,8 @@ def united(columns: Columns, shared: torch.Tensor, tokens: int) -> Columns:
     """Return the columns of tokens that several rows share: [received] -> [tokens] each.
 
     A token has the label that any of its rows gives it, and all other columns are equal in all of
-    its rows. shared: [received] the token of each. One column is new: TARGET_COUNTS, the rows of
-    each token in which it has a label.
+    its rows. shared: [received] the token of each. Two columns are new: ROW_COUNTS, the rows of
+    each token, and TARGET_COUNTS, those in which it has a label.
     """
     united = {}
     for name, values in columns.items():
@@ -83,6 +84,7 @@ def united(columns: Columns, shared: torch.Tensor, tokens: int) -> Columns:
     united["labels"] = none.scatter_reduce_(0, shared, labels, "amax")
     has_label = (labels != IGNORE_INDEX).to(torch.int64)
     zeros = torch.zeros(tokens, dtype=torch.int64)
+    united[ROW_COUNTS] = zeros.index_add(0, shared, torch.ones_like(shared))
     united[TARGET_COUNTS] = zeros.index_add(0, shared, has_label)
     return united
 

@@ -16,7 +16,7 @@ from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.steps.drawn import Columns
-from hf_flexseq.steps.exchange import TARGET_COUNTS
+from hf_flexseq.steps.exchange import ROW_COUNTS, TARGET_COUNTS
 
 Inputs = dict[str, Any]
 
@@ -43,6 +43,7 @@ def inputs_of(
     a dummy token, and `seq_ctx`, which has how often tokens count. columns: each [tokens] on the
     CPU."""
     columns = dict(columns)
+    row_counts = columns.pop(ROW_COUNTS, None)
     target_counts = columns.pop(TARGET_COUNTS, None)
     if not shard.tokens:
         shard = _with_dummy(shard)
@@ -53,6 +54,8 @@ def inputs_of(
         inputs[name] = to_device(row, device)
     inputs["shift_labels"] = inputs["labels"]  # they are shifted already
     context = make_context(shard)
+    if row_counts is not None and row_counts.numel():
+        context.row_counts = to_device(row_counts, device)
     if target_counts is not None and target_counts.numel():
         context.target_counts = to_device(target_counts, device)
     inputs["seq_ctx"] = context

@@ -13,12 +13,14 @@ from transformers import Trainer
 from transformers.models.mixtral import modeling_mixtral
 from trl import SFTTrainer
 
+from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.model.router import PROBABILITIES, RouterLoss, RouterSums, router_facts
 from tests.hf import objectives
-from tests.hf.objectives import Case
+from tests.hf.objectives import Case, assert_alike
 from tests.hf.test_exactness import own_batches, whole
 from tests.hf.test_mixin import sft_trainer
 from tests.hf.test_reach import keep_float64, make_model
+from tests.hf.test_shared_prefixes import conversations, long_pairs, spared
 from tests.hf.test_trainer import dataset, logged
 from tests.hf.tiny import (
     RandomPlanEngine,
@@ -28,7 +30,13 @@ from tests.hf.tiny import (
     relative_errors,
     taken_gradients,
 )
-from tests.hf.trainers import assert_logged_alike, trained, trainer_of, weights_apart
+from tests.hf.trainers import (
+    assert_logged_alike,
+    difference,
+    trained,
+    trainer_of,
+    weights_apart,
+)
 from tests.ranks import run_cases, run_ranks
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 1, 40, 11, 2, 13, 23]
@@ -65,11 +73,12 @@ def reference(family, examples):
     return float(loss.detach()), taken_gradients(model)
 
 
-def errors_under_random_plans(rank, world_size, family, sharding, plans):
-    """The largest relative errors of loss and gradients over some random plans."""
+def errors_under_random_plans(rank, world_size, family, sharding, plans, examples=None):
+    """The largest relative errors of loss and gradients over some random plans, and the tokens
+    that all of these spare. examples: None for documents of LENGTHS."""
     with pytest.MonkeyPatch.context() as patch:
         keep_float64(patch)
-        examples = documents(LENGTHS)
+        examples = documents(LENGTHS) if examples is None else examples
         wanted_loss, wanted = reference(family, examples)
         model = mixture(family)
         if sharding == "fsdp2":
@@ -82,16 +91,18 @@ def errors_under_random_plans(rank, world_size, family, sharding, plans):
         wrapped = DistributedDataParallel(model) if sharding == "ddp" else model
         worst = 0.0
         micro_batches = []
+        spares = 0
         for _ in range(plans):
             for step in engine.steps(own_batches(examples, rank, world_size), 2):
                 loss = step.backward(wrapped)
                 micro_batches.append(len(step.plan.micro_batches))
+                spares += step.plan.tokens_spared
             torch.distributed.all_reduce(loss)
             found = {name: whole(g) for name, g in taken_gradients(model).items()}
             errors = relative_errors(found, wanted)
             worst = max(worst, abs(float(loss) / world_size / wanted_loss - 1), *errors.values())
         assert max(micro_batches) > 1
-        return worst
+        return worst, spares
 
 
 @pytest.mark.processes
@@ -100,8 +111,47 @@ def errors_under_random_plans(rank, world_size, family, sharding, plans):
     [(3, "Qwen3Moe", "ddp"), (2, "Mixtral", "fsdp2")],
 )
 def test_gradients_with_a_router_loss_equal_one_process(world_size, family, sharding):
-    for worst in run_ranks(errors_under_random_plans, world_size, family, sharding, 4):
+    for worst, _ in run_ranks(errors_under_random_plans, world_size, family, sharding, 4):
         assert worst < 1e-10
+
+
+FAMILIES = ("Qwen3Moe", "Mixtral")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_router_loss_counts_a_shared_token_once_for_each_row(world_size):
+    rows = conversations(18)
+    cases = [(family, sharding, 3, rows) for family in FAMILIES for sharding in ("ddp", "fsdp2")]
+    by_case = run_cases(errors_under_random_plans, world_size, cases, seconds=200)
+    for case, by_rank in zip(cases, by_case, strict=True):
+        for worst, spares in by_rank:
+            assert worst < 1e-10, case
+            assert spares > 300, case
+
+
+def train_on_conversations(rank, world_size, folder, family, shared):
+    """Three steps of twelve rows. shared: None for the plain Trainer."""
+    settings = {"train_dataset": conversations(36), "batch": 12 // world_size}
+    settings["flexseq"] = shared and {"shared_prefixes": shared, "max_tokens_per_rank": 60}
+    with pytest.MonkeyPatch.context() as patch:
+        keep_float64(patch)
+        return trained(trainer_of(Trainer, folder, model=mixture(family), **settings))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_trainer_s_router_loss_is_that_of_the_rows(tmp_path, world_size, family):
+    """The plain Trainer has one batch on one rank: router losses are of a step."""
+    stock = train_on_conversations(0, 1, tmp_path, family, None)
+    cases = [(tmp_path, family, shared) for shared in ("off", "auto")]
+    by_rank = zip(*run_cases(train_on_conversations, world_size, cases, seconds=200), strict=True)
+    for apart, ours in by_rank:
+        assert spared(apart) == 0
+        assert spared(ours) > 200
+        assert difference(apart, ours).weights < 1e-10
+        assert_alike(difference(stock, ours), weights=objectives.FLOAT64_BOUND)
 
 
 # ---- trainers
@@ -122,7 +172,11 @@ def make(kind, ours, folder, batch, accumulation=1):
         options = {"batch": batch, "accumulation": accumulation, "steps": 2}
         case = Case(kind="dpo", settings={"learning_rate": 0.1}, evaluates=True, **options)
         models = {name: mixture(output_router_logits=False) for name in ("model", "ref_model")}
-        return objectives.make_trainer(case, ours, folder, eval_dataset=None, **models)
+        given = {"train_dataset": long_pairs(16), "eval_dataset": None, **models}
+        if ours:
+            options = {**objectives.OPTIONS, "max_tokens_per_rank": 120}
+            given["flexseq_args"] = FlexSeqArguments(**options)
+        return objectives.make_trainer(case, ours, folder, **given)
     data = {"train_dataset": dataset(16), "eval_dataset": dataset(8)}
     settings = {"learning_rate": 0.1, "max_steps": 2, "model": mixture()}
     settings["per_device_eval_batch_size"] = batch * accumulation
@@ -157,6 +211,7 @@ def test_two_ranks_equal_one_process_with_the_step_as_one_batch(tmp_path):
             assert weights_apart(stock, ours) < 2e-6, kind
             keys = [*names, *(f"eval_{name}" for name in names), "eval_first"]
             assert_logged_alike(stock, ours, keys, rel=2e-6)
+            assert (spared(ours) > 0) == (kind == "dpo")
         assert len(logged(stock.log, "aux_loss")) == (2 if kind in ("sft", "dpo") else 0)
 
 

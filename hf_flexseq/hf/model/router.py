@@ -7,6 +7,8 @@ p_e, and the token goes to the k largest. Over the rows of a batch, tokens x lay
     C_e = number of tokens sent to expert e        P_e = sum of p_e
     loss = E * sum over e of (C_e / rows) * (P_e / rows),        rows = (sum of C_e) / k
 
+A token that several rows share (docs/shared_prefixes.md) counts in C and P once for each of them.
+
 This is not a sum over tokens, but C and P are, and C has no gradient. So a step finds C in a first
 pass. A micro-batch whose own sums are P' then has the share
 
@@ -105,9 +107,11 @@ def _compare_function(model: PreTrainedModel, top_k: int) -> None:
 # ---- the loss, of sums
 
 
-def router_sums(router_logits: Sequence[torch.Tensor], top_k: int) -> Columns:
+def router_sums(
+    router_logits: Sequence[torch.Tensor], top_k: int, row_counts: torch.Tensor | None = None
+) -> Columns:
     """Return C and P [experts], P in float32 at least, from each layer's router_logits [tokens,
-    experts]."""
+    experts]. row_counts: [tokens] how often each token counts; None for once."""
     assert router_logits, "output_router_logits is set, but the model has no router"
     experts = router_logits[0].shape[-1]
     device = router_logits[0].device
@@ -116,9 +120,15 @@ def router_sums(router_logits: Sequence[torch.Tensor], top_k: int) -> Columns:
     for logits in router_logits:
         probabilities = torch.softmax(logits.to(device), dim=-1)  # [tokens, experts]
         chosen = probabilities.topk(top_k, dim=-1).indices.flatten()  # [tokens * k]
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=counts.dtype))
         wide = torch.promote_types(probabilities.dtype, torch.float32)
-        of_layer = probabilities.to(wide).sum(dim=0)  # [tokens, experts] -> [experts]
+        probabilities = probabilities.to(wide)
+        times = torch.ones_like(chosen, dtype=counts.dtype)
+        if row_counts is not None:
+            of_token = row_counts.to(device).unsqueeze(1)  # [tokens, 1]
+            probabilities = probabilities * of_token
+            times = times * of_token.expand(-1, top_k).flatten()
+        counts.scatter_add_(0, chosen, times)
+        of_layer = probabilities.sum(dim=0)  # [tokens, experts] -> [experts]
         sums = of_layer if sums is None else sums + of_layer
     assert sums is not None, "there is a layer"
     return {COUNTS: counts, PROBABILITIES: sums}
@@ -162,7 +172,8 @@ class RouterSums:
 
     def _note(self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
         if "seq_ctx" in kwargs:
-            self._sums = router_sums(outputs.router_logits, self.facts.top_k)
+            row_counts = getattr(kwargs["seq_ctx"], "row_counts", None)
+            self._sums = router_sums(outputs.router_logits, self.facts.top_k, row_counts)
 
 
 # ---- shares of micro-batches

@@ -1,0 +1,170 @@
+"""TRL's SFTTrainer on rows that begin alike: weights and figures of the plain one."""
+
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers.modeling_outputs import CausalLMOutput
+from trl import SFTTrainer
+from trl.trainer.utils import FusedCausalLMOutput
+
+from hf_flexseq.hf.row_outputs import outputs_of_rows
+from tests.hf.objectives import (
+    FLOAT32_BOUND,
+    Case,
+    assert_alike,
+    causal_model,
+    save_inputs,
+)
+from tests.hf.test_mixin import sft_trainer
+from tests.hf.test_router import mixture
+from tests.hf.test_shared_prefixes import conversations, spared
+from tests.hf.tiny import tiny_llama
+from tests.hf.trainers import difference, trained
+from tests.ranks import run_cases
+
+STEP = 12  # rows
+OPTIONS = {"max_tokens_per_rank": 120, "lookahead": 0}
+LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+CASES = {
+    "nll": {},
+    "dft": {"loss_type": "dft"},
+    "LoRA": {"peft_config": LORA},
+}
+
+
+class ReadsLoss(SFTTrainer):
+    """A user's trainer, whose figures may be of any tokens."""
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+def rows(count):
+    """Rows that begin alike. Of what they share some tokens have a label in all rows, some in a
+    part of them, and some in none."""
+    found = conversations(count)
+    for index, row in enumerate(found):
+        if index % 4:
+            row["labels"] = row["input_ids"][:10] + row["labels"][10:]
+    return found
+
+
+def run(folder, shared, *, cls=SFTTrainer, batch=STEP, evaluates=True, **settings):
+    """A training of three steps, after which another twelve rows are evaluated. shared: None for
+    the plain trainer."""
+    datasets.disable_progress_bars()
+    data = rows(4 * STEP)
+    settings = {
+        "train_dataset": Dataset.from_list(data[: 3 * STEP]),
+        "eval_dataset": Dataset.from_list(data[3 * STEP :]),
+        "per_device_eval_batch_size": batch,
+        "learning_rate": 0.5,
+        "max_steps": 3,
+        "flexseq": shared and {**OPTIONS, "shared_prefixes": shared},
+        "model": tiny_llama(),
+        **settings,
+    }
+    torch.manual_seed(5)
+    return trained(sft_trainer(cls, folder, batch, **settings), evaluates=evaluates)
+
+
+def compare(rank, world_size, folder, settings):
+    """Stock and ours on as many ranks, and the tokens that ours has spared. Only on one rank has
+    the plain trainer the mean loss of an evaluation over all targets."""
+    given = {"batch": STEP // world_size, "evaluates": world_size == 1, **settings}
+    stock, ours = run(folder, None, **given), run(folder, "auto", **given)
+    return difference(stock, ours), spared(ours)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_sft_trainer_s_weights_and_figures_are_those_of_the_rows(tmp_path, world_size):
+    cases = [(tmp_path, settings) for settings in CASES.values()]
+    by_case = run_cases(compare, world_size, cases, seconds=200)
+    for name, by_rank in zip(CASES, by_case, strict=True):
+        for apart, tokens in by_rank:
+            assert tokens > 50, name
+            assert_alike(apart, weights=FLOAT32_BOUND)
+            assert apart.figures > 20
+
+
+def compare_sharded(rank, world_size, folder):
+    """Weights alone: the loss that the plain trainer logs under FSDP2 is of one rank's share."""
+    case = Case(kind="dpo", sharding="fsdp2")
+    found = []
+    for shared in (None, "auto"):
+        settings = {"model": causal_model(case, folder / "model"), "evaluates": False}
+        settings |= {"batch": STEP // world_size, "gradient_checkpointing": True}
+        found.append(run(folder, shared, **settings))
+    return difference(*found).weights, spared(found[1])
+
+
+@pytest.mark.processes
+def test_a_sharded_and_checkpointed_model_is_trained_as_the_plain_trainer_does(tmp_path):
+    save_inputs(tmp_path)
+    (by_rank,) = run_cases(compare_sharded, 2, [(tmp_path,)], seconds=200)
+    for apart, tokens in by_rank:
+        assert apart < FLOAT32_BOUND
+        assert tokens > 50
+
+
+def run_mixture(rank, world_size, folder, shared):
+    settings = {"model": mixture("Qwen3Moe"), "router_aux_loss_coef": 0.3}
+    return run(folder, shared, batch=STEP // world_size, **settings)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_router_loss_of_the_sft_trainer_is_that_of_the_rows(tmp_path, world_size):
+    """The plain trainer has one batch on one rank: router losses are of a step."""
+    stock = run_mixture(0, 1, tmp_path, None)
+    assert all("aux_loss" in line for line in stock.log if "loss" in line)
+    (by_rank,) = run_cases(run_mixture, world_size, [(tmp_path, "auto")], seconds=200)
+    for ours in by_rank:
+        assert spared(ours) > 50
+        assert_alike(difference(stock, ours), weights=FLOAT32_BOUND)
+
+
+def test_a_user_s_own_loss_computes_every_row(tmp_path):
+    ours = run(tmp_path, "auto", cls=ReadsLoss, evaluates=False)
+    assert spared(ours) == 0
+
+
+# ---- the outputs
+
+
+class Head(torch.nn.Module):
+    def __init__(self, outputs):
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self, **given):
+        return self.outputs
+
+
+def test_a_value_stands_once_for_every_row_that_has_a_label():
+    values = torch.tensor([[0.0, -1.0, -2.0, -3.0]], requires_grad=True)
+    mask = torch.tensor([[False, True, True, True]])
+    outputs = FusedCausalLMOutput(
+        loss=-values.sum(), log_probs=values, label_mask=mask, aux_loss=torch.tensor(7.0)
+    )
+    head = Head(outputs)
+    counts = SimpleNamespace(target_counts=torch.tensor([0, 3, 1, 2]))
+    with outputs_of_rows(head):
+        found = head(labels=mask, seq_ctx=counts)
+        assert head(labels=mask, seq_ctx=SimpleNamespace(target_counts=None)) is outputs
+        assert head(labels=mask) is outputs
+        head.outputs = CausalLMOutput(loss=values.sum())
+        with pytest.raises(NotImplementedError, match="set shared_prefixes='off'"):
+            head(labels=mask, seq_ctx=counts)
+    assert found.log_probs.tolist() == [[-1, -1, -1, -2, -3, -3]]
+    assert found.label_mask.tolist() == [[True] * 6]
+    assert found.aux_loss == 7
+    assert found.loss is None
+    found.log_probs.sum().backward()
+    assert values.grad.tolist() == [[0, 3, 1, 2]]
+    assert head(labels=mask, seq_ctx=counts) is head.outputs
