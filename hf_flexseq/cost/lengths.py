@@ -6,6 +6,7 @@ with shared prefixes has fewer: its *share* of them. Where no share is known, al
 
 import functools
 from collections.abc import Iterable, Sequence
+from typing import SupportsIndex, overload
 
 import numpy as np
 
@@ -26,6 +27,18 @@ class Lengths(tuple[int, ...]):
         made.shares = tuple(shares)
         assert len(made.shares) == len(made), "every sequence has a share"
         return made
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Lengths": ...
+
+    def __getitem__(self, index: SupportsIndex | slice) -> "int | Lengths":
+        """Return the tokens of one sequence, or those of some with their shares."""
+        if isinstance(index, slice):
+            return Lengths(super().__getitem__(index), self.shares[index])
+        return super().__getitem__(index)
 
 
 def lengths_of(plan: Plan) -> Sequence[int]:

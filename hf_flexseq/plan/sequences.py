@@ -79,7 +79,7 @@ class Plan(Record):
 
     @property
     def tokens_spared(self) -> int:
-        """Tokens of rows that are not held again, since they share them."""
+        """Tokens of rows that are not held, nor computed, again, since they share them."""
         return sum(sum(unit.row_tokens().values()) - unit.tokens for unit in self.units)
 
     def degrees(self) -> dict[int, int]:

@@ -60,11 +60,6 @@ class RankStep(Generic[PlanT]):
         return sum(self.drawn.lengths)
 
     @property
-    def tokens_spared(self) -> int:
-        """Tokens that are not computed again, since rows share them."""
-        return self.tokens - sum(self.plan.lengths)
-
-    @property
     def final_loss(self) -> torch.Tensor:
         """This rank's loss of a step that has run, a scalar."""
         assert self.loss is not None, "every micro-batch has a loss"

@@ -109,7 +109,7 @@ def step_figures(step: RankMicroBatches, measured_s: float) -> Figures:
         "predicted_s": step.plan.objective_s,
         "measured_s": measured_s,
         "tokens_per_s": step.tokens / measured_s if measured_s else 0.0,
-        SPARED: step.tokens_spared,
+        SPARED: step.plan.tokens_spared,
     }
     for degree, count in step.plan.degrees().items():
         figures[f"groups_of_{degree}"] = count

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.head_trial import try_head
 from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
@@ -274,6 +275,14 @@ def test_forwards_that_would_be_computed_wrongly_are_refused(part, changed_part,
     model = type("Changed", (Llama,), {part: changed_part})(transformers.LlamaConfig(**SMALL))
     assert attach_chunked_loss(model) is None
     assert re.search(reason, try_head(model).reason)
+
+
+def test_the_reason_is_the_model_s_where_our_attention_is_set():
+    """OPT's forward runs a decoder inside of the one that has a stand-in."""
+    config = transformers.OPTConfig(**SMALL, ffn_dim=32, word_embed_proj_dim=SMALL["hidden_size"])
+    model = transformers.OPTForCausalLM(config)
+    model.set_attn_implementation(NAME)
+    assert re.search(rf"{PASS_ON} \(contiguous\)", try_head(model).reason)
 
 
 def test_a_forward_that_passes_its_logits_on_is_not():

@@ -63,6 +63,17 @@ def test_parts_of_a_unit_have_its_rows_and_pay_for_what_they_share():
     assert cut(unit, 50) == [restricted(unit, [row]) for row in unit.rows]
 
 
+def test_some_of_the_lengths_of_a_step_have_their_own_shares():
+    lengths = SharedRows(
+        rows=(9, 9, 5), units=(Unit.of([(-1, 6), (0, 3), (0, 3)], [(0, 1), (1, 2)]),)
+    ).lengths()
+    assert (lengths[0], lengths[-1]) == (12, 5)
+    assert lengths.shares == (69 / 78, 1)
+    assert lengths[1:] == (5,)
+    assert lengths[1:].shares == (1,)
+    assert lengths[::-1].shares == (1, 69 / 78)
+
+
 def test_restricted_units_have_the_tokens_of_their_rows():
     rng = random.Random(0)
     for _ in range(200):

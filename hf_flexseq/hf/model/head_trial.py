@@ -57,7 +57,8 @@ def try_head(model: PreTrainedModel) -> HeadTrial:
     router = _Spy(1.0)
     loss = _Spy(0.0)
     try:
-        tried = meta_model(model)
+        # Ours may be set, and needs a batch; some forwards run the decoder past its stand-in.
+        tried = meta_model(model, attention="eager")
         forward = _prepared(tried, watch, loss, router, given)
         with torch.device("meta"), torch.no_grad(), watch:
             outputs = forward(**given, use_cache=False)
