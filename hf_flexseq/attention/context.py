@@ -1,8 +1,6 @@
 """What attention must know of the micro-batch it works on, as one object that travels with the
 call."""
 
-from types import MappingProxyType
-
 import torch
 
 from hf_flexseq.attention.programs import MicroBatchPrograms
@@ -10,7 +8,7 @@ from hf_flexseq.attention.remat import KeptAttention
 from hf_flexseq.attention.replay import CutAttention
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.plan.blocks import Blocks
+from hf_flexseq.plan.blocks import NO_BLOCKS, Blocks
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.program.compile import Machine, MicroBatchLayout
 from hf_flexseq.program.passes import PlanPasses
@@ -36,7 +34,7 @@ class SequenceContext:
         *,
         save_attention_output: bool = True,
         passes: PlanPasses | None = None,
-        blocks: Blocks = MappingProxyType({}),
+        blocks: Blocks = NO_BLOCKS,
     ) -> None:
         """Lay out the zones of this rank; no communication. passes: those of the planner.
         save_attention_output: True if checkpointed layers keep the result of attention. blocks:

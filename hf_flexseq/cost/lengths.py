@@ -1,28 +1,33 @@
-"""Tokens of sequences, with the pairs of those that are units.
+"""Tokens of sequences, with the pairs of those that are units or see both ways.
 
 A plain sequence of s tokens has s (s + 1) / 2 causal pairs of a query and a key. A unit of rows
-with shared prefixes has fewer: its *share* of them. Where no share is known, all are 1.
+with shared prefixes has fewer, and a sequence with blocks (`plan/blocks.py`) has more: its *share*
+of them. Where no share is known, all are 1. A share of 1 is that of plain sequences, and of units
+that attention computes as one.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import SupportsIndex, overload
 
 import numpy as np
 
 from hf_flexseq.cost.kinds import FloatArray
 from hf_flexseq.plan import Plan
+from hf_flexseq.plan.blocks import NO_PAIRS
 from hf_flexseq.plan.units import Unit
 
 
 class Lengths(tuple[int, ...]):
-    """Tokens of each sequence by id, some of which are units."""
+    """Tokens of each sequence by id, some of which are units or see both ways."""
 
     shares: tuple[float, ...]
     """Share of the causal pairs that each has."""
 
     def __new__(cls, tokens: Iterable[int], shares: Iterable[float]) -> "Lengths":
-        """Return the tokens; as many shares, of more than 0 and at most 1."""
+        """Return the tokens; as many shares, of more than 0 and at most 2."""
         made = super().__new__(cls, tokens)
         made.shares = tuple(shares)
         assert len(made.shares) == len(made), "every sequence has a share"
@@ -46,16 +51,39 @@ def lengths_of(plan: Plan) -> Sequence[int]:
     return with_shares(plan.lengths, plan.units) if plan.units else plan.lengths
 
 
-def with_shares(tokens: Sequence[int], units: Sequence[Unit]) -> Lengths:
-    """Return the tokens of sequences by id, with the shares of those that are units."""
-    shares = {unit.sequence: pair_share(unit) for unit in units}
-    return Lengths(tokens, [shares.get(i, 1.0) for i in range(len(tokens))])
+def with_shares(
+    tokens: Sequence[int],
+    units: Sequence[Unit],
+    later: Mapping[int, int] = NO_PAIRS,
+) -> Lengths:
+    """Return the tokens of sequences by id, with the shares of those that are no plain ones.
+
+    later: by row that has blocks, the pairs of a query and a later key; of the rows of a unit,
+    which may share them, the most count.
+    """
+    shares = [1.0] * len(tokens)
+    sequences: dict[int, int] = {}  # by row
+    for unit in units:
+        shares[unit.sequence] = pair_share(unit)
+        sequences.update((row, unit.sequence) for row, _ in unit.rows)
+    most: dict[int, int] = defaultdict(int)
+    for row, pairs in later.items():
+        sequence = sequences.get(row, row)
+        most[sequence] = max(most[sequence], pairs)
+    for sequence, pairs in most.items():
+        share = shares[sequence] + pairs / _causal_pairs(tokens[sequence])
+        shares[sequence] = share if share != 1 else math.nextafter(1.0, 2.0)
+    return Lengths(tokens, shares)
 
 
 @functools.lru_cache(maxsize=1024)
 def pair_share(unit: Unit) -> float:
     """Return the share of the causal pairs of as many plain tokens that a unit has."""
-    return 2 * unit.layout.pairs() / (unit.tokens * (unit.tokens + 1))
+    return unit.layout.pairs() / _causal_pairs(unit.tokens)
+
+
+def _causal_pairs(tokens: int) -> int:
+    return tokens * (tokens + 1) // 2
 
 
 def shares_of(lengths: Sequence[int], ids: Sequence[int]) -> FloatArray | None:

@@ -95,7 +95,7 @@ ATTENTION_BACKWARD = 2.5
 # The strategies of `auto` if the prices of hybrids are valid, too.
 WITH_HYBRIDS = "auto, with hybrids"
 
-UNIT_IN_RING = 100  # times as many seconds as a ring would take: nothing that a planner chooses
+OUT_OF_RINGS = 100  # times as many seconds as a ring would take: nothing that a planner chooses
 
 # Constants that older models lack: digests leave out those with their default.
 HOST_CONSTANTS = ("launch_s", "post_s", "message_s", "host_overlap", "contact_s")
@@ -175,9 +175,9 @@ class CostModel(CostTransfers):
         """Return the nanoseconds of each sequence on its own on a group, [sequences].
 
         lengths: [sequences] tokens. degree: ranks of the group. spans_nodes: whether these are on
-        more than one node. shares: [sequences] of the causal pairs, for units; None for all pairs.
-        Units are priced out of rings, where every rank would gather and keep the keys of all paths
-        that lead to its tokens.
+        more than one node. shares: [sequences] of the causal pairs, for units and sequences
+        with blocks; None for all pairs. These are priced out of rings: for a unit every rank would
+        gather and keep the keys of all paths that lead to its tokens, and rings compute no blocks.
         """
         s = lengths.astype(np.float64)  # as in the formulas above
         attention = self.attention_s * s * s / degree
@@ -197,7 +197,7 @@ class CostModel(CostTransfers):
         else:
             raise ValueError(f"strategy {strategy!r} has no cost formula")
         if shares is not None and (strategy in RINGS or (strategy == "hybrid" and spans_nodes)):
-            seconds = np.where(shares < 1, UNIT_IN_RING * seconds, seconds)
+            seconds = np.where(shares != 1, OUT_OF_RINGS * seconds, seconds)
         if self.kinds:
             seconds = seconds + self._near_s(s, degree, strategy, spans_nodes)
         if self.recurrent:

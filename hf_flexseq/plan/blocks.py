@@ -8,6 +8,7 @@ anyway. Everything else stays causal. Windows leave out older keys only.
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from hf_flexseq.base.values import quoted
 from hf_flexseq.plan.shard import Zone
@@ -16,6 +17,9 @@ Range = tuple[int, int]  # [start, stop)
 
 # By id of a sequence its blocks, tokens [start, stop) of the sequence, in ascending order.
 Blocks = Mapping[int, Sequence[Range]]
+
+NO_BLOCKS: Blocks = MappingProxyType({})
+NO_PAIRS: Mapping[int, int] = MappingProxyType({})  # by id of a sequence its `later_pairs`
 
 # Strategies whose kernels see all tokens of a sequence, so that blocks may be cut between ranks.
 SEE_BLOCKS = ("local", "ulysses")
@@ -50,6 +54,11 @@ def block_rows(zone: Zone, blocks: Blocks) -> list[Range]:
             f"sequences {quoted(zone.group.sequences)} have: set strategy='ulysses'"
         )
     return rows
+
+
+def later_pairs(blocks: Sequence[Range]) -> int:
+    """Return the number of pairs of a query and a later key in the blocks of a sequence."""
+    return sum((stop - start) * (stop - start - 1) // 2 for start, stop in blocks)
 
 
 def _check(blocks: Sequence[Range], sequence: int, length: int) -> None:

@@ -18,7 +18,7 @@ function next to the training process. tests/planner/exact.py is its slow twin.
 
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +28,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.lengths import shares_of
 from hf_flexseq.plan import MicroBatch, Plan, PlanInfeasible, check
+from hf_flexseq.plan.blocks import NO_PAIRS, SEE_BLOCKS
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.bound import bound_ns
@@ -46,6 +47,7 @@ def make_plan(
     options: PlanOptions = DEFAULTS,
     *,
     units: Sequence[Unit] = (),
+    later_pairs: Mapping[int, int] = NO_PAIRS,
 ) -> Plan:
     """Return the plan of one optimizer step.
 
@@ -55,13 +57,16 @@ def make_plan(
         cost: Of the model on them.
         options: How to plan.
         units: Sequences that begin alike: those that gain by it share their prefixes.
+        later_pairs: By id of a sequence with blocks, how many pairs of a query and a later key
+            these have (`plan.blocks.later_pairs`). No ring computes such a sequence.
 
-    Raises ValueError for options that do not go with the ranks or the cost model, and
-    PlanInfeasible when a sequence fits nowhere.
+    Raises ValueError for options that do not go with the ranks or the cost model, or where a
+    sequence with blocks comes into a ring, and PlanInfeasible when a sequence fits nowhere.
     """
     began = time.perf_counter()
     # 1. check
     tokens = _checked_lengths(lengths)
+    later_pairs = {row: pairs for row, pairs in later_pairs.items() if pairs}
     options.check_on(topology)
     cost.strategies(options.strategy)  # raises if the model cannot price it
     world = topology.world_size
@@ -74,13 +79,23 @@ def make_plan(
     # Rings would gather the keys of all rows of a unit on every rank.
     names = cost.strategies(options.strategy)
     widest_of_units = widest if "ulysses" in names or "hybrid" in names else 1
-    for shared in variants(tokens, units, cost, cap=cap, world=world, widest=widest_of_units):
+    # A hybrid inside of a node is priced like Ulysses, but computes no blocks.
+    strategy = options.strategy if later_pairs else cost.allowed(options.strategy, topology)
+    for shared in variants(
+        tokens,
+        units,
+        cost,
+        cap=cap,
+        world=world,
+        widest=widest_of_units,
+        later_pairs=later_pairs,
+    ):
         task = PlanTask(
-            lengths=shared.lengths() if shared.units else tokens,
+            lengths=shared.lengths() if shared.units or later_pairs else tokens,
             topology=topology,
             cost=cost,
             cap=cap,
-            strategy=cost.allowed(options.strategy, topology),
+            strategy=strategy,
             sync=options.sync,
             sp_degree=options.sp_degree,
         )
@@ -99,6 +114,7 @@ def make_plan(
     # 5. note
     if shared.units:
         micro_batches = shared.with_units(micro_batches)
+    _check_seen(micro_batches, later_pairs)
     notes: tuple[str, ...] = ()
     if tokens:
         notes = (degree_note(micro_batches, replace(task, lengths=shared.by_id())),)
@@ -153,3 +169,18 @@ def _check_fits(lengths: tuple[int, ...], widest: int, cap: int, *, world: int) 
         f"above max_tokens_per_rank={cap}. Raise max_tokens_per_rank to {need}{wider}, use more "
         "ranks, or shorten or split the sequence"
     )
+
+
+# ---- blocks
+
+
+def _check_seen(micro_batches: Sequence[MicroBatch], later_pairs: Mapping[int, int]) -> None:
+    """Raise ValueError if a row with blocks is in a group whose strategy does not compute them."""
+    for group in (group for micro_batch in micro_batches for group in micro_batch.groups):
+        seeing = later_pairs.keys() & set(group.rows)
+        if seeing and group.strategy not in SEE_BLOCKS:
+            raise ValueError(
+                f"sequence {min(seeing)} has tokens that see both ways, as those of an image do, "
+                f"which the strategy {group.strategy!r} cannot compute: set planner='auto' and "
+                "strategy='auto'"
+            )

@@ -11,8 +11,8 @@ step is planned with its units whole, cut into as many parts as it takes to give
 and without them.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.kinds import halo_tokens
@@ -31,6 +31,8 @@ class SharedRows:
     rows: tuple[int, ...]
     """Tokens of each row as drawn."""
     units: tuple[Unit, ...] = ()
+    later_pairs: Mapping[int, int] = field(default_factory=dict)
+    """By row that has blocks (`plan/blocks.py`), the pairs of a query and a later key."""
 
     @classmethod
     def of_plan(cls, plan: Plan) -> "SharedRows":
@@ -70,7 +72,7 @@ class SharedRows:
 
     def by_id(self) -> Lengths:
         """Return the tokens that are held of every row."""
-        return with_shares(self.held, self.units)
+        return with_shares(self.held, self.units, self.later_pairs)
 
     def lengths(self) -> Lengths:
         """Return the tokens of the planned sequences, in their order."""
@@ -101,15 +103,16 @@ def variants(
     cap: int,
     world: int,
     widest: int,
+    later_pairs: Mapping[int, int],
 ) -> Iterator[SharedRows]:
     """Yield the ways to share prefixes that are worth a plan, the most sharing first.
 
     rows: tokens of each. cap: tokens that a rank can hold. world: ranks. widest: ranks that may
-    have a unit together.
+    have a unit together. later_pairs: of rows with blocks.
     """
     most = cap * widest
     kept = worthwhile(rows, units, cost, most=most)
-    whole = SharedRows(rows=rows, units=kept)
+    whole = SharedRows(rows=rows, units=kept, later_pairs=later_pairs)
     yield whole
     if not kept:
         return
@@ -128,8 +131,8 @@ def variants(
         parts += cut(unit, max(unit.tokens // max(count, 1), _longest(unit)))
     cut_units = worthwhile(rows, parts, cost, most=most)
     if cut_units != kept:
-        yield SharedRows(rows=rows, units=cut_units)
-    yield SharedRows(rows=rows, units=())
+        yield replace(whole, units=cut_units)
+    yield replace(whole, units=())
 
 
 def worthwhile(

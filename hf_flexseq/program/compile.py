@@ -14,13 +14,12 @@ program (`passes.py`).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.base.registry import RINGS
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.plan.blocks import Blocks, Range, block_rows
+from hf_flexseq.plan.blocks import NO_BLOCKS, Blocks, Range, block_rows
 from hf_flexseq.plan.shard import Shard, Zone, cuts
 from hf_flexseq.program import row_programs
 from hf_flexseq.program.both_ways import seeing_both_ways
@@ -95,9 +94,7 @@ class MicroBatchLayout:
 
     __slots__ = ("_block_rows", "_machine", "_segments", "_shard", "_zones", "parts", "tables")
 
-    def __init__(
-        self, shard: Shard, machine: Machine, blocks: Blocks = MappingProxyType({})
-    ) -> None:
+    def __init__(self, shard: Shard, machine: Machine, blocks: Blocks = NO_BLOCKS) -> None:
         """Zones are laid out when the first layer asks for them. blocks: of all sequences of this
         rank's groups, whoever holds them. Raises ValueError for blocks that do not fit."""
         self.tables = Tables()

@@ -244,8 +244,10 @@ class PrefetchedSteps:
                 logger.error("rows share no prefixes in this step: %r", comparing.error)
         self._next_request += 1
         self._drawn.append(step)
-        if self._planner is not None:
-            self._planner.submit(step.request, lengths, *([units] if units else []))
+        if self._planner is not None and units:
+            self._planner.submit(step.request, lengths, units)
+        elif self._planner is not None:
+            self._planner.submit(step.request, lengths)
 
     def _common_dtypes(self, signatures: Sequence[int], row: SourceRow) -> dict[str, str]:
         """Return the dtypes of the columns of all rows, whose signatures are given. Collective

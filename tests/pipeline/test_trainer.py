@@ -47,7 +47,7 @@ class RandomJob:
     def __init__(self, ranks, replicas, virtual):
         self.ranks, self.replicas, self.virtual = ranks, replicas, virtual
 
-    def plan(self, lengths, units=()):
+    def plan(self, lengths, units=(), later_pairs=None):
         rng = random.Random(len(lengths) + sum(lengths))
         members = tuple(tuple(range(r, len(lengths), self.replicas)) for r in range(self.replicas))
         options = {"split_weights": True, "checkpointing": True, "layers": LAYERS}

@@ -21,6 +21,7 @@ from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import FsdpFigures
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.options import PlanOptions
+from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.process import client
 from hf_flexseq.planner.process.client import PlannerWorker, _environment
 from hf_flexseq.planner.process.jobs import GroupsJob, StagesJob, job_from_record
@@ -91,6 +92,25 @@ def test_many_outstanding_requests_do_not_block_and_a_killed_worker_is_reported(
     os.kill(worker._process.pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match="ended with code -9"):
         worker.result(39)
+
+
+@pytest.mark.processes
+def test_what_sees_both_ways_travels_with_the_lengths(worker):
+    lengths, later_pairs = [30_001, 17, 900], {0: 10**8, 2: 5}
+    worker.submit(0, lengths, later_pairs=later_pairs)
+    worker.submit(1, lengths)
+    plans = [worker.result(step) for step in range(2)]
+    options = PlanOptions(max_tokens_per_rank=10_000)
+    seen = make_plan(lengths, NODE, FLEXSP, options, later_pairs=later_pairs)
+    assert plans[0].digest() == seen.digest()
+    assert plans[0].objective_s > plans[1].objective_s
+
+
+def test_pipelines_refuse_what_sees_both_ways():
+    job = stages_job()
+    assert job.plan([40, 9], later_pairs={0: 0}).lengths == (40, 9)
+    with pytest.raises(ValueError, match="pipeline_parallel_size=1"):
+        job.plan([40, 9], later_pairs={0: 1})
 
 
 def test_serve_speaks_only_json_lines():

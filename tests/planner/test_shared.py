@@ -1,5 +1,7 @@
-"""Which units a planner takes, how it cuts them, and what its plans promise."""
+"""Which units a planner takes, how it cuts them, and what its plans promise; and where it puts
+sequences that see both ways."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -9,6 +11,7 @@ from hf_flexseq.base.layers import Reach
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import step_ns
 from hf_flexseq.cost.kinds import NearLayers
+from hf_flexseq.cost.lengths import with_shares
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.options import PlanOptions
@@ -176,3 +179,69 @@ def test_layers_with_a_window_gather_few_keys_or_rows_stay_apart():
         near = NearLayers(reach=Reach(window=window), share=0.5, attention_s=COST.attention_s / 2)
         with_window = replace(COST, kinds=(near,))
         assert worthwhile(rows, [unit], with_window, most=10**6) == units
+
+
+# ---- sequences that see both ways
+
+
+def many_plans(**fields):
+    """Plans on one node and on several, with lengths that rings share by themselves."""
+    found = []
+    for topology in (Topology(nodes=1, ranks_per_node=8), Topology(nodes=4, ranks_per_node=4)):
+        for lengths in ((400_000, 90_000, *[500] * 8), (1_000_000,), (120_000,) * 6):
+            found.append(make_plan(lengths, topology, COST, **fields))
+    return found
+
+
+def strategies_of(plans, sequence):
+    return {
+        group.strategy
+        for plan in plans
+        for one in plan.micro_batches
+        for group in one.groups
+        if sequence in group.rows and group.degree > 1
+    }
+
+
+def test_no_ring_holds_a_sequence_that_sees_both_ways():
+    assert strategies_of(many_plans(), 0) & {"zigzag", "hybrid"}
+    assert strategies_of(many_plans(later_pairs={0: 1}), 0) == {"ulysses"}
+    plain, none = many_plans(), many_plans(later_pairs={0: 0})
+    assert [plan.digest() for plan in plain] == [plan.digest() for plan in none]
+
+
+def test_later_keys_take_seconds():
+    n = 50_000
+    topology = Topology(nodes=1, ranks_per_node=1)
+    options = PlanOptions(max_tokens_per_rank=n)
+    causal, half, whole = (
+        make_plan((n,), topology, COST, options, later_pairs={0: pairs}).objective_s
+        for pairs in (0, n * n // 4, n * (n - 1) // 2)
+    )
+    assert whole - causal == pytest.approx(COST.attention_s * n * n, rel=1e-3)
+    assert half - causal == pytest.approx((whole - causal) / 2, rel=1e-3)
+
+
+def test_a_ring_that_was_asked_for_refuses_tokens_that_see_both_ways():
+    topology = Topology(nodes=1, ranks_per_node=8)
+    options = PlanOptions(strategy="zigzag", max_tokens_per_rank=60_000)
+    with pytest.raises(ValueError, match=r"sequence 1 has tokens that see both ways.*'zigzag'"):
+        make_plan((500, 400_000), topology, COST, options, later_pairs={1: 9})
+    # on one rank nothing is in a ring
+    plan = make_plan((500, 4_000), topology, COST, options, later_pairs={1: 9})
+    assert strategies_of([plan], 1) == set()
+
+
+def test_units_that_see_both_ways_are_in_no_ring_and_have_a_share_of_their_own():
+    unit = group_of(9, [1, 1])  # 11 tokens and 65 pairs, of 66
+    tokens = (unit.tokens, 0, 7)
+    shares = [with_shares(tokens, [unit], later).shares[0] for later in ({}, {1: 1}, {0: 3, 1: 5})]
+    assert shares == [65 / 66, math.nextafter(1.0, 2.0), 70 / 66]
+    assert with_shares(tokens, [unit], {1: 1, 2: 14}).shares[2] == 1.5
+    topology = Topology(nodes=2, ranks_per_node=4)
+    rows = tokens_of(UNITS, OTHERS)
+    later = {UNITS[1].rows[-1][0]: 100}
+    plan = make_plan(rows, topology, COST, units=UNITS, later_pairs=later)
+    groups = [group for one in plan.micro_batches for group in one.groups]
+    assert any(group.units for group in groups)
+    assert {group.strategy for group in groups if group.units} <= {"local", "ulysses"}

@@ -21,11 +21,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.plan.blocks import NO_PAIRS
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.process.jobs import Job
 
@@ -38,7 +39,13 @@ STDERR_LINES = 20  # of a dead planning process, shown in the error; a traceback
 class Planner(Protocol):
     """Plans optimizer steps, perhaps in another process."""
 
-    def submit(self, step: int, lengths: list[int], units: Sequence[Unit] = ()) -> None:
+    def submit(
+        self,
+        step: int,
+        lengths: list[int],
+        units: Sequence[Unit] = (),
+        later_pairs: Mapping[int, int] = NO_PAIRS,
+    ) -> None:
         """Ask for the plan of `step`, a number of its own. Returns at once."""
 
     def wait(self, step: int, seconds: float) -> str | None:
@@ -59,11 +66,17 @@ class InlinePlanner:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._submitted: dict[int, tuple[list[int], Sequence[Unit]]] = {}
+        self._submitted: dict[int, tuple[list[int], Sequence[Unit], Mapping[int, int]]] = {}
 
-    def submit(self, step: int, lengths: list[int], units: Sequence[Unit] = ()) -> None:
+    def submit(
+        self,
+        step: int,
+        lengths: list[int],
+        units: Sequence[Unit] = (),
+        later_pairs: Mapping[int, int] = NO_PAIRS,
+    ) -> None:
         """Note the lengths of `step`."""
-        self._submitted[step] = (lengths, units)
+        self._submitted[step] = (lengths, units, later_pairs)
 
     def wait(self, step: int, seconds: float) -> str | None:
         """Return at once: `result` plans."""
@@ -114,7 +127,13 @@ class PlannerWorker:
             threading.Thread(target=loop, daemon=True, name=name).start()
         atexit.register(self.close)
 
-    def submit(self, step: int, lengths: Sequence[int], units: Sequence[Unit] = ()) -> None:
+    def submit(
+        self,
+        step: int,
+        lengths: Sequence[int],
+        units: Sequence[Unit] = (),
+        later_pairs: Mapping[int, int] = NO_PAIRS,
+    ) -> None:
         """Ask for the plan of `step`. Returns at once."""
         if step in self._submitted:
             raise ValueError(f"step {step} was submitted before and its result not fetched")
@@ -122,12 +141,14 @@ class PlannerWorker:
         tokens = [int(length) for length in lengths]
         if self._first is None:
             self._first = step
-            if self._job.is_quick:
+            if self._job.is_quick and not later_pairs:
                 self._first_lengths = tokens
                 return
         request: dict[str, Any] = {"id": step, "lengths": tokens}
         if units:
             request["units"] = units
+        if later_pairs:
+            request["later_pairs"] = sorted(later_pairs.items())
         self._send(request)
 
     def wait(self, step: int, seconds: float) -> str | None:

@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from hf_flexseq.plan import PlanInfeasible
@@ -38,15 +38,18 @@ def serve(requests: TextIO, answers: TextIO) -> None:
     for line in requests:
         request = json.loads(line)
         units = [Unit.of(*unit) for unit in request.get("units", ())]
-        answer = {"id": request["id"], **_answer(job, request["lengths"], units)}
+        later_pairs = dict(request.get("later_pairs", ()))
+        answer = {"id": request["id"], **_answer(job, request["lengths"], units, later_pairs)}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
-def _answer(job: Job, lengths: Sequence[int], units: Sequence[Unit]) -> dict[str, Any]:
+def _answer(
+    job: Job, lengths: Sequence[int], units: Sequence[Unit], later_pairs: Mapping[int, int]
+) -> dict[str, Any]:
     """Return the plan as a record, or the planning error."""
     try:
-        return {"plan": job.plan(lengths, units).to_record()}
+        return {"plan": job.plan(lengths, units, later_pairs).to_record()}
     except PlanInfeasible as error:
         return {"error": {"kind": PlanInfeasible.__name__, "message": str(error)}}
     except ValueError as error:
