@@ -1,6 +1,8 @@
 """What attention must know of the micro-batch it works on, as one object that travels with the
 call."""
 
+from typing import Any
+
 import torch
 
 from hf_flexseq.attention.programs import MicroBatchPrograms
@@ -23,7 +25,7 @@ class SequenceContext:
     cast takes dataclasses, tuples and dicts apart and builds them anew at every unit.
     """
 
-    __slots__ = ("cut", "kept", "programs", "row_counts", "shard", "target_counts")
+    __slots__ = ("cut", "images", "kept", "programs", "row_counts", "shard", "target_counts")
 
     def __init__(
         self,
@@ -48,6 +50,8 @@ class SequenceContext:
         """[tokens] How many rows have each token; None where no rows share tokens."""
         self.target_counts: torch.Tensor | None = None
         """[tokens] How many rows have each token as one with a target; None as above."""
+        self.images: Any = None
+        """What gives the features of this micro-batch's images; None in a step without any."""
         self.kept = KeptAttention() if save_attention_output else None
         self.cut: CutAttention | None = None  # a micro-batch has whole sequences
         machine = Machine(

@@ -7,6 +7,7 @@
 | positions and lengths of whole sequences | `model/positions.py` |
 | recurrent layers over a sequence's ranks | `model/recurrent.py` |
 | router loss of the whole step | `model/router.py` |
+| features of images | `model/vision.py` |
 | DDP buckets with early reduction | `model/buckets.py` |
 
 A call without `seq_ctx` is outside of planned steps, for example when a callback generates a
@@ -27,6 +28,7 @@ from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
+from hf_flexseq.hf.model.vision import attention_of_text, vision_model
 from hf_flexseq.hf.shared_prefixes import refuse_noise
 
 
@@ -34,12 +36,12 @@ from hf_flexseq.hf.shared_prefixes import refuse_noise
 def on_micro_batches(model: PreTrainedModel) -> Iterator[None]:
     """Give a model our attention, recurrent layers and positions inside the block."""
     former = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(attention_of_text(model, NAME))
     try:
         with attach_positions(model), RecurrentFunctions(model).attached():
             yield
     finally:
-        model.set_attn_implementation(former)
+        model.set_attn_implementation(attention_of_text(model, former))
 
 
 class AttachedModel:
@@ -53,6 +55,10 @@ class AttachedModel:
         self._attached.callback(setattr, accelerator, "ddp_handler", accelerator.ddp_handler)
         accelerator.ddp_handler = early_buckets(accelerator.ddp_handler, model)
         self._attached.enter_context(on_micro_batches(base))
+        self.vision = vision_model(base)
+        """How the model takes images, if it does."""
+        if self.vision is not None:
+            self._attached.enter_context(self.vision.attached())
         self._chunked_loss = attach_chunked_loss(model)
         if self._chunked_loss is not None:
             self._attached.callback(self._chunked_loss.detach)
@@ -118,8 +124,8 @@ class AttachedModel:
         if former == name:
             yield
             return
-        self.base.set_attn_implementation(name)
+        self.base.set_attn_implementation(attention_of_text(self.base, name))
         try:
             yield
         finally:
-            self.base.set_attn_implementation(former)
+            self.base.set_attn_implementation(attention_of_text(self.base, former))

@@ -320,6 +320,7 @@ class FlexSeqEngine:
             first_number=first_number,
             what=what,
             shares_prefixes=shares_prefixes,
+            read_images=self.executor.read_images,
         )
 
     # ---- running steps

@@ -11,7 +11,7 @@ A rank has all of the model, or accelerate gives it what it needs of it (FSDP, Z
 What the model itself is given is in `attached.py`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
@@ -42,8 +42,9 @@ from hf_flexseq.planner.passes import passes_of
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.program.passes import PlanPasses
-from hf_flexseq.steps.drawn import PlannedStep, SourceRow
+from hf_flexseq.steps.drawn import Columns, PlannedStep, SourceRow
 from hf_flexseq.steps.exchange import RowExchange, united
+from hf_flexseq.steps.features import MicroBatchImages, images_of_step, with_image_columns
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
 from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.token_columns import LENGTHS, with_token_columns
@@ -155,6 +156,8 @@ class WholeModelExecutor:
         # 2. what `detach` undoes
         self.reason_not_shared = reason_not_shared(model, base, args)
         self._model = AttachedModel(model, base, accelerator)
+        if self._model.vision is not None:
+            communicator.open_world()  # for features of images
 
     def detach(self) -> None:
         """Give the model its own attention and loss back, and accelerate its DDP handler."""
@@ -216,19 +219,27 @@ class WholeModelExecutor:
         device = self.setup.accelerator.device
         communicator = self.setup.communicator
         model = self._attached_model
-        check_text_alone(model.base.config, planned.drawn.row.columns, communicator)
+        if model.vision is None:
+            check_text_alone(model.base.config, planned.drawn.row.columns, communicator)
         row = with_token_columns(planned.drawn.row, model.token_columns)
+        if planned.drawn.images:
+            row = with_image_columns(row, planned.drawn, communicator.rank)
         all_shards = None if self._passes is None else self._passes.shards
         layout = PlanLayout(plan, communicator.rank, all_shards)
         shards = layout.shards
         routes = self._exchange.routes(row, layout, planned.drawn.sources)
         columns = self._exchange.dispatch(row.columns, routes, united)
 
+        images = self._images_of(planned, columns)
+
         # 2. what the model is called with; beyond the first micro-batch it is made while they run
         contexts = self._contexts_of_run()
 
         def inputs(index: int) -> Inputs:
-            return inputs_of(shards[index], columns[index], device, contexts)
+            made = inputs_of(shards[index], columns[index], device, contexts)
+            if images is not None:
+                made["seq_ctx"].images = images[index]
+            return made
 
         return RankMicroBatches(
             planned,
@@ -238,7 +249,32 @@ class WholeModelExecutor:
             exchange=self._exchange,
             routes=routes,
             device=device,
+            images=None if images is None else images[0].step,
         )
+
+    def _images_of(
+        self, planned: PlannedStep, columns: Sequence[Columns]
+    ) -> list[MicroBatchImages] | None:
+        """Return the images of each micro-batch; None in a step without any. Collective over the
+        world."""
+        vision = self._attached_model.vision
+        if vision is None or not planned.drawn.images:
+            return None
+        accelerator = self.setup.accelerator
+        return images_of_step(
+            planned.drawn,
+            columns,
+            cost=vision.cost,
+            communicator=self.setup.communicator,
+            device=accelerator.device,
+            keeps_graph=not is_fully_sharded(self._attached_model.base, accelerator),
+        )
+
+    @property
+    def read_images(self) -> Callable[[SourceRow], SourceRow] | None:
+        """What gives a drawn row its images; None for a model that takes none."""
+        vision = self._attached_model.vision
+        return None if vision is None else vision.read
 
     def _contexts_of_run(self) -> ModelContexts:
         """Return the maker of contexts; the first step chooses its kernel. Collective."""

@@ -8,6 +8,9 @@ Labels are shifted here, inside each sequence, because a sequence may later be c
 `shift_labels[i]` is the target of token i, and the last token of every sequence has none. `labels`
 holds the same, for callers that count it.
 
+What is not per token, and belongs to images or videos of an example, stays as the processor made
+it, in `images`: a dict of tensors for each sequence.
+
 A padded batch may have targets next to its padding: labels of padding, and, after padding on the
 left, a label of a sequence's first token. They are left out, and `padding_targets` counts them.
 """
@@ -26,6 +29,7 @@ from hf_flexseq.steps.whole_batches import other_rows
 LENGTHS = "lengths"
 PADDING_TARGETS = "padding_targets"
 OTHER_ROWS = "other_rows"
+IMAGES = "images"
 
 # Batches of which the user's collator makes rows one by one and together: training and evaluation
 # may share it.
@@ -43,11 +47,27 @@ _MADE_FOR_OTHERS = (
 )
 
 
+# Beginnings of the names that processors of transformers give to what belongs to images, and
+# names of other kinds.
+_OF_IMAGES = ("pixel_", "image_", "images_", "video_", "num_", "patches_")
+_NAMES_OF_IMAGES = (
+    "high_res_pixel_values",
+    "second_per_grid_ts",
+    "spatial_shapes",
+    "target_sizes",
+    "target_sizes_videos",
+    "tile_fine_mask",
+    "batch_num_images",
+)
+
+
 class _Example(NamedTuple):
     """One example without its padding."""
 
     columns: dict[str, torch.Tensor]
     """Each [tokens], with labels of the tokens themselves."""
+    images: dict[str, torch.Tensor]
+    """Tensors of its images and videos, of any shapes."""
     padding_targets: int
     """Targets next to its padding."""
     first_label: bool
@@ -101,6 +121,8 @@ class DataCollatorForFlexSeq:
             row = torch.cat([column[name] for column in columns])  # each [tokens] -> [all tokens]
             batch[name] = row.unsqueeze(0)  # -> [1, all tokens]
         batch[LENGTHS] = [len(column["input_ids"]) for column in columns]
+        if any(example.images for example in own):
+            batch[IMAGES] = [example.images for example in own]
         padding_targets = sum(example.padding_targets for example in own)
         if _pads_left(self.example_collator):
             padding_targets += _shorter_with_first_label(own)
@@ -136,7 +158,7 @@ class DataCollatorForFlexSeq:
             example = _only_row(self.example_collator([example]), index)
 
         # 2. one value for each token except padding
-        given = _tensors(example, index, needs_labels=needs_labels)
+        given, images = _tensors(example, index, needs_labels=needs_labels)
         columns, padding_targets = _without_padding(given, index)
         if masks:
             check_masks(masks, given_ids, columns, index)
@@ -152,7 +174,7 @@ class DataCollatorForFlexSeq:
             )
         labels = columns.get("labels")
         has_first_label = labels is not None and bool(labels[0] != IGNORE_INDEX)
-        return _Example(columns, padding_targets, has_first_label and not padding_targets)
+        return _Example(columns, images, padding_targets, has_first_label and not padding_targets)
 
 
 class PaddedCollator:
@@ -174,7 +196,13 @@ class PaddedCollator:
         does, except for missing labels."""
         rows = []
         for index, example in enumerate(examples):
-            row = self._collator.of_tokens(example, index, needs_labels=False).columns
+            made = self._collator.of_tokens(example, index, needs_labels=False)
+            if made.images:
+                raise ValueError(
+                    f"example {index} has {', '.join(made.images)}: predictions and losses on "
+                    "whole samples are of examples of text alone; set prediction_loss_only=True"
+                )
+            row = made.columns
             row["attention_mask"] = torch.ones_like(row["input_ids"])
             rows.append(row)
         _check_same_columns(rows)
@@ -231,24 +259,36 @@ def _only_row(batch: Mapping[str, Any], index: int) -> dict[str, Any]:
     tokens = columns["input_ids"].shape[-1] if "input_ids" in columns else 0
     for name, value in columns.items():
         shape = getattr(value, "shape", None)
-        if shape != (1, tokens):
+        if shape != (1, tokens) and not _is_of_images(name):
             raise ValueError(
                 f"the collator made column {name!r} of example {index}, given alone, with shape "
                 f"{shape and tuple(shape)} instead of {(1, tokens)}; hf_flexseq moves one value "
                 "per token and column"
             )
-    return {name: value[0] for name, value in columns.items()}
+    return {name: value if _is_of_images(name) else value[0] for name, value in columns.items()}
+
+
+def _is_of_images(name: str) -> bool:
+    """Tell if a column of this name is what a processor makes of images."""
+    return name.startswith(_OF_IMAGES) or name in _NAMES_OF_IMAGES
 
 
 def _tensors(
     example: Mapping[str, Any], index: int, *, needs_labels: bool
-) -> dict[str, torch.Tensor]:
-    """Return the columns of an example, each [tokens], without text, as the Trainer's collator."""
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the columns of an example, each [tokens], without text, as the Trainer's collator,
+    and the tensors of its images."""
     _check_required(example, index, needs_labels=needs_labels)
     columns = {}
+    images = {}
     for name, value in example.items():
-        if value is not None and not isinstance(value, str):
-            columns[name] = column_tensor(name, value, index)
+        if value is None or isinstance(value, str):
+            continue
+        tensor = column_tensor(name, value, index)
+        if not _is_of_images(name):
+            columns[name] = tensor
+        elif tensor.numel():  # else the example has none
+            images[name] = tensor
     tokens = columns["input_ids"].numel()
     for name, value in columns.items():
         if value.shape != (tokens,):
@@ -260,7 +300,7 @@ def _tensors(
     # A dataset may store integers of any width: embeddings and losses take int64.
     for name in {"input_ids", "labels"} & set(columns):
         columns[name] = columns[name].long()
-    return columns
+    return columns, images
 
 
 def _check_required(example: Mapping[str, Any], index: int, *, needs_labels: bool) -> None:

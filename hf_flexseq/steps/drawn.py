@@ -12,14 +12,16 @@ All rows of a step have the same columns (`common_dtypes`), also that of a rank 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.transport import CpuGroup
-from hf_flexseq.steps.collator import LENGTHS, OTHER_ROWS, PADDING_TARGETS
+from hf_flexseq.plan.images import ImageSize
+from hf_flexseq.steps.collator import IMAGES, LENGTHS, OTHER_ROWS, PADDING_TARGETS
+from hf_flexseq.steps.images import RowImages
 
 Columns = dict[str, torch.Tensor]
 
@@ -44,6 +46,17 @@ class SourceRow:
 
     other_rows: int = 0
     """Rows that the user's collator makes otherwise of a whole batch."""
+
+    given_images: tuple[Mapping[str, torch.Tensor], ...] = ()
+    """Tensors of each sequence's images as the collator gave them; () for a row without any."""
+
+    images: RowImages | None = None
+    """The images as the model takes them; None for models that take none."""
+
+    @property
+    def names_of_images(self) -> list[str]:
+        """Names of the tensors in `given_images`."""
+        return sorted({name for given in self.given_images for name in given})
 
     @property
     def targets(self) -> list[int]:
@@ -78,7 +91,7 @@ class SourceRow:
         if self.columns:
             return self
         columns = {name: torch.empty(0, dtype=getattr(torch, d)) for name, d in dtypes.items()}
-        return SourceRow(columns=columns, lengths=())
+        return replace(self, columns=columns)
 
 
 def common_dtypes(row: SourceRow, cpu_group: CpuGroup) -> dict[str, str]:
@@ -106,7 +119,7 @@ def _beside(dtypes: Mapping[str, str], others: Mapping[str, str]) -> str:
 
 
 # Entries of a batch besides its columns.
-_COUNTS = {LENGTHS, OTHER_ROWS, PADDING_TARGETS}
+_COUNTS = {IMAGES, LENGTHS, OTHER_ROWS, PADDING_TARGETS}
 
 
 def source_row(batches: Sequence[Mapping[str, Any]]) -> SourceRow:
@@ -128,14 +141,17 @@ def source_row(batches: Sequence[Mapping[str, Any]]) -> SourceRow:
         rows = [batch[name][0] for batch in batches]  # each [1, tokens] -> [tokens]
         columns[name] = torch.cat(rows).cpu()  # -> [tokens of the step]
     lengths: list[int] = []
+    images: list[Mapping[str, torch.Tensor]] = []
     for batch in batches:
         lengths += batch[LENGTHS]
+        images += batch.get(IMAGES) or [{} for _ in batch[LENGTHS]]
     padding_targets = sum(batch.get(PADDING_TARGETS, 0) for batch in batches)
     return SourceRow(
         columns=columns,
         lengths=tuple(lengths),
         padding_targets=padding_targets,
         other_rows=sum(batch.get(OTHER_ROWS, 0) for batch in batches),
+        given_images=tuple(images) if any(images) else (),
     )
 
 
@@ -184,6 +200,9 @@ class DrawnStep:
 
     other_rows: int = 0
     """Rows that the user's collator makes differently of a whole batch, of all ranks."""
+
+    images: tuple[ImageSize, ...] = ()
+    """Images of all ranks, in the order of their sequences."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

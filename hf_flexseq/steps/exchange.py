@@ -78,7 +78,7 @@ def united(columns: Columns, shared: torch.Tensor, tokens: int) -> Columns:
     """
     united = {}
     for name, values in columns.items():
-        united[name] = values.new_empty(tokens).index_copy_(0, shared, values)
+        united[name] = values.new_empty(tokens, *values.shape[1:]).index_copy_(0, shared, values)
     labels = columns["labels"]
     none = torch.full((tokens,), IGNORE_INDEX, dtype=labels.dtype)
     united["labels"] = none.scatter_reduce_(0, shared, labels, "amax")

@@ -17,6 +17,7 @@ from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.steps.drawn import Columns
 from hf_flexseq.steps.exchange import ROW_COUNTS, TARGET_COUNTS
+from hf_flexseq.steps.images import GRID_POSITIONS
 
 Inputs = dict[str, Any]
 
@@ -49,9 +50,13 @@ def inputs_of(
         shard = _with_dummy(shard)
         columns = _dummy_columns(columns)
     inputs: Inputs = {}
+    grid = columns.pop(GRID_POSITIONS, None)
     for name, value in columns.items():
         row = value.unsqueeze(0)  # [tokens] -> [1, tokens]
         inputs[name] = to_device(row, device)
+    if grid is not None:
+        of_axes = grid.T.unsqueeze(1)  # [tokens, 3] -> [3, 1, tokens]
+        inputs["position_ids"] = to_device(of_axes.contiguous(), device)
     inputs["shift_labels"] = inputs["labels"]  # they are shifted already
     context = make_context(shard)
     if row_counts is not None and row_counts.numel():
@@ -82,6 +87,6 @@ def _with_dummy(shard: Shard) -> Shard:
 
 def _dummy_columns(like: Columns) -> Columns:
     """Return columns of one token, each [1], with the names and dtypes of `like`."""
-    columns = {name: value.new_zeros(1) for name, value in like.items()}
+    columns = {name: value.new_zeros(1, *value.shape[1:]) for name, value in like.items()}
     columns["labels"] = columns["labels"].new_full((1,), IGNORE_INDEX)
     return columns

@@ -21,6 +21,7 @@ import torch
 from hf_flexseq.plan import Plan
 from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.exchange import Routes, RowExchange
+from hf_flexseq.steps.features import StepImages
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.rank_step import RankStep
 
@@ -60,6 +61,7 @@ class RankMicroBatches(RankStep[Plan]):
         "_ready",
         "counts",
         "exchange",
+        "images",
         "indices",
         "ran",
         "routes",
@@ -75,11 +77,13 @@ class RankMicroBatches(RankStep[Plan]):
         exchange: RowExchange,
         routes: Routes,
         device: torch.device,
+        images: StepImages | None = None,
     ) -> None:
         """indices: in the plan, of the micro-batches that this rank runs, never empty.
         counts: tokens that it holds in each micro-batch of the plan.
         inputs_of: makes the inputs of a micro-batch, by its index.
         exchange, routes: gather figures on the source ranks, and dispatch weights to the tokens.
+        images: of the step, if it has any.
         """
         super().__init__(planned, device)
         self.indices = tuple(indices)
@@ -88,6 +92,7 @@ class RankMicroBatches(RankStep[Plan]):
         self._inputs_of = inputs_of
         self.exchange = exchange
         self.routes = routes
+        self.images = images
         self._random: dict[int, list[torch.Tensor]] = {}  # states before each micro-batch
         # the index and the inputs of the micro-batch to run next
         self._ready: tuple[int, Inputs] | None = None
@@ -108,12 +113,19 @@ class RankMicroBatches(RankStep[Plan]):
         if not order:
             return
         for index, following in pairwise(order):
+            self._begin(is_last=False)
             with self.stopwatch.timing(index), before_last():
                 yield index
             self._prepare(following)
         last = order[-1]
+        self._begin(is_last=True)
         with self.stopwatch.timing(last):
             yield last
+
+    def _begin(self, *, is_last: bool) -> None:
+        """Tell the step's images which micro-batch of a pass begins."""
+        if self.images is not None:
+            self.images.is_last = is_last
 
     def _prepare(self, index: int) -> None:
         """Make the inputs of a micro-batch that will run soon."""

@@ -37,6 +37,7 @@ from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import LostRank
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.steps.drawn import (
@@ -47,6 +48,7 @@ from hf_flexseq.steps.drawn import (
     common_dtypes,
     source_row,
 )
+from hf_flexseq.steps.images import sizes_of
 from hf_flexseq.steps.prefixes import candidates, gather_rows, marks_of, units_of
 from hf_flexseq.steps.rank_step import RankStep
 from hf_flexseq.steps.screen import beside_bars
@@ -78,6 +80,7 @@ class PrefetchedSteps:
         first_number: int = 0,
         what: str = "step",
         shares_prefixes: bool = False,
+        read_images: Callable[[SourceRow], SourceRow] | None = None,
     ) -> None:
         """Nothing is drawn before the first `next`.
 
@@ -89,6 +92,8 @@ class PrefetchedSteps:
         read: makes a plan of the bytes that rank 0 sends, those of the plan's `to_bytes`.
         first_number: of the first step. what: a step is called in messages.
         shares_prefixes: whether rows that begin alike may be planned as units; alike on all ranks.
+        read_images: gives a row its images as the model takes them, and raises ValueError for
+            those that do not fit; None for rows of text alone.
         """
         self.communicator = communicator
         self._planner = planner
@@ -98,6 +103,7 @@ class PrefetchedSteps:
         self._read = read
         self._what = what
         self._shares_prefixes = shares_prefixes
+        self._read_images = read_images
         # of the last `next`
         self._iterator: Batches | None = None
         self._num_batches = 0
@@ -194,9 +200,19 @@ class PrefetchedSteps:
         marks: list[int] = []
         with Attempt() as drawing:
             row = source_row(list(islice(self._iterator, self._num_batches)))
-            counts = (row.padding_targets, row.other_rows, len(row.lengths))
+            images: list[int] = []
+            if self._read_images is not None:
+                row = self._read_images(row)
+                assert row.images is not None, "the images were read"
+                images = row.images.numbers
+            elif row.given_images:
+                raise ValueError(
+                    f"examples have {', '.join(row.names_of_images)}, and the model takes no "
+                    "images here; leave the columns out of the dataset"
+                )
+            counts = (row.padding_targets, row.other_rows, len(row.lengths), len(images))
             marks = marks_of(row) if self._shares_prefixes else []
-            own = [row.signature, *counts, *row.lengths, *row.targets, *marks]
+            own = [row.signature, *counts, *row.lengths, *row.targets, *images, *marks]
 
         # 2. what all ranks have drawn
         cpu_group = self.communicator.cpu_group
@@ -209,12 +225,16 @@ class PrefetchedSteps:
         targets: list[int] = []
         sources: list[int] = []
         marks = []  # of all ranks
-        for rank, (_, padding_of_rank, others_of_rank, sequences, *of_rank) in enumerate(gathered):
+        sizes: list[ImageSize] = []
+        for rank, numbers in enumerate(gathered):
+            _, padding_of_rank, others_of_rank, sequences, of_images, *of_rank = numbers
             padding_targets += padding_of_rank
             other_rows += others_of_rank
-            lengths += of_rank[:sequences]
-            targets += of_rank[sequences : 2 * sequences]
-            marks += of_rank[2 * sequences :]
+            of_rows, of_rank = of_rank[: 2 * sequences], of_rank[2 * sequences :]
+            sizes += sizes_of(of_rank[:of_images], first_sequence=len(lengths))
+            lengths += of_rows[:sequences]
+            targets += of_rows[sequences:]
+            marks += of_rank[of_images:]
             sources += [rank] * sequences
         if not lengths:
             self._is_exhausted = True
@@ -231,9 +251,13 @@ class PrefetchedSteps:
             targets=tuple(targets),
             padding_targets=padding_targets,
             other_rows=other_rows,
+            images=tuple(sizes),
         )
         units: list[Unit] = []
-        alike = candidates(lengths, marks) if self._shares_prefixes else []
+        alike: list[list[int]] = []
+        # Equal tokens may stand for different images.
+        if self._shares_prefixes and not sizes:
+            alike = candidates(lengths, marks)
         if alike:
             cpu_group.phase = f"{self._what} {number}, comparing its rows"
             wanted = sorted(i for rows in alike for i in rows)

@@ -44,7 +44,7 @@ def _is_same_row(together: Mapping[str, Any], index: int, alone: Mapping[str, An
     # 1. the same tokens, labels and other columns
     own_mask = alone.get("attention_mask")
     for name, value in alone.items():
-        if not isinstance(value, torch.Tensor) or value.dim() != 2:
+        if not isinstance(value, torch.Tensor) or value.shape != alone["input_ids"].shape:
             continue
         own = value[0] if own_mask is None else value[0][own_mask[0].bool()]  # [tokens]
         if not torch.equal(together[name][index][is_token], own):

@@ -75,6 +75,7 @@ class StageExecutor:
     router: RouterLoss | None = None
     reason_not_shared: str | None = "the stages of a pipeline run chunks of rows"
     keeps_own_loss = False
+    read_images = None  # stages take text alone
 
     def __init__(self, setup: EngineSetup, model: PreTrainedModel, *, fsdp: bool = False) -> None:
         """Cut `model` in place, unless it was loaded as a stage. Collective over the world.

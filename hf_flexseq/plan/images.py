@@ -1,0 +1,104 @@
+"""Which rank runs the vision tower on which image of a step.
+
+A plan of groups says where the tokens of an image are; where its pixels are encoded is independent
+of it. The images of all ranks are placed by what the tower needs for them: the most expensive
+first, each on the rank with the least work so far (longest processing time first; Graham, "Bounds
+on multiprocessing timing anomalies", 1969). Every rank computes the same placement from sizes that
+all ranks know, so nothing is sent for it.
+
+A rank without an image encodes the cheapest one, too, as a *stand-in* whose features nobody reads:
+the parameters of a sharded tower are gathered by all ranks together, and DDP waits for gradients
+of all of them.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+IMAGE, VIDEO = "image", "video"
+MODALITIES = (IMAGE, VIDEO)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSize:
+    """What all ranks know of an image or a video of a step."""
+
+    sequence: int
+    """Id of the sequence that it belongs to."""
+
+    modality: str
+    """IMAGE or VIDEO."""
+
+    tokens: int
+    """Tokens that stand for it in its sequence."""
+
+    patches: int
+    """Patches that the tower encodes, before it merges them."""
+
+    pairs: int
+    """Pairs of patches that attend to each other."""
+
+    data_bytes: int
+    """Bytes of its pixels as they travel."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerCost:
+    """What the tower needs for an image, in FLOPs of its forward."""
+
+    per_patch: int
+    per_pair: int
+
+    def of(self, image: ImageSize) -> int:
+        """Return the FLOPs of one image."""
+        return image.patches * self.per_patch + image.pairs * self.per_pair
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImagePlacement:
+    """Which rank encodes which images."""
+
+    owners: tuple[int, ...]
+    """The rank of each image."""
+
+    stand_ins: tuple[int, ...]
+    """Ranks without an image, which encode the cheapest one, too."""
+
+    loads: tuple[int, ...]
+    """FLOPs of each rank, without those of stand-ins."""
+
+    cheapest: int
+    """Index of the image that stands in."""
+
+    @property
+    def imbalance(self) -> float:
+        """The largest load over the mean."""
+        return max(self.loads) * len(self.loads) / max(1, sum(self.loads))
+
+    def of_rank(self, rank: int) -> list[int]:
+        """Return the indices of the images that a rank encodes, ascending."""
+        if rank in self.stand_ins:
+            return [self.cheapest]
+        return [index for index, owner in enumerate(self.owners) if owner == rank]
+
+
+def place_images(images: Sequence[ImageSize], world_size: int, cost: TowerCost) -> ImagePlacement:
+    """Place the images of a step, at least one, on ranks."""
+    costs = [cost.of(image) for image in images]
+    order = sorted(range(len(images)), key=lambda index: (-costs[index], index))
+    least = [(0, rank) for rank in range(world_size)]  # (load, rank): a heap
+    owners = [0] * len(images)
+    for index in order:
+        load, rank = heapq.heappop(least)
+        owners[index] = rank
+        heapq.heappush(least, (load + costs[index], rank))
+    loads = [0] * world_size
+    for index, owner in enumerate(owners):
+        loads[owner] += costs[index]
+    busy = set(owners)
+    return ImagePlacement(
+        owners=tuple(owners),
+        stand_ins=tuple(rank for rank in range(world_size) if rank not in busy),
+        loads=tuple(loads),
+        cheapest=order[-1],
+    )

@@ -1,0 +1,288 @@
+"""Features of the images of a step: from the ranks that encode images to those that hold their
+tokens, and gradients back.
+
+    encoded      in the first micro-batch's forward, every rank runs the tower on its images
+    sent         one exchange over all ranks brings each row to the ranks that need it in the step
+    used         every micro-batch takes its rows
+    returned     in the backward of the last micro-batch, one exchange brings the gradients of all
+                 micro-batches back, and the tower's own backward follows
+
+So tower and exchanges are a part of the autograd graph of one micro-batch, the last, and DDP,
+FSDP2 and ZeRO find the tower's gradients where they reduce those of all other parameters. The
+tower's graph is kept from the first to the last micro-batch, or the tower runs once more in the
+last one (`keeps_graph`): a sharded tower cannot keep it, since its parameters are gathered anew in
+every micro-batch.
+
+Rejected: an exchange for every micro-batch, since images of one micro-batch are too few to balance
+them, and ranks that have nothing to do in it would have to take part.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.autograd.function import once_differentiable
+
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.kernels.upload import to_device
+from hf_flexseq.plan.images import (
+    MODALITIES,
+    ImagePlacement,
+    ImageSize,
+    TowerCost,
+    place_images,
+)
+from hf_flexseq.steps.drawn import Columns, DrawnStep, SourceRow
+from hf_flexseq.steps.images import (
+    IMAGE_ROWS,
+    NO_ROW,
+    Image,
+    image_columns,
+    row_starts,
+    send_images,
+)
+
+Ints = NDArray[np.int64]
+
+
+class Tower(Protocol):
+    """Encodes images."""
+
+    @property
+    def is_trained(self) -> bool:
+        """True if a parameter of it gets gradients; alike on all ranks."""
+
+    def __call__(self, images: Sequence[Image]) -> torch.Tensor:
+        """Return the features of all tokens of `images`, [tokens, width], one image after the
+        other. Collective over the world where the tower is sharded."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchImages:
+    """The images of one micro-batch, on their way to the model in its context."""
+
+    step: "StepImages"
+    index: int
+    counts: Mapping[str, int]
+    """Rows of features of each modality that the step has."""
+
+    def features(self, tower: Tower) -> dict[str, torch.Tensor]:
+        """Return the features of its tokens by modality, [rows, width] each. See
+        `StepImages.of_micro_batch`."""
+        rows = self.step.of_micro_batch(self.index, tower)
+        parts = rows.split(list(self.counts.values()))
+        return dict(zip(self.counts, parts, strict=True))
+
+
+def with_image_columns(row: SourceRow, drawn: DrawnStep, rank: int) -> SourceRow:
+    """Return a rank's row with the columns of `image_columns`."""
+    assert row.images is not None, "the images of a row were read"
+    added = image_columns(row.columns, row.images, drawn.images, drawn.sources, rank)
+    return replace(row, columns=row.columns | added)
+
+
+def images_of_step(
+    drawn: DrawnStep,
+    columns: Sequence[Columns],
+    *,
+    cost: TowerCost,
+    communicator: Communicator,
+    device: torch.device,
+    keeps_graph: bool,
+) -> list[MicroBatchImages]:
+    """Send images to the ranks that encode them, and return those of every micro-batch. Collective
+    over the world.
+
+    columns: of each micro-batch, [tokens, ...]; IMAGE_ROWS is taken out of them.
+    cost: of the tower. device, keeps_graph: see `StepImages`.
+    """
+    images = drawn.images
+    own = drawn.row.images
+    assert own is not None, "the images of a row were read"
+    placement = place_images(images, communicator.world_size, cost)
+    encoded = send_images(own, images, placement, drawn.sources, communicator)
+    starts = row_starts(images)
+    modalities = [name for name in MODALITIES if any(one.modality == name for one in images)]
+    rows: list[torch.Tensor] = []
+    counts = []
+    for of_batch in columns:
+        numbers = of_batch.pop(IMAGE_ROWS)
+        numbers = numbers[numbers != NO_ROW]
+        image = np.searchsorted(starts, numbers.numpy(), side="right") - 1
+        kinds = np.array([images[i].modality for i in image], dtype=object)
+        parts = [numbers[torch.from_numpy(kinds == name)] for name in modalities]
+        rows.append(torch.cat(parts))
+        counts.append({name: len(part) for name, part in zip(modalities, parts, strict=True)})
+    step = StepImages(
+        encoded,
+        rows,
+        images=images,
+        placement=placement,
+        communicator=communicator,
+        device=device,
+        keeps_graph=keeps_graph,
+    )
+    return [MicroBatchImages(step, index, own) for index, own in enumerate(counts)]
+
+
+class StepImages:
+    """The images that this rank encodes in a step, and the rows that its micro-batches need."""
+
+    def __init__(
+        self,
+        own: Sequence[Image],
+        rows: Sequence[torch.Tensor],
+        *,
+        images: Sequence[ImageSize],
+        placement: ImagePlacement,
+        communicator: Communicator,
+        device: torch.device,
+        keeps_graph: bool,
+    ) -> None:
+        """Tell every rank which rows of features it has to send. Collective over the world.
+
+        own: the images that this rank encodes, `placement.of_rank`.
+        rows: numbers of the rows that each micro-batch needs, in the order of their use, [rows].
+        images: of all ranks. keeps_graph: whether the tower's graph outlives a micro-batch.
+        """
+        self.is_last = False
+        """True while the last micro-batch of a pass runs."""
+        self.placement = placement
+        self.runs = 0
+        """Runs of the tower so far."""
+        self._own = own
+        self._device = device
+        self._communicator = communicator
+        self._keeps_graph = keeps_graph
+        self._sizes = [len(numbers) for numbers in rows]
+
+        # 1. from which rank this one gets each row
+        starts = row_starts(images)
+        wanted = torch.cat([torch.empty(0, dtype=torch.int64), *rows]).numpy()
+        image = np.searchsorted(starts, wanted, side="right") - 1  # of each row
+        owners = np.array(placement.owners, dtype=np.int64)[image]
+        order = np.argsort(owners, kind="stable")
+        self._counts = np.bincount(owners, minlength=communicator.world_size).tolist()
+
+        # 2. which rows of its own it sends to each rank
+        cpu_group = communicator.cpu_group
+        counts = [of_rank[communicator.rank] for of_rank in cpu_group.gather_ints(self._counts)]
+        asked = cpu_group.exchange_rows(
+            torch.from_numpy(wanted[order]).unsqueeze(1), self._counts, counts
+        ).squeeze(1)
+        places = np.zeros(len(images) + 1, dtype=np.int64)  # of each image among this rank's rows
+        held = placement.of_rank(communicator.rank)
+        places[held] = np.cumsum([0, *(images[i].tokens for i in held)])[:-1]
+        of_image = np.searchsorted(starts, asked.numpy(), side="right") - 1
+        served = asked.numpy() - starts[of_image] + places[of_image]
+        self._served_counts = counts
+        self._served = to_device(torch.from_numpy(served), device)  # [sent] rows of this rank
+        self._order = to_device(torch.from_numpy(order), device)  # [needed] rows as they arrive
+
+        self._features: list[torch.Tensor] | None = None  # of each micro-batch, [rows, width]
+        self._encoded: torch.Tensor | None = None  # by this rank, [rows, width], with its graph
+        self._leaves: dict[int, torch.Tensor] = {}  # features of micro-batches before the last
+
+    def of_micro_batch(self, index: int, tower: Tower) -> torch.Tensor:
+        """Return the features of a micro-batch's tokens, [rows, width]. Called in the forward of
+        every micro-batch; collective over the world in the first of a step."""
+        trains = torch.is_grad_enabled() and tower.is_trained
+        if trains and self._encoded is None and (self._keeps_graph or self.is_last):
+            self._encoded = self._encode(tower)
+        if self._features is None:
+            encoded = self._encoded
+            if encoded is None:
+                with torch.no_grad():
+                    encoded = self._encode(tower)
+            self._features = self._send(encoded.detach())
+        own = self._features[index]
+        if not trains:
+            return own
+        if self.is_last:
+            features: torch.Tensor = _LastFeatures.apply(self._encoded, own, self, index)
+            return features
+        leaf = own.detach().requires_grad_()
+        self._leaves[index] = leaf
+        return leaf
+
+    def _encode(self, tower: Tower) -> torch.Tensor:
+        """Run the tower on this rank's images: return their rows, [rows, width]."""
+        self.runs += 1
+        return tower(self._own)
+
+    def _send(self, encoded: torch.Tensor) -> list[torch.Tensor]:
+        """Exchange rows: this rank's own [rows, width] -> those of each micro-batch."""
+        arrived = self._exchanged(
+            encoded.index_select(0, self._served), self._served_counts, self._counts
+        )
+        needed = torch.empty_like(arrived)
+        needed[self._order] = arrived
+        return list(needed.split(self._sizes))
+
+    def gradients(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradients of the rows that this rank has encoded, [rows, width]. Collective
+        over the world. gradient: of the features of the last micro-batch, `index`."""
+        assert self._features is not None, "the features were made in the forward"
+        assert self._encoded is not None, "the tower ran in this pass"
+        parts = []
+        for number, own in enumerate(self._features):
+            leaf = self._leaves.get(number)
+            if number == index:
+                parts.append(gradient)
+            elif leaf is None or leaf.grad is None:
+                parts.append(torch.zeros_like(own))
+            else:
+                parts.append(leaf.grad)
+        needed = torch.cat(parts)
+        returned = self._exchanged(
+            needed.index_select(0, self._order), self._counts, self._served_counts
+        )
+        total = torch.zeros_like(self._encoded)
+        total.index_add_(0, self._served, returned)
+        self._leaves.clear()
+        self._encoded = None
+        return total
+
+    def _exchanged(
+        self, rows: torch.Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Exchange rows [sent, width] by rank -> [received, width] by rank."""
+        everyone = self._communicator.open_world()
+        if everyone is None:
+            return rows
+        width = rows.shape[1]
+        received = rows.new_empty(sum(received_counts), width)
+        everyone.all_to_all(
+            received.view(-1),
+            rows.contiguous().view(-1),
+            [count * width for count in received_counts],
+            [count * width for count in sent_counts],
+            label=_label,
+        ).wait()
+        return received
+
+
+def _label(peer: int, sent: bool) -> str:
+    return "the features of images, or their gradients"
+
+
+class _LastFeatures(torch.autograd.Function):
+    """Features of the last micro-batch, as a function of what this rank has encoded."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, encoded: torch.Tensor, features: torch.Tensor, step: StepImages, index: int
+    ) -> torch.Tensor:
+        """Return `features` [rows, width], which have been exchanged before."""
+        ctx.step = step
+        ctx.index = index
+        return features.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of `encoded`, from those of all micro-batches of all ranks."""
+        return ctx.step.gradients(ctx.index, gradient.contiguous()), None, None, None

@@ -1,0 +1,217 @@
+"""Images of a step: from the ranks that drew them to the ranks that encode them.
+
+    Image           one image or video of a sequence, as the model's tower takes it
+    RowImages       those of the sequences that this rank drew
+    send_images     brings pixels to the ranks of an `ImagePlacement` (`plan/images.py`)
+    image_columns   numbers the tokens that stand for images, as one more column of tokens
+
+All ranks number the rows of features alike: those of the first image of the step, of all its
+tokens, then those of the second, and so on. A token that stands for a part of an image has the
+number of its row in the column IMAGE_ROWS, and -1 otherwise; so wherever a plan brings the token,
+its rank knows which row of features it needs (`features.py`).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.plan.images import MODALITIES, ImagePlacement, ImageSize
+
+Ints = NDArray[np.int64]
+
+IMAGE_ROWS = "image_rows"
+"""Column of tokens: the row of features that a token stands for, or NO_ROW."""
+NO_ROW = -1
+GRID_POSITIONS = "grid_positions"
+"""Column of tokens, [tokens, 3]: positions in time, height and width, instead of one."""
+
+NUMBERS = 6
+"""Numbers that describe an image to other ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Image:
+    """An image or a video of a sequence, on the CPU."""
+
+    sequence: int
+    """Index of the sequence in the row of the rank that drew it."""
+
+    modality: str
+    """`plan.images.IMAGE` or VIDEO."""
+
+    arguments: Mapping[str, torch.Tensor]
+    """What the model's method for features takes of this image alone, by name."""
+
+    tokens: int
+    patches: int
+    pairs: int
+    """See `plan.images.ImageSize`."""
+
+    @property
+    def numbers(self) -> list[int]:
+        """The NUMBERS by which other ranks know it."""
+        kind = MODALITIES.index(self.modality)
+        return [self.sequence, kind, self.tokens, self.patches, self.pairs, len(_packed(self))]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowImages:
+    """The images of a rank's row."""
+
+    images: tuple[Image, ...] = ()
+    """By sequence, then by modality, then in the order of their tokens."""
+
+    placeholders: Mapping[str, int]
+    """Token that stands for a part of an image, by modality."""
+
+    has_axes: bool = False
+    """True if the model has positions in time, height and width."""
+
+    positions: torch.Tensor | None = None
+    """[tokens, 3] These positions; None for a model without, and for a row without images."""
+
+    @property
+    def numbers(self) -> list[int]:
+        """What other ranks know of the images."""
+        return [number for image in self.images for number in image.numbers]
+
+
+def sizes_of(numbers: Sequence[int], first_sequence: int) -> list[ImageSize]:
+    """Return a rank's images as all ranks know them. numbers: those of `RowImages`.
+    first_sequence: id of the rank's first sequence."""
+    sizes = []
+    for start in range(0, len(numbers), NUMBERS):
+        sequence, kind, tokens, patches, pairs, data_bytes = numbers[start : start + NUMBERS]
+        sizes.append(
+            ImageSize(
+                sequence=first_sequence + sequence,
+                modality=MODALITIES[kind],
+                tokens=tokens,
+                patches=patches,
+                pairs=pairs,
+                data_bytes=data_bytes,
+            )
+        )
+    return sizes
+
+
+def row_starts(images: Sequence[ImageSize]) -> Ints:
+    """Return the number of each image's first row of features, and that after the last one:
+    [images + 1]."""
+    return np.cumsum([0, *(image.tokens for image in images)], dtype=np.int64)
+
+
+def image_columns(
+    columns: Mapping[str, torch.Tensor],
+    own: RowImages,
+    images: Sequence[ImageSize],
+    sources: Sequence[int],
+    rank: int,
+) -> dict[str, torch.Tensor]:
+    """Return the columns that tokens have in a step with images: IMAGE_ROWS, [tokens], and for
+    models that have them GRID_POSITIONS, [tokens, 3].
+
+    columns: of this rank's row, each [tokens]. own: its images. images: of all ranks. sources: the
+    rank that drew each sequence.
+    """
+    made = {IMAGE_ROWS: _image_rows(columns["input_ids"], own, images, sources, rank)}
+    if own.has_axes:
+        positions = own.positions
+        if positions is None:
+            positions = columns["position_ids"].unsqueeze(1).expand(-1, 3)
+        made[GRID_POSITIONS] = positions
+    return made
+
+
+def _image_rows(
+    ids: torch.Tensor,
+    own: RowImages,
+    images: Sequence[ImageSize],
+    sources: Sequence[int],
+    rank: int,
+) -> torch.Tensor:
+    """Return the column IMAGE_ROWS of a rank's row, [tokens] of int64."""
+    rows = torch.full_like(ids, NO_ROW, dtype=torch.int64)
+    starts = row_starts(images)
+    for modality, placeholder in own.placeholders.items():
+        numbered = [np.arange(0)]
+        for index, image in enumerate(images):
+            if image.modality == modality and sources[image.sequence] == rank:
+                numbered.append(np.arange(starts[index], starts[index + 1]))
+        # Sequences, and the images of each, stand in the order of their tokens.
+        rows[ids == placeholder] = torch.from_numpy(np.concatenate(numbered))
+    return rows
+
+
+# ---- pixels
+
+
+def send_images(
+    own: RowImages,
+    images: Sequence[ImageSize],
+    placement: ImagePlacement,
+    sources: Sequence[int],
+    communicator: Communicator,
+) -> list[Image]:
+    """Return the images that this rank encodes, those of `placement.of_rank`. Collective over the
+    world. own: the images that this rank drew. images, sources: see `image_rows`."""
+    rank = communicator.rank
+    own_index = [i for i, image in enumerate(images) if sources[image.sequence] == rank]
+    packed = dict(zip(own_index, (_packed(image) for image in own.images), strict=True))
+    sent: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)]
+    sent_counts = []
+    received_counts = [0] * communicator.world_size
+    for target in range(communicator.world_size):
+        parts = [packed[i] for i in placement.of_rank(target) if i in packed]
+        sent += parts
+        sent_counts.append(sum(len(part) for part in parts))
+    wanted = sorted(placement.of_rank(rank), key=lambda i: (sources[images[i].sequence], i))
+    for i in wanted:
+        received_counts[sources[images[i].sequence]] += images[i].data_bytes
+    received = communicator.cpu_group.exchange_rows(
+        torch.cat(sent).unsqueeze(1), sent_counts, received_counts
+    ).squeeze(1)  # [bytes]
+    found = {}
+    parts = received.split([images[i].data_bytes for i in wanted])
+    for i, data in zip(wanted, parts, strict=True):
+        found[i] = _unpacked(data, images[i])
+    return [found[i] for i in sorted(found)]
+
+
+def _packed(image: Image) -> torch.Tensor:
+    """Return the tensors of an image as bytes: the size of a header, the header, the values."""
+    header = {}
+    values = []
+    for name, value in image.arguments.items():
+        header[name] = [str(value.dtype).removeprefix("torch."), list(value.shape)]
+        values.append(value.contiguous().reshape(-1).view(torch.uint8))
+    text = json.dumps(header).encode()
+    size = np.array([len(text)], dtype=np.int64)
+    head = np.frombuffer(size.tobytes() + text, dtype=np.uint8).copy()
+    return torch.cat([torch.from_numpy(head), *values])
+
+
+def _unpacked(data: torch.Tensor, size: ImageSize) -> Image:
+    """Return the image whose `_packed` is `data`."""
+    start = np.dtype(np.int64).itemsize
+    stop = start + int(data[:start].numpy().view(np.int64)[0])
+    header = json.loads(data[start:stop].numpy().tobytes())
+    arguments = {}
+    for name, (dtype, shape) in header.items():
+        kind = getattr(torch, dtype)
+        start, stop = stop, stop + kind.itemsize * int(np.prod(shape))
+        # a copy: bytes behind a header need not be aligned for the dtype
+        arguments[name] = data[start:stop].clone().view(kind).reshape(shape)
+    return Image(
+        sequence=size.sequence,
+        modality=size.modality,
+        arguments=arguments,
+        tokens=size.tokens,
+        patches=size.patches,
+        pairs=size.pairs,
+    )
