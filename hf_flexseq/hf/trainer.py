@@ -47,6 +47,7 @@ from hf_flexseq.hf.evaluation import left_unprepared
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
 from hf_flexseq.hf.losses import has_planned_loss, reads_figures
 from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.hf.one_pass import LossInOnePass
 from hf_flexseq.hf.overrides import OF_PART_OF_MODEL
 from hf_flexseq.hf.pipeline.constructor import with_own_stage
@@ -122,6 +123,9 @@ class FlexSeqMixin(PartOfModelMixin):
         check_loss_of_model(self, base)
         if wants_predictions(self, predicts=False):
             check_predictions(self, options.pipeline_parallel_size)
+        # Of models whose class says otherwise, a head that divides by the step's items was found.
+        if not is_classifier(base):
+            self.model_accepts_loss_kwargs = True
         self._choose_collators()
         self._flexseq_log = TrainerLog(self, options.cost_model)
         self._flexseq_log.say_remarks()

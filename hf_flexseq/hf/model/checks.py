@@ -103,12 +103,15 @@ def _unsuitable_kind(model: PreTrainedModel) -> str | None:
         )
     parameters = inspect.signature(type(model).forward).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    if not takes_any or not getattr(model, "accepts_loss_kwargs", True):
+    trial = try_head(model) if takes_any else None
+    # Some classes tell the Trainer not to count items, and would divide by them all the same.
+    is_told = getattr(model, "accepts_loss_kwargs", True) or (trial and trial.gives_items)
+    if trial is None or not is_told:
         return (
             "its forward does not take num_items_in_batch (**kwargs), so its loss would be a "
             "mean of its own"
         )
-    if try_head(model).has_own_loss:
+    if trial.has_own_loss:
         return (
             "its forward computes a loss of its own, a mean over its batch, and does not call the "
             "model's loss_function, which divides by num_items_in_batch"

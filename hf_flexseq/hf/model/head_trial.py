@@ -39,6 +39,8 @@ class HeadTrial:
     """Name of the module that made the logits; None if anything else happens to them."""
     reason: str | None = None
     """Reason why the model needs whole logits; None with a head."""
+    gives_items: bool = False
+    """True if the forward gives num_items_in_batch to the model's loss_function."""
     has_own_loss: bool = False
     """True if the forward computes a loss without the model's loss_function."""
     top_k: int | None = None
@@ -188,6 +190,9 @@ def _judged(
     if router.calls:
         trial.top_k = router.argument(2, "top_k")
         trial.coefficient = float(outputs.loss)
+    if loss.calls:
+        items = loss.calls[0][1].get("num_items_in_batch")
+        trial.gives_items = items is given["num_items_in_batch"]
     if len(loss.calls) != 1 or watch.cross_entropies:
         trial.reason = "its forward does not call its loss_function just once"
         return trial
