@@ -264,10 +264,11 @@ class WholeModelExecutor:
         return images_of_step(
             planned.drawn,
             columns,
+            tower=vision,
             cost=vision.cost,
             communicator=self.setup.communicator,
             device=accelerator.device,
-            keeps_graph=not is_fully_sharded(self._attached_model.base, accelerator),
+            is_sharded=is_fully_sharded(self._attached_model.base, accelerator),
         )
 
     @property

@@ -9,9 +9,8 @@ tokens, and gradients back.
 
 So tower and exchanges are a part of the autograd graph of one micro-batch, the last, and DDP,
 FSDP2 and ZeRO find the tower's gradients where they reduce those of all other parameters. The
-tower's graph is kept from the first to the last micro-batch, or the tower runs once more in the
-last one (`keeps_graph`): a sharded tower cannot keep it, since its parameters are gathered anew in
-every micro-batch.
+tower's graph is kept from the first to the last micro-batch. A sharded tower cannot keep it, since
+its parameters are gathered anew in every micro-batch: it runs once more in the last one.
 
 Rejected: an exchange for every micro-batch, since images of one micro-batch are too few to balance
 them, and ranks that have nothing to do in it would have to take part.
@@ -55,9 +54,15 @@ class Tower(Protocol):
     def is_trained(self) -> bool:
         """True if a parameter of it gets gradients; alike on all ranks."""
 
-    def __call__(self, images: Sequence[Image]) -> torch.Tensor:
+    def calls(self, images: Sequence[Image]) -> int:
+        """Return how often the tower is called for `images`."""
+
+    def encode(self, images: Sequence[Image], calls: int) -> torch.Tensor:
         """Return the features of all tokens of `images`, [tokens, width], one image after the
-        other. Collective over the world where the tower is sharded."""
+        other. Collective over the world where the tower is sharded.
+
+        calls: of the tower, at least `calls(images)`; those beyond are without effect.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +93,17 @@ def images_of_step(
     drawn: DrawnStep,
     columns: Sequence[Columns],
     *,
+    tower: Tower,
     cost: TowerCost,
     communicator: Communicator,
     device: torch.device,
-    keeps_graph: bool,
+    is_sharded: bool,
 ) -> list[MicroBatchImages]:
     """Send images to the ranks that encode them, and return those of every micro-batch. Collective
     over the world.
 
     columns: of each micro-batch, [tokens, ...]; IMAGE_ROWS is taken out of them.
-    cost: of the tower. device, keeps_graph: see `StepImages`.
+    tower: its calls are counted. cost: of the tower. device, is_sharded: see `StepImages`.
     """
     images = drawn.images
     own = drawn.row.images
@@ -121,9 +127,10 @@ def images_of_step(
         rows,
         images=images,
         placement=placement,
+        calls=tower.calls(encoded),
         communicator=communicator,
         device=device,
-        keeps_graph=keeps_graph,
+        is_sharded=is_sharded,
     )
     return [MicroBatchImages(step, index, own) for index, own in enumerate(counts)]
 
@@ -138,15 +145,18 @@ class StepImages:
         *,
         images: Sequence[ImageSize],
         placement: ImagePlacement,
+        calls: int,
         communicator: Communicator,
         device: torch.device,
-        keeps_graph: bool,
+        is_sharded: bool,
     ) -> None:
         """Tell every rank which rows of features it has to send. Collective over the world.
 
         own: the images that this rank encodes, `placement.of_rank`.
         rows: numbers of the rows that each micro-batch needs, in the order of their use, [rows].
-        images: of all ranks. keeps_graph: whether the tower's graph outlives a micro-batch.
+        images: of all ranks. calls: of the tower, for this rank's images.
+        is_sharded: True if the parameters of the tower are gathered in every micro-batch: its
+            graph does not outlive one, and all ranks call it equally often.
         """
         self.is_last = False
         """True while the last micro-batch of a pass runs."""
@@ -156,7 +166,7 @@ class StepImages:
         self._own = own
         self._device = device
         self._communicator = communicator
-        self._keeps_graph = keeps_graph
+        self._keeps_graph = not is_sharded
         self._sizes = [len(numbers) for numbers in rows]
 
         # 1. from which rank this one gets each row
@@ -169,7 +179,9 @@ class StepImages:
 
         # 2. which rows of its own it sends to each rank
         cpu_group = communicator.cpu_group
-        counts = [of_rank[communicator.rank] for of_rank in cpu_group.gather_ints(self._counts)]
+        of_ranks = cpu_group.gather_ints([*self._counts, calls])
+        counts = [of_rank[communicator.rank] for of_rank in of_ranks]
+        self._calls = max(of_rank[-1] for of_rank in of_ranks) if is_sharded else calls
         asked = cpu_group.exchange_rows(
             torch.from_numpy(wanted[order]).unsqueeze(1), self._counts, counts
         ).squeeze(1)
@@ -211,7 +223,7 @@ class StepImages:
     def _encode(self, tower: Tower) -> torch.Tensor:
         """Run the tower on this rank's images: return their rows, [rows, width]."""
         self.runs += 1
-        return tower(self._own)
+        return tower.encode(self._own, self._calls)
 
     def _send(self, encoded: torch.Tensor) -> list[torch.Tensor]:
         """Exchange rows: this rank's own [rows, width] -> those of each micro-batch."""

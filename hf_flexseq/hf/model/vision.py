@@ -197,17 +197,24 @@ class VisionModel:
         yield from self._inner.get_decoder().parameters()
         yield from self._inner.get_input_embeddings().parameters()
 
-    def encode(self, images: Sequence[Image]) -> torch.Tensor:
+    def calls(self, images: Sequence[Image]) -> int:
+        """Return how often the tower is called for `images`."""
+        return len(_batches(images))
+
+    def encode(self, images: Sequence[Image], calls: int) -> torch.Tensor:
         """Return the features of all tokens of `images`, [tokens, width], one image after the
-        other; those of layers stand beside those of the embedding."""
+        other; those of layers stand beside those of the embedding. calls: see `Tower`."""
+        batches = _batches(images)
         encoded: dict[int, torch.Tensor] = {}
-        for together in _batches(images):
+        for together in batches:
             rows = self._encode_together([images[index] for index in together])
             sizes = [images[index].tokens for index in together]
             encoded.update(zip(together, rows.split(sizes), strict=True))
-        return torch.cat([encoded[index] for index in range(len(images))])
-
-    __call__ = encode
+        parts = [encoded[index] for index in range(len(images))]
+        tokens = sum(len(part) for part in parts)
+        for _ in range(calls - len(batches)):
+            parts.append(self._encode_together(images[:1]))
+        return torch.cat(parts)[:tokens]
 
     def _encode_together(self, images: Sequence[Image]) -> torch.Tensor:
         """Return the features of images that one call of the tower takes, [tokens, width]."""
