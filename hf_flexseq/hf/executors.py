@@ -112,7 +112,7 @@ class Executor(Protocol):
 
     @property
     def read_images(self) -> Callable[[SourceRow], SourceRow] | None:
-        """What gives a drawn row its images; None for a model that takes none."""
+        """What gives a drawn row its images, or refuses them; None for a model of text."""
 
     def attach(self, model: nn.Module, *, lockstep: bool) -> None:
         """Make `model` run on planned steps. Collective over the world. lockstep: True if

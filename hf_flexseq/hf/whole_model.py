@@ -25,7 +25,6 @@ from hf_flexseq.hf.attached import AttachedModel
 from hf_flexseq.hf.executors import EngineSetup, base_model, kernel_of, planner_of
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import is_fully_sharded
-from hf_flexseq.hf.model.images import check_text_alone
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.reduction import GradientReduction
@@ -219,8 +218,6 @@ class WholeModelExecutor:
         device = self.setup.accelerator.device
         communicator = self.setup.communicator
         model = self._attached_model
-        if model.vision is None:
-            check_text_alone(model.base.config, planned.drawn.row.columns, communicator)
         row = with_token_columns(planned.drawn.row, model.token_columns)
         if planned.drawn.images:
             row = with_image_columns(row, planned.drawn, communicator.rank)
@@ -273,9 +270,8 @@ class WholeModelExecutor:
 
     @property
     def read_images(self) -> Callable[[SourceRow], SourceRow] | None:
-        """What gives a drawn row its images; None for a model that takes none."""
-        vision = self._attached_model.vision
-        return None if vision is None else vision.read
+        """What gives a drawn row its images, or refuses them; None for a model of text."""
+        return self._attached_model.read_images
 
     def _contexts_of_run(self) -> ModelContexts:
         """Return the maker of contexts; the first step chooses its kernel. Collective."""

@@ -5,9 +5,8 @@ import torch
 import transformers
 
 from hf_flexseq.base.layers import FULL, Reach
-from hf_flexseq.base.topology import Topology
 from hf_flexseq.hf.model.facts import attention_shape
-from hf_flexseq.hf.model.images import check_text_alone
+from hf_flexseq.hf.model.images import reader_of_text
 from hf_flexseq.hf.model.layer_kinds import (
     UnknownLayers,
     attention_layers,
@@ -15,7 +14,8 @@ from hf_flexseq.hf.model.layer_kinds import (
     layer_reach,
     reach_counts,
 )
-from tests.ranks import join, run_threads
+from hf_flexseq.steps.drawn import SourceRow
+from tests.hf.tiny import refused
 
 
 def kinds_of(name, **options):
@@ -99,31 +99,26 @@ def test_a_layer_without_a_number_among_layers_of_several_kinds():
 # ---- steps that are no text
 
 
-def refusal_of(rank, world_size, config, columns):
-    """The error of a rank, when rank 1 alone has drawn these columns."""
-    text = {"input_ids": torch.tensor([[5, 6]])}
-    communicator = join(Topology(nodes=1, ranks_per_node=2))
-    try:
-        check_text_alone(config, text | (columns if rank == 1 else {}), communicator)
-    except (NotImplementedError, RuntimeError) as error:
-        return f"{type(error).__name__} {error} {error.__cause__}"
-    return None
-
-
 IMAGES = transformers.Gemma3Config(image_token_id=9)
-TYPES = {"token_type_ids": torch.tensor([[0, 1]])}
+TYPES = {"token_type_ids": torch.tensor([0, 1])}
 
 
 @pytest.mark.parametrize(
     ("config", "columns", "message"),
     [
         (IMAGES, TYPES, "token_type_ids marks tokens of images"),
-        (IMAGES, {"mm_token_type_ids": torch.tensor([[0, 2]])}, "mm_token_type_ids marks tokens"),
-        (IMAGES, {"input_ids": torch.tensor([[5, 9]])}, "the token 9, config.image_token_id"),
-        (IMAGES, {"token_type_ids": torch.tensor([[0, 0]])}, None),
+        (IMAGES, {"mm_token_type_ids": torch.tensor([0, 2])}, "mm_token_type_ids marks tokens"),
+        (IMAGES, {"input_ids": torch.tensor([5, 9])}, "the token 9, config.image_token_id"),
+        (IMAGES, {"token_type_ids": torch.tensor([0, 0])}, None),
         (transformers.GPT2Config(), TYPES, None),
     ],
 )
-def test_tokens_of_images_are_refused_on_all_ranks(config, columns, message):
-    for found in run_threads(refusal_of, 2, config, columns):
-        assert found is None if message is None else message in found
+def test_tokens_of_images_are_refused_where_a_model_takes_text(config, columns, message):
+    text = {"input_ids": torch.tensor([5, 6])}
+    row = SourceRow(columns=text | columns, lengths=(2,))
+    read = reader_of_text(config, "its layers see both ways")
+    if message is None:
+        assert read is None or read(row).columns is row.columns
+        return
+    with refused(message):
+        read(row)

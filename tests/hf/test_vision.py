@@ -16,7 +16,7 @@ from tests.hf.test_exactness import whole
 from tests.hf.test_reach import keep_float64
 from tests.hf.tiny import RandomPlanEngine, relative_errors, taken_gradients
 from tests.hf.vision import FAMILIES, called_with, tiny_vision_model, vision_examples
-from tests.ranks import run_cases, run_ranks
+from tests.ranks import run_cases
 
 pytestmark = pytest.mark.processes
 
@@ -138,7 +138,9 @@ def test_other_numbers_of_ranks_and_frozen_parts(world_size):
     if world_size == 1:
         cases = [case for case in cases if case[1] == "ddp"]
     options = {"ranks_per_node": 2 if world_size == 4 else None, "seconds": 150}
-    for case, by_rank in zip(cases, run_cases(worst_errors, world_size, cases, **options)):
+    for case, by_rank in zip(
+        cases, run_cases(worst_errors, world_size, cases, **options), strict=True
+    ):
         for worst in by_rank:
             assert worst["loss"] < 1e-12, case
             assert worst["gradients"] < 1e-10, case

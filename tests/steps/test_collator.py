@@ -130,8 +130,8 @@ def test_refuses_examples_that_cannot_be_moved(example, message):
     "made, message",
     [
         (
-            {"pixel_values": torch.zeros(1, 3, 4)},
-            r"'pixel_values' .* shape \(1, 3, 4\) instead of",
+            {"bias": torch.zeros(1, 3, 4)},
+            r"'bias' .* shape \(1, 3, 4\) instead of",
         ),
         ({"names": ["abc"]}, "column 'names' .* shape None"),
         ({"input_ids": torch.zeros(2, 2)}, r"'input_ids' .* shape \(2, 2\) instead of \(1, 2\)"),

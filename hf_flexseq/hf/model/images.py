@@ -1,20 +1,21 @@
-"""Refuse steps with tokens that stand for images, video or audio.
+"""Refuse rows with tokens that stand for images, video or audio, where a model takes text alone.
 
-Their blocks attend in both directions in some models (Gemma 3 and 4), and what they stand for
-comes in tensors that are not per token. Models that could take them train on text, where their
-layers are those of a text model.
+Models with towers train on text, where their layers are those of a text model. Which of them take
+images is found out in `vision.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedConfig
 
-from hf_flexseq.distributed.agreement import Attempt
-from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.images import RowImages
 
-# Columns that say of every token what it stands for: 0 is text.
-_TYPES = ("token_type_ids", "mm_token_type_ids")
+TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Columns that say of every token what it stands for: 0 is text."""
 
 # Options of a configuration that name the token instead of an image, or of a part of one.
 _PLACEHOLDERS = (
@@ -27,31 +28,38 @@ _PLACEHOLDERS = (
 )
 
 
-def check_text_alone(
-    config: PreTrainedConfig, columns: Mapping[str, torch.Tensor], communicator: Communicator
-) -> None:
-    """Raise NotImplementedError, on all ranks, if one has drawn tokens other than text. columns:
-    each [1, tokens], of this rank's row. Collective over the world unless the model is text."""
+def reader_of_text(config: PreTrainedConfig, why: str) -> Callable[[SourceRow], SourceRow] | None:
+    """Return what refuses rows with other tokens than text; None for a model of text. why: the
+    model takes no images here."""
     if config.get_text_config() is config:
-        return
-    with Attempt() as looking:
-        _check_columns(config, columns)
-    looking.raise_together(communicator.cpu_group.gather_values, "looking for tokens of images")
+        return None
+    return partial(_read_text, config, why)
 
 
-def _check_columns(config: PreTrainedConfig, columns: Mapping[str, torch.Tensor]) -> None:
-    for name in _TYPES:
+def _read_text(config: PreTrainedConfig, why: str, row: SourceRow) -> SourceRow:
+    """Return a row of text as it is. Raises NotImplementedError for one with other tokens."""
+    what = _other_than_text(config, row.columns, row.names_of_images)
+    if what is not None:
+        raise NotImplementedError(f"{what}; {why}: train on examples of text alone")
+    return replace(row, images=RowImages(placeholders={}))
+
+
+def placeholders_of(config: PreTrainedConfig) -> dict[str, int]:
+    """Return the tokens that stand for parts of images, video or audio, by option."""
+    tokens = {option: getattr(config, option, None) for option in _PLACEHOLDERS}
+    return {option: token for option, token in tokens.items() if token is not None}
+
+
+def _other_than_text(
+    config: PreTrainedConfig, columns: Mapping[str, torch.Tensor], names: list[str]
+) -> str | None:
+    """Return where a row has tokens of images; None for text. columns: each [tokens]."""
+    if names:
+        return f"examples have {', '.join(names)}"
+    for name in TYPES:
         if name in columns and columns[name].any():
-            raise NotImplementedError(
-                f"{name} marks tokens of images, whose blocks attend in both directions; train on "
-                "examples of text alone, or leave the column out of them"
-            )
-    if "input_ids" not in columns:
-        return
-    for option in _PLACEHOLDERS:
-        token = getattr(config, option, None)
-        if token is not None and (columns["input_ids"] == token).any():
-            raise NotImplementedError(
-                f"input_ids have the token {token}, config.{option}, instead of an image; train "
-                "on examples of text alone"
-            )
+            return f"{name} marks tokens of images"
+    for option, token in placeholders_of(config).items():
+        if "input_ids" in columns and (columns["input_ids"] == token).any():
+            return f"input_ids have the token {token}, config.{option}, instead of an image"
+    return None

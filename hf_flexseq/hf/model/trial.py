@@ -20,7 +20,7 @@ import linecache
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.hf.model.calls import Asked, UnsupportedAttention, number_of, read_call
+from hf_flexseq.hf.model.facts import unsharded_class
+from hf_flexseq.hf.model.images import TYPES
 from hf_flexseq.hf.model.meta_model import FAULTS, TOKENS, copy_users_modules, meta_model
 from hf_flexseq.hf.model.recurrent import (
     RecurrentCall,
@@ -56,6 +58,10 @@ PROBED_FAMILIES: dict[str, str] = {
     "jetmoe": "experts are cut by how many tokens each has",
 }
 
+CUT, WHOLE = "cut by its window", "whole"
+"""Which keys of its own image a token sees in a layer that shows images both ways: those after it
+and those in its window, or all of them."""
+
 _RULE = "flexseq_rule"  # attribute of such a mask: the function it would be made with
 
 
@@ -74,6 +80,9 @@ class Call(NamedTuple):
     """Size of a head of values."""
     keys_of: int
     """Index of the first call that was given the same keys: its own where they are new."""
+    blocks: str | None = None
+    """How its mask shows the tokens of an image to each other: CUT or WHOLE; None for a causal
+    mask."""
 
 
 @dataclass(slots=True)
@@ -115,6 +124,8 @@ class Trial:
     """Reason why a layer's attention cannot be computed, in one line."""
     fault: str | None = None
     """Reason why the meta model stopped early; layers up to there have been seen."""
+    allows_blocks: bool = False
+    """True if masks may show the tokens of an image both ways."""
     keys: list[torch.Tensor] = field(default_factory=list)
     """Keys of the calls, which tell shared ones apart from equal ones."""
 
@@ -137,9 +148,26 @@ def try_model(model: PreTrainedModel) -> Trial:
     return of_class
 
 
-def _run(model: PreTrainedModel, seen: Trial, *, copies_users_modules: bool = True) -> bool:
+def try_types(model: PreTrainedModel) -> Trial:
+    """Run one forward of an empty copy of `model` on tokens some of which stand for an image,
+    without its features, and return what was seen: its masks may show images both ways."""
+    seen = Trial(allows_blocks=True)
+    taken = inspect.signature(unsharded_class(model).forward).parameters
+    types = torch.zeros(1, TOKENS, dtype=torch.int64)
+    types[:, 3:7] = 1
+    _run(model, seen, copies_users_modules=False, types={n: types for n in TYPES if n in taken})
+    return seen
+
+
+def _run(
+    model: PreTrainedModel,
+    seen: Trial,
+    *,
+    copies_users_modules: bool = True,
+    types: Mapping[str, torch.Tensor] | None = None,
+) -> bool:
     """Run one forward of an empty copy of `model`, and note in `seen` what it does. Returns True
-    if the copy had modules of the user's."""
+    if the copy had modules of the user's. types: columns that say which tokens are of images."""
     attached = None
     has_users_modules = False
     try:
@@ -154,7 +182,7 @@ def _run(model: PreTrainedModel, seen: Trial, *, copies_users_modules: bool = Tr
             mixer.module.register_forward_pre_hook(partial(_begin_mixer, seen))
         attached = attach_recurrent(tried)
         with torch.device("meta"), torch.no_grad(), _Counting(tried, seen):
-            tried(**_trial_row(), use_cache=False, seq_ctx=seen)
+            tried(**_trial_row(), **(types or {}), use_cache=False, seq_ctx=seen)
     except (UnsupportedAttention, UnsupportedRecurrence) as reason:
         seen.refusal = str(reason)
     except FAULTS as error:  # The meta model itself may be at fault, while the model is fine.
@@ -260,8 +288,9 @@ def _trial_attention(
     if seq_ctx is None:
         raise UnsupportedAttention(f"{name} is not given the keyword arguments of the model")
     asked = read_call(module, None, kwargs)
+    blocks = None
     if attention_mask is not None and attention_mask.ndim > 2:  # else it says what is padding
-        _compare_with_mask(name, asked, attention_mask)
+        blocks = _compare_with_mask(name, asked, attention_mask, seq_ctx)
     elif not asked.reach.is_full and kwargs.get("sliding_window") is None:
         raise UnsupportedAttention(
             f"{name}{asked.where}: its configuration says {asked.reach}, but it is called without "
@@ -280,7 +309,7 @@ def _trial_attention(
             break
     seq_ctx.keys.append(key)
     seq_ctx.calls.append(
-        Call(name, asked, heads, key.shape[1], head_dim, value.shape[-1], keys_of)
+        Call(name, asked, heads, key.shape[1], head_dim, value.shape[-1], keys_of, blocks)
     )
     return query.new_empty(rows, tokens, heads, value.shape[-1]), None
 
@@ -306,9 +335,9 @@ AttentionMaskInterface.register(_TRIAL, _trial_mask)
 # ---- masks
 
 
-def _compare_with_mask(name: str, asked: Asked, mask: torch.Tensor) -> None:
+def _compare_with_mask(name: str, asked: Asked, mask: torch.Tensor, seen: Trial) -> str | None:
     """Raise UnsupportedAttention unless the mask of a layer of class `name` shows what is
-    computed."""
+    computed. Returns how it shows images both ways, as in `Call.blocks`."""
     # Gemma 4 cuts masks to the last queries, which in training are all of them: a view.
     whole = mask if mask._base is None else mask._base
     rule = getattr(whole, _RULE, None)
@@ -316,12 +345,35 @@ def _compare_with_mask(name: str, asked: Asked, mask: torch.Tensor) -> None:
         raise UnsupportedAttention(
             f"{name} asks for a mask of its own; hf_flexseq computes causal attention"
         )
+    blocks = None
+    if seen.allows_blocks:
+        rule, blocks = _without_blocks(rule)
     shown = _reach_of(name, rule)
     if shown != asked.reach:
         raise UnsupportedAttention(
             f"{name}{asked.where}: its mask shows {shown} attention, but its call and "
             f"configuration say {asked.reach}"
         )
+    return blocks
+
+
+def _without_blocks(rule: Callable[..., Any]) -> tuple[Callable[..., Any], str | None]:
+    """Return the causal part of a rule, and how the rule shows images both ways."""
+    closure = inspect.getclosurevars(rule).nonlocals
+    if _is_made_by(rule, masking_utils.or_masks):
+        base, *overlays = closure["mask_functions"]
+        if all(_is_made_by(one, masking_utils.blockwise_overlay) for one in overlays):
+            return base, WHOLE
+    if _is_made_by(rule, masking_utils.and_masks):
+        parts = []
+        found = None
+        for part in closure["mask_functions"]:
+            base, blocks = _without_blocks(part)
+            parts.append(base)
+            found = CUT if blocks else found
+        if found:
+            return masking_utils.and_masks(*parts), found
+    return rule, None
 
 
 def _reach_of(name: str, rule: Callable[..., Any]) -> Reach:

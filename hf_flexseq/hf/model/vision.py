@@ -24,13 +24,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from hf_flexseq.hf.model.images import placeholders_of
+from hf_flexseq.hf.model.trial import try_types
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.images import MODALITIES, TowerCost
 from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.images import Image, RowImages
-
-# Columns that say of every token what it stands for: 0 is text.
-TYPES = ("token_type_ids", "mm_token_type_ids")
 
 _FEATURES = "mm_encoder_outputs"
 _POSITIONS = "get_rope_index"  # the method of models whose positions have three axes
@@ -60,6 +59,9 @@ class VisionModel:
         """Raises UnsupportedImages for a model without the methods that are needed."""
         self._inner: Any = base.base_model
         self._modalities = {one.name: one for one in _modalities(base)}
+        _check_masks(base)
+        taken = {one.placeholder for one in self._modalities.values()}
+        self._others = {n: t for n, t in placeholders_of(base.config).items() if t not in taken}
         self._positions = getattr(self._inner, _POSITIONS, None)
         self._patch = _patch_size(base.config)
         self.cost = tower_cost(base.config)
@@ -99,6 +101,12 @@ class VisionModel:
     ) -> list[Image]:
         """Return the images of a sequence. ids: [tokens]. tensors: what the example brings."""
         self._check_names(tensors)
+        for name, token in self._others.items():
+            if (ids == token).any():
+                raise ValueError(
+                    f"it has the token {token}, config.{name}: the model takes text and "
+                    f"{' and '.join(self._modalities)}s here"
+                )
         images = []
         for modality in self._modalities.values():
             own = {name: tensors[name] for name in modality.arguments if name in tensors}
@@ -177,7 +185,7 @@ class VisionModel:
         for number, name in enumerate(MODALITIES, start=1):
             if name in self._modalities:
                 types[ids == self._modalities[name].placeholder] = number
-        given = {"input_ids": ids.unsqueeze(0), TYPES[1]: types.unsqueeze(0), **tensors}
+        given = {"input_ids": ids.unsqueeze(0), "mm_token_type_ids": types.unsqueeze(0), **tensors}
         taken = inspect.signature(self._positions).parameters
         positions, _ = self._positions(**{n: v for n, v in given.items() if n in taken})
         return positions[:, 0].T.contiguous()  # [3, 1, tokens] -> [tokens, 3]
@@ -303,14 +311,6 @@ def _rows(value: Any) -> torch.Tensor:
 # ---- what a model has
 
 
-def vision_model(base: PreTrainedModel) -> VisionModel | None:
-    """Return how a model takes images; None for a model of text, or one that takes none here."""
-    try:
-        return VisionModel(base)
-    except UnsupportedImages:
-        return None
-
-
 def _modalities(base: PreTrainedModel) -> list[_Modality]:
     """Return the modalities of a model. Raises UnsupportedImages without any."""
     inner = base.base_model
@@ -336,6 +336,21 @@ def _modalities(base: PreTrainedModel) -> list[_Modality]:
     if not found:
         raise UnsupportedImages(f"{name} has no method for features of images, or no token")
     return found
+
+
+def _check_masks(base: PreTrainedModel) -> None:
+    """Raise UnsupportedImages for a model whose masks show images both ways."""
+    trial = try_types(base)
+    reason = trial.refusal or trial.fault
+    name = type(base).__name__
+    if reason is not None:
+        raise UnsupportedImages(f"{name} could not be tried on tokens of images ({reason})")
+    for call in trial.calls:
+        if call.blocks is not None:
+            raise UnsupportedImages(
+                f"layer {call.asked.layer} of {name} shows the tokens of an image to each other "
+                "in both directions"
+            )
 
 
 def _placeholder(config: Any, modality: str) -> int | None:

@@ -39,7 +39,7 @@ from hf_flexseq.hf.model.facts import (
     is_checkpointed,
     model_shape,
 )
-from hf_flexseq.hf.model.images import check_text_alone
+from hf_flexseq.hf.model.images import reader_of_text
 from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.meta_model import meta_model
 from hf_flexseq.hf.model.positions import needed_columns
@@ -59,7 +59,7 @@ from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import StagesJob
-from hf_flexseq.steps.drawn import PlannedStep
+from hf_flexseq.steps.drawn import PlannedStep, SourceRow
 from hf_flexseq.steps.exchange import ChunkExchange
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.rank_step import RankChunks
@@ -75,7 +75,6 @@ class StageExecutor:
     router: RouterLoss | None = None
     reason_not_shared: str | None = "the stages of a pipeline run chunks of rows"
     keeps_own_loss = False
-    read_images = None  # stages take text alone
 
     def __init__(self, setup: EngineSetup, model: PreTrainedModel, *, fsdp: bool = False) -> None:
         """Cut `model` in place, unless it was loaded as a stage. Collective over the world.
@@ -236,13 +235,17 @@ class StageExecutor:
         """Return the plan whose `to_bytes` gave `data`."""
         return StepPlan.from_bytes(data)
 
+    @property
+    def read_images(self) -> Callable[[SourceRow], SourceRow] | None:
+        """What refuses rows with images; None for a model of text."""
+        config = self.stage.stack.model.config
+        return reader_of_text(config, "the stages of a pipeline take text")
+
     # ---- steps
 
     def dispatch(self, planned: PlannedStep) -> RankChunks:
         """Dispatch the drawn tokens to every rank of their replica. Collective over the world."""
-        communicator = self.setup.communicator
         drawn = planned.drawn
-        check_text_alone(self.stage.stack.model.config, drawn.row.columns, communicator)
         row = with_token_columns(drawn.row, self._token_columns)
         columns = self._exchange(row, planned.plan, drawn.sources, self.replica)
         return RankChunks(
