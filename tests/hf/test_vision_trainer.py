@@ -1,0 +1,113 @@
+"""FlexSeqTrainer on examples with images trains as the plain Trainer does: two ranks with two
+examples each against one process with four, whose mean over a batch is the step's token mean."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Trainer
+
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqTrainer
+from tests.budget import others_nightly
+from tests.hf.test_trainer import logged
+from tests.hf.trainers import (
+    assert_logged_alike,
+    distance,
+    trained,
+    trainer_of,
+    weights_apart,
+    weights_of,
+)
+from tests.hf.vision import IMAGE, tiny_vision_model, vision_examples
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
+
+STEPS, SAVED = 10, 4
+IMAGES = [1, 0, 2, 1, 0, 0, 3, 1, 1, 0, 1, 2]  # of each example, again and again
+HELD_OUT = 6
+SETTINGS = {
+    "resumed": {"save_strategy": "steps", "save_steps": SAVED},
+    "lora": {},
+    "frozen tower": {},
+    "checkpointing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    },
+    "bf16": {"bf16": True},
+}
+
+
+def with_pixels(examples):
+    """The plain Trainer's collator: rows padded on the right, and the images of all rows."""
+
+    def padded(name, value):
+        rows = [torch.tensor(example[name]) for example in examples]
+        return pad_sequence(rows, batch_first=True, padding_value=value)
+
+    batch = {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100)}
+    lengths = torch.tensor([len(example["input_ids"]) for example in examples])
+    batch["attention_mask"] = (torch.arange(lengths.max()) < lengths[:, None]).long()
+    batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).int()
+    for name in ("pixel_values", "image_grid_thw"):
+        tensors = [example[name] for example in examples if name in example]
+        if tensors:
+            batch[name] = torch.cat(tensors)
+    return batch
+
+
+def model_of(kind):
+    model = tiny_vision_model("qwen3_vl")
+    if kind == "frozen tower":
+        model.model.visual.requires_grad_(False)
+    if kind == "lora":
+        layers = ["q_proj", "v_proj", "down_proj", "qkv", "linear_fc2"]  # of text, of the tower
+        adapter = LoraConfig(r=4, target_modules=layers, init_lora_weights=False)
+        model = get_peft_model(model, adapter).double()
+    return model.float() if kind == "bf16" else model
+
+
+def make_trainer(kind: str, folder: Any, *, ours: bool) -> Any:
+    examples = vision_examples("qwen3_vl", IMAGES * 4)
+    return trainer_of(
+        FlexSeqTrainer if ours else Trainer,
+        folder,
+        model=model_of(kind),
+        flexseq={"max_tokens_per_rank": 30} if ours else None,
+        batch=2 if ours else 4,
+        data_collator=DataCollatorForFlexSeq() if ours else with_pixels,
+        train_dataset=examples[HELD_OUT:],
+        eval_dataset=examples[:HELD_OUT],
+        per_device_eval_batch_size=2 if ours else HELD_OUT,
+        train_sampling_strategy="sequential",
+        max_steps=STEPS,
+        **SETTINGS[kind],
+    )
+
+
+def run(rank, world_size, kind, folder):
+    """A run; and the weights of one that resumes from its checkpoint, if it saves any."""
+    found = trained(make_trainer(kind, folder, ours=True), evaluates=True)
+    if kind != "resumed":
+        return found, None
+    resumed = make_trainer(kind, folder, ours=True)
+    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED}"))
+    return found, weights_of(resumed.model)
+
+
+@pytest.mark.parametrize("kind", others_nightly(SETTINGS, tried=["resumed", "lora"]))
+def test_ten_steps_and_an_evaluation_equal_the_plain_trainers(tmp_path, kind):
+    by_rank = run_ranks(run, 2, kind, tmp_path / "ours", seconds=120)
+    stock = trained(make_trainer(kind, tmp_path / "stock", ours=False), evaluates=True)
+    for ours, resumed in by_rank:
+        if kind == "bf16":  # rounds otherwise in micro-batches of other sizes
+            assert weights_apart(stock, ours) < 2e-2
+            assert_logged_alike(stock, ours, ["loss", "eval_loss", "grad_norm"], rel=3e-3)
+        else:
+            assert weights_apart(stock, ours) < 2e-6
+            assert_logged_alike(stock, ours, ["loss", "eval_loss", "grad_norm"], rel=1e-6)
+        assert max(logged(ours.log, "flexseq/micro_batches")) > 1
+        if resumed is not None:
+            assert distance(ours.weights, resumed) == 0
