@@ -31,6 +31,7 @@ from hf_flexseq.hf.model.router import (
 )
 from hf_flexseq.hf.overrides import check_overrides, runs_other_code
 from hf_flexseq.hf.sync import resolve_sync
+from hf_flexseq.steps.users_code import package
 
 logger = logging.getLogger(__name__)
 
@@ -164,20 +165,26 @@ def _other_loss(trainer: Any) -> str | None:
 
 def _own_samples(trainer: Any) -> str | None:
     """Find a trainer that makes its samples from prompts."""
-    if type(trainer)._prepare_inputs is Trainer._prepare_inputs:
+    makes = [cls for cls in _classes_with(trainer, "_prepare_inputs") if cls is not Trainer]
+    if not makes:
         return None
     trainer._set_signature_columns_if_needed()
     if "input_ids" in trainer._signature_columns:
         return None
-    return f"samples made in {_class_with(trainer, '_prepare_inputs')}"
+    return f"samples made in {makes[0].__name__}"
 
 
 def _class_with(trainer: Any, name: str) -> str:
     """Return the name of the class that defines an attribute of a trainer."""
-    for cls in type(trainer).__mro__:
-        if name in vars(cls):
-            return cls.__name__
+    for cls in _classes_with(trainer, name):
+        return cls.__name__
     return type(trainer).__name__
+
+
+def _classes_with(trainer: Any, name: str) -> list[type]:
+    """Return the classes of a trainer, but for those of hf_flexseq, that define an attribute."""
+    classes = type(trainer).__mro__
+    return [cls for cls in classes if name in vars(cls) and package(cls) != "hf_flexseq"]
 
 
 # ---- what a trainer and its model ask for together
