@@ -1,6 +1,7 @@
 """What attention must know of the micro-batch it works on, as one object that travels with the
 call."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ class SequenceContext:
     cast takes dataclasses, tuples and dicts apart and builds them anew at every unit.
     """
 
-    __slots__ = ("cut", "images", "kept", "programs", "row_counts", "shard", "target_counts")
+    __slots__ = (
+        *("both_ways", "cut", "images", "kept", "programs", "row_counts", "shard"),
+        "target_counts",
+    )
 
     def __init__(
         self,
@@ -37,15 +41,18 @@ class SequenceContext:
         save_attention_output: bool = True,
         passes: PlanPasses | None = None,
         blocks: Blocks = NO_BLOCKS,
+        both_ways: Collection[int] = (),
     ) -> None:
         """Lay out the zones of this rank; no communication. passes: those of the planner.
         save_attention_output: True if checkpointed layers keep the result of attention. blocks:
         by sequence the tokens that see both ways in layers that ask for it (`plan/blocks.py`), of
-        all sequences of this rank's groups, the same on all ranks of a group.
+        all sequences of this rank's groups, the same on all ranks of a group. both_ways: numbers
+        of these layers.
 
         Raises ValueError for blocks that do not fit, or that a group's strategy cannot compute.
         """
         self.shard = shard
+        self.both_ways = both_ways
         self.row_counts: torch.Tensor | None = None
         """[tokens] How many rows have each token; None where no rows share tokens."""
         self.target_counts: torch.Tensor | None = None

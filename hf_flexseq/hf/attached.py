@@ -24,12 +24,13 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.buckets import early_buckets
+from hf_flexseq.hf.model.image_masks import UnsupportedImages, layers_told_causal
 from hf_flexseq.hf.model.images import reader_of_text
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
-from hf_flexseq.hf.model.vision import UnsupportedImages, VisionModel, attention_of_text
+from hf_flexseq.hf.model.vision import VisionModel, attention_of_text
 from hf_flexseq.hf.shared_prefixes import refuse_noise
 from hf_flexseq.steps.drawn import SourceRow
 
@@ -40,7 +41,11 @@ def on_micro_batches(model: PreTrainedModel) -> Iterator[None]:
     former = model.config._attn_implementation
     model.set_attn_implementation(attention_of_text(model, NAME))
     try:
-        with attach_positions(model), RecurrentFunctions(model).attached():
+        with (
+            attach_positions(model),
+            RecurrentFunctions(model).attached(),
+            layers_told_causal(model),
+        ):
             yield
     finally:
         model.set_attn_implementation(attention_of_text(model, former))

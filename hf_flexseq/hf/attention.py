@@ -53,9 +53,8 @@ def flexseq_attention(
     qkv = packed_rows(query, key, value)
     given = qkv if asked.sinks is None else (*qkv, asked.sinks)
     needs_grad = any(x.requires_grad for x in given)
-    context = seq_ctx.of_layer(
-        getattr(module, "layer_idx", None), keeps_grad=torch.is_grad_enabled() and needs_grad
-    )
+    layer = getattr(module, "layer_idx", None)
+    context = seq_ctx.of_layer(layer, keeps_grad=torch.is_grad_enabled() and needs_grad)
     out = sequence_parallel_attention(
         *qkv,
         context,
@@ -63,6 +62,7 @@ def flexseq_attention(
         softcap=asked.softcap,
         reach=asked.reach,
         sinks=asked.sinks,
+        both_ways=layer in getattr(seq_ctx, "both_ways", ()),
     )  # [tokens, heads, V]
     return out.unsqueeze(0), None
 

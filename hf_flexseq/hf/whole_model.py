@@ -11,8 +11,9 @@ A rank has all of the model, or accelerate gives it what it needs of it (FSDP, Z
 What the model itself is given is in `attached.py`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -34,6 +35,7 @@ from hf_flexseq.hf.sync import resolve_sync
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
+from hf_flexseq.plan.blocks import NO_BLOCKS, Blocks
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.planner.blocks import exchange_degrees
@@ -53,15 +55,24 @@ from hf_flexseq.steps.trace import Figures, PlanTrace
 class ModelContexts:
     """Makes the contexts of one model's micro-batches."""
 
-    def __init__(self, setup: EngineSetup, kernel: Kernel, passes: PlanPasses | None) -> None:
-        """passes: the planner's passes, if it has any."""
+    def __init__(
+        self,
+        setup: EngineSetup,
+        kernel: Kernel,
+        passes: PlanPasses | None,
+        both_ways: Collection[int] = (),
+    ) -> None:
+        """passes: the planner's passes, if it has any. both_ways: layers that show images both
+        ways."""
         self._setup = setup
         self._kernel = kernel
         self._passes = passes
+        self._both_ways = both_ways
         self._former_programs: MicroBatchPrograms | None = None  # of the last context
 
-    def __call__(self, shard: Shard) -> SequenceContext:
-        """Return a shard's context, with programs for the layers of the previous micro-batch."""
+    def __call__(self, shard: Shard, blocks: Blocks = NO_BLOCKS) -> SequenceContext:
+        """Return a shard's context, with programs for the layers of the previous micro-batch.
+        blocks: see `SequenceContext`."""
         context = SequenceContext(
             shard,
             self._setup.communicator,
@@ -69,6 +80,8 @@ class ModelContexts:
             self._setup.accelerator.device,
             save_attention_output=self._setup.args.save_attention_output,
             passes=self._passes,
+            blocks=blocks,
+            both_ways=self._both_ways,
         )
         if self._former_programs is not None:
             context.programs.prepare(self._former_programs.keys)
@@ -230,10 +243,10 @@ class WholeModelExecutor:
         images = self._images_of(planned, columns)
 
         # 2. what the model is called with; beyond the first micro-batch it is made while they run
-        contexts = self._contexts_of_run()
+        with_blocks = partial(self._contexts_of_run(), blocks=planned.drawn.blocks)
 
         def inputs(index: int) -> Inputs:
-            made = inputs_of(shards[index], columns[index], device, contexts)
+            made = inputs_of(shards[index], columns[index], device, with_blocks)
             if images is not None:
                 made["seq_ctx"].images = images[index]
             return made
@@ -278,7 +291,9 @@ class WholeModelExecutor:
         if self.kernel is None:
             self.kernel = kernel_of(self.setup, self._attached_model.base)
         if self._contexts is None:
-            self._contexts = ModelContexts(self.setup, self.kernel, self._passes)
+            vision = self._attached_model.vision
+            both_ways = () if vision is None else vision.both_ways
+            self._contexts = ModelContexts(self.setup, self.kernel, self._passes, both_ways)
         return self._contexts
 
     def inputs_alone(self, row: SourceRow) -> Inputs:

@@ -12,13 +12,14 @@ All rows of a step have the same columns (`common_dtypes`), also that of a rank 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.transport import CpuGroup
+from hf_flexseq.plan.blocks import Blocks
 from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.steps.collator import IMAGES, LENGTHS, OTHER_ROWS, PADDING_TARGETS
 from hf_flexseq.steps.images import RowImages
@@ -203,6 +204,9 @@ class DrawnStep:
 
     images: tuple[ImageSize, ...] = ()
     """Images of all ranks, in the order of their sequences."""
+
+    blocks: Blocks = field(default_factory=dict)
+    """By sequence the tokens that see both ways."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

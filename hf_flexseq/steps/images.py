@@ -13,13 +13,14 @@ its rank knows which row of features it needs (`features.py`).
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.plan.blocks import Blocks, Range
 from hf_flexseq.plan.images import MODALITIES, ImagePlacement, ImageSize
 
 Ints = NDArray[np.int64]
@@ -72,6 +73,9 @@ class RowImages:
     has_axes: bool = False
     """True if the model has positions in time, height and width."""
 
+    blocks: Blocks = field(default_factory=dict)
+    """By index of a sequence the tokens that see both ways (`plan/blocks.py`)."""
+
     positions: torch.Tensor | None = None
     """[tokens, 3] These positions; None for a model without, and for a row without images."""
 
@@ -79,6 +83,25 @@ class RowImages:
     def numbers(self) -> list[int]:
         """What other ranks know of the images."""
         return [number for image in self.images for number in image.numbers]
+
+    @property
+    def block_numbers(self) -> list[int]:
+        """What other ranks know of the blocks: of each its sequence, its start and its stop."""
+        numbers: list[int] = []
+        for sequence, ranges in self.blocks.items():
+            for start, stop in ranges:
+                numbers += (sequence, start, stop)
+        return numbers
+
+
+def blocks_of(numbers: Sequence[int], first_sequence: int) -> dict[int, list[Range]]:
+    """Return a rank's blocks by id of a sequence. numbers: the `RowImages.block_numbers`.
+    first_sequence: id of the rank's first sequence."""
+    blocks: dict[int, list[Range]] = {}
+    for at in range(0, len(numbers), 3):
+        sequence, start, stop = numbers[at : at + 3]
+        blocks.setdefault(first_sequence + sequence, []).append((start, stop))
+    return blocks
 
 
 def sizes_of(numbers: Sequence[int], first_sequence: int) -> list[ImageSize]:

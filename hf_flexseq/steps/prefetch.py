@@ -30,13 +30,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import LostRank
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.plan.blocks import Range, later_pairs
 from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.process.client import Planner
@@ -48,13 +49,14 @@ from hf_flexseq.steps.drawn import (
     common_dtypes,
     source_row,
 )
-from hf_flexseq.steps.images import sizes_of
+from hf_flexseq.steps.images import blocks_of, sizes_of
 from hf_flexseq.steps.prefixes import candidates, gather_rows, marks_of, units_of
 from hf_flexseq.steps.rank_step import RankStep
 from hf_flexseq.steps.screen import beside_bars
 
 logger = logging.getLogger(__name__)
 
+PARTS = 5  # lists that ranks gather of their rows: lengths, targets, images, blocks, marks
 FAILED = -1  # instead of the signature of a rank whose data could not be drawn
 
 # Seconds between two keep-alives of rank 0.
@@ -201,18 +203,21 @@ class PrefetchedSteps:
         with Attempt() as drawing:
             row = source_row(list(islice(self._iterator, self._num_batches)))
             images: list[int] = []
+            of_blocks: list[int] = []
             if self._read_images is not None:
                 row = self._read_images(row)
                 assert row.images is not None, "the images were read"
                 images = row.images.numbers
+                of_blocks = row.images.block_numbers
             elif row.given_images:
                 raise ValueError(
                     f"examples have {', '.join(row.names_of_images)}, and the model takes no "
                     "images here; leave the columns out of the dataset"
                 )
-            counts = (row.padding_targets, row.other_rows, len(row.lengths), len(images))
             marks = marks_of(row) if self._shares_prefixes else []
-            own = [row.signature, *counts, *row.lengths, *row.targets, *images, *marks]
+            parts = [list(row.lengths), row.targets, images, of_blocks, marks]
+            counts = [row.padding_targets, row.other_rows, *(len(part) for part in parts)]
+            own = [row.signature, *counts, *(number for part in parts for number in part)]
 
         # 2. what all ranks have drawn
         cpu_group = self.communicator.cpu_group
@@ -226,16 +231,18 @@ class PrefetchedSteps:
         sources: list[int] = []
         marks = []  # of all ranks
         sizes: list[ImageSize] = []
-        for rank, numbers in enumerate(gathered):
-            _, padding_of_rank, others_of_rank, sequences, of_images, *of_rank = numbers
+        blocks: dict[int, Sequence[Range]] = {}
+        for rank, (_, padding_of_rank, others_of_rank, *counted) in enumerate(gathered):
             padding_targets += padding_of_rank
             other_rows += others_of_rank
-            of_rows, of_rank = of_rank[: 2 * sequences], of_rank[2 * sequences :]
-            sizes += sizes_of(of_rank[:of_images], first_sequence=len(lengths))
-            lengths += of_rows[:sequences]
-            targets += of_rows[sequences:]
-            marks += of_rank[of_images:]
-            sources += [rank] * sequences
+            ends = list(accumulate([PARTS, *counted[:PARTS]]))
+            parts = [counted[start:stop] for start, stop in pairwise(ends)]
+            sizes += sizes_of(parts[2], first_sequence=len(lengths))
+            blocks |= blocks_of(parts[3], first_sequence=len(lengths))
+            lengths += parts[0]
+            targets += parts[1]
+            marks += parts[4]
+            sources += [rank] * len(parts[0])
         if not lengths:
             self._is_exhausted = True
             return
@@ -252,11 +259,12 @@ class PrefetchedSteps:
             padding_targets=padding_targets,
             other_rows=other_rows,
             images=tuple(sizes),
+            blocks=blocks,
         )
         units: list[Unit] = []
         alike: list[list[int]] = []
         # Equal tokens may stand for different images.
-        if self._shares_prefixes and not sizes:
+        if self._shares_prefixes and not sizes and not blocks:
             alike = candidates(lengths, marks)
         if alike:
             cpu_group.phase = f"{self._what} {number}, comparing its rows"
@@ -268,10 +276,9 @@ class PrefetchedSteps:
                 logger.error("rows share no prefixes in this step: %r", comparing.error)
         self._next_request += 1
         self._drawn.append(step)
-        if self._planner is not None and units:
-            self._planner.submit(step.request, lengths, units)
-        elif self._planner is not None:
-            self._planner.submit(step.request, lengths)
+        if self._planner is not None:
+            pairs = {sequence: later_pairs(own) for sequence, own in blocks.items()}
+            self._planner.submit(step.request, lengths, units, pairs)
 
     def _common_dtypes(self, signatures: Sequence[int], row: SourceRow) -> dict[str, str]:
         """Return the dtypes of the columns of all rows, whose signatures are given. Collective

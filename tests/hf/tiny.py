@@ -2,6 +2,7 @@
 
 import random
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.plan import Plan
+from hf_flexseq.plan.blocks import NO_PAIRS, SEE_BLOCKS
 from hf_flexseq.planner.shared import SharedRows
 from tests.plans import random_plan
 
@@ -151,18 +153,18 @@ class RandomPlanner:
         self.topology, self.rng, self.submitted = topology, random.Random(seed), {}
         self.accepts = accepts
 
-    def submit(self, step, lengths, units=()):
-        self.submitted[step] = (lengths, units)
+    def submit(self, step, lengths, units=(), later_pairs=NO_PAIRS):
+        self.submitted[step] = (lengths, units, later_pairs)
 
     def wait(self, step, seconds):
         return None
 
     def result(self, step) -> Plan:
-        lengths, units = self.submitted.pop(step)
+        lengths, units, later_pairs = self.submitted.pop(step)
         shared = SharedRows(rows=tuple(lengths), units=tuple(units))
-        plan = self._draw(shared)
+        plan = _where_blocks_are_seen(self._draw(shared), later_pairs)
         while not self.accepts(plan):
-            plan = self._draw(shared)
+            plan = _where_blocks_are_seen(self._draw(shared), later_pairs)
         return plan
 
     def _draw(self, shared):
@@ -171,6 +173,19 @@ class RandomPlanner:
 
     def close(self):
         pass
+
+
+def _where_blocks_are_seen(plan, later_pairs):
+    """The plan with Ulysses instead of rings for groups with blocks."""
+    batches = []
+    for batch in plan.micro_batches:
+        groups = []
+        for group in batch.groups:
+            if later_pairs.keys() & set(group.rows) and group.strategy not in SEE_BLOCKS:
+                group = replace(group, strategy="ulysses")
+            groups.append(group)
+        batches.append(replace(batch, groups=tuple(groups)))
+    return replace(plan, micro_batches=tuple(batches))
 
 
 class RandomPlanEngine(FlexSeqEngine):

@@ -51,6 +51,10 @@ class Family(NamedTuple):
     kind: str
     """Name of the function in IMAGES that draws an image, or several of them."""
     has_videos: bool = False
+    types: str | None = None
+    """The column that its processor makes besides, of what each token stands for."""
+    is_prefix: bool = False
+    """True if the types are 0 up to the end of the prompt and 1 after it."""
 
 
 FAMILIES = {
@@ -199,6 +203,34 @@ FAMILIES = {
         },
         "tiles",
     ),
+    "gemma3": Family(
+        {
+            "text_config": {
+                **TEXT,
+                "num_hidden_layers": 3,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "sliding_window": 5,
+                "query_pre_attn_scalar": 8,
+            },
+            "vision_config": CLIP,
+            "image_token_id": IMAGE,
+            "mm_tokens_per_image": 4,
+        },
+        "squeezed",
+        types="token_type_ids",
+    ),
+    "paligemma": Family(
+        {
+            "text_config": {"model_type": "gemma", **TEXT},
+            "vision_config": {"model_type": "siglip_vision_model", **CLIP, "projection_dim": 32},
+            "image_token_id": IMAGE,
+            "image_token_index": IMAGE,
+            "projection_dim": 32,
+        },
+        "square",
+        types="token_type_ids",
+        is_prefix=True,
+    ),
 }
 
 
@@ -240,6 +272,12 @@ def square(rng, generator, count):
     return tokens, {"pixel_values": torch.rand(count, 3, 16, 16, generator=generator)}
 
 
+def squeezed(rng, generator, count):
+    """Images of one size, of four tokens each."""
+    tokens = [[START, *[IMAGE] * 4, END] for _ in range(count)]
+    return tokens, {"pixel_values": torch.rand(count, 3, 16, 16, generator=generator)}
+
+
 def tiles(rng, generator, count):
     """Images that are cut into tiles of one size, each of which has four tokens."""
     counts = [rng.randint(1, 3) for _ in range(count)]
@@ -258,7 +296,7 @@ def sizes(rng, generator, count):
     return tokens, {"pixel_values": pixels, "image_sizes": torch.tensor(shapes)}
 
 
-IMAGES = {"grid": grid, "square": square, "tiles": tiles, "sizes": sizes}
+IMAGES = {"grid": grid, "square": square, "squeezed": squeezed, "tiles": tiles, "sizes": sizes}
 
 
 def vision_examples(name, counts, seed=0, videos=()):
@@ -283,9 +321,20 @@ def vision_examples(name, counts, seed=0, videos=()):
             tensors = {**tensors, **of_video}
         ids += words()
         labels = [token if token < 50 else -100 for token in ids]
+        if family.types is not None:
+            tensors = {**tensors, family.types: types_of(ids, family)}
         tensors = {n: v.double() if v.is_floating_point() else v for n, v in tensors.items()}
         examples.append({"input_ids": ids, "labels": labels, **tensors})
     return examples
+
+
+def types_of(ids, family):
+    """The column of types that the family's processor would make."""
+    tokens = torch.tensor(ids)
+    if family.is_prefix:
+        last = max([index for index, token in enumerate(ids) if token == IMAGE], default=-1)
+        return (torch.arange(len(ids)) > last + 2).long()  # two words of the prompt follow
+    return (tokens == IMAGE).long()
 
 
 def called_with(example):
@@ -293,4 +342,7 @@ def called_with(example):
     ids = torch.tensor([example["input_ids"]])
     types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     tensors = {n: v for n, v in example.items() if n not in ("input_ids", "labels")}
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in tensors:
+            tensors[name] = tensors[name].unsqueeze(0)
     return {"input_ids": ids, "mm_token_type_ids": types, **tensors}

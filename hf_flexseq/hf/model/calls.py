@@ -39,16 +39,21 @@ class Asked(NamedTuple):
 
 
 def read_call(
-    module: nn.Module, attention_mask: torch.Tensor | None, keywords: dict[str, Any]
+    module: nn.Module,
+    attention_mask: torch.Tensor | None,
+    keywords: dict[str, Any],
+    *,
+    is_masked: bool = False,
 ) -> Asked:
     """Return what a layer asks for by `keywords`. Raises UnsupportedAttention for other attention
-    than causal of a known kind, and for a call that contradicts the configuration."""
+    than causal of a known kind, and for a call that contradicts the configuration. is_masked: True
+    if a mask that is looked at elsewhere says what is causal."""
     layer = number_of(module)
     where = "" if layer is None else f" of layer {layer}"
     unsupported = []
     if attention_mask is not None:
         unsupported.append("a mask of its own")
-    if _is_causal(module, keywords) is False:
+    if not is_masked and _is_causal(module, keywords) is False:
         unsupported.append("attention in both directions")
     if keywords.get("dropout"):
         unsupported.append("dropout in attention")

@@ -74,7 +74,7 @@ def check_model(model: PreTrainedModel) -> None:
             raise ValueError(f"{name}: {error}") from error
     reason = (
         reason
-        or _unsuitable_options(config)
+        or _unsuitable_options(config, has_masks_of_images=config is not model.config)
         or _unsuitable_router_loss(model)
         or unsuitable_positions(model, config)
         or _unsuitable_modules(model)
@@ -129,13 +129,16 @@ def _unsuitable_hooks(model: PreTrainedModel) -> str | None:
     )
 
 
-def _unsuitable_options(config: Any) -> str | None:
+def _unsuitable_options(config: Any, *, has_masks_of_images: bool) -> str | None:
+    """Return the option of a text configuration that cannot be computed, or None.
+    has_masks_of_images: True for a model with towers, whose masks the trial looks at."""
     for option, why in _REFUSED_OPTIONS.items():
         value = getattr(config, option, None)
         if value:
             return f"{option}={value}: {why}"
-    # Gemma 4's "vision" is for tokens of images, which are refused when they come.
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+    # Gemma 4's "vision" is for tokens of images, PaliGemma's True for its masks.
+    of_layers = ("all",) if has_masks_of_images else ("all", True)
+    if getattr(config, "use_bidirectional_attention", None) in of_layers:
         return "use_bidirectional_attention is set: attention in both directions is not available"
     return None
 

@@ -126,6 +126,8 @@ class Trial:
     """Reason why the meta model stopped early; layers up to there have been seen."""
     allows_blocks: bool = False
     """True if masks may show the tokens of an image both ways."""
+    types: list[str] = field(default_factory=list)
+    """Columns of types that the forward was given."""
     keys: list[torch.Tensor] = field(default_factory=list)
     """Keys of the calls, which tell shared ones apart from equal ones."""
 
@@ -138,12 +140,14 @@ class Trial:
 
 def try_model(model: PreTrainedModel) -> Trial:
     """Run one forward of an empty copy of `model`, and return what was seen."""
-    seen = Trial()
+    # Without images no token is in a block, whatever a mask would do with types.
+    has_towers = model.config.get_text_config() is not model.config
+    seen = Trial(allows_blocks=has_towers)
     has_users_modules = _run(model, seen)
     if seen.fault is None or not has_users_modules:
         return seen
     # A module of the user's may need numbers: the layers of the class are tried without it.
-    of_class = Trial(counts=seen.counts)
+    of_class = Trial(counts=seen.counts, allows_blocks=has_towers)
     _run(model, of_class, copies_users_modules=False)
     return of_class
 
@@ -151,11 +155,12 @@ def try_model(model: PreTrainedModel) -> Trial:
 def try_types(model: PreTrainedModel) -> Trial:
     """Run one forward of an empty copy of `model` on tokens some of which stand for an image,
     without its features, and return what was seen: its masks may show images both ways."""
-    seen = Trial(allows_blocks=True)
     taken = inspect.signature(unsharded_class(model).forward).parameters
-    types = torch.zeros(1, TOKENS, dtype=torch.int64)
-    types[:, 3:7] = 1
-    _run(model, seen, copies_users_modules=False, types={n: types for n in TYPES if n in taken})
+    seen = Trial(allows_blocks=True, types=[name for name in TYPES if name in taken])
+    values = torch.zeros(1, TOKENS, dtype=torch.int64)
+    values[:, 3:7] = 1
+    types = dict.fromkeys(seen.types, values)
+    _run(model, seen, copies_users_modules=False, types=types)
     return seen
 
 
@@ -287,9 +292,10 @@ def _trial_attention(
     name = type(module).__name__
     if seq_ctx is None:
         raise UnsupportedAttention(f"{name} is not given the keyword arguments of the model")
-    asked = read_call(module, None, kwargs)
+    is_masked = attention_mask is not None and attention_mask.ndim > 2  # else it is of padding
+    asked = read_call(module, None, kwargs, is_masked=is_masked and seq_ctx.allows_blocks)
     blocks = None
-    if attention_mask is not None and attention_mask.ndim > 2:  # else it says what is padding
+    if attention_mask is not None and is_masked:
         blocks = _compare_with_mask(name, asked, attention_mask, seq_ctx)
     elif not asked.reach.is_full and kwargs.get("sliding_window") is None:
         raise UnsupportedAttention(

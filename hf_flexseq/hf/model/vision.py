@@ -24,8 +24,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from hf_flexseq.hf.model.images import placeholders_of
-from hf_flexseq.hf.model.trial import try_types
+from hf_flexseq.hf.model.image_masks import MasksOfImages, UnsupportedImages
+from hf_flexseq.hf.model.images import TYPES, placeholders_of
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.images import MODALITIES, TowerCost
 from hf_flexseq.steps.drawn import SourceRow
@@ -33,10 +33,6 @@ from hf_flexseq.steps.images import Image, RowImages
 
 _FEATURES = "mm_encoder_outputs"
 _POSITIONS = "get_rope_index"  # the method of models whose positions have three axes
-
-
-class UnsupportedImages(NotImplementedError):
-    """A model does not take images here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +55,9 @@ class VisionModel:
         """Raises UnsupportedImages for a model without the methods that are needed."""
         self._inner: Any = base.base_model
         self._modalities = {one.name: one for one in _modalities(base)}
-        _check_masks(base)
+        self._masks = MasksOfImages(base)
+        self.both_ways = self._masks.layers
+        """Numbers of the layers in which the tokens of an image see each other both ways."""
         taken = {one.placeholder for one in self._modalities.values()}
         self._others = {n: t for n, t in placeholders_of(base.config).items() if t not in taken}
         self._positions = getattr(self._inner, _POSITIONS, None)
@@ -74,6 +72,7 @@ class VisionModel:
         the model does not take, and for images that do not fit their tokens."""
         placeholders = {one.name: one.placeholder for one in self._modalities.values()}
         images: list[Image] = []
+        blocks = {}
         positions = []
         none: Mapping[str, torch.Tensor] = {}
         given = row.given_images or [none for _ in row.lengths]
@@ -81,17 +80,22 @@ class VisionModel:
         for sequence, (length, tensors) in enumerate(zip(row.lengths, given, strict=True)):
             start, stop = stop, stop + length
             ids = row.columns["input_ids"][start:stop]
+            types = {n: row.columns[n][start:stop] for n in TYPES if n in row.columns}
             try:
                 own = self._images_of(sequence, ids, tensors)
+                of_sequence = self._masks.blocks(types, has_images=bool(own))
             except ValueError as error:
                 raise ValueError(f"sequence {sequence} of this rank's step: {error}") from error
             images += own
+            if of_sequence:
+                blocks[sequence] = of_sequence
             if self._positions is not None and row.given_images:
                 positions.append(self._positions_of(ids, tensors))
         known = RowImages(
             images=tuple(images),
             placeholders=placeholders,
             has_axes=self._positions is not None,
+            blocks=blocks,
             positions=torch.cat(positions) if positions else None,
         )
         return replace(row, images=known)
@@ -336,21 +340,6 @@ def _modalities(base: PreTrainedModel) -> list[_Modality]:
     if not found:
         raise UnsupportedImages(f"{name} has no method for features of images, or no token")
     return found
-
-
-def _check_masks(base: PreTrainedModel) -> None:
-    """Raise UnsupportedImages for a model whose masks show images both ways."""
-    trial = try_types(base)
-    reason = trial.refusal or trial.fault
-    name = type(base).__name__
-    if reason is not None:
-        raise UnsupportedImages(f"{name} could not be tried on tokens of images ({reason})")
-    for call in trial.calls:
-        if call.blocks is not None:
-            raise UnsupportedImages(
-                f"layer {call.asked.layer} of {name} shows the tokens of an image to each other "
-                "in both directions"
-            )
 
 
 def _placeholder(config: Any, modality: str) -> int | None:
