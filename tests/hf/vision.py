@@ -239,6 +239,9 @@ def tiny_vision_model(name, seed=0):
     torch.manual_seed(seed)
     config = AutoConfig.for_model(name, **FAMILIES[name].config)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and not parameter.any():  # features of zeros have no direction
+            torch.nn.init.normal_(parameter, std=0.1)
     return model.double()
 
 
