@@ -13,6 +13,7 @@ from hf_flexseq.cost.launches import EXCHANGES
 from hf_flexseq.cost.recurrent import SCAN_CHUNK, RecurrentLayers, scan_chunk
 from hf_flexseq.cost.shapes import HeadShape, ModelShape
 from hf_flexseq.cost.sharding import TRIPS, shards_span_nodes
+from hf_flexseq.cost.tower import TowerCost
 
 # Bytes of one parameter, all float32: the weight, its gradient, and Adam's two moments.
 WEIGHT_BYTES = 4
@@ -89,6 +90,19 @@ def analytic_cost_model(
         kinds=_kinds(shape, device),
         recurrent=_recurrent(shape, device, checkpointing),
         attention_share=shape.attention_count / shape.layers,
+        tower=_tower(shape, device, checkpointing),
+    )
+
+
+def _tower(shape: ModelShape, device: DeviceSpec, checkpointing: bool) -> TowerCost | None:
+    """Return the vision tower of a model, if it has one."""
+    if shape.tower is None:
+        return None
+    return TowerCost.of(
+        shape.tower,
+        flops=device.flops,
+        dtype_bytes=shape.dtype_bytes,
+        checkpointing=checkpointing,
     )
 
 

@@ -37,6 +37,7 @@ from hf_flexseq.cost.kinds import (
 )
 from hf_flexseq.cost.launches import MOST_PER_RANK
 from hf_flexseq.cost.recurrent import RecurrentLayers
+from hf_flexseq.cost.tower import TowerCost
 
 # Query heads x tokens that a piece must have to be worth a kernel call of its own: on the CPU of
 # one sequence, where each is a call; on CUDA of all of them, to fill the device.
@@ -106,6 +107,8 @@ class CostConstants:
     """Layers that go through a sequence from its first token to its last; () without any."""
     attention_share: float = 1.0
     """Share of the layers that have attention."""
+    tower: TowerCost | None = None
+    """The vision tower; None without one."""
 
     def __post_init__(self) -> None:
         word("name", self.name)
@@ -239,7 +242,10 @@ class CostConstants:
         record: dict[str, Any] = {"version": VERSION}
         for one in fields(self):
             value = getattr(self, one.name)
-            if one.name == "bandwidths":
+            if one.name == "tower":
+                if value is not None:  # else the record is that of a model of text
+                    record[one.name] = value.to_record()
+            elif one.name == "bandwidths":
                 record[one.name] = [[degree, float(speed)] for degree, speed in value]
             elif one.name in ("kinds", "recurrent"):
                 record[one.name] = [kind.to_record() for kind in value]
@@ -261,6 +267,8 @@ class CostConstants:
         for name, kind in (("kinds", NearLayers), ("recurrent", RecurrentLayers)):
             records = items(name, values.get(name, []))
             values[name] = tuple(kind.from_record(record) for record in records)
+        if values.get("tower") is not None:
+            values["tower"] = TowerCost.from_record(values["tower"])
         return cls(**values)
 
     def save(self, path: str | Path) -> None:

@@ -51,4 +51,5 @@ def forward_only(cost: CostModel) -> CostModel:
         message_s=cost.message_s * of_others,
         kinds=tuple(kinds),
         recurrent=tuple(recurrent),
+        tower=None if cost.tower is None else cost.tower.forward_only(),
     )

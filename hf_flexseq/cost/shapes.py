@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_flexseq.base.layers import FULL, Reach, RecurrentShape
+from hf_flexseq.cost.tower import TowerShape
 
 
 class HeadShape(NamedTuple):
@@ -63,6 +64,9 @@ class ModelShape:
     """Parameters that work on one token; a head that is the embedding counts twice. None: all."""
     head_shapes: tuple[tuple[Reach, HeadShape], ...] = ()
     """(reach, heads of its layers) if layers differ; () if all have the heads above."""
+
+    tower: TowerShape | None = None
+    """The vision tower, whose parameters work on no token of text; None without one."""
 
     def __post_init__(self) -> None:
         if self.full_layers < 0:

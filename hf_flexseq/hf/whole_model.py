@@ -22,6 +22,7 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention.programs import MicroBatchPrograms
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.forward import forward_only
+from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.hf.attached import AttachedModel
 from hf_flexseq.hf.executors import EngineSetup, base_model, kernel_of, planner_of
 from hf_flexseq.hf.model.checks import check_model
@@ -103,6 +104,7 @@ class WholeModelExecutor:
             )
         self.setup = setup
         self.cost: CostModel | None = None
+        self.tower: TowerCost | None = None  # of a model with images
         self.lockstep = False
         self.kernel: Kernel | None = None  # chosen with the first step
         self.fsdp: FsdpPolicies | None = None  # made with the cost model
@@ -152,8 +154,11 @@ class WholeModelExecutor:
         if is_ordered and not self.lockstep:
             communicator.open_world()  # for gradients: no group is made in a step
         costs = self.setup.costs
-        cost = costs.find(costs.subject(base, save_attention_output=args.save_attention_output))
+        subject = costs.subject(base, save_attention_output=args.save_attention_output)
+        cost = costs.find(subject)
         self.cost = cost
+        # A cost model that is named may be one of text.
+        self.tower = cost.tower or subject.estimate.tower
         cost.strategies(args.strategy)  # raises for one that it has no figures for
         self._open_blocks(cost)
         self._passes = passes_of(args.planner, cost, communicator.topology, lockstep=self.lockstep)
@@ -203,6 +208,10 @@ class WholeModelExecutor:
     def _known_cost(self) -> CostModel:
         assert self.cost is not None, "attach sets the cost model"
         return self.cost
+
+    def _known_tower(self) -> TowerCost:
+        assert self.tower is not None, "a model with images has a tower"
+        return self.tower
 
     def _planner_by(self, cost: CostModel, *, ahead: bool) -> Planner:
         assert self.fsdp is not None, "attach sets FSDP2's figures"
@@ -268,14 +277,15 @@ class WholeModelExecutor:
         """Return the images of each micro-batch; None in a step without any. Collective over the
         world."""
         vision = self._attached_model.vision
-        if vision is None or not planned.drawn.images:
+        images = planned.drawn.images
+        if vision is None or not images:
             return None
         accelerator = self.setup.accelerator
         return images_of_step(
             planned.drawn,
             columns,
             tower=vision,
-            cost=vision.cost,
+            placement=self._known_tower().placed(images, self.setup.communicator.world_size),
             communicator=self.setup.communicator,
             device=accelerator.device,
             is_sharded=is_fully_sharded(self._attached_model.base, accelerator),

@@ -43,18 +43,6 @@ class ImageSize:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TowerCost:
-    """What the tower needs for an image, in FLOPs of its forward."""
-
-    per_patch: int
-    per_pair: int
-
-    def of(self, image: ImageSize) -> int:
-        """Return the FLOPs of one image."""
-        return image.patches * self.per_patch + image.pairs * self.per_pair
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ImagePlacement:
     """Which rank encodes which images."""
 
@@ -65,7 +53,7 @@ class ImagePlacement:
     """Ranks without an image, which encode the cheapest one, too."""
 
     loads: tuple[int, ...]
-    """FLOPs of each rank, without those of stand-ins."""
+    """Nanoseconds of each rank, without those of stand-ins."""
 
     cheapest: int
     """Index of the image that stands in."""
@@ -82,12 +70,11 @@ class ImagePlacement:
         return [index for index, owner in enumerate(self.owners) if owner == rank]
 
 
-def place_images(images: Sequence[ImageSize], world_size: int, cost: TowerCost) -> ImagePlacement:
-    """Place the images of a step, at least one, on ranks."""
-    costs = [cost.of(image) for image in images]
-    order = sorted(range(len(images)), key=lambda index: (-costs[index], index))
+def place_images(costs: Sequence[int], world_size: int) -> ImagePlacement:
+    """Place the images of a step, at least one, on ranks. costs: nanoseconds of each."""
+    order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
     least = [(0, rank) for rank in range(world_size)]  # (load, rank): a heap
-    owners = [0] * len(images)
+    owners = [0] * len(costs)
     for index in order:
         load, rank = heapq.heappop(least)
         owners[index] = rank

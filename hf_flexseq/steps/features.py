@@ -31,8 +31,6 @@ from hf_flexseq.plan.images import (
     MODALITIES,
     ImagePlacement,
     ImageSize,
-    TowerCost,
-    place_images,
 )
 from hf_flexseq.steps.drawn import Columns, DrawnStep, SourceRow
 from hf_flexseq.steps.images import (
@@ -94,7 +92,7 @@ def images_of_step(
     columns: Sequence[Columns],
     *,
     tower: Tower,
-    cost: TowerCost,
+    placement: ImagePlacement,
     communicator: Communicator,
     device: torch.device,
     is_sharded: bool,
@@ -103,12 +101,12 @@ def images_of_step(
     over the world.
 
     columns: of each micro-batch, [tokens, ...]; IMAGE_ROWS is taken out of them.
-    tower: its calls are counted. cost: of the tower. device, is_sharded: see `StepImages`.
+    tower: its calls are counted. placement: of the images of all ranks. device, is_sharded: see
+        `StepImages`.
     """
     images = drawn.images
     own = drawn.row.images
     assert own is not None, "the images of a row were read"
-    placement = place_images(images, communicator.world_size, cost)
     encoded = send_images(own, images, placement, drawn.sources, communicator)
     starts = row_starts(images)
     modalities = [name for name in MODALITIES if any(one.modality == name for one in images)]

@@ -158,7 +158,8 @@ def measured(subject: CostSubject, communicator: Communicator, effort: Effort) -
     objection = calibration.objection()
     if objection is not None:
         raise ValueError(f"{objection}; measure on an idle machine")
-    return replace(calibration, cost=with_gathering(calibration.cost, subject))
+    cost = with_tower_of(subject.estimate, calibration.cost)
+    return replace(calibration, cost=with_gathering(cost, subject))
 
 
 def fit_key(facts: ModelFacts, topology: Topology, device: torch.device) -> Mapping[str, object]:
@@ -191,7 +192,7 @@ def _shape_key(shape: ModelShape) -> dict[str, object]:
         del sizes["reaches"]
     if shape.active_params is None:
         del sizes["active_params"]
-    for name in ("head_shapes", "recurrent", "without_attention"):
+    for name in ("head_shapes", "recurrent", "without_attention", "tower"):
         if not sizes[name]:
             del sizes[name]
     return sizes
@@ -205,7 +206,22 @@ def with_memory_of(estimate: CostModel, cost: CostModel) -> CostModel:
         state_bytes=estimate.state_bytes,
         sharded_state_bytes=estimate.sharded_state_bytes,
         budget_bytes=estimate.budget_bytes,
+        tower=with_tower_of(estimate, cost).tower,
     )
+
+
+def with_tower_of(estimate: CostModel, cost: CostModel) -> CostModel:
+    """Return `cost`, measured on text, with the tower of `estimate` at the measured speed: its
+    patches as slow as tokens in linear layers, its pairs as those of attention."""
+    tower = estimate.tower
+    if tower is None:
+        return replace(cost, tower=None)
+    of_tokens = cost.linear_s / estimate.linear_s
+    of_pairs = of_tokens
+    if estimate.attention_s and cost.attention_s:
+        of_pairs = cost.attention_s / estimate.attention_s
+    tower = replace(tower, patch_s=tower.patch_s * of_tokens, pair_s=tower.pair_s * of_pairs)
+    return replace(cost, tower=tower)
 
 
 def with_gathering(cost: CostModel, subject: CostSubject) -> CostModel:

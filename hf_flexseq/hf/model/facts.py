@@ -36,6 +36,7 @@ from hf_flexseq.hf.model.layer_kinds import (
     layers_of,
     reach_counts,
 )
+from hf_flexseq.hf.model.towers import tower_parameters, tower_shape
 from hf_flexseq.kernels.kinds import LayerCalls
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names
@@ -173,6 +174,7 @@ def model_shape(model: nn.Module) -> ModelShape:
         without_attention=len(layers) - len(kinds),
         active_params=_active_params(model, params),
         head_shapes=_head_shapes(kinds, attention),
+        tower=tower_shape(model),
     )
 
 
@@ -235,7 +237,10 @@ def _active_params(model: nn.Module, params: int) -> int | None:
                 of_experts += _elements(parameter)
     idle = of_experts * (experts - active) // max(1, experts)
     tied = _tied_elements(model)
-    return params - idle + tied if idle or tied else None
+    of_towers = sum(_elements(parameter) for parameter in tower_parameters(model))
+    if not idle and not tied and not of_towers:
+        return None
+    return params - idle + tied - of_towers
 
 
 def _tied_elements(model: nn.Module) -> int:

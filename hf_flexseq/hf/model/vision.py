@@ -26,8 +26,9 @@ from transformers.utils import ModelOutput
 
 from hf_flexseq.hf.model.image_masks import MasksOfImages, UnsupportedImages
 from hf_flexseq.hf.model.images import TYPES, placeholders_of
+from hf_flexseq.hf.model.towers import tower_parameters
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.plan.images import MODALITIES, TowerCost
+from hf_flexseq.plan.images import MODALITIES
 from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.images import Image, RowImages
 
@@ -54,6 +55,7 @@ class VisionModel:
     def __init__(self, base: PreTrainedModel) -> None:
         """Raises UnsupportedImages for a model without the methods that are needed."""
         self._inner: Any = base.base_model
+        self._tower = tower_parameters(base)
         self._modalities = {one.name: one for one in _modalities(base)}
         self._masks = MasksOfImages(base)
         self.both_ways = self._masks.layers
@@ -62,7 +64,6 @@ class VisionModel:
         self._others = {n: t for n, t in placeholders_of(base.config).items() if t not in taken}
         self._positions = getattr(self._inner, _POSITIONS, None)
         self._patch = _patch_size(base.config)
-        self.cost = tower_cost(base.config)
         self._forms: dict[str, _Form] = {}
 
     # ---- what examples bring
@@ -199,15 +200,7 @@ class VisionModel:
     @property
     def is_trained(self) -> bool:
         """True if a parameter outside of the text model gets gradients."""
-        of_text = {id(parameter) for parameter in self._text_parameters()}
-        return any(
-            parameter.requires_grad and id(parameter) not in of_text
-            for parameter in self._inner.parameters()
-        )
-
-    def _text_parameters(self) -> Iterator[nn.Parameter]:
-        yield from self._inner.get_decoder().parameters()
-        yield from self._inner.get_input_embeddings().parameters()
+        return any(parameter.requires_grad for parameter in self._tower)
 
     def calls(self, images: Sequence[Image]) -> int:
         """Return how often the tower is called for `images`."""
@@ -356,29 +349,6 @@ def _patch_size(config: Any) -> int:
     if isinstance(size, (list, tuple)):
         size = size[-1]
     return int(size or 14)
-
-
-_USUAL_TOWER = {"layers": 24, "hidden": 1024, "intermediate": 4096}
-_NAMES_OF_SIZES = {
-    "layers": ("num_hidden_layers", "depth", "num_layers"),
-    "hidden": ("hidden_size", "embed_dim", "hidden_dim"),
-    "intermediate": ("intermediate_size", "mlp_dim", "ffn_dim"),
-}
-
-
-def tower_cost(config: Any) -> TowerCost:
-    """Return what a vision tower needs for an image, by its configuration."""
-    vision = getattr(config, "vision_config", None)
-    sizes = dict(_USUAL_TOWER)
-    for size, names in _NAMES_OF_SIZES.items():
-        for name in names:
-            value = getattr(vision, name, None)
-            if isinstance(value, int):
-                sizes[size] = value
-                break
-    hidden, layers = sizes["hidden"], sizes["layers"]
-    weights = 4 * hidden**2 + 2 * hidden * sizes["intermediate"]
-    return TowerCost(per_patch=2 * layers * weights, per_pair=4 * layers * hidden)
 
 
 # ---- images of one example, and of several

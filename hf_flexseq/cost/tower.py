@@ -1,0 +1,123 @@
+"""Seconds and bytes of a vision tower, by image.
+
+A patch goes through every layer of the tower once, and attends to the patches of its image, or of
+its frame: `patch_s` a patch, and `pair_s` a pair. Forward and backward where the tower is trained,
+forward alone where it is frozen. Between the two the tower's graph is held, `patch_bytes` a patch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hf_flexseq.base.values import duration, fields_of, number
+from hf_flexseq.plan.images import ImagePlacement, ImageSize, place_images
+
+# A backward takes as much as two forwards; checkpointed layers run forward once more.
+TRAINED_PASSES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerShape:
+    """A vision tower in numbers."""
+
+    layers: int
+    hidden: int
+    """Width of the hidden states."""
+    intermediate: int
+    """Width inside the MLP."""
+    patches_per_token: float
+    """Patches that are merged into one token of the text model."""
+    row_numbers: int
+    """Numbers of a token's features, with those for single layers of the text model."""
+    is_trained: bool = True
+    """True if any of its parameters gets gradients."""
+
+    @property
+    def forward_flops(self) -> tuple[int, int]:
+        """FLOPs of a forward: of a patch, and of a pair of patches."""
+        weights = 4 * self.hidden**2 + 2 * self.hidden * self.intermediate
+        return 2 * self.layers * weights, 4 * self.layers * self.hidden
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerCost:
+    """Constants of one tower on one device."""
+
+    patch_s: float
+    """Seconds per patch, all layers, and backward where the tower is trained."""
+    pair_s: float
+    """Seconds per pair of patches that attend to each other."""
+    patch_bytes: float
+    """Bytes that are held of a patch from forward to backward; 0 for a frozen tower."""
+    token_bytes: float
+    """Bytes that a rank holds of the features of one token, with their gradients."""
+    patches_per_token: float
+    """Patches that are merged into one token of the text model."""
+
+    def __post_init__(self) -> None:
+        for name in ("patch_s", "pair_s"):
+            duration(name, getattr(self, name))
+        for name in ("patch_bytes", "token_bytes", "patches_per_token"):
+            number(name, getattr(self, name))
+
+    @classmethod
+    def of(
+        cls, shape: TowerShape, *, flops: float, dtype_bytes: int, checkpointing: bool
+    ) -> "TowerCost":
+        """Return the estimated cost of a tower on a device that achieves so many FLOP/s."""
+        passes = 1
+        if shape.is_trained:
+            passes = TRAINED_PASSES + checkpointing
+        of_patch, of_pair = shape.forward_flops
+        # as for text (`analytic.py`): a layer's inputs, or all that its parts read again
+        numbers = shape.layers * (9 * shape.hidden + 4 * shape.intermediate)
+        if checkpointing:
+            numbers = shape.layers * shape.hidden + 9 * shape.hidden + 4 * shape.intermediate
+        return cls(
+            patch_s=passes * of_patch / flops,
+            pair_s=passes * of_pair / flops,
+            patch_bytes=float(numbers * dtype_bytes * shape.is_trained),
+            token_bytes=float(shape.row_numbers * dtype_bytes * (2 if shape.is_trained else 1)),
+            patches_per_token=shape.patches_per_token,
+        )
+
+    def to_record(self) -> dict[str, float]:
+        """Return the constants as plain JSON values."""
+        return {name: float(value) for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_record(cls, record: Any) -> "TowerCost":
+        """Inverse of `to_record`. Raises ValueError for any other record."""
+        return cls(**fields_of(record, "tower", needed=list(cls.__slots__)))
+
+    def forward_only(self) -> "TowerCost":
+        """Return the cost of a tower without a backward, as if it were frozen."""
+        if not self.patch_bytes:
+            return self
+        return replace(
+            self,
+            patch_s=self.patch_s / TRAINED_PASSES,
+            pair_s=self.pair_s / TRAINED_PASSES,
+            patch_bytes=0.0,
+            token_bytes=self.token_bytes / 2,
+        )
+
+    # ---- images
+
+    def image_ns(self, image: ImageSize) -> int:
+        """Return the nanoseconds of one image, at least 1."""
+        return max(1, round(1e9 * (image.patches * self.patch_s + image.pairs * self.pair_s)))
+
+    def placed(self, images: Sequence[ImageSize], world_size: int) -> ImagePlacement:
+        """Return on which rank each of a step's images, at least one, is encoded."""
+        return place_images([self.image_ns(image) for image in images], world_size)
+
+    def held_bytes(self, images: Sequence[ImageSize], placement: ImagePlacement) -> float:
+        """Return the bytes of the rank that holds most for images during a step: the graph of
+        those that it encodes, and an even share of all features."""
+        world_size = len(placement.loads)
+        patches = [0] * world_size
+        for image, owner in zip(images, placement.owners, strict=True):
+            patches[owner] += image.patches
+        tokens = sum(image.tokens for image in images) / world_size
+        return max(patches) * self.patch_bytes + tokens * self.token_bytes

@@ -1,0 +1,54 @@
+"""The tower of a vision-language model as its cost needs it: its parameters and its sizes.
+
+A tower is all of a model that is neither its text model nor embedding or head: the vision model
+with its projector, and towers of other modalities.
+"""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_flexseq.cost.tower import TowerShape
+
+# Names of sizes in configurations of vision models, and a usual tower where they have none.
+_SIZES: dict[str, tuple[tuple[str, ...], int]] = {
+    "layers": (("num_hidden_layers", "depth", "num_layers"), 24),
+    "hidden": (("hidden_size", "embed_dim", "hidden_dim"), 1024),
+    "intermediate": (("intermediate_size", "mlp_dim", "ffn_dim"), 4096),
+}
+
+
+def tower_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of the towers of `model`; [] for a model of text."""
+    if not isinstance(model, PreTrainedModel) or model.config.get_text_config() is model.config:
+        return []
+    of_text: set[int] = set()
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    for part in parts:
+        if part is not None:
+            of_text |= {id(parameter) for parameter in part.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in of_text]
+
+
+def tower_shape(model: nn.Module) -> TowerShape | None:
+    """Return the sizes of the vision tower of `model`, by its configuration; None without one."""
+    parameters = tower_parameters(model)
+    config: Any = getattr(model, "config", None)
+    vision = getattr(config, "vision_config", None)
+    if not parameters or vision is None:
+        return None
+    sizes = {}
+    for size, (names, usual) in _SIZES.items():
+        found = [getattr(vision, name, None) for name in names]
+        sizes[size] = next((value for value in found if isinstance(value, int)), usual)
+    merged = getattr(vision, "spatial_merge_size", None) or 1
+    streams = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    return TowerShape(
+        layers=sizes["layers"],
+        hidden=sizes["hidden"],
+        intermediate=sizes["intermediate"],
+        patches_per_token=float(merged**2),
+        row_numbers=streams * config.get_text_config().hidden_size,
+        is_trained=any(parameter.requires_grad for parameter in parameters),
+    )
