@@ -14,7 +14,7 @@ A call without `seq_ctx` is outside of planned steps, for example when a callbac
 sample. Such a call uses the model's own attention and loss.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -25,14 +25,13 @@ from transformers import PreTrainedModel
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.image_masks import UnsupportedImages, layers_told_causal
-from hf_flexseq.hf.model.images import reader_of_text
+from hf_flexseq.hf.model.images import TextReader, reader_of_text
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
 from hf_flexseq.hf.model.vision import VisionModel, attention_of_text
 from hf_flexseq.hf.shared_prefixes import refuse_noise
-from hf_flexseq.steps.drawn import SourceRow
 
 
 @contextmanager
@@ -64,14 +63,13 @@ class AttachedModel:
         self._attached.enter_context(on_micro_batches(base))
         self.vision: VisionModel | None = None
         """How the model takes images, if it does."""
-        self.read_images: Callable[[SourceRow], SourceRow] | None
-        """What gives a row its images, or refuses them; None for a model of text."""
+        self.text_reader: TextReader | None = None
+        """What refuses images where the model could take them elsewhere."""
         try:
             self.vision = VisionModel(base)
         except UnsupportedImages as reason:
-            self.read_images = reader_of_text(base.config, str(reason))
+            self.text_reader = reader_of_text(base.config, str(reason))
         else:
-            self.read_images = self.vision.read
             self._attached.enter_context(self.vision.attached())
         self._chunked_loss = attach_chunked_loss(model)
         if self._chunked_loss is not None:

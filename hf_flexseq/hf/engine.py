@@ -320,7 +320,7 @@ class FlexSeqEngine:
             first_number=first_number,
             what=what,
             shares_prefixes=shares_prefixes,
-            read_images=self.executor.read_images,
+            images=self.executor.images,
         )
 
     # ---- running steps

@@ -8,7 +8,7 @@
 `Executor` for the rest, and never which of the two it has.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -29,8 +29,9 @@ from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.planner.process.client import InlinePlanner, Planner, PlannerWorker
 from hf_flexseq.planner.process.jobs import Job
-from hf_flexseq.steps.drawn import PlannedStep, SourceRow
+from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.prefetch import ImageReader
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
 # ---- what an executor is
@@ -111,8 +112,8 @@ class Executor(Protocol):
         """True if the attached model computes its loss itself, of all logits at once."""
 
     @property
-    def read_images(self) -> Callable[[SourceRow], SourceRow] | None:
-        """What gives a drawn row its images, or refuses them; None for a model of text."""
+    def images(self) -> ImageReader | None:
+        """What reads the images of rows, or refuses them; None for a model of text."""
 
     def attach(self, model: nn.Module, *, lockstep: bool) -> None:
         """Make `model` run on planned steps. Collective over the world. lockstep: True if

@@ -11,9 +11,11 @@ A rank has all of the model, or accelerate gives it what it needs of it (FSDP, Z
 What the model itself is given is in `attached.py`.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -37,6 +39,7 @@ from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
 from hf_flexseq.plan.blocks import NO_BLOCKS, Blocks
+from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.planner.blocks import exchange_degrees
@@ -49,6 +52,7 @@ from hf_flexseq.steps.exchange import RowExchange, united
 from hf_flexseq.steps.features import MicroBatchImages, images_of_step, with_image_columns
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
 from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
+from hf_flexseq.steps.prefetch import ImageReader
 from hf_flexseq.steps.token_columns import LENGTHS, with_token_columns
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
@@ -88,6 +92,23 @@ class ModelContexts:
             context.programs.prepare(self._former_programs.keys)
         self._former_programs = context.programs
         return context
+
+
+class VisionReader(NamedTuple):
+    """Reads images as a model takes them; see `ImageReader`."""
+
+    read: Callable[[SourceRow], SourceRow]
+    held_tokens: Callable[[Sequence[ImageSize]], int]
+
+
+def _held_tokens(
+    cost: CostModel, tower: TowerCost, world_size: int, images: Sequence[ImageSize]
+) -> int:
+    """Return the tokens whose memory the images of a step take on a rank."""
+    if not images:
+        return 0
+    held_bytes = tower.held_bytes(images, tower.placed(images, world_size))
+    return math.ceil(held_bytes / cost.token_bytes)
 
 
 class WholeModelExecutor:
@@ -292,9 +313,14 @@ class WholeModelExecutor:
         )
 
     @property
-    def read_images(self) -> Callable[[SourceRow], SourceRow] | None:
-        """What gives a drawn row its images, or refuses them; None for a model of text."""
-        return self._attached_model.read_images
+    def images(self) -> ImageReader | None:
+        """What reads the images of rows, or refuses them; None for a model of text."""
+        model = self._attached_model
+        if model.vision is None:
+            return model.text_reader
+        world_size = self.setup.communicator.world_size
+        held = partial(_held_tokens, self._known_cost(), self._known_tower(), world_size)
+        return VisionReader(model.vision.read, held)
 
     def _contexts_of_run(self) -> ModelContexts:
         """Return the maker of contexts; the first step chooses its kernel. Collective."""

@@ -63,6 +63,11 @@ class ImagePlacement:
         """The largest load over the mean."""
         return max(self.loads) * len(self.loads) / max(1, sum(self.loads))
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of the rank with the largest load."""
+        return max(self.loads) / 1e9
+
     def of_rank(self, rank: int) -> list[int]:
         """Return the indices of the images that a rank encodes, ascending."""
         if rank in self.stand_ins:

@@ -48,6 +48,7 @@ def make_plan(
     *,
     units: Sequence[Unit] = (),
     later_pairs: Mapping[int, int] = NO_PAIRS,
+    held_tokens: int = 0,
 ) -> Plan:
     """Return the plan of one optimizer step.
 
@@ -59,6 +60,7 @@ def make_plan(
         units: Sequences that begin alike: those that gain by it share their prefixes.
         later_pairs: By id of a sequence with blocks, how many pairs of a query and a later key
             these have (`plan.blocks.later_pairs`). No ring computes such a sequence.
+        held_tokens: Tokens whose memory every rank needs for something else, such as images.
 
     Raises ValueError for options that do not go with the ranks or the cost model, or where a
     sequence with blocks comes into a ring, and PlanInfeasible when a sequence fits nowhere.
@@ -73,7 +75,9 @@ def make_plan(
     cap = options.max_tokens_per_rank or cost.max_tokens_per_rank(world)
     cost.check_countable(tokens, world)
     widest = options.widest_degree(topology)
-    _check_fits(tokens, widest, cap, world=world)
+    if not options.max_tokens_per_rank:  # what the user sets is kept
+        cap = max(0, cap - held_tokens)
+    _check_fits(tokens, widest, cap, world=world, held=held_tokens)
     # 2. decide, 3. order: each way to share prefixes, of which the fastest is taken
     decided = []
     # Rings would gather the keys of all rows of a unit on every rank.
@@ -153,8 +157,9 @@ def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
     return tokens
 
 
-def _check_fits(lengths: tuple[int, ...], widest: int, cap: int, *, world: int) -> None:
-    """Raise PlanInfeasible if `widest` ranks of `cap` tokens cannot hold the longest sequence."""
+def _check_fits(lengths: tuple[int, ...], widest: int, cap: int, *, world: int, held: int) -> None:
+    """Raise PlanInfeasible if `widest` ranks of `cap` tokens cannot hold the longest sequence.
+    held: tokens that images have taken off the cap."""
     if not lengths:
         return
     longest = lengths.index(max(lengths))
@@ -164,9 +169,12 @@ def _check_fits(lengths: tuple[int, ...], widest: int, cap: int, *, world: int) 
     wider = ""
     if widest != world:
         wider = f", let up to {world} ranks share a sequence (they may be {widest} now)"
+    room = f"max_tokens_per_rank={cap}"
+    if held:
+        room += f", what the step's images leave (they take the memory of {held} tokens)"
     raise PlanInfeasible(
         f"sequence {longest} has {lengths[longest]} tokens: {need} on each of {widest} ranks, "
-        f"above max_tokens_per_rank={cap}. Raise max_tokens_per_rank to {need}{wider}, use more "
+        f"above {room}. Raise max_tokens_per_rank to {need}{wider}, use more "
         "ranks, or shorten or split the sequence"
     )
 

@@ -31,13 +31,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import accumulate, islice, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import LostRank
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.blocks import Range, later_pairs
+from hf_flexseq.plan.facts import StepFacts
 from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.process.client import Planner
@@ -67,6 +68,17 @@ Batches = Iterator[Mapping[str, Any]]
 Step = RankStep[Any]  # of either kind: it is only passed on
 
 
+class ImageReader(Protocol):
+    """What a model says of images before they are encoded."""
+
+    def read(self, row: SourceRow) -> SourceRow:
+        """Return a row with its images as the model takes them. Raises ValueError or
+        NotImplementedError for those that do not fit."""
+
+    def held_tokens(self, images: Sequence[ImageSize]) -> int:
+        """Return the tokens whose memory a rank needs for the images of a step."""
+
+
 class PrefetchedSteps:
     """The steps of one iterator at a time: drawn, planned, and dispatched to the ranks."""
 
@@ -82,7 +94,7 @@ class PrefetchedSteps:
         first_number: int = 0,
         what: str = "step",
         shares_prefixes: bool = False,
-        read_images: Callable[[SourceRow], SourceRow] | None = None,
+        images: ImageReader | None = None,
     ) -> None:
         """Nothing is drawn before the first `next`.
 
@@ -94,8 +106,7 @@ class PrefetchedSteps:
         read: makes a plan of the bytes that rank 0 sends, those of the plan's `to_bytes`.
         first_number: of the first step. what: a step is called in messages.
         shares_prefixes: whether rows that begin alike may be planned as units; alike on all ranks.
-        read_images: gives a row its images as the model takes them, and raises ValueError for
-            those that do not fit; None for rows of text alone.
+        images: reads the images of a row; None for a model of text.
         """
         self.communicator = communicator
         self._planner = planner
@@ -105,7 +116,7 @@ class PrefetchedSteps:
         self._read = read
         self._what = what
         self._shares_prefixes = shares_prefixes
-        self._read_images = read_images
+        self._images = images
         # of the last `next`
         self._iterator: Batches | None = None
         self._num_batches = 0
@@ -204,8 +215,8 @@ class PrefetchedSteps:
             row = source_row(list(islice(self._iterator, self._num_batches)))
             images: list[int] = []
             of_blocks: list[int] = []
-            if self._read_images is not None:
-                row = self._read_images(row)
+            if self._images is not None:
+                row = self._images.read(row)
                 assert row.images is not None, "the images were read"
                 images = row.images.numbers
                 of_blocks = row.images.block_numbers
@@ -277,8 +288,10 @@ class PrefetchedSteps:
         self._next_request += 1
         self._drawn.append(step)
         if self._planner is not None:
+            held = 0 if self._images is None else self._images.held_tokens(sizes)
             pairs = {sequence: later_pairs(own) for sequence, own in blocks.items()}
-            self._planner.submit(step.request, lengths, units, pairs)
+            facts = StepFacts(units=units, later_pairs=pairs, held_tokens=held)
+            self._planner.submit(step.request, lengths, facts)
 
     def _common_dtypes(self, signatures: Sequence[int], row: SourceRow) -> dict[str, str]:
         """Return the dtypes of the columns of all rows, whose signatures are given. Collective

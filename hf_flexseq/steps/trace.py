@@ -22,7 +22,8 @@ from hf_flexseq.steps.trace_file import TraceFile
 
 PREFIX = "flexseq/"
 SPARED = "tokens_spared"
-LOGGED = ("micro_batches", "measured_s", "tokens_per_s", SPARED)
+IMAGES, IMAGE_IMBALANCE = "images", "image_imbalance"
+LOGGED = ("micro_batches", "measured_s", "tokens_per_s", SPARED, IMAGES, IMAGE_IMBALANCE)
 
 Figures = dict[str, float]
 
@@ -111,6 +112,11 @@ def step_figures(step: RankMicroBatches, measured_s: float) -> Figures:
         "tokens_per_s": step.tokens / measured_s if measured_s else 0.0,
         SPARED: step.plan.tokens_spared,
     }
+    if step.images is not None:
+        placement = step.images.placement
+        figures[IMAGES] = len(placement.owners)
+        figures[IMAGE_IMBALANCE] = placement.imbalance
+        figures["predicted_s"] += placement.seconds
     for degree, count in step.plan.degrees().items():
         figures[f"groups_of_{degree}"] = count
     return figures

@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.plan import Plan
-from hf_flexseq.plan.blocks import NO_PAIRS, SEE_BLOCKS
+from hf_flexseq.plan.blocks import SEE_BLOCKS
+from hf_flexseq.plan.facts import NO_FACTS
 from hf_flexseq.planner.shared import SharedRows
 from tests.plans import random_plan
 
@@ -153,15 +154,16 @@ class RandomPlanner:
         self.topology, self.rng, self.submitted = topology, random.Random(seed), {}
         self.accepts = accepts
 
-    def submit(self, step, lengths, units=(), later_pairs=NO_PAIRS):
-        self.submitted[step] = (lengths, units, later_pairs)
+    def submit(self, step, lengths, facts=NO_FACTS):
+        self.submitted[step] = (lengths, facts)
 
     def wait(self, step, seconds):
         return None
 
     def result(self, step) -> Plan:
-        lengths, units, later_pairs = self.submitted.pop(step)
-        shared = SharedRows(rows=tuple(lengths), units=tuple(units))
+        lengths, facts = self.submitted.pop(step)
+        shared = SharedRows(rows=tuple(lengths), units=tuple(facts.units))
+        later_pairs = facts.later_pairs
         plan = _where_blocks_are_seen(self._draw(shared), later_pairs)
         while not self.accepts(plan):
             plan = _where_blocks_are_seen(self._draw(shared), later_pairs)

@@ -20,6 +20,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import FsdpFigures
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.plan.facts import StepFacts
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.process import client
@@ -97,7 +98,7 @@ def test_many_outstanding_requests_do_not_block_and_a_killed_worker_is_reported(
 @pytest.mark.processes
 def test_what_sees_both_ways_travels_with_the_lengths(worker):
     lengths, later_pairs = [30_001, 17, 900], {0: 10**8, 2: 5}
-    worker.submit(0, lengths, later_pairs=later_pairs)
+    worker.submit(0, lengths, StepFacts(later_pairs=later_pairs))
     worker.submit(1, lengths)
     plans = [worker.result(step) for step in range(2)]
     options = PlanOptions(max_tokens_per_rank=10_000)
@@ -108,9 +109,9 @@ def test_what_sees_both_ways_travels_with_the_lengths(worker):
 
 def test_pipelines_refuse_what_sees_both_ways():
     job = stages_job()
-    assert job.plan([40, 9], later_pairs={0: 0}).lengths == (40, 9)
+    assert job.plan([40, 9], StepFacts(later_pairs={0: 0})).lengths == (40, 9)
     with pytest.raises(ValueError, match="pipeline_parallel_size=1"):
-        job.plan([40, 9], later_pairs={0: 1})
+        job.plan([40, 9], StepFacts(later_pairs={0: 1}))
 
 
 def test_serve_speaks_only_json_lines():

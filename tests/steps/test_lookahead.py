@@ -117,7 +117,7 @@ class Echo:
     def __init__(self, waits=0):
         self.waits, self.submitted = waits, {}
 
-    def submit(self, step, lengths, units=(), later_pairs=()):
+    def submit(self, step, lengths, facts=None):
         assert step not in self.submitted
         self.submitted[step] = lengths
 

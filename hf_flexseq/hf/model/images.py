@@ -4,13 +4,13 @@ Models with towers train on text, where their layers are those of a text model. 
 images is found out in `vision.py`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedConfig
 
+from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.images import RowImages
 
@@ -28,20 +28,29 @@ _PLACEHOLDERS = (
 )
 
 
-def reader_of_text(config: PreTrainedConfig, why: str) -> Callable[[SourceRow], SourceRow] | None:
-    """Return what refuses rows with other tokens than text; None for a model of text. why: the
-    model takes no images here."""
-    if config.get_text_config() is config:
-        return None
-    return partial(_read_text, config, why)
+@dataclass(frozen=True, slots=True)
+class TextReader:
+    """Reads rows of a model that could take images elsewhere, and takes none here."""
+
+    config: PreTrainedConfig
+    why: str
+    """Why it takes none."""
+
+    def read(self, row: SourceRow) -> SourceRow:
+        """Return a row of text as it is. Raises NotImplementedError for other tokens."""
+        what = _other_than_text(self.config, row.columns, row.names_of_images)
+        if what is not None:
+            raise NotImplementedError(f"{what}; {self.why}: train on examples of text alone")
+        return replace(row, images=RowImages(placeholders={}))
+
+    def held_tokens(self, images: Sequence[ImageSize]) -> int:
+        """Return 0: there are no images."""
+        return 0
 
 
-def _read_text(config: PreTrainedConfig, why: str, row: SourceRow) -> SourceRow:
-    """Return a row of text as it is. Raises NotImplementedError for one with other tokens."""
-    what = _other_than_text(config, row.columns, row.names_of_images)
-    if what is not None:
-        raise NotImplementedError(f"{what}; {why}: train on examples of text alone")
-    return replace(row, images=RowImages(placeholders={}))
+def reader_of_text(config: PreTrainedConfig, why: str) -> TextReader | None:
+    """Return what refuses rows with other tokens than text; None for a model of text."""
+    return None if config.get_text_config() is config else TextReader(config, why)
 
 
 def placeholders_of(config: PreTrainedConfig) -> dict[str, int]:

@@ -39,7 +39,7 @@ from hf_flexseq.hf.model.facts import (
     is_checkpointed,
     model_shape,
 )
-from hf_flexseq.hf.model.images import reader_of_text
+from hf_flexseq.hf.model.images import TextReader, reader_of_text
 from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.meta_model import meta_model
 from hf_flexseq.hf.model.positions import needed_columns
@@ -59,7 +59,7 @@ from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import StagesJob
-from hf_flexseq.steps.drawn import PlannedStep, SourceRow
+from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.exchange import ChunkExchange
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.rank_step import RankChunks
@@ -236,7 +236,7 @@ class StageExecutor:
         return StepPlan.from_bytes(data)
 
     @property
-    def read_images(self) -> Callable[[SourceRow], SourceRow] | None:
+    def images(self) -> TextReader | None:
         """What refuses rows with images; None for a model of text."""
         config = self.stage.stack.model.config
         return reader_of_text(config, "the stages of a pipeline take text")

@@ -21,13 +21,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.plan.blocks import NO_PAIRS
-from hf_flexseq.plan.units import Unit
+from hf_flexseq.plan.facts import NO_FACTS, StepFacts
 from hf_flexseq.planner.process.jobs import Job
 
 START = Path(__file__).with_name("start.py")  # runs a module of this package as a program
@@ -39,13 +38,7 @@ STDERR_LINES = 20  # of a dead planning process, shown in the error; a traceback
 class Planner(Protocol):
     """Plans optimizer steps, perhaps in another process."""
 
-    def submit(
-        self,
-        step: int,
-        lengths: list[int],
-        units: Sequence[Unit] = (),
-        later_pairs: Mapping[int, int] = NO_PAIRS,
-    ) -> None:
+    def submit(self, step: int, lengths: list[int], facts: StepFacts = NO_FACTS) -> None:
         """Ask for the plan of `step`, a number of its own. Returns at once."""
 
     def wait(self, step: int, seconds: float) -> str | None:
@@ -66,17 +59,11 @@ class InlinePlanner:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._submitted: dict[int, tuple[list[int], Sequence[Unit], Mapping[int, int]]] = {}
+        self._submitted: dict[int, tuple[list[int], StepFacts]] = {}
 
-    def submit(
-        self,
-        step: int,
-        lengths: list[int],
-        units: Sequence[Unit] = (),
-        later_pairs: Mapping[int, int] = NO_PAIRS,
-    ) -> None:
+    def submit(self, step: int, lengths: list[int], facts: StepFacts = NO_FACTS) -> None:
         """Note the lengths of `step`."""
-        self._submitted[step] = (lengths, units, later_pairs)
+        self._submitted[step] = (lengths, facts)
 
     def wait(self, step: int, seconds: float) -> str | None:
         """Return at once: `result` plans."""
@@ -127,13 +114,7 @@ class PlannerWorker:
             threading.Thread(target=loop, daemon=True, name=name).start()
         atexit.register(self.close)
 
-    def submit(
-        self,
-        step: int,
-        lengths: Sequence[int],
-        units: Sequence[Unit] = (),
-        later_pairs: Mapping[int, int] = NO_PAIRS,
-    ) -> None:
+    def submit(self, step: int, lengths: Sequence[int], facts: StepFacts = NO_FACTS) -> None:
         """Ask for the plan of `step`. Returns at once."""
         if step in self._submitted:
             raise ValueError(f"step {step} was submitted before and its result not fetched")
@@ -141,15 +122,10 @@ class PlannerWorker:
         tokens = [int(length) for length in lengths]
         if self._first is None:
             self._first = step
-            if self._job.is_quick and not later_pairs:
+            if self._job.is_quick and not facts:
                 self._first_lengths = tokens
                 return
-        request: dict[str, Any] = {"id": step, "lengths": tokens}
-        if units:
-            request["units"] = units
-        if later_pairs:
-            request["later_pairs"] = sorted(later_pairs.items())
-        self._send(request)
+        self._send({"id": step, "lengths": tokens, **facts.to_record()})
 
     def wait(self, step: int, seconds: float) -> str | None:
         """Wait for an answer, or for the end of the process. See `Planner.wait`."""

@@ -17,10 +17,9 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.sharding import FsdpFigures
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import Plan, PlanInfeasible
-from hf_flexseq.plan.blocks import NO_PAIRS
+from hf_flexseq.plan.facts import NO_FACTS, StepFacts
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.replicas import StepPlan
-from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.make import make_plan
 from hf_flexseq.planner.pipeline.replicas import make_step_plan
 from hf_flexseq.planner.pipeline.units import PipelineOptions
@@ -36,14 +35,8 @@ class Job(Protocol):
     def to_record(self) -> dict[str, Any]:
         """Return the job as plain JSON values; `job_from_record` is the inverse."""
 
-    def plan(
-        self,
-        lengths: Sequence[int],
-        units: Sequence[Unit] = (),
-        later_pairs: Mapping[int, int] = NO_PAIRS,
-    ) -> Any:
-        """Return the plan of one optimizer step on sequences of `lengths` tokens. units: those
-        that begin alike. later_pairs: of those that see both ways; see `make_plan`."""
+    def plan(self, lengths: Sequence[int], facts: StepFacts = NO_FACTS) -> Any:
+        """Return the plan of one optimizer step on sequences of `lengths` tokens."""
 
     def read(self, record: dict[str, Any]) -> Any:
         """Return the plan whose `to_record` gave `record`."""
@@ -90,31 +83,18 @@ class GroupsJob:
             fsdp=None if fsdp is None else FsdpFigures.from_record(fsdp),
         )
 
-    def plan(
-        self,
-        lengths: Sequence[int],
-        units: Sequence[Unit] = (),
-        later_pairs: Mapping[int, int] = NO_PAIRS,
-    ) -> Plan:
+    def plan(self, lengths: Sequence[int], facts: StepFacts = NO_FACTS) -> Plan:
         """Return the plan of one optimizer step. Raises ValueError as `make_plan` does."""
         if self.fsdp is not None:
-            plan = self._plan_beside_held(lengths, units, later_pairs, self.fsdp)
+            plan = self._plan_beside_held(lengths, facts, self.fsdp)
             if plan is not None:
                 return plan
-        return make_plan(
-            lengths,
-            self.topology,
-            self.cost,
-            self.options,
-            units=units,
-            later_pairs=later_pairs,
-        )
+        return make_plan(lengths, self.topology, self.cost, self.options, **facts.arguments)
 
     def _plan_beside_held(
         self,
         lengths: Sequence[int],
-        units: Sequence[Unit],
-        later_pairs: Mapping[int, int],
+        facts: StepFacts,
         fsdp: FsdpFigures,
     ) -> Plan | None:
         """Return a plan for ranks that hold parameters or gradients between micro-batches, priced
@@ -124,9 +104,7 @@ class GroupsJob:
             cost = fsdp.priced(self.cost, policy)
             options = replace(self.options, max_tokens_per_rank=tokens)
             try:
-                plan = make_plan(
-                    lengths, self.topology, cost, options, units=units, later_pairs=later_pairs
-                )
+                plan = make_plan(lengths, self.topology, cost, options, **facts.arguments)
             except PlanInfeasible:
                 continue
             note = f"FSDP2: planned for {policy}, at most {tokens:,} tokens a rank"
@@ -170,16 +148,11 @@ class StagesJob:
         """Return the job whose `to_record` gave `record`."""
         return cls(cost=PipelineCost.from_record(record["cost"]), options=record["options"])
 
-    def plan(
-        self,
-        lengths: Sequence[int],
-        units: Sequence[Unit] = (),
-        later_pairs: Mapping[int, int] = NO_PAIRS,
-    ) -> StepPlan:
+    def plan(self, lengths: Sequence[int], facts: StepFacts = NO_FACTS) -> StepPlan:
         """Return the plan of one optimizer step. Raises ValueError as `make_step_plan` does, and
         for sequences that see both ways."""
-        assert not units, "rows share no prefixes in pipelines"
-        if any(later_pairs.values()):
+        assert not facts.units, "rows share no prefixes in pipelines"
+        if any(facts.later_pairs.values()):
             raise ValueError(
                 "a pipeline cannot compute tokens that see both ways, as those of an image do: "
                 "set pipeline_parallel_size=1"

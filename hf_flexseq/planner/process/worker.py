@@ -19,11 +19,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.plan.units import Unit
+from hf_flexseq.plan.facts import StepFacts
 from hf_flexseq.planner.process.jobs import Job, job_from_record
 
 PARENT_CHECK_S = 0.5  # seconds between two looks at who the parent is
@@ -37,19 +37,16 @@ def serve(requests: TextIO, answers: TextIO) -> None:
     job = job_from_record(json.loads(first_line))
     for line in requests:
         request = json.loads(line)
-        units = [Unit.of(*unit) for unit in request.get("units", ())]
-        later_pairs = dict(request.get("later_pairs", ()))
-        answer = {"id": request["id"], **_answer(job, request["lengths"], units, later_pairs)}
+        facts = StepFacts.from_record(request)
+        answer = {"id": request["id"], **_answer(job, request["lengths"], facts)}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
-def _answer(
-    job: Job, lengths: Sequence[int], units: Sequence[Unit], later_pairs: Mapping[int, int]
-) -> dict[str, Any]:
+def _answer(job: Job, lengths: Sequence[int], facts: StepFacts) -> dict[str, Any]:
     """Return the plan as a record, or the planning error."""
     try:
-        return {"plan": job.plan(lengths, units, later_pairs).to_record()}
+        return {"plan": job.plan(lengths, facts).to_record()}
     except PlanInfeasible as error:
         return {"error": {"kind": PlanInfeasible.__name__, "message": str(error)}}
     except ValueError as error:
