@@ -11,11 +11,9 @@ A rank has all of the model, or accelerate gives it what it needs of it (FSDP, Z
 What the model itself is given is in `attached.py`.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -31,6 +29,7 @@ from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import is_fully_sharded
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.router import RouterLoss
+from hf_flexseq.hf.model.vision import VisionReader
 from hf_flexseq.hf.reduction import GradientReduction
 from hf_flexseq.hf.sharding import FsdpPolicies, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.shared_prefixes import reason_not_shared
@@ -39,7 +38,6 @@ from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
 from hf_flexseq.plan.blocks import NO_BLOCKS, Blocks
-from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.planner.blocks import exchange_degrees
@@ -92,23 +90,6 @@ class ModelContexts:
             context.programs.prepare(self._former_programs.keys)
         self._former_programs = context.programs
         return context
-
-
-class VisionReader(NamedTuple):
-    """Reads images as a model takes them; see `ImageReader`."""
-
-    read: Callable[[SourceRow], SourceRow]
-    held_tokens: Callable[[Sequence[ImageSize]], int]
-
-
-def _held_tokens(
-    cost: CostModel, tower: TowerCost, world_size: int, images: Sequence[ImageSize]
-) -> int:
-    """Return the tokens whose memory the images of a step take on a rank."""
-    if not images:
-        return 0
-    held_bytes = tower.held_bytes(images, tower.placed(images, world_size))
-    return math.ceil(held_bytes / cost.token_bytes)
 
 
 class WholeModelExecutor:
@@ -318,9 +299,12 @@ class WholeModelExecutor:
         model = self._attached_model
         if model.vision is None:
             return model.text_reader
-        world_size = self.setup.communicator.world_size
-        held = partial(_held_tokens, self._known_cost(), self._known_tower(), world_size)
-        return VisionReader(model.vision.read, held)
+        return VisionReader(
+            model=model.vision,
+            tower=self._known_tower(),
+            token_bytes=self._known_cost().token_bytes,
+            world_size=self.setup.communicator.world_size,
+        )
 
     def _contexts_of_run(self) -> ModelContexts:
         """Return the maker of contexts; the first step chooses its kernel. Collective."""

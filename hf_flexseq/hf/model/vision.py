@@ -14,6 +14,7 @@ part of a sequence gives the model the rows of its own tokens, and the model its
 """
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,11 +25,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.hf.model.image_masks import MasksOfImages, UnsupportedImages
+from hf_flexseq.hf.model.image_parts import batches_of, grid_of, parts_of
 from hf_flexseq.hf.model.images import TYPES, placeholders_of
 from hf_flexseq.hf.model.towers import tower_parameters
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.plan.images import MODALITIES
+from hf_flexseq.plan.images import MODALITIES, ImageSize
 from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.images import Image, RowImages
 
@@ -143,7 +146,7 @@ class VisionModel:
     ) -> list[Image]:
         """Return the images of one modality, of which `tokens` stand for all. They are one where
         their tokens cannot be told apart."""
-        parts, weights = _parts_of(tensors)
+        parts, weights = parts_of(tensors)
         total = sum(weights)
         counts = [tokens * weight // total for weight in weights]
         if any(tokens * weight % total for weight in weights):
@@ -165,7 +168,7 @@ class VisionModel:
 
     def _work_of(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         """Return the patches of an image, and the pairs of patches that attend to each other."""
-        grid = _grid_of(tensors)
+        grid = grid_of(tensors)
         if grid is not None:
             frames = grid[:, :-2].prod(dim=-1)
             of_frame = grid[:, -2:].prod(dim=-1)
@@ -204,12 +207,12 @@ class VisionModel:
 
     def calls(self, images: Sequence[Image]) -> int:
         """Return how often the tower is called for `images`."""
-        return len(_batches(images))
+        return len(batches_of(images))
 
     def encode(self, images: Sequence[Image], calls: int) -> torch.Tensor:
         """Return the features of all tokens of `images`, [tokens, width], one image after the
         other; those of layers stand beside those of the embedding. calls: see `Tower`."""
-        batches = _batches(images)
+        batches = batches_of(images)
         encoded: dict[int, torch.Tensor] = {}
         for together in batches:
             rows = self._encode_together([images[index] for index in together])
@@ -266,6 +269,28 @@ class VisionModel:
             form = self._forms.get(name) or next(iter(self._forms.values()))
             outputs[name] = form.outputs(rows)
         return args, {**kwargs, _FEATURES: outputs}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionReader:
+    """Reads images as a model takes them, and counts their memory; see `ImageReader`."""
+
+    model: VisionModel
+    tower: TowerCost
+    token_bytes: float
+    """Bytes of a token of text."""
+    world_size: int
+
+    def read(self, row: SourceRow) -> SourceRow:
+        """See `VisionModel.read`."""
+        return self.model.read(row)
+
+    def held_tokens(self, images: Sequence[ImageSize]) -> int:
+        """Return the tokens whose memory the images of a step take on a rank."""
+        if not images:
+            return 0
+        placement = self.tower.placed(images, self.world_size)
+        return math.ceil(self.tower.held_bytes(images, placement) / self.token_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,93 +374,3 @@ def _patch_size(config: Any) -> int:
     if isinstance(size, (list, tuple)):
         size = size[-1]
     return int(size or 14)
-
-
-# ---- images of one example, and of several
-
-
-def _grid_of(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Return the grids of images, [images, 2 or 3] patches; None for images without them."""
-    for name, value in tensors.items():
-        if name.endswith(("grid_thw", "grid_hw")):
-            return value
-    return None
-
-
-def _parts_of(
-    tensors: Mapping[str, torch.Tensor],
-) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
-    """Return the tensors of each image of an example, and numbers that the counts of their tokens
-    are proportional to; all in one where it is not known how to divide them."""
-    whole = [dict(tensors)]
-    grid = _grid_of(tensors)
-    if grid is not None:
-        weights = grid.prod(dim=-1).tolist()
-        parts: list[dict[str, torch.Tensor]] = [{} for _ in weights]
-        for name, value in tensors.items():
-            if value.shape[0] == len(weights):
-                pieces = value.split(1)
-            elif value.shape[0] == sum(weights):
-                pieces = value.split(weights)
-            else:
-                return whole, [1]
-            for part, piece in zip(parts, pieces, strict=True):
-                part[name] = piece
-        return parts, weights
-    counts = {value.shape[0] for value in tensors.values() if value.dim()}
-    if len(counts) != 1:
-        return whole, [1]
-    (count,) = counts
-    for name, value in tensors.items():
-        # sizes, masks and the like: images of different sizes have different numbers of tokens
-        if not name.startswith("pixel_values") and (value != value[:1]).any():
-            return whole, [1]
-    parts = []
-    for index in range(count):
-        parts.append({name: value[index : index + 1] for name, value in tensors.items()})
-    return parts, [1] * count
-
-
-def _batches(images: Sequence[Image]) -> list[list[int]]:
-    """Return the indices of images that one call of the tower takes together: those with grids,
-    whose patches are rows, and those of equal shapes."""
-    together: dict[Any, list[int]] = {}
-    for index, image in enumerate(images):
-        key: Any
-        if _grid_of(image.arguments) is not None:
-            key = (image.modality,)
-        else:
-            shapes = tuple((name, value.shape) for name, value in image.arguments.items())
-            key = (image.modality, shapes)
-        together.setdefault(key, []).append(index)
-    return list(together.values())
-
-
-def attention_of_text(base: PreTrainedModel, name: str) -> Any:
-    """Return an implementation of attention for the text model alone, as
-    `set_attn_implementation` takes it; towers keep their own."""
-    config = base.config
-    text = config.get_text_config()
-    if text is config:
-        return name
-    path = _path_to(config, text)
-    if path is None:
-        return name
-    chosen: Any = name
-    for part in reversed(path):
-        chosen = {"": name, part: chosen}
-    return chosen
-
-
-def _path_to(config: Any, wanted: Any) -> list[str] | None:
-    """Return the names of sub-configurations that lead to a configuration."""
-    if config is wanted:
-        return []
-    for name in config.sub_configs:
-        inner = getattr(config, name, None)
-        if inner is None:
-            continue
-        below = _path_to(inner, wanted)
-        if below is not None:
-            return [name, *below]
-    return None
