@@ -1,7 +1,7 @@
 """Exchanges of values between CPUs, over a gloo group of all ranks."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from hf_flexseq.distributed.own_work import OwnWork
 from hf_flexseq.distributed.roll_call import roll_call
 from hf_flexseq.distributed.transport import CpuGroup, LostRank
 from hf_flexseq.program.tags import MEETING, TOKENS
@@ -45,7 +46,7 @@ class GlooCpuGroup(CpuGroup):
     message.
     """
 
-    __slots__ = ("_group", "_rank", "_room", "_world_size")
+    __slots__ = ("_group", "_own_work", "_rank", "_room", "_world_size")
 
     def __init__(self, timeout: timedelta) -> None:
         """Make the group. Collective over the world."""
@@ -53,6 +54,7 @@ class GlooCpuGroup(CpuGroup):
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
+        self._own_work: OwnWork | None = None  # from the first on
         # bytes of a value that a meeting's message has room for
         self._room = INLINE_BYTES if self._world_size <= INLINE_RANKS else 0
 
@@ -105,6 +107,13 @@ class GlooCpuGroup(CpuGroup):
         self.barrier()
         with self._naming_phase():
             dist.all_reduce(tensor, group=self._group)
+
+    def own_work(self, what: str) -> AbstractContextManager[None]:
+        """See `CpuGroup.own_work`."""
+        if self._own_work is None:
+            store = dist.distributed_c10d._get_default_store()
+            self._own_work = OwnWork(store, self._rank, self._world_size)
+        return self._own_work.of_rank(what)
 
     @contextmanager
     def naming_lost(self) -> Iterator[None]:

@@ -205,6 +205,12 @@ class CpuGroup(abc.ABC):
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace a CPU tensor of any shape by its sum over the ranks."""
 
+    def own_work(self, what: str) -> AbstractContextManager[None]:
+        """Surround what this rank does for itself, such as reading its data, before an exchange.
+        Ranks that are ready wait at its end for the others, however long these take, without being
+        in an exchange; `own_work.py` does so. Does nothing where no exchange has a timeout."""
+        return nullcontext()
+
     def barrier(self) -> None:
         """Wait until all ranks have come here."""
         self.gather_bytes(b"")

@@ -211,7 +211,8 @@ class PrefetchedSteps:
         row = SourceRow(columns={}, lengths=())
         own = [FAILED]
         marks: list[int] = []
-        with Attempt() as drawing:
+        cpu_group = self.communicator.cpu_group
+        with cpu_group.own_work(f"{self._what} {number}"), Attempt() as drawing:
             row = source_row(list(islice(self._iterator, self._num_batches)))
             images: list[int] = []
             of_blocks: list[int] = []
@@ -231,7 +232,6 @@ class PrefetchedSteps:
             own = [row.signature, *counts, *(number for part in parts for number in part)]
 
         # 2. what all ranks have drawn
-        cpu_group = self.communicator.cpu_group
         cpu_group.phase = f"{self._what} {number}, gathering its lengths"
         gathered = cpu_group.gather_ints(own)
         if any(numbers[0] == FAILED for numbers in gathered):
