@@ -41,6 +41,6 @@ def device_memory_bytes(device: torch.device, ranks_per_node: int) -> float:
 def _known_gpu(device_name: str) -> DeviceSpec | None:
     """Find the figures of a GPU by the name that CUDA gives it, such as NVIDIA A100-SXM4-80GB."""
     for name, spec in DEVICES.items():
-        if name in device_name.replace(" ", "-"):
+        if all(part in device_name for part in name.split("-")):
             return spec
     return None
