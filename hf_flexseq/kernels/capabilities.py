@@ -134,8 +134,6 @@ class KernelCapabilities:
     def _generations_text(self) -> str:
         if self.newest is None:
             return f"{self.oldest}.0 or newer"
-        if self.newest == self.oldest:
-            return f"{self.oldest}.x"
         return f"{self.oldest}.0 to {self.newest}.x"
 
     def _keyless_text(self) -> str:

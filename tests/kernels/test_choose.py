@@ -104,8 +104,13 @@ CHOICES = [  # (machine, what is asked beside bfloat16 and heads of 128, choice,
     ({"capability": (7, 5)}, {}, None, "some GPU has compute capability 7.5, not 8.0 or newer"),
     # FlashAttention-3
     ({"flash2": "2.8.3", "flash3": ""}, {}, FLASH3, "n3: chosen; .*: not needed; .*: not needed$"),
-    ({"flash3": "", "capability": (8, 0)}, {}, TORCH, "flash_attn3: .* capability 8.0, not 9.x;"),
-    ({"flash3": "", "capability": (10, 0)}, {}, TORCH, "flash_attn3: .* 10.0, not 9.x;"),
+    (
+        {"flash3": "", "capability": (8, 0)},
+        {},
+        TORCH,
+        "flash_attn3: .* capability 8.0, not 9.0 to 9.x;",
+    ),
+    ({"flash3": "", "capability": (10, 0)}, {}, TORCH, "flash_attn3: .* 10.0, not 9.0 to 9.x;"),
     ({"flash3": ", bool deterministic = False"}, {}, TORCH, "::bwd has no argument determinis"),
     ({"flash3": "Tensor q, "}, {}, TORCH, "::bwd does not begin with the arguments dout, q,"),
     ({"flash3": "operators"}, {}, TORCH, "_interface registers no operator flash_attn_3::fwd"),
@@ -123,7 +128,12 @@ CHOICES = [  # (machine, what is asked beside bfloat16 and heads of 128, choice,
     ({"active": "MINE"}, {}, None, r"MINE is active .*\.restore_flash_attention_impl\(\)"),
     ({"active": "FA4"}, {}, None, "FA4 is active in torch, and the releases of FlashAttention-4"),
     ({"active": "FA3"}, {}, TORCH, ""),
-    ({"active": "FA3", "capability": (8, 0)}, {}, None, "FA3 is active in torch: .* 8.0, not 9.x"),
+    (
+        {"active": "FA3", "capability": (8, 0)},
+        {},
+        None,
+        "FA3 is active in torch: .* 8.0, not 9.0 to 9.x",
+    ),
 ]
 
 
@@ -179,7 +189,7 @@ def test_torch_without_flash_attention_and_torch_without_a_registry(gpu, monkeyp
 
 def test_the_package_of_flash_attention_4_is_named_where_it_is_installed(gpu, monkeypatch):
     gpu()
-    monkeypatch.setattr(choose, "_is_installed", lambda package: package == "flash-attn-4")
+    monkeypatch.setattr(choose.metadata, "version", {"flash-attn-4": "4.0.0"}.__getitem__)
     *_, said = explain(Calls(CUDA, BF16, 128))
     assert said.startswith("flash-attn-4: not used, for the releases of FlashAttention-4 differ")
 
@@ -277,7 +287,7 @@ def test_capabilities_of_the_kernels_that_fit(gpu):
     gpu(flash3="")
     half = "bfloat16, float16; head size a multiple of 8 up to 256; compute capability"
     assert capabilities(Calls(CUDA, BF16, 128)) == [
-        f"flash_attn3: {half} 9.x; lse -inf without keys; gradients in the inputs' dtype; "
+        f"flash_attn3: {half} 9.0 to 9.x; lse -inf without keys; gradients in the inputs' dtype; "
         "sliding windows; softcap",
         f"torch_varlen: {half} 8.0 or newer; lse -inf without keys (mended from +inf); "
         "gradients in the inputs' dtype; sliding windows; no softcap",

@@ -82,6 +82,10 @@ def test_any_head_size_is_merged_and_packed(triton_fused):
         assert_like_torch(fused, packed, "overlapping heads", tokens=1, **options)
 
 
+def test_a_rank_without_tokens_packs_nothing(fused):
+    assert_like_torch(fused, packed, "overlapping heads", dtype=torch.bfloat16, tokens=0)
+
+
 def test_a_nan_is_not_hidden_by_a_merge(fused):
     for one in (fused, TORCH):
         out, lse = normal(0, (1, 1, 4), torch.float32), normal(1, (1, 1), torch.float32)

@@ -89,9 +89,9 @@ class _Rows:
     __slots__ = ("cu_seqlens", "cu_seqlens_cpu", "parts")
 
     def __init__(
-        self, parts: Sequence[slice] | None, lengths: Sequence[int], device: torch.device
+        self, parts: Sequence[slice], lengths: Sequence[int], device: torch.device
     ) -> None:
-        """parts: where the segments stand in all rows; None for all of these."""
+        """parts: where the segments stand in all rows."""
         self.parts = parts
         ends = accumulate(lengths, initial=0)
         self.cu_seqlens_cpu = torch.tensor(list(ends))
@@ -99,8 +99,6 @@ class _Rows:
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of these segments: [tokens, ...] -> [tokens of them, ...]."""
-        if self.parts is None:
-            return x
         return torch.cat([x[:0], *(x[part] for part in self.parts)])
 
 
@@ -114,7 +112,7 @@ class FlaScan:
         self._lengths = tuple(lengths)
         self._device = device
         self._rule = rule
-        self._rows_of: dict[tuple[int, ...] | None, _Rows] = {}
+        self._rows_of: dict[tuple[int, ...], _Rows] = {}
 
     def summarise(
         self, inputs: Tensors, states_of: Sequence[int], transitions_of: Sequence[int]
@@ -144,7 +142,7 @@ class FlaScan:
         saved = self.resume(inputs, states)
         if not self._lengths:
             return inputs[2].detach().clone(), self._zeros(inputs, 0), saved
-        out, finals = self._run(self._rows(None), inputs, self._before(inputs, saved))
+        out, finals = self._run(self._everywhere(), inputs, self._before(inputs, saved))
         return out, finals, saved
 
     def resume(self, inputs: Tensors, states: torch.Tensor | None) -> Tensors:
@@ -176,7 +174,7 @@ class FlaScan:
         taken = [x.detach().requires_grad_() for x in inputs]
         states = self._before(inputs, saved).detach().requires_grad_()
         with torch.enable_grad():
-            out, finals = self._run(self._rows(None), taken, states)
+            out, finals = self._run(self._everywhere(), taken, states)
             of, given = [out], [dout]
             if dfinals is not None:
                 of.append(finals)
@@ -194,15 +192,16 @@ class FlaScan:
 
     # ---- rows and states of segments
 
-    def _rows(self, chosen: Sequence[int] | None) -> _Rows:
-        """Return the rows of chosen segments, or of all."""
-        key = None if chosen is None else tuple(chosen)
+    def _everywhere(self) -> _Rows:
+        """Return the rows of all segments."""
+        return self._rows(range(len(self._lengths)))
+
+    def _rows(self, chosen: Sequence[int]) -> _Rows:
+        """Return the rows of chosen segments."""
+        key = tuple(chosen)
         if key not in self._rows_of:
-            if key is None:
-                self._rows_of[key] = _Rows(None, self._lengths, self._device)
-            else:
-                lengths = [self._lengths[one] for one in key]
-                self._rows_of[key] = _Rows(self._parts(key), lengths, self._device)
+            lengths = [self._lengths[one] for one in key]
+            self._rows_of[key] = _Rows(self._parts(key), lengths, self._device)
         return self._rows_of[key]
 
     def _parts(self, chosen: Sequence[int]) -> list[slice]:

@@ -1,6 +1,7 @@
 """Scans, in chunks and by flash-linear-attention's functions, give what a recurrence gives token
 by token: outputs, states and gradients. A stand-in for the package goes token by token."""
 
+import itertools
 from importlib import metadata, util
 from unittest import mock
 
@@ -195,26 +196,21 @@ def test_scans_are_the_functions_of_transformers_that_they_stand_in_for(kind):
 # ---- on ranks
 
 
-def runs_of_delta_rules(count):
-    """Random runs with a delta rule over at least three ranks."""
-    number = 0
-    while count:
+def run_over_three_ranks(kind):
+    """The first random run with a kind of recurrent layer and a group of three ranks or more."""
+    for number in itertools.count():
         run = draw(number)
-        number += 1
-        if isinstance(run, AttentionRun) and {"gated delta", "kimi delta"} & {
-            kind.recurrent for kind in run.kinds
-        }:
+        if isinstance(run, AttentionRun) and kind in [one.recurrent for one in run.kinds]:
             groups = [g for micro_batch in run.plan.micro_batches for g in micro_batch.groups]
             if max(group.degree for group in groups) > 2:
-                yield run
-                count -= 1
+                return run
 
 
 @with_package
-def test_delta_rules_of_the_package_on_ranks_have_the_gradients_of_one_process(monkeypatch):
+@pytest.mark.parametrize("kind", ["gated delta", "kimi delta", "mamba2"])
+def test_scans_of_the_package_on_ranks_have_the_gradients_of_one_process(monkeypatch, kind):
     monkeypatch.setattr(layers, "choose_scan", lambda *call: choose.FLA)
-    for run in runs_of_delta_rules(2):
-        assert run_attention(run) <= MOST_ERROR
+    assert run_attention(run_over_three_ranks(kind)) <= MOST_ERROR
 
 
 # ---- which scan is chosen
@@ -266,6 +262,16 @@ def test_what_the_package_cannot_do_is_done_in_chunks(
         assert reason in choose.reason_without_fla(*call)
         assert choose.choose_scan(*call) == choose.CHUNKED
         assert choose.explain(*call)[1] == "chunked: chosen"
+
+
+def test_the_package_s_name_without_the_package_is_no_package(installed, monkeypatch):
+    def no_version(name):
+        raise metadata.PackageNotFoundError(name)
+
+    installed("0.6.0")
+    monkeypatch.setattr(metadata, "version", no_version)
+    reason = choose.reason_without_fla(DELTA, torch.device("cuda"), HALF, 128)
+    assert "flash-linear-attention has no package fla-core; install it" in reason
 
 
 @pytest.mark.parametrize(
