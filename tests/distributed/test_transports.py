@@ -3,16 +3,20 @@ first; what gloo's says of ranks that are gone."""
 
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.distributed import connect as connecting
+from hf_flexseq.distributed.all_to_all import all_to_all
 from hf_flexseq.distributed.communicator import Communicator, Transfers
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.distributed.gloo import GlooTransport
+from hf_flexseq.distributed.gloo_cpu_group import GlooCpuGroup
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.distributed.transport import Lane, LostRank, Message
 from hf_flexseq.planner.blocks import exchange_degrees
@@ -85,6 +89,42 @@ def test_members_of_a_group_agree_on_its_name(monkeypatch, bound):
     for ranks, number in made:
         others = {group for group, other in names if other == number and group != ranks}
         assert all(not set(ranks) & set(group) for group in others), "parts must be disjoint"
+
+
+def test_what_a_post_on_nccl_could_not_do_is_named(monkeypatch):
+    stub, communicator, _ = rank_of(monkeypatch, Topology(nodes=2, ranks_per_node=4), 5)
+    stub.gone = (6,)
+    with pytest.raises(
+        LostRank, match="rank 5 could not receive from rank 7 .*, or send to rank 6"
+    ):
+        Transfers(communicator, sends=[(torch.ones(3), 6)], recvs=[(torch.ones(2), 7)])
+
+
+def test_who_is_missing_from_an_all_to_all_is_named_once_the_collective_has_failed(monkeypatch):
+    topology = Topology(nodes=1, ranks_per_node=4)
+    _, communicator, _ = rank_of(monkeypatch, topology, 1)
+    communicator.open_blocks([4])
+    monkeypatch.setattr(GlooCpuGroup, "roll_call", lambda cpu_group, ranks: [3])
+
+    def fails():
+        raise RuntimeError("NCCL communicator was aborted")
+
+    monkeypatch.setattr(
+        dist, "all_to_all_single", lambda *given, **options: SimpleNamespace(wait=fails)
+    )
+    sent, received = torch.ones(8), torch.empty(8)
+    pending = all_to_all(
+        communicator,
+        range(4),
+        sent,
+        received,
+        [2] * 4,
+        [2] * 4,
+        label=lambda peer, sending: "heads of sequence 7",
+    )
+    words = r"rank 1 could not exchange with ranks \[3\] heads of sequence 7: NCCL communicator"
+    with pytest.raises(LostRank, match=words):
+        pending.wait()
 
 
 # ---- the start of a large job
