@@ -1,5 +1,6 @@
-"""Operators that torch has for CUDA alone: FlashAttention, and products of 16-bit factors into
-float32 sums. Each checks what the real one asks for, and says which memory it uses.
+"""Operators that torch has for CUDA alone: FlashAttention, cuDNN's dense attention, and products
+of 16-bit factors into float32 sums. Each checks what the real one asks for, and says which memory
+it uses.
 
 FlashAttention's forward is the project's reference kernel. Its backward rounds where
 FlashAttention-2 does: probabilities and their gradients are factors of 16 bits, and gradients of
@@ -22,6 +23,8 @@ def register():
     for name, function in {
         "_flash_attention_forward": _flash_forward,
         "_flash_attention_backward": _flash_backward,
+        "_scaled_dot_product_cudnn_attention": _cudnn_forward,
+        "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
         "_fused_sdp_choice": lambda *args, **options: MATH,
         "mm.dtype": _mm,
         "mm.dtype_out": _mm_out,
@@ -134,6 +137,66 @@ def _made(name, results):
     made = tuple(ops.cuda(x.contiguous()) for x in results)
     ops.touch(name, [], list(made))
     return made
+
+
+# ---- cuDNN
+
+
+def _cudnn_forward(
+    q, k, v, bias, with_lse, dropout=0.0, causal=False, debug=False, *, scale=None
+):  # fmt: skip
+    """q [1, H, n, D], k and v [1, Hkv, m, D] -> out [1, H, n, D], lse [1, H, n, 1] and seven
+    more."""
+    ops.touch("cudnn_attention", [q, k, v], [])
+    assert bias is None
+    assert with_lse
+    assert not debug
+    call = _dense_call(q, k, v, dropout, causal, scale)
+    with torch.no_grad():
+        out, lse = Reference().forward(call)
+    none, state = torch.zeros(0), torch.zeros((), dtype=torch.int64)
+    results = (out.transpose(0, 1)[None], lse[None, ..., None], none, none, state, state, none)
+    out, lse, *_, seed, offset, mask = _made("cudnn_attention", results)
+    return out, lse, None, None, q.shape[2], k.shape[2], seed, offset, mask
+
+
+def _cudnn_backward(
+    dout, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout, causal, *,
+    scale=None,
+):  # fmt: skip
+    """dout and out [1, H, n, D], lse [1, H, n, 1] -> dq [1, H, n, D], dk and dv [1, Hkv, m, D]."""
+    ops.touch("cudnn_attention_backward", [dout, q, k, v, out, lse, seed, offset], [])
+    assert bias is None
+    assert (max_q, max_k) == (q.shape[2], k.shape[2])
+    assert dout.dtype == out.dtype == q.dtype, (dout.dtype, out.dtype, q.dtype)
+    assert lse.dtype == torch.float32, lse.dtype
+    assert lse.shape == (*q.shape[:3], 1), lse.shape
+    call = _dense_call(q, k, v, dropout, causal, scale)
+    given = (_rows(dout), _rows(out), ops.cpu(lse)[0, ..., 0])
+    with torch.no_grad():
+        gradients = _rounded_backward(call, *given)
+    return _made("cudnn_attention_backward", [x.transpose(0, 1)[None] for x in gradients])
+
+
+def _dense_call(q, k, v, dropout, causal, scale):
+    """Check the arguments of one sequence, and return the call on the host's views."""
+    assert q.dtype in (torch.bfloat16, torch.float16), q.dtype
+    assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
+    assert q.shape[0] == k.shape[0] == 1, (q.shape, k.shape)
+    assert k.shape == v.shape, (k.shape, v.shape)
+    assert q.shape[1] % k.shape[1] == 0, (q.shape, k.shape)
+    assert q.shape[3] % 8 == 0, q.shape
+    assert q.shape[3] <= 128, q.shape
+    assert dropout == 0, dropout
+    # Its mask begins at the first key, FlashAttention's at the last.
+    assert not causal or q.shape[2] == k.shape[2], (q.shape, k.shape)
+    segments = Segments([q.shape[2]], [k.shape[2]], causal=causal, device=torch.device("cpu"))
+    return KernelCall(_rows(q), _rows(k), _rows(v), segments, scale)
+
+
+def _rows(x):
+    """[1, heads, n, D] of the device -> [n, heads, D], the host's view."""
+    return ops.cpu(x)[0].transpose(0, 1)
 
 
 # ---- products

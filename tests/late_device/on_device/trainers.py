@@ -1,11 +1,15 @@
 """Trainers on the device: what they log, and the parameters that they end with, are those of a CPU
 or of the stock trainer, and nothing is found."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.hf.prove.command import prove
+from hf_flexseq.hf.shared_prefixes import refuse_noise
 from hf_flexseq.kernels import choose
 from hf_flexseq.kernels.reference import Reference
 from tests.hf.test_trainer import logged
@@ -99,3 +103,37 @@ def test_predictions_come_in_order(tmp_path):
         made.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
         found[device] = made.predict(documents([5, 9, 30])).predictions
     np.testing.assert_array_equal(found["cuda"], found["cpu"])
+
+
+class Noisy(torch.nn.Linear):
+    """A model of one layer, which may draw random numbers on the device."""
+
+    device = torch.device("cuda")
+    draws = False
+
+    def forward(self, x, seq_ctx=None):
+        return super().forward(torch.nn.functional.dropout(x) if self.draws else x)
+
+
+def test_noise_for_tokens_that_rows_share_is_noticed_without_a_wait():
+    model = Noisy(3, 3, device="cuda")
+    refuse_noise(model)
+    x = torch.ones(2, 3, device="cuda")
+    shared = SimpleNamespace(target_counts=torch.ones(2, device="cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    model(x, seq_ctx=shared)
+    model.draws = True
+    model(x)
+    with pytest.raises(NotImplementedError, match="Noisy draws random numbers"):
+        model(x, seq_ctx=shared)
+
+
+@pytest.mark.nightly
+def test_a_model_is_proven_in_bfloat16():
+    found = prove("LlamaForCausalLM")
+    assert (found["device"], found["dtype"], found["changes"]) == ("cuda", "bfloat16", [])
+    assert found["control"]["what"] == "bfloat16 on one process, from float32"
+    assert found["control"]["gradient"] > 0
+    assert [step["holds"] for step in found["steps"].values()] == [True]
+    assert all(found["faults"].values())
+    assert not [line for line in found["not_proven"] if "kernels of GPUs" in line]
