@@ -30,6 +30,7 @@ the late device, which is always another process.
 
 import argparse
 import ast
+import datetime
 import os
 import re
 import subprocess
@@ -38,7 +39,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from common import ROOT, argument_parser, machine, table, write_record
+from common import ROOT, argument_parser, command_line, machine, table, write_record
 
 if TYPE_CHECKING:
     from coverage import CoverageData
@@ -103,7 +104,10 @@ FUNCTIONS = {
     "kernels/choose.py": ("_fused_for_cuda", "_is_installed", "reason_without_triton"),
     "kernels/chunked_loss.py": ("_liger_function", "liger_sum", "torch_sum"),
     "kernels/scans/choose.py": ("_reason_not_installed", "_reason_of_compiler", "_log_once"),
-    "kernels/segments.py": ("Segments.place",),
+    "kernels/segments.py": (
+        *("Segments.cu_seqlens_q", "Segments.cu_seqlens_k"),
+        *("Segments.has_keyless", "Segments.place"),
+    ),
     "profiler/estimate.py": ("_known_gpu",),
 }
 
@@ -313,7 +317,8 @@ def main() -> None:
         missing += [f"    {name}:{one.number}  {one.text}" for one in left]
     total = sum(count for _, count, _ in rows)
     done = sum(count for _, _, count in rows)
-    print(machine("torch", "triton", "coverage"), end="\n\n")
+    print(f"# Lines that only a GPU runs, and tests run without one, {datetime.date.today()}\n")
+    print(f"    {command_line()}\n\n{machine('torch', 'triton', 'coverage')}\n")
     rows.append(("**all**", total, done))
     print(table(("file", "lines", "executed"), rows, numbers=(1, 2)))
     print(f"\nNot executed: {total - done} of {total} lines, {(total - done) / total:.1%}\n")

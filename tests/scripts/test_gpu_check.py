@@ -134,6 +134,16 @@ def test_both_trainers_train_alike():
     assert section.text().count("| ok |") == 2
 
 
+def test_on_a_gpu_both_trainers_run_under_fsdp2_too_and_quickly_where_that_is_asked():
+    training, report = part("training"), part("report")
+    setting = report.Setting(rehearse=False, plans=1, quick=True)
+    commands = training.train_commands(setting)
+    assert list(commands) == ["stock", "flexseq", "stock, FSDP2", "flexseq, FSDP2"]
+    assert training.FSDP2.exists()
+    assert f"--config_file={training.FSDP2}" in commands["flexseq, FSDP2"]
+    assert training._sizes(setting) == training.FULL._replace(steps=training.QUICK_STEPS)
+
+
 # ---- what is wrong is found
 
 

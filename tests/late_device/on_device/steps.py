@@ -3,6 +3,8 @@
 import contextlib
 import importlib
 import os
+import re
+import sys
 
 import pytest
 import torch
@@ -59,6 +61,26 @@ def test_kernels():
 
 def test_triton_s_kernels():
     assert section("fused", "fused").holds
+
+
+def test_speeds():
+    lines = section("kernels", "kernel_seconds").lines
+    assert any(re.match(r"\| torch_varlen \| [\d.e+-]+ / [\d.e+-]+ \|", line) for line in lines)
+    assert any(line.startswith("| FA3 | not run:") for line in lines)
+
+
+@pytest.mark.nightly
+@pytest.mark.processes  # git
+def test_the_page_is_kept_with_the_results_and_names_the_gpu(monkeypatch, tmp_path, capsys):
+    command = importlib.import_module("gpu_check")
+    found = part("report").Section(title="Kernels", lines=("fine",), holds=True)
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr(command, "section_of", lambda name, setting, seconds: found)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--quick", "--parts", "kernels"])
+    assert command.main() == 0
+    (page,) = tmp_path.iterdir()
+    assert page.read_text() == capsys.readouterr().out
+    assert "1 x NVIDIA H100 80GB HBM3, driver " in page.read_text()
 
 
 @pytest.mark.nightly
