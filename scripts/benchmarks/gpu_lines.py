@@ -267,8 +267,12 @@ def collect(folder: Path, packages: Path | None) -> None:
     sources = f"{PACKAGE}, {SCRIPTS}"
     configuration.write_text(CONFIGURATION.format(source=sources, folder=folder))
     command = [sys.executable, "-m", "coverage", "run", f"--rcfile={configuration}"]
-    command += ["-m", "pytest", "-q", "--timeout=900"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command += ["-m", "pytest", "-q"]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTEST_TIMEOUT": "900",  # coverage makes Triton's interpreter slow
+    }
     for tests in RUNS:
         subprocess.run([*command, *tests], cwd=ROOT, env=environment, check=False)
     if packages is not None:
