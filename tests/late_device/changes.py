@@ -104,9 +104,10 @@ def forget_what_is_sent(ended):
     def changed(self):
         ended(self)
         if isinstance(self, lanes.LateTransfers):
+            for end in (*self.sends, *self.recvs):
+                end.message = None  # at once: ends and posts are a cycle, which waits to be found
+                end.forget()
             self.sends = []
-            for recv in self.recvs:
-                recv.forget()
         else:
             self.given = []
             self.by_rank = []
