@@ -81,7 +81,7 @@ MODULES = (
     "kernels/triton_fused.py",
     "kernels/triton_kernels.py",
 )
-# `rows_contiguous` serves the CPU, too.
+# What the CPU runs, too.
 SHARED = {"kernels/cuda_flash.py": ("rows_contiguous",)}
 FUNCTIONS = {
     "attention/recurrent/layers.py": ("_fla",),
