@@ -1,4 +1,4 @@
-"""Options of `sft.py`, `dpo.py` and `grpo.py`: three dataclasses each, filled from a YAML file and
+"""Options of the recipes: three dataclasses each, filled from a YAML file and
 the command line.
 
 The command line wins. A YAML file holds the options of all three by name, in any order. Its values
@@ -25,11 +25,11 @@ Forms = dict[str, tuple[str, ...]]
 
 
 @dataclass
-class ModelArguments:
-    """The model, its tokenizer, and LoRA."""
+class AnyModelArguments:
+    """A model of any kind, and LoRA."""
 
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Hub id or local path of a causal language model."}
+        default=None, metadata={"help": "Hub id or local path of a trained model."}
     )
     model_revision: str | None = field(
         default=None, metadata={"help": "Branch, tag or commit of the model."}
@@ -41,18 +41,6 @@ class ModelArguments:
             "or a path."
         },
     )
-    tokenizer_name_or_path: str | None = field(
-        default=None,
-        metadata={"help": "Hub id or local path of a tokenizer. Default: the model's."},
-    )
-    new_tokenizer: Literal["bpe", "characters"] = field(
-        default="bpe",
-        metadata={
-            "help": "What is trained on the corpus where no tokenizer is named: a byte-level BPE, "
-            "or one token for each character."
-        },
-    )
-    tokenizer_vocab_size: int = field(default=4096, metadata={"help": "Vocabulary of that BPE."})
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto",
         metadata={"help": "Type of the parameters; auto: as stored (a new model: float32)."},
@@ -77,10 +65,7 @@ class ModelArguments:
             raise ValueError(
                 "give model_name_or_path (a trained model) or model_config (a new one)"
             )
-        for option in ("model_name_or_path", "tokenizer_name_or_path"):
-            name = getattr(self, option)
-            if name and name.startswith((".", "/", "~")) and not Path(name).exists():
-                raise ValueError(f"{option}={name!r}: no such folder")
+        self._check_folder("model_name_or_path")
         if isinstance(self.model_config, str) and self.model_config.startswith("{"):
             self.model_config = json.loads(self.model_config)
         if self.lora_r < 0:
@@ -90,6 +75,34 @@ class ModelArguments:
                 "lora_r needs model_name_or_path: adapters are saved without the "
                 "model they belong to"
             )
+
+    def _check_folder(self, option: str) -> None:
+        """Raise ValueError for a path to no folder; a hub id is none."""
+        name = getattr(self, option)
+        if name and name.startswith((".", "/", "~")) and not Path(name).exists():
+            raise ValueError(f"{option}={name!r}: no such folder")
+
+
+@dataclass
+class ModelArguments(AnyModelArguments):
+    """A causal language model, its tokenizer, and LoRA."""
+
+    tokenizer_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "Hub id or local path of a tokenizer. Default: the model's."},
+    )
+    new_tokenizer: Literal["bpe", "characters"] = field(
+        default="bpe",
+        metadata={
+            "help": "What is trained on the corpus where no tokenizer is named: a byte-level BPE, "
+            "or one token for each character."
+        },
+    )
+    tokenizer_vocab_size: int = field(default=4096, metadata={"help": "Vocabulary of that BPE."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_folder("tokenizer_name_or_path")
 
 
 @dataclass
@@ -280,16 +293,17 @@ def parse(
     argv: list[str],
     training_type: type,
     defaults: dict | None = None,
-    data_type: type[CorpusArguments] = DataArguments,
+    data_type: type = DataArguments,
     prog: str = "sft.py",
+    model_type: type[AnyModelArguments] = ModelArguments,
 ) -> tuple:
-    """Return (ModelArguments, an object of `data_type`, an object of `training_type`).
+    """Return objects of `model_type`, `data_type` and `training_type`.
 
     Values come from `defaults`, `--config FILE` and the rest of `argv`; the later one wins. An
     option that several types have is one option, which all of them get: TRL's types share some
     with ours, and ours, added later, say what its default is.
     """
-    types = (training_type, data_type, ModelArguments)
+    types = (training_type, data_type, model_type)
     parser = RecipeParser(
         types,
         prog=prog,

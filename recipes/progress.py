@@ -12,8 +12,8 @@ from hf_flexseq.steps.trace import Figures, plan_line
 class PlanProgress(ProgressCallback):
     """A progress bar instead of the Trainer's own, which writes every log as a dict."""
 
-    def __init__(self, engine: FlexSeqEngine) -> None:
-        """engine: that of the trainer."""
+    def __init__(self, engine: FlexSeqEngine | None) -> None:
+        """engine: that of the trainer; None for one without."""
         super().__init__()
         self._engine = engine
 
@@ -25,7 +25,8 @@ class PlanProgress(ProgressCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        line = log_line(state.global_step, logs or {}, self._engine.last_figures)
+        figures = None if self._engine is None else self._engine.last_figures
+        line = log_line(state.global_step, logs or {}, figures)
         if line and state.is_world_process_zero and self.training_bar is not None:
             self.training_bar.write(line)
 

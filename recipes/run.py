@@ -118,23 +118,27 @@ def start_trace(args: FlexSeqConfig, anew: bool) -> None:
 
 
 def train(
-    trainer: Trainer, checkpoint: str | None, summary: Callable[[Trainer], list[str]]
+    trainer: Trainer,
+    checkpoint: str | None,
+    summary: Callable[[Trainer], list[str]],
+    auto_class: str = "AutoModelForCausalLM",
 ) -> None:
     """Train, evaluate, save, and leave together; the first process prints the summary. Ends the
     program with one line for what hf_flexseq refuses, such as a sequence that fits nowhere.
 
     checkpoint: where training resumes, None at its start. summary: lines about what was learned.
+    auto_class: what loads the model again.
     """
     if not trainer.args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(PlanProgress(trainer.flexseq))
+        trainer.add_callback(PlanProgress(getattr(trainer, "flexseq", None)))
     with refusals_in_a_line():
         trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.eval_dataset is not None:
             trainer.evaluate()
     save(trainer)
     if trainer.is_world_process_zero():
-        print("\n".join(last_lines(trainer, summary)))
+        print("\n".join(last_lines(trainer, summary, auto_class)))
     end(trainer)
 
 
@@ -163,13 +167,17 @@ def mean_of_ends(trainer: Trainer, name: str, count: int) -> tuple[float, float]
     return mean(values[:count]), mean(values[-count:])
 
 
-def last_lines(trainer: Trainer, summary: Callable[[Trainer], list[str]]) -> list[str]:
+def last_lines(
+    trainer: Trainer,
+    summary: Callable[[Trainer], list[str]],
+    auto_class: str = "AutoModelForCausalLM",
+) -> list[str]:
     """Return the last lines of a run: what was learned, and where its plans and its model are."""
     args = trainer.args
     lines = summary(trainer)
     if args.plan_trace:
         lines.append(f"plan trace:    {args.plan_trace}")
-    loading = f'AutoModelForCausalLM.from_pretrained("{args.output_dir}")'
+    loading = f'{auto_class}.from_pretrained("{args.output_dir}")'
     lines.append(f"checkpoint:    {args.output_dir}  ({loading})")
     return lines
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
+from albums import AlbumArguments
 from arguments import (
     DataArguments,
     ModelArguments,
@@ -24,6 +25,7 @@ from hf_flexseq import FlexSeqConfig
 from hf_flexseq.distributed.agreement import Attempt
 from mistakes import errors_in_a_line, refusals_in_a_line
 from tests.ranks import join, run_cases
+from vision_model import VisionModelArguments
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TASKS = sorted([*RECIPES.glob("quickstart/*.yaml"), *RECIPES.glob("llama-3.1-8b/*.yaml")])
@@ -32,9 +34,11 @@ TYPES = {
     "dpo": (FlexSeqDPOConfig, PreferenceArguments),
     "grpo": (FlexSeqGRPOConfig, PromptArguments),
     "sft": (FlexSeqConfig, DataArguments),
+    "vlm": (FlexSeqConfig, AlbumArguments),
 }
+MODELS = {"vlm": VisionModelArguments}  # other than ModelArguments
 # TRL asks for bfloat16 where nothing else is said, which a machine may not have.
-PLAIN = {"dpo": {"bf16": False}, "grpo": {"bf16": False}, "sft": {}}
+PLAIN = {"dpo": {"bf16": False}, "grpo": {"bf16": False}, "sft": {}, "vlm": {}}
 NEW_MODEL = {"model_config": {"model_type": "llama", "hidden_size": 8}, "use_cpu": True}
 
 
@@ -91,7 +95,10 @@ def test_every_task_file_parses(path, tmp_path):
     recipe = name if name in TYPES else "sft"
     argv = ["--config", str(path), "--output_dir", str(tmp_path)]
     training_type, data_type = TYPES[recipe]
-    model, data, training = parse(argv, training_type, {"use_cpu": True}, data_type)
+    model_type = MODELS.get(recipe, ModelArguments)
+    model, data, training = parse(
+        argv, training_type, {"use_cpu": True}, data_type, model_type=model_type
+    )
     if recipe == "sft":
         assert data.long_sequences in ("split", "drop")
     else:
@@ -104,7 +111,7 @@ def test_every_task_file_parses(path, tmp_path):
 @pytest.mark.parametrize("recipe", TYPES)
 def test_options_that_several_types_share_are_known(recipe):
     names = []
-    for kind in (*TYPES[recipe], ModelArguments):
+    for kind in (*TYPES[recipe], MODELS.get(recipe, ModelArguments)):
         names += [option.name for option in fields(kind) if option.init]
     shared = {name for name in names if names.count(name) > 1}
     assert shared <= {"max_length", "trust_remote_code"}

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from hf_flexseq.cli import main
 from tests.programs import ROOT, run_program_on_ranks
@@ -49,13 +49,17 @@ def corpus(tmp_path):
     return {"dataset": tmp_path / "corpus", "max_length": 256}
 
 
-def launch(folder, words):
+def launch(folder, words, recipe="sft"):
     """What `accelerate launch recipes/sft.py` prints, on two processes."""
     config = ["--config_file", "recipes/accelerate_configs/cpu.yaml", "--main_process_port", "0"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *config, "recipes/sft.py"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *config]
     environment = {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, *words], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
+        [*command, f"recipes/{recipe}.py", *words],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -119,6 +123,57 @@ def test_rewards_of_ones_own(tmp_path):
         assert entry["reward"] == pytest.approx(parts)
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 13
+
+
+def words_of_pictures(folder, *more, **options):
+    """The options of a run on drawn pictures, in which some are cut by two ranks."""
+    options = {
+        "config": "recipes/quickstart/vlm.yaml",
+        "output_dir": folder / "out",
+        "held_out_albums": 4,
+        "max_steps": STEPS,
+        "max_tokens_per_rank": 270,
+    } | options
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def logged_losses(folder):
+    logs = json.loads((folder / "out/trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in logs if "loss" in entry]
+
+
+def test_pictures(tmp_path):
+    printed, _ = run("vlm", tmp_path, words_of_pictures(tmp_path))
+    assert re.search(r"right answers: \d+% -> \d+% \(held out\)", printed)
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.nightly
+def test_pictures_give_the_plain_trainers_losses(tmp_path):
+    run("vlm", tmp_path / "ours", words_of_pictures(tmp_path / "ours"))
+    words = words_of_pictures(tmp_path / "plain", plain_trainer=True)
+    run_program_on_ranks(2, ROOT / "recipes/vlm.py", *words)
+    stock = logged_losses(tmp_path / "plain")
+    assert len(stock) == STEPS
+    assert logged_losses(tmp_path / "ours") == pytest.approx(stock, rel=1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_pictures_are_looked_at_and_trained_on_further(tmp_path):
+    """The run of the page on images as it is, and those that go on from it."""
+    sizes = {"max_steps": 600, "max_tokens_per_rank": 512, "held_out_albums": 64}
+    words = words_of_pictures(tmp_path / "new", **sizes)
+    printed = launch(tmp_path, words, "vlm")
+    before, after = re.search(r"right answers: (\d+)% -> (\d+)%", printed).groups()
+    assert int(before) < 30
+    assert int(after) > 90
+    named = {"model_name_or_path": tmp_path / "new/out", "learning_rate": 1e-4}
+    for name, options in {"lora": {"lora_r": 4}, "frozen": {"freeze": "tower"}}.items():
+        words = words_of_pictures(tmp_path / name, **named, **options)
+        printed, _ = run("vlm", tmp_path / name, words)
+        before, _ = re.search(r"right answers: (\d+)% -> (\d+)%", printed).groups()
+        assert int(before) > 90
 
 
 @pytest.mark.nightly
