@@ -9,6 +9,7 @@ stages.
     evaluate.py   groups, micro-batches and steps by a cost model
     rings.py      what rings move and launch, by name
     launches.py   what the host does for a group in one layer, counted
+    tower.py      images in a vision tower
     stages.py     chunks on the stages of a pipeline
     sharding.py   FSDP2's trips in a micro-batch, and the policies that a step can afford
     shapes.py     a model's figures

@@ -38,6 +38,7 @@ from hf_flexseq.cost.kinds import (
 from hf_flexseq.cost.launches import MOST_PER_RANK
 from hf_flexseq.cost.recurrent import RecurrentLayers
 from hf_flexseq.cost.tower import TowerCost
+from hf_flexseq.plan.images import ImageSize
 
 # Query heads x tokens that a piece must have to be worth a kernel call of its own: on the CPU of
 # one sequence, where each is a call; on CUDA of all of them, to fill the device.
@@ -217,6 +218,19 @@ class CostConstants:
             raise ValueError(
                 f"cost model {self.name!r}: a step of {len(lengths)} sequences takes {held:.3g} "
                 f"bytes, at most {MAX_BYTES:.3g} can be counted: check its constants"
+            )
+
+    def check_images(self, images: Sequence[ImageSize]) -> None:
+        """Raise ValueError unless the tower's seconds for all images of a step, on one rank, can
+        be counted like those of its sequences."""
+        if self.tower is None:
+            return
+        seconds = sum(self.tower.image_ns(image) for image in images) / 1e9
+        if seconds > MAX_STEP_S:
+            raise ValueError(
+                f"cost model {self.name!r}: its tower may take {seconds:.3g} s for {len(images)} "
+                f"images of a step, at most {MAX_STEP_S:.0e} s can be counted: check its "
+                "constants and the patches"
             )
 
     # ---- words

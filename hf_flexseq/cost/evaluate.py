@@ -7,10 +7,15 @@
 
 The cost of one sequence is `CostModel.sequences_ns`. `view/closed_form.py` draws a step with the
 same nanoseconds.
+
+With `image_ns`, the nanoseconds that a tower takes for the images of each sequence, every rank of
+a group encodes the images of all of its sequences, as in other stacks. hf_flexseq encodes the
+images of a step once each, beside its groups (`TowerCost.placed`).
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +26,8 @@ from hf_flexseq.cost.model import CostModel, Int64Array
 from hf_flexseq.plan import Group, MicroBatch
 
 # In this file `lengths` always are the tokens of every sequence of the plan, by sequence id.
+
+NO_IMAGES: Mapping[int, int] = MappingProxyType({})
 
 
 # ---- groups
@@ -40,14 +47,22 @@ def group_ns(cost: CostModel, group: Group, lengths: Sequence[int], topology: To
 
 
 def groups_ns(
-    cost: CostModel, groups: Sequence[Group], lengths: Sequence[int], topology: Topology
+    cost: CostModel,
+    groups: Sequence[Group],
+    lengths: Sequence[int],
+    topology: Topology,
+    image_ns: Mapping[int, int] = NO_IMAGES,
 ) -> Int64Array:
     """Return the nanoseconds of each group, [groups]."""
     kinds = []
     for group in groups:
         spans_nodes = topology.spans_nodes(group.start, group.stop)
         kinds.append(GroupKind(group.degree, group.strategy, spans_nodes))
-    return kinds_ns(cost, kinds, [group.sequences for group in groups], lengths)
+    nanoseconds = kinds_ns(cost, kinds, [group.sequences for group in groups], lengths)
+    if image_ns:
+        for index, group in enumerate(groups):
+            nanoseconds[index] += sum(image_ns.get(one, 0) for one in group.sequences)
+    return nanoseconds
 
 
 def kinds_ns(
@@ -122,6 +137,7 @@ def lockstep_ns(
     micro_batches: Iterable[MicroBatch],
     lengths: Sequence[int],
     topology: Topology,
+    image_ns: Mapping[int, int] = NO_IMAGES,
 ) -> tuple[int, ...]:
     """Return the nanoseconds of each micro-batch when all ranks run it together, [micro-batches].
 
@@ -130,7 +146,7 @@ def lockstep_ns(
     micro_batches = tuple(micro_batches)
     # 1. the groups of all micro-batches, priced together
     groups = [group for one in micro_batches for group in one.groups]
-    work_ns = groups_ns(cost, groups, lengths, topology).tolist()
+    work_ns = groups_ns(cost, groups, lengths, topology, image_ns).tolist()
     # 2. the slowest rank of each micro-batch
     nanoseconds = []
     first = 0  # of the micro-batch's groups in `work_ns`
@@ -147,6 +163,7 @@ def free_ns(
     micro_batches: Iterable[MicroBatch],
     lengths: Sequence[int],
     topology: Topology,
+    image_ns: Mapping[int, int] = NO_IMAGES,
 ) -> tuple[int, ...]:
     """Return each rank's clock, [world_size], after a step whose ranks meet only inside groups.
 
@@ -159,7 +176,7 @@ def free_ns(
         for group in micro_batch.groups:
             works[group.start : group.stop] = True
         clock[works] += cost.micro_batch_ns
-        work_ns = groups_ns(cost, micro_batch.groups, lengths, topology).tolist()
+        work_ns = groups_ns(cost, micro_batch.groups, lengths, topology, image_ns).tolist()
         for group, nanoseconds in zip(micro_batch.groups, work_ns, strict=True):
             ranks = slice(group.start, group.stop)
             clock[ranks] = clock[ranks].max() + nanoseconds
@@ -173,11 +190,12 @@ def step_ns(
     topology: Topology,
     *,
     sync: str,
+    image_ns: Mapping[int, int] = NO_IMAGES,
 ) -> int:
     """Return the nanoseconds of an optimizer step; a step without micro-batches takes none.
 
     sync: `lockstep` or `free`.
     """
     if sync == "free":
-        return max(free_ns(cost, micro_batches, lengths, topology))
-    return sum(lockstep_ns(cost, micro_batches, lengths, topology))
+        return max(free_ns(cost, micro_batches, lengths, topology, image_ns))
+    return sum(lockstep_ns(cost, micro_batches, lengths, topology, image_ns))

@@ -5,6 +5,9 @@
   on 64 A100-40GB in 8 nodes, ZeRO-3, Ulysses only.
 * Estimated: Llama-3.1-8B on nodes of eight A800 or H200 with a NIC per GPU, kinds of clusters that
   Zeppelin was evaluated on (arXiv 2509.21841, section 5).
+* Estimated, with a trained vision tower: a model of the sizes of Qwen3-VL-8B on nodes of eight
+  H100 or H200. Of the tower its layers count; its mergers, 0.16 billion parameters for a quarter
+  of the rows, would add a tenth to the seconds of a patch.
 * Estimated, with the kinds of their layers: models of the sizes of Gemma-3-27B, gpt-oss-120B,
   Qwen3-30B-A3B, Qwen3.5-35B-A3B and Nemotron-3-Nano-30B-A3B on nodes of eight H100 or H200, under
   FSDP with checkpointing. Parameters are those of transformers' models with the published
@@ -22,6 +25,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES, DeviceSpec
 from hf_flexseq.cost.shapes import ModelShape
+from hf_flexseq.cost.tower import TowerShape
 
 MIB = 2**20
 
@@ -103,7 +107,19 @@ SIZES: dict[str, tuple[Any, ...]] = {
     # https://huggingface.co/nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16/blob/main/config.json: 6 of
     # 128 experts of 1,856 and a shared one of 3,712; active with the embeddings: arXiv 2512.20848.
     "nemotron-3-nano-30b-a3b": (52, 2688, 32, 2, 128, 14848, 131072, 31577937344, 3580073408),
+    # https://huggingface.co/Qwen/Qwen3-VL-8B-Instruct/blob/main/config.json: text_config, and 0.58
+    # billion parameters of the tower, which work on no token of text; 8.77 billion in all.
+    "qwen3-vl-8b": (36, 4096, 32, 8, 128, 12288, 151936, 8_767_123_696, 8_190_735_360),
 }
+# vision_config of the same file. A token has features for the embedding, and for three layers of
+# the text model ("DeepStack" of arXiv 2511.21631).
+QWEN3_VL_TOWER = TowerShape(
+    layers=27,
+    hidden=1152,
+    intermediate=4304,
+    patches_per_token=4.0,
+    row_numbers=(1 + 3) * 4096,
+)
 GATED_DELTA = RecurrentShape(
     kind="gated_delta",
     key_heads=16,
@@ -122,7 +138,7 @@ MAMBA2 = RecurrentShape(
     width=4,
     channels=6144,
 )
-# Layers of other kinds than full attention.
+# Layers of other kinds than full attention, and towers.
 KINDS: dict[str, dict[str, Any]] = {
     # five window layers to a full one, which is every sixth: arXiv 2503.19786, section 2
     "gemma-3-27b": {"reaches": ((52, Reach(window=1024)),)},
@@ -131,6 +147,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3.5-35b-a3b": {"without_attention": 30, "recurrent": ((30, GATED_DELTA),)},
     # 23 Mamba 2 layers, 6 of full attention, 23 of experts alone
     "nemotron-3-nano-30b-a3b": {"without_attention": 46, "recurrent": ((23, MAMBA2),)},
+    "qwen3-vl-8b": {"tower": QWEN3_VL_TOWER},
 }
 SHAPES = {
     model: ModelShape(**dict(zip(_COLUMNS, sizes, strict=True)), **KINDS.get(model, {}))

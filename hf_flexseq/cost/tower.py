@@ -5,12 +5,17 @@ its frame: `patch_s` a patch, and `pair_s` a pair. Forward and backward where th
 forward alone where it is frozen. Between the two the tower's graph is held, `patch_bytes` a patch.
 """
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hf_flexseq.base.values import duration, fields_of, number
 from hf_flexseq.plan.images import ImagePlacement, ImageSize, place_images
+
+# Fewest patches of a token, so that the tokens of any image can be counted.
+LEAST_PATCHES = 1e-3
 
 # A backward takes as much as two forwards; checkpointed layers run forward once more.
 TRAINED_PASSES = 3
@@ -57,8 +62,9 @@ class TowerCost:
     def __post_init__(self) -> None:
         for name in ("patch_s", "pair_s"):
             duration(name, getattr(self, name))
-        for name in ("patch_bytes", "token_bytes", "patches_per_token"):
+        for name in ("patch_bytes", "token_bytes"):
             number(name, getattr(self, name))
+        number("patches_per_token", self.patches_per_token, least=LEAST_PATCHES)
 
     @classmethod
     def of(
@@ -104,9 +110,20 @@ class TowerCost:
 
     # ---- images
 
+    def tokens(self, patches: int) -> int:
+        """Return the tokens that stand for an image of so many patches, at least 1."""
+        return math.ceil(patches / self.patches_per_token)
+
     def image_ns(self, image: ImageSize) -> int:
         """Return the nanoseconds of one image, at least 1."""
         return max(1, round(1e9 * (image.patches * self.patch_s + image.pairs * self.pair_s)))
+
+    def sequences_ns(self, images: Sequence[ImageSize]) -> Mapping[int, int]:
+        """Return the nanoseconds of all images of each sequence that has one, by its id."""
+        nanoseconds: Counter[int] = Counter()
+        for image in images:
+            nanoseconds[image.sequence] += self.image_ns(image)
+        return nanoseconds
 
     def placed(self, images: Sequence[ImageSize], world_size: int) -> ImagePlacement:
         """Return on which rank each of a step's images, at least one, is encoded."""
@@ -121,3 +138,9 @@ class TowerCost:
             patches[owner] += image.patches
         tokens = sum(image.tokens for image in images) / world_size
         return max(patches) * self.patch_bytes + tokens * self.token_bytes
+
+    def held_tokens(
+        self, images: Sequence[ImageSize], placement: ImagePlacement, token_bytes: float
+    ) -> int:
+        """Return the tokens of text whose memory `held_bytes` are. token_bytes: of one."""
+        return math.ceil(self.held_bytes(images, placement) / token_bytes)

@@ -13,7 +13,10 @@ of all of them.
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_flexseq.base.values import duration, fields_of, number, whole
 
 IMAGE, VIDEO = "image", "video"
 MODALITIES = (IMAGE, VIDEO)
@@ -73,6 +76,43 @@ class ImagePlacement:
         if rank in self.stand_ins:
             return [self.cheapest]
         return [index for index, owner in enumerate(self.owners) if owner == rank]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerLoad:
+    """What the tower does in a step that has images, in numbers."""
+
+    images: int
+    """Images and videos of the step."""
+
+    seconds: float
+    """Predicted seconds of the rank with the most work."""
+
+    imbalance: float
+    """The most work of a rank over the mean."""
+
+    def __post_init__(self) -> None:
+        whole("images", self.images, least=1)
+        duration("seconds", self.seconds)
+        number("imbalance", self.imbalance)
+
+    @classmethod
+    def of(cls, placement: ImagePlacement) -> "TowerLoad":
+        """Return a placement in numbers."""
+        return cls(
+            images=len(placement.owners),
+            seconds=placement.seconds,
+            imbalance=placement.imbalance,
+        )
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the numbers as plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Any) -> "TowerLoad":
+        """Inverse of `to_record`. Raises ValueError for any other record."""
+        return cls(**fields_of(record, "a tower's load", needed=list(cls.__slots__)))
 
 
 def place_images(costs: Sequence[int], world_size: int) -> ImagePlacement:

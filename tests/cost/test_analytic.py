@@ -162,6 +162,7 @@ def test_the_scan_of_a_preset_takes_what_was_measured_of_its_kernel():
         ("qwen3-30b-a3b", 1.0, 1.0, 0.0, 30.53, 3.04),
         ("qwen3.5-35b-a3b", 10 / 40, 1.0, 30 / 40, 34.66, 3.45 - 0.51),
         ("nemotron-3-nano-30b-a3b", 6 / 52, 1.0, 23 / 52, 31.58, 3.58 - 0.35),
+        ("qwen3-vl-8b", 1.0, 1.0, 0.0, 8.767, 8.19 - 0.622),
     ],
 )
 def test_presets_have_the_published_sizes(

@@ -14,7 +14,6 @@ part of a sequence gives the model the rows of its own tokens, and the model its
 """
 
 import inspect
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -290,7 +289,7 @@ class VisionReader:
         if not images:
             return 0
         placement = self.tower.placed(images, self.world_size)
-        return math.ceil(self.tower.held_bytes(images, placement) / self.token_bytes)
+        return self.tower.held_tokens(images, placement, self.token_bytes)
 
 
 @dataclass(frozen=True, slots=True)
