@@ -412,6 +412,27 @@ def test_a_senseless_measurement_leaves_the_estimate(tmp_path, monkeypatch, capl
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_with_a_tower_is_calibrated_with_the_tower(monkeypatch):
+    asked = []
+
+    def estimated(probes, shape, estimate, communicator, **options):
+        asked.append(estimate)
+        slower = dataclasses.replace(estimate, linear_s=2 * estimate.linear_s, tower=None)
+        return Calibration(cost=slower, errors=(0.1,), tokens=1)
+
+    monkeypatch.setattr(choose, "calibrate", estimated)
+    text = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 64}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    vision |= {"out_hidden_size": 32, "deepstack_visual_indexes": [0]}
+    model = {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision}
+    record = calibrate(model, dtype="float32")
+    tower = record["cost_model"]["tower"]
+    assert record["model"] == "Qwen3VLForConditionalGeneration"
+    assert tower["patch_s"] == 2 * asked[0].tower.patch_s > 0
+    assert tower["patches_per_token"] == 4.0
+
+
 @pytest.mark.parametrize(
     "model, options, message",
     [

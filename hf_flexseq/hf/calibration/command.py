@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.choose import CostSubject, measured
@@ -81,12 +87,9 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 def _facts(
     config: PreTrainedConfig, dtype: torch.dtype, checkpointing: bool, zero_stage: int
 ) -> ModelFacts:
-    """Collect the facts about the causal language model that `config` describes."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(
-            f"model_type={config.model_type!r} is not a causal language model of transformers"
-        )
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    """Collect the facts about the causal language model, with a vision tower or without, that
+    `config` describes."""
+    kind = _kind(config)
     with torch.device("meta"):
         shape = model_shape(kind(config).to(dtype))
     return ModelFacts(
@@ -99,3 +102,16 @@ def _facts(
         frozen=False,
         zero_stage=zero_stage,
     )
+
+
+def _kind(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return the class of AutoModelForCausalLM, or else one with a vision tower."""
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in mapping and not config.is_encoder_decoder:
+        mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if type(config) not in mapping:
+        raise ValueError(
+            f"model_type={config.model_type!r} is not a causal language model of transformers"
+        )
+    kind: type[PreTrainedModel] = mapping[type(config)]
+    return kind
