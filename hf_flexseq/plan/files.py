@@ -11,6 +11,7 @@ from typing import Any
 
 from hf_flexseq.base.reading import Limits, parse_json, read_text
 from hf_flexseq.base.values import MAX_SECONDS, duration, items, one_line, quoted, whole
+from hf_flexseq.plan.images import TowerLoad
 from hf_flexseq.plan.pipeline import KEYS as PIPELINE_KEYS
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.sequences import KEYS as PLAN_KEYS
@@ -37,6 +38,8 @@ class PlannedStep:
     """Number of times that the step's micro-batches ran."""
     waited_s: float | None = None
     """Seconds that training waited for the plan; None if unknown."""
+    tower: TowerLoad | None = None
+    """What the tower does for the step's images; None without images."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +139,7 @@ def _step(index: int, record: Any, limits: Limits) -> PlannedStep:
         measured_s=measured,
         passes=whole("passes", record.get("passes", 1), least=1),
         waited_s=_waited(record),
+        tower=None if record.get("tower") is None else TowerLoad.from_record(record["tower"]),
     )
 
 

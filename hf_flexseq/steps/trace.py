@@ -16,6 +16,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.plan.images import TowerLoad
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.rank_step import RankChunks, RankStep
 from hf_flexseq.steps.trace_file import TraceFile
@@ -56,6 +57,8 @@ class PlanTrace:
             }
             if step.passes > 1:
                 line["passes"] = step.passes
+            if step.images is not None:
+                line["tower"] = TowerLoad.of(step.images.placement).to_record()
             self._file.append(step.number, [line | step.plan.to_record()])
         return step_figures(step, slowest)
 
