@@ -5,7 +5,9 @@
   a column.
 
 * JSON lines of groups that share a prefix: `{"prefix": 2048, "branches": [512, 512]}`, two rows of
-  2,560 tokens.
+  2,560 tokens;
+* JSON lines of rows with images: `{"text": 300, "images": [1024, {"patches": 4096, "frames": 8}]}`
+  is 300 tokens of text with an image of 1,024 patches and a video of eight frames.
 
 A column holds lengths, or lists (token ids) whose lengths count. The default column is `length` or
 `input_ids`. Anything but positive lengths raises ValueError in one line, and so does input above
@@ -16,16 +18,19 @@ import importlib
 from collections.abc import Iterator, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_flexseq.base.reading import DEFAULT_LIMITS, Limits, parse_json, read_text
-from hf_flexseq.base.values import MAX_TOKENS, are_whole, quoted
+from hf_flexseq.base.values import MAX_TOKENS, are_whole, fields_of, items, quoted, whole
 
 # Default columns, in order of preference.
 USUAL_COLUMNS = ("length", "input_ids")
 
 # Columns of a group of rows that share a prefix.
 GROUP_COLUMNS = ("prefix", "branches")
+
+# Columns of a row with images.
+IMAGE_COLUMNS = ("text", "images")
 
 COLUMNS_NAMED = 8  # columns named in a message
 
@@ -34,6 +39,19 @@ ROWS_AT_A_TIME = 1024
 
 # Errors of the datasets library for a broken dataset, besides ValueError.
 UNREADABLE = (AttributeError, FileNotFoundError, IndexError, KeyError, RecursionError, TypeError)
+
+
+class Patches(NamedTuple):
+    """An image or a video, as a vision tower sees it."""
+
+    patches: int
+    frames: int | None
+    """Of a video, whose patches attend to those of their frame; None for an image."""
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of patches that attend to each other."""
+        return self.patches**2 // (self.frames or 1)
 
 
 def read_lengths(
@@ -80,6 +98,56 @@ def parse_groups(text: str, limits: Limits = DEFAULT_LIMITS) -> list[tuple[int, 
             raise ValueError(f"line {number} has no branches")
         groups.append((prefix, tokens))
     return groups
+
+
+def parse_images(
+    text: str, limits: Limits = DEFAULT_LIMITS
+) -> list[tuple[int, list[Patches]]] | None:
+    """Return rows with images, JSON lines with the tokens of the `text` and the patches of each of
+    the `images`; None if the first line is not such a row.
+
+    Raises ValueError, naming the line, for anything else.
+    """
+    rows: list[tuple[int, list[Patches]]] = []
+    if text.lstrip()[:1] != "{":
+        return None
+    count = 0  # of images
+    for number, line in _lines(text):
+        row = _json(line, f"line {number}", limits)
+        if not rows and not _counts_images(row):
+            return None
+        try:
+            row = fields_of(row, "a row with images", needed=IMAGE_COLUMNS)
+            tokens = whole("text", row["text"], most=MAX_TOKENS)
+            images = [_patches(image) for image in items("images", row["images"])]
+            if not tokens and not images:
+                raise ValueError("a row needs tokens of text, or images")
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
+        count += len(images)
+        limits.refuse_above("lengths", count, f"has {count:,} images")
+        rows.append((tokens, images))
+        limits.refuse_above("lengths", len(rows), f"has {len(rows):,} rows")
+    return rows
+
+
+def _counts_images(row: Any) -> bool:
+    """Tell if the first row of a file has the columns of rows with images, and no lengths."""
+    if not isinstance(row, dict):
+        return False
+    return not set(IMAGE_COLUMNS) - set(row) and not set(USUAL_COLUMNS) & set(row)
+
+
+def _patches(image: Any) -> Patches:
+    """Return an image: its patches, or a video with its frames. Raises ValueError for others."""
+    if not isinstance(image, dict):
+        return Patches(whole("patches of an image", image, least=1, most=MAX_TOKENS), None)
+    video = fields_of(image, "a video", needed=Patches._fields)
+    patches = whole("patches of a video", video["patches"], least=1, most=MAX_TOKENS)
+    frames = whole("frames of a video", video["frames"], least=1, most=MAX_TOKENS)
+    if patches % frames:
+        raise ValueError(f"{patches:,} patches in {frames:,} frames: give each frame as many")
+    return Patches(patches, frames)
 
 
 def parse_lengths(

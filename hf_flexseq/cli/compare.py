@@ -3,6 +3,9 @@
 `static` stands for the best single degree of the whole run, or the one of --sp-degree: what a run
 without flexible groups can have. A planner that cannot plan a step has its reason in the table
 instead of figures. So has one with a solver that would take minutes, unless --planners names it.
+
+With images the table has the seconds that the tower adds to a plan's: with each image on one rank,
+which no plan changes, and, as other stacks run it, on every rank of a group.
 """
 
 from argparse import Namespace
@@ -11,11 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from hf_flexseq.base.registry import PLANNERS
-from hf_flexseq.cli.plan import in_steps, planned, read_rows
+from hf_flexseq.cli.plan import in_steps, placed, planned, read_rows, tower_load
 from hf_flexseq.cli.progress import Progress
-from hf_flexseq.cost import CostModel
+from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import Plan
+from hf_flexseq.plan.images import TowerLoad
 from hf_flexseq.planner.shared import SharedRows
 from hf_flexseq.view import timeline_of
 
@@ -30,6 +34,8 @@ COLUMNS = {
     "micro-batches": 13,
     "planning": 9,
 }
+# Further columns where there are images.
+TOWER_COLUMNS = {"tower": 7, "imbalance": 9, "in groups": 9}
 # Sequences of all steps up to which planners with a solver are compared unasked: 512 on 64 ranks
 # take 5 s or more (scripts/benchmarks/planners.py --flexsp 12), 2,000 in one step minutes.
 SOLVER_SEQUENCES = 512
@@ -59,11 +65,28 @@ class Result:
     """Seconds that planning a step took."""
     plans: tuple[Plan, ...] = ()
     """Plan of each step."""
+    towers: tuple[TowerLoad | None, ...] = ()
+    """What the tower does in each step; None in one without images."""
+    in_groups_s: float = 0.0
+    """Seconds that the tower would add to a step if every rank of a group encoded the images of
+    all sequences of the group."""
     problem: str | None = None
     """Reason for having no figures; None with figures."""
 
+    @property
+    def tower_s(self) -> float:
+        """Seconds of the tower in a step, each image on one rank; 0 without images."""
+        return sum(one.seconds for one in self.towers if one) / max(1, len(self.towers))
+
     def cells(self) -> tuple[str, ...]:
-        """Return the planner's line of the table, in the order of `COLUMNS`."""
+        """Return the planner's line of the table, in the order of `COLUMNS`, and where there are
+        images of `TOWER_COLUMNS`."""
+        of_tower: tuple[str, ...] = ()
+        loads = [one for one in self.towers if one is not None]
+        if loads:
+            even_s = sum(one.seconds / one.imbalance for one in loads)
+            imbalance = sum(one.seconds for one in loads) / even_s
+            of_tower = (f"{self.tower_s:.3f}", f"{imbalance:.3f}", f"{self.in_groups_s:.3f}")
         return (
             self.name,
             f"{self.seconds:.3f}",
@@ -73,6 +96,7 @@ class Result:
             f"{self.peak_bytes / 2**30:.2f}",
             f"{self.micro_batches:.1f}",
             f"{1e3 * self.planning_s:.0f} ms",
+            *of_tower,
         )
 
 
@@ -84,12 +108,14 @@ def compare(options: Namespace) -> None:
     topology = options.topology
     sequences = sum(len(step.rows) for step in steps)
     tokens = sum(sum(step.rows) for step in steps)
+    images = sum(len(step.images) for step in steps)
     print(
         f"{len(steps)} step{'s' * (len(steps) != 1)}, {sequences:,} sequences, {tokens:,} tokens "
+        f"{f'with {images:,} images ' if images else ''}"
         f"on {topology.nodes} x {topology.ranks_per_node} ranks, "
         f"{cost.name}{cost.layers_text(before=', ')}, {options.sync}; per step:"
     )
-    print(_line(tuple(COLUMNS)), flush=True)
+    print(_line(column_names(steps)), flush=True)
 
     def show(result: Result) -> None:
         line = _line(result.cells())
@@ -98,6 +124,12 @@ def compare(options: Namespace) -> None:
         print(line, flush=True)
 
     results_of(steps, options, show)
+
+
+def column_names(steps: Sequence[SharedRows]) -> tuple[str, ...]:
+    """Return the names of the table's columns."""
+    has_images = any(step.images for step in steps)
+    return (*COLUMNS, *TOWER_COLUMNS) if has_images else tuple(COLUMNS)
 
 
 def results_of(
@@ -149,7 +181,7 @@ def _result_of(
             name, plans = planner, _plans(steps, options, cost, progress, planner=planner)
     except (ValueError, ImportError, NotImplementedError) as error:
         return Result(name=planner, problem=" ".join(str(error).split()))
-    return _measure(name, plans, options, cost)
+    return _measure(name, plans, steps, options, cost)
 
 
 def _best_static(
@@ -196,9 +228,17 @@ def _plans(
     return plans
 
 
-def _measure(name: str, plans: Sequence[Plan], options: Namespace, cost: CostModel) -> Result:
+def _measure(
+    name: str,
+    plans: Sequence[Plan],
+    steps: Sequence[SharedRows],
+    options: Namespace,
+    cost: CostModel,
+) -> Result:
     """Return the figures of the plans of all steps under `name`."""
     timelines = [timeline_of(plan, options.topology, cost, sync=options.sync) for plan in plans]
+    image_bytes = [_image_bytes(step, options, cost) for step in steps]
+    in_groups = [_in_groups_s(*one, options, cost) for one in zip(plans, steps, strict=True)]
     nanoseconds = sum(timeline.stop for timeline in timelines)
     seconds = sum(plan.objective_s for plan in plans)
     return Result(
@@ -207,15 +247,43 @@ def _measure(name: str, plans: Sequence[Plan], options: Namespace, cost: CostMod
         gap=seconds / sum(plan.lower_bound_s for plan in plans) - 1,
         exposed=sum(one.share("transfer") * one.stop for one in timelines) / nanoseconds,
         idle=sum(one.share("wait") * one.stop for one in timelines) / nanoseconds,
-        peak_bytes=max(timeline.peak_bytes for timeline in timelines),
+        peak_bytes=max(
+            timeline.peak_bytes + held
+            for timeline, held in zip(timelines, image_bytes, strict=True)
+        ),
         micro_batches=sum(len(plan.micro_batches) for plan in plans) / len(plans),
         planning_s=sum(plan.planning_s for plan in plans) / len(plans),
         plans=tuple(plans),
+        towers=tuple(tower_load(step, options, cost) for step in steps),
+        in_groups_s=sum(in_groups) / len(plans),
     )
+
+
+def _image_bytes(step: SharedRows, options: Namespace, cost: CostModel) -> int:
+    """Return the most bytes that a rank holds for a step's images."""
+    placement = placed(step, options, cost)
+    if placement is None or cost.tower is None:
+        return 0
+    return round(cost.tower.held_bytes(step.images, placement))
+
+
+def _in_groups_s(plan: Plan, step: SharedRows, options: Namespace, cost: CostModel) -> float:
+    """Return the seconds that the tower would add on every rank of a group, 0 without images."""
+    if not step.images or cost.tower is None:
+        return 0.0
+    nanoseconds = step_ns(
+        cost,
+        plan.micro_batches,
+        plan.lengths,
+        options.topology,
+        sync=options.sync,
+        image_ns=cost.tower.sequences_ns(step.images),
+    )
+    return nanoseconds / 1e9 - plan.objective_s
 
 
 def _line(cells: Sequence[str]) -> str:
     """Return one line of the table: the first cell to the left, the others to the right."""
     first, *rest = cells
-    name, *widths = COLUMNS.values()
+    name, *widths = (COLUMNS | TOWER_COLUMNS).values()
     return "  ".join([first.ljust(name), *map(str.rjust, rest, widths)])

@@ -5,12 +5,19 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hf_flexseq.base.lengths import parse_groups, parse_lengths, read_lengths
+from hf_flexseq.base.lengths import (
+    Patches,
+    parse_groups,
+    parse_images,
+    parse_lengths,
+    read_lengths,
+)
 from hf_flexseq.base.reading import read_text
 from hf_flexseq.base.registry import PLANNERS
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.presets import load_cost_model
+from hf_flexseq.cost.presets import PRESETS, load_cost_model
 from hf_flexseq.plan import Plan
+from hf_flexseq.plan.images import IMAGE, VIDEO, ImagePlacement, ImageSize, TowerLoad
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.units import ROOT, Unit
@@ -23,31 +30,44 @@ def plan(options: Namespace) -> None:
     cost = load_cost_model(options.cost_model)
     rows = read_rows(options.lengths, options)
     plans = []
+    towers = []
     for of_step in in_steps(rows, options):
         plans.append(
             planned(of_step, options, cost, planner=options.planner, sp_degree=options.sp_degree)
         )
+        towers.append(tower_load(of_step, options, cost))
     if options.json is not None:
         _write(options.json, plans)
     if options.json != "-":
-        for number, made in enumerate(plans):
+        for number, (made, tower) in enumerate(zip(plans, towers, strict=True)):
             milliseconds = 1e3 * made.planning_s
-            print(f"step {number}: {summary(made)}, planned in {milliseconds:.0f} ms")
+            print(f"step {number}: {summary(made, tower)}, planned in {milliseconds:.0f} ms")
             if number == 0:
                 for note in made.notes:
                     print(f"    {note}")
 
 
 def read_rows(path: str, options: Namespace) -> SharedRows:
-    """Return the rows of a file of lengths, or of groups that share prefixes."""
-    if Path(path).is_file() and Path(path).suffix != ".parquet":
-        return parse_rows(read_text(path, options.limits), path, options)
+    """Return the rows of a file of lengths, of groups that share prefixes, or with images."""
+    if path == "-" or (Path(path).is_file() and Path(path).suffix != ".parquet"):
+        return parse_rows(text_of(path, options), path, options)
     return SharedRows(rows=tuple(read_lengths(path, options.column, options.limits)))
+
+
+def text_of(path: str, options: Namespace) -> str:
+    """Return the text of a file; `-` is stdin. Raises ValueError that names the file."""
+    try:
+        return read_text(path, options.limits)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def parse_rows(text: str, path: str, options: Namespace) -> SharedRows:
     """Return the rows of the text of such a file. Raises ValueError that names the file."""
     try:
+        pictured = None if options.column else parse_images(text, options.limits)
+        if pictured is not None:
+            return _with_images(pictured, options)
         groups = None if options.column else parse_groups(text, options.limits)
         if groups is None:
             return SharedRows(rows=tuple(parse_lengths(text, options.column, options.limits)))
@@ -64,6 +84,39 @@ def parse_rows(text: str, path: str, options: Namespace) -> SharedRows:
             units.append(Unit.of(nodes, ends))
     options.limits.refuse_above("lengths", len(rows), f"has {len(rows):,} rows")
     return SharedRows(rows=tuple(rows), units=tuple(units))
+
+
+def _with_images(
+    pictured: Sequence[tuple[int, Sequence[Patches]]], options: Namespace
+) -> SharedRows:
+    """Return rows of tokens of text and images. Raises ValueError without a tower."""
+    if options.cost_model is None:
+        raise ValueError(
+            "holds images: give --cost-model, whose tower says how many patches are a token"
+        )
+    cost = load_cost_model(options.cost_model)
+    if cost.tower is None:
+        able = ", ".join(name for name, model in PRESETS.items() if model.tower is not None)
+        raise ValueError(
+            f"holds images, and the cost model {cost.name!r} has no vision tower: give "
+            f"--cost-model one of {able}, or what `flexseq calibrate` writes for a model with one"
+        )
+    rows = []
+    images = []
+    for row, (text, own) in enumerate(pictured):
+        tokens = [cost.tower.tokens(one.patches) for one in own]
+        rows.append(text + sum(tokens))
+        for one, count in zip(own, tokens, strict=True):
+            size = ImageSize(
+                sequence=row,
+                modality=IMAGE if one.frames is None else VIDEO,
+                tokens=count,
+                patches=one.patches,
+                pairs=one.pairs,
+                data_bytes=0,  # no pixels
+            )
+            images.append(size)
+    return SharedRows(rows=tuple(rows), images=tuple(images))
 
 
 def in_steps(rows: SharedRows, options: Namespace) -> Iterator[SharedRows]:
@@ -87,6 +140,10 @@ def planned(
     sp_degree: int | None = None,
 ) -> Plan:
     """Plan one step as the options say; planners of published systems plan rows by themselves."""
+    held = 0
+    placement = placed(step, options, cost)
+    if placement is not None and cost.tower is not None:
+        held = cost.tower.held_tokens(step.images, placement, cost.token_bytes)
     return make_plan(
         step.rows,
         options.topology,
@@ -99,11 +156,27 @@ def planned(
             sync=options.sync,
         ),
         units=step.units if PLANNERS[planner].takes_units else (),
+        held_tokens=held,
     )
 
 
-def summary(made: Plan | PipelinePlan) -> str:
-    """Return a plan in one line: its contents, its parts, and its predicted seconds."""
+def tower_load(step: SharedRows, options: Namespace, cost: CostModel) -> TowerLoad | None:
+    """Return what the tower does in a step; None without images."""
+    placement = placed(step, options, cost)
+    return None if placement is None else TowerLoad.of(placement)
+
+
+def placed(step: SharedRows, options: Namespace, cost: CostModel) -> ImagePlacement | None:
+    """Return which rank encodes which images of a step; None without images."""
+    if not step.images or cost.tower is None:
+        return None
+    cost.check_images(step.images)
+    return cost.tower.placed(step.images, options.topology.world_size)
+
+
+def summary(made: Plan | PipelinePlan, tower: TowerLoad | None = None) -> str:
+    """Return a plan in one line: its contents, its parts, and its predicted seconds, to which
+    those of the tower are added."""
     contents = f"{len(made.lengths):,} sequences, {sum(made.lengths):,} tokens"
     if isinstance(made, Plan) and made.units:
         rows = sum(len(unit.rows) for unit in made.units)
@@ -116,9 +189,16 @@ def summary(made: Plan | PipelinePlan) -> str:
             f"{contents} in {len(made.chunks):,} chunks through {made.stages} stages by "
             f"{made.schedule}, predicted {made.objective_s:.3f} s"
         )
+    seconds = f"{made.objective_s:.3f} s ({100 * _gap(made):.1f} % above the bound)"
+    if tower is not None:
+        contents += f" with {tower.images:,} images"
+        seconds = (
+            f"{made.objective_s + tower.seconds:.3f} s: {seconds} and {tower.seconds:.3f} s "
+            f"of the tower (imbalance {tower.imbalance:.3f})"
+        )
     return (
         f"{contents}, {len(made.micro_batches)} micro-batch(es) by {made.planner}, "
-        f"predicted {made.objective_s:.3f} s ({100 * _gap(made):.1f} % above the bound)"
+        f"predicted {seconds}"
     )
 
 

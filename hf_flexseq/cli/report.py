@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_flexseq import __version__
-from hf_flexseq.base.reading import BeyondLimit, read_text
+from hf_flexseq.base.reading import BeyondLimit
 from hf_flexseq.base.values import printable
-from hf_flexseq.cli.compare import COLUMNS, ROW_BY_ROW, Result, results_of
-from hf_flexseq.cli.plan import in_steps, parse_rows, read_rows, summary
+from hf_flexseq.cli.compare import COLUMNS, ROW_BY_ROW, Result, column_names, results_of
+from hf_flexseq.cli.plan import in_steps, parse_rows, read_rows, summary, text_of
 from hf_flexseq.cli.view import drawn
 from hf_flexseq.command_line import say
 from hf_flexseq.cost.presets import load_cost_model
@@ -35,6 +35,7 @@ from hf_flexseq.view.report import (
     run_text,
     step_row,
     steps_figure,
+    tower_text,
 )
 
 STEPS = 5  # steps that are planned unless --steps says otherwise
@@ -52,13 +53,16 @@ def report(options: Namespace) -> None:
     given, file = _source(options)
     remarks: list[str] = []
     results: list[Result] = []
+    columns = tuple(COLUMNS)
     if file is None:
         if options.topology is None or options.cost_model is None:
             raise ValueError(
                 f"{options.plan} holds lengths: to plan them, give --topology and --cost-model"
             )
         steps = list(in_steps(given, options))
-        results = results_of(steps[: options.steps], options)
+        first = steps[: options.steps]
+        results = results_of(first, options)
+        columns = column_names(first)
         lines = _best_plans(results)
         if len(lines) < len(steps):
             remarks.append(f"The first {len(lines)} of {len(steps):,} steps were planned.")
@@ -73,8 +77,16 @@ def report(options: Namespace) -> None:
             options.limits.refuse_above("sequences", most, f"a step has {most:,} sequences")
             results = results_of([step for step in planned if step.rows], options)
             remarks.append(f"The table of planners is of the first {len(planned)} steps.")
+            if any(line.tower is not None for line in lines):
+                remarks.append("It has sequences alone, without images.")
     rows = _rows(lines)
-    sentences = [lengths_text(given.rows), run_text(rows), _planners_text(results, options)]
+    sentences = [
+        lengths_text(given.rows),
+        run_text(rows),
+        _planners_text(results, options),
+        tower_text(rows),
+        _in_groups_text(results),
+    ]
     sentences = [sentence for sentence in sentences if sentence]
     title, figure = _drawn_step(lines, rows, options)
     able = [result for result in results if result.problem is None]
@@ -84,7 +96,7 @@ def report(options: Namespace) -> None:
         summary=sentences,
         remarks=remarks,
         lengths_figure=data_uri(lengths_figure(given.rows)),
-        columns=tuple(COLUMNS),
+        columns=columns,
         rows=[result.cells() for result in able],
         problems=[(result.name, result.problem) for result in results if result.problem],
         steps=rows[:ROWS],
@@ -106,10 +118,7 @@ def _source(options: Namespace) -> tuple[SharedRows, StepsFile | None]:
     path = Path(options.plan)
     if path.is_dir() or path.suffix == ".parquet":
         return read_rows(options.plan, options), None
-    try:
-        text = read_text(options.plan, options.limits)
-    except ValueError as error:
-        raise ValueError(f"{options.plan}: {error}") from error
+    text = text_of(options.plan, options)
     if not text.lstrip().startswith("{") or not _PLAN.search(text):
         return parse_rows(text, options.plan, options), None
     try:
@@ -133,8 +142,8 @@ def _best_plans(results: Sequence[Result]) -> list[PlannedStep]:
     able = [result for result in results if result.problem is None]
     best = min(able, key=lambda result: (result.name != "auto", result.seconds))
     return [
-        PlannedStep(number=number, plan=plan, measured_s=None)
-        for number, plan in enumerate(best.plans)
+        PlannedStep(number=number, plan=plan, measured_s=None, tower=tower)
+        for number, (plan, tower) in enumerate(zip(best.plans, best.towers, strict=True))
     ]
 
 
@@ -151,7 +160,8 @@ def _planners_text(results: Sequence[Result], options: Namespace) -> str:
     if not flexible:
         return ""
     best = able.get("auto") or min(flexible, key=lambda result: result.seconds)
-    text = f"{best.name} takes {best.seconds:.3g} s per step"
+    beside = " without the tower" if best.tower_s else ""
+    text = f"{best.name} takes {best.seconds:.3g} s per step{beside}"
     if "static" in able:
         fixed = able["static"]
         degree = fixed.name.removeprefix("static, ")
@@ -169,6 +179,19 @@ def _planners_text(results: Sequence[Result], options: Namespace) -> str:
         f"{text}. That is predicted by the cost model {cost.name}"
         f"{cost.layers_text(before=', ')}, on {options.topology.nodes} x "
         f"{options.topology.ranks_per_node} ranks in {options.sync}, and not measured."
+    )
+
+
+def _in_groups_text(results: Sequence[Result]) -> str:
+    """Return what the tower would take as other stacks run it, in a sentence; "" without
+    images."""
+    able = [result for result in results if result.problem is None and result.tower_s]
+    if not able:
+        return ""
+    seconds = ", ".join(f"{result.in_groups_s:.3g} s ({result.name})" for result in able)
+    return (
+        f"A tower that encodes the images of a group's sequences on every rank of the group would "
+        f"add to a step: {seconds}."
     )
 
 
@@ -226,7 +249,7 @@ def _drawn_step(
             f"{options.plan}: expected --step from {rows[0].number} to {rows[-1].number}, "
             f"got {number}"
         )
-    title = f"Step {number}, {why}: {summary(chosen.plan)}."
+    title = f"Step {number}, {why}: {summary(chosen.plan, chosen.tower)}."
     try:
         timeline = drawn(chosen, options)
     except BeyondLimit as error:

@@ -92,4 +92,4 @@ def _title(step: PlannedStep, options: Namespace) -> str:
     layers = ""
     if options.cost_model is not None:
         layers = load_cost_model(options.cost_model).layers_text(before="; ")
-    return f"Step {step.number}: {summary(step.plan)}{measured}{layers}"
+    return f"Step {step.number}: {summary(step.plan, step.tower)}{measured}{layers}"

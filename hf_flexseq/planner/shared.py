@@ -11,6 +11,7 @@ step is planned with its units whole, cut into as many parts as it takes to give
 and without them.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +19,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.kinds import halo_tokens
 from hf_flexseq.cost.lengths import Lengths, pair_share, with_shares
 from hf_flexseq.plan import MicroBatch, Plan
+from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.plan.units import Unit, joined
 
 MOST_GATHERED = 4  # times as many keys as tokens, which these layers save for the backward
@@ -33,6 +35,8 @@ class SharedRows:
     units: tuple[Unit, ...] = ()
     later_pairs: Mapping[int, int] = field(default_factory=dict)
     """By row that has blocks (`plan/blocks.py`), the pairs of a query and a later key."""
+    images: Sequence[ImageSize] = ()
+    """Images of the rows, in the order of these."""
 
     @classmethod
     def of_plan(cls, plan: Plan) -> "SharedRows":
@@ -44,7 +48,8 @@ class SharedRows:
         return cls(rows=tuple(rows), units=plan.units)
 
     def part(self, start: int, stop: int) -> "SharedRows":
-        """Return rows [start, stop) by themselves, counted from 0, with what they share."""
+        """Return rows [start, stop) by themselves, counted from 0, with what they share and their
+        images."""
         units = []
         for unit in self.units:
             own = [(row, node) for row, node in unit.rows if start <= row < stop]
@@ -52,7 +57,14 @@ class SharedRows:
                 made = restricted(unit, own)
                 rows = tuple((row - start, node) for row, node in made.rows)
                 units.append(made._replace(rows=rows))
-        return SharedRows(rows=self.rows[start:stop], units=tuple(units))
+        first, last = (
+            bisect_left(self.images, row, key=lambda image: image.sequence)
+            for row in (start, stop)
+        )
+        images = [
+            replace(image, sequence=image.sequence - start) for image in self.images[first:last]
+        ]
+        return SharedRows(rows=self.rows[start:stop], units=tuple(units), images=tuple(images))
 
     @property
     def planned(self) -> tuple[int, ...]:

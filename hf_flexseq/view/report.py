@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hf_flexseq.plan.files import PlannedStep
+from hf_flexseq.plan.images import TowerLoad
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.view.picture import INK, LABEL, colour_of, new_figure, require, style_axes, svg_of
 
@@ -31,6 +32,7 @@ ROWS = 200
 LONGEST = 0.05
 
 MEASURED, PREDICTED, FEW, MUCH = "#3d8fbf", "#e8924a", "#9aa5b4", "#3d8fbf"
+TOWER = "#7a9e5f"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +48,13 @@ class StepRow:
     how: str
     """Number of groups of each degree, or the pipeline's chunks and stages."""
     predicted_s: float
-    """Predicted seconds."""
+    """Predicted seconds, with those of the tower."""
     measured_s: float | None
     """Measured seconds; None if unknown."""
     waited_s: float | None
     """Seconds that training waited for the plan; None if unknown."""
+    tower: TowerLoad | None
+    """What the tower does; None without images."""
 
     @property
     def tokens(self) -> int:
@@ -77,14 +81,17 @@ def step_row(replicas: Sequence[PlannedStep]) -> StepRow:
             degree2groups[group.degree] += 1
     hows += [f"{count:,} x {degree}" for degree, count in sorted(degree2groups.items())]
     measured = [sum(one.measured_s) for one in replicas if one.measured_s is not None]
+    tower = replicas[0].tower
+    tower_s = 0.0 if tower is None else tower.seconds
     return StepRow(
         number=replicas[0].number,
         sequences=sum(len(one.plan.lengths) for one in replicas),
         degree2tokens=dict(sorted(degree2tokens.items())),
         how=", ".join(hows),
-        predicted_s=max(one.plan.objective_s for one in replicas),
+        predicted_s=max(one.plan.objective_s for one in replicas) + tower_s,
         measured_s=max(measured) if len(measured) == len(replicas) else None,
         waited_s=replicas[0].waited_s,
+        tower=tower,
     )
 
 
@@ -100,6 +107,19 @@ def lengths_text(lengths: Sequence[int]) -> str:
         f"{len(ascending):,} sequences with {ascending.sum():,} tokens: {ascending.mean():,.0f} "
         f"on average, {np.median(ascending):,.0f} at the median, {ascending[-1]:,} at most. "
         f"The longest {100 * LONGEST:.0f} % have {100 * share:.0f} % of the tokens."
+    )
+
+
+def tower_text(rows: Sequence[StepRow]) -> str:
+    """Return what the tower does in some steps, in a sentence; "" without images."""
+    loads = [row.tower for row in rows if row.tower is not None]
+    if not loads:
+        return ""
+    seconds = [load.seconds for load in loads]
+    return (
+        f"The vision tower encodes {sum(load.images for load in loads):,} images, each on one "
+        f"rank, in predicted {sum(seconds) / len(seconds):.3g} s per step with images. The rank "
+        f"with the most has {max(load.imbalance for load in loads):.3f}x of the mean at most."
     )
 
 
@@ -154,6 +174,9 @@ def steps_figure(rows: Sequence[StepRow]) -> Any:
     if all(row.measured_s is not None for row in rows):
         measured = _means([row.measured_s or 0.0 for row in rows])
         seconds.plot(numbers, measured, ".-", color=MEASURED, label="measured")
+    if any(row.tower is not None for row in rows):
+        of_tower = _means([row.tower.seconds if row.tower else 0.0 for row in rows])
+        seconds.plot(numbers, of_tower, ".-", color=TOWER, label="tower")
     seconds.set_ylim(bottom=0)
     seconds.set_ylabel("seconds", color=INK)
     degrees = sorted({degree for row in rows for degree in row.degree2tokens})

@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from hf_flexseq.base.lengths import parse_groups, read_lengths
+from hf_flexseq.base.lengths import Patches, parse_groups, parse_images, read_lengths
 from hf_flexseq.base.reading import Limits
 
 LENGTHS = [5, 1, 300]
@@ -150,3 +150,67 @@ def test_groups_are_a_prefix_and_branches():
 def test_what_is_no_group_is_refused_with_its_line(line, said):
     with pytest.raises(ValueError, match=said):
         parse_groups('{"prefix": 8, "branches": [1, 2]}\n' + line)
+
+
+# ---- images
+
+
+def test_rows_with_images_have_text_and_patches():
+    video = {"patches": 24, "frames": 3}
+    rows = [{"text": 8, "images": [4, 16, video]}, {"text": 5, "images": []}]
+    rows.append({"text": 0, "images": [4]})
+    made = parse_images("\n\n".join(map(json.dumps, rows)))
+    assert made == [
+        (8, [Patches(4, None), Patches(16, None), Patches(24, 3)]),
+        (5, []),
+        (0, [Patches(4, None)]),
+    ]
+    # each of 16 with all of the image; each of 24 with the 8 of its frame
+    assert [one.pairs for one in made[0][1]] == [16, 256, 24 * 8]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "5\n6",
+        '{"length": 5}',
+        '{"text": 5}',
+        '{"length": 5, "text": "x", "images": ["a.png"]}',
+        '{"prefix": 8, "branches": [1, 2]}',
+    ],
+)
+def test_other_forms_are_no_rows_with_images(text):
+    assert parse_images(text) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"text": 5}', r"line 2: not a row with images: missing keys \['images'\]"),
+        ('{"text": 5, "images": [], "image": 3}', r"line 2: .*unknown keys \['image'\]"),
+        ("7", "line 2: not a row with images: expected a JSON object, got int"),
+        ('{"text": "a", "images": []}', "line 2: text='a': must be a whole number"),
+        ('{"text": -1, "images": []}', "line 2: text=-1: must be at least 0"),
+        ('{"text": 0, "images": []}', "line 2: a row needs tokens of text, or images"),
+        ('{"text": 1, "images": 4}', "line 2: images=4: must be a list"),
+        ('{"text": 1, "images": [0]}', "line 2: patches of an image=0: must be at least 1"),
+        ('{"text": 1, "images": ["a.png"]}', "line 2: patches of an image='a.png'"),
+        ('{"text": 1, "images": [{"patches": 4}]}', "line 2: not a video: missing keys"),
+        (
+            '{"text": 1, "images": [{"patches": 10, "frames": 3}]}',
+            "line 2: 10 patches in 3 frames: give each frame as many",
+        ),
+        ('{"text": 1, "images": [{"patches": 4, "frames": 0}]}', "line 2: frames of a video=0"),
+        ("{", "line 2 is not JSON"),
+    ],
+)
+def test_what_is_no_row_with_images_is_refused_with_its_line(line, said):
+    with pytest.raises(ValueError, match=said):
+        parse_images('{"text": 8, "images": [1, 2]}\n' + line)
+
+
+def test_images_are_counted_against_the_limit():
+    text = '{"text": 8, "images": [1, 2]}\n' * 2
+    assert len(parse_images(text, Limits(lengths=4))) == 2
+    with pytest.raises(ValueError, match="has 4 images: the limit is 3 lengths"):
+        parse_images(text, Limits(lengths=3))

@@ -276,6 +276,38 @@ def test_a_large_picture_is_a_png(plan, monkeypatch):
     assert data_uri(figure).startswith("data:image/png;base64,")
 
 
+# ---- images
+
+
+def test_a_trace_shows_the_tower_of_steps_that_have_images(plan, made, trace):
+    towers = [{"images": 9, "seconds": 0.25, "imbalance": 1.5}, None, None]
+    lines = [line(plan, n) | ({"tower": tower} if tower else {}) for n, tower in enumerate(towers)]
+    page = made(trace(lines), f"{MACHINE} {FAST} --step 0")
+    with_tower = plan.objective_s + 0.25
+    predicted = [row[3] for row in page.steps()]
+    assert predicted == [f"{with_tower:.3f}", *[f"{plan.objective_s:.3f}"] * 2]
+    assert [row[6:9] for row in page.steps()] == [["9", "0.250", "1.500"], [""] * 3, [""] * 3]
+    assert page.steps()[0][5] == f"{1 / with_tower:.2f}x"
+    assert "encodes 9 images, each on one rank, in predicted 0.25 s per step" in page.text
+    assert "0.250 s of the tower (imbalance 1.500)" in page.text
+    assert "of the first 3 steps. It has sequences alone, without images." in " ".join(
+        page.text.split()
+    )
+    assert "tower" in page.images[0].decode()
+
+
+def test_a_page_without_images_has_no_word_of_a_tower(plan, made, trace):
+    page = made(trace([line(plan, n) for n in range(3)]), f"{MACHINE} {FAST}")
+    for word in ("images", "tower", "imbalance"):
+        assert word not in page.text
+    assert "tower" not in page.images[0].decode()
+
+
+def test_a_load_that_is_none_is_named(plan, trace, refused, tmp_path):
+    path = trace([line(plan, 0) | {"tower": {"images": 0, "seconds": 1, "imbalance": 1}}])
+    assert "images=0: must be at least 1" in refused(f"report {path} --html {tmp_path}/x.html")
+
+
 # ---- what a file brings
 
 
