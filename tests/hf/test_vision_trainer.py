@@ -1,6 +1,7 @@
 """FlexSeqTrainer on examples with images trains as the plain Trainer does: two ranks with two
 examples each against one process with four, whose mean over a batch is the step's token mean."""
 
+import json
 from typing import Any
 
 import pytest
@@ -71,11 +72,12 @@ def model_of(kind):
 
 def make_trainer(kind: str, folder: Any, *, ours: bool) -> Any:
     examples = vision_examples("qwen3_vl", IMAGES * 4)
+    options = {"max_tokens_per_rank": 30, "plan_trace": str(folder.parent / "trace.jsonl")}
     return trainer_of(
         FlexSeqTrainer if ours else Trainer,
         folder,
         model=model_of(kind),
-        flexseq={"max_tokens_per_rank": 30} if ours else None,
+        flexseq=options if ours else None,
         batch=2 if ours else 4,
         data_collator=DataCollatorForFlexSeq() if ours else with_pixels,
         train_dataset=examples[HELD_OUT:],
@@ -111,3 +113,7 @@ def test_ten_steps_and_an_evaluation_equal_the_plain_trainers(tmp_path, kind):
         assert max(logged(ours.log, "flexseq/micro_batches")) > 1
         if resumed is not None:
             assert distance(ours.weights, resumed) == 0
+    lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").open()]
+    images = {line["step"]: line.get("tower", {"images": 0})["images"] for line in lines}
+    counts = (IMAGES * 4)[HELD_OUT:]
+    assert images == {step: sum(counts[4 * step : 4 * step + 4]) for step in range(STEPS)}
