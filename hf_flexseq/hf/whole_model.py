@@ -26,7 +26,7 @@ from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.hf.attached import AttachedModel
 from hf_flexseq.hf.executors import EngineSetup, base_model, kernel_of, planner_of
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.facts import is_fully_sharded
+from hf_flexseq.hf.model.facts import is_fully_sharded, zero_stage
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.model.vision import VisionReader
@@ -290,7 +290,7 @@ class WholeModelExecutor:
             placement=self._known_tower().placed(images, self.setup.communicator.world_size),
             communicator=self.setup.communicator,
             device=accelerator.device,
-            is_sharded=is_fully_sharded(self._attached_model.base, accelerator),
+            is_sharded=zero_stage(self._attached_model.base, accelerator) == 3,
         )
 
     @property
@@ -348,6 +348,9 @@ class WholeModelExecutor:
     ) -> AbstractContextManager[BeforeLast]:
         """Surround a step; the block gets the surroundings of each micro-batch but the last."""
         assert self.fsdp is not None, "attach sets FSDP2's figures"
+        vision = self._attached_model.vision
+        if vision is not None:
+            vision.forget_gradients()
         reduction = GradientReduction(
             accelerator=self.setup.accelerator,
             communicator=self.setup.communicator,

@@ -204,6 +204,16 @@ class VisionModel:
         """True if a parameter outside of the text model gets gradients."""
         return any(parameter.requires_grad for parameter in self._tower)
 
+    def forget_gradients(self) -> None:
+        """Set the tower's gradients under ZeRO-3 to 0, before a step. DeepSpeed overwrites them in
+        the first micro-batch of a step alone, and adds to them in later ones; the tower's come with
+        the last, and in a step without images not at all."""
+        for parameter in self._tower:
+            if parameter.requires_grad and hasattr(parameter, "_z3_optimizer"):
+                from deepspeed.utils import safe_set_local_grad  # there is one where it shards
+
+                safe_set_local_grad(parameter, torch.zeros_like(parameter.ds_tensor))
+
     def calls(self, images: Sequence[Image]) -> int:
         """Return how often the tower is called for `images`."""
         return len(batches_of(images))
