@@ -20,7 +20,6 @@ from hf_flexseq.hf.loaders import BEFORE_END, as_drawn
 from hf_flexseq.hf.losses import reads_fused_head
 from hf_flexseq.hf.overrides import IN_PARTS, runs_other_code
 from hf_flexseq.hf.predictions import TokenPredictions, without_metrics
-from hf_flexseq.hf.row_outputs import outputs_of_rows
 from hf_flexseq.hf.shared_prefixes import KEEPS_OWN_LOSS, USERS_CODE
 from hf_flexseq.hf.step_loss import Prediction, StepLoss, StockPrediction
 from hf_flexseq.hf.sum_trial import SumTrial
@@ -30,6 +29,7 @@ from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.logged_loss import StepLosses
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.prefetch import Step
+from hf_flexseq.steps.row_outputs import outputs_of_rows
 from hf_flexseq.steps.step_items import StepItem, step_items
 from hf_flexseq.steps.training_mode import in_training_mode
 from hf_flexseq.steps.users_code import users_method, users_methods

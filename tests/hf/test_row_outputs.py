@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from trl import SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from hf_flexseq.hf.row_outputs import outputs_of_rows
+from hf_flexseq.steps.row_outputs import outputs_of_rows
 from tests.hf.objectives import (
     FLOAT32_BOUND,
     Case,

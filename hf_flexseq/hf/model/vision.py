@@ -26,12 +26,12 @@ from transformers.utils import ModelOutput
 
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.hf.model.image_masks import MasksOfImages, UnsupportedImages
-from hf_flexseq.hf.model.image_parts import batches_of, grid_of, parts_of
 from hf_flexseq.hf.model.images import TYPES, placeholders_of
 from hf_flexseq.hf.model.towers import tower_parameters
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.images import MODALITIES, ImageSize
 from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.image_parts import batches_of, grid_of, parts_of
 from hf_flexseq.steps.images import Image, RowImages
 
 _FEATURES = "mm_encoder_outputs"
@@ -205,9 +205,9 @@ class VisionModel:
         return any(parameter.requires_grad for parameter in self._tower)
 
     def forget_gradients(self) -> None:
-        """Set the tower's gradients under ZeRO-3 to 0, before a step. DeepSpeed overwrites them in
-        the first micro-batch of a step alone, and adds to them in later ones; the tower's come with
-        the last, and in a step without images not at all."""
+        """Set the tower's gradients under ZeRO-3 to 0, before a step. DeepSpeed overwrites
+        gradients in the first micro-batch of a step alone and adds to them in later ones; those of
+        the tower come with the last, and in a step without images not at all."""
         for parameter in self._tower:
             if parameter.requires_grad and hasattr(parameter, "_z3_optimizer"):
                 from deepspeed.utils import safe_set_local_grad  # there is one where it shards
