@@ -14,7 +14,7 @@ A call without `seq_ctx` is outside of planned steps, for example when a callbac
 sample. Such a call uses the model's own attention and loss.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.shared_prefixes import refuse_noise
+from hf_flexseq.steps.calls import Call, in_first_row, joined
 
 
 @contextmanager
@@ -90,6 +91,20 @@ class AttachedModel:
             self._attached.callback(end.remove)
         for hook in refuse_noise(base):
             self._attached.callback(hook.remove)
+
+    def rows_of(self, calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
+        """Yield the sequences of all calls as one batch of the engine; nothing without any. Raises
+        NotImplementedError for types of tokens in a model that takes no images here, ValueError
+        where it is not known which images belong to which sequence."""
+        types = sorted({name for call in calls for name in call.types})
+        if types and self.vision is None:
+            raise NotImplementedError(
+                f"a loss calls the model with {types[0]}: {type(self.base).__name__} takes no "
+                "images here; leave the column out"
+            )
+        row = joined(calls, in_first_row if self.vision is None else self.vision.of_rows)
+        if row is not None:
+            yield row
 
     @property
     def keeps_own_loss(self) -> bool:

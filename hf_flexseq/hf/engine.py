@@ -220,12 +220,13 @@ class FlexSeqEngine:
         return reason is None
 
     def step_of(
-        self, batch: Mapping[str, Any] | None, *, number: int, forward_only: bool = False
+        self, rows: Iterable[Mapping[str, Any]], *, number: int, forward_only: bool = False
     ) -> RankMicroBatches:
         """Return given sequences of all ranks as a step, planned and dispatched in place.
         Collective over the world.
 
-        batch: this rank's, as DataCollatorForFlexSeq makes them; None for no sequence.
+        rows: this rank's batch, as DataCollatorForFlexSeq makes it; none for no sequence. What is
+            raised while it is made is raised on all ranks.
         number: number of the step, for messages and the plan trace.
         forward_only: True if no pass will have a backward.
         Raises as `next_step` does, and ValueError if no rank has a sequence.
@@ -239,8 +240,7 @@ class FlexSeqEngine:
                 planner=planner,
                 shares_prefixes=not forward_only and self._shares_prefixes(),
             )
-        batches = [] if batch is None else [batch]
-        step = self._in_place[forward_only].next(iter(batches), 1)
+        step = self._in_place[forward_only].next(iter(rows), 1)
         if step is None:
             raise ValueError("no rank has a sequence to compute a loss of")
         assert isinstance(step, RankMicroBatches), "a stage computes no loss of given sequences"

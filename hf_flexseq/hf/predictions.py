@@ -32,7 +32,7 @@ from hf_flexseq.hf.model.router import TOTALS
 from hf_flexseq.hf.refusals.predictions import as_given, value_parts
 from hf_flexseq.kernels.chunked_loss import chunk_rows
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.steps.calls import Call, joined
+from hf_flexseq.steps.calls import Call, in_first_row, joined
 from hf_flexseq.steps.drawn import Columns, SourceRow
 from hf_flexseq.steps.figure_passes import figures_of
 from hf_flexseq.steps.inputs import Inputs
@@ -78,7 +78,7 @@ class TokenPredictions:
             self._is_started = True
         predicted = PredictedBatch(self._trainer, batch)
         step = self._engine.step_of(
-            predicted.row(with_loss=self._with_loss),
+            [predicted.row(with_loss=self._with_loss)],
             number=self._trainer.state.global_step,
             forward_only=True,
         )
@@ -179,7 +179,7 @@ class PredictedBatch:
         call = self._call
         targets = call.in_row(call.targets)  # [tokens]
         call.targets[self._own_samples() :] = IGNORE_INDEX
-        row = joined([call])
+        row = joined([call], in_first_row)
         assert row is not None, "a batch has a sequence at least"
         for name, value in self._batch.items():
             if name not in ("input_ids", "attention_mask", "labels"):

@@ -14,6 +14,7 @@ What the model itself is given is in `attached.py`.
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -45,6 +46,7 @@ from hf_flexseq.planner.passes import passes_of
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.program.passes import PlanPasses
+from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.drawn import Columns, PlannedStep, SourceRow
 from hf_flexseq.steps.exchange import RowExchange, united
 from hf_flexseq.steps.features import MicroBatchImages, images_of_step, with_image_columns
@@ -294,6 +296,11 @@ class WholeModelExecutor:
         )
 
     @property
+    def takes_images(self) -> bool:
+        """True if the attached model takes images here."""
+        return self._attached_model.vision is not None
+
+    @property
     def images(self) -> ImageReader | None:
         """What reads the images of rows, or refuses them; None for a model of text."""
         model = self._attached_model
@@ -365,6 +372,10 @@ class WholeModelExecutor:
         return trace.record(step, self.cost)
 
     # ---- what a loss on the source ranks needs of the model
+
+    def rows_of(self, calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
+        """Return what yields the sequences of calls; see `AttachedModel.rows_of`."""
+        return self._attached_model.rows_of(calls)
 
     def own_attention(self) -> AbstractContextManager[None]:
         """Give the attached model its own attention back inside the block, to generate with."""

@@ -5,16 +5,18 @@
     d e . .     1 1 0 0
 
 The row is what `DataCollatorForFlexSeq` would have made of the sequences. Results of its tokens
-are put back where the padded batch has them.
+are put back where the padded batch has them. Images of all sequences come together, as a processor
+joins them; the model knows how to divide them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.steps.collator import LENGTHS
+from hf_flexseq.steps.collator import IMAGES, LENGTHS, is_of_images
+from hf_flexseq.steps.images import TYPES
 
 # Arguments of a call that change nothing of what is computed of its tokens, or say how it is
 # answered.
@@ -25,20 +27,33 @@ _HARMLESS = {
 }
 _READ = {"input_ids", "attention_mask", "labels"}
 
+Images = Mapping[str, torch.Tensor]  # tensors of some images, by name
+
 
 class Call:
     """One call of a model, on a padded batch."""
 
-    __slots__ = ("_places", "ids", "lengths", "mask", "targets")
+    __slots__ = ("_places", "ids", "images", "lengths", "mask", "targets", "types")
 
     def __init__(
-        self, ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor | None
+        self,
+        ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        *,
+        images: Images | None = None,
+        types: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """ids: [B, S]. attention_mask: [B, S], 1 for tokens and 0 around them; None: all are.
         labels: [B, S], of the tokens themselves; None where the model predicts no tokens.
+        images: see `images_in`. types: see `types_in`.
 
         Raises ValueError for a mask that does more than to mark padding.
         """
+        self.images = dict(images or {})
+        """Tensors of the images of all sequences, in the order of the rows, by name."""
+        self.types = dict(types or {})
+        """[B, S] What each token stands for, by the names in TYPES that the batch has."""
         self.ids = ids.clone()  # a loss may change its batch
         self.mask = torch.ones_like(ids, dtype=torch.bool)
         """[B, S] True for tokens."""
@@ -57,8 +72,11 @@ class Call:
     def read(cls, given: Mapping[str, Any], *, of_tokens: bool) -> "Call":
         """Return the call with the keyword arguments `given`. of_tokens: True for labels of
         tokens. Raises NotImplementedError for arguments that the planned model is not given."""
+        images, types = images_in(given), types_in(given)
         for name, value in given.items():
             if name in _READ or name in _HARMLESS or value is None or value is False:
+                continue
+            if name in images or name in types:
                 continue
             raise NotImplementedError(
                 f"a loss calls the model with {name}: hf_flexseq computes the figures of a loss "
@@ -72,6 +90,8 @@ class Call:
             given["input_ids"],
             given.get("attention_mask"),
             given.get("labels") if of_tokens else None,
+            images=images,
+            types=types,
         )
 
     @property
@@ -86,6 +106,8 @@ class Call:
             and torch.equal(self.ids, other.ids)
             and torch.equal(self.mask, other.mask)
             and torch.equal(self.targets, other.targets)
+            and _are_equal(self.types, other.types)
+            and _are_equal(self.images, other.images)
         )
 
     def in_row(self, values: torch.Tensor) -> torch.Tensor:
@@ -98,8 +120,32 @@ class Call:
         return empty.index_put(self._places, values)
 
 
-def joined(calls: Sequence[Call]) -> dict[str, Any] | None:
-    """Return all calls as one batch of the engine, columns [1, tokens] and lengths, or None."""
+def images_in(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of images in a batch, or in the arguments of a call."""
+    found = {}
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and is_of_images(name) and name not in _HARMLESS:
+            found[name] = value
+    return found
+
+
+def types_in(given: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return the columns [B, S] in a batch that say what each token stands for. prefix: of their
+    names there."""
+    found = {name: given.get(prefix + name) for name in TYPES}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _are_equal(some: Images, others: Images) -> bool:
+    same_names = some.keys() == others.keys()
+    return same_names and all(torch.equal(value, others[name]) for name, value in some.items())
+
+
+def joined(
+    calls: Sequence[Call], images_of_rows: Callable[[Call], Sequence[Images]]
+) -> dict[str, Any] | None:
+    """Return all calls as one batch of the engine, columns [1, tokens] and lengths, or None.
+    images_of_rows: divides the images of a call by its rows."""
     lengths: list[int] = []
     for call in calls:
         lengths += call.lengths
@@ -107,19 +153,35 @@ def joined(calls: Sequence[Call]) -> dict[str, Any] | None:
         return None
     positions = torch.cat([torch.arange(length) for length in lengths])
     targets = torch.cat([call.in_row(call.targets) for call in calls])
-    return {
+    row: dict[str, Any] = {
         "input_ids": torch.cat([call.in_row(call.ids) for call in calls]).unsqueeze(0),
         "labels": targets.unsqueeze(0),
         "position_ids": positions.unsqueeze(0),
         LENGTHS: lengths,
     }
+    for name in TYPES:
+        if any(name in call.types for call in calls):
+            own = [call.types.get(name, torch.zeros_like(call.ids)) for call in calls]
+            parts = [call.in_row(types) for call, types in zip(calls, own, strict=True)]
+            row[name] = torch.cat(parts).unsqueeze(0)
+    if any(call.images for call in calls):
+        row[IMAGES] = []
+        for call in calls:
+            for tensors in images_of_rows(call):
+                row[IMAGES].append({name: value.cpu() for name, value in tensors.items()})
+    return row
+
+
+def in_first_row(call: Call) -> list[Images]:
+    """Return the images of a call as if they all belonged to its first row, for a model that takes
+    none: it is drawn, and refused, on all ranks."""
+    return [call.images, *({} for _ in call.lengths[1:])]
 
 
 _ADVICE = {
     "output_router_logits": (
         "; set config.output_router_logits=False, or for TRL's trainers router_aux_loss_coef=0.0"
     ),
-    "pixel_values": "; images are not available",
 }
 
 

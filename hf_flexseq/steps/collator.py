@@ -259,16 +259,16 @@ def _only_row(batch: Mapping[str, Any], index: int) -> dict[str, Any]:
     tokens = columns["input_ids"].shape[-1] if "input_ids" in columns else 0
     for name, value in columns.items():
         shape = getattr(value, "shape", None)
-        if shape != (1, tokens) and not _is_of_images(name):
+        if shape != (1, tokens) and not is_of_images(name):
             raise ValueError(
                 f"the collator made column {name!r} of example {index}, given alone, with shape "
                 f"{shape and tuple(shape)} instead of {(1, tokens)}; hf_flexseq moves one value "
                 "per token and column"
             )
-    return {name: value if _is_of_images(name) else value[0] for name, value in columns.items()}
+    return {name: value if is_of_images(name) else value[0] for name, value in columns.items()}
 
 
-def _is_of_images(name: str) -> bool:
+def is_of_images(name: str) -> bool:
     """Tell if a column of this name is what a processor makes of images."""
     return name.startswith(_OF_IMAGES) or name in _NAMES_OF_IMAGES
 
@@ -285,7 +285,7 @@ def _tensors(
         if value is None or isinstance(value, str):
             continue
         tensor = column_tensor(name, value, index)
-        if not _is_of_images(name):
+        if not is_of_images(name):
             columns[name] = tensor
         elif tensor.numel():  # else the example has none
             images[name] = tensor

@@ -4,19 +4,23 @@ tokens, and gradients back.
     encoded      in the first micro-batch's forward, every rank runs the tower on its images
     sent         one exchange over all ranks brings each row to the ranks that need it in the step
     used         every micro-batch takes its rows
-    returned     in the backward of the last micro-batch, one exchange brings the gradients of all
+    returned     in the last backward of a micro-batch, one exchange brings the gradients of all
                  micro-batches back, and the tower's own backward follows
 
 So tower and exchanges are a part of the autograd graph of one micro-batch, the last, and DDP,
 FSDP2 and ZeRO find the tower's gradients where they reduce those of all other parameters. The
-tower's graph is kept from the first to the last micro-batch. A sharded tower cannot keep it, since
-its parameters are gathered anew in every micro-batch: it runs once more in the last one.
+tower's graph is kept from the first to the last micro-batch, also where a pass without gradients
+comes first (`figure_passes.py`). A sharded tower cannot keep it, since its parameters are gathered
+anew in every micro-batch: it runs once more in the last one, with the random numbers that it drew.
+
+A pass of other weights, those of a reference, has features of its own (`of_other_weights`).
 
 Rejected: an exchange for every micro-batch, since images of one micro-batch are too few to balance
 them, and ranks that have nothing to do in it would have to take part.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -41,6 +45,7 @@ from hf_flexseq.steps.images import (
     row_starts,
     send_images,
 )
+from hf_flexseq.steps.random_numbers import random_numbers_of, random_states
 
 Ints = NDArray[np.int64]
 
@@ -156,8 +161,6 @@ class StepImages:
         is_sharded: True if the parameters of the tower are gathered in every micro-batch: its
             graph does not outlive one, and all ranks call it equally often.
         """
-        self.is_last = False
-        """True while the last micro-batch of a pass runs."""
         self.placement = placement
         self.runs = 0
         """Runs of the tower so far."""
@@ -192,16 +195,39 @@ class StepImages:
         self._served = to_device(torch.from_numpy(served), device)  # [sent] rows of this rank
         self._order = to_device(torch.from_numpy(order), device)  # [needed] rows as they arrive
 
+        self._last: int | None = None  # the micro-batch that is the last to run backward
+        self._follows = False  # a pass with gradients follows on one without
+        self._random: list[torch.Tensor] | None = None  # states before the tower's first run
         self._features: list[torch.Tensor] | None = None  # of each micro-batch, [rows, width]
         self._encoded: torch.Tensor | None = None  # by this rank, [rows, width], with its graph
         self._leaves: dict[int, torch.Tensor] = {}  # features of micro-batches before the last
 
+    def begin(self, last: int, *, follows: bool = False) -> None:
+        """Begin passes over the micro-batches. last: index of the one that is the last to run
+        backward. follows: True if most micro-batches run without gradients before."""
+        self._last = last
+        self._follows = follows
+
+    @contextmanager
+    def of_other_weights(self) -> Iterator[None]:
+        """Surround a pass without gradients, of another model or with other adapters: features are
+        encoded anew in it, and forgotten after it."""
+        former = self._features, self._encoded
+        self._features = self._encoded = None
+        try:
+            yield
+        finally:
+            self._features, self._encoded = former
+
     def of_micro_batch(self, index: int, tower: Tower) -> torch.Tensor:
         """Return the features of a micro-batch's tokens, [rows, width]. Called in the forward of
-        every micro-batch; collective over the world in the first of a step."""
+        every micro-batch; collective over the world in the first of a pass."""
         trains = torch.is_grad_enabled() and tower.is_trained
-        if trains and self._encoded is None and (self._keeps_graph or self.is_last):
-            self._encoded = self._encode(tower)
+        is_last = index == self._last
+        keeps = (trains or (self._follows and tower.is_trained)) and self._keeps_graph
+        if self._encoded is None and (keeps or (trains and is_last)):
+            with torch.enable_grad():
+                self._encoded = self._encode(tower)
         if self._features is None:
             encoded = self._encoded
             if encoded is None:
@@ -211,7 +237,7 @@ class StepImages:
         own = self._features[index]
         if not trains:
             return own
-        if self.is_last:
+        if is_last:
             features: torch.Tensor = _LastFeatures.apply(self._encoded, own, self, index)
             return features
         leaf = own.detach().requires_grad_()
@@ -221,7 +247,11 @@ class StepImages:
     def _encode(self, tower: Tower) -> torch.Tensor:
         """Run the tower on this rank's images: return their rows, [rows, width]."""
         self.runs += 1
-        return tower.encode(self._own, self._calls)
+        if self._random is None:
+            self._random = random_states()
+        # Layers after it draw the same numbers, whether it runs with them or not.
+        with random_numbers_of(self._random):
+            return tower.encode(self._own, self._calls)
 
     def _send(self, encoded: torch.Tensor) -> list[torch.Tensor]:
         """Exchange rows: this rank's own [rows, width] -> those of each micro-batch."""

@@ -62,7 +62,7 @@ def figures_of(step: RankMicroBatches, forward: Forward, totals: Collection[str]
     tokens, each [tokens, ...] on the CPU, and `totals` of the whole step. Collective over the
     world."""
     step.passes += 1
-    with torch.no_grad():
+    with step.of_other_weights(), torch.no_grad():
         found = {index: forward(step.take(index)) for index in step.indices}
     return gathered(step, found, totals)
 
@@ -88,6 +88,7 @@ class FigurePasses:
         """Run every micro-batch forward, and return what `figures_of` does. The plan's last
         micro-batch keeps its graph for `second`. Collective over the world."""
         step = self._step
+        step.begin(step.second_order(), follows=True)
         found: dict[int, Columns] = {}
         for index in step.walk(step.indices):
             keeps = index == step.last_of_plan
@@ -131,6 +132,7 @@ class FigurePasses:
         for the same names on all ranks."""
         step = self._step
         dispatched = step.exchange.dispatch(weights, step.routes)
+        step.begin(step.indices)
         found: dict[int, Columns] = {}
         for index in step.walk(step.indices, self._before_last):
             own = self._objective.forward(step.take(index))

@@ -31,6 +31,9 @@ NO_ROW = -1
 GRID_POSITIONS = "grid_positions"
 """Column of tokens, [tokens, 3]: positions in time, height and width, instead of one."""
 
+TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Columns that say of every token what it stands for: 0 is text."""
+
 NUMBERS = 6
 """Numbers that describe an image to other ranks."""
 

@@ -23,6 +23,7 @@ from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.exchange import Routes, RowExchange
 from hf_flexseq.steps.features import StepImages
 from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.random_numbers import random_numbers_of, random_states
 from hf_flexseq.steps.rank_step import RankStep
 
 BeforeLast = Callable[[], AbstractContextManager[Any]]  # surrounds a micro-batch
@@ -113,19 +114,23 @@ class RankMicroBatches(RankStep[Plan]):
         if not order:
             return
         for index, following in pairwise(order):
-            self._begin(is_last=False)
             with self.stopwatch.timing(index), before_last():
                 yield index
             self._prepare(following)
         last = order[-1]
-        self._begin(is_last=True)
         with self.stopwatch.timing(last):
             yield last
 
-    def _begin(self, *, is_last: bool) -> None:
-        """Tell the step's images which micro-batch of a pass begins."""
+    def begin(self, order: Sequence[int], *, follows: bool = False) -> None:
+        """Tell the step's images in which order micro-batches run backward. follows: True if most
+        of them run without gradients before."""
         if self.images is not None:
-            self.images.is_last = is_last
+            self.images.begin(order[-1], follows=follows)
+
+    def of_other_weights(self) -> AbstractContextManager[None]:
+        """Surround a pass without gradients of a model whose weights may be others than those that
+        are trained: images are encoded anew."""
+        return nullcontext() if self.images is None else self.images.of_other_weights()
 
     def _prepare(self, index: int) -> None:
         """Make the inputs of a micro-batch that will run soon."""
@@ -155,6 +160,7 @@ class RankMicroBatches(RankStep[Plan]):
     def micro_batches(self, before_last: BeforeLast = nullcontext) -> Iterator[Inputs]:
         """Yield the inputs of every micro-batch, once; the caller adds its loss (`add`)."""
         assert not self.ran, "a step runs once"
+        self.begin(self.indices)
         for index in self.walk(self.indices, before_last):
             self.ran.append(index)
             yield self.take(index)
@@ -168,6 +174,7 @@ class RankMicroBatches(RankStep[Plan]):
         assert not self.ran, "a step runs once"
         last_of_plan = self.last_of_plan
         order = self.second_order()
+        self.begin(order)
 
         # 1. first pass
         shares = []
@@ -216,27 +223,10 @@ class RankMicroBatches(RankStep[Plan]):
 
     def keep_random_state(self, index: int) -> None:
         """Keep the random number generators' states before a micro-batch's first pass."""
-        self._random[index] = _random_states()
+        self._random[index] = random_states()
 
     @contextmanager
     def random_state_of(self, index: int) -> Iterator[None]:
         """Draw inside the random numbers that the first pass of a micro-batch has drawn."""
-        now = _random_states()
-        _set_random_states(self._random.pop(index))
-        try:
+        with random_numbers_of(self._random.pop(index)):
             yield
-        finally:
-            _set_random_states(now)
-
-
-def _random_states() -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return states
-
-
-def _set_random_states(states: Sequence[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])

@@ -139,8 +139,9 @@ def test_images_are_refused(tmp_path):
             return batch | {"mm_token_type_ids": torch.zeros_like(batch["completion_ids"])}
 
     trainer = distillation(WithImages, tmp_path)
-    with refused("mm_token_type_ids: hf_flexseq distills text"):
-        trainer.train()
+    for run in (trainer.train, trainer.evaluate):
+        with refused("mm_token_type_ids: hf_flexseq distills text"):
+            run()
 
 
 def test_a_teacher_that_cannot_be_computed_exactly_is_refused(tmp_path):

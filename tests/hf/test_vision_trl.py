@@ -5,25 +5,48 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig
-from trl import SFTConfig, SFTTrainer
+from transformers import AutoModelForImageTextToText
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
+from hf_flexseq.steps.features import StepImages
 from tests.budget import others_nightly
-from tests.hf.trainers import Run, difference, trained, trainer_of
-from tests.hf.vision import tiny_vision_model
-from tests.hf.vision_processor import completions, talks, texts, vision_processor
-from tests.ranks import run_ranks
+from tests.hf.trainers import Difference, Run, difference, trained, trainer_of
+from tests.hf.vision import END, IMAGE, START, VIDEO, tiny_vision_model
+from tests.hf.vision_processor import (
+    completions,
+    labelled,
+    pairs,
+    prompts,
+    talks,
+    texts,
+    vision_processor,
+)
+from tests.ranks import run_cases, run_ranks
 
 pytestmark = pytest.mark.processes
 
 # of text and of the tower
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "qkv"], init_lora_weights=False)
+FEW, MANY = 40, 400  # tokens of a rank in a micro-batch: several of them, or one
 
 
-def assert_as_stock(stock: Run, ours: Run) -> None:
-    apart = difference(stock, ours)
+def assert_alike(apart: Difference) -> None:
     assert apart.weights < 2e-6
     assert apart.metrics < 1e-6, apart.metric
     assert not apart.missing
@@ -83,4 +106,145 @@ def test_sft_on_two_ranks_trains_as_on_one(tmp_path, name):
     by_rank = run_ranks(sft_run, 2, name, tmp_path, seconds=120)
     stock = sft_run(0, 1, name, tmp_path)
     for ours in by_rank:
-        assert_as_stock(stock, ours)
+        assert_alike(difference(stock, ours))
+
+
+# ---- losses on whole samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A trainer whose loss is computed on the source ranks, and how it is set."""
+
+    kind: str
+    """A key of KINDS."""
+
+    accumulation: int = 1
+    cap: int = FEW
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def reward(completions: Any, **given: Any) -> list[float]:
+    """The share of an eighth of different words in each completion."""
+    return [len(set(completion[0]["content"].split())) / 8 for completion in completions]
+
+
+def loaded(folder: Path) -> Any:
+    """The model of a saved folder, as trainers need it that load their reference themselves."""
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
+
+
+_ROLLING_OUT = {
+    "beta": 0.1,
+    "num_generations": 4,
+    "max_completion_length": 12,
+    "generation_kwargs": {"suppress_tokens": [IMAGE, VIDEO, START, END]},
+    "reward_funcs": reward,
+    "batch": 4,
+    "per_device_eval_batch_size": 4,
+}
+# trainer, its configuration, its data, its settings
+KINDS = {
+    "dpo": (DPOTrainer, DPOConfig, pairs, {"beta": 0.5, "max_length": None}),
+    "kto": (KTOTrainer, KTOConfig, labelled, {"beta": 0.5, "max_length": None}),
+    "grpo": (GRPOTrainer, GRPOConfig, prompts, _ROLLING_OUT),
+    "rloo": (RLOOTrainer, RLOOConfig, prompts, _ROLLING_OUT),
+}
+OF_OWN = "a reference model of its own"
+WHOLE = {
+    "dpo": Whole(kind="dpo", settings={"ref_model": OF_OWN}),
+    "dpo in one micro-batch": Whole(kind="dpo", cap=MANY, settings={"ref_model": OF_OWN}),
+    "dpo, accumulated": Whole(
+        kind="dpo",
+        accumulation=2,
+        settings={"ref_model": OF_OWN, "activation_checkpointing": True},
+    ),
+    "dpo, adapters": Whole(kind="dpo", settings={"peft_config": LORA}),
+    "kto": Whole(kind="kto", accumulation=2, settings={"ref_model": OF_OWN}),
+    "grpo": Whole(kind="grpo"),
+    "grpo, again": Whole(
+        kind="grpo",
+        accumulation=2,
+        settings={"num_iterations": 2, "steps_per_generation": 4},
+    ),
+    "grpo, adapters": Whole(kind="grpo", settings={"peft_config": LORA}),
+    "rloo": Whole(kind="rloo"),
+}
+
+
+def whole_run(case: Whole, folder: Path, *, ours: bool) -> Run:
+    """Train and evaluate a trainer of a case on this rank."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    torch.manual_seed(5)
+    cls, config, data, settings = KINDS[case.kind]
+    given = {"activation_checkpointing": False, "batch": 2, **settings, **case.settings}
+    if given.get("ref_model") == OF_OWN:
+        given["ref_model"] = tiny_vision_model("qwen3_vl", seed=1)
+    trainer = trainer_of(
+        cls,
+        folder / "out",
+        config=config,
+        flexseq={"max_tokens_per_rank": case.cap} if ours else None,
+        accumulation=case.accumulation,
+        model=loaded(folder / "model"),
+        train_dataset=data(24),
+        eval_dataset=data(4),
+        data_collator=None,
+        processing_class=vision_processor(),
+        learning_rate=0.05,
+        max_steps=2,
+        bf16=False,
+        **given,
+    )
+    return trained(trainer, evaluates=True)
+
+
+def compare(
+    rank: int, world_size: int, name: str, folder: Path
+) -> tuple[Difference, list[tuple[int, int]]]:
+    """How far ours is from stock on this rank; and of each step with images how often the tower
+    ran on this rank, and how often with a graph."""
+    datasets.disable_progress_bars()
+    runs: dict[StepImages, list[bool]] = {}
+    encode = StepImages._encode
+
+    def noted(images: StepImages, tower: Any) -> Any:
+        runs.setdefault(images, []).append(torch.is_grad_enabled())
+        return encode(images, tower)
+
+    stock = whole_run(WHOLE[name], folder, ours=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepImages, "_encode", noted)
+        ours = whole_run(WHOLE[name], folder, ours=True)
+    return difference(stock, ours), [(len(own), sum(own)) for own in runs.values()]
+
+
+def apart_by_rank(names: list[str], folder: Path) -> list[Any]:
+    tiny_vision_model("qwen3_vl").save_pretrained(folder / "model")
+    return run_cases(compare, 2, [(name, folder) for name in names], seconds=300)
+
+
+def check_case(name: str, by_rank: Any) -> None:
+    case = WHOLE[name]
+    for apart, runs in by_rank:
+        assert_alike(apart)
+        trained_steps = [of_step for of_step in runs if of_step[1]]
+        assert len(trained_steps) == 2, "the steps of training"
+        for times, with_graph in trained_steps:
+            assert with_graph == 1, "the tower of the trained model runs once"
+            # and once for a reference that was not asked while samples were made
+            assert times == (1 if case.kind in ("grpo", "rloo") else 2)
+
+
+def test_losses_on_whole_samples_are_those_of_the_plain_trainers(tmp_path):
+    names = ["dpo", "grpo"]
+    for name, by_rank in zip(names, apart_by_rank(names, tmp_path), strict=True):
+        check_case(name, by_rank)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in WHOLE if name not in ("dpo", "grpo")])
+def test_other_losses_on_whole_samples(tmp_path, name):
+    (by_rank,) = apart_by_rank([name], tmp_path)
+    check_case(name, by_rank)

@@ -1,7 +1,7 @@
 """A processor of Qwen3-VL for words and small images, and datasets for TRL with both."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ def vision_processor() -> ImagesAndWords:
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         eos_token="<end>",
+        padding_side="left",  # as GRPO pads prompts
         additional_special_tokens=list(SPECIAL),
     )
     images = Qwen2VLImageProcessorPil(
@@ -74,13 +75,17 @@ def words(rng: random.Random, least: int, most: int) -> str:
     return " ".join(f"w{rng.choice(WORDS)}" for _ in range(rng.randint(least, most)))
 
 
-def _rows(count: int, row: Callable[[random.Random, int], dict[str, Any]]) -> Dataset:
-    """Rows with 0 to 2 images each."""
+def _rows(
+    count: int,
+    row: Callable[[random.Random, int], dict[str, Any]],
+    images: Sequence[int] = (1, 0, 2, 1),
+) -> Dataset:
+    """Rows with so many images each, again and again."""
     rng = random.Random(0)
     rows = []
     for index in range(count):
-        images = [picture(rng) for _ in range((1, 0, 2, 1)[index % 4])]
-        rows.append({"images": images, **row(rng, len(images))})
+        pictures = [picture(rng) for _ in range(images[index % len(images)])]
+        rows.append({"images": pictures, **row(rng, len(pictures))})
     return Dataset.from_list(rows)
 
 
@@ -111,3 +116,36 @@ def talks(count: int) -> Dataset:
         return {"messages": [asked, {"role": "assistant", "content": words(rng, 2, 20)}]}
 
     return _rows(count, row)
+
+
+def pairs(count: int) -> Dataset:
+    """Prompts with images, and a chosen and a rejected completion."""
+
+    def row(rng: random.Random, images: int) -> dict[str, Any]:
+        return {
+            "prompt": _with_pictures(words(rng, 2, 6), images) + " ",
+            "chosen": words(rng, 2, 20),
+            "rejected": words(rng, 2, 12),
+        }
+
+    return _rows(count, row)
+
+
+def labelled(count: int) -> Dataset:
+    """Prompts with images, and a completion that is good or bad."""
+
+    def row(rng: random.Random, images: int) -> dict[str, Any]:
+        prompt = _with_pictures(words(rng, 2, 6), images) + " "
+        return {"prompt": prompt, "completion": words(rng, 2, 20), "label": rng.random() < 0.5}
+
+    return _rows(count, row)
+
+
+def prompts(count: int) -> Dataset:
+    """Prompts with images alone. All have some: a rank whose samples have none waits for the
+    others in TRL's log of images."""
+
+    def row(rng: random.Random, images: int) -> dict[str, Any]:
+        return {"prompt": [{"role": "user", "content": words(rng, 2, 6)}]}
+
+    return _rows(count, row, images=(1, 2))

@@ -290,7 +290,7 @@ def error_under(rank, world_size, sharding, seed, uses, checkpointing):
         wrapped = DistributedDataParallel(model) if sharding == "ddp" else model
         own = [one for one, source in zip(EXAMPLES, sources, strict=True) if source == rank]
         batch = DataCollatorForFlexSeq()(own) if own else None
-        step = engine.step_of(batch, number=seed)
+        step = engine.step_of([batch], number=seed)
         with engine.passes(step, wrapped) as before_last:
             run_passes(step, RandomObjective(wrapped, rank, uses, seed), before_last)
     # the mean over ranks is that of their losses

@@ -12,10 +12,7 @@ from transformers import PreTrainedConfig
 
 from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.steps.drawn import SourceRow
-from hf_flexseq.steps.images import RowImages
-
-TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Columns that say of every token what it stands for: 0 is text."""
+from hf_flexseq.steps.images import TYPES, RowImages
 
 # Options of a configuration that name the token instead of an image, or of a part of one.
 _PLACEHOLDERS = (

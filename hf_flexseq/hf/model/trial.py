@@ -36,7 +36,6 @@ from transformers.masking_utils import AttentionMaskInterface
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.hf.model.calls import Asked, UnsupportedAttention, number_of, read_call
 from hf_flexseq.hf.model.facts import unsharded_class
-from hf_flexseq.hf.model.images import TYPES
 from hf_flexseq.hf.model.meta_model import FAULTS, TOKENS, copy_users_modules, meta_model
 from hf_flexseq.hf.model.recurrent import (
     RecurrentCall,
@@ -44,6 +43,7 @@ from hf_flexseq.hf.model.recurrent import (
     attach_recurrent,
     mixers,
 )
+from hf_flexseq.steps.images import TYPES
 
 logger = logging.getLogger(__name__)
 

@@ -26,13 +26,15 @@ from transformers.utils import ModelOutput
 
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.hf.model.image_masks import MasksOfImages, UnsupportedImages
-from hf_flexseq.hf.model.images import TYPES, placeholders_of
+from hf_flexseq.hf.model.image_rows import KINDS, NUMBERS, images_of_rows
+from hf_flexseq.hf.model.images import placeholders_of
 from hf_flexseq.hf.model.towers import tower_parameters
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.images import MODALITIES, ImageSize
+from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.image_parts import batches_of, grid_of, parts_of
-from hf_flexseq.steps.images import Image, RowImages
+from hf_flexseq.steps.images import TYPES, Image, RowImages
 
 _FEATURES = "mm_encoder_outputs"
 _POSITIONS = "get_rope_index"  # the method of models whose positions have three axes
@@ -122,8 +124,8 @@ class VisionModel:
                 continue
             if not own or not tokens:
                 raise ValueError(
-                    f"it has {tokens} tokens {modality.placeholder}, which stand for parts of an "
-                    f"{modality.name}, and {', '.join(own) or 'no pixels'}: cut examples neither "
+                    f"it has {tokens} tokens {modality.placeholder}, which stand for parts of "
+                    f"{modality.name}s, and {', '.join(own) or 'no pixels'}: cut examples neither "
                     "in the middle nor without their images"
                 )
             images += self._split(sequence, modality.name, own, tokens)
@@ -189,13 +191,19 @@ class VisionModel:
             return torch.arange(len(ids)).unsqueeze(1).expand(-1, 3)
         assert self._positions is not None, "the model counts positions itself"
         types = torch.zeros_like(ids)
-        for number, name in enumerate(MODALITIES, start=1):
-            if name in self._modalities:
-                types[ids == self._modalities[name].placeholder] = number
-        given = {"input_ids": ids.unsqueeze(0), "mm_token_type_ids": types.unsqueeze(0), **tensors}
+        for name, modality in self._modalities.items():
+            types[ids == modality.placeholder] = NUMBERS[name]
+        given = {"input_ids": ids.unsqueeze(0), KINDS: types.unsqueeze(0), **tensors}
         taken = inspect.signature(self._positions).parameters
         positions, _ = self._positions(**{n: v for n, v in given.items() if n in taken})
         return positions[:, 0].T.contiguous()  # [3, 1, tokens] -> [tokens, 3]
+
+    def of_rows(self, call: Call) -> list[dict[str, torch.Tensor]]:
+        """Return the tensors of each row of a padded batch. Raises ValueError where it is not
+        known which images belong to which row."""
+        modalities = self._modalities.values()
+        placeholders = {one.name: one.placeholder for one in modalities}
+        return images_of_rows(call, placeholders, {one.name: one.arguments for one in modalities})
 
     # ---- the tower
 

@@ -21,7 +21,7 @@ from hf_flexseq.hf.objectives.heads import Head, TokenFigures
 from hf_flexseq.hf.objectives.reference import adapter_state
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.answering import answered_by
-from hf_flexseq.steps.calls import Call, joined
+from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.drawn import Columns
 from hf_flexseq.steps.figure_passes import figures_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
@@ -185,7 +185,9 @@ class Answers:
                     "computes gradients of one call for each batch"
                 )
             step = self._engine.step_of(
-                joined([call]), number=self._trainer.state.global_step, forward_only=True
+                self._engine.whole_model.rows_of([call]),
+                number=self._trainer.state.global_step,
+                forward_only=True,
             )
             with self._engine.whole_model.planned_attention():
                 found = self._figures(step, model)

@@ -37,7 +37,7 @@ from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.plan.shard import Shard
-from hf_flexseq.steps.calls import Call
+from hf_flexseq.steps.calls import Call, images_in, types_in
 from hf_flexseq.steps.drawn import Columns
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
@@ -184,6 +184,12 @@ class Divergences:
             raise NotImplementedError(
                 f"{type(self._trainer).__name__} calls the model itself: hf_flexseq computes "
                 "divergences, as DistillationTrainer's own compute_loss asks for them"
+            )
+        others = [*images_in(given), *types_in(given)]
+        if others:  # of an evaluation; those of training are refused as they are drawn
+            raise NotImplementedError(
+                f"{type(self._trainer).__name__} has samples with {', '.join(others)}: hf_flexseq "
+                "distills text alone; leave images out of the dataset"
             )
         ids, mask = given["input_ids"], given["attention_mask"]
         labels = ids.masked_fill(mask == 0, IGNORE_INDEX)

@@ -11,6 +11,7 @@ When a step can be planned depends on when its sequences are known:
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from transformers import Trainer
@@ -22,7 +23,7 @@ from hf_flexseq.hf.objectives.generations import Generations
 from hf_flexseq.hf.objectives.heads import Head
 from hf_flexseq.hf.objectives.trainers import Foreseen, foreseen
 from hf_flexseq.hf.shared_prefixes import GROUPS
-from hf_flexseq.steps.calls import Call, joined
+from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.users_code import users_methods
 
@@ -143,7 +144,7 @@ class Drawing:
             calls = self._policy_calls(drawn.batches)
             kept = tuple(calls) if self._may_change else ()
             self._drawn.append(replace(drawn, calls=kept))
-            yield _row(calls)
+            yield from self._rows_of_step(calls)
 
     # ---- the step whose batches were returned
 
@@ -168,6 +169,10 @@ class Drawing:
         """Return the calls that the loss will make on each of the batches."""
         return [foreseen(self._trainer, batch, self._head) for batch in batches]
 
+    def _rows_of_step(self, calls: Sequence[Call]) -> Rows:
+        """Yield the sequences of a step's calls, as one batch of the engine."""
+        return self._engine.whole_model.rows_of(calls)
+
     def _policy_calls(self, batches: Sequence[Any]) -> list[Call]:
         return [own.policy for own in self.foreseen(batches)]
 
@@ -178,11 +183,11 @@ class Drawing:
         if self._generations is None:
             step, self._step = self._step, None
             if self._may_change and self._arrival(calls, self._current.calls) != _AS_PLANNED:
-                step = self._engine.step_of(joined(calls), number=number)
+                step = self._engine.step_of(self._rows_of_step(calls), number=number)
         elif self._generations.span_steps:
             step = self._step_of_samples(calls, number)
         else:
-            step = self._engine.step_of(joined(calls), number=number)
+            step = self._engine.step_of(self._rows_of_step(calls), number=number)
         assert step is not None, "a batch has a sequence at least"
         return step
 
@@ -195,7 +200,7 @@ class Drawing:
             self._changes_samples = True
         if arrival != _AS_PLANNED:
             self._to_come = deque(self._calls_to_come(len(calls)))
-            self._rows = map(_row, [calls, *self._to_come])
+            self._rows = chain.from_iterable(map(self._rows_of_step, [calls, *self._to_come]))
         return self._next_step(number)
 
     def _next_step(self, first_number: int) -> RankMicroBatches | None:
@@ -221,10 +226,3 @@ class Drawing:
         if not self._changes_samples:
             for batches in self._generations.steps_to_come(num_batches):
                 yield self._policy_calls(batches)
-
-
-def _row(calls: Sequence[Call]) -> dict[str, Any]:
-    """Return the sequences of a step's calls as one batch of the engine."""
-    row = joined(calls)
-    assert row is not None, "a batch has a sequence at least"
-    return row

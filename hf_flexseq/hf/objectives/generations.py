@@ -88,10 +88,13 @@ class Generations:
 
 def grouped(slices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the samples of all slices in slices of the same size, those of one prompt side by
-    side, prompts in the order of their first samples.
+    side, prompts in the order of their first samples. Samples with images stay as they are, since
+    those share no prefixes.
 
     slices: `prompt_ids` and other tensors [samples, ...], lists of samples, or values for all.
     """
+    if "num_images" in slices[0]:
+        return [dict(own) for own in slices]
     prompts: dict[tuple[int, ...], list[int]] = {}
     size = len(slices[0]["prompt_ids"])
     sample = 0

@@ -38,7 +38,6 @@ from hf_flexseq.hf.objectives.reference import attached_reference, reference_of
 from hf_flexseq.hf.objectives.trainers import Foreseen
 from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.hf.watch import Watch
-from hf_flexseq.steps.calls import joined
 from hf_flexseq.steps.drawn import Columns
 from hf_flexseq.steps.figure_passes import FigurePasses, check_known
 from hf_flexseq.steps.inputs import Inputs
@@ -85,7 +84,10 @@ class PlannedLoss:
         try:
             with ExitStack() as attached:
                 reference = getattr(self._trainer, "ref_model", None)
-                attached.enter_context(attached_reference(reference, policy))
+                takes_images = self._engine.whole_model.takes_images
+                attached.enter_context(
+                    attached_reference(reference, policy, takes_images=takes_images)
+                )
                 if isinstance(self._head, Divergences):
                     answer = self.answers.answer_of_policy
                     attached.enter_context(self._head.attached(self._engine.whole_model, answer))
@@ -177,7 +179,7 @@ class PlannedLoss:
         others_step = None
         if others:
             others_step = self._engine.step_of(
-                joined(others), number=step.number, forward_only=True
+                self._engine.whole_model.rows_of(others), number=step.number, forward_only=True
             )
             self.answers.run(others_step, model, POLICY, others)
         if not calls[0].wants_reference:

@@ -2,7 +2,7 @@
 trained model with its adapter off."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -12,14 +12,18 @@ from hf_flexseq.hf.attached import on_micro_batches
 from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import layer_calls
+from hf_flexseq.hf.model.vision import VisionModel
 
 
 @contextmanager
-def attached_reference(model: nn.Module | None, policy: PreTrainedModel) -> Iterator[None]:
-    """Give a reference model our attention, recurrent layers and positions inside the block;
-    nothing happens for None.
+def attached_reference(
+    model: nn.Module | None, policy: PreTrainedModel, *, takes_images: bool
+) -> Iterator[None]:
+    """Give a reference model our attention, recurrent layers and positions inside the block, and
+    features of its own tower; nothing happens for None.
 
     model: as accelerate has wrapped it. policy: the trained model, whose kernels serve both.
+    takes_images: True if the trained model does.
     Raises NotImplementedError for a model that cannot be computed exactly, or whose layers are of
     other sizes than the policy's.
     """
@@ -33,7 +37,10 @@ def attached_reference(model: nn.Module | None, policy: PreTrainedModel) -> Iter
             f"the reference model {type(base).__name__} has other attention layers than the "
             "trained one: give a reference of the same architecture and sizes"
         )
-    with on_micro_batches(base):
+    with ExitStack() as attached:
+        attached.enter_context(on_micro_batches(base))
+        if takes_images:
+            attached.enter_context(VisionModel(base).attached())
         yield
 
 

@@ -15,7 +15,7 @@ from transformers import Trainer
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.losses import reads_figures
 from hf_flexseq.hf.objectives.heads import Head
-from hf_flexseq.steps.calls import Call
+from hf_flexseq.steps.calls import Call, images_in, types_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ def foreseen(trainer: Trainer, batch: Mapping[str, Any], head: Head) -> Foreseen
     """Return the calls that the loss of `trainer` will make on a batch."""
     if reads_figures(trainer):
         read = ("input_ids", "attention_mask", "labels")
-        return Foreseen(head.read({name: batch[name] for name in read if name in batch}))
+        given = {name: batch[name] for name in read if name in batch}
+        return Foreseen(head.read({**given, **images_in(batch), **types_in(batch)}))
     for cls in type(trainer).__mro__:
         if cls.__name__ in _OF_TRAINERS:
             return _OF_TRAINERS[cls.__name__](trainer, batch)
@@ -44,25 +45,28 @@ def foreseen(trainer: Trainer, batch: Mapping[str, Any], head: Head) -> Foreseen
 
 
 def _dpo(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
-    call = _completion_call(batch["input_ids"], batch["attention_mask"], batch["completion_mask"])
+    call = _completion_call(batch)
     return Foreseen(call, wants_reference=not trainer.precompute_ref_logps)
 
 
 def _kto(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
-    call = _completion_call(batch["input_ids"], batch["attention_mask"], batch["completion_mask"])
-    others = None
-    if trainer.calculate_KL:
-        others = _completion_call(
-            batch["KL_input_ids"], batch["KL_attention_mask"], batch["KL_completion_mask"]
-        )
+    call = _completion_call(batch)
+    others = _completion_call(batch, "KL_") if trainer.calculate_KL else None
     return Foreseen(call, wants_reference=not trainer.precompute_ref_logps, others=others)
 
 
-def _completion_call(
-    ids: torch.Tensor, attention_mask: torch.Tensor, completion_mask: torch.Tensor
-) -> Call:
-    """Return the call whose labels are the tokens of completions; each [B, S]."""
-    return Call(ids, attention_mask, ids.masked_fill(completion_mask == 0, IGNORE_INDEX))
+def _completion_call(batch: Mapping[str, Any], prefix: str = "") -> Call:
+    """Return the call whose labels are the tokens of completions. prefix: of the names of its
+    columns, each [B, S]."""
+    ids = batch[f"{prefix}input_ids"]
+    labels = ids.masked_fill(batch[f"{prefix}completion_mask"] == 0, IGNORE_INDEX)
+    return Call(
+        ids,
+        batch[f"{prefix}attention_mask"],
+        labels,
+        images=images_in(batch),
+        types=types_in(batch, prefix),
+    )
 
 
 def _rollouts(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
@@ -71,7 +75,7 @@ def _rollouts(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
     labels[:, : batch["prompt_ids"].shape[1]] = IGNORE_INDEX
-    return Foreseen(Call(ids, mask, labels))
+    return Foreseen(Call(ids, mask, labels, images=images_in(batch), types=types_in(batch)))
 
 
 def _reward(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:

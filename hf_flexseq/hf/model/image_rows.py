@@ -1,0 +1,93 @@
+"""Which images of a padded batch belong to which of its rows.
+
+A processor of transformers joins the images of all that it is given: patches of one image after
+the other with a row of a grid for each, or images, or tiles of images. Tokens tell where one ends:
+their number is proportional to an image's patches, or equal for images and tiles of one size.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hf_flexseq.plan.images import MODALITIES
+from hf_flexseq.steps.calls import Call
+from hf_flexseq.steps.image_parts import parts_of
+
+KINDS = "mm_token_type_ids"
+"""The column of types that tells images and videos apart."""
+NUMBERS = {name: number for number, name in enumerate(MODALITIES, start=1)}
+"""Their numbers in it."""
+
+
+def images_of_rows(
+    call: Call, placeholders: Mapping[str, int], arguments: Mapping[str, Sequence[str]]
+) -> list[dict[str, torch.Tensor]]:
+    """Return the tensors of the images of each row of a padded batch. placeholders: the token of
+    each modality. arguments: names of what the model takes of its images.
+
+    Raises ValueError where it is not known which images belong to which row, and for types that
+    contradict the tokens.
+    """
+    own: list[dict[str, torch.Tensor]] = [{} for _ in call.lengths]
+    left = dict(call.images)
+    types = call.types.get(KINDS)
+    for modality, placeholder in placeholders.items():
+        tensors = {name: left.pop(name) for name in arguments[modality] if name in left}
+        if not tensors:
+            continue  # tokens without images are found in each row
+        is_image = (call.ids == placeholder) & call.mask  # [B, S]
+        if types is not None and (types[is_image] != NUMBERS[modality]).any():
+            raise ValueError(
+                f"{KINDS} of a batch are not {NUMBERS[modality]} at all of its tokens "
+                f"{placeholder}, which stand for {modality}s: prompts and types are padded on "
+                "different sides; set the tokenizer's padding_side='left'"
+            )
+        tokens = is_image.sum(dim=1).tolist()
+        for row, part in zip(own, parts_of_rows(tensors, tokens), strict=True):
+            row.update(part)
+    if left:
+        raise ValueError(
+            f"a batch has {', '.join(left)}, and the model does not say to which of its rows they "
+            "belong: leave them out"
+        )
+    return own
+
+
+def parts_of_rows(
+    tensors: Mapping[str, torch.Tensor], tokens: Sequence[int]
+) -> list[dict[str, torch.Tensor]]:
+    """Return the part of tensors of all images of a batch that belongs to each of its rows, whose
+    images stand in the order of the rows; {} for a row without any.
+
+    tokens: that stand for images, of each row. Raises ValueError where they do not tell which
+    images belong to which row.
+    """
+    parts, weights = parts_of(tensors)
+    rows: list[list[dict[str, torch.Tensor]]] = [[] for _ in tokens]
+    with_images = [row for row, count in enumerate(tokens) if count]
+    if len(parts) == 1 and len(with_images) == 1:
+        rows[with_images[0]] = parts
+        return [_joined(of_row) for of_row in rows]
+    total, left = sum(weights), list(tokens)
+    row = 0
+    for part, weight in zip(parts, weights, strict=True):
+        while row < len(left) and not left[row]:
+            row += 1
+        count, rest = divmod(sum(tokens) * weight, total)
+        if len(parts) == 1 or rest or row == len(left) or count > left[row]:
+            names = ", ".join(tensors)
+            raise ValueError(
+                f"the rows of a batch have {list(tokens)} tokens of images, which do not tell "
+                f"which of its {names} belong to which row: give batches of one row, or a "
+                "processor whose images have as many tokens as they have patches"
+            )
+        rows[row].append(part)
+        left[row] -= count
+    return [_joined(of_row) for of_row in rows]
+
+
+def _joined(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the tensors of some images as those of all of them."""
+    if not parts:
+        return {}
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -1,0 +1,31 @@
+"""States of the generators of random numbers: what is computed twice drops the same values out."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+
+def random_states() -> list[torch.Tensor]:
+    """Return the states of the CPU's generator, and of the current GPU's."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+@contextmanager
+def random_numbers_of(states: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Draw inside the random numbers that followed on `random_states`, and those of now after."""
+    now = random_states()
+    _set(states)
+    try:
+        yield
+    finally:
+        _set(now)
+
+
+def _set(states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])

@@ -1,0 +1,118 @@
+"""Which images of a padded batch belong to which of its rows, and what of a batch a call takes."""
+
+import pytest
+import torch
+
+from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.hf.model.image_rows import images_of_rows, parts_of_rows
+from hf_flexseq.steps.calls import Call, in_first_row, joined
+from hf_flexseq.steps.collator import IMAGES, LENGTHS
+from tests.hf.tiny import refused
+
+IMAGE = 9
+
+
+def with_grids(*grids):
+    """Images of these heights and widths, in patches, which are numbered."""
+    thw = torch.tensor([[1, *grid] for grid in grids])
+    patches = torch.arange(int(thw.prod(dim=1).sum())).unsqueeze(1)
+    return {"pixel_values": patches, "image_grid_thw": thw}
+
+
+def test_patches_go_to_the_rows_whose_tokens_stand_for_them():
+    rows = parts_of_rows(with_grids((2, 2), (2, 4), (4, 4)), [3, 0, 4])
+    assert [row["pixel_values"].flatten().tolist() if row else [] for row in rows] == [
+        list(range(12)),
+        [],
+        list(range(12, 28)),
+    ]
+    assert rows[0]["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4]]
+
+
+def test_tiles_of_one_size_go_to_their_rows():
+    tiles = {"pixel_values": torch.arange(5).view(5, 1, 1, 1)}
+    rows = parts_of_rows(tiles, [8, 0, 12])
+    assert rows[0]["pixel_values"].flatten().tolist() == [0, 1]
+    assert rows[2]["pixel_values"].flatten().tolist() == [2, 3, 4]
+
+
+def test_images_of_one_row_need_not_be_divided():
+    sizes = {"pixel_values": torch.ones(2, 3, 8, 8), "image_sizes": torch.tensor([[8, 8], [4, 8]])}
+    rows = parts_of_rows(sizes, [0, 6])
+    assert rows[0] == {}
+    assert rows[1].keys() == sizes.keys()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "tokens"),
+    [
+        (with_grids((2, 2), (2, 4)), [2, 1]),  # cut in the middle of an image
+        (with_grids((2, 2), (2, 4)), [1, 3]),  # tokens without patches
+        (with_grids((2, 2)), [1, 1]),  # one image for two rows
+        (with_grids((2, 2)), [0, 0]),
+        (
+            # sizes say nothing of numbers of tokens
+            {
+                "pixel_values": torch.ones(2, 3, 8, 8),
+                "image_sizes": torch.tensor([[8, 8], [4, 8]]),
+            },
+            [4, 2],
+        ),
+    ],
+)
+def test_images_that_belong_to_no_row_for_certain_are_refused(tensors, tokens):
+    with refused(
+        "do not tell which of its pixel_values, image_.* belong to which row", ValueError
+    ):
+        parts_of_rows(tensors, tokens)
+
+
+# ---- calls
+
+IDS = torch.tensor([[0, 5, IMAGE, 6], [IMAGE, IMAGE, 7, 0]])
+MASK = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])
+NAMES = {"image": ("pixel_values", "image_grid_thw")}
+
+
+def call_with(**given):
+    images = with_grids((2, 2), (2, 4))
+    labels = IDS.masked_fill(IDS == IMAGE, IGNORE_INDEX)
+    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": labels, **images, **given}
+    return Call.read(batch, of_tokens=True)
+
+
+def divided(call):
+    return images_of_rows(call, {"image": IMAGE}, NAMES)
+
+
+def test_a_call_carries_images_and_types_into_the_row():
+    types = (IDS == IMAGE).long()
+    call = call_with(mm_token_type_ids=types)
+    row = joined([call, Call(IDS, MASK, None)], divided)
+    assert row["mm_token_type_ids"].tolist() == [[0, 1, 0, 1, 1, 0] + [0] * 6]
+    assert row[LENGTHS] == [3] * 4
+    assert [len(own.get("pixel_values", ())) for own in row[IMAGES]] == [4, 8, 0, 0]
+
+
+def test_calls_with_other_images_or_types_are_others():
+    call = call_with()
+    assert call.same_as(call_with())
+    assert not call.same_as(Call(call.ids, call.mask, None))
+    assert not call.same_as(call_with(pixel_values=torch.ones(12, 1)))
+    assert not call.same_as(call_with(mm_token_type_ids=torch.zeros_like(IDS)))
+
+
+def test_types_that_are_padded_on_another_side_are_refused():
+    types = torch.tensor([[0, 1, 0, 0], [1, 1, 0, 0]])
+    with refused("not 1 at all of its tokens 9, .* padding_side='left'", ValueError):
+        divided(call_with(mm_token_type_ids=types))
+
+
+def test_tensors_that_are_not_of_one_image_each_are_refused_by_name():
+    with refused("a batch has video_times, .* leave them out", ValueError):
+        divided(call_with(video_times=torch.ones(2)))
+
+
+def test_images_of_a_model_that_takes_none_reach_the_check_of_its_rows():
+    row = joined([call_with()], in_first_row)
+    assert [sorted(own) for own in row[IMAGES]] == [["image_grid_thw", "pixel_values"], []]
