@@ -13,7 +13,8 @@ import pytest
 from tests.programs import ROOT, run_program
 
 BENCHMARKS = ROOT / "scripts/benchmarks"
-SHARED = {"common", "forked", "lengths", "reach_models", "tiny"}  # modules that they import
+# modules that they import
+SHARED = {"common", "forked", "lengths", "placements", "reach_models", "tiny"}
 NAMES = sorted({path.stem for path in BENCHMARKS.glob("*.py")} - SHARED)
 
 # Starts every benchmark with --help in one fork, for torch takes seconds to import. Modules beside
@@ -74,6 +75,17 @@ def test_a_record_holds_the_figures_and_what_they_were_measured_with(tmp_path, m
     assert record["machine"]["cores"] == os.cpu_count()
     assert {"python", "numpy"} <= set(record["versions"])
     assert record["figures"] == {"steps": [1, 2]}
+
+
+def test_images_are_placed_as_evenly_as_whole_images_can_be(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.delitem(sys.modules, "common", raising=False)
+    _, figures = module("placements").placements_page()
+    assert [one["ranks"] for one in figures] == [8, 64]
+    for one in figures:
+        apart = [a / b for a, b in zip(one["planned"], one["least"], strict=True)]
+        assert 1 <= max(apart) < 1.05
+        assert sorted(one["planned"])[50] < 1.05 < 1.5 < sorted(one["as_drawn"])[50]
 
 
 def test_planning_time_counts_the_steps_of_both_larger_clusters_apart(monkeypatch):
