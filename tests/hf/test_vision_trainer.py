@@ -8,6 +8,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig, get_peft_model
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
@@ -18,6 +19,7 @@ from tests.hf.test_sharding import ZERO
 from tests.hf.test_trainer import logged
 from tests.hf.trainers import (
     assert_logged_alike,
+    difference,
     distance,
     trained,
     trainer_of,
@@ -130,3 +132,47 @@ def test_ten_steps_and_an_evaluation_equal_the_plain_trainers(tmp_path, kind):
     images = {line["step"]: line.get("tower", {"images": 0})["images"] for line in lines}
     counts = (IMAGES * 4)[HELD_OUT:]
     assert images == {step: sum(counts[4 * step : 4 * step + 4]) for step in range(STEPS)}
+
+
+# ---- a loss of the user's own, on whole samples
+
+
+def of_squares(outputs, labels, num_items_in_batch=None):
+    """The mean square of samples' log-probabilities."""
+    found = getattr(outputs, "log_probs", None)
+    if found is None:
+        of_all = outputs.logits[:, :-1].double().log_softmax(-1)
+        targets = labels[:, 1:]
+        found = of_all.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        found = found.masked_fill(targets == -100, 0)
+    return found.sum(dim=1).square().mean() / 100
+
+
+def own_losses(rank, world_size, folder):
+    """How far ours is from the plain Trainer on the same rank."""
+    found = []
+    for flexseq in (None, {"max_tokens_per_rank": 40}):
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        examples = vision_examples("qwen3_vl", IMAGES * 2)
+        trainer = trainer_of(
+            Trainer,
+            folder,
+            model=tiny_vision_model("qwen3_vl"),
+            flexseq=flexseq,
+            data_collator=with_pixels,
+            train_dataset=examples,
+            eval_dataset=examples[:4],
+            compute_loss_func=of_squares,
+            prediction_loss_only=True,
+        )
+        found.append(trained(trainer, evaluates=True))
+    return difference(*found)
+
+
+@pytest.mark.nightly
+def test_a_loss_of_ones_own_on_whole_samples_reads_images(tmp_path):
+    for apart in run_ranks(own_losses, 2, tmp_path, seconds=100):
+        assert apart.weights < 2e-6
+        assert apart.metrics < 1e-6, apart.metric
+        assert not apart.missing
