@@ -5,7 +5,6 @@ computes of it depends on the tokens before it alone, and where the loss counts 
 have it.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +15,13 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.base.registry import PLANNERS
 from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.hf.model.noise import dropout_module, noisy_option
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.steps.token_columns import LENGTHS
 
 OFF, GROUPS = "off", "groups"
 KEEPS_OWN_LOSS = "the model keeps its own loss, which counts every token once"
 USERS_CODE = "code of the trainer, or of yours in the model, reads the tokens of a micro-batch"
-_NOISE = re.compile("dropout|pdrop|drop_rate|jitter")  # in the names of options
 
 
 def reason_not_shared(
@@ -44,22 +43,15 @@ def reason_not_shared(
 
 
 def _dropout(model: nn.Module, base: PreTrainedModel) -> str | None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            return f"{name} draws dropout, once for a shared token instead of once for each row"
-    return None
+    name = dropout_module(model)
+    if name is None:
+        return None
+    return f"{name} draws dropout, once for a shared token instead of once for each row"
 
 
 def _noise(model: nn.Module, base: PreTrainedModel) -> str | None:
-    """Look for noise that models draw by functions: BioGPT's dropout, the jitter of routers."""
-    pending: list[tuple[str, Any]] = [("config", base.config.get_text_config().to_dict())]
-    while pending:
-        path, value = pending.pop()
-        if isinstance(value, dict):
-            pending += [(f"{path}.{name}", one) for name, one in value.items()]
-        elif isinstance(value, (int, float)) and value > 0 and _NOISE.search(path):
-            return f"{path}={value} adds noise, once for a shared token"
-    return None
+    option = noisy_option(base.config)
+    return None if option is None else f"{option} adds noise, once for a shared token"
 
 
 def _lengths(model: nn.Module, base: PreTrainedModel) -> str | None:

@@ -246,7 +246,7 @@ class WholeModelExecutor:
         model = self._attached_model
         row = with_token_columns(planned.drawn.row, model.token_columns)
         if planned.drawn.images:
-            row = with_image_columns(row, planned.drawn, communicator.rank)
+            row = with_image_columns(row, planned.drawn)
         all_shards = None if self._passes is None else self._passes.shards
         layout = PlanLayout(plan, communicator.rank, all_shards)
         shards = layout.shards

@@ -203,7 +203,10 @@ class DrawnStep:
     """Rows that the user's collator makes differently of a whole batch, of all ranks."""
 
     images: tuple[ImageSize, ...] = ()
-    """Images of all ranks, in the order of their sequences."""
+    """Images of all ranks, in the order of their sequences; those with the same pixels once."""
+
+    own_images: tuple[int, ...] = ()
+    """Of each image that this rank drew, which of `images` it is."""
 
     blocks: Blocks = field(default_factory=dict)
     """By sequence the tokens that see both ways."""

@@ -38,6 +38,7 @@ from hf_flexseq.plan.images import (
 )
 from hf_flexseq.steps.drawn import Columns, DrawnStep, SourceRow
 from hf_flexseq.steps.images import (
+    GRID_POSITIONS,
     IMAGE_ROWS,
     NO_ROW,
     Image,
@@ -85,11 +86,18 @@ class MicroBatchImages:
         return dict(zip(self.counts, parts, strict=True))
 
 
-def with_image_columns(row: SourceRow, drawn: DrawnStep, rank: int) -> SourceRow:
+def with_image_columns(row: SourceRow, drawn: DrawnStep) -> SourceRow:
     """Return a rank's row with the columns of `image_columns`."""
     assert row.images is not None, "the images of a row were read"
-    added = image_columns(row.columns, row.images, drawn.images, drawn.sources, rank)
+    added = image_columns(row.columns, row.images, drawn.own_images, drawn.images)
     return replace(row, columns=row.columns | added)
+
+
+def with_image_rows(row: SourceRow, drawn: DrawnStep) -> SourceRow:
+    """Return a rank's row with a column that says which part of which image a token stands for."""
+    with_columns = with_image_columns(row, drawn).columns
+    columns = {name: value for name, value in with_columns.items() if name != GRID_POSITIONS}
+    return replace(row, columns=columns)
 
 
 def images_of_step(
@@ -112,7 +120,7 @@ def images_of_step(
     images = drawn.images
     own = drawn.row.images
     assert own is not None, "the images of a row were read"
-    encoded = send_images(own, images, placement, drawn.sources, communicator)
+    encoded = send_images(own, drawn.own_images, images, placement, drawn.sources, communicator)
     starts = row_starts(images)
     modalities = [name for name in MODALITIES if any(one.modality == name for one in images)]
     rows: list[torch.Tensor] = []

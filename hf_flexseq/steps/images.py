@@ -6,9 +6,10 @@
     image_columns   numbers the tokens that stand for images, as one more column of tokens
 
 All ranks number the rows of features alike: those of the first image of the step, of all its
-tokens, then those of the second, and so on. A token that stands for a part of an image has the
-number of its row in the column IMAGE_ROWS, and -1 otherwise; so wherever a plan brings the token,
-its rank knows which row of features it needs (`features.py`).
+tokens, then those of the second, and so on. Images with the same pixels are one image
+(`same_images.py`). A token that stands for a part of an image has the number of its row in the
+column IMAGE_ROWS, and -1 otherwise; so wherever a plan brings the token, its rank knows which row
+of features it needs (`features.py`).
 """
 
 import json
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan.blocks import Blocks, Range
 from hf_flexseq.plan.images import MODALITIES, ImagePlacement, ImageSize
+from hf_flexseq.steps.pixel_sums import bytes_of, mark_of
 
 Ints = NDArray[np.int64]
 
@@ -34,7 +36,7 @@ GRID_POSITIONS = "grid_positions"
 TYPES = ("token_type_ids", "mm_token_type_ids")
 """Columns that say of every token what it stands for: 0 is text."""
 
-NUMBERS = 6
+NUMBERS = 7
 """Numbers that describe an image to other ranks."""
 
 
@@ -60,7 +62,19 @@ class Image:
     def numbers(self) -> list[int]:
         """The NUMBERS by which other ranks know it."""
         kind = MODALITIES.index(self.modality)
-        return [self.sequence, kind, self.tokens, self.patches, self.pairs, len(_packed(self))]
+        sizes = [self.sequence, kind, self.tokens, self.patches, self.pairs, self.data_bytes]
+        return [*sizes, self.mark]
+
+    @property
+    def mark(self) -> int:
+        """Number that images with the same pixels have in common; see `same_images.py`."""
+        return mark_of(self.arguments)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of its tensors as they travel."""
+        values = sum(value.nbytes for value in self.arguments.values())
+        return len(_head(self)) + values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +126,7 @@ def sizes_of(numbers: Sequence[int], first_sequence: int) -> list[ImageSize]:
     first_sequence: id of the rank's first sequence."""
     sizes = []
     for start in range(0, len(numbers), NUMBERS):
-        sequence, kind, tokens, patches, pairs, data_bytes = numbers[start : start + NUMBERS]
+        sequence, kind, tokens, patches, pairs, data_bytes, _ = numbers[start : start + NUMBERS]
         sizes.append(
             ImageSize(
                 sequence=first_sequence + sequence,
@@ -135,17 +149,16 @@ def row_starts(images: Sequence[ImageSize]) -> Ints:
 def image_columns(
     columns: Mapping[str, torch.Tensor],
     own: RowImages,
+    numbers: Sequence[int],
     images: Sequence[ImageSize],
-    sources: Sequence[int],
-    rank: int,
 ) -> dict[str, torch.Tensor]:
     """Return the columns that tokens have in a step with images: IMAGE_ROWS, [tokens], and for
     models that have them GRID_POSITIONS, [tokens, 3].
 
-    columns: of this rank's row, each [tokens]. own: its images. images: of all ranks. sources: the
-    rank that drew each sequence.
+    columns: of this rank's row, each [tokens]. own: its images. numbers: of each of these, which
+    of `images` it is. images: of all ranks, each once.
     """
-    made = {IMAGE_ROWS: _image_rows(columns["input_ids"], own, images, sources, rank)}
+    made = {IMAGE_ROWS: _image_rows(columns["input_ids"], own, numbers, images)}
     if own.has_axes:
         positions = own.positions
         if positions is None:
@@ -155,19 +168,15 @@ def image_columns(
 
 
 def _image_rows(
-    ids: torch.Tensor,
-    own: RowImages,
-    images: Sequence[ImageSize],
-    sources: Sequence[int],
-    rank: int,
+    ids: torch.Tensor, own: RowImages, numbers: Sequence[int], images: Sequence[ImageSize]
 ) -> torch.Tensor:
     """Return the column IMAGE_ROWS of a rank's row, [tokens] of int64."""
     rows = torch.full_like(ids, NO_ROW, dtype=torch.int64)
     starts = row_starts(images)
     for modality, placeholder in own.placeholders.items():
         numbered = [np.arange(0)]
-        for index, image in enumerate(images):
-            if image.modality == modality and sources[image.sequence] == rank:
+        for image, index in zip(own.images, numbers, strict=True):
+            if image.modality == modality:
                 numbered.append(np.arange(starts[index], starts[index + 1]))
         # Sequences, and the images of each, stand in the order of their tokens.
         rows[ids == placeholder] = torch.from_numpy(np.concatenate(numbered))
@@ -179,16 +188,20 @@ def _image_rows(
 
 def send_images(
     own: RowImages,
+    numbers: Sequence[int],
     images: Sequence[ImageSize],
     placement: ImagePlacement,
     sources: Sequence[int],
     communicator: Communicator,
 ) -> list[Image]:
     """Return the images that this rank encodes, those of `placement.of_rank`. Collective over the
-    world. own: the images that this rank drew. images, sources: see `image_rows`."""
+    world. own, numbers, images: see `image_columns`. sources: the rank that drew each
+    sequence, which sends its images."""
     rank = communicator.rank
-    own_index = [i for i, image in enumerate(images) if sources[image.sequence] == rank]
-    packed = dict(zip(own_index, (_packed(image) for image in own.images), strict=True))
+    packed: dict[int, torch.Tensor] = {}
+    for image, i in zip(own.images, numbers, strict=True):
+        if i not in packed and sources[images[i].sequence] == rank:
+            packed[i] = _packed(image)
     sent: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)]
     sent_counts = []
     received_counts = [0] * communicator.world_size
@@ -210,16 +223,19 @@ def send_images(
 
 
 def _packed(image: Image) -> torch.Tensor:
-    """Return the tensors of an image as bytes: the size of a header, the header, the values."""
+    """Return the tensors of an image as bytes: the head, then the values."""
+    head = np.frombuffer(_head(image), dtype=np.uint8).copy()
+    values = [bytes_of(value) for value in image.arguments.values()]
+    return torch.cat([torch.from_numpy(head), *values])
+
+
+def _head(image: Image) -> bytes:
+    """Return the size of a header and the header, which says what the tensors are."""
     header = {}
-    values = []
     for name, value in image.arguments.items():
         header[name] = [str(value.dtype).removeprefix("torch."), list(value.shape)]
-        values.append(value.contiguous().reshape(-1).view(torch.uint8))
     text = json.dumps(header).encode()
-    size = np.array([len(text)], dtype=np.int64)
-    head = np.frombuffer(size.tobytes() + text, dtype=np.uint8).copy()
-    return torch.cat([torch.from_numpy(head), *values])
+    return np.array([len(text)], dtype=np.int64).tobytes() + text
 
 
 def _unpacked(data: torch.Tensor, size: ImageSize) -> Image:

@@ -30,18 +30,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 from typing import Any, Protocol
 
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import LostRank
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.plan.blocks import Range, later_pairs
+from hf_flexseq.plan.blocks import later_pairs
 from hf_flexseq.plan.facts import StepFacts
 from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.process.client import Planner
+from hf_flexseq.steps.all_drawn import AllDrawn, in_one_list
 from hf_flexseq.steps.drawn import (
     NO_COLUMNS,
     DrawnStep,
@@ -50,14 +51,14 @@ from hf_flexseq.steps.drawn import (
     common_dtypes,
     source_row,
 )
-from hf_flexseq.steps.images import blocks_of, sizes_of
+from hf_flexseq.steps.features import with_image_rows
 from hf_flexseq.steps.prefixes import candidates, gather_rows, marks_of, units_of
 from hf_flexseq.steps.rank_step import RankStep
+from hf_flexseq.steps.same_images import distinct_images
 from hf_flexseq.steps.screen import beside_bars
 
 logger = logging.getLogger(__name__)
 
-PARTS = 5  # lists that ranks gather of their rows: lengths, targets, images, blocks, marks
 FAILED = -1  # instead of the signature of a rank whose data could not be drawn
 
 # Seconds between two keep-alives of rank 0.
@@ -74,6 +75,10 @@ class ImageReader(Protocol):
     def read(self, row: SourceRow) -> SourceRow:
         """Return a row with its images as the model takes them. Raises ValueError or
         NotImplementedError for those that do not fit."""
+
+    @property
+    def draws_noise(self) -> bool:
+        """True if the features of an image differ each time, as under dropout."""
 
     def held_tokens(self, images: Sequence[ImageSize]) -> int:
         """Return the tokens whose memory a rank needs for the images of a step."""
@@ -214,12 +219,12 @@ class PrefetchedSteps:
         cpu_group = self.communicator.cpu_group
         with cpu_group.own_work(f"{self._what} {number}"), Attempt() as drawing:
             row = source_row(list(islice(self._iterator, self._num_batches)))
-            images: list[int] = []
+            of_images: list[int] = []
             of_blocks: list[int] = []
             if self._images is not None:
                 row = self._images.read(row)
                 assert row.images is not None, "the images were read"
-                images = row.images.numbers
+                of_images = row.images.numbers
                 of_blocks = row.images.block_numbers
             elif row.given_images:
                 raise ValueError(
@@ -227,71 +232,80 @@ class PrefetchedSteps:
                     "images here; leave the columns out of the dataset"
                 )
             marks = marks_of(row) if self._shares_prefixes else []
-            parts = [list(row.lengths), row.targets, images, of_blocks, marks]
-            counts = [row.padding_targets, row.other_rows, *(len(part) for part in parts)]
-            own = [row.signature, *counts, *(number for part in parts for number in part)]
+            parts = (list(row.lengths), row.targets, of_images, of_blocks, marks)
+            counts = (row.padding_targets, row.other_rows)
+            own = [row.signature, *counts, *in_one_list(parts)]
 
         # 2. what all ranks have drawn
         cpu_group.phase = f"{self._what} {number}, gathering its lengths"
         gathered = cpu_group.gather_ints(own)
         if any(numbers[0] == FAILED for numbers in gathered):
             drawing.raise_together(cpu_group.gather_values, f"drawing {self._what} {number}")
-        padding_targets = other_rows = 0
-        lengths: list[int] = []
-        targets: list[int] = []
-        sources: list[int] = []
-        marks = []  # of all ranks
-        sizes: list[ImageSize] = []
-        blocks: dict[int, Sequence[Range]] = {}
-        for rank, (_, padding_of_rank, others_of_rank, *counted) in enumerate(gathered):
-            padding_targets += padding_of_rank
-            other_rows += others_of_rank
-            ends = list(accumulate([PARTS, *counted[:PARTS]]))
-            parts = [counted[start:stop] for start, stop in pairwise(ends)]
-            sizes += sizes_of(parts[2], first_sequence=len(lengths))
-            blocks |= blocks_of(parts[3], first_sequence=len(lengths))
-            lengths += parts[0]
-            targets += parts[1]
-            marks += parts[4]
-            sources += [rank] * len(parts[0])
-        if not lengths:
+        everyone = AllDrawn.of(gathered)
+        if not everyone.lengths:
             self._is_exhausted = True
             return
 
         # 3. the step
         dtypes = self._common_dtypes([numbers[0] for numbers in gathered], row)
+        images, own_images = self._distinct_images(row, everyone)
         step = DrawnStep(
             number=number,
             request=self._next_request,
             row=row.with_columns(dtypes),
-            lengths=tuple(lengths),
-            sources=tuple(sources),
-            targets=tuple(targets),
-            padding_targets=padding_targets,
-            other_rows=other_rows,
-            images=tuple(sizes),
-            blocks=blocks,
+            lengths=tuple(everyone.lengths),
+            sources=tuple(everyone.sources),
+            targets=tuple(everyone.targets),
+            padding_targets=everyone.padding_targets,
+            other_rows=everyone.other_rows,
+            images=images,
+            own_images=own_images,
+            blocks=everyone.blocks,
         )
-        units: list[Unit] = []
-        alike: list[list[int]] = []
-        # Equal tokens may stand for different images.
-        if self._shares_prefixes and not sizes and not blocks:
-            alike = candidates(lengths, marks)
-        if alike:
-            cpu_group.phase = f"{self._what} {number}, comparing its rows"
-            wanted = sorted(i for rows in alike for i in rows)
-            found = gather_rows(step.row, sources, wanted, self.communicator)
-            with Attempt() as comparing:
-                units = units_of(found)
-            if comparing.error is not None:  # rows by themselves are as exact
-                logger.error("rows share no prefixes in this step: %r", comparing.error)
+        units = self._units(step, everyone) if self._shares_prefixes else []
         self._next_request += 1
         self._drawn.append(step)
         if self._planner is not None:
-            held = 0 if self._images is None else self._images.held_tokens(sizes)
-            pairs = {sequence: later_pairs(own) for sequence, own in blocks.items()}
+            held = 0 if self._images is None else self._images.held_tokens(images)
+            pairs = {sequence: later_pairs(own) for sequence, own in step.blocks.items()}
             facts = StepFacts(units=units, later_pairs=pairs, held_tokens=held)
-            self._planner.submit(step.request, lengths, facts)
+            self._planner.submit(step.request, everyone.lengths, facts)
+
+    def _distinct_images(
+        self, row: SourceRow, everyone: AllDrawn
+    ) -> tuple[tuple[ImageSize, ...], tuple[int, ...]]:
+        """Return the images of all ranks, each once, and which of them each of this rank's images
+        is. Collective over the world where some may be the same."""
+        if not everyone.images:
+            return (), ()
+        assert row.images is not None, "the images were read"
+        first_own = everyone.first_images[self.communicator.rank]
+        own = row.images.images
+        if self._images is not None and self._images.draws_noise:
+            return tuple(everyone.images), tuple(range(first_own, first_own + len(own)))
+        distinct, which = distinct_images(
+            own, everyone.images, everyone.image_marks, first_own, self.communicator
+        )
+        images = tuple(everyone.images[index] for index in distinct)
+        return images, tuple(which[first_own : first_own + len(own)])
+
+    def _units(self, step: DrawnStep, everyone: AllDrawn) -> list[Unit]:
+        """Return the rows of a step that begin alike, on rank 0. Collective over the world."""
+        if step.blocks:  # a block that rows share in part could not be computed
+            return []
+        alike = candidates(everyone.lengths, everyone.marks)
+        if not alike:
+            return []
+        self._set_phase(f"{self._what} {step.number}, comparing its rows")
+        wanted = sorted(i for rows in alike for i in rows)
+        # Equal tokens may stand for different images.
+        row = with_image_rows(step.row, step) if step.images else step.row
+        found = gather_rows(row, step.sources, wanted, self.communicator)
+        with Attempt() as comparing:
+            return units_of(found)
+        # rows by themselves are as exact
+        logger.error("rows share no prefixes in this step: %r", comparing.error)
+        return []
 
     def _common_dtypes(self, signatures: Sequence[int], row: SourceRow) -> dict[str, str]:
         """Return the dtypes of the columns of all rows, whose signatures are given. Collective

@@ -40,6 +40,11 @@ class TextReader:
             raise NotImplementedError(f"{what}; {self.why}: train on examples of text alone")
         return replace(row, images=RowImages(placeholders={}))
 
+    @property
+    def draws_noise(self) -> bool:
+        """Return False: there are no features."""
+        return False
+
     def held_tokens(self, images: Sequence[ImageSize]) -> int:
         """Return 0: there are no images."""
         return 0

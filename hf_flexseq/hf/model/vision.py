@@ -28,6 +28,7 @@ from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.hf.model.image_masks import MasksOfImages, UnsupportedImages
 from hf_flexseq.hf.model.image_rows import KINDS, NUMBERS, images_of_rows
 from hf_flexseq.hf.model.images import placeholders_of
+from hf_flexseq.hf.model.noise import has_noise
 from hf_flexseq.hf.model.towers import tower_parameters
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.images import MODALITIES, ImageSize
@@ -222,6 +223,11 @@ class VisionModel:
 
                 safe_set_local_grad(parameter, torch.zeros_like(parameter.ds_tensor))
 
+    @property
+    def draws_noise(self) -> bool:
+        """True if the tower draws random numbers, as for dropout, each time that it runs."""
+        return has_noise(self._inner, self._inner.config)
+
     def calls(self, images: Sequence[Image]) -> int:
         """Return how often the tower is called for `images`."""
         return len(batches_of(images))
@@ -301,6 +307,11 @@ class VisionReader:
     def read(self, row: SourceRow) -> SourceRow:
         """See `VisionModel.read`."""
         return self.model.read(row)
+
+    @property
+    def draws_noise(self) -> bool:
+        """See `VisionModel.draws_noise`."""
+        return self.model.draws_noise
 
     def held_tokens(self, images: Sequence[ImageSize]) -> int:
         """Return the tokens whose memory the images of a step take on a rank."""
