@@ -1,0 +1,88 @@
+"""Rows of a step with the same images: each image is encoded once, and rows that begin alike share
+their prefixes, images included, with the loss and gradients of rows by themselves."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+
+from hf_flexseq import DataCollatorForFlexSeq
+from tests.hf.test_reach import keep_float64
+from tests.hf.test_vision import vision_reference
+from tests.hf.tiny import RandomPlanEngine, relative_errors, taken_gradients
+from tests.hf.vision import tiny_vision_model, vision_examples
+from tests.ranks import run_cases
+
+pytestmark = pytest.mark.processes
+
+PROMPTS = [1, 2, 0, 1]  # images of each
+ANSWERS = 3
+
+
+def answers_to(prompts):
+    """Three rows for every prompt, which differ in the words that follow on it."""
+    rows = []
+    for number, prompt in enumerate(prompts):
+        long = [*prompt["input_ids"], *range(3, 23)]
+        for answer in range(ANSWERS):
+            words = [5 + answer, 7 + number, 11, 13][: 2 + answer]
+            labels = [-100] * len(long) + words
+            tensors = {n: v.clone() for n, v in prompt.items() if n not in ("input_ids", "labels")}
+            if "token_type_ids" in tensors:
+                more = len(long) + len(words) - len(prompt["input_ids"])
+                tensors["token_type_ids"] = F.pad(tensors["token_type_ids"], (0, more))
+            rows.append({"input_ids": long + words, "labels": labels, **tensors})
+    return rows
+
+
+def shared_run(rank, world_size, name, changes):
+    """Errors, images encoded and tokens spared under random plans. changes: whether the image of
+    one row differs in one value."""
+    with pytest.MonkeyPatch.context() as patch:
+        keep_float64(patch)
+        rows = answers_to(vision_examples(name, PROMPTS))
+        if changes:
+            rows[1]["pixel_values"].view(-1)[-1] += 0.5
+        wanted_loss, wanted = vision_reference(tiny_vision_model(name), rows)
+        model = tiny_vision_model(name).train()
+        engine = RandomPlanEngine(Accelerator(cpu=True), seed=world_size)
+        engine.attach(model)
+        found = []
+        for _ in range(4):
+            mine = DataCollatorForFlexSeq()(rows[rank::world_size])
+            for item in engine.steps([mine]):
+                loss = item.backward(model)
+                if world_size > 1:
+                    torch.distributed.all_reduce(loss)
+                    for parameter in model.parameters():
+                        if parameter.grad is None:  # a tower's head that nothing uses
+                            continue
+                        torch.distributed.all_reduce(parameter.grad)
+                        parameter.grad /= world_size
+                errors = relative_errors(taken_gradients(model), wanted)
+                found.append(
+                    (
+                        abs(float(loss) / world_size / wanted_loss - 1),
+                        max(errors.values()),
+                        len(item.step.images.placement.owners),
+                        item.plan.tokens_spared,
+                    )
+                )
+        engine.detach()
+        return found
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_each_image_is_encoded_once_for_all_rows(name):
+    cases = [(name, False), (name, True)]
+    for world_size in (1, 2):
+        for (_, changes), by_rank in zip(
+            cases, run_cases(shared_run, world_size, cases, seconds=120), strict=True
+        ):
+            for steps in by_rank:
+                for loss, gradients, images, _ in steps:
+                    assert loss < 1e-12
+                    assert gradients < 1e-10
+                    assert images == sum(PROMPTS) + changes
+                # rows with blocks that see both ways are planned by themselves
+                assert any(spared for _, _, _, spared in steps) == (name != "gemma3")
