@@ -288,6 +288,6 @@ def _not_proven(model: PreTrainedModel, *, on_gpu: bool, whole: bool) -> list[st
     if getattr(config.get_text_config(), "output_router_logits", None) is not None:
         left.append("the router loss of experts")
     if getattr(config, "vision_config", None) is not None:
-        left.append("images: the model trains on text")
+        left.append("images: the comparison is on text")
     left.append("dropout: it is 0 here")
     return left
