@@ -22,11 +22,12 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.attention import NAME, attention_of_text
+from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.image_masks import UnsupportedImages, layers_told_causal
 from hf_flexseq.hf.model.images import TextReader, reader_of_text
 from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.model.meta_model import attention_of_text
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss

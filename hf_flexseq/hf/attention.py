@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.hf.model.calls import read_call
@@ -85,33 +85,3 @@ def packed_rows(
 def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # [1, heads, tokens, D] -> [heads, tokens, D] -> [tokens, heads, D]
     return x.squeeze(0).transpose(0, 1).to(dtype).contiguous()
-
-
-def attention_of_text(base: PreTrainedModel, name: str) -> Any:
-    """Return an implementation of attention for the text model alone, as
-    `set_attn_implementation` takes it; towers keep their own."""
-    config = base.config
-    text = config.get_text_config()
-    if text is config:
-        return name
-    path = _path_to(config, text)
-    if path is None:
-        return name
-    chosen: Any = name
-    for part in reversed(path):
-        chosen = {"": name, part: chosen}
-    return chosen
-
-
-def _path_to(config: Any, wanted: Any) -> list[str] | None:
-    """Return the names of sub-configurations that lead to a configuration."""
-    if config is wanted:
-        return []
-    for name in config.sub_configs:
-        inner = getattr(config, name, None)
-        if inner is None:
-            continue
-        below = _path_to(inner, wanted)
-        if below is not None:
-            return [name, *below]
-    return None

@@ -19,7 +19,7 @@ Rejected: an exchange for every micro-batch, since images of one micro-batch are
 them, and ranks that have nothing to do in it would have to take part.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.images import (
     MODALITIES,
@@ -67,6 +68,10 @@ class Tower(Protocol):
 
         calls: of the tower, at least `calls(images)`; those beyond are without effect.
         """
+
+    def agree(self, modalities: Collection[str], cpu_group: CpuGroup) -> None:
+        """Learn of other ranks how the features of `modalities` look, after `encode`. Collective
+        over the world."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +182,7 @@ class StepImages:
         self._communicator = communicator
         self._keeps_graph = not is_sharded
         self._sizes = [len(numbers) for numbers in rows]
+        self._modalities = {image.modality for image in images}
 
         # 1. from which rank this one gets each row
         starts = row_starts(images)
@@ -241,6 +247,7 @@ class StepImages:
             if encoded is None:
                 with torch.no_grad():
                     encoded = self._encode(tower)
+            tower.agree(self._modalities, self._communicator.cpu_group)
             self._features = self._send(encoded.detach())
         own = self._features[index]
         if not trains:
@@ -253,7 +260,8 @@ class StepImages:
         return leaf
 
     def _encode(self, tower: Tower) -> torch.Tensor:
-        """Run the tower on this rank's images: return their rows, [rows, width]."""
+        """Run the tower on this rank's images: return their rows, [rows, width]. A second run
+        has the dropout of the first one, of which the features are."""
         self.runs += 1
         if self._random is None:
             self._random = random_states()

@@ -1,5 +1,5 @@
-"""The tensors of images: those of one example divided by image, and images that a tower takes
-together."""
+"""Which tensors, and how many tokens, each image of an example has, and which images a tower takes
+in one call."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,8 +8,12 @@ import torch
 
 from hf_flexseq.steps.images import Image
 
+Tensors = Mapping[str, torch.Tensor]
 
-def grid_of(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+_OF_ONE_ROW = "target_sizes"  # of images whose patches stand side by side: [1, 3, height, width]
+
+
+def grid_of(tensors: Tensors) -> torch.Tensor | None:
     """Return the grids of images, [images, 2 or 3] patches; None for images without them."""
     for name, value in tensors.items():
         if name.endswith(("grid_thw", "grid_hw")):
@@ -17,48 +21,71 @@ def grid_of(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     return None
 
 
-def parts_of(
-    tensors: Mapping[str, torch.Tensor],
-) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
-    """Return the tensors of each image of an example, and numbers that the counts of their tokens
-    are proportional to; all in one where it is not known how to divide them."""
+def images_in(tensors: Tensors, is_placeholder: torch.Tensor) -> list[tuple[Tensors, int]]:
+    """Return the tensors of each image of an example, with the number of its tokens. They are one
+    image where it is not known how to divide them. is_placeholder: [tokens], which of the
+    example's tokens stand for parts of images."""
+    tokens = int(is_placeholder.sum())
+    parts, weights = parts_of(tensors)
+    runs = _runs(is_placeholder)
+    if len(parts) == len(runs):
+        return list(zip(parts, runs, strict=True))
+    total = sum(weights)
+    if any(tokens * weight % total for weight in weights):
+        return [(tensors, tokens)]
+    counts = [tokens * weight // total for weight in weights]
+    return list(zip(parts, counts, strict=True))
+
+
+def _runs(is_placeholder: torch.Tensor) -> list[int]:
+    """Return the lengths of the runs of placeholders."""
+    edges = torch.diff(is_placeholder.int(), prepend=torch.tensor([0]), append=torch.tensor([0]))
+    starts = (edges == 1).nonzero().flatten()
+    stops = (edges == -1).nonzero().flatten()
+    lengths: list[int] = (stops - starts).tolist()
+    return lengths
+
+
+def parts_of(tensors: Tensors) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
+    """Return the tensors of each image, and numbers that the counts of their tokens are
+    proportional to; all in one where it is not known how to divide them."""
     whole = [dict(tensors)]
     grid = grid_of(tensors)
     if grid is not None:
         weights = grid.prod(dim=-1).tolist()
-        parts: list[dict[str, torch.Tensor]] = [{} for _ in weights]
-        for name, value in tensors.items():
-            if value.shape[0] == len(weights):
-                pieces = value.split(1)
-            elif value.shape[0] == sum(weights):
-                pieces = value.split(weights)
-            else:
-                return whole, [1]
-            for part, piece in zip(parts, pieces, strict=True):
-                part[name] = piece
-        return parts, weights
-    counts = {value.shape[0] for value in tensors.values() if value.dim()}
-    if len(counts) != 1:
-        return whole, [1]
-    (count,) = counts
-    for name, value in tensors.items():
-        # sizes, masks and the like: images of different sizes have different numbers of tokens
-        if not name.startswith("pixel_values") and (value != value[:1]).any():
+    else:
+        counts = {value.shape[0] for value in tensors.values() if value.dim()}
+        if len(counts) != 1:
             return whole, [1]
-    parts = []
-    for index in range(count):
-        parts.append({name: value[index : index + 1] for name, value in tensors.items()})
-    return parts, [1] * count
+        weights = [1] * counts.pop()
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in weights]
+    for name, value in tensors.items():
+        if value.shape[0] == len(weights):
+            # sizes, masks and the like: such images have different numbers of tokens
+            is_size = not name.startswith("pixel_values") and value is not grid
+            if is_size and (value != value[:1]).any():
+                return whole, [1]
+            pieces = value.split(1)
+        elif grid is not None and value.shape[0] == sum(weights):
+            pieces = value.split(weights)
+        else:
+            return whole, [1]
+        for part, piece in zip(parts, pieces, strict=True):
+            part[name] = piece
+    return parts, weights
 
 
 def batches_of(images: Sequence[Image]) -> list[list[int]]:
     """Return the indices of images that one call of the tower takes together: those with grids,
-    whose patches are rows, and those of equal shapes."""
+    whose patches are rows, and those of equal shapes, but none whose patches stand side by side
+    in one row."""
     together: dict[Any, list[int]] = {}
     for index, image in enumerate(images):
         key: Any
         if grid_of(image.arguments) is not None:
-            key = (image.modality,)
+            key = (image.modality, tuple(image.arguments))
+        elif any(name.startswith(_OF_ONE_ROW) for name in image.arguments):
+            key = index
         else:
             shapes = tuple((name, value.shape) for name, value in image.arguments.items())
             key = (image.modality, shapes)

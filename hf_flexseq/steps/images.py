@@ -31,7 +31,8 @@ IMAGE_ROWS = "image_rows"
 """Column of tokens: the row of features that a token stands for, or NO_ROW."""
 NO_ROW = -1
 GRID_POSITIONS = "grid_positions"
-"""Column of tokens, [tokens, 3]: positions in time, height and width, instead of one."""
+"""Column of tokens, [tokens, axes]: positions in time, height and width, or on other axes, instead
+of one."""
 
 TYPES = ("token_type_ids", "mm_token_type_ids")
 """Columns that say of every token what it stands for: 0 is text."""
@@ -87,14 +88,15 @@ class RowImages:
     placeholders: Mapping[str, int]
     """Token that stands for a part of an image, by modality."""
 
-    has_axes: bool = False
-    """True if the model has positions in time, height and width."""
+    axes: int = 0
+    """Numbers of a token's position, such as 3 for time, height and width; 0 for models that have
+    one number, `position_ids`."""
 
     blocks: Blocks = field(default_factory=dict)
     """By index of a sequence the tokens that see both ways (`plan/blocks.py`)."""
 
     positions: torch.Tensor | None = None
-    """[tokens, 3] These positions; None for a model without, and for a row without images."""
+    """[tokens, axes] These positions; None for a model without, and for a row without images."""
 
     @property
     def numbers(self) -> list[int]:
@@ -153,16 +155,16 @@ def image_columns(
     images: Sequence[ImageSize],
 ) -> dict[str, torch.Tensor]:
     """Return the columns that tokens have in a step with images: IMAGE_ROWS, [tokens], and for
-    models that have them GRID_POSITIONS, [tokens, 3].
+    models that have them GRID_POSITIONS, [tokens, axes].
 
     columns: of this rank's row, each [tokens]. own: its images. numbers: of each of these, which
     of `images` it is. images: of all ranks, each once.
     """
     made = {IMAGE_ROWS: _image_rows(columns["input_ids"], own, numbers, images)}
-    if own.has_axes:
+    if own.axes:
         positions = own.positions
         if positions is None:
-            positions = columns["position_ids"].unsqueeze(1).expand(-1, 3)
+            positions = columns["position_ids"].unsqueeze(1).expand(-1, own.axes)
         made[GRID_POSITIONS] = positions
     return made
 

@@ -55,7 +55,7 @@ def inputs_of(
         row = value.unsqueeze(0)  # [tokens] -> [1, tokens]
         inputs[name] = to_device(row, device)
     if grid is not None:
-        of_axes = grid.T.unsqueeze(1)  # [tokens, 3] -> [3, 1, tokens]
+        of_axes = grid.T.unsqueeze(1)  # [tokens, axes] -> [axes, 1, tokens]
         inputs["position_ids"] = to_device(of_axes.contiguous(), device)
     inputs["shift_labels"] = inputs["labels"]  # they are shifted already
     context = make_context(shard)

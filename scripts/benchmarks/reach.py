@@ -3,7 +3,7 @@
     python scripts/benchmarks/reach.py                   ask all of them
     python scripts/benchmarks/reach.py --probe           and run those that are taken, tiny
     python scripts/benchmarks/reach.py --only gemma2     some families
-    python scripts/benchmarks/reach.py --write-docs      and write docs/models.md
+    python scripts/benchmarks/reach.py --write-docs      and write docs/models.md, but for images
 
 A family is asked with the configuration that transformers makes by default, and with the kinds of
 layers of its published checkpoints (`data/checkpoints.json`). To ask is to call what every trainer
@@ -42,9 +42,7 @@ from reach_models import (
     checkpoints,
     default_config,
     families,
-    text_class,
     unrolled,
-    with_towers,
 )
 
 ASK_S = 60.0  # to answer one question
@@ -150,10 +148,8 @@ def main() -> None:
     print(page(answers))
     write_record(args.json, [answer._asdict() for answer in answers])
     if args.write_docs:
-        towers = [
-            ask(family, None, args.strategies if args.probe else ()) for family in with_towers()
-        ]
-        DOCS.write_text(docs(answers, towers))
+        _, head, images = DOCS.read_text().partition(IMAGES_HEAD)
+        DOCS.write_text(docs(answers) + head + images)  # of reach_images.py
         print(f"wrote {DOCS}")
     if any(answer.probe for answer in answers):
         sys.exit("a model that is taken fails its probe")
@@ -357,8 +353,8 @@ def refused_lines(answers: Sequence[Answer]) -> list[str]:
     return lines
 
 
-def docs(answers: Sequence[Answer], towers: Sequence[Answer]) -> str:
-    """Return docs/models.md. towers: of the models with towers."""
+def docs(answers: Sequence[Answer]) -> str:
+    """Return docs/models.md up to its part on images."""
     rows = []
     by_family: dict[str, list[Answer]] = {}
     for answer in answers:
@@ -376,31 +372,7 @@ def docs(answers: Sequence[Answer], towers: Sequence[Answer]) -> str:
     text = DOCS_HEAD.format(versions=versions, today=today, shares=share_table(answers))
     body = table(("family", "default configuration", "published checkpoints"), rows)
     refused = "\n".join(refused_lines(answers))
-    of_towers = TOWERS + "\n".join(tower_lines(towers))
-    return f"{text}\n{body}\n\n## Not taken, by reason\n\n{refused}\n\n{of_towers}\n"
-
-
-def tower_lines(towers: Sequence[Answer]) -> list[str]:
-    """Return one line for the models with towers that are taken, and one for each group of reasons
-    why others are not."""
-    groups: dict[str, list[str]] = {}
-    for family, answer in zip(with_towers(), towers, strict=True):
-        name = f"`{answer.model}`"
-        if answer.verdict == REFUSED:
-            group = f"Refused, {group_of(answer)}"
-            text = text_class(family) if group_of(answer) == OWN_LOSS else None
-            name += f" (text: `{text}`)" if text else ""
-        elif answer.verdict == NOT_BUILT:
-            group = "Not built of their default configurations"
-        else:
-            group = answer.verdict.capitalize()
-            if answer.probe != ():
-                name += " (not run)"
-        groups.setdefault(group, []).append(name)
-    lines = []
-    for group, names in sorted(groups.items(), key=lambda item: -len(item[1])):
-        lines.append(f"* **{group}** ({len(names)}): {', '.join(names)}")
-    return lines
+    return f"{text}\n{body}\n\n## Not taken, by reason\n\n{refused}\n\n"
 
 
 def near(family: Family) -> str:
@@ -438,33 +410,8 @@ for the others, as of {today}. `python scripts/benchmarks/reach.py --write-docs`
 {shares}
 """
 
-TOWERS = """## Models with towers for images, video or audio
-
-The taken models train on text alone: a step with tokens that stand for images, video or audio is
-refused on all ranks. The classes of AutoModelForImageTextToText were checked with their default
-configurations. A tiny model of each taken one was compared with one process on text, as above,
-except for those marked *not run*, of which no tiny model can be made.
-
-Many are refused because their `forward` does not take `num_items_in_batch`, so their loss is a
-mean over the batch. Examples are `Qwen3_5ForConditionalGeneration` and
-`Gemma4ForConditionalGeneration`. Train the causal language model of the same text instead, if
-transformers has one. The lists below name it after *text*, and the table of families shows its
-support. The same checkpoint has its weights:
-
-```python
-# transformers finds the weights of the text model
-model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3.5-27B")  # a Qwen3_5ForCausalLM
-
-# without key_mapping transformers would make new weights here
-model = Gemma4ForCausalLM.from_pretrained(
-    "google/gemma-4-31B", key_mapping={r"^model\\.language_model\\.": "model."}
-)
-```
-
-Always look for `MISSING` in transformers' output. Models without a separate causal language model
-(Qwen2.5-VL, Qwen3-VL, GLM-4V and others) cannot be trained with hf_flexseq.
-
-"""
+IMAGES_HEAD = "## Models with images\n"
+"""Of the part of docs/models.md that `reach_images.py` writes."""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The causal language models of the installed transformers, as configurations that can be built.
 
     families()            one for each class of AutoModelForCausalLM's mapping
-    with_towers()         those of AutoModelForImageTextToText's that are not among them
     default_config        as transformers makes it
     checkpoint_config     with the layer kinds of a published checkpoint
 
@@ -78,27 +77,6 @@ def families() -> list[Family]:
             kind = getattr(transformers, cls)
             found[cls] = Family(kind.config_class.model_type, kind, _named_checkpoint(kind))
     return sorted(found.values(), key=lambda family: family.name)
-
-
-def with_towers() -> list[Family]:
-    """Return the classes of models with a tower for images that are no family of `families`, in
-    the order of their names."""
-    names = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    known = {family.kind for family in families()}
-    found = set()
-    for classes in names.values():
-        kind = getattr(transformers, classes if isinstance(classes, str) else classes[0])
-        if kind not in known:
-            found.add(Family(kind.config_class.model_type, kind, None))
-    return sorted(found, key=lambda family: family.kind.__name__)
-
-
-def text_class(family: Family) -> str | None:
-    """Return the name of the causal language model of the text alone of a model with towers whose
-    default configuration can be made; None where transformers has none."""
-    name = default_config(family).get_text_config().model_type
-    classes = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name)
-    return classes if classes is None or isinstance(classes, str) else classes[0]
 
 
 def _named_checkpoint(kind: type[PreTrainedModel]) -> str | None:

@@ -26,7 +26,8 @@ from tests.hf.trainers import (
     weights_apart,
     weights_of,
 )
-from tests.hf.vision import IMAGE, tiny_vision_model, vision_examples
+from tests.hf.vision import tiny_vision_model, vision_examples
+from tests.hf.vision_families import IMAGE
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.processes

@@ -1,305 +1,270 @@
 """Tiny vision-language models, and examples with images for each of them.
 
 The processors of these models need torchvision; what they would make of drawn pixels is written
-here by hand: as many placeholders as the model has features, and the tensors that its method for
-features takes.
+here by hand. How many tokens stand for an image is asked of the model: as many as its tower makes
+rows of features of this image alone.
 """
 
 import random
-from typing import Any, NamedTuple
+from functools import lru_cache
 
 import torch
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-VOCAB = 61
-IMAGE, VIDEO, START, END = 57, 58, 59, 60  # tokens
-TEXT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-TOKENS = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": START,
-    "vision_end_token_id": END,
-}
-MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-CLIP = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 4,
-}
-
-
-class Family(NamedTuple):
-    """A tiny model, and how its images look."""
-
-    config: dict[str, Any]
-    """Of the model, by name of option."""
-    kind: str
-    """Name of the function in IMAGES that draws an image, or several of them."""
-    has_videos: bool = False
-    types: str | None = None
-    """The column that its processor makes besides, of what each token stands for."""
-    is_prefix: bool = False
-    """True if the types are 0 up to the end of the prompt and 1 after it."""
-
-
-FAMILIES = {
-    "qwen2_vl": Family(
-        {
-            "text_config": {**TEXT, "rope_parameters": MROPE},
-            "vision_config": {
-                "depth": 2,
-                "embed_dim": 32,
-                "hidden_size": 32,
-                "num_heads": 4,
-                "mlp_ratio": 2,
-                "patch_size": 4,
-                "temporal_patch_size": 2,
-                "spatial_merge_size": 2,
-            },
-            **TOKENS,
-        },
-        "grid",
-        has_videos=True,
-    ),
-    "qwen2_5_vl": Family(
-        {
-            "text_config": {**TEXT, "rope_parameters": MROPE},
-            "vision_config": {
-                "depth": 2,
-                "hidden_size": 32,
-                "out_hidden_size": 32,
-                "num_heads": 4,
-                "intermediate_size": 40,
-                "patch_size": 4,
-                "temporal_patch_size": 2,
-                "spatial_merge_size": 2,
-                "window_size": 16,
-                "fullatt_block_indexes": [1],
-            },
-            **TOKENS,
-        },
-        "grid",
-        has_videos=True,
-    ),
-    "qwen3_vl": Family(
-        {
-            "text_config": {**TEXT, "rope_parameters": MROPE},
-            "vision_config": {
-                "depth": 2,
-                "hidden_size": 32,
-                "out_hidden_size": 32,
-                "num_heads": 4,
-                "intermediate_size": 40,
-                "patch_size": 4,
-                "temporal_patch_size": 2,
-                "spatial_merge_size": 2,
-                "num_position_embeddings": 64,
-                "deepstack_visual_indexes": [0],
-            },
-            **TOKENS,
-        },
-        "grid",
-    ),
-    "qwen3_5": Family(
-        {
-            "text_config": {
-                **TEXT,
-                "layer_types": ["linear_attention", "full_attention"],
-                "linear_num_key_heads": 2,
-                "linear_num_value_heads": 4,
-                "linear_key_head_dim": 8,
-                "linear_value_head_dim": 8,
-                "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0},
-            },
-            "vision_config": {
-                "depth": 2,
-                "hidden_size": 32,
-                "out_hidden_size": 32,
-                "num_heads": 4,
-                "intermediate_size": 40,
-                "patch_size": 4,
-                "temporal_patch_size": 2,
-                "spatial_merge_size": 2,
-                "num_position_embeddings": 64,
-            },
-            **TOKENS,
-        },
-        "grid",
-    ),
-    "glm4v": Family(
-        {
-            "text_config": {**TEXT, "rope_parameters": MROPE, "partial_rotary_factor": 1.0},
-            "vision_config": {
-                "depth": 2,
-                "hidden_size": 32,
-                "out_hidden_size": 32,
-                "num_heads": 4,
-                "intermediate_size": 40,
-                "patch_size": 4,
-                "temporal_patch_size": 2,
-                "spatial_merge_size": 2,
-                "image_size": 32,
-            },
-            **TOKENS,
-            "image_start_token_id": 53,
-            "image_end_token_id": 54,
-            "video_start_token_id": 55,
-            "video_end_token_id": 56,
-        },
-        "grid",
-    ),
-    "llava": Family(
-        {
-            "text_config": {"model_type": "llama", **TEXT},
-            "vision_config": {"model_type": "clip_vision_model", **CLIP},
-            "image_token_id": IMAGE,
-            "image_token_index": IMAGE,
-            "vision_feature_layer": -1,
-        },
-        "square",
-    ),
-    "mistral3": Family(
-        {
-            "text_config": {"model_type": "mistral", **TEXT},
-            "vision_config": {
-                "model_type": "pixtral",
-                "hidden_size": 32,
-                "intermediate_size": 40,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "image_size": 32,
-                "patch_size": 4,
-                "head_dim": 8,
-            },
-            "image_token_id": IMAGE,
-            "image_token_index": IMAGE,
-            "spatial_merge_size": 2,
-            "vision_feature_layer": -1,
-        },
-        "sizes",
-    ),
-    "internvl": Family(
-        {
-            "text_config": {"model_type": "qwen2", **TEXT},
-            "vision_config": {**CLIP, "image_size": [16, 16], "patch_size": [4, 4]},
-            "image_token_id": IMAGE,
-            "downsample_ratio": 0.5,
-            "vision_feature_layer": -1,
-        },
-        "tiles",
-    ),
-    "gemma3": Family(
-        {
-            "text_config": {
-                **TEXT,
-                "num_hidden_layers": 3,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-                "sliding_window": 5,
-                "query_pre_attn_scalar": 8,
-            },
-            "vision_config": CLIP,
-            "image_token_id": IMAGE,
-            "mm_tokens_per_image": 4,
-        },
-        "squeezed",
-        types="token_type_ids",
-    ),
-    "paligemma": Family(
-        {
-            "text_config": {"model_type": "gemma", **TEXT},
-            "vision_config": {"model_type": "siglip_vision_model", **CLIP, "projection_dim": 32},
-            "image_token_id": IMAGE,
-            "image_token_index": IMAGE,
-            "projection_dim": 32,
-        },
-        "square",
-        types="token_type_ids",
-        is_prefix=True,
-    ),
-}
+from hf_flexseq.hf.probe import lively_copy
+from tests.hf.test_reach import keep_float64
+from tests.hf.vision_families import END, FAMILIES, IMAGE, START, VIDEO
 
 
 def tiny_vision_model(name, seed=0):
-    """A tiny model of a family, in float64, that computes attention plainly."""
+    """A tiny model of a family, in float64, that computes attention and experts plainly. All its
+    outputs depend on whatever they can."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(name, **FAMILIES[name].config)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
-    for parameter in model.parameters():
-        if parameter.dim() > 1 and not parameter.any():  # features of zeros have no direction
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model.double()
+    kind = AutoModelForImageTextToText._model_mapping[type(config)]
+    if isinstance(kind, tuple):
+        kind = kind[0]
+    model = kind._from_config(config, attn_implementation="eager", experts_implementation="eager")
+    model = lively_copy(model, torch.float64)
+    return model.train()
 
 
-# ---- images: (placeholders of one or several images, their tensors)
+def keep_all_float64(monkeypatch):
+    """As `keep_float64`, also for what towers and experts make in float32."""
+    keep_float64(monkeypatch)
+    grid_sample, to_float = F.grid_sample, torch.Tensor.float
+
+    # GLM-4V interpolates its positions, Ernie collects logits of routers, Gemma 4 pools patches.
+    monkeypatch.setattr(
+        F, "grid_sample", lambda x, grid, **how: grid_sample(x, grid.double(), **how)
+    )
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(
+        torch.Tensor,
+        "float",
+        lambda tensor: to_float(tensor) if tensor.is_floating_point() else tensor.double(),
+    )
 
 
-def grid(rng, generator, count):
-    """Images of different sizes, as rows of patches, with grids."""
-    grids, patches, tokens = [], [], []
-    for _ in range(count):
-        height, width = 2 * rng.randint(1, 3), 2 * rng.randint(1, 3)
-        grids.append([1, height, width])
-        patches.append(torch.rand(height * width, 3 * 2 * 4 * 4, generator=generator))
-        tokens.append([START, *[IMAGE] * (height * width // 4), END])
-    tensors = {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
-    return tokens, tensors
+# ---- one image each: the tensors that the family's method for features takes
 
 
-def video(rng, generator):
-    """One video of some frames."""
-    frames, height, width = rng.randint(1, 3), 2 * rng.randint(1, 2), 2 * rng.randint(1, 2)
-    pixels = torch.rand(frames * height * width, 3 * 2 * 4 * 4, generator=generator)
-    tokens = [START, *[VIDEO] * (frames * height * width // 4), END]
-    grid_thw = torch.tensor([[frames, height, width]])
-    return tokens, {"pixel_values_videos": pixels, "video_grid_thw": grid_thw}
+def _grid(rng, generator, shape, frames=1, *, name="pixel_values", grid="image_grid_thw"):
+    """A row of values, or a small image, for each patch, with the numbers of patches."""
+    height, width = 2 * rng.randint(1, 3), 2 * rng.randint(1, 3)
+    pixels = torch.rand(frames * height * width, *shape, generator=generator)
+    return {name: pixels, grid: torch.tensor([[frames, height, width]])}
 
 
-def square(rng, generator, count):
-    """Images of one size."""
-    tokens = [[START, *[IMAGE] * 16, END] for _ in range(count)]
-    return tokens, {"pixel_values": torch.rand(count, 3, 16, 16, generator=generator)}
+def grid_image(shape, **names):
+    return lambda rng, generator: _grid(rng, generator, shape, **names)
 
 
-def squeezed(rng, generator, count):
-    """Images of one size, of four tokens each."""
-    tokens = [[START, *[IMAGE] * 4, END] for _ in range(count)]
-    return tokens, {"pixel_values": torch.rand(count, 3, 16, 16, generator=generator)}
+def grid_video(shape, each=1):
+    """Of some frames; each: the number of frames is a multiple of it."""
+    names = {"name": "pixel_values_videos", "grid": "video_grid_thw"}
+    return lambda rng, generator: _grid(rng, generator, shape, each * rng.randint(1, 3), **names)
 
 
-def tiles(rng, generator, count):
-    """Images that are cut into tiles of one size, each of which has four tokens."""
-    counts = [rng.randint(1, 3) for _ in range(count)]
-    tokens = [[START, *[IMAGE] * (4 * count), END] for count in counts]
-    return tokens, {"pixel_values": torch.rand(sum(counts), 3, 16, 16, generator=generator)}
+def flat_hw(rng, generator):
+    """As a grid whose sizes have no frames."""
+    tensors = _grid(rng, generator, (48,))
+    return {
+        "pixel_values": tensors["pixel_values"],
+        "image_grid_hw": tensors["image_grid_thw"][:, 1:],
+    }
 
 
-def sizes(rng, generator, count):
-    """Images of different sizes, padded to one, with their sizes."""
-    shapes = [(8 * rng.randint(2, 3), 8 * rng.randint(1, 3)) for _ in range(count)]
-    pixels = torch.zeros(count, 3, max(h for h, _ in shapes), max(w for _, w in shapes))
-    tokens = []
-    for index, (height, width) in enumerate(shapes):
-        pixels[index, :, :height, :width] = torch.rand(3, height, width, generator=generator)
-        tokens.append([START, *[IMAGE] * (height * width // 64), END])
-    return tokens, {"pixel_values": pixels, "image_sizes": torch.tensor(shapes)}
+def merged(rng, generator):
+    """As a grid, with how many patches are merged into a token."""
+    merge = rng.choice([1, 2])
+    return {**_grid(rng, generator, (48,)), "image_merge_sizes": torch.tensor([merge])}
 
 
-IMAGES = {"grid": grid, "square": square, "squeezed": squeezed, "tiles": tiles, "sizes": sizes}
+def merged_video(rng, generator):
+    names = {"name": "pixel_values_videos", "grid": "video_grid_thw"}
+    tensors = _grid(rng, generator, (48,), rng.randint(1, 3), **names)
+    return {**tensors, "video_merge_sizes": torch.tensor([2])}
+
+
+def square(size):
+    """Of one size."""
+    return lambda rng, generator: {
+        "pixel_values": torch.rand(1, 3, size, size, generator=generator)
+    }
+
+
+def two_sizes(rng, generator):
+    """Of one size, once more with more pixels."""
+    high = torch.rand(1, 3, 32, 32, generator=generator)
+    return {**square(16)(rng, generator), "high_res_pixel_values": high}
+
+
+def tiles(rng, generator):
+    """An image that is cut into tiles of one size."""
+    return {"pixel_values": torch.rand(rng.randint(1, 3), 3, 16, 16, generator=generator)}
+
+
+def patches(rng, generator):
+    """Of one size, as rows of values of a patch."""
+    return {"pixel_values": torch.rand(1, 16, 48, generator=generator)}
+
+
+def masked(rng, generator):
+    """Of one size, with a mask of its pixels."""
+    tensors = square(16)(rng, generator)
+    return {**tensors, "pixel_mask": torch.ones(1, 16, 16, dtype=torch.bool)}
+
+
+def nested(rng, generator):
+    """Of one size, in a dimension for the images of an example."""
+    pixels = torch.rand(1, 1, 3, 16, 16, generator=generator)
+    return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, 1, 16, 16, dtype=bool)}
+
+
+def sizes(rng, generator):
+    """Of different sizes, padded to one."""
+    height, width = 8 * rng.randint(1, 3), 8 * rng.randint(1, 3)
+    pixels = torch.zeros(1, 3, 24, 24)
+    pixels[0, :, :height, :width] = torch.rand(3, height, width, generator=generator)
+    return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
+
+
+def any_size(rng, generator):
+    """Cut into tiles by the size of the image, with a small copy before them."""
+    height, width = rng.choice([(16, 16), (12, 30), (32, 16), (30, 32)])
+    pixels = torch.rand(1, 5, 3, 16, 16, generator=generator)
+    return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
+
+
+def clip(rng, generator):
+    """A video of two frames."""
+    return {"pixel_values_videos": torch.rand(1, 2, 3, 16, 16, generator=generator)}
+
+
+def shaped(rng, generator):
+    """Rows of values of a patch, padded to one number, with the numbers of patches."""
+    height, width = 2 * rng.randint(1, 2), 2 * rng.randint(1, 2)
+    mask = torch.zeros(1, 16, dtype=torch.int64)
+    mask[:, : height * width] = 1
+    return {
+        "pixel_values": torch.rand(1, 16, 48, generator=generator) * mask.unsqueeze(2),
+        "spatial_shapes": torch.tensor([[height, width]]),
+        "pixel_attention_mask": mask,
+    }
+
+
+def _positioned(rng, generator, frames):
+    """Rows of values of a patch, padded to one number, with the place of each."""
+    height, width = 2 * rng.randint(1, 2), 2 * rng.randint(1, 2)
+    places = torch.full((frames, 16, 2), -1)
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    places[:, : height * width] = torch.stack([columns.flatten(), rows.flatten()], dim=1)
+    return torch.rand(frames, 16, 48, generator=generator), places
+
+
+def positioned(rng, generator):
+    pixels, places = _positioned(rng, generator, 1)
+    return {"pixel_values": pixels, "image_position_ids": places}
+
+
+def positioned_video(rng, generator):
+    pixels, places = _positioned(rng, generator, 2)
+    return {
+        "pixel_values_videos": pixels,
+        "video_position_ids": places,
+        "num_frames_per_video": torch.tensor([2]),
+    }
+
+
+def packed(rng, generator):
+    """Patches side by side, with the numbers of patches."""
+    height, width = 4 * rng.randint(1, 2), 4 * rng.randint(1, 2)
+    pixels = torch.rand(1, 3, 4, height * width * 4, generator=generator)
+    return {
+        "pixel_values": pixels,
+        "target_sizes": torch.tensor([[height, width]], dtype=torch.int32),
+    }
+
+
+QWEN, FLAT, PIXELS = (96,), (48,), (3, 4, 4)  # values of a patch
+IMAGES = {
+    "grid": grid_image(QWEN),
+    "grid_video": grid_video(QWEN),
+    "frames": grid_video(QWEN),
+    "flat_grid": grid_image(FLAT),
+    "flat_video": grid_video(FLAT, each=2),
+    "flat_frames": grid_video(FLAT),
+    "flat_hw": flat_hw,
+    "pixel_grid": grid_image(PIXELS),
+    "pixel_still": lambda rng, generator: _grid(
+        rng, generator, PIXELS, name="pixel_values_videos", grid="video_grid_thw"
+    ),
+    "two_sizes": two_sizes,
+    "merged": merged,
+    "merged_video": merged_video,
+    "square": square(16),
+    "wide": square(32),
+    "tiles": tiles,
+    "patches": patches,
+    "masked": masked,
+    "nested": nested,
+    "sizes": sizes,
+    "any_size": any_size,
+    "clip": clip,
+    "shaped": shaped,
+    "positioned": positioned,
+    "positioned_video": positioned_video,
+    "packed": packed,
+}
+OF_FRAMES = ("frames", "flat_frames")  # kinds of videos whose frames have tokens between them
+
+
+# ---- examples
+
+
+@lru_cache
+def _model(name):
+    return tiny_vision_model(name).base_model
+
+
+def _rows_of(name, modality, tensors):
+    """How many rows of features a model makes of one image."""
+    with torch.no_grad():
+        made = getattr(_model(name), f"get_{modality}_features")(**doubled(tensors))
+    rows = made.last_hidden_state if made.pooler_output is None else made.pooler_output
+    parts = [rows] if isinstance(rows, torch.Tensor) else rows
+    return sum(part.shape[:-1].numel() for part in parts)
+
+
+def _run_of(name, kind, tensors, words):
+    """The tokens of an image or a video."""
+    modality = "video" if any(n.endswith(("videos", "_video")) for n in tensors) else "image"
+    token = VIDEO if modality == "video" else IMAGE
+    rows = _rows_of(name, modality, tensors)
+    if kind not in OF_FRAMES:
+        return [START, *[token] * rows, END]
+    frames = int(tensors["video_grid_thw"][0, 0])
+    run = []
+    for _ in range(frames):
+        run += [*words(), START, *[token] * (rows // frames), END]
+    return run
+
+
+def doubled(tensors):
+    """Tensors with values in float64."""
+    return {n: v.double() if v.is_floating_point() else v for n, v in tensors.items()}
+
+
+def _joined(kind, images):
+    """The tensors of an example with several images."""
+    along = {
+        "nested": {"pixel_values": 1, "pixel_attention_mask": 1},
+        "packed": {"pixel_values": 3},
+    }
+    dims = along.get(kind, {})
+    return {n: torch.cat([one[n] for one in images], dim=dims.get(n, 0)) for n in images[0]}
 
 
 def vision_examples(name, counts, seed=0, videos=()):
@@ -309,25 +274,25 @@ def vision_examples(name, counts, seed=0, videos=()):
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def words():
-        return [rng.randrange(3, 50) for _ in range(rng.randint(1, 6))]
+        return [rng.randrange(3, 40) for _ in range(rng.randint(1, 6))]
 
     examples = []
     for index, count in enumerate(counts):
         ids, tensors = words(), {}
-        if count:
-            runs, tensors = IMAGES[family.kind](rng, generator, count)
-            for run in runs:
-                ids += [*run, *words()]
-        if index in videos and family.has_videos:
-            run, of_video = video(rng, generator)
-            ids += [*run, *words()]
-            tensors = {**tensors, **of_video}
+        images = [IMAGES[family.kind](rng, generator) for _ in range(count)]
+        for image in images:
+            ids += [*_run_of(name, family.kind, image, words), *words()]
+        if images:
+            tensors = _joined(family.kind, images)
+        if index in videos and family.video is not None:
+            video = IMAGES[family.video](rng, generator)
+            ids += [*_run_of(name, family.video, video, words), *words()]
+            tensors = {**tensors, **video}
         ids += words()
         labels = [token if token < 50 else -100 for token in ids]
         if family.types is not None:
             tensors = {**tensors, family.types: types_of(ids, family)}
-        tensors = {n: v.double() if v.is_floating_point() else v for n, v in tensors.items()}
-        examples.append({"input_ids": ids, "labels": labels, **tensors})
+        examples.append({"input_ids": ids, "labels": labels, **doubled(tensors)})
     return examples
 
 
@@ -337,15 +302,17 @@ def types_of(ids, family):
     if family.is_prefix:
         last = max([index for index, token in enumerate(ids) if token == IMAGE], default=-1)
         return (torch.arange(len(ids)) > last + 2).long()  # two words of the prompt follow
-    return (tokens == IMAGE).long()
+    return (tokens == IMAGE).long() + 2 * (tokens == VIDEO).long()
 
 
 def called_with(example):
     """What the model is called with for one example alone, by the model's own processor."""
     ids = torch.tensor([example["input_ids"]])
     types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
-    tensors = {n: v for n, v in example.items() if n not in ("input_ids", "labels")}
-    for name in ("token_type_ids", "mm_token_type_ids"):
-        if name in tensors:
-            tensors[name] = tensors[name].unsqueeze(0)
-    return {"input_ids": ids, "mm_token_type_ids": types, **tensors}
+    given = {"mm_token_type_ids": types, "attention_mask": torch.ones_like(ids)}
+    for name, value in example.items():
+        if name.endswith("token_type_ids"):
+            value = value.unsqueeze(0)
+        if name not in ("input_ids", "labels"):
+            given[name] = value
+    return {"input_ids": ids, **given}

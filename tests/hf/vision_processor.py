@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, ProcessorMixin, Qwen3VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.hf.vision import END, IMAGE, START, VIDEO
+from tests.hf.vision_families import END, IMAGE, START, VIDEO
 
 WORDS = range(2, 50)  # the numbers of the tokens that are words
 SPECIAL = {

@@ -219,12 +219,12 @@ def _experts(config: PreTrainedConfig) -> tuple[int, int]:
 def _mlp_width(config: PreTrainedConfig) -> int:
     """Return the width inside the MLP, or inside all experts together that work on a token."""
     width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    if isinstance(width, list):  # by layer
-        width = max(width)
     _, active = _experts(config)
-    if not active:
-        return width
-    return active * (getattr(config, "moe_intermediate_size", None) or width)
+    if active:
+        width = getattr(config, "moe_intermediate_size", None) or width
+    if isinstance(width, (list, tuple)):  # by layer, or of experts for text and for images
+        width = max(width)
+    return max(1, active) * width
 
 
 def _active_params(model: nn.Module, params: int) -> int | None:

@@ -10,6 +10,7 @@ are not: they work on each token by itself, and may need numbers.
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ TOKENS = 53
 """Length of the row that a meta model runs on: a prime unlike any size of features."""
 
 # What a forward raises that needs numbers, or another kind of machine.
-FAULTS = (
+FAULTS: tuple[type[Exception], ...] = (
     *(RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError),
     *(NotImplementedError, ImportError, AssertionError),
 )
@@ -38,10 +39,11 @@ def meta_model(
     dtype: torch.dtype = torch.bfloat16,
 ) -> PreTrainedModel:
     """Return an empty model of the class and configuration of `model`, whole even for a pipeline
-    stage. attention: name of its implementation of attention; None for that of `model`."""
+    stage. attention: name of the implementation of attention of its text; None for that of
+    `model`."""
     config = copy.deepcopy(model.config)
     if attention is not None:
-        config._attn_implementation = attention
+        config._attn_implementation = attention_of_text(model, attention)
     with torch.device("meta"), _without_sharding():
         result: PreTrainedModel = unsharded_class(model)(config)
     return result.to(dtype).train()
@@ -84,3 +86,33 @@ def _without_sharding() -> Iterator[None]:
         yield
     finally:
         deepspeed._hf_deepspeed_config_weak_ref = former
+
+
+def attention_of_text(base: PreTrainedModel, name: str) -> Any:
+    """Return an implementation of attention for the text model alone, as
+    `set_attn_implementation` takes it; towers keep their own."""
+    config = base.config
+    text = config.get_text_config()
+    if text is config:
+        return name
+    path = _path_to(config, text)
+    if path is None:
+        return name
+    chosen: Any = name
+    for part in reversed(path):
+        chosen = {"": name, part: chosen}
+    return chosen
+
+
+def _path_to(config: Any, wanted: Any) -> list[str] | None:
+    """Return the names of sub-configurations that lead to a configuration."""
+    if config is wanted:
+        return []
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if inner is None:
+            continue
+        below = _path_to(inner, wanted)
+        if below is not None:
+            return [name, *below]
+    return None

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.cost.tower import TowerShape
+from hf_flexseq.hf.model.images import placeholders_of
 
 # Names of sizes in configurations of vision models, and a usual tower where they have none.
 _SIZES: dict[str, tuple[tuple[str, ...], int]] = {
@@ -32,11 +33,13 @@ def tower_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def tower_shape(model: nn.Module) -> TowerShape | None:
-    """Return the sizes of the vision tower of `model`, by its configuration; None without one."""
+    """Return the sizes of the vision tower of `model`, by its configuration; None without one.
+    Those of a usual tower stand for sizes that a configuration does not have."""
     parameters = tower_parameters(model)
     config: Any = getattr(model, "config", None)
     vision = getattr(config, "vision_config", None)
-    if not parameters or vision is None:
+    has_tower = bool(parameters) if vision is not None else _has_token_of_images(config)
+    if not has_tower:
         return None
     sizes = {}
     for size, (names, usual) in _SIZES.items():
@@ -52,3 +55,9 @@ def tower_shape(model: nn.Module) -> TowerShape | None:
         row_numbers=streams * config.get_text_config().hidden_size,
         is_trained=any(parameter.requires_grad for parameter in parameters),
     )
+
+
+def _has_token_of_images(config: Any) -> bool:
+    """Tell if a token stands for parts of images, as in models whose tower has no configuration of
+    its own, or is a part of the text model."""
+    return config is not None and any(name.startswith("image") for name in placeholders_of(config))

@@ -14,44 +14,34 @@ part of a sequence gives the model the rows of its own tokens, and the model its
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import astuple, dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
 
 from hf_flexseq.cost.tower import TowerCost
+from hf_flexseq.distributed.transport import CpuGroup
+from hf_flexseq.hf.model.feature_form import FeatureForm, fits
+from hf_flexseq.hf.model.feature_trial import FEATURES, try_features
 from hf_flexseq.hf.model.image_masks import MasksOfImages, UnsupportedImages
 from hf_flexseq.hf.model.image_rows import KINDS, NUMBERS, images_of_rows
 from hf_flexseq.hf.model.images import placeholders_of
+from hf_flexseq.hf.model.meta_model import FAULTS
 from hf_flexseq.hf.model.noise import has_noise
 from hf_flexseq.hf.model.towers import tower_parameters
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.plan.images import MODALITIES, ImageSize
+from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.drawn import SourceRow
-from hf_flexseq.steps.image_parts import batches_of, grid_of, parts_of
+from hf_flexseq.steps.image_parts import batches_of, grid_of, images_in
 from hf_flexseq.steps.images import TYPES, Image, RowImages
 
-_FEATURES = "mm_encoder_outputs"
-_POSITIONS = "get_rope_index"  # the method of models whose positions have three axes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Modality:
-    """How a model takes images, or videos."""
-
-    name: str
-    method: str
-    """Name of the method that encodes them."""
-    arguments: tuple[str, ...]
-    """Names of what it takes of them."""
-    placeholder: int
-    """Token that stands for a part of one."""
+_POSITIONS = "get_rope_index"  # the method of models whose positions have several axes
 
 
 class VisionModel:
@@ -61,15 +51,24 @@ class VisionModel:
         """Raises UnsupportedImages for a model without the methods that are needed."""
         self._inner: Any = base.base_model
         self._tower = tower_parameters(base)
-        self._modalities = {one.name: one for one in _modalities(base)}
+        self._modalities = {one.name: one for one in try_features(base)}
+        self._takes_embedding = any(one.takes_embedding for one in self._modalities.values())
         self._masks = MasksOfImages(base)
+        _check_norms(base)
         self.both_ways = self._masks.layers
         """Numbers of the layers in which the tokens of an image see each other both ways."""
         taken = {one.placeholder for one in self._modalities.values()}
         self._others = {n: t for n, t in placeholders_of(base.config).items() if t not in taken}
         self._positions = getattr(self._inner, _POSITIONS, None)
+        self._axes = self._count_axes()
         self._patch = _patch_size(base.config)
-        self._forms: dict[str, _Form] = {}
+        self._forms: dict[str, FeatureForm] = {}
+        self._agreed: set[str] = set()  # modalities whose form all ranks know
+
+    @property
+    def modalities(self) -> list[str]:
+        """Names of what it takes, of `plan.images.MODALITIES`."""
+        return list(self._modalities)
 
     # ---- what examples bring
 
@@ -100,7 +99,7 @@ class VisionModel:
         known = RowImages(
             images=tuple(images),
             placeholders=placeholders,
-            has_axes=self._positions is not None,
+            axes=self._axes,
             blocks=blocks,
             positions=torch.cat(positions) if positions else None,
         )
@@ -129,7 +128,18 @@ class VisionModel:
                     f"{modality.name}s, and {', '.join(own) or 'no pixels'}: cut examples neither "
                     "in the middle nor without their images"
                 )
-            images += self._split(sequence, modality.name, own, tokens)
+            for part, count in images_in(own, ids == modality.placeholder):
+                patches, pairs = self._work_of(part)
+                images.append(
+                    Image(
+                        sequence=sequence,
+                        modality=modality.name,
+                        arguments=part,
+                        tokens=count,
+                        patches=patches,
+                        pairs=pairs,
+                    )
+                )
         return images
 
     def _check_names(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -142,31 +152,6 @@ class VisionModel:
                 f"it has {', '.join(unknown)}, which {type(self._inner).__name__} does not take "
                 f"for images (it takes {', '.join(sorted(known))}); leave the columns out"
             )
-
-    def _split(
-        self, sequence: int, modality: str, tensors: dict[str, torch.Tensor], tokens: int
-    ) -> list[Image]:
-        """Return the images of one modality, of which `tokens` stand for all. They are one where
-        their tokens cannot be told apart."""
-        parts, weights = parts_of(tensors)
-        total = sum(weights)
-        counts = [tokens * weight // total for weight in weights]
-        if any(tokens * weight % total for weight in weights):
-            parts, counts = [tensors], [tokens]
-        images = []
-        for own, count in zip(parts, counts, strict=True):
-            patches, pairs = self._work_of(own)
-            images.append(
-                Image(
-                    sequence=sequence,
-                    modality=modality,
-                    arguments=own,
-                    tokens=count,
-                    patches=patches,
-                    pairs=pairs,
-                )
-            )
-        return images
 
     def _work_of(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         """Return the patches of an image, and the pairs of patches that attend to each other."""
@@ -187,31 +172,57 @@ class VisionModel:
     def _positions_of(
         self, ids: torch.Tensor, tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Return positions of a sequence's tokens in time, height and width, [tokens, 3]."""
+        """Return positions of a sequence's tokens on all axes, [tokens, axes]."""
         if not tensors:
-            return torch.arange(len(ids)).unsqueeze(1).expand(-1, 3)
+            return torch.arange(len(ids)).unsqueeze(1).expand(-1, self._axes)
         assert self._positions is not None, "the model counts positions itself"
         types = torch.zeros_like(ids)
         for name, modality in self._modalities.items():
             types[ids == modality.placeholder] = NUMBERS[name]
-        given = {"input_ids": ids.unsqueeze(0), KINDS: types.unsqueeze(0), **tensors}
+        columns = {"input_ids": ids, KINDS: types, "attention_mask": types * 0 + 1}
+        given = {name: column.unsqueeze(0) for name, column in columns.items()} | dict(tensors)
         taken = inspect.signature(self._positions).parameters
         positions, _ = self._positions(**{n: v for n, v in given.items() if n in taken})
-        return positions[:, 0].T.contiguous()  # [3, 1, tokens] -> [tokens, 3]
+        return positions[:, 0].T.contiguous()  # [axes, 1, tokens] -> [tokens, axes]
+
+    def _count_axes(self) -> int:
+        """Return how many axes positions have, such as time, height and width; 0 for a model
+        whose positions are one number."""
+        if self._positions is None:
+            return 0
+        text = torch.zeros(1, 2, dtype=torch.int64)
+        given = {"input_ids": text, KINDS: text, "attention_mask": text + 1}
+        taken = inspect.signature(self._positions).parameters
+        try:
+            positions, _ = self._positions(**{n: v for n, v in given.items() if n in taken})
+        except FAULTS as error:
+            raise UnsupportedImages(
+                f"{type(self._inner).__name__}.{_POSITIONS} fails on text ({error})"
+            ) from error
+        return len(positions)
 
     def of_rows(self, call: Call) -> list[dict[str, torch.Tensor]]:
         """Return the tensors of each row of a padded batch. Raises ValueError where it is not
         known which images belong to which row."""
         modalities = self._modalities.values()
         placeholders = {one.name: one.placeholder for one in modalities}
-        return images_of_rows(call, placeholders, {one.name: one.arguments for one in modalities})
+        arguments = {one.name: tuple(one.arguments) for one in modalities}
+        return images_of_rows(call, placeholders, arguments)
 
     # ---- the tower
 
     @property
     def is_trained(self) -> bool:
-        """True if a parameter outside of the text model gets gradients."""
+        """True if a parameter outside of the text model gets gradients, or one of the embedding
+        of which a tower takes its features."""
+        if self._takes_embedding and self._embedding_is_trained:
+            return True
         return any(parameter.requires_grad for parameter in self._tower)
+
+    @property
+    def _embedding_is_trained(self) -> bool:
+        embedding = self._inner.get_input_embeddings()
+        return any(parameter.requires_grad for parameter in embedding.parameters())
 
     def forget_gradients(self) -> None:
         """Set the tower's gradients under ZeRO-3 to 0, before a step. DeepSpeed overwrites
@@ -250,23 +261,56 @@ class VisionModel:
     def _encode_together(self, images: Sequence[Image]) -> torch.Tensor:
         """Return the features of images that one call of the tower takes, [tokens, width]."""
         modality = self._modalities[images[0].modality]
-        device = self._inner.device
-        arguments = {}
+        arguments = dict(modality.options)
         for name in images[0].arguments:
             joined = torch.cat([image.arguments[name] for image in images])
-            arguments[name] = to_device(joined, device)
-        outputs = getattr(self._inner, modality.method)(**arguments, return_dict=True)
-        form, streams = _Form.of(outputs)
+            value = to_device(joined, self._inner.device)
+            if name in modality.casts:
+                value = value.to(self._inner.dtype)
+            arguments[modality.arguments[name]] = value
+        with self._embedding_refused():
+            outputs = getattr(self._inner, modality.method)(**arguments, return_dict=True)
+        form, streams = FeatureForm.of(outputs, modality.rows)
         self._forms[modality.name] = form
-        wanted = sum(image.tokens for image in images)
-        for stream in streams:
-            if len(stream) != wanted:
-                raise ValueError(
-                    f"{type(self._inner).__name__} makes {len(stream)} rows of features of "
-                    f"{len(images)} {modality.name}s, for which {wanted} tokens stand: let the "
-                    "model's own processor make the examples"
-                )
+        counts = [image.tokens for image in images]
+        if not fits(getattr(outputs, modality.rows), counts):
+            raise ValueError(
+                f"{type(self._inner).__name__} makes {len(streams[0])} rows of features of "
+                f"{len(images)} {modality.name}s, for which {' + '.join(map(str, counts))} tokens "
+                "stand: let the model's own processor make the examples"
+            )
         return torch.cat(streams, dim=1)
+
+    @contextmanager
+    def _embedding_refused(self) -> Iterator[None]:
+        """Refuse a frozen tower inside the block whose features come from the text's embedding:
+        they would be made without gradients."""
+        if self.is_trained or not self._embedding_is_trained:
+            yield
+            return
+
+        def refuse(*args: Any) -> NoReturn:
+            raise UnsupportedImages(
+                f"{type(self._inner).__name__} takes features from its embedding, which is "
+                "trained while the tower is frozen: freeze both, or none"
+            )
+
+        hook = self._inner.get_input_embeddings().register_forward_pre_hook(refuse)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def agree(self, modalities: Collection[str], cpu_group: CpuGroup) -> None:
+        """Learn the form of the features of all `modalities` from the ranks that have encoded
+        them. Collective over the world."""
+        if set(modalities) <= self._agreed:
+            return
+        known = {name: astuple(form) for name, form in self._forms.items()}
+        for of_rank in cpu_group.gather_values(known):
+            for name, (field, is_list, leading, widths) in of_rank.items():
+                self._forms[name] = FeatureForm(field, is_list, leading, tuple(widths))
+        self._agreed.update(modalities)
 
     # ---- the model
 
@@ -288,10 +332,8 @@ class VisionModel:
             return None
         outputs = {}
         for name, rows in images.features(self).items():
-            # A rank may have encoded images alone, and need rows of a video.
-            form = self._forms.get(name) or next(iter(self._forms.values()))
-            outputs[name] = form.outputs(rows)
-        return args, {**kwargs, _FEATURES: outputs}
+            outputs[name] = self._forms[name].features(rows)
+        return args, {**kwargs, FEATURES: outputs}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,79 +363,17 @@ class VisionReader:
         return self.tower.held_tokens(images, placement, self.token_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """The form of the features that a model's forward reads."""
-
-    kind: type[ModelOutput]
-    """Class of the outputs."""
-    is_list: bool
-    """True if they are a tensor for each image, instead of one for all."""
-    widths: tuple[int, ...]
-    """Values of a row: of the embedding, then of each layer that gets features of its own."""
-
-    @classmethod
-    def of(cls, outputs: Any) -> tuple["_Form", list[torch.Tensor]]:
-        """Return the form of a method's outputs, and its streams of rows, [rows, width] each."""
-        pooled = outputs.pooler_output
-        of_layers = getattr(outputs, "deepstack_features", None) or ()
-        streams = [_rows(value) for value in (pooled, *of_layers)]
-        widths = tuple(stream.shape[1] for stream in streams)
-        return cls(type(outputs), not isinstance(pooled, torch.Tensor), widths), streams
-
-    def outputs(self, rows: torch.Tensor) -> ModelOutput:
-        """Return rows [rows, width] as a method's outputs."""
-        given = list(rows.split(self.widths, dim=1))
-        if self.is_list:
-            given = [(stream,) for stream in given]
-        made = self.kind(pooler_output=given[0])
-        if len(given) > 1:
-            made["deepstack_features"] = given[1:]
-        return made
-
-
-def _rows(value: Any) -> torch.Tensor:
-    """Return features of one image or of several as rows, [rows, width]."""
-    parts = [value] if isinstance(value, torch.Tensor) else list(value)
-    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
-
-
 # ---- what a model has
 
 
-def _modalities(base: PreTrainedModel) -> list[_Modality]:
-    """Return the modalities of a model. Raises UnsupportedImages without any."""
-    inner = base.base_model
-    name = type(base).__name__
-    if _FEATURES not in inspect.signature(inner.forward).parameters:
-        raise UnsupportedImages(f"{name} does not take {_FEATURES}")
-    found = []
-    for modality in MODALITIES:
-        method = getattr(inner, f"get_{modality}_features", None)
-        placeholder = _placeholder(base.config, modality)
-        if method is None or placeholder is None:
-            continue
-        parameters = inspect.signature(method).parameters.values()
-        named = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
-        found.append(
-            _Modality(
-                name=modality,
-                method=method.__name__,
-                arguments=tuple(named),
-                placeholder=placeholder,
+def _check_norms(base: PreTrainedModel) -> None:
+    """Raise UnsupportedImages for a model whose features depend on which images a call has."""
+    for name, module in base.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise UnsupportedImages(
+                f"{name} of {type(base).__name__} normalizes over all images of a call (batch "
+                "norm), so features of an image would depend on the others"
             )
-        )
-    if not found:
-        raise UnsupportedImages(f"{name} has no method for features of images, or no token")
-    return found
-
-
-def _placeholder(config: Any, modality: str) -> int | None:
-    for option in (f"{modality}_token_id", f"{modality}_token_index"):
-        token: int | None = getattr(config, option, None)
-        if token is not None:
-            return token
-    return None
 
 
 def _patch_size(config: Any) -> int:
