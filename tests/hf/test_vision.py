@@ -35,7 +35,7 @@ def assert_exact(case, by_rank):
 
 @pytest.mark.parametrize("name", others_nightly(list(FAMILIES), EVERY_TIME))
 def test_families_equal_one_process(name):
-    case = (name, "ddp", False, None, COUNTS, 2)
+    case = (name, "ddp", False, None, COUNTS, 1)
     (by_rank,) = run_cases(worst_errors, 2, [case], seconds=120)
     assert_exact(case, by_rank)
 
@@ -65,7 +65,7 @@ def test_a_pixel_changes_what_it_changes_in_one_process(name):
         (
             3,
             [
-                ("qwen3_vl", "fsdp2", True, None, FEW, 2),
+                ("qwen3_vl", "fsdp2", True, None, FEW, 1),
                 ("qwen3_vl", "ddp", False, "tower", COUNTS, 1),
             ],
         ),

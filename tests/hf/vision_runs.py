@@ -85,7 +85,10 @@ def worst_errors(rank, world_size, name, sharding, checkpointing, freeze, counts
             sharded(model)
         model.train()
         engine = RandomPlanEngine(
-            Accelerator(cpu=True), seed=7 * world_size, max_tokens_per_rank=5000
+            Accelerator(cpu=True),
+            seed=7 * world_size,
+            accepts=lambda plan: plans > 1 or len(plan.micro_batches) > 1,
+            max_tokens_per_rank=5000,
         )
         engine.attach(model)
         wrapped = model
