@@ -254,8 +254,8 @@ The classes of AutoModelForImageTextToText were asked with their default configu
 and train on text if the family is taken on text.
 
 * *Probed*: on two ranks, under random plans that cut images, loss and all gradients of a tiny
-  model equal those of one process to 1e-10, and after a change of one pixel exactly those outputs
-  change that change in one process. Some of the sequences have no images.
+  model equal those of one process to 1e-10, and after a change of one pixel of an image exactly
+  those outputs change that change in one process. Some of the sequences have no images.
 * *Not probed*: taken by the same trial of an empty copy, but no tiny model was run.
 * *Probed with images*: its videos were not run. Those of GLM and Nemotron raise an error, since
   their processors write tokens of images for them, and so do those of Qwen-Omni, whose positions
