@@ -63,7 +63,7 @@ def frozen(model, what):
 
 def sharded(model):
     """The model under FSDP2: a unit for each layer of text and tower, and one for the rest."""
-    for module in list(model.modules()):
+    for module in reversed(list(model.modules())):  # those inside of others first
         if type(module).__name__.endswith(
             ("DecoderLayer", "EncoderLayer", "Block", "AttentionLayer")
         ):
