@@ -261,6 +261,21 @@ and train on text if the family is taken on text.
   their processors write tokens of images for them, and so do those of Qwen-Omni, whose positions
   need seconds.
 
+A checkpoint can also be trained on text alone, as the causal language model of its text, if
+transformers has one:
+
+```python
+# transformers finds the weights of the text model
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3.5-27B")  # a Qwen3_5ForCausalLM
+
+# without key_mapping transformers would make new weights here
+model = Gemma4ForCausalLM.from_pretrained(
+    "google/gemma-4-31B", key_mapping={r"^model\\.language_model\\.": "model."}
+)
+```
+
+Always look for `MISSING` in transformers' output.
+
 `python scripts/benchmarks/reach_images.py --probe --write-docs` writes this section.
 
 """

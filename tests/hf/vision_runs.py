@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq import DataCollatorForFlexSeq
+from hf_flexseq.hf.probe import lively_copy
 from tests.hf.test_exactness import whole
 from tests.hf.tiny import RandomPlanEngine, relative_errors, taken_gradients
 from tests.hf.vision import called_with, keep_all_float64, tiny_vision_model, vision_examples
@@ -20,6 +21,11 @@ from tests.hf.vision import called_with, keep_all_float64, tiny_vision_model, vi
 COUNTS = [1, 0, 2, 1, 0, 3, 1, 1, 0, 1]
 VIDEOS = (1, 2, 6)
 CHANGED = 5  # the example of which the probe changes a pixel: it has three images
+
+
+def lively_model(name):
+    """A tiny model of a family whose outputs depend on whatever they can."""
+    return lively_copy(tiny_vision_model(name), torch.float64).train()
 
 
 def logits_of(model, example):
@@ -76,9 +82,9 @@ def worst_errors(rank, world_size, name, sharding, checkpointing, freeze, counts
     with pytest.MonkeyPatch.context() as patch:
         keep_all_float64(patch)
         examples = vision_examples(name, counts, videos=VIDEOS)
-        reference = frozen(tiny_vision_model(name), freeze)
+        reference = frozen(lively_model(name), freeze)
         wanted_loss, wanted = vision_reference(reference, examples)
-        model = frozen(tiny_vision_model(name), freeze)
+        model = frozen(lively_model(name), freeze)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if sharding == "fsdp2":
@@ -190,7 +196,7 @@ def probe_pixel(rank, world_size, name):
     with pytest.MonkeyPatch.context() as patch:
         keep_all_float64(patch)
         examples = vision_examples(name, COUNTS, videos=VIDEOS)
-        model = tiny_vision_model(name).train()
+        model = lively_model(name)
         alone = copy.deepcopy(model)
         before = hidden_alone(alone, examples[CHANGED])
         values = examples[CHANGED]["pixel_values"].flatten().nonzero().flatten().tolist()

@@ -41,10 +41,10 @@ def features_of_two_micro_batches(rank, world_size):
         device=torch.device("cpu"),
         is_sharded=True,
     )
+    step.begin(last=1)
     first = step.of_micro_batch(0, tower)
     first.sum().backward()
     torch.rand(5)  # what the rest of the model draws
-    step.is_last = True
     last = step.of_micro_batch(1, tower)
     last.sum().backward()
     return tower, torch.cat([first, last]).detach()
