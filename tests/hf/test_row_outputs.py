@@ -93,8 +93,8 @@ def test_the_sft_trainer_s_weights_and_figures_are_those_of_the_rows(tmp_path, w
 
 
 def run_sharded(rank, world_size, folder, sharding):
-    """The plain trainer on one process, ours on several under FSDP2, where the plain one's loss and
-    gradients are smaller by one factor, which clipping hides from the weights."""
+    """The plain trainer on one process, ours on several under FSDP2. There the plain one's loss
+    and gradients are smaller by one factor, which clipping hides from the weights."""
     case = Case(kind="dpo", sharding=sharding)
     settings = {"model": causal_model(case, folder / "model"), "evaluates": False}
     settings |= {"batch": STEP // world_size, "gradient_checkpointing": True}
