@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan.blocks import Blocks, Range
 from hf_flexseq.plan.images import MODALITIES, ImagePlacement, ImageSize
-from hf_flexseq.steps.pixel_sums import bytes_of, mark_of
+from hf_flexseq.steps.digests import bytes_of, mark_of
 
 Ints = NDArray[np.int64]
 

@@ -1,11 +1,10 @@
 """Find images of a step, of all ranks, that have the same pixels, so that each is encoded once:
 those of a pair's two rows, of all answers to a prompt, of an agent's calls.
 
-1. Every rank *marks* its images by sums over some of their values, which cost next to nothing.
+1. Every rank *marks* its images by digests of some of their values, which cost next to nothing.
    Marks are gathered with the lengths.
-2. Images of the same sizes and marks may be the same. Their *digests*, sums over all bytes, are
-   gathered; a step without such images ends before. Equal sizes and digests are taken for equal
-   pixels.
+2. Images of the same sizes and marks may be the same. Their *digests*, of all bytes, are gathered;
+   a step without such images ends before. Equal sizes and digests are taken for equal pixels.
 """
 
 from collections import Counter
@@ -13,8 +12,8 @@ from collections.abc import Sequence
 
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan.images import ImageSize
+from hf_flexseq.steps.digests import digest_of
 from hf_flexseq.steps.images import Image
-from hf_flexseq.steps.pixel_sums import digest_of
 
 
 def distinct_images(

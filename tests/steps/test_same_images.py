@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_flexseq.steps.all_drawn import AllDrawn, in_one_list
+from hf_flexseq.steps.digests import digest_of, mark_of
 from hf_flexseq.steps.images import Image, RowImages
-from hf_flexseq.steps.pixel_sums import digest_of, mark_of
 from hf_flexseq.steps.same_images import distinct_images
 from tests.ranks import host_exchanges, join, run_threads
 
@@ -91,6 +91,24 @@ def test_digests_tell_single_values_and_their_places_apart(dtype):
     assert digest_of({"x": pixels.clone()}) in digests
     shifted = torch.cat([pixels[:1], pixels])[1:]  # the same values at another address
     assert digest_of({"x": shifted}) == digest_of({"x": pixels})
+
+
+def test_black_and_white_pixels_are_told_apart():
+    """They may be -1 and 1, which differ in one bit, the highest of a word in each second one."""
+    white = torch.ones(3, 8, 8)
+    digests = {digest_of({"x": white})}
+    for place in range(8):
+        for count in (1, 2):
+            changed = white.clone()
+            changed[:count, 0, place] = -1.0
+            digests.add(digest_of({"x": changed}))
+    assert len(digests) == 1 + 8 * 2
+
+
+def test_shapes_are_a_part_of_a_digest():
+    tall, wide = torch.zeros(3, 8, 4), torch.zeros(3, 4, 8)
+    assert digest_of({"x": tall}) != digest_of({"x": wide})
+    assert mark_of({"x": tall}) != mark_of({"x": wide})
 
 
 def test_sizes_are_a_part_of_an_image():
