@@ -111,7 +111,10 @@ class GlooCpuGroup(CpuGroup):
     def own_work(self, what: str) -> AbstractContextManager[None]:
         """See `CpuGroup.own_work`."""
         if self._own_work is None:
-            store = dist.distributed_c10d._get_default_store()
+            # Every group counts its works for itself.
+            store = dist.PrefixStore(
+                self._group.group_name, dist.distributed_c10d._get_default_store()
+            )
             self._own_work = OwnWork(store, self._rank, self._world_size)
         return self._own_work.of_rank(what)
 
