@@ -20,6 +20,10 @@ A parameter without a gradient takes part with zeros. Under `find_unused_paramet
 rank has used keeps none, as with DDP: an optimizer would decay it otherwise. The ranks tell each
 other over the host which parameters they have used.
 
+A step without images leaves the tower of a vision-language model unused on all ranks, for which
+DDP would wait. Without `find_unused_parameters` such a step is reduced in the same way, on any
+transport, and the tower keeps no gradients.
+
 Rejected: DDP's own reducer, in a backward that all ranks run after the last micro-batch. It needs
 one more forward of the model, and has nothing left to overlap with.
 """
@@ -53,6 +57,9 @@ class GradientReduction:
     lockstep: bool
     """True if all ranks run every micro-batch together."""
 
+    leaves_tower_out: bool = False
+    """True for a step without images of a model that has a tower."""
+
     @contextmanager
     def of_step(self, plan: Plan, model: nn.Module) -> Iterator[BeforeLast]:
         """Surround a step; the block gets the surroundings of each micro-batch but the last."""
@@ -61,10 +68,14 @@ class GradientReduction:
 
     def _all_micro_batches(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context for all micro-batches of a step."""
-        is_ordered = self.communicator.transport.capabilities.ordered
-        if self.lockstep or not is_ordered or not isinstance(model, DistributedDataParallel):
+        if not isinstance(model, DistributedDataParallel):
             return nullcontext()
-        return instead_of_ddp(model, self.communicator)
+        is_ordered = self.communicator.transport.capabilities.ordered
+        takes_all = not model.find_unused_parameters and not model._comm_hooks
+        waits_for_tower = self.leaves_tower_out and takes_all
+        if waits_for_tower or (is_ordered and not self.lockstep):
+            return instead_of_ddp(model, self.communicator, used_alone=waits_for_tower)
+        return nullcontext()
 
     @contextmanager
     def _accumulating(self, model: nn.Module, fsdp_before_last: BeforeLast) -> Iterator[None]:
@@ -88,9 +99,12 @@ class GradientReduction:
 
 
 @contextmanager
-def instead_of_ddp(model: DistributedDataParallel, communicator: Communicator) -> Iterator[None]:
+def instead_of_ddp(
+    model: DistributedDataParallel, communicator: Communicator, *, used_alone: bool = False
+) -> Iterator[None]:
     """Surround a step; afterwards gradients are averaged over the world. Collective over the
-    world. Raises ValueError for a communication hook, which DDP alone can call."""
+    world. used_alone: see `average_gradients`. Raises ValueError for a communication hook, which
+    DDP alone can call."""
     if model._comm_hooks:
         raise ValueError(
             "a communication hook, registered on DDP after the engine was attached, needs ranks "
@@ -99,14 +113,18 @@ def instead_of_ddp(model: DistributedDataParallel, communicator: Communicator) -
         )
     with model.no_sync():
         yield
-    average_gradients(model, communicator)
+    average_gradients(model, communicator, used_alone=used_alone)
     model.require_forward_param_sync = True
 
 
-def average_gradients(model: DistributedDataParallel, communicator: Communicator) -> None:
-    """Replace every gradient by its mean over the world. Collective over the world."""
+def average_gradients(
+    model: DistributedDataParallel, communicator: Communicator, *, used_alone: bool = False
+) -> None:
+    """Replace every gradient by its mean over the world. Collective over the world. used_alone:
+    True if parameters that no rank has used are left without one, as under
+    `find_unused_parameters`."""
     parameters = _reduced_parameters(model)
-    if model.find_unused_parameters:
+    if used_alone or model.find_unused_parameters:
         parameters = _used_anywhere(parameters, communicator)
     everyone = communicator.open_world()
     assert everyone is not None, "a job with DDP has more than one rank"

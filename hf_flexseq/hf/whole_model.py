@@ -363,6 +363,7 @@ class WholeModelExecutor:
             communicator=self.setup.communicator,
             fsdp=self.fsdp,
             lockstep=self.lockstep,
+            leaves_tower_out=vision is not None and not step.drawn.images,
         )
         return reduction.of_step(step.plan, model)
 

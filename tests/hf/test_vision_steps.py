@@ -1,0 +1,52 @@
+"""Steps of different kinds follow on each other: with images and without, of micro-batches that
+run twice."""
+
+import pytest
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.hf.test_reach import keep_float64
+from tests.hf.tiny import RandomPlanEngine, relative_errors
+from tests.hf.vision import tiny_vision_model, vision_examples
+from tests.hf.vision_runs import is_of_tower, rank_batches, vision_reference
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
+
+# Images of each example, step by step.
+STEPS = ([1, 0, 2, 0], [0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 1])
+
+
+def errors_of_steps(rank, world_size):
+    """The largest error of each step's gradients under a DDP that expects all of them, and whether
+    the tower has any."""
+    with pytest.MonkeyPatch.context() as patch:
+        keep_float64(patch)
+        model = tiny_vision_model("qwen3_vl").train()
+        engine = RandomPlanEngine(Accelerator(cpu=True), seed=3)
+        engine.attach(model)
+        wrapped = DistributedDataParallel(model, find_unused_parameters=False)
+        found = []
+        for seed, counts in enumerate(STEPS):
+            examples = vision_examples("qwen3_vl", counts, seed=seed)
+            _, wanted = vision_reference(tiny_vision_model("qwen3_vl"), examples)
+            for item in engine.steps(rank_batches(examples, rank, world_size), 2):
+                item.backward(wrapped)
+            of_step, has_tower = {}, set()
+            for name, parameter in model.named_parameters():
+                if is_of_tower(name):
+                    has_tower.add(parameter.grad is not None)
+                if parameter.grad is not None:
+                    of_step[name] = parameter.grad.clone()
+            errors = relative_errors(of_step, {name: wanted[name] for name in of_step})
+            found.append((max(errors.values()), has_tower))
+            model.zero_grad()
+        engine.detach()
+        return found
+
+
+def test_steps_of_text_alone_leave_the_tower_without_gradients_and_ddp_in_order():
+    for found in run_ranks(errors_of_steps, 2, seconds=100):
+        for (error, has_tower), counts in zip(found, STEPS, strict=True):
+            assert error < 1e-10
+            assert has_tower == {any(counts)}
