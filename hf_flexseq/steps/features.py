@@ -127,17 +127,19 @@ def images_of_step(
     assert own is not None, "the images of a row were read"
     encoded = send_images(own, drawn.own_images, images, placement, drawn.sources, communicator)
     starts = row_starts(images)
-    modalities = [name for name in MODALITIES if any(one.modality == name for one in images)]
+    kinds = np.array([MODALITIES.index(one.modality) for one in images])  # [images]
+    kinds_of_step = sorted(set(kinds.tolist()))
     rows: list[torch.Tensor] = []
     counts = []
     for of_batch in columns:
         numbers = of_batch.pop(IMAGE_ROWS)
         numbers = numbers[numbers != NO_ROW]
         image = np.searchsorted(starts, numbers.numpy(), side="right") - 1
-        kinds = np.array([images[i].modality for i in image], dtype=object)
-        parts = [numbers[torch.from_numpy(kinds == name)] for name in modalities]
-        rows.append(torch.cat(parts))
-        counts.append({name: len(part) for name, part in zip(modalities, parts, strict=True)})
+        parts = {}
+        for kind in kinds_of_step:
+            parts[MODALITIES[kind]] = numbers[torch.from_numpy(kinds[image] == kind)]
+        rows.append(torch.cat(list(parts.values())))
+        counts.append({name: len(part) for name, part in parts.items()})
     step = StepImages(
         encoded,
         rows,
