@@ -174,7 +174,7 @@ class RankMicroBatches(RankStep[Plan]):
         assert not self.ran, "a step runs once"
         last_of_plan = self.last_of_plan
         order = self.second_order()
-        self.begin(order)
+        self.begin(order, follows=True)
 
         # 1. first pass
         shares = []

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.hf.test_reach import keep_float64
 from tests.hf.tiny import RandomPlanEngine, relative_errors
-from tests.hf.vision import tiny_vision_model, vision_examples
+from tests.hf.vision import keep_all_float64, tiny_vision_model, vision_examples
 from tests.hf.vision_runs import is_of_tower, rank_batches, vision_reference
 from tests.ranks import run_ranks
 
@@ -50,3 +50,28 @@ def test_steps_of_text_alone_leave_the_tower_without_gradients_and_ddp_in_order(
         for (error, has_tower), counts in zip(found, STEPS, strict=True):
             assert error < 1e-10
             assert has_tower == {any(counts)}
+
+
+def tower_runs_with_router_loss(rank, world_size):
+    """How often the tower runs in a step of two passes and several micro-batches."""
+    with pytest.MonkeyPatch.context() as patch:
+        keep_all_float64(patch)
+        model = tiny_vision_model("qwen3_vl_moe").train()
+        model.config.output_router_logits = True
+        model.config.text_config.output_router_logits = True
+        engine = RandomPlanEngine(
+            Accelerator(cpu=True), seed=3, accepts=lambda plan: len(plan.micro_batches) > 1
+        )
+        engine.attach(model)
+        assert engine.executor.router is not None
+        examples = vision_examples("qwen3_vl_moe", STEPS[0])
+        for item in engine.steps(rank_batches(examples, rank, world_size), 2):
+            item.backward(model)
+            assert item.step.passes == 2
+            runs = item.step.images.runs
+        engine.detach()
+        return runs
+
+
+def test_a_tower_runs_once_before_both_passes_of_a_router_loss():
+    assert run_ranks(tower_runs_with_router_loss, 2, seconds=100) == [1, 1]
