@@ -8,9 +8,9 @@ from accelerate import Accelerator
 
 from hf_flexseq import DataCollatorForFlexSeq
 from tests.hf.test_reach import keep_float64
-from tests.hf.test_vision import vision_reference
 from tests.hf.tiny import RandomPlanEngine, relative_errors, taken_gradients
 from tests.hf.vision import tiny_vision_model, vision_examples
+from tests.hf.vision_runs import vision_reference
 from tests.ranks import run_cases
 
 pytestmark = pytest.mark.processes
