@@ -298,11 +298,15 @@ class StepImages:
         returned = self._exchanged(
             needed.index_select(0, self._order), self._counts, self._served_counts
         )
-        total = torch.zeros_like(self._encoded)
-        total.index_add_(0, self._served, returned)
+        # Rows of an image that many sequences have get many gradients, and GPUs add them up in the
+        # dtype of the sum.
+        dtype = self._encoded.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        total = torch.zeros_like(self._encoded, dtype=wide)
+        total.index_add_(0, self._served, returned.to(wide))
         self._leaves.clear()
         self._encoded = None
-        return total
+        return total.to(dtype)
 
     def _exchanged(
         self, rows: torch.Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]
