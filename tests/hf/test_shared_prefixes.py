@@ -330,6 +330,11 @@ def test_a_group_that_stays_in_one_step_shares_its_prompt(tmp_path):
             "config.ffn_config.moe_jitter_eps=0.01 adds noise",
         ),
         (lambda model: setattr(model.config, "resid_pdrop", 0.2), {}, "config.resid_pdrop=0.2"),
+        (
+            lambda model: setattr(model.config, "drop_path_rate", 0.1),
+            {},
+            "config.drop_path_rate=0.1 adds noise",
+        ),
         (lambda model: setattr(model, "extra", nn.Dropout(0.0)), {}, None),
     ],
 )

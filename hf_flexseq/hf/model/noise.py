@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-_NOISE = re.compile("dropout|pdrop|drop_rate|jitter")  # in the names of options
+_NOISE = re.compile("dropout|pdrop|drop_rate|drop_path|jitter")  # in the names of options
 
 
 def has_noise(model: nn.Module, config: PreTrainedConfig) -> bool:
