@@ -161,8 +161,7 @@ class WholeModelExecutor:
         subject = costs.subject(base, save_attention_output=args.save_attention_output)
         cost = costs.find(subject)
         self.cost = cost
-        # A cost model that is named may be one of text.
-        self.tower = cost.tower or subject.estimate.tower
+        self.tower = costs.find_tower(subject, cost)
         cost.strategies(args.strategy)  # raises for one that it has no figures for
         self._open_blocks(cost)
         self._passes = passes_of(args.planner, cost, communicator.topology, lockstep=self.lockstep)

@@ -1,15 +1,20 @@
 """Steps of different kinds follow on each other: with images and without, of micro-batches that
-run twice."""
+run twice. Ranks of different devices place images alike."""
+
+from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_flexseq.cost.tower import TowerCost, TowerShape
+from hf_flexseq.hf.calibration.source import CostSource
+from tests.costs import simple_cost
 from tests.hf.test_reach import keep_float64
 from tests.hf.tiny import RandomPlanEngine, relative_errors
 from tests.hf.vision import keep_all_float64, tiny_vision_model, vision_examples
 from tests.hf.vision_runs import is_of_tower, rank_batches, vision_reference
-from tests.ranks import run_ranks
+from tests.ranks import join, run_ranks, run_threads
 
 pytestmark = pytest.mark.processes
 
@@ -75,3 +80,20 @@ def tower_runs_with_router_loss(rank, world_size):
 
 def test_a_tower_runs_once_before_both_passes_of_a_router_loss():
     assert run_ranks(tower_runs_with_router_loss, 2, seconds=100) == [1, 1]
+
+
+def tower_of_rank(rank, world_size, has_tower):
+    """What a rank takes for the tower's cost whose device is slower than that of the rank before
+    it, where the cost model of the run is one of text."""
+    shape = TowerShape(layers=2, hidden=8, intermediate=16, patches_per_token=4, row_numbers=8)
+    own = TowerCost.of(shape, flops=1e12 / (1 + rank), dtype_bytes=2, checkpointing=False)
+    subject = SimpleNamespace(estimate=SimpleNamespace(tower=own if has_tower else None))
+    source = CostSource(asked="a preset", named=None, accelerator=None, communicator=join())
+    return source.find_tower(subject, simple_cost())
+
+
+def test_ranks_of_different_devices_take_the_same_tower_costs():
+    first, *others = run_threads(tower_of_rank, 3, True)
+    assert first is not None
+    assert others == [first, first]
+    assert run_threads(tower_of_rank, 2, False) == [None, None]

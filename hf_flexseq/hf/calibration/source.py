@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.cost.sharding import replicated
+from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.choose import MADE_FOR_THE_MODEL, CostSubject, make_cost
@@ -162,6 +163,16 @@ class CostSource:
         if self.communicator.rank == 0:
             logger.info("cost model %s, digest %s: %s", cost.name, cost.digest(), origin)
         return cost
+
+    def find_tower(self, subject: CostSubject, cost: CostModel) -> TowerCost | None:
+        """Return what the tower of the model costs, on all ranks alike, since each of them places
+        a step's images by it; None without one. Collective over the world. cost: the cost model of
+        the run, which may be one of text."""
+        own = cost.tower or subject.estimate.tower
+        record = None if own is None else own.to_record()
+        # devices may differ between ranks
+        of_rank_0 = self.communicator.cpu_group.broadcast_value(record)
+        return None if of_rank_0 is None else TowerCost.from_record(of_rank_0)
 
     def _made_for(self, subject: CostSubject) -> dict[str, Any]:
         """Return model, devices and the option as plain JSON values."""
