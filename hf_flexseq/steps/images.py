@@ -92,6 +92,9 @@ class RowImages:
     """Numbers of a token's position, such as 3 for time, height and width; 0 for models that have
     one number, `position_ids`."""
 
+    positions_dtype: torch.dtype = torch.int64
+    """Of such a position, alike on all ranks."""
+
     blocks: Blocks = field(default_factory=dict)
     """By index of a sequence the tokens that see both ways (`plan/blocks.py`)."""
 
@@ -164,7 +167,8 @@ def image_columns(
     if own.axes:
         positions = own.positions
         if positions is None:
-            positions = columns["position_ids"].unsqueeze(1).expand(-1, own.axes)
+            numbers_of_tokens = columns["position_ids"].to(own.positions_dtype)
+            positions = numbers_of_tokens.unsqueeze(1).expand(-1, own.axes)
         made[GRID_POSITIONS] = positions
     return made
 

@@ -4,16 +4,20 @@ run twice. Ranks of different devices place images alike."""
 from types import SimpleNamespace
 
 import pytest
+import torch
 from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.cost.tower import TowerCost, TowerShape
 from hf_flexseq.hf.calibration.source import CostSource
+from hf_flexseq.hf.model.vision import VisionModel
+from hf_flexseq.steps.drawn import source_row
 from tests.costs import simple_cost
 from tests.hf.test_reach import keep_float64
 from tests.hf.tiny import RandomPlanEngine, relative_errors
 from tests.hf.vision import keep_all_float64, tiny_vision_model, vision_examples
-from tests.hf.vision_runs import is_of_tower, rank_batches, vision_reference
+from tests.hf.vision_runs import is_of_tower, rank_batches, vision_reference, worst_errors
 from tests.ranks import join, run_ranks, run_threads
 
 pytestmark = pytest.mark.processes
@@ -97,3 +101,44 @@ def test_ranks_of_different_devices_take_the_same_tower_costs():
     assert first is not None
     assert others == [first, first]
     assert run_threads(tower_of_rank, 2, False) == [None, None]
+
+
+def test_positions_have_the_model_s_dtype_on_a_rank_without_images_too():
+    """Qwen3-Omni counts positions in float32."""
+    images = [2, 0, 0, 0, 1, 0, 0, 0, 0, 0]  # of rank 0 alone
+    case = ("qwen3_omni_moe_thinker", "ddp", False, None, images, 1)
+    for worst in run_ranks(worst_errors, 2, *case, seconds=100):
+        assert worst["loss"] < 1e-12
+        assert worst["gradients"] < 1e-10
+
+
+def read_positions(examples, **columns):
+    """Positions of examples in a row, [tokens, axes], where the first has these columns, too."""
+    model = VisionModel(tiny_vision_model("qwen3_vl"))
+    for example in examples:
+        tokens = len(example["input_ids"])
+        example["position_ids"] = torch.arange(tokens)
+    examples[0] |= columns
+    return model.read(source_row([DataCollatorForFlexSeq()(examples)])).images.positions
+
+
+def test_given_positions_are_those_of_text_beside_images():
+    text, image = vision_examples("qwen3_vl", [0, 1])
+    given = 5 + torch.arange(len(text["input_ids"]))
+    positions = read_positions([text, image], position_ids=given)
+    assert torch.equal(positions[: len(given)], given.unsqueeze(1).expand(-1, 3))
+    assert positions[len(given)].tolist() == [0, 0, 0]
+
+
+def test_given_positions_of_an_example_with_images_are_refused():
+    (image,) = vision_examples("qwen3_vl", [1])
+    given = 5 + torch.arange(len(image["input_ids"]))
+    with pytest.raises(ValueError, match="sequence 0 .* leave the column out"):
+        read_positions([image], position_ids=given)
+
+
+def test_grids_without_pixels_are_refused_before_the_step():
+    (image,) = vision_examples("qwen3_vl", [1])
+    del image["pixel_values"]
+    with pytest.raises(ValueError, match="sequence 0 .* and image_grid_thw: cut examples"):
+        read_positions([image])

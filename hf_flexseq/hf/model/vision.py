@@ -60,7 +60,7 @@ class VisionModel:
         taken = {one.placeholder for one in self._modalities.values()}
         self._others = {n: t for n, t in placeholders_of(base.config).items() if t not in taken}
         self._positions = getattr(self._inner, _POSITIONS, None)
-        self._axes = self._count_axes()
+        self._axes, self._positions_dtype = self._kind_of_positions()
         self._patch = _patch_size(base.config)
         self._forms: dict[str, FeatureForm] = {}
         self._agreed: set[str] = set()  # modalities whose form all ranks know
@@ -89,17 +89,19 @@ class VisionModel:
             try:
                 own = self._images_of(sequence, ids, tensors)
                 of_sequence = self._masks.blocks(types, has_images=bool(own))
+                if self._positions is not None and row.given_images:
+                    given_positions = row.columns["position_ids"][start:stop]
+                    positions.append(self._positions_of(ids, tensors, given_positions))
             except ValueError as error:
                 raise ValueError(f"sequence {sequence} of this rank's step: {error}") from error
             images += own
             if of_sequence:
                 blocks[sequence] = of_sequence
-            if self._positions is not None and row.given_images:
-                positions.append(self._positions_of(ids, tensors))
         known = RowImages(
             images=tuple(images),
             placeholders=placeholders,
             axes=self._axes,
+            positions_dtype=self._positions_dtype,
             blocks=blocks,
             positions=torch.cat(positions) if positions else None,
         )
@@ -122,7 +124,7 @@ class VisionModel:
             tokens = int((ids == modality.placeholder).sum())
             if not own and not tokens:
                 continue
-            if not own or not tokens:
+            if not tokens or not any(name.startswith("pixel_values") for name in own):
                 raise ValueError(
                     f"it has {tokens} tokens {modality.placeholder}, which stand for parts of "
                     f"{modality.name}s, and {', '.join(own) or 'no pixels'}: cut examples neither "
@@ -170,11 +172,18 @@ class VisionModel:
         return frames * of_frame, frames * of_frame**2
 
     def _positions_of(
-        self, ids: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+        self, ids: torch.Tensor, tensors: Mapping[str, torch.Tensor], given_positions: torch.Tensor
     ) -> torch.Tensor:
-        """Return positions of a sequence's tokens on all axes, [tokens, axes]."""
+        """Return positions of a sequence's tokens on all axes, [tokens, axes]. given_positions:
+        [tokens], the column of the example, or the tokens' numbers."""
         if not tensors:
-            return torch.arange(len(ids)).unsqueeze(1).expand(-1, self._axes)
+            own = given_positions.to(self._positions_dtype)
+            return own.unsqueeze(1).expand(-1, self._axes)
+        if (given_positions != torch.arange(len(ids))).any():
+            raise ValueError(
+                "it has position_ids, and the model counts those of examples with images itself: "
+                "leave the column out"
+            )
         assert self._positions is not None, "the model counts positions itself"
         types = torch.zeros_like(ids)
         for name, modality in self._modalities.items():
@@ -183,13 +192,18 @@ class VisionModel:
         given = {name: column.unsqueeze(0) for name, column in columns.items()} | dict(tensors)
         taken = inspect.signature(self._positions).parameters
         positions, _ = self._positions(**{n: v for n, v in given.items() if n in taken})
+        if positions.dtype != self._positions_dtype:  # that of rows without images
+            raise ValueError(
+                f"{type(self._inner).__name__}.{_POSITIONS} counts in {positions.dtype} beside "
+                f"images, and in {self._positions_dtype} in text: train on text alone"
+            )
         return positions[:, 0].T.contiguous()  # [axes, 1, tokens] -> [tokens, axes]
 
-    def _count_axes(self) -> int:
-        """Return how many axes positions have, such as time, height and width; 0 for a model
-        whose positions are one number."""
+    def _kind_of_positions(self) -> tuple[int, torch.dtype]:
+        """Return how many axes positions have, such as time, height and width, and of which dtype
+        they are; no axes for a model whose positions are one number."""
         if self._positions is None:
-            return 0
+            return 0, torch.int64
         text = torch.zeros(1, 2, dtype=torch.int64)
         given = {"input_ids": text, KINDS: text, "attention_mask": text + 1}
         taken = inspect.signature(self._positions).parameters
@@ -199,7 +213,7 @@ class VisionModel:
             raise UnsupportedImages(
                 f"{type(self._inner).__name__}.{_POSITIONS} fails on text ({error})"
             ) from error
-        return len(positions)
+        return len(positions), positions.dtype
 
     def of_rows(self, call: Call) -> list[dict[str, torch.Tensor]]:
         """Return the tensors of each row of a padded batch. Raises ValueError where it is not
