@@ -89,7 +89,7 @@ class Generations:
 def grouped(slices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the samples of all slices in slices of the same size, those of one prompt side by
     side, prompts in the order of their first samples. Samples with images stay as they are, since
-    those share no prefixes.
+    the pixels of a slice are joined.
 
     slices: `prompt_ids` and other tensors [samples, ...], lists of samples, or values for all.
     """
