@@ -61,3 +61,11 @@ def _has_token_of_images(config: Any) -> bool:
     """Tell if a token stands for parts of images, as in models whose tower has no configuration of
     its own, or is a part of the text model."""
     return config is not None and any(name.startswith("image") for name in placeholders_of(config))
+
+
+def patch_size(config: Any) -> int:
+    """Return the width of a patch in pixels, for what a tower costs."""
+    size = getattr(getattr(config, "vision_config", None), "patch_size", 14)
+    if isinstance(size, (list, tuple)):
+        size = size[-1]
+    return int(size or 14)

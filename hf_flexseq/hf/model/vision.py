@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -33,7 +34,7 @@ from hf_flexseq.hf.model.image_rows import KINDS, NUMBERS, images_of_rows
 from hf_flexseq.hf.model.images import placeholders_of
 from hf_flexseq.hf.model.meta_model import FAULTS
 from hf_flexseq.hf.model.noise import has_noise
-from hf_flexseq.hf.model.towers import tower_parameters
+from hf_flexseq.hf.model.towers import patch_size, tower_parameters
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.steps.calls import Call
@@ -50,7 +51,7 @@ class VisionModel:
     def __init__(self, base: PreTrainedModel) -> None:
         """Raises UnsupportedImages for a model without the methods that are needed."""
         self._inner: Any = base.base_model
-        self._tower = tower_parameters(base)
+        self._base = base
         self._modalities = {one.name: one for one in try_features(base)}
         self._takes_embedding = any(one.takes_embedding for one in self._modalities.values())
         self._masks = MasksOfImages(base)
@@ -61,7 +62,7 @@ class VisionModel:
         self._others = {n: t for n, t in placeholders_of(base.config).items() if t not in taken}
         self._positions = getattr(self._inner, _POSITIONS, None)
         self._axes, self._positions_dtype = self._kind_of_positions()
-        self._patch = _patch_size(base.config)
+        self._patch = patch_size(base.config)
         self._forms: dict[str, FeatureForm] = {}
         self._agreed: set[str] = set()  # modalities whose form all ranks know
 
@@ -224,6 +225,12 @@ class VisionModel:
         return images_of_rows(call, placeholders, arguments)
 
     # ---- the tower
+
+    @cached_property
+    def _tower(self) -> list[nn.Parameter]:
+        """Its parameters, as they are once the model is prepared: those from before would be kept
+        whole beside FSDP2's shards."""
+        return tower_parameters(self._base)
 
     @property
     def is_trained(self) -> bool:
@@ -388,11 +395,3 @@ def _check_norms(base: PreTrainedModel) -> None:
                 f"{name} of {type(base).__name__} normalizes over all images of a call (batch "
                 "norm), so features of an image would depend on the others"
             )
-
-
-def _patch_size(config: Any) -> int:
-    """Return the width of a patch in pixels, for what a tower costs."""
-    size = getattr(getattr(config, "vision_config", None), "patch_size", 14)
-    if isinstance(size, (list, tuple)):
-        size = size[-1]
-    return int(size or 14)
