@@ -9,10 +9,10 @@ the tests, and nothing is downloaded here. Without a folder its tests are left o
 
 Each set of tests runs with the stock classes first. What does not pass then (because it needs the
 Hub, an accelerator, another package or another version) does not count. The rest runs again with
-`Trainer` and `SFTTrainer` exchanged (see exchange/plugin.py): a test passes, is refused by
-hf_flexseq in one line, or fails. Tests that make no trainer of that class are left out.
+`Trainer` and TRL's trainers exchanged (see exchange/plugin.py): a test passes, is refused by
+hf_flexseq in one line, or fails. Tests that make no trainer of those classes are left out.
 
-Names of models and datasets are folders that exchange/hub.py makes; none are for images.
+Names of models and datasets are folders that exchange/hub.py and exchange/pictures.py make.
 With two processes every test runs on two ranks over gloo.
 """
 
@@ -34,7 +34,13 @@ from common import HERE, ROOT, argument_parser, machine, table, write_record
 
 # The files of each library's tests that train with the class that is exchanged.
 SUITES = {
-    "trl": ("tests/test_sft_trainer.py",),
+    "trl": (
+        "tests/test_sft_trainer.py",
+        "tests/test_dpo_trainer.py",
+        "tests/test_kto_trainer.py",
+        "tests/test_grpo_trainer.py",
+        "tests/test_rloo_trainer.py",
+    ),
     "transformers": (
         "tests/trainer/test_trainer.py",
         "tests/trainer/test_trainer_data.py",

@@ -3,7 +3,7 @@ TRL's tests ask for.
 
 A test that runs in this folder finds `owner/name` as a local folder, so nothing of the libraries
 is patched, and nothing is downloaded. Weights are random, tokenizers are trained on the Zen of
-Python. Models for images are left out.
+Python. `pictures.py` adds those for images.
 """
 
 import contextlib
@@ -62,6 +62,8 @@ SPECIAL += ("<|message|>", "<|channel|>", "<|return|>", "<|start_header_id|>", "
 
 def make_hub(folder: Path) -> None:
     """Fill `folder` with everything that the tests load by name."""
+    from exchange.pictures import make_pictures  # which takes from here
+
     lines = zen()
     tokenizer = tokenizer_of(lines)
     for name, template in TOKENIZERS_ALONE.items():
@@ -72,6 +74,7 @@ def make_hub(folder: Path) -> None:
         save_tokenizer(tokenizer, place, template)
     for name, configurations in datasets_of(lines).items():
         save_dataset(folder / OWNER / name, configurations)
+    make_pictures(folder, lines)
 
 
 def zen() -> list[str]:
@@ -84,14 +87,16 @@ def zen() -> list[str]:
 # ---- tokenizers and models
 
 
-def tokenizer_of(lines: list[str]) -> transformers.PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer of a few hundred tokens."""
+def tokenizer_of(
+    lines: list[str], more: tuple[str, ...] = ()
+) -> transformers.PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer of a few hundred tokens. more: special ones."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=512,
-        special_tokens=list(SPECIAL),
+        special_tokens=[*SPECIAL, *more],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -198,14 +203,22 @@ def tool_call(line: str) -> dict[str, Any]:
 
 def save_dataset(place: Path, configurations: dict[str, list[dict[str, Any]]]) -> None:
     """Save a dataset with a `train` and a `test` split of 2 rows per configuration."""
-    described = []
+    files: dict[str, dict[str, str]] = {}
     for name, rows in configurations.items():
-        files = []
+        files[name] = {}
         for split, part in (("train", rows[:-2]), ("test", rows[-2:])):
             file = place / name / f"{split}.jsonl"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
-            files.append({"split": split, "path": f"{name}/{split}.jsonl"})
-        described.append({"config_name": name, "data_files": files})
+            files[name][split] = f"{name}/{split}.jsonl"
+    save_dataset_card(place, files)
+
+
+def save_dataset_card(place: Path, files: dict[str, dict[str, str]]) -> None:
+    """Save what says where the splits of each configuration are."""
+    described = []
+    for name, paths in files.items():
+        splits = [{"split": split, "path": path} for split, path in paths.items()]
+        described.append({"config_name": name, "data_files": splits})
     # The head of a dataset's card is YAML, of which JSON is a part.
     (place / "README.md").write_text(f"---\nconfigs: {json.dumps(described)}\n---\n")

@@ -2,8 +2,9 @@
 
     pytest -p exchange.plugin --ranks 2 --outcomes FILE --exchange
 
-1. Before any test is imported, `transformers.Trainer` and `trl.SFTTrainer` become subclasses with
+1. Before any test is imported, `transformers.Trainer` and TRL's trainers become subclasses with
    `FlexSeqMixin` in front, with a cost model that measures nothing (`cost_model="estimate"`).
+   Processors of images do without videos.
 2. Every test runs in forked processes of its own, one per rank, which a launcher's variables tell
    that they belong together. Tests do not see each other, and a hang ends.
 3. Names that the sources import and the installed library no longer has become placeholders, so
@@ -37,10 +38,12 @@ from _pytest.runner import runtestprotocol
 from _pytest.skipping import evaluate_skip_marks
 
 import hf_flexseq
+from exchange.pictures import without_videos
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 
 PACKAGE = Path(hf_flexseq.__file__).parent
 LIBRARIES = ("transformers", "trl")
+TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")  # of TRL
 MOST_SECONDS = 120  # that a test may take
 MOST_CHARACTERS = 500  # of an error that are kept
 Outcome = tuple[str, str]  # passed, unused, skipped, refused or failed, and why
@@ -59,8 +62,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # a forked child of a multi-threaded parent hangs in its first parallel region
     torch.set_num_threads(1)
     stay_on_the_cpu()
+    without_videos()
     if config.getoption("exchange"):
-        trl.SFTTrainer = exchanged(trl.SFTTrainer)
+        for name in TRAINERS:
+            setattr(trl, name, exchanged(getattr(trl, name)))
         # To import TRL's trainers makes another module object of `transformers`.
         library: Any = sys.modules["transformers"]
         library.Trainer = exchanged(library.Trainer)
