@@ -185,7 +185,16 @@ def _image_rows(
             if image.modality == modality:
                 numbered.append(np.arange(starts[index], starts[index + 1]))
         # Sequences, and the images of each, stand in the order of their tokens.
-        rows[ids == placeholder] = torch.from_numpy(np.concatenate(numbered))
+        found = np.concatenate(numbered)
+        is_part = ids == placeholder
+        if not len(found):
+            continue  # such tokens, if there are any, are text
+        if len(found) != is_part.sum():
+            raise ValueError(
+                f"{len(found)} of {int(is_part.sum())} tokens {placeholder} of a row stand for parts "
+                f"of {modality}s, and the others for text: leave those out"
+            )
+        rows[is_part] = torch.from_numpy(found)
     return rows
 
 

@@ -27,7 +27,7 @@ from trl import (
 from hf_flexseq.steps.features import StepImages
 from tests.budget import others_nightly
 from tests.hf.trainers import Difference, Run, difference, trained, trainer_of
-from tests.hf.vision import END, IMAGE, START, VIDEO, tiny_vision_model
+from tests.hf.vision import tiny_vision_model
 from tests.hf.vision_processor import (
     completions,
     labelled,
@@ -138,7 +138,6 @@ _ROLLING_OUT = {
     "beta": 0.1,
     "num_generations": 4,
     "max_completion_length": 12,
-    "generation_kwargs": {"suppress_tokens": [IMAGE, VIDEO, START, END]},
     "reward_funcs": reward,
     "batch": 4,
     "per_device_eval_batch_size": 4,

@@ -88,7 +88,7 @@ class VisionModel:
             ids = row.columns["input_ids"][start:stop]
             types = {n: row.columns[n][start:stop] for n in TYPES if n in row.columns}
             try:
-                own = self._images_of(sequence, ids, tensors)
+                own = self._images_of(sequence, ids, tensors, types.get(KINDS))
                 of_sequence = self._masks.blocks(types, has_images=bool(own))
                 if self._positions is not None and row.given_images:
                     given_positions = row.columns["position_ids"][start:stop]
@@ -109,9 +109,14 @@ class VisionModel:
         return replace(row, images=known)
 
     def _images_of(
-        self, sequence: int, ids: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+        self,
+        sequence: int,
+        ids: torch.Tensor,
+        tensors: Mapping[str, torch.Tensor],
+        types: torch.Tensor | None,
     ) -> list[Image]:
-        """Return the images of a sequence. ids: [tokens]. tensors: what the example brings."""
+        """Return the images of a sequence. ids: [tokens]. tensors: what the example brings.
+        types: [tokens] the column KINDS, if it has one."""
         self._check_names(tensors)
         for name, token in self._others.items():
             if (ids == token).any():
@@ -122,8 +127,11 @@ class VisionModel:
         images = []
         for modality in self._modalities.values():
             own = {name: tensors[name] for name in modality.arguments if name in tensors}
-            tokens = int((ids == modality.placeholder).sum())
-            if not own and not tokens:
+            is_part = ids == modality.placeholder
+            tokens = int(is_part.sum())
+            # A model may sample the token: its type is that of text, which it is read as.
+            is_text = types is not None and not types[is_part].any()
+            if not own and (not tokens or is_text):
                 continue
             if not tokens or not any(name.startswith("pixel_values") for name in own):
                 raise ValueError(
@@ -131,7 +139,7 @@ class VisionModel:
                     f"{modality.name}s, and {', '.join(own) or 'no pixels'}: cut examples neither "
                     "in the middle nor without their images"
                 )
-            for part, count in images_in(own, ids == modality.placeholder):
+            for part, count in images_in(own, is_part):
                 patches, pairs = self._work_of(part)
                 images.append(
                     Image(
@@ -188,7 +196,8 @@ class VisionModel:
         assert self._positions is not None, "the model counts positions itself"
         types = torch.zeros_like(ids)
         for name, modality in self._modalities.items():
-            types[ids == modality.placeholder] = NUMBERS[name]
+            if tensors.keys() & set(modality.arguments):
+                types[ids == modality.placeholder] = NUMBERS[name]
         columns = {"input_ids": ids, KINDS: types, "attention_mask": types * 0 + 1}
         given = {name: column.unsqueeze(0) for name, column in columns.items()} | dict(tensors)
         taken = inspect.signature(self._positions).parameters
