@@ -191,8 +191,8 @@ def _image_rows(
             continue  # such tokens, if there are any, are text
         if len(found) != is_part.sum():
             raise ValueError(
-                f"{len(found)} of {int(is_part.sum())} tokens {placeholder} of a row stand for parts "
-                f"of {modality}s, and the others for text: leave those out"
+                f"of {int(is_part.sum())} tokens {placeholder} of a row {len(found)} stand for "
+                f"{modality}s, and the others for text: leave those out"
             )
         rows[is_part] = torch.from_numpy(found)
     return rows

@@ -5,9 +5,13 @@ import torch
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.image_rows import images_of_rows, parts_of_rows
+from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.steps.calls import Call, in_first_row, joined
 from hf_flexseq.steps.collator import IMAGES, LENGTHS
+from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.images import IMAGE_ROWS, NO_ROW, image_columns
 from tests.hf.tiny import refused
+from tests.hf.vision import VIDEO, tiny_vision_model
 
 IMAGE = 9
 
@@ -116,3 +120,29 @@ def test_tensors_that_are_not_of_one_image_each_are_refused_by_name():
 def test_images_of_a_model_that_takes_none_reach_the_check_of_its_rows():
     row = joined([call_with()], in_first_row)
     assert [sorted(own) for own in row[IMAGES]] == [["image_grid_thw", "pixel_values"], []]
+
+
+# ---- placeholders that are text
+
+
+def read(kinds=None, **tensors):
+    """What a model reads of a row with one token of a video. kinds: of its tokens."""
+    ids = torch.tensor([5, VIDEO, 6])
+    columns = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(3)}
+    if kinds is not None:
+        columns["mm_token_type_ids"] = torch.tensor(kinds)
+    row = SourceRow(columns=columns, lengths=(3,), given_images=(tensors,) if tensors else ())
+    return VisionModel(tiny_vision_model("qwen2_vl")).read(row)
+
+
+def test_a_placeholder_that_is_text_by_its_type_is_text():
+    row = read([0, 0, 0])
+    assert row.images.images == ()
+    made = image_columns(row.columns, row.images, [], [])
+    assert made[IMAGE_ROWS].tolist() == [NO_ROW] * 3
+
+
+@pytest.mark.parametrize("kinds", [None, [0, 2, 0]])
+def test_a_placeholder_without_pixels_is_refused(kinds):
+    with refused("1 tokens 58, which stand for parts of videos, and no pixels", ValueError):
+        read(kinds)
