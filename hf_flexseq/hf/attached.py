@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.buckets import early_buckets
-from hf_flexseq.hf.model.image_masks import UnsupportedImages, layers_told_causal
+from hf_flexseq.hf.model.image_masks import layers_told_causal
 from hf_flexseq.hf.model.images import TextReader, reader_of_text
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.meta_model import attention_of_text
@@ -34,6 +34,7 @@ from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.shared_prefixes import refuse_noise
 from hf_flexseq.steps.calls import Call, in_first_row, joined
+from hf_flexseq.steps.images import UnsupportedImages
 
 
 @contextmanager

@@ -41,6 +41,10 @@ NUMBERS = 7
 """Numbers that describe an image to other ranks."""
 
 
+class UnsupportedImages(NotImplementedError):
+    """A model does not take images here."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Image:
     """An image or a video of a sequence, on the CPU."""

@@ -129,7 +129,7 @@ ASKS_IN = {
     "kernels/choose.py": r"_NOT_USED",
     "kernels/chunked_loss.py": r"reason_without_liger is None",
     "kernels/scans/choose.py": r"reason is None",
-    "steps/micro_batches.py": r"len\(states\) > 1",
+    "steps/random_numbers.py": r"len\(states\) > 1",
     "steps/nonfinite.py": r"self\._copied is not None",
     "steps/stopwatch.py": r"self\._events",
 }

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from hf_flexseq.hf.model.image_masks import UnsupportedImages
 from hf_flexseq.hf.model.vision import VisionModel
+from hf_flexseq.steps.images import UnsupportedImages
 from tests.budget import others_nightly
 from tests.hf.vision_families import ENDS, FAMILIES, IMAGE, IMAGE_ID, TEXT
 from tests.hf.vision_runs import COUNTS, probe_pixel, worst_errors

@@ -20,11 +20,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.feature_form import OF_LAYERS
-from hf_flexseq.hf.model.image_masks import UnsupportedImages
 from hf_flexseq.hf.model.meta_model import FAULTS, meta_model
 from hf_flexseq.plan.images import MODALITIES
-from hf_flexseq.steps.images import TYPES
+from hf_flexseq.steps.feature_form import OF_LAYERS
+from hf_flexseq.steps.images import TYPES, UnsupportedImages
 
 FEATURES = "mm_encoder_outputs"
 """Argument of a model's forward that takes features, by modality."""

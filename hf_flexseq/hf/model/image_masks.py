@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from hf_flexseq.hf.model.facts import unsharded_class
 from hf_flexseq.hf.model.trial import WHOLE, Trial, try_types
 from hf_flexseq.plan.blocks import Range
+from hf_flexseq.steps.images import UnsupportedImages
 
 # The function of a model's module that numbers runs of tokens of images by their types.
 _NUMBERING = "get_block_sequence_ids_for_mask"
@@ -23,10 +24,6 @@ _NUMBERING = "get_block_sequence_ids_for_mask"
 _PREFIX = (
     "paligemma",
 )  # model types whose tokens of type 0, an image and a prompt, are one block
-
-
-class UnsupportedImages(NotImplementedError):
-    """A model does not take images here."""
 
 
 class MasksOfImages:

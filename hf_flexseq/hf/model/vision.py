@@ -27,10 +27,8 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.distributed.transport import CpuGroup
-from hf_flexseq.hf.model.feature_form import FeatureForm, fits
 from hf_flexseq.hf.model.feature_trial import FEATURES, try_features
-from hf_flexseq.hf.model.image_masks import MasksOfImages, UnsupportedImages
-from hf_flexseq.hf.model.image_rows import KINDS, NUMBERS, images_of_rows
+from hf_flexseq.hf.model.image_masks import MasksOfImages
 from hf_flexseq.hf.model.images import placeholders_of
 from hf_flexseq.hf.model.meta_model import FAULTS
 from hf_flexseq.hf.model.noise import has_noise
@@ -39,8 +37,10 @@ from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.feature_form import FeatureForm, fits
 from hf_flexseq.steps.image_parts import batches_of, grid_of, images_in
-from hf_flexseq.steps.images import TYPES, Image, RowImages
+from hf_flexseq.steps.image_rows import KINDS, NUMBERS, images_of_rows
+from hf_flexseq.steps.images import TYPES, Image, RowImages, UnsupportedImages
 
 _POSITIONS = "get_rope_index"  # the method of models whose positions have several axes
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hf_flexseq.hf.model.image_masks import UnsupportedImages
+from hf_flexseq.steps.images import UnsupportedImages
 
 OF_LAYERS = "deepstack_features"
 """Field of features that has rows for several layers."""
