@@ -26,8 +26,8 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from common import ROOT, argument_parser, table, write_record
-from hf_flexseq.hf.model.image_masks import UnsupportedImages
 from hf_flexseq.hf.model.vision import VisionModel
+from hf_flexseq.steps.images import UnsupportedImages
 from reach import (
     ASK_S,
     BUILDING_FAILS,
