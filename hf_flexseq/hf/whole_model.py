@@ -310,6 +310,7 @@ class WholeModelExecutor:
             tower=self._known_tower(),
             token_bytes=self._known_cost().token_bytes,
             world_size=self.setup.communicator.world_size,
+            draws_noise=model.vision.draws_noise,
         )
 
     def _contexts_of_run(self) -> ModelContexts:

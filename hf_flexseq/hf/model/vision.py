@@ -375,15 +375,12 @@ class VisionReader:
     token_bytes: float
     """Bytes of a token of text."""
     world_size: int
+    draws_noise: bool
+    """See `VisionModel.draws_noise`; looked up once, not in every step."""
 
     def read(self, row: SourceRow) -> SourceRow:
         """See `VisionModel.read`."""
         return self.model.read(row)
-
-    @property
-    def draws_noise(self) -> bool:
-        """See `VisionModel.draws_noise`."""
-        return self.model.draws_noise
 
     def held_tokens(self, images: Sequence[ImageSize]) -> int:
         """Return the tokens whose memory the images of a step take on a rank."""
