@@ -10,9 +10,17 @@ from itertools import accumulate, pairwise
 
 from hf_flexseq.plan.blocks import Range
 from hf_flexseq.plan.images import ImageSize
-from hf_flexseq.steps.images import NUMBERS, blocks_of, sizes_of
+from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.images import NUMBERS, RowImages, blocks_of, sizes_of
 
 LISTS = 5
+
+
+def numbers_of(row: SourceRow, marks: Sequence[int]) -> list[int]:
+    """Return what a rank sends of its row. marks: of the beginnings of its sequences."""
+    images = RowImages(placeholders={}) if row.images is None else row.images
+    lists = (row.lengths, row.targets, images.numbers, images.block_numbers, marks)
+    return [row.signature, row.padding_targets, row.other_rows, *in_one_list(lists)]
 
 
 def in_one_list(lists: Sequence[Sequence[int]]) -> list[int]:

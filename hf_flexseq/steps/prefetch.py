@@ -42,7 +42,7 @@ from hf_flexseq.plan.facts import StepFacts
 from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.process.client import Planner
-from hf_flexseq.steps.all_drawn import AllDrawn, in_one_list
+from hf_flexseq.steps.all_drawn import AllDrawn, numbers_of
 from hf_flexseq.steps.drawn import (
     NO_COLUMNS,
     DrawnStep,
@@ -215,26 +215,10 @@ class PrefetchedSteps:
         number = self._next_number + len(self._drawn)
         row = SourceRow(columns={}, lengths=())
         own = [FAILED]
-        marks: list[int] = []
         cpu_group = self.communicator.cpu_group
         with cpu_group.own_work(f"{self._what} {number}"), Attempt() as drawing:
-            row = source_row(list(islice(self._iterator, self._num_batches)))
-            of_images: list[int] = []
-            of_blocks: list[int] = []
-            if self._images is not None:
-                row = self._images.read(row)
-                assert row.images is not None, "the images were read"
-                of_images = row.images.numbers
-                of_blocks = row.images.block_numbers
-            elif row.given_images:
-                raise ValueError(
-                    f"examples have {', '.join(row.names_of_images)}, and the model takes no "
-                    "images here; leave the columns out of the dataset"
-                )
-            marks = marks_of(row) if self._shares_prefixes else []
-            parts = (list(row.lengths), row.targets, of_images, of_blocks, marks)
-            counts = (row.padding_targets, row.other_rows)
-            own = [row.signature, *counts, *in_one_list(parts)]
+            row = self._with_images(source_row(list(islice(self._iterator, self._num_batches))))
+            own = numbers_of(row, marks_of(row) if self._shares_prefixes else [])
 
         # 2. what all ranks have drawn
         cpu_group.phase = f"{self._what} {number}, gathering its lengths"
@@ -270,6 +254,18 @@ class PrefetchedSteps:
             pairs = {sequence: later_pairs(own) for sequence, own in step.blocks.items()}
             facts = StepFacts(units=units, later_pairs=pairs, held_tokens=held)
             self._planner.submit(step.request, everyone.lengths, facts)
+
+    def _with_images(self, row: SourceRow) -> SourceRow:
+        """Return this rank's row with its images read. Raises ValueError for those that the model
+        does not take."""
+        if self._images is not None:
+            return self._images.read(row)
+        if row.given_images:
+            raise ValueError(
+                f"examples have {', '.join(row.names_of_images)}, and the model takes no images "
+                "here; leave the columns out of the dataset"
+            )
+        return row
 
     def _distinct_images(
         self, row: SourceRow, everyone: AllDrawn
