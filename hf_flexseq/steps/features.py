@@ -32,18 +32,14 @@ from torch.autograd.function import once_differentiable
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.plan.images import (
-    MODALITIES,
-    ImagePlacement,
-    ImageSize,
-)
+from hf_flexseq.plan.images import MODALITIES, ImagePlacement, ImageSize
 from hf_flexseq.steps.drawn import Columns, DrawnStep, SourceRow
 from hf_flexseq.steps.images import (
-    GRID_POSITIONS,
     IMAGE_ROWS,
     NO_ROW,
     Image,
     image_columns,
+    image_rows,
     row_starts,
     send_images,
 )
@@ -100,9 +96,9 @@ def with_image_columns(row: SourceRow, drawn: DrawnStep) -> SourceRow:
 
 def with_image_rows(row: SourceRow, drawn: DrawnStep) -> SourceRow:
     """Return a rank's row with a column that says which part of which image a token stands for."""
-    with_columns = with_image_columns(row, drawn).columns
-    columns = {name: value for name, value in with_columns.items() if name != GRID_POSITIONS}
-    return replace(row, columns=columns)
+    assert row.images is not None, "the images of a row were read"
+    rows = image_rows(row.columns["input_ids"], row.images, drawn.own_images, drawn.images)
+    return replace(row, columns=row.columns | {IMAGE_ROWS: rows})
 
 
 def images_of_step(
@@ -180,7 +176,6 @@ class StepImages:
         self.runs = 0
         """Runs of the tower so far."""
         self._own = own
-        self._device = device
         self._communicator = communicator
         self._keeps_graph = not is_sharded
         self._sizes = [len(numbers) for numbers in rows]

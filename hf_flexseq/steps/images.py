@@ -167,7 +167,7 @@ def image_columns(
     columns: of this rank's row, each [tokens]. own: its images. numbers: of each of these, which
     of `images` it is. images: of all ranks, each once.
     """
-    made = {IMAGE_ROWS: _image_rows(columns["input_ids"], own, numbers, images)}
+    made = {IMAGE_ROWS: image_rows(columns["input_ids"], own, numbers, images)}
     if own.axes:
         positions = own.positions
         if positions is None:
@@ -177,7 +177,7 @@ def image_columns(
     return made
 
 
-def _image_rows(
+def image_rows(
     ids: torch.Tensor, own: RowImages, numbers: Sequence[int], images: Sequence[ImageSize]
 ) -> torch.Tensor:
     """Return the column IMAGE_ROWS of a rank's row, [tokens] of int64."""
