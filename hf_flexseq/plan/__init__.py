@@ -2,6 +2,7 @@
 shards.
 
     groups.py      Group, MicroBatch: which ranks work together on which sequences
+    memory.py      MemoryChoice: what a micro-batch keeps, offloads or computes again
     sequences.py   Plan: the micro-batches of an optimizer step
     pipeline.py    Chunk, Action, PipelinePlan: which stage does what with which part of a sequence
     replicas.py    StepPlan: which pipeline replica takes which sequences

@@ -12,10 +12,12 @@ from typing import Any
 
 from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.values import fields_of, items, quoted
+from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.plan.units import Unit, UnitLayout
 
 GROUP_KEYS = ("ranks", "sequences", "strategy")
 UNITS_KEY = "units"  # of a group that has any
+MEMORY_KEY = "memory"  # of a micro-batch with a choice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +108,8 @@ class MicroBatch:
 
     groups: tuple[Group, ...]
     """The groups, widest first."""
+    memory: MemoryChoice | None = None
+    """What all its ranks do with activations; None for what the user has set for the run."""
 
     def groups_of(self, rank: int) -> tuple[Group, ...]:
         """Return the groups of `rank`, widest first."""
@@ -141,14 +145,17 @@ def micro_batch_record(micro_batch: MicroBatch) -> dict[str, Any]:
         if group.units:
             record["units"] = [unit.to_record() for unit in group.units]
         groups.append(record)
-    return {"groups": groups}
+    of_batch: dict[str, Any] = {"groups": groups}
+    if micro_batch.memory is not None:
+        of_batch[MEMORY_KEY] = micro_batch.memory.to_record()
+    return of_batch
 
 
 def micro_batch_of(record: Any, index: int) -> MicroBatch:
     """Return micro-batch `index` of a plan's record. Its numbers are checked later."""
     where = f"micro-batch {index}"
     # Records of older versions may have `remap`, for a layout that is not needed.
-    record = fields_of(record, where, needed=("groups",), optional=("remap",))
+    record = fields_of(record, where, needed=("groups",), optional=("remap", MEMORY_KEY))
     groups = []
     for group in items(f"{where}, groups", record["groups"]):
         # Plans arrive from the planning process in every step: no call per valid record.
@@ -164,7 +171,11 @@ def micro_batch_of(record: Any, index: int) -> MicroBatch:
         if len(group) != len(GROUP_KEYS) + (UNITS_KEY in group):
             raise ValueError(f"{where}: {_no_group(group)}")
         groups.append(made)
-    return MicroBatch(groups=tuple(groups))
+    memory = record.get(MEMORY_KEY)
+    return MicroBatch(
+        groups=tuple(groups),
+        memory=None if memory is None else MemoryChoice.from_record(memory),
+    )
 
 
 def _no_group(record: Any) -> str:

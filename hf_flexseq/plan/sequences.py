@@ -37,6 +37,7 @@ from hf_flexseq.plan.groups import (
     micro_batch_of,
     micro_batch_record,
 )
+from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.plan.records import Record
 from hf_flexseq.plan.units import Unit
 
@@ -108,10 +109,12 @@ class Plan(Record):
 
     def to_bytes(self) -> bytes:
         """Return the plan for other ranks, half as long as the record: a group is [first rank,
-        degree, strategy, sequences]."""
+        degree, strategy, sequences], and a micro-batch's choice for memory stands before them."""
         micro_batches = []
         for micro_batch in self.micro_batches:
-            groups: list[tuple[Any, ...]] = []
+            groups: list[Any] = []
+            if micro_batch.memory is not None:
+                groups.append(micro_batch.memory.to_record())
             for g in micro_batch.groups:
                 units = (g.units,) if g.units else ()
                 groups.append((g.start, g.degree, g.strategy, g.sequences, *units))
@@ -125,6 +128,9 @@ class Plan(Record):
         made = []
         for groups in micro_batches:
             of_batch = []
+            memory = None
+            if isinstance(groups[0], dict):
+                memory = MemoryChoice(**groups.pop(0))
             for start, degree, strategy, sequences, *units in groups:
                 group = Group(
                     ranks=tuple(range(start, start + degree)),
@@ -133,7 +139,7 @@ class Plan(Record):
                     units=tuple(Unit.of(*unit) for one in units for unit in one),
                 )
                 of_batch.append(group)
-            made.append(MicroBatch(groups=tuple(of_batch)))
+            made.append(MicroBatch(groups=tuple(of_batch), memory=memory))
         rest["notes"] = tuple(rest["notes"])
         return cls(lengths=tuple(lengths), micro_batches=tuple(made), **rest)
 
