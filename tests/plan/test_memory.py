@@ -22,7 +22,8 @@ def test_a_choice_says_what_each_layer_does():
     assert layers_where(CHOICE.input_on_host) == [0, 1, 2, 3]
     assert layers_where(CHOICE.output_on_host) == [0, 1]
     assert layers_where(CHOICE.recomputes_output) == [2, 3, 4]
-    assert "6 layers recomputed" in str(CHOICE) and "8 tiles" in str(CHOICE)
+    assert "6 layers recomputed" in str(CHOICE)
+    assert "8 tiles" in str(CHOICE)
 
 
 @pytest.mark.parametrize(
