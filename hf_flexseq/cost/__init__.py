@@ -9,6 +9,8 @@ stages.
     evaluate.py   groups, micro-batches and steps by a cost model
     rings.py      what rings move and launch, by name
     launches.py   what the host does for a group in one layer, counted
+    activations.py  what a rank holds of a micro-batch's activations, by the choice made for them
+    choices.py    cost models under other choices than the user's own
     tower.py      images in a vision tower
     stages.py     chunks on the stages of a pipeline
     sharding.py   FSDP2's trips in a micro-batch, and the policies that a step can afford

@@ -7,9 +7,11 @@ Good enough to rank plans on an unmeasured machine; a measured model is better.
 from hf_flexseq.base.layers import FULL, RecurrentShape
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.devices import DeviceSpec
 from hf_flexseq.cost.kinds import NearLayers, halo_tokens
 from hf_flexseq.cost.launches import EXCHANGES
+from hf_flexseq.cost.layer_bytes import activations_of
 from hf_flexseq.cost.recurrent import SCAN_CHUNK, RecurrentLayers, scan_chunk
 from hf_flexseq.cost.shapes import HeadShape, ModelShape
 from hf_flexseq.cost.sharding import TRIPS, shards_span_nodes
@@ -91,6 +93,26 @@ def analytic_cost_model(
         recurrent=_recurrent(shape, device, checkpointing),
         attention_share=shape.attention_count / shape.layers,
         tower=_tower(shape, device, checkpointing),
+        activations=_activations(shape, device, checkpointing),
+    )
+
+
+def _activations(shape: ModelShape, device: DeviceSpec, checkpointing: bool) -> Activations:
+    """Return what layers keep, on the mean of all layers."""
+    log_sum_exps = 0  # bytes, of all layers
+    for layers, _, heads in shape.attention_layers():
+        log_sum_exps += layers * heads.heads * FLOAT32_BYTES
+    outputs = float(shape.dtype_bytes * shape.query_numbers + log_sum_exps)
+    mixers = outputs + shape.dtype_bytes * (shape.query_numbers + shape.kv_numbers)
+    for layers, sizes in shape.recurrent:
+        outputs += layers * shape.dtype_bytes * sizes.value_heads * sizes.value_dim
+        mixers += layers * _scan_bytes(shape, sizes)
+    return activations_of(
+        shape,
+        device,
+        checkpointing=checkpointing,
+        mixer_bytes=mixers / shape.layers,
+        output_bytes=outputs / shape.layers,
     )
 
 

@@ -28,6 +28,7 @@ from hf_flexseq.base.values import (
     whole,
     word,
 )
+from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.kinds import (
     NearLayers,
     check_kinds,
@@ -110,6 +111,8 @@ class CostConstants:
     """Share of the layers that have attention."""
     tower: TowerCost | None = None
     """The vision tower; None without one."""
+    activations: Activations | None = None
+    """The bytes behind `token_bytes`; None where they are not known, and nothing can be chosen."""
 
     def __post_init__(self) -> None:
         word("name", self.name)
@@ -154,13 +157,22 @@ class CostConstants:
 
     # ---- bytes
 
+    def free_bytes(self, world_size: int) -> float:
+        """Return the bytes of a rank besides its model states; negative where these are more."""
+        states = self.state_bytes + self.sharded_state_bytes / world_size
+        return self.budget_bytes - states
+
     def max_tokens_per_rank(self, world_size: int) -> int:
         """Return the most tokens a rank can hold in one micro-batch besides its model states.
 
         Raises ValueError where the states leave no room for a token.
         """
-        states = self.state_bytes + self.sharded_state_bytes / world_size
-        tokens = int(min((self.budget_bytes - states) // self.token_bytes, MAX_TOKENS_PER_RANK))
+        states = self.budget_bytes - self.free_bytes(world_size)
+        tokens = int(min(self.free_bytes(world_size) // self.token_bytes, MAX_TOKENS_PER_RANK))
+        if self.activations is not None:
+            on_host = self.activations.host_token_bytes(self.activations.as_set)
+            if on_host:
+                tokens = min(tokens, int(self.activations.host_bytes // on_host))
         if tokens < 1:
             raise ValueError(
                 f"cost model {self.name!r}: model states take {states / 2**30:.1f} of "
@@ -256,8 +268,8 @@ class CostConstants:
         record: dict[str, Any] = {"version": VERSION}
         for one in fields(self):
             value = getattr(self, one.name)
-            if one.name == "tower":
-                if value is not None:  # else the record is that of a model of text
+            if one.name in ("tower", "activations"):
+                if value is not None:  # else the record is that of a model without
                     record[one.name] = value.to_record()
             elif one.name == "bandwidths":
                 record[one.name] = [[degree, float(speed)] for degree, speed in value]
@@ -283,6 +295,8 @@ class CostConstants:
             values[name] = tuple(kind.from_record(record) for record in records)
         if values.get("tower") is not None:
             values["tower"] = TowerCost.from_record(values["tower"])
+        if values.get("activations") is not None:
+            values["activations"] = Activations.from_record(values["activations"])
         return cls(**values)
 
     def save(self, path: str | Path) -> None:

@@ -30,6 +30,13 @@ BLOCK_KEYS = 128
 SCAN_EFFICIENCY = 0.17
 
 
+# Bytes/s between a GPU and pinned memory of its host over PCIe 5.0 with 16 lanes, 64e9 in theory,
+# and half of that over PCIe 4.0. A host of eight GPUs has 1 to 2 TiB, of which so many may be
+# pinned by each rank.
+HOST_RATE = 5e10
+HOST_BYTES = 100 * 2**30
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSpec:
     """Achieved figures of one rank's device, below its peak."""
@@ -62,6 +69,10 @@ class DeviceSpec:
     """Share of transfers and of the host's work that runs beside arithmetic; 0 for a CPU core."""
     own_nic: bool = True
     """True if each rank has its own link to other nodes, False if those of a node share one."""
+    host_rate: float = HOST_RATE
+    """Bytes/s between a rank and the memory of its host, each way."""
+    host_bytes: float = HOST_BYTES
+    """Bytes of that memory which one rank may use."""
     block_keys: int = BLOCK_KEYS
     """Keys of a kernel's block; a window takes one block more than it has."""
     piece_rows: int = PIECE_ROWS["cuda"]
@@ -80,7 +91,13 @@ _H100 = DeviceSpec(
     layer_s=5e-4,
 )
 _A100 = replace(
-    _H100, name="A100-80GB", flops=1.4e14, memory_rate=1.4e12, intra_bytes=2e11, inter_bytes=2e10
+    _H100,
+    name="A100-80GB",
+    flops=1.4e14,
+    memory_rate=1.4e12,
+    intra_bytes=2e11,
+    inter_bytes=2e10,
+    host_rate=2.5e10,
 )
 _CPU = DeviceSpec(
     name="CPU",
@@ -97,6 +114,8 @@ _CPU = DeviceSpec(
     contact_s=0.0,  # gloo connects all ranks at the start
     overlap=0.0,
     own_nic=False,
+    host_rate=5e9,
+    host_bytes=4 * 2**30,
     piece_rows=PIECE_ROWS["cpu"],
 )
 DEVICES = {

@@ -21,9 +21,11 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost.choices import with_choice
 from hf_flexseq.cost.lengths import shares_of
 from hf_flexseq.cost.model import CostModel, Int64Array
 from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan.memory import MemoryChoice
 
 # In this file `lengths` always are the tokens of every sequence of the plan, by sequence id.
 
@@ -126,7 +128,8 @@ def slowest_ns(
     cost: CostModel, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
 ) -> int:
     """Return the nanoseconds of a micro-batch's slowest rank, without the constant."""
-    return max(rank_ns(cost, micro_batch.groups, lengths, topology))
+    priced = with_choice(cost, micro_batch.memory)
+    return max(rank_ns(priced, micro_batch.groups, lengths, topology))
 
 
 # ---- steps
@@ -144,18 +147,37 @@ def lockstep_ns(
     A micro-batch takes as long as its slowest rank, and the constant.
     """
     micro_batches = tuple(micro_batches)
-    # 1. the groups of all micro-batches, priced together
-    groups = [group for one in micro_batches for group in one.groups]
-    work_ns = groups_ns(cost, groups, lengths, topology, image_ns).tolist()
-    # 2. the slowest rank of each micro-batch
+    work_ns = _work_ns(cost, micro_batches, lengths, topology, image_ns)
     nanoseconds = []
-    first = 0  # of the micro-batch's groups in `work_ns`
-    for micro_batch in micro_batches:
-        stop = first + len(micro_batch.groups)
-        slowest = int(_busy_ns(micro_batch.groups, work_ns[first:stop], topology).max())
-        first = stop
+    for micro_batch, of_groups in zip(micro_batches, work_ns, strict=True):
+        slowest = int(_busy_ns(micro_batch.groups, of_groups, topology).max())
         nanoseconds.append(slowest + cost.micro_batch_ns)
     return tuple(nanoseconds)
+
+
+def _work_ns(
+    cost: CostModel,
+    micro_batches: Sequence[MicroBatch],
+    lengths: Sequence[int],
+    topology: Topology,
+    image_ns: Mapping[int, int],
+) -> list[list[int]]:
+    """Return the nanoseconds of the groups of each micro-batch, priced together for all
+    micro-batches of one choice for activations."""
+    choice2batches: dict[MemoryChoice | None, list[int]] = defaultdict(list)
+    for index, micro_batch in enumerate(micro_batches):
+        choice2batches[micro_batch.memory].append(index)
+    work_ns: list[list[int]] = [[] for _ in micro_batches]
+    for choice, indices in choice2batches.items():
+        groups = [group for index in indices for group in micro_batches[index].groups]
+        priced = with_choice(cost, choice)
+        of_all = groups_ns(priced, groups, lengths, topology, image_ns).tolist()
+        first = 0  # of the micro-batch's groups in `of_all`
+        for index in indices:
+            stop = first + len(micro_batches[index].groups)
+            work_ns[index] = of_all[first:stop]
+            first = stop
+    return work_ns
 
 
 def free_ns(
@@ -176,7 +198,8 @@ def free_ns(
         for group in micro_batch.groups:
             works[group.start : group.stop] = True
         clock[works] += cost.micro_batch_ns
-        work_ns = groups_ns(cost, micro_batch.groups, lengths, topology, image_ns).tolist()
+        priced = with_choice(cost, micro_batch.memory)
+        work_ns = groups_ns(priced, micro_batch.groups, lengths, topology, image_ns).tolist()
         for group, nanoseconds in zip(micro_batch.groups, work_ns, strict=True):
             ranks = slice(group.start, group.stop)
             clock[ranks] = clock[ranks].max() + nanoseconds

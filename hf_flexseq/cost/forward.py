@@ -52,4 +52,5 @@ def forward_only(cost: CostModel) -> CostModel:
         kinds=tuple(kinds),
         recurrent=tuple(recurrent),
         tower=None if cost.tower is None else cost.tower.forward_only(),
+        activations=None,  # nothing waits for a backward
     )

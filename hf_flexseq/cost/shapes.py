@@ -88,6 +88,11 @@ class ModelShape:
         """Layers with attention."""
         return self.layers - self.without_attention
 
+    @property
+    def has_experts(self) -> bool:
+        """True if less than half of the parameters work on a token."""
+        return self.active_params is not None and 2 * self.active_params < self.params
+
     def heads_of(self, reach: Reach) -> HeadShape:
         """Return the heads of the layers of a reach."""
         same = HeadShape(self.heads, self.kv_heads, self.head_dim)

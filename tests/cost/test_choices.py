@@ -1,0 +1,145 @@
+"""Choices for activations: the bytes and seconds that they take, relative to the user's own."""
+
+from dataclasses import replace
+
+import pytest
+
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost import CostModel, lockstep_ns, step_ns
+from hf_flexseq.cost.activations import Activations
+from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.choices import choices_of, most_tokens, token_bytes, with_choice
+from hf_flexseq.cost.devices import DEVICES
+from hf_flexseq.cost.presets import LLAMA_8B, PRESETS
+from hf_flexseq.plan.memory import MemoryChoice
+from tests.plans import group, plan_of_groups
+
+NODES = Topology(nodes=8, ranks_per_node=8)
+PLAIN = MemoryChoice()
+ALL = MemoryChoice(recomputed_layers=32)
+ON_HOST = MemoryChoice(recomputed_layers=32, inputs_on_host=32, outputs_on_host=32)
+AGAIN = MemoryChoice(recomputed_layers=32, outputs_recomputed=32)
+
+
+def llama(*, checkpointing: bool) -> CostModel:
+    return analytic_cost_model(
+        LLAMA_8B, DEVICES["H100"], NODES, zero_stage=3, checkpointing=checkpointing
+    )
+
+
+def test_a_small_model_holds_what_is_counted_by_hand():
+    of_one = Activations(
+        layers=4,
+        input_bytes=2,
+        output_bytes=3,
+        layer_bytes=40,
+        mlp_bytes=16,
+        work_bytes=20,
+        mlp_work_bytes=12,
+        head_bytes=7,
+        mlp_share=0.5,
+        out_rate=1.0,
+        back_rate=1.0,
+        host_bytes=100.0,
+        as_set=PLAIN,
+    )
+    held = of_one.token_bytes
+    assert held(PLAIN) == 4 * 40 + 20
+    assert held(MemoryChoice(recomputed_layers=4)) == 4 * (2 + 3) + (40 - 3) + 20
+    # two layers whole: the head's moment, or the last layer's, exceeds that of the replay
+    assert held(MemoryChoice(recomputed_layers=2)) == 2 * 5 + 2 * 40 + 20
+    # an input and an output are on their way
+    on_host = MemoryChoice(recomputed_layers=4, inputs_on_host=4, outputs_on_host=3)
+    assert held(on_host) == 2 + 3 + 3 + (40 - 3) + 20
+    assert of_one.host_token_bytes(on_host) == 4 * 2 + 3 * 3
+    again = MemoryChoice(recomputed_layers=4, outputs_recomputed=4)
+    assert held(again) == 4 * 2 + 40 + 20
+    # all but a quarter of the MLP's bytes is left out of the layer that runs
+    tiled = MemoryChoice(mlp_tiles=4)
+    assert held(tiled) == 4 * 24 + (20 - 12 * 3 / 4) + 16 / 4
+
+
+def test_what_runs_again_is_what_takes_longer():
+    cost = llama(checkpointing=False)
+    again = with_choice(cost, AGAIN)
+    assert again.linear_s == pytest.approx(cost.linear_s * 4 / 3)
+    assert again.attention_s == pytest.approx(cost.attention_s * 4.5 / 3.5)
+    assert again.all_to_all_bytes == pytest.approx(cost.all_to_all_bytes * 3 / 2)
+    assert again.ring_bytes == pytest.approx(cost.ring_bytes * 4 / 3)
+    kept = with_choice(cost, ALL)
+    assert kept.attention_s == cost.attention_s
+    tiled = with_choice(cost, MemoryChoice(mlp_tiles=8))
+    assert cost.linear_s < tiled.linear_s < cost.linear_s * 4 / 3
+
+
+def test_a_choice_made_for_the_run_is_where_the_seconds_count_from():
+    """The estimate of a checkpointed model is that of a plain one under the same choice."""
+    plain, checkpointed = llama(checkpointing=False), llama(checkpointing=True)
+    chosen = with_choice(plain, ALL)
+    for name in ("linear_s", "attention_s", "all_to_all_bytes", "ring_bytes"):
+        assert getattr(chosen, name) == pytest.approx(getattr(checkpointed, name)), name
+    assert with_choice(checkpointed, ALL) is checkpointed
+    assert with_choice(checkpointed, None) is checkpointed
+
+
+def test_transfers_to_the_host_count_where_layers_do_not_hide_them():
+    cost = llama(checkpointing=False)
+    assert with_choice(cost, ON_HOST).linear_s == with_choice(cost, ALL).linear_s
+    slow = replace(cost.activations, out_rate=1e8, back_rate=1e8)
+    moved_s = slow.host_token_bytes(ON_HOST) / 1e8
+    hidden_s = with_choice(cost, ALL).linear_s
+    of_slow = with_choice(replace(cost, activations=slow), ON_HOST)
+    assert of_slow.linear_s == pytest.approx(2 * moved_s)
+    assert of_slow.linear_s > hidden_s
+
+
+def test_the_host_and_the_device_bound_the_tokens_of_a_rank():
+    cost = llama(checkpointing=False)
+    device_tokens = cost.free_bytes(64) // token_bytes(cost, ON_HOST)
+    host_tokens = cost.activations.host_bytes // cost.activations.host_token_bytes(ON_HOST)
+    assert most_tokens(cost, ON_HOST, 64) == min(device_tokens, host_tokens)
+    small = replace(cost, activations=replace(cost.activations, host_bytes=0.0))
+    assert most_tokens(small, ON_HOST, 64) == 0
+    assert most_tokens(small, ALL, 64) == most_tokens(cost, ALL, 64)
+    # the user's own choice is bounded by the host, too
+    offloads = replace(cost, activations=replace(cost.activations, as_set=ON_HOST))
+    assert offloads.max_tokens_per_rank(64) <= host_tokens
+
+
+def test_no_choice_is_compared_that_another_one_beats():
+    for cost in (llama(checkpointing=False), llama(checkpointing=True)):
+        first, *others = choices_of(cost)
+        assert first == cost.activations.as_set
+        assert len({first, *others}) == len(others) + 1
+        held = [token_bytes(cost, choice) for choice in others]
+        assert held == sorted(held, reverse=True)
+        for choice in others:
+            # what the user recomputes stays so
+            assert choice.recomputed_layers >= first.recomputed_layers
+            assert held[0] < token_bytes(cost, first)
+    assert choices_of(PRESETS["flexsp-gpt-7b-a100"]) == ()
+
+
+def test_a_micro_batch_is_priced_by_its_own_choice():
+    cost = llama(checkpointing=False)
+    plan = plan_of_groups((9000, 2000), [group(0, 2, 0)], [group(0, 1, 1)])
+    first, second = plan.micro_batches
+    mixed = (replace(first, memory=AGAIN), second)
+    of_first, of_second = lockstep_ns(cost, mixed, plan.lengths, NODES)
+    assert of_first == lockstep_ns(with_choice(cost, AGAIN), [first], plan.lengths, NODES)[0]
+    assert of_second == lockstep_ns(cost, [second], plan.lengths, NODES)[0]
+    for sync in ("lockstep", "free"):
+        plain_ns = step_ns(cost, plan.micro_batches, plan.lengths, NODES, sync=sync)
+        assert step_ns(cost, mixed, plan.lengths, NODES, sync=sync) > plain_ns
+
+
+def test_records_of_models_without_activations_stay_and_others_come_back():
+    cost = llama(checkpointing=False)
+    assert CostModel.from_record(cost.to_record()) == cost
+    without = replace(cost, activations=None)
+    assert "activations" not in without.to_record()
+    assert without.digest() != cost.digest()
+    record = cost.to_record()
+    record["activations"]["mlp_share"] = 2.0
+    with pytest.raises(ValueError, match=r"mlp_share=2.0: must be at most 1"):
+        CostModel.from_record(record)
