@@ -12,6 +12,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.bytes = 0
+        self.peak = 0  # the most so far
         self._storages = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -36,6 +37,7 @@ class LiveBytes(TorchDispatchMode):
     def _add(self, storage):
         self._storages[storage] = True
         self.bytes += storage.nbytes()
+        self.peak = max(self.peak, self.bytes)
         weakref.finalize(storage, self._drop, storage.nbytes())
 
     def _drop(self, size):

@@ -1,0 +1,1 @@
+"""What a rank keeps of a micro-batch between forward and backward, where, and in which pieces."""
