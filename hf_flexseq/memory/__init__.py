@@ -1,1 +1,7 @@
-"""What a rank keeps of a micro-batch between forward and backward, where, and in which pieces."""
+"""What a rank keeps of a micro-batch between forward and backward, where, and in which pieces.
+
+store.py     tensors that leave the device behind the forward and come back before the backward
+pages.py     memory of the host for them, in pages of one size, under a budget
+machine.py   how much memory the machine has for this
+tiles.py     MLPs in tiles of tokens
+"""

@@ -1,6 +1,7 @@
 """What a planted fault makes of the function in whose place it is. Functions that bring tensors to
 the device take its place as they are; each of the others takes the original."""
 
+import collections
 import threading
 
 import torch
@@ -246,3 +247,70 @@ class Ended:
 
     def synchronize(self):
         pass
+
+
+# ---- tensors that go to the host and come back
+
+
+def copy_at_once(copy):
+    """A copy does not wait for the tensor, or for whoever used its memory before."""
+
+    def changed(self, *args, **options):
+        stream = self._copies
+        self._copies = _Impatient(stream)
+        try:
+            return copy(self, *args, **options)
+        finally:
+            self._copies = stream
+
+    return changed
+
+
+class _Impatient:
+    """A stream that waits for no other one."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
+    def wait_stream(self, stream):
+        pass
+
+
+def wait_for_the_work_before_a_copy(copy):
+    """The event is recorded before the copy."""
+
+    def changed(self, *args, **options):
+        before = torch.cuda.Event()
+        before.record(self._copies)
+        copy(self, *args, **options)
+        return before
+
+    return changed
+
+
+def free_what_leaves(put):
+    """The memory of a tensor is free while it is copied."""
+
+    def changed(self, tensor):
+        stored = put(self, tensor)
+        self._leaving.clear()
+        return stored
+
+    return changed
+
+
+def no_wait(wait):
+    return lambda self, under_way: None
+
+
+def arriving_is_forgotten(collect):
+    """A tensor that nobody has taken is freed while it comes."""
+
+    def changed(self):
+        self._dropped = collections.deque((pieces, None) for pieces, _ in self._dropped)
+        collect(self)
+
+    return changed

@@ -15,6 +15,7 @@ from hf_flexseq.attention.replay import Replay
 from hf_flexseq.kernels import segments
 from hf_flexseq.kernels.fused import TorchFused
 from hf_flexseq.kernels.scans import grid
+from hf_flexseq.memory.store import HostStore
 from hf_flexseq.steps import inputs, nonfinite, stopwatch
 from tests.late_device import changes, lanes, scenarios
 
@@ -177,6 +178,15 @@ def early_event_before_flags():
     return Fault("steps/nonfinite.py", scenarios.run_nonfinite, plant)
 
 
+def in_store(name, change):
+    """A fault in tensors that go to the host and come back."""
+    faults = []
+    for run in (scenarios.run_store, scenarios.run_store_with_other_work):
+        place = f"HostStore.{name} in {run.__name__}"
+        faults.append(Fault(place, run, wrapped(HostStore, name, change)))
+    return faults
+
+
 def in_sent_tensors():
     faults = in_programs(Replay, "post", changes.change_what_is_sent)
     faults[STRATEGIES.index("ulysses")] = Fault(
@@ -209,7 +219,10 @@ KINDS = {
         too_early_at_the_host(),
         "host read before",
     ),
-    "missing wait for a copy": (uploading(changes.on_a_stream_of_its_own), "missing wait"),
+    "missing wait for a copy": (
+        uploading(changes.on_a_stream_of_its_own) + in_store("_wait_for", changes.no_wait),
+        "missing wait|early reuse",
+    ),
     "wait on another stream": (
         in_programs(Replay, "wait", changes.wait_on_another_stream),
         "missing wait",
@@ -220,13 +233,23 @@ KINDS = {
     ),
     "sent tensor changed early": (in_sent_tensors(), "missing wait"),
     "event recorded too early": (
-        [*early_events(), early_event_before_flags()],
-        "missing wait|host read before",
+        [
+            *early_events(),
+            early_event_before_flags(),
+            *in_store("_copy", changes.wait_for_the_work_before_a_copy),
+        ],
+        "missing wait|host read before|early reuse",
     ),
-    "freed too early": (freed_too_early(), "early reuse"),
+    "freed too early": (
+        freed_too_early()
+        + in_store("put", changes.free_what_leaves)
+        + in_store("_collect", changes.arriving_is_forgotten)[1:],
+        "early reuse",
+    ),
     "side stream that waits for nothing": (
-        in_fused(changes.on_a_side_stream(before=False, after=True)),
-        "missing wait",
+        in_fused(changes.on_a_side_stream(before=False, after=True))
+        + in_store("_copy", changes.copy_at_once),
+        "missing wait|early reuse",
     ),
     "side stream that nobody waits for": (
         in_fused(changes.on_a_side_stream(before=True, after=False)),

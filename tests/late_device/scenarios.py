@@ -8,6 +8,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import KernelCall
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
+from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.steps.inputs import inputs_of
@@ -125,3 +126,41 @@ def run_stopwatch():
             torch.ones(3, device=CUDA) * 2
     assert set(watch.seconds()) == {0, 1}
     check()
+
+
+def run_store(layers=4, steps=2):
+    """Layers whose input and result go to the host, as a GPU sees it: no tensor that has left is
+    alive, and its memory is used again at once."""
+    store = HostStore(CUDA, 1 << 20)
+    for step in range(steps):
+        shape = (40 - 7 * step, 8)
+        x = torch.ones(shape, device=CUDA)
+        handles = []
+        for layer in range(layers):
+            store.begin_layer()
+            y = x * (layer + 1)
+            handles.append((store.put(x), store.put(y)))
+            x = y + 1
+        store.settle()
+        gradient = torch.ones(shape, device=CUDA)
+        for _ in range(layers):
+            of_input, of_result = handles.pop()
+            gradient = gradient * of_input.take() + of_result.take()
+            del of_input, of_result
+        check(gradient)
+    store.close()
+
+
+def run_store_with_other_work(layers=4):
+    """The same, with tensors of the size of those that leave and come back in between."""
+    store = HostStore(CUDA, 1 << 20)
+    handles = []
+    for _ in range(layers):
+        store.begin_layer()
+        handles.append(store.put(torch.ones(30, 8, device=CUDA)))
+        torch.zeros(30, 8, device=CUDA).add_(1)
+    handles.pop().take()
+    handles.pop()  # is on its way, and nobody takes it
+    torch.zeros(30, 8, device=CUDA).add_(1)
+    check(handles.pop().take())
+    store.close()

@@ -241,6 +241,7 @@ Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
   }
   if (non_blocking && pinned) {
     count(to_host ? "copies to the host" : "copies to the device");
+    bring_in_order(pages_of(host.storage().data()));
     if (to_host) {
       copies().push_back({number, pages_of(self.storage().data()), true, self, to_cpu(src).clone()});
       std::memset(block_of(self.storage().data())->base + self.storage_offset() * self.itemsize(), 0xff, self.is_contiguous() ? self.nbytes() : 0);

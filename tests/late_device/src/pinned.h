@@ -71,6 +71,11 @@ inline void protect(int index) {
   if (wanted != (PROT_READ | PROT_WRITE)) watch_faults();
   mprotect(pages.base, pages.bytes, wanted);
 }
+inline void unprotect(int index) {
+  Pages& pages = pinned_pages[index];
+  pages.protection = PROT_READ | PROT_WRITE;
+  mprotect(pages.base, pages.bytes, PROT_READ | PROT_WRITE);
+}
 
 // Find what the host has touched too early.
 inline void find_hits() {
@@ -84,6 +89,14 @@ inline void find_hits() {
                       : "pinned source changed before its copy was awaited: memory that " + text + " reads");
   }
 }
+// Let the device itself read and write a block: it sees what earlier copies bring, since its work
+// has an order, though the host has waited for none of them. `protect` comes after it.
+inline void bring_in_order(int index) {
+  find_hits();
+  unprotect(index);
+  for (Copy& copy : copies())
+    if (copy.pages == index && copy.to_host) copy.on_host.copy_(copy.arriving);
+}
 // Let copies arrive that the host has waited for.
 inline void arrive() {
   find_hits();
@@ -94,9 +107,11 @@ inline void arrive() {
       copies().erase(copies().begin() + i);
     }
   std::reverse(over.begin(), over.end());
-  for (Copy& copy : over) protect(copy.pages);
-  for (Copy& copy : over)
+  for (Copy& copy : over) {
+    unprotect(copy.pages);
     if (copy.to_host) copy.on_host.copy_(copy.arriving);
+  }
+  for (Copy& copy : over) protect(copy.pages);
 }
 
 struct PinnedAllocator final : public c10::Allocator {

@@ -1,0 +1,217 @@
+"""Tensors come back from the host with the bits that left, under a budget, and leave nothing."""
+
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hf_flexseq.memory import machine
+from hf_flexseq.memory.pages import GIB, MIB, HostMemoryFull, page_bytes_of
+from hf_flexseq.memory.store import HostStore
+
+CPU = torch.device("cpu")
+LAYERS = 6
+
+
+def make_store(budget=MIB, device=CPU):
+    return HostStore(device, budget)
+
+
+def tensors_of(layer, device=CPU, tokens=300):
+    """A layer's input, result of attention and log-sum-exps: the last are small and odd."""
+    make = torch.Generator().manual_seed(layer)
+    shapes = ((1, tokens, 16), (tokens, 4, 4), (4, 7 + layer))
+    dtypes = (torch.bfloat16, torch.float64, torch.float32)
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        yield torch.randn(shape, generator=make).to(device, dtype)
+
+
+def forward(store, layers=LAYERS, device=CPU, tokens=300):
+    """Put some tensors of every layer; return their handles by layer."""
+    handles = []
+    for layer in range(layers):
+        store.begin_layer()
+        handles.append([store.put(x) for x in tensors_of(layer, device, tokens)])
+    store.settle()
+    return handles
+
+
+def backward(handles, device=CPU, tokens=300):
+    """Take all tensors, the last layer's first, and compare them."""
+    for layer in reversed(range(len(handles))):
+        for stored, wanted in zip(handles[layer], tensors_of(layer, device, tokens), strict=True):
+            found = stored.take()
+            assert found.dtype == wanted.dtype
+            assert found.device == wanted.device
+            assert found.is_contiguous()
+            assert torch.equal(found, wanted)
+        handles.pop()
+
+
+def test_the_same_bits_come_back_over_many_steps_of_changing_lengths():
+    store = make_store()
+    drawn = random.Random(0)
+    held = []
+    for step in range(50):
+        tokens = drawn.randrange(1, 300) if step else 300
+        backward(forward(store, tokens=tokens), tokens=tokens)
+        assert store.used_bytes == 0
+        held.append(store.held_bytes)
+    assert set(held[1:]) == {held[0]}
+    assert store.peak_bytes <= held[0] <= 1.5 * store.peak_bytes
+    store.close()
+    assert store.held_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.arange(12.0).view(3, 4).T,  # is stored the other way round
+        torch.ones(1, 3).expand(4, 3),
+        torch.tensor(3.0),
+        torch.empty(0, 5),
+        torch.tensor([True, False]),
+        torch.tensor([[1 << 40]]),
+    ],
+)
+def test_any_tensor_comes_back(x):
+    store = make_store()
+    stored = store.put(x)
+    for _ in range(2):
+        found = stored.take()
+        assert found.dtype == x.dtype
+        assert torch.equal(found, x)
+
+
+def test_a_square_matrix_and_its_transpose_are_two_tensors():
+    store = make_store()
+    x = torch.randn(5, 5)
+    first, second = store.put(x), store.put(x.T)
+    assert torch.equal(second.take(), x.T)
+    assert torch.equal(first.take(), x)
+
+
+def test_tensors_leave_the_device_one_layer_later():
+    store = make_store()
+    alive = []
+    most = 0
+    for layer in range(LAYERS):
+        store.begin_layer()
+        for x in tensors_of(layer):
+            alive.append(StorageWeakRef(x.untyped_storage()))
+            store.put(x)
+            del x
+            most = max(most, sum(not one.expired() for one in alive))
+    assert most == 3
+    assert [one.expired() for one in alive] == [True] * 15 + [False] * 3
+    store.begin_layer()  # that puts nothing
+    store.begin_layer()
+    assert store.leaving == 0
+    assert all(one.expired() for one in alive)
+
+
+def test_a_layer_comes_back_while_the_one_after_it_is_used(monkeypatch):
+    store = make_store()
+    handles = forward(store)
+    fetched = []
+    original = HostStore._fetch_one
+
+    def noted(self, stored):
+        fetched.append(next(at for at, layer in enumerate(handles) if stored in layer))
+        original(self, stored)
+
+    monkeypatch.setattr(HostStore, "_fetch_one", noted)
+    handles[5][1].take()
+    assert fetched == [5] * 3 + [4] * 3
+    handles[5][0].take()
+    assert len(fetched) == 6
+    handles[4][0].take()
+    assert fetched[6:] == [3] * 3
+    handles[4][0].take()  # for a second backward
+    assert fetched[9:] == [4]
+
+
+def test_a_graph_that_is_dropped_gives_its_bytes_back():
+    store = make_store()
+    gc.disable()
+    try:
+        handles = forward(store)
+        handles[5][0].take()  # and the layer before it is on its way
+        assert store.used_bytes == store.peak_bytes > 0
+        del handles
+        assert store.used_bytes == 0
+    finally:
+        gc.enable()
+    backward(forward(store))
+
+
+def test_a_budget_is_named_when_it_is_exceeded():
+    store = make_store(budget=GIB // 2**14)  # 64 KiB
+    assert page_bytes_of(store._pages.budget) == 4096
+    with pytest.raises(HostMemoryFull, match=r"host_memory_gib=6\.10352e-05.*max_tokens_per_rank"):
+        forward(store)
+    assert store.held_bytes <= GIB // 2**14
+    assert page_bytes_of(100 * GIB) == 64 * MIB
+    assert page_bytes_of(GIB // 2) == 32 * MIB
+
+
+@pytest.mark.parametrize("settles", [False, True])
+def test_a_tensor_that_is_written_to_while_it_leaves_is_noticed(settles):
+    store = make_store()
+    store.begin_layer()
+    x = torch.zeros(3)
+    stored = store.put(x)
+    x += 1
+    store.begin_layer()
+    with pytest.raises(RuntimeError, match="writes to a layer's input"):
+        store.settle() if settles else store.begin_layer()
+    assert stored.take().tolist() == [0, 0, 0]
+
+
+def test_nothing_is_left_once_a_store_is_closed():
+    store = make_store()
+    handles = forward(store)
+    buffers = [weakref.ref(page.buffer) for page in store._pages._all]
+    store.close()
+    assert [buffer() for buffer in buffers] == [None] * len(buffers)
+    del handles
+    assert store.used_bytes == store.held_bytes == 0
+    with pytest.raises(AssertionError, match="has been closed"):
+        store.put(torch.ones(3))
+
+
+# ---- how much there is
+
+
+def test_a_budget_is_a_share_of_what_is_available(monkeypatch):
+    monkeypatch.setattr(machine, "available_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(machine, "total_bytes", lambda: 100 * GIB)
+    assert machine.budget_bytes(None, 8) == 4 * GIB
+    assert machine.budget_bytes(12.5, 8) == 12.5 * GIB
+    with pytest.raises(
+        ValueError, match=r"host_memory_gib=13 for each of 8 ranks.*100.0 GiB.*12.5"
+    ):
+        machine.budget_bytes(13, 8)
+    monkeypatch.setattr(machine, "available_bytes", lambda: None)
+    monkeypatch.setattr(machine, "total_bytes", lambda: None)
+    assert machine.budget_bytes(None, 8) == 0
+    assert machine.budget_bytes(13, 8) == 13 * GIB
+
+
+def test_a_container_has_less_than_its_machine(monkeypatch, tmp_path):
+    meminfo, limit, used = tmp_path / "meminfo", tmp_path / "max", tmp_path / "current"
+    monkeypatch.setattr(machine, "_MEMINFO", meminfo)
+    monkeypatch.setattr(machine, "_GROUPS", ((limit, used),))
+    assert machine.total_bytes() is machine.available_bytes() is None
+    meminfo.write_text("MemTotal:  4000 kB\nMemFree: 1 kB\nMemAvailable:   3000 kB\n")
+    limit.write_text("max\n")
+    used.write_text("5\n")
+    assert machine.total_bytes() == 4000 * 1024
+    assert machine.available_bytes() == 3000 * 1024
+    limit.write_text("1000000\n")
+    used.write_text("400000\n")
+    assert machine.total_bytes() == 1000000
+    assert machine.available_bytes() == 600000
