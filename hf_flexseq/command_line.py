@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from hf_flexseq.base.reading import DEFAULT_LIMITS, Limits
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.base.values import LINE, MAX_COUNT, one_line, quoted
+from hf_flexseq.base.values import LINE, MAX_BYTES, MAX_COUNT, one_line, quoted
 from hf_flexseq.plan import PlanInfeasible
 
 # Errors of the user's input, of files, and of packages that are not installed.
@@ -83,6 +83,19 @@ def at_least(least: int) -> Callable[[str], int]:
         return value
 
     return number
+
+
+def gibibytes(text: str) -> float:
+    """Read an amount of memory in GiB, and return bytes."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"expected GiB as a number, got {quoted(text)}") from None
+    if not 0 <= value * 2**30 <= MAX_BYTES:
+        raise ArgumentTypeError(
+            f"expected GiB from 0 to {MAX_BYTES / 2**30:.0f}, got {quoted(value)}"
+        )
+    return value * 2**30
 
 
 def limit(text: str) -> tuple[str, int]:

@@ -1,7 +1,7 @@
-"""The command line: `flexseq plan | compare | view | report | calibrate | env`.
+"""The command line: `flexseq plan | compare | fit | view | report | calibrate | prove | env`.
 
 Importing it imports no torch, so that planning starts at once and works without torch installed.
-`env` and `calibrate` import it when run.
+`env`, `calibrate` and `prove` import it when run, and `fit` for a model that it has no sizes of.
 """
 
 import sys

@@ -8,6 +8,7 @@ from hf_flexseq.base.registry import PLANNERS, STRATEGIES
 from hf_flexseq.cli.calibrate import calibrate
 from hf_flexseq.cli.compare import SOLVER_SEQUENCES, compare
 from hf_flexseq.cli.environment import env
+from hf_flexseq.cli.fit import DTYPES, fit
 from hf_flexseq.cli.plan import plan
 from hf_flexseq.cli.prove import prove
 from hf_flexseq.cli.report import STEPS, report
@@ -15,13 +16,15 @@ from hf_flexseq.cli.view import view
 from hf_flexseq.command_line import (
     OneLineParser,
     at_least,
+    gibibytes,
     limit_option,
     number_option,
     plan_option,
     set_run,
     topology_option,
 )
-from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.cost.devices import DEVICES
+from hf_flexseq.cost.presets import MODELS, PRESETS
 from hf_flexseq.plan.options import SYNCS
 
 # Removed commands, and what to write instead. An entry stays for one release.
@@ -46,6 +49,9 @@ def make_parser() -> ArgumentParser:
     )
     _compare_options(
         _command(commands, "compare", compare, "a table of all planners on your lengths")
+    )
+    _fit_options(
+        _command(commands, "fit", fit, "the longest sequence that fits, and the price of each choice")
     )
     _view_options(_command(commands, "view", view, "draw a plan or a plan trace"))
     _report_options(
@@ -90,6 +96,53 @@ def _compare_options(parser: ArgumentParser) -> None:
     _planning_options(parser, required=True)
     parser.add_argument("--steps", type=at_least(1), metavar="N", help="only the first N steps")
     _planners_option(parser)
+
+
+def _fit_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"name or folder of a model, a config.json, or one of {', '.join(MODELS)}",
+    )
+    topology_option(parser, required=True)
+    parser.add_argument(
+        "--device", choices=DEVICES, metavar="NAME", help=f"one of {', '.join(DEVICES)} (H100)"
+    )
+    parser.add_argument(
+        "--cost-model",
+        metavar="PATH",
+        help="a JSON file of `flexseq calibrate`, instead of a model and a device",
+    )
+    parser.add_argument(
+        "--length",
+        type=at_least(1),
+        metavar="N",
+        help="a sequence of so many tokens, instead of the longest",
+    )
+    parser.add_argument(
+        "--zero-stage",
+        type=int,
+        choices=range(4),
+        help="how training is sharded (default 3, which FSDP is, too)",
+    )
+    parser.add_argument(
+        "--checkpointing",
+        action="store_true",
+        default=None,
+        help="training recomputes all layers anyhow",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, metavar="NAME", help="of activations (default bfloat16)"
+    )
+    parser.add_argument(
+        "--host-memory-gib",
+        dest="host_bytes",
+        type=gibibytes,
+        metavar="GIB",
+        help="memory of the host that each rank may use (default: by the device)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures, - for stdout")
 
 
 def _view_options(parser: ArgumentParser) -> None:

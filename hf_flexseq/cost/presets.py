@@ -5,6 +5,7 @@
   on 64 A100-40GB in 8 nodes, ZeRO-3, Ulysses only.
 * Estimated: Llama-3.1-8B on nodes of eight A800 or H200 with a NIC per GPU, kinds of clusters that
   Zeppelin was evaluated on (arXiv 2509.21841, section 5).
+* Estimated: a model of the sizes of Qwen3-8B on nodes of eight H100 or H200.
 * Estimated, with a trained vision tower: a model of the sizes of Qwen3-VL-8B on nodes of eight
   H100 or H200. Of the tower its layers count; its mergers, 0.16 billion parameters for a quarter
   of the rows, would add a tenth to the seconds of a patch.
@@ -93,6 +94,8 @@ _COLUMNS = (
 )  # fmt: skip
 SIZES: dict[str, tuple[Any, ...]] = {
     "llama-3.1-8b": (32, 4096, 32, 8, 128, 14336, 128256, 8_030_261_248, None),
+    # https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json
+    "qwen3-8b": (36, 4096, 32, 8, 128, 12288, 151936, 8_190_735_360, None),
     # https://huggingface.co/google/gemma-3-27b-it/blob/main/config.json (text_config), without the
     # vision tower. The head is the embedding, so its weights work twice on a token.
     "gemma-3-27b": (62, 5376, 32, 16, 128, 21504, 262208, 27_009_346_304, 28_418_976_512),
@@ -153,6 +156,7 @@ SHAPES = {
     model: ModelShape(**dict(zip(_COLUMNS, sizes, strict=True)), **KINDS.get(model, {}))
     for model, sizes in SIZES.items()
 }
+MODELS = dict(SHAPES)  # all of them, for `flexseq fit`
 LLAMA_8B = SHAPES.pop("llama-3.1-8b")
 
 

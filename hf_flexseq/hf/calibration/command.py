@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.choose import CostSubject, measured
 from hf_flexseq.hf.model.facts import ModelFacts, model_shape
@@ -84,18 +85,27 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
+def read_shape(model: str, dtype: str) -> ModelShape:
+    """Return the sizes of the model that a hub id or a folder names, or a config.json; activations
+    have `dtype`. Raises as `calibrate` does."""
+    return _shape(_config(model), _dtype(dtype, torch.device("cpu")))
+
+
+def _shape(config: PreTrainedConfig, dtype: torch.dtype) -> ModelShape:
+    """Return the sizes of the causal language model, with a vision tower or without, that `config`
+    describes."""
+    with torch.device("meta"):
+        return model_shape(_kind(config)(config).to(dtype))
+
+
 def _facts(
     config: PreTrainedConfig, dtype: torch.dtype, checkpointing: bool, zero_stage: int
 ) -> ModelFacts:
-    """Collect the facts about the causal language model, with a vision tower or without, that
-    `config` describes."""
-    kind = _kind(config)
-    with torch.device("meta"):
-        shape = model_shape(kind(config).to(dtype))
+    """Collect the facts about the model that `config` describes."""
     return ModelFacts(
-        kind=kind,
+        kind=_kind(config),
         config=config,
-        shape=shape,
+        shape=_shape(config, dtype),
         dtype=dtype,
         autocast=None,
         checkpointing=checkpointing,

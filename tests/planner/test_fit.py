@@ -1,0 +1,127 @@
+"""What fits: rungs of choices against `most_tokens` and against plans."""
+
+from dataclasses import replace
+
+import pytest
+
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.choices import choices_of, most_tokens, with_choice
+from hf_flexseq.cost.devices import DEVICES
+from hf_flexseq.cost.presets import LLAMA_8B, PRESETS
+from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.plan.options import PlanOptions
+from hf_flexseq.planner import make_plan
+from hf_flexseq.planner.fit import (
+    LEVERS,
+    fastest,
+    ladder,
+    levers_of,
+    next_levers,
+    ranks_for,
+    seconds_of,
+    where_it_fits,
+)
+
+NODE = Topology(nodes=1, ranks_per_node=8)
+
+
+def llama(*, checkpointing=False, host_gib=100, topology=NODE):
+    cost = analytic_cost_model(
+        LLAMA_8B, DEVICES["H100"], topology, zero_stage=3, checkpointing=checkpointing
+    )
+    activations = replace(cost.activations, host_bytes=host_gib * 2.0**30)
+    return replace(cost, activations=activations)
+
+
+def planned(cost, choice, length, topology=NODE):
+    cap = most_tokens(cost, choice, topology.world_size)
+    options = PlanOptions(max_tokens_per_rank=cap)
+    return make_plan([length], topology, with_choice(cost, choice), options)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("host_gib", [0, 30, 1000])
+def test_rungs_rise_and_the_last_one_holds_most_of_all_choices(checkpointing, host_gib):
+    cost = llama(checkpointing=checkpointing, host_gib=host_gib)
+    rungs = ladder(cost, NODE)
+    tokens = [rung.tokens_per_rank for rung in rungs]
+    assert tokens == sorted(set(tokens))
+    assert tokens[-1] == max(most_tokens(cost, choice, 8) for choice in choices_of(cost))
+    assert 2 <= len(rungs) <= len(LEVERS) + 1
+    assert rungs[0].choice == cost.activations.as_set
+    for rung in rungs:
+        assert rung.tokens_per_rank == most_tokens(cost, rung.choice, 8)
+        assert rung.device_bytes <= cost.budget_bytes
+        assert rung.host_bytes <= host_gib * 2**30
+        assert host_gib or not rung.choice.uses_host
+
+
+@pytest.mark.parametrize("topology", [NODE, Topology(nodes=2, ranks_per_node=4)])
+def test_the_longest_sequence_can_be_planned_in_these_seconds_and_one_token_more_cannot(topology):
+    cost = llama(topology=topology)
+    for rung in ladder(cost, topology):
+        plan = planned(cost, rung.choice, rung.longest, topology)
+        assert plan.degrees() == {8: 1}
+        assert plan.objective_s == pytest.approx(rung.seconds)
+        with pytest.raises(PlanInfeasible):
+            planned(cost, rung.choice, rung.longest + 1, topology)
+
+
+def test_a_rung_uses_one_lever_more_than_the_one_before_at_most():
+    cost = llama()
+    for count, rung in enumerate(ladder(cost, NODE)):
+        assert levers_of(rung.choice, cost.activations.as_set) <= set(LEVERS[:count])
+
+
+def test_the_fastest_choice_is_that_of_all_which_hold_a_sequence():
+    cost = llama()
+    for length in (8, 100_000, 1_048_576):
+        found = fastest(cost, NODE, length)
+        assert found.tokens_per_rank * 8 >= length
+        for choice in choices_of(cost):
+            if most_tokens(cost, choice, 8) * 8 >= length:
+                assert found.seconds <= seconds_of(cost, NODE, choice, length)
+    longest = ladder(cost, NODE)[-1].longest
+    assert fastest(cost, NODE, longest) is not None
+    assert fastest(cost, NODE, longest + 1) is None
+
+
+def test_lines_say_what_takes_a_sequence_further_and_what_it_costs():
+    cost = llama()
+    rungs = ladder(cost, NODE)
+    *levers, last = next_levers(cost, NODE, rungs)
+    assert len(levers) == len(rungs) - 1
+    # a pass more in linear layers, of three
+    assert f"beyond {rungs[0].longest:,} tokens: 32 layers recomputed costs +" in levers[0]
+    assert "attention of 32 recomputed" in levers[-1]
+    assert "more ranks" in last
+    # the host binds the last rung, unless there is enough of it
+    assert "of the host than 100 GiB a rank" in last
+    plenty = llama(host_gib=4000)
+    assert "of the host" not in next_levers(plenty, NODE, ladder(plenty, NODE))[-1]
+
+
+def test_a_sequence_that_does_not_fit_as_set_is_told_where_it_does():
+    cost = llama(checkpointing=True, host_gib=200)
+    rungs = ladder(cost, NODE)
+    assert "holds this one and costs +0.0 % seconds" in where_it_fits(cost, NODE, 1_048_576)
+    longest = rungs[-1].longest
+    refusal = where_it_fits(cost, NODE, 3 * longest)
+    assert f"at most {longest:,} tokens fit" in refusal
+    ranks = ranks_for(cost, NODE, 3 * longest)
+    assert f"fits on {ranks} ranks" in refusal
+    assert 8 < ranks <= 24
+    for nodes, fits in ((ranks // 8, True), (ranks // 8 - 1, False)):
+        topology = Topology(nodes=nodes, ranks_per_node=8)
+        assert (fastest(cost, topology, 3 * longest) is not None) == fits
+
+
+def test_a_cost_model_without_activations_has_no_ladder():
+    cost = PRESETS["flexsp-gpt-7b-a100"]
+    assert ladder(cost, NODE) == ()
+    assert where_it_fits(cost, NODE, 1_048_576) == ""
+    # nor one whose states leave no room
+    full = replace(llama(), budget_bytes=1.0)
+    assert ladder(full, NODE) == ()
+    assert where_it_fits(full, NODE, 1_048_576) == ""
