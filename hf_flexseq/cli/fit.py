@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hf_flexseq.base.values import quoted
 from hf_flexseq.cost import CostModel
@@ -24,7 +25,12 @@ from hf_flexseq.planner.fit import Fit, fastest, ladder, next_levers, ranks_for
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 # Options that describe what a measured cost model has in it, and their defaults.
-DESCRIPTION = {"device": "H100", "zero_stage": 3, "checkpointing": False, "dtype": "bfloat16"}
+DESCRIPTION: dict[str, Any] = {
+    "device": "H100",
+    "zero_stage": 3,
+    "checkpointing": False,
+    "dtype": "bfloat16",
+}
 
 # Columns of the table, and their widths; the last one is as wide as it has to be.
 COLUMNS = {
@@ -90,7 +96,7 @@ def _named(options: Namespace) -> CostModel:
 
 def _estimated(options: Namespace) -> CostModel:
     """Return the cost model of a model's sizes on a device."""
-    chosen = {}
+    chosen: dict[str, Any] = {}
     for name, default in DESCRIPTION.items():
         given = getattr(options, name)
         chosen[name] = default if given is None else given

@@ -51,7 +51,7 @@ def make_parser() -> ArgumentParser:
         _command(commands, "compare", compare, "a table of all planners on your lengths")
     )
     _fit_options(
-        _command(commands, "fit", fit, "the longest sequence that fits, and the price of each choice")
+        _command(commands, "fit", fit, "the longest sequence that fits, and what choices cost")
     )
     _view_options(_command(commands, "view", view, "draw a plan or a plan trace"))
     _report_options(
