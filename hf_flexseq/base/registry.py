@@ -72,6 +72,8 @@ class PlannerEntry:
     """True if ranks may share a sequence."""
     takes_units: bool = False
     """True if it plans units of rows that share prefixes."""
+    takes_choices: bool = False
+    """True if its micro-batches may recompute, offload or tile more than is set for the run."""
     stages_per_rank: int = 1
     """Number of pipeline stages per rank."""
     passes: str | None = None
@@ -82,10 +84,12 @@ PLANNERS: Mapping[str, PlannerEntry] = {
     "auto": PlannerEntry(
         function="hf_flexseq.planner.search.auto:auto_micro_batches",
         takes_units=True,
+        takes_choices=True,
     ),
     "static": PlannerEntry(
         function="hf_flexseq.planner.static:static_micro_batches",
         takes_units=True,
+        takes_choices=True,
     ),
     "flexsp": PlannerEntry(
         function="hf_flexseq.published.flexsp.planner:flexsp_micro_batches",

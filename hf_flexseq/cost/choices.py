@@ -91,6 +91,17 @@ def with_choice(cost: CostModel, choice: MemoryChoice | None) -> CostModel:
     )
 
 
+def price_of(cost: CostModel, choice: MemoryChoice) -> tuple[float, float]:
+    """Return the seconds of linear layers, and of attention, under a choice, each relative to
+    those under the user's own."""
+    priced = with_choice(cost, choice)
+    activations = cost.activations
+    assert activations is not None, "only a cost model with activations has choices"
+    passes = _Passes(choice, activations)
+    before = _Passes(activations.as_set, activations)
+    return priced.linear_s / cost.linear_s, passes.attention / before.attention
+
+
 def _exposed_s(cost: CostModel, activations: Activations, choice: MemoryChoice) -> float:
     """Return the seconds of each token's transfers to the host and back that linear layers do not
     hide."""

@@ -32,6 +32,7 @@ from typing import Any
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.base.values import MAX_BYTES, duration, fields_of, number, positive
+from hf_flexseq.cost.choices import token_bytes
 from hf_flexseq.cost.model import CostModel
 from hf_flexseq.plan import Plan
 
@@ -125,12 +126,19 @@ class FsdpFigures:
 
     # ---- the choice
 
-    def beside(self, plan: Plan, world_size: int) -> FsdpPolicy:
-        """Return the policy of fewest trips, then bytes, that fits the fullest micro-batch."""
-        most_tokens = 0
+    def beside(self, plan: Plan, world_size: int, cost: CostModel | None = None) -> FsdpPolicy:
+        """Return the policy of fewest trips, then bytes, that fits the fullest micro-batch.
+
+        cost: prices the micro-batches' choices for activations; None for a plan without any.
+        """
+        most_tokens = 0.0  # as large as those of the choice that is set for the run
         for micro_batch in plan.micro_batches:
-            tokens = micro_batch.tokens_per_rank(plan.lengths, world_size)
-            most_tokens = max(most_tokens, *tokens)
+            tokens = max(micro_batch.tokens_per_rank(plan.lengths, world_size))
+            size = 1.0
+            if micro_batch.memory is not None:
+                assert cost is not None, "a choice was made by a cost model"
+                size = token_bytes(cost, micro_batch.memory) / cost.token_bytes
+            most_tokens = max(most_tokens, tokens * size)
         fitting = [PLAIN]
         for policy in POLICIES:
             if self.tokens_beside(policy) >= most_tokens:
@@ -178,6 +186,17 @@ class FsdpFigures:
         micro_batches = -(-tokens // micro_batch_tokens)
         alone_s = cost.micro_batch_s - TRIPS * self.trip_s
         return micro_batches * alone_s + policy.trips(micro_batches) * self.trip_s
+
+    def beside_held(self, cost: CostModel, policy: FsdpPolicy, world_size: int) -> CostModel:
+        """Return `cost` of ranks that follow a policy: with its trips, and with the memory that
+        it leaves, which may be none."""
+        states = cost.budget_bytes - cost.free_bytes(world_size)
+        left = min(cost.free_bytes(world_size), self.free_bytes) - self.held_bytes(policy)
+        return replace(self.priced(cost, policy), budget_bytes=max(1.0, states + left))
+
+    def once_s(self, policy: FsdpPolicy) -> float:
+        """Return the seconds of the trips that a policy makes once in a step."""
+        return (policy.trips(1) - policy.repeated_trips) * self.trip_s
 
     def priced(self, cost: CostModel, policy: FsdpPolicy) -> CostModel:
         """Return `cost` with only those trips in every micro-batch that the policy makes there."""

@@ -95,10 +95,16 @@ class FsdpPolicies:
     """Chooses the policy of each step, and makes a model's units follow it."""
 
     def __init__(
-        self, figures: FsdpFigures | None, communicator: Communicator, *, over_replicas: bool
+        self,
+        figures: FsdpFigures | None,
+        communicator: Communicator,
+        cost: CostModel,
+        *,
+        over_replicas: bool,
     ) -> None:
         """figures: None for the plain policy. over_replicas: True to sum over replicas always."""
         self.figures = figures
+        self._cost = cost
         self._communicator = communicator
         self._over_replicas = over_replicas
         self.taken: set[FsdpPolicy] = set()  # by the steps so far
@@ -173,7 +179,7 @@ class FsdpPolicies:
         """Return the policy of a step; log it when it is the first of its kind."""
         if self.figures is None:
             return PLAIN
-        policy = self.figures.beside(plan, self._communicator.world_size)
+        policy = self.figures.beside(plan, self._communicator.world_size, self._cost)
         if policy not in self.taken and self._communicator.rank == 0:
             logger.info(
                 "FSDP2: %s in steps such as this one of %d micro-batch(es): that holds %.2f GiB "

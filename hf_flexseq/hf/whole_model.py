@@ -168,8 +168,9 @@ class WholeModelExecutor:
         if args.max_tokens_per_rank is None:
             cost.max_tokens_per_rank(communicator.world_size)  # raises where nothing is left
         self.fsdp = FsdpPolicies(
-            fsdp_figures(base, accelerator, communicator, self.cost),
+            fsdp_figures(base, accelerator, communicator, cost),
             communicator,
+            cost,
             over_replicas=reduces_each_batch(accelerator),
         )
 

@@ -5,8 +5,9 @@
     ... PlanOptions(planner="static", sp_degree=8)                         one degree for all
 
     1. check       sequences without tokens, and those that fit nowhere, are refused
-    2. decide      which rows share prefixes (`shared.py`); the planner makes micro-batches
-                   (`search/` for `auto`; see `registry.py`)
+    2. decide      which rows share prefixes (`shared.py`), and which micro-batches recompute or
+                   offload more than is set for the run (`memory.py`); the planner makes
+                   micro-batches (`search/` for `auto`; see `registry.py`)
     3. order       micro-batches that communicate most come first (`order.py`)
     4. bound       what no plan can beat (`bound.py`)
     5. note        why the widest groups are as wide as they are (`notes.py`)
@@ -20,6 +21,7 @@ import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,9 +34,17 @@ from hf_flexseq.plan.blocks import NO_PAIRS, SEE_BLOCKS
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.bound import bound_ns
+from hf_flexseq.planner.memory import (
+    Bound,
+    Way,
+    bounds_of,
+    choice_note,
+    may_choose,
+    planned_by_choice,
+)
 from hf_flexseq.planner.notes import degree_note
 from hf_flexseq.planner.order import best_order
-from hf_flexseq.planner.shared import variants
+from hf_flexseq.planner.shared import SharedRows, variants
 from hf_flexseq.planner.task import PlanTask
 
 DEFAULTS = PlanOptions()
@@ -75,11 +85,15 @@ def make_plan(
     cap = options.max_tokens_per_rank or cost.max_tokens_per_rank(world)
     cost.check_countable(tokens, world)
     widest = options.widest_degree(topology)
+    bounds: tuple[Bound, ...] = ()
     if not options.max_tokens_per_rank:  # what the user sets is kept
+        if may_choose(cost, options):
+            bounds = bounds_of(cost, world, held_tokens)
         cap = max(0, cap - held_tokens)
-    _check_fits(tokens, widest, cap, world=world, held=held_tokens)
+    most = max((cap, *(bound.tokens for bound in bounds)))
+    _check_fits(tokens, widest, most, world=world, held=held_tokens)
     # 2. decide, 3. order: each way to share prefixes, of which the fastest is taken
-    decided = []
+    decided: list[_Decided] = []
     # Rings would gather the keys of all rows of a unit on every rank.
     names = cost.strategies(options.strategy)
     widest_of_units = widest if "ulysses" in names or "hybrid" in names else 1
@@ -89,7 +103,7 @@ def make_plan(
         tokens,
         units,
         cost,
-        cap=cap,
+        cap=most,
         world=world,
         widest=widest_of_units,
         later_pairs=later_pairs,
@@ -103,8 +117,11 @@ def make_plan(
             sync=options.sync,
             sp_degree=options.sp_degree,
         )
-        decided.append((*_decided(task, options), task, shared))
-    objective_ns, micro_batches, task, shared = min(decided, key=lambda one: one[0])
+        decided.append(_decided(task, options, bounds, shared))
+    best = min(decided, key=lambda one: one.objective_ns)
+    micro_batches, task, shared = best.micro_batches, best.task, best.shared
+    if best.way is not None:
+        cap = most
     # 4. bound
     lower_bound_ns = bound_ns(
         np.array(task.lengths, dtype=np.int64),
@@ -121,11 +138,13 @@ def make_plan(
     _check_seen(micro_batches, later_pairs)
     notes: tuple[str, ...] = ()
     if tokens:
-        notes = (degree_note(micro_batches, replace(task, lengths=shared.by_id())),)
+        notes = (degree_note(micro_batches, replace(task, lengths=shared.by_id(), cap=cap)),)
+    if best.way is not None:
+        notes = (*notes, choice_note(micro_batches, best.way, tokens))
     plan = Plan(
         lengths=shared.held,
         micro_batches=micro_batches,
-        objective_s=objective_ns / 1e9,
+        objective_s=best.objective_ns / 1e9,
         lower_bound_s=lower_bound_ns / 1e9,
         planner=options.planner,
         planning_s=time.perf_counter() - began,
@@ -135,12 +154,31 @@ def make_plan(
     return plan
 
 
-def _decided(task: PlanTask, options: PlanOptions) -> tuple[int, tuple[MicroBatch, ...]]:
+class _Decided(NamedTuple):
+    """A step, decided."""
+
+    objective_ns: int
+    micro_batches: tuple[MicroBatch, ...]
+    """Micro-batches in the best order."""
+    way: Way | None
+    """How the choice for activations was made; None for the user's own."""
+    task: PlanTask
+    shared: SharedRows
+
+
+def _decided(
+    task: PlanTask, options: PlanOptions, bounds: Sequence[Bound], shared: SharedRows
+) -> _Decided:
     """Return the nanoseconds of a step, and its micro-batches in the best order."""
     micro_batches: tuple[MicroBatch, ...] = ()
+    way = None
     if task.lengths:
-        micro_batches = object_of(PLANNERS[options.planner].function)(task)
-    return best_order(micro_batches, task.lengths, task.topology, task.cost, sync=task.sync)
+        planner = object_of(PLANNERS[options.planner].function)
+        micro_batches, way = planned_by_choice(task, bounds, planner)
+    objective_ns, ordered = best_order(
+        micro_batches, task.lengths, task.topology, task.cost, sync=task.sync
+    )
+    return _Decided(objective_ns, ordered, way, task, shared)
 
 
 # ---- 1. check

@@ -103,7 +103,7 @@ class SharedRows:
                 ids = tuple(planned[sequence] for sequence in group.sequences)
                 own = tuple(units[i] for i in ids if i in units)
                 groups.append(replace(group, sequences=ids, units=own))
-            made.append(MicroBatch(groups=tuple(groups)))
+            made.append(replace(micro_batch, groups=tuple(groups)))
         return tuple(made)
 
 

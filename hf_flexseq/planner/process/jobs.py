@@ -7,20 +7,21 @@ A job goes to the planning process as the first line of its input (`worker.py`),
 the two apart. Code that carries a job needs only the interface `Job`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.sharding import FsdpFigures
+from hf_flexseq.cost.sharding import PLAIN, POLICIES, FsdpFigures, FsdpPolicy
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import Plan, PlanInfeasible
 from hf_flexseq.plan.facts import NO_FACTS, StepFacts
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.make import make_plan
+from hf_flexseq.planner.memory import may_choose, promise_ns
 from hf_flexseq.planner.pipeline.replicas import make_step_plan
 from hf_flexseq.planner.pipeline.units import PipelineOptions
 
@@ -99,17 +100,41 @@ class GroupsJob:
     ) -> Plan | None:
         """Return a plan for ranks that hold parameters or gradients between micro-batches, priced
         as such; None where that promises nothing, or leaves the longest sequence no room."""
-        bound = self.options.max_tokens_per_rank
-        for policy, tokens in fsdp.candidates(lengths, self.topology.world_size, self.cost, bound):
-            cost = fsdp.priced(self.cost, policy)
-            options = replace(self.options, max_tokens_per_rank=tokens)
+        for policy, cost, options in self._policies(lengths, facts, fsdp):
             try:
                 plan = make_plan(lengths, self.topology, cost, options, **facts.arguments)
             except PlanInfeasible:
                 continue
-            note = f"FSDP2: planned for {policy}, at most {tokens:,} tokens a rank"
+            note = f"FSDP2: planned for {policy}"
+            if options.max_tokens_per_rank is not None:
+                note = f"{note}, at most {options.max_tokens_per_rank:,} tokens a rank"
             return replace(plan, notes=(*plan.notes, note))
         return None
+
+    def _policies(
+        self, lengths: Sequence[int], facts: StepFacts, fsdp: FsdpFigures
+    ) -> Iterator[tuple[FsdpPolicy, CostModel, PlanOptions]]:
+        """Yield the policies that promise more than the plain one, the fastest first, with the
+        cost and the options to plan with."""
+        options, world_size = self.options, self.topology.world_size
+        bound = options.max_tokens_per_rank
+        if not may_choose(self.cost, options):
+            for policy, tokens in fsdp.candidates(lengths, world_size, self.cost, bound):
+                cost = fsdp.priced(self.cost, policy)
+                yield policy, cost, replace(options, max_tokens_per_rank=tokens)
+            return
+        promised = []
+        for index, policy in enumerate(POLICIES):
+            cost = fsdp.beside_held(self.cost, policy, world_size)
+            promised_ns = promise_ns(
+                lengths, self.topology, cost, options, held_tokens=facts.held_tokens
+            )
+            promised_ns += fsdp.once_s(policy) * 1e9
+            promised.append((promised_ns, index, policy, cost))
+        for _, _, policy, cost in sorted(promised, key=lambda one: one[:2]):
+            if policy == PLAIN:
+                return
+            yield policy, cost, options
 
     def read(self, record: dict[str, Any]) -> Plan:
         """Return the plan whose `to_record` gave `record`."""
