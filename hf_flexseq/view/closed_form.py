@@ -18,6 +18,7 @@ import numpy as np
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, group_ns, linear_ns
+from hf_flexseq.cost.choices import with_choice
 from hf_flexseq.cost.lengths import lengths_of, shares_of
 from hf_flexseq.plan import Group, Plan
 from hf_flexseq.view.timeline import Recorder, Timeline
@@ -50,12 +51,16 @@ def timeline_of(
             ranks = everyone
             recorder.meet(ranks)
         recorder.begin_micro_batch(ranks)
+        priced = with_choice(cost, micro_batch.memory)
+        label = "per micro-batch"
+        if micro_batch.memory is not None:
+            label = f"{label}: {micro_batch.memory}"
         for rank in ranks:
-            recorder.work(rank, cost.micro_batch_ns, "constant", "per micro-batch")
-            recorder.hold(rank, int(state_bytes + cost.token_bytes * tokens[rank]))
+            recorder.work(rank, cost.micro_batch_ns, "constant", label)
+            recorder.hold(rank, int(state_bytes + priced.token_bytes * tokens[rank]))
         # 2. the groups, widest first
         for index, group in enumerate(micro_batch.groups):
-            _run_group(recorder, index, group, group_parts(group, lengths, topology, cost))
+            _run_group(recorder, index, group, group_parts(group, lengths, topology, priced))
         for rank in ranks:
             recorder.hold(rank, int(state_bytes))
     return recorder.timeline("ns")

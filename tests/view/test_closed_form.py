@@ -9,12 +9,15 @@ from hypothesis import strategies as st
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, step_ns
+from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.view import timeline_of
 from hf_flexseq.view.closed_form import EXPOSED, group_parts, most_events
 from hf_flexseq.view.timeline import KINDS, Timeline
 from tests.budget import examples
-from tests.costs import simple_cost
+from tests.costs import SMALL, simple_cost
 from tests.plans import group, plan_of_groups, random_plan
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
@@ -127,3 +130,16 @@ def test_what_cannot_be_priced_is_refused():
         timeline_of(plan, NODE, FLEXSP)
     with pytest.raises(ValueError, match="must be lockstep or free, got 'sometimes'"):
         timeline_of(plan, NODE, FLEXSP, sync="sometimes")
+
+
+@pytest.mark.parametrize("sync", ["lockstep", "free"])
+def test_a_timeline_shows_what_micro_batches_choose_for_activations(sync):
+    cost = analytic_cost_model(SMALL, DEVICES["H100"], NODE, checkpointing=False)
+    plan = plan_of_groups((9000, 2000), [group(0, 2, 0)], [group(0, 1, 1)])
+    first, second = plan.micro_batches
+    again = MemoryChoice(recomputed_layers=4, outputs_recomputed=4)
+    plan = replace(plan, micro_batches=(replace(first, memory=again), second))
+    timeline = timeline_of(plan, NODE, cost, sync=sync)
+    assert timeline.stop == step_ns(cost, plan.micro_batches, plan.lengths, NODE, sync=sync)
+    labels = {event.label for event in timeline.events if event.kind == "constant"}
+    assert labels == {"per micro-batch", f"per micro-batch: {again}"}
