@@ -9,13 +9,15 @@ from os import PathLike, fspath
 from typing import Any, Self
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES, entry_of
-from hf_flexseq.base.values import MAX_RANKS, flag, one_of, quoted, whole
+from hf_flexseq.base.values import MAX_RANKS, flag, one_of, positive, quoted, whole
 from hf_flexseq.plan import options as plan_options
 from hf_flexseq.plan.options import PlanOptions
 
 SYNCS = ("auto", *plan_options.SYNCS)
 ON_NONFINITE = ("raise", "warn")
 SHARED_PREFIXES = ("auto", "groups", "off")
+AS_SET = "as_set"
+ACTIVATION_MEMORY = ("auto", AS_SET)
 
 # Optimizer steps that may be planned ahead: their token ids stay in memory.
 MAX_LOOKAHEAD = 1 << 16
@@ -127,6 +129,27 @@ class FlexSeqArguments:
             )
         },
     )
+    activation_memory: str = field(
+        default="auto",
+        metadata={
+            "help": (
+                "Activations between forward and backward: `auto` (each micro-batch may compute "
+                "layers again, keep parts of them on the host, or cut MLPs into tiles, where it "
+                "gains by that), or `as_set` (all do as activation checkpointing is set for the "
+                "run)."
+            )
+        },
+    )
+    host_memory_gib: float | None = field(
+        default=None,
+        metadata={
+            "help": (
+                "Maximum memory of the host, in GiB, for activations of one rank; it is pinned "
+                "on machines with GPUs. Default: half of what is available, divided by the ranks "
+                "of the machine."
+            )
+        },
+    )
     shared_prefixes: str = field(
         default="auto",
         metadata={
@@ -181,6 +204,9 @@ class FlexSeqArguments:
         self.plan_options()
         one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         one_of("shared_prefixes", self.shared_prefixes, SHARED_PREFIXES)
+        one_of("activation_memory", self.activation_memory, ACTIVATION_MEMORY)
+        if self.host_memory_gib is not None:
+            self.host_memory_gib = positive("host_memory_gib", self.host_memory_gib)
         advice = "give `auto`, `estimate`, a preset's name or a path"
         self.cost_model = _path("cost_model", self.cost_model, advice)
         whole("lookahead", self.lookahead, least=0, most=MAX_LOOKAHEAD)
@@ -219,6 +245,11 @@ class FlexSeqArguments:
             raise ValueError(
                 f"pipeline_schedule={self.pipeline_schedule!r} needs a pipeline: set "
                 "pipeline_parallel_size to 2 or more"
+            )
+        if self.pipeline_parallel_size > 1 and self.host_memory_gib is not None:
+            raise ValueError(
+                f"host_memory_gib={self.host_memory_gib:g}: the stages of a pipeline keep nothing "
+                "on the host; leave it out, or set pipeline_parallel_size=1"
             )
 
 

@@ -30,7 +30,14 @@ GROUPS = {
         "lookahead",
         "plan_trace",
     ),
-    "Running": ("sync", "shared_prefixes", "save_attention_output", "on_nonfinite"),
+    "Running": (
+        "sync",
+        "shared_prefixes",
+        "activation_memory",
+        "host_memory_gib",
+        "save_attention_output",
+        "on_nonfinite",
+    ),
     "Pipelines": (
         "pipeline_parallel_size",
         "pipeline_schedule",
@@ -43,11 +50,13 @@ VALUES = {
     "sync": config.SYNCS,
     "on_nonfinite": config.ON_NONFINITE,
     "shared_prefixes": config.SHARED_PREFIXES,
+    "activation_memory": config.ACTIVATION_MEMORY,
     "pipeline_schedule": registry.PIPELINE_SCHEDULES,
 }
 
 OF_TYPES = {
     int: "a whole number",
+    float: "a number",
     bool: "`True` or `False`",
     str: "a name or a path",
     type(None): "`None`",
@@ -70,6 +79,11 @@ MORE = {
     "sync": (
         "`free` is refused under FSDP and ZeRO-2/3, and on NCCL under any DeepSpeed and with a "
         "communication hook of DDP ([why](architecture.md#why-no-plan-can-deadlock))."
+    ),
+    "activation_memory": (
+        '`activation_checkpointing_kwargs={"offload": True}` of transformers, for the run, brings '
+        "the inputs of checkpointed layers and the results of their attention to the host, on a "
+        "CPU, too."
     ),
     "shared_prefixes": "[Shared prefixes](shared_prefixes.md) says when, and what it brings.",
     "on_nonfinite": "The plain Trainer [continues, and saves](differences.md).",

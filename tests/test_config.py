@@ -15,7 +15,7 @@ def test_defaults_are_valid_and_documented():
     assert (arguments.planner, arguments.strategy, arguments.sync) == ("auto",) * 3
     assert arguments.lookahead == 4
     assert all(f.metadata["help"] for f in fields(FlexSeqArguments))
-    assert len(fields(FlexSeqArguments)) <= 13
+    assert len(fields(FlexSeqArguments)) <= 15
 
 
 STATIC = {"planner": "static", "sp_degree": 2}
@@ -29,6 +29,16 @@ STATIC = {"planner": "static", "sp_degree": 2}
         ({"strategy": "ring"}, "strategy must be one of auto, .*; got 'ring'"),
         ({"sync": "loose"}, "sync must be one of auto, lockstep, free; got 'loose'"),
         ({"on_nonfinite": "skip"}, "on_nonfinite must be one of raise, warn; got 'skip'"),
+        (
+            {"activation_memory": "host"},
+            "activation_memory must be one of auto, as_set; got 'host'",
+        ),
+        ({"host_memory_gib": 0}, "host_memory_gib=0: must be positive"),
+        ({"host_memory_gib": "8"}, "host_memory_gib='8': must be a finite number"),
+        (
+            {"host_memory_gib": 8, "pipeline_parallel_size": 2},
+            "host_memory_gib=8: the stages of a pipeline keep nothing on the host",
+        ),
         ({"planner": "static"}, "needs sp_degree"),
         ({"sp_degree": 2}, "needs planner='static', got planner='auto'"),
         (STATIC | {"sp_degree": 0}, "sp_degree=0"),
@@ -56,6 +66,7 @@ def test_refuses_nonsense(chosen, message):
         STATIC | {"strategy": "zigzag", "sync": "free", "lookahead": 0},
         {"strategy": "local", "sync": "lockstep"},
         {"max_tokens_per_rank": 1, "save_attention_output": False},
+        {"activation_memory": "as_set", "host_memory_gib": 0.5},
         *({"strategy": strategy} for strategy in ("auto", *STRATEGIES)),
     ],
 )

@@ -12,6 +12,7 @@ from hf_flexseq.attention.replay import CutAttention
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan.blocks import NO_BLOCKS, Blocks
+from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.program.compile import Machine, MicroBatchLayout
 from hf_flexseq.program.passes import PlanPasses
@@ -27,7 +28,7 @@ class SequenceContext:
     """
 
     __slots__ = (
-        *("both_ways", "cut", "images", "kept", "programs", "row_counts", "shard"),
+        *("both_ways", "cut", "images", "kept", "memory", "programs", "row_counts", "shard"),
         "target_counts",
     )
 
@@ -39,15 +40,17 @@ class SequenceContext:
         device: torch.device,
         *,
         save_attention_output: bool = True,
+        memory: MemoryChoice | None = None,
         passes: PlanPasses | None = None,
         blocks: Blocks = NO_BLOCKS,
         both_ways: Collection[int] = (),
     ) -> None:
         """Lay out the zones of this rank; no communication. passes: those of the planner.
-        save_attention_output: True if checkpointed layers keep the result of attention. blocks:
-        by sequence the tokens that see both ways in layers that ask for it (`plan/blocks.py`), of
-        all sequences of this rank's groups, the same on all ranks of a group. both_ways: numbers
-        of these layers.
+        save_attention_output: True if checkpointed layers keep the result of attention. memory:
+        what the plan has chosen instead, and instead of the run's checkpointing. blocks: by
+        sequence the tokens that see both ways in layers that ask for it (`plan/blocks.py`), of all
+        sequences of this rank's groups, the same on all ranks of a group. both_ways: numbers of
+        these layers.
 
         Raises ValueError for blocks that do not fit, or that a group's strategy cannot compute.
         """
@@ -59,7 +62,10 @@ class SequenceContext:
         """[tokens] How many rows have each token as one with a target; None as above."""
         self.images: Any = None
         """What gives the features of this micro-batch's images; None in a step without any."""
-        self.kept = KeptAttention() if save_attention_output else None
+        self.memory = memory
+        """What is done with activations; None for what the user has set for the run."""
+        keeps_any = save_attention_output or memory is not None
+        self.kept = KeptAttention() if keeps_any else None
         self.cut: CutAttention | None = None  # a micro-batch has whole sequences
         machine = Machine(
             topology=communicator.topology,

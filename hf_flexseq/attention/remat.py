@@ -11,6 +11,9 @@ the layer computes anyway.
 3. The backward gets q, k and v of the replay. Ulysses, which attends in another layout, exchanges
    them with the gradient: as many collectives as without checkpointing.
 
+Meanwhile they are on the device, or on the host (`memory/store.py`); or they are not kept, and the
+replay attends again. Whoever runs a layer says which (`KeptAttention.of_layer`).
+
 The place of the checkpoint is DistFlashAttn's idea (arXiv 2310.03294, section 3.3), here for any
 model and without moving the bounds of the checkpointed regions.
 
@@ -37,11 +40,14 @@ confuses it with a forward that never had a backward.
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import _CheckpointFrame
+
+from hf_flexseq.memory.store import HostStore, HostTensor
 
 Hook = Callable[[torch.Tensor], Any]
 
@@ -107,7 +113,7 @@ class Kept(NamedTuple):
         """Return what else was kept, in its shapes."""
         return in_shapes(self.flat, self.shapes)
 
-    def check(self) -> "Kept":
+    def take(self) -> "Kept":
         """Return this, or raise RuntimeError when the model has written to the result."""
         if self.out._version != self.version:
             raise RuntimeError(
@@ -115,6 +121,24 @@ class Kept(NamedTuple):
                 "save_attention_output=False"
             )
         return self
+
+
+class KeptOnHost(NamedTuple):
+    """What `Kept` has, on the host."""
+
+    out: HostTensor
+    flat: HostTensor
+    shapes: tuple[torch.Size, ...]
+
+    @classmethod
+    def of(cls, kept: Kept, host: HostStore) -> "KeptOnHost":
+        """Return what was kept on the device; it leaves from now on."""
+        return cls(host.put(kept.out), host.put(kept.flat), kept.shapes)
+
+    def take(self) -> Kept:
+        """Return it on the device."""
+        out = self.out.take()
+        return Kept(out, self.flat.take(), self.shapes, out._version)
 
 
 def in_shapes(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
@@ -139,11 +163,11 @@ class _Calls:
     __slots__ = ("_hook", "_kept", "_next")
 
     def __init__(self) -> None:
-        self._kept: list[Kept | None] = []  # by call; None once taken
+        self._kept: list[Kept | KeptOnHost | None] = []  # by call; None once taken
         self._hook: Hook | None = None  # of the run that takes
         self._next = 0  # the call that this run takes next
 
-    def append(self, kept: Kept) -> None:
+    def append(self, kept: Kept | KeptOnHost) -> None:
         self._kept.append(kept)
 
     def take(self, hook: Hook) -> Kept | None:
@@ -156,7 +180,7 @@ class _Calls:
         self._next += 1
         if kept is None:
             return None
-        return kept.check()
+        return kept.take()
 
     def __len__(self) -> int:
         return sum(kept is not None for kept in self._kept)
@@ -165,23 +189,38 @@ class _Calls:
 class KeptAttention:
     """Results of attention that wait for the replay of their layers; `len` counts them."""
 
-    __slots__ = ("_calls",)
+    __slots__ = ("_calls", "_host", "_keeps")
 
     def __init__(self) -> None:
         self._calls: weakref.WeakKeyDictionary[_CheckpointFrame, _Calls] = (
             weakref.WeakKeyDictionary()
         )
+        # of the layer whose forward runs now
+        self._keeps = True
+        self._host: HostStore | None = None
+
+    @contextmanager
+    def of_layer(self, *, keeps: bool, host: HostStore | None) -> Iterator[None]:
+        """Surround the forward of a layer. keeps: False if its replay attends again. host: where
+        its results wait; None for the device."""
+        former = self._keeps, self._host
+        self._keeps, self._host = keeps, host
+        try:
+            yield
+        finally:
+            self._keeps, self._host = former
 
     def serves(self, region: Region) -> bool:
         """Return True if the results of attention in this region are kept. A replay does as its
         first run did. Under a dispatch mode, such as selective checkpointing, the mode decides."""
         if region.replays:
             return region.frame in self._calls
-        return not _in_dispatch_mode()
+        return self._keeps and not _in_dispatch_mode()
 
     def put(self, region: Region, kept: Kept) -> None:
         """Keep the result of the region's next call."""
-        self._calls.setdefault(region.frame, _Calls()).append(kept)
+        one = kept if self._host is None else KeptOnHost.of(kept, self._host)
+        self._calls.setdefault(region.frame, _Calls()).append(one)
 
     def take(self, region: Region) -> Kept | None:
         """Return what the first run kept of this call; None in a first run."""

@@ -8,6 +8,7 @@
 | recurrent layers over a sequence's ranks | `model/recurrent.py` |
 | router loss of the whole step | `model/router.py` |
 | features of images | `model/vision.py` |
+| layers that obey a micro-batch's choice for memory | `model/layer_memory.py` |
 | DDP buckets with early reduction | `model/buckets.py` |
 
 A call without `seq_ctx` is outside of planned steps, for example when a callback generates a
@@ -26,6 +27,7 @@ from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.image_masks import layers_told_causal
 from hf_flexseq.hf.model.images import TextReader, reader_of_text
+from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.meta_model import attention_of_text
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
@@ -56,14 +58,22 @@ def on_micro_batches(model: PreTrainedModel) -> Iterator[None]:
 class AttachedModel:
     """A model that runs planned steps until it is detached."""
 
-    def __init__(self, model: nn.Module, base: PreTrainedModel, accelerator: Accelerator) -> None:
-        """model: may be a PEFT model, with `base` inside."""
+    def __init__(
+        self,
+        model: nn.Module,
+        base: PreTrainedModel,
+        accelerator: Accelerator,
+        layers: LayerMemory,
+    ) -> None:
+        """model: may be a PEFT model, with `base` inside. layers: of `base`."""
         self.base = base
+        self.layers = layers
         self._former_attention: str = base.config._attn_implementation
         self._attached = ExitStack()  # what `detach` undoes
         self._attached.callback(setattr, accelerator, "ddp_handler", accelerator.ddp_handler)
         accelerator.ddp_handler = early_buckets(accelerator.ddp_handler, model)
         self._attached.enter_context(on_micro_batches(base))
+        self._attached.enter_context(layers.attached())
         self.vision: VisionModel | None = None
         """How the model takes images, if it does."""
         self.text_reader: TextReader | None = None

@@ -79,6 +79,11 @@ class FlexSeqEngine:
         check_accelerator(accelerator, args)
         setup = EngineSetup.of(accelerator, args, communicator, timeout=timeout)
         args.plan_options().check_on(setup.communicator.topology)
+        with Attempt() as looking:  # ranks may have machines of different sizes
+            setup.host_bytes()
+        looking.raise_together(
+            setup.communicator.cpu_group.gather_values, "looking at the memory of the machine"
+        )
         self.accelerator = accelerator
         self.args = args
         self.communicator = setup.communicator
@@ -182,6 +187,12 @@ class FlexSeqEngine:
         """Draw training steps when they run, until `detach`. Called on all ranks, before any."""
         assert self._training is None, "steps have been drawn ahead already"
         self._draws_in_place = True
+
+    def keep_activations_as_set(self, reason: str) -> None:
+        """Let no plan choose where activations are, because of what the user has set. Called
+        before `attach`. reason: in a few words, for the log."""
+        if isinstance(self.executor, WholeModelExecutor):
+            self.executor.reason_as_set = reason
 
     def keep_rows_apart(self, reason: str) -> None:
         """Let no rows of training steps share prefixes, because of the loss. Called before any

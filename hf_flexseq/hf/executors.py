@@ -27,6 +27,7 @@ from hf_flexseq.hf.model.facts import compute_dtype, layer_calls
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
+from hf_flexseq.memory.machine import budget_bytes
 from hf_flexseq.planner.process.client import InlinePlanner, Planner, PlannerWorker
 from hf_flexseq.planner.process.jobs import Job
 from hf_flexseq.steps.drawn import PlannedStep
@@ -78,6 +79,11 @@ class EngineSetup:
             ),
         )
 
+    def host_bytes(self) -> int:
+        """Return the most bytes of the host for activations of this rank, by what the machine has
+        now. Raises ValueError if the user asks for more than it has at all."""
+        return budget_bytes(self.args.host_memory_gib, self.communicator.topology.ranks_per_node)
+
 
 class Executor(Protocol):
     """Runs the steps of one model. Calls: `attach`; `planner`; for each step `check` (on rank 0),
@@ -106,6 +112,10 @@ class Executor(Protocol):
     @property
     def reason_not_shared(self) -> str | None:
         """Why rows of the attached model's steps may not share prefixes; None if they may."""
+
+    @property
+    def reason_without_choices(self) -> str | None:
+        """Why no plan may choose where activations of the attached model are; None if it may."""
 
     @property
     def keeps_own_loss(self) -> bool:

@@ -164,6 +164,8 @@ class FlexSeqMixin(PartOfModelMixin):
             on_figures=self._flexseq_log.note,
         )
         engine.keep_loader_settings()
+        if getattr(self.args, "activation_offloading", False):
+            engine.keep_activations_as_set("activation_offloading=True offloads them")
         return engine
 
     # ---- training

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention.programs import MicroBatchPrograms
+from hf_flexseq.config import AS_SET
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.forward import forward_only
 from hf_flexseq.cost.tower import TowerCost
@@ -28,6 +29,7 @@ from hf_flexseq.hf.attached import AttachedModel
 from hf_flexseq.hf.executors import EngineSetup, base_model, kernel_of, planner_of
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import is_fully_sharded, zero_stage
+from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.model.vision import VisionReader
@@ -36,10 +38,12 @@ from hf_flexseq.hf.sharding import FsdpPolicies, fsdp_figures, reduces_each_batc
 from hf_flexseq.hf.shared_prefixes import reason_not_shared
 from hf_flexseq.hf.sync import resolve_sync
 from hf_flexseq.kernels import Kernel
+from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
 from hf_flexseq.plan.blocks import NO_BLOCKS, Blocks
 from hf_flexseq.plan.layout import PlanLayout
+from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.planner.blocks import exchange_degrees
 from hf_flexseq.planner.passes import passes_of
@@ -75,15 +79,18 @@ class ModelContexts:
         self._both_ways = both_ways
         self._former_programs: MicroBatchPrograms | None = None  # of the last context
 
-    def __call__(self, shard: Shard, blocks: Blocks = NO_BLOCKS) -> SequenceContext:
+    def __call__(
+        self, shard: Shard, blocks: Blocks = NO_BLOCKS, memory: MemoryChoice | None = None
+    ) -> SequenceContext:
         """Return a shard's context, with programs for the layers of the previous micro-batch.
-        blocks: see `SequenceContext`."""
+        blocks, memory: see `SequenceContext`."""
         context = SequenceContext(
             shard,
             self._setup.communicator,
             self._kernel,
             self._setup.accelerator.device,
             save_attention_output=self._setup.args.save_attention_output,
+            memory=memory,
             passes=self._passes,
             blocks=blocks,
             both_ways=self._both_ways,
@@ -113,6 +120,8 @@ class WholeModelExecutor:
         self.kernel: Kernel | None = None  # chosen with the first step
         self.fsdp: FsdpPolicies | None = None  # made with the cost model
         self.reason_not_shared: str | None = None  # of the attached model
+        self.reason_as_set: str | None = None  # that the user gives to leave activations alone
+        self.host_memory_bytes = 0  # for activations of a rank, from `attach` on
         self._exchange = RowExchange(setup.communicator)
         self._passes: PlanPasses | None = None  # None: the planner has none
         self._model: AttachedModel | None = None
@@ -127,6 +136,21 @@ class WholeModelExecutor:
     def router(self) -> RouterLoss | None:
         """The router loss of the attached model; None without one."""
         return None if self._model is None else self._model.router
+
+    @property
+    def layers(self) -> LayerMemory:
+        """The layers of the attached model, which keep what they are told."""
+        return self._attached_model.layers
+
+    @property
+    def reason_without_choices(self) -> str | None:
+        """Why no plan may choose where activations of the attached model are; None if it may."""
+        if self.setup.args.activation_memory == AS_SET:
+            return f"activation_memory={AS_SET!r}"
+        plugin = getattr(self.setup.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.activation_checkpointing:
+            return "activation_checkpointing of FSDP is on"
+        return self.reason_as_set or self.layers.reason_without_choices
 
     @property
     def keeps_own_loss(self) -> bool:
@@ -176,7 +200,7 @@ class WholeModelExecutor:
 
         # 2. what `detach` undoes
         self.reason_not_shared = reason_not_shared(model, base, args)
-        self._model = AttachedModel(model, base, accelerator)
+        self._model = AttachedModel(model, base, accelerator, self._layers_of(base))
         if self._model.vision is not None:
             communicator.open_world()  # for features of images
 
@@ -189,6 +213,18 @@ class WholeModelExecutor:
         self._contexts = None
         if self.fsdp is not None:
             self.fsdp.forget_model()
+
+    def _layers_of(self, base: PreTrainedModel) -> LayerMemory:
+        """Return the layers of a model, which keep what they are told. Collective over the
+        world."""
+        budgets = self.setup.communicator.cpu_group.gather_values(self.setup.host_bytes())
+        self.host_memory_bytes = min(budgets)
+        device = self.setup.accelerator.device
+        return LayerMemory(
+            base,
+            save_attention_output=self.setup.args.save_attention_output,
+            make_store=partial(HostStore, device, self.host_memory_bytes),
+        )
 
     def _open_blocks(self, cost: CostModel) -> None:
         """Make the groups that exchange heads by a collective, if faster. Collective."""
@@ -256,10 +292,12 @@ class WholeModelExecutor:
         images = self._images_of(planned, columns)
 
         # 2. what the model is called with; beyond the first micro-batch it is made while they run
-        with_blocks = partial(self._contexts_of_run(), blocks=planned.drawn.blocks)
+        contexts = self._contexts_of_run()
 
         def inputs(index: int) -> Inputs:
-            made = inputs_of(shards[index], columns[index], device, with_blocks)
+            memory = plan.micro_batches[index].memory
+            make_context = partial(contexts, blocks=planned.drawn.blocks, memory=memory)
+            made = inputs_of(shards[index], columns[index], device, make_context)
             if images is not None:
                 made["seq_ctx"].images = images[index]
             return made

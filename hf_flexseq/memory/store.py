@@ -213,11 +213,11 @@ class HostStore:
     # ---- copies
 
     def _copy(
-        self, on_device: torch.Tensor, pieces: Iterable[Piece], *, to_host: bool
+        self, on_device: torch.Tensor, pieces: tuple[Piece, ...], *, to_host: bool
     ) -> torch.cuda.Event | None:
         """Copy a contiguous tensor to its pieces or from them, after the work so far; return an
-        event after which it is done."""
-        if self._copies is None:
+        event after which it is done, None if it is done."""
+        if self._copies is None or not pieces:
             _copy_pieces(on_device, pieces, to_host=to_host)
             return None
         self._copies.wait_stream(torch.cuda.current_stream(self.device))

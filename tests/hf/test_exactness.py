@@ -58,10 +58,11 @@ def gradients_under_random_plans(
     attention="sdpa",
     patched=lambda model: None,
     examples=None,
+    choose=lambda rng: None,
 ):
     """The largest relative errors of loss, gradient norm and parameter gradients over `plans`
     random plans. make: returns the model; attention: of the one process; patched: is called with
-    the attached model; examples: None for documents of LENGTHS."""
+    the attached model; examples: None for documents of LENGTHS; choose: see `RandomPlanner`."""
     examples = documents(LENGTHS) if examples is None else examples
     wanted_loss, wanted = reference_gradients(make().double(), examples, attention)
     model = make().double().to(dtype)
@@ -70,7 +71,8 @@ def gradients_under_random_plans(
     if sharding == "fsdp2":
         sharded(model)
     model.train()
-    engine = RandomPlanEngine(Accelerator(cpu=True), seed=world_size * 100 + checkpointing)
+    seed = world_size * 100 + checkpointing
+    engine = RandomPlanEngine(Accelerator(cpu=True), seed, choose=choose)
     engine.attach(model)
     patched(model)
     wrapped = DistributedDataParallel(model) if sharding == "ddp" else model

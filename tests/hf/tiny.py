@@ -13,6 +13,7 @@ from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.blocks import SEE_BLOCKS
 from hf_flexseq.plan.facts import NO_FACTS
+from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.planner.shared import SharedRows
 from tests.plans import random_plan
 
@@ -148,11 +149,13 @@ def noting_figures(trainer):
 
 
 class RandomPlanner:
-    """Any legal plan, another one each step. accepts: draws go on until it is True of a plan."""
+    """Any legal plan, another one each step. accepts: draws go on until it is True of a plan.
+    choose: gives each micro-batch its choice for memory, by the random numbers of the plans."""
 
-    def __init__(self, topology, seed, accepts=lambda plan: True):
+    def __init__(self, topology, seed, accepts=lambda plan: True, choose=lambda rng: None):
         self.topology, self.rng, self.submitted = topology, random.Random(seed), {}
         self.accepts = accepts
+        self.choose = choose
 
     def submit(self, step, lengths, facts=NO_FACTS):
         self.submitted[step] = (lengths, facts)
@@ -171,7 +174,9 @@ class RandomPlanner:
 
     def _draw(self, shared):
         world_size, nodes = self.topology.world_size, self.topology.nodes
-        return random_plan(shared.held, world_size, self.rng, nodes=nodes, units=shared.units)
+        plan = random_plan(shared.held, world_size, self.rng, nodes=nodes, units=shared.units)
+        batches = [replace(one, memory=self.choose(self.rng)) for one in plan.micro_batches]
+        return replace(plan, micro_batches=tuple(batches))
 
     def close(self):
         pass
@@ -191,10 +196,26 @@ def _where_blocks_are_seen(plan, later_pairs):
 
 
 class RandomPlanEngine(FlexSeqEngine):
-    """An engine whose plans are random; see `RandomPlanner` for `accepts`."""
+    """An engine whose plans are random; see `RandomPlanner` for `accepts` and `choose`."""
 
-    def __init__(self, accelerator, seed, accepts=lambda plan: True, **options):
+    def __init__(
+        self, accelerator, seed, accepts=lambda plan: True, choose=lambda rng: None, **options
+    ):
         defaults = {"cost_model": "flexsp-gpt-7b-a100", "max_tokens_per_rank": 1000}
         super().__init__(accelerator, tiny_arguments(**{**defaults, **options}))
         topology = self.communicator.topology
-        self.executor.planner = lambda ahead: RandomPlanner(topology, seed, accepts)
+        self.executor.planner = lambda ahead: RandomPlanner(topology, seed, accepts, choose)
+
+
+def any_choice(layers, rng):
+    """Any choice for memory of so many layers, or none."""
+    if rng.random() < 0.2:
+        return None
+    recomputed = rng.randint(0, layers)
+    on_host = rng.randint(0, recomputed)
+    return MemoryChoice(
+        recomputed_layers=recomputed,
+        inputs_on_host=rng.randint(0, recomputed),
+        outputs_on_host=on_host,
+        outputs_recomputed=rng.randint(0, recomputed - on_host),
+    )

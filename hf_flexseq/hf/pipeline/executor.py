@@ -74,6 +74,7 @@ class StageExecutor:
 
     router: RouterLoss | None = None
     reason_not_shared: str | None = "the stages of a pipeline run chunks of rows"
+    reason_without_choices: str | None = reason_not_shared
     keeps_own_loss = False
 
     def __init__(self, setup: EngineSetup, model: PreTrainedModel, *, fsdp: bool = False) -> None:

@@ -14,6 +14,7 @@ from hf_flexseq.hf.model.facts import has_sharded_modules
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.router import NO_ROUTER_LOSS, OPTION, asks_for_router_loss
 from hf_flexseq.hf.model.trial import try_model
+from hf_flexseq.hf.refusals.checkpointing import offloads
 from hf_flexseq.steps.users_code import users_forward_hooks
 
 ONE_STAGE = "set pipeline_parallel_size=1"
@@ -87,6 +88,12 @@ def _own_compute_loss(case: Staged) -> str | None:
     if type(case.trainer).compute_loss is Trainer.compute_loss:
         return None
     return f"compute_loss of {type(case.trainer).__name__}"
+
+
+def _offload_without_gpu(case: Staged) -> str | None:
+    if not offloads(case.trainer) or case.trainer.accelerator.device.type != "cpu":
+        return None
+    return "offload=True of activation checkpointing on a CPU"
 
 
 def _ulysses_without_degree(case: Staged) -> str | None:
@@ -216,6 +223,12 @@ PIPELINE: tuple[Refusal[Staged], ...] = (
         found=lambda case: case.trainer.model_init is not None,
         why="a second trial would begin with the stages of the first",
         instead="give the model itself",
+    ),
+    Refusal(
+        setting="offload=True of activation checkpointing on a CPU",
+        found=_offload_without_gpu,
+        why="stages leave it to transformers, which pins memory for a GPU",
+        instead="leave offload out",
     ),
     Refusal(
         setting="models that call attention twice in a layer",

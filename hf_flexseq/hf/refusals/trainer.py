@@ -21,7 +21,6 @@ from hf_flexseq.hf.losses import (
     says_on_samples,
     unsuitable_distillation,
 )
-from hf_flexseq.hf.model.facts import is_reentrant
 from hf_flexseq.hf.model.own_loss import check_own_loss, own_loss_of
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
@@ -30,6 +29,7 @@ from hf_flexseq.hf.model.router import (
     router_facts,
 )
 from hf_flexseq.hf.overrides import check_overrides, runs_other_code
+from hf_flexseq.hf.refusals.checkpointing import offloading_twice, reentrant_checkpointing
 from hf_flexseq.hf.sync import resolve_sync
 from hf_flexseq.steps.users_code import package
 
@@ -101,28 +101,6 @@ def _packing(trainer: Any) -> str | None:
         if getattr(trainer.args, name, False):
             return f"{name}=True"
     return None
-
-
-def _checkpointing(training: Any) -> str:
-    """Return the name of activation checkpointing in this version of transformers."""
-    if hasattr(training, "activation_checkpointing"):
-        return "activation_checkpointing"
-    return "gradient_checkpointing"
-
-
-def _reentrant_checkpointing(trainer: Any) -> str | None:
-    """Find reentrant checkpointing, which is torch's default as soon as options are given."""
-    given = (
-        getattr(trainer.args, "activation_checkpointing_kwargs", None)
-        or getattr(trainer.args, "gradient_checkpointing_kwargs", None)
-        or {}
-    )
-    options = dict(given)
-    for not_for_torch in ("every_n_layers", "offload"):
-        options.pop(not_for_torch, None)
-    if not options or not is_reentrant(options):
-        return None
-    return f"use_reentrant=True in {_checkpointing(trainer.args)}_kwargs (torch's default)"
 
 
 def _tensor_parallelism(trainer: Any) -> str | None:
@@ -258,9 +236,16 @@ TRAINER: tuple[Refusal[Any], ...] = (
     ),
     Refusal(
         setting="reentrant activation checkpointing",
-        found=_reentrant_checkpointing,
+        found=reentrant_checkpointing,
         why="it runs attention outside of autograd's order",
         instead="set 'use_reentrant': False there",
+        error=ValueError,
+    ),
+    Refusal(
+        setting="activation_offloading=True of TRL with offload=True of activation checkpointing",
+        found=offloading_twice,
+        why="both bring the same activations to the host",
+        instead="leave activation_offloading out",
         error=ValueError,
     ),
     Refusal(

@@ -1,0 +1,347 @@
+"""Run the layers of an unmodified decoder as a micro-batch's choice for memory says.
+
+transformers asks one function of a layer what to do with its forward:
+
+    layer.gradient_checkpointing          True: the function below runs the forward
+    layer._gradient_checkpointing_func    called with the forward and its positional arguments, of
+                                          which the first are the hidden states
+
+During a call of the decoder that belongs to a planned step both are ours, and afterwards again
+what they were. A layer that is run again in the backward goes through torch's checkpoint; its
+input goes to the host by hooks on saved tensors around that call, which see the arguments of the
+layer alone; what its attention or its scan gives goes where `attention/remat.py` is told.
+
+Without a choice for the micro-batch the layers do as the user has set them for the run. That is
+left to transformers, but for `offload`, with which transformers brings layers' inputs to the host:
+these and the results of attention go to our store then.
+
+Rejected: another forward for the layers, which wrappers replace, too. Rejected: to replace the
+function as long as a model is attached, since its owner may replace it at any time, and a flag
+that is on makes the Trainer think that the user has asked for checkpointing.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_flexseq.attention import SequenceContext
+from hf_flexseq.memory.store import HostStore, HostTensor
+from hf_flexseq.plan.memory import MemoryChoice
+
+FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+CHECKPOINT = partial(checkpoint, use_reentrant=False)
+
+
+class LayerChoices(Protocol):
+    """What is done with the activations of each layer: a `MemoryChoice`, or `AsSet`."""
+
+    @property
+    def uses_host(self) -> bool:
+        """True if anything is on the host."""
+
+    def recomputes(self, layer: int) -> bool:
+        """Return True if this layer runs again in the backward."""
+
+    def input_on_host(self, layer: int) -> bool:
+        """Return True if the input of this layer is on the host."""
+
+    def output_on_host(self, layer: int) -> bool:
+        """Return True if the output of this layer's attention is on the host."""
+
+    def recomputes_output(self, layer: int) -> bool:
+        """Return True if this layer's attention runs again in the backward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AsSet:
+    """What the user has set for the run, which may be every second layer."""
+
+    checkpointed: tuple[bool, ...]
+    """By layer."""
+    offload: bool
+    """True if inputs and attention's results of checkpointed layers are on the host."""
+    save_attention_output: bool
+    """True if the results of attention are kept at all."""
+
+    @property
+    def uses_host(self) -> bool:
+        """True if anything is on the host."""
+        return self.offload
+
+    def recomputes(self, layer: int) -> bool:
+        """Return True if this layer runs again in the backward."""
+        return self.checkpointed[layer]
+
+    def input_on_host(self, layer: int) -> bool:
+        """Return True if the input of this layer is on the host."""
+        return self.checkpointed[layer] and self.offload
+
+    def output_on_host(self, layer: int) -> bool:
+        """Return True if the output of this layer's attention is on the host."""
+        return self.input_on_host(layer) and self.save_attention_output
+
+    def recomputes_output(self, layer: int) -> bool:
+        """Return True if this layer's attention runs again in the backward."""
+        return self.checkpointed[layer] and not self.save_attention_output
+
+    def as_choice(self) -> MemoryChoice | None:
+        """Return this as a choice that a plan could have made; None if the checkpointed layers are
+        not the first ones."""
+        count = sum(self.checkpointed)
+        if not all(self.checkpointed[:count]):
+            return None
+        on_host = count if self.offload else 0
+        return MemoryChoice(
+            recomputed_layers=count,
+            inputs_on_host=on_host,
+            outputs_on_host=on_host if self.save_attention_output else 0,
+            outputs_recomputed=0 if self.save_attention_output else count,
+        )
+
+
+class LayerMemory:
+    """The layers of one model's decoder, and the store for what of theirs is on the host."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        save_attention_output: bool,
+        make_store: Callable[[], HostStore],
+    ) -> None:
+        """make_store: called when the first tensor goes to the host. Raises NotImplementedError
+        where the user has set `offload` and the layers cannot be told what to do."""
+        self.reason_without_choices = reason_without_choices(model)
+        """Why no plan may choose what the layers do; None if it may."""
+        self.layers: tuple[nn.Module, ...] = ()
+        self.store: HostStore | None = None
+        """The store, once anything has gone to the host."""
+        self._save_attention_output = save_attention_output
+        self._make_store = make_store
+        self._undo: Callable[[], None] | None = None  # of the call that runs now
+        decoder = decoder_of(model)
+        if decoder is not None and reason_not_told(model, decoder) is None:
+            self._decoder = decoder
+            self.layers = tuple(decoder.layers)
+        elif any(_offloads(module) for module in model.modules()):
+            raise NotImplementedError(
+                f"offload=True of activation checkpointing with {type(model).__name__}: "
+                f"{self.reason_without_choices}; leave offload out"
+            )
+
+    # ---- what the user has set
+
+    @property
+    def as_set(self) -> AsSet:
+        """What the user has set for the run, as it is now."""
+        return AsSet(
+            checkpointed=tuple(bool(getattr(layer, FLAG)) for layer in self.layers),
+            offload=any(_offloads(layer) for layer in self.layers),
+            save_attention_output=self._save_attention_output,
+        )
+
+    # ---- calls of the decoder
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Let planned calls obey their choices inside the block, which ends with the store."""
+        hooks = []
+        if self.layers:
+            begin = self._decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
+            end = self._decoder.register_forward_hook(self._end, always_call=True)
+            hooks = [begin, end]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            if self.store is not None:
+                self.store.close()
+                self.store = None
+
+    def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Give the layers the functions of this call, if they do not do as they are set."""
+        context = kwargs.get("seq_ctx")
+        if not isinstance(context, SequenceContext):
+            return
+        choices: LayerChoices | None = context.memory
+        if choices is None:
+            choices = self.as_set
+            if not choices.offload:
+                return
+        else:
+            assert self.reason_without_choices is None, "a plan chooses for layers that cannot"
+        if choices.uses_host and self.store is None:
+            self.store = self._make_store()
+        call = _Call(choices, context, self.store)
+        self._undo = partial(_restore, [(layer, _own(layer)) for layer in self.layers])
+        for number, layer in enumerate(self.layers):
+            options = _options_of(layer)
+            # Where the host has a part, it is told of every layer that begins.
+            setattr(layer, FLAG, choices.recomputes(number) or choices.uses_host)
+            setattr(layer, FUNCTION, partial(call.run, number, options))
+
+    def _end(self, decoder: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+        """Give the layers back what they had, whatever has become of the call."""
+        undo, self._undo = self._undo, None
+        if undo is None:
+            return
+        undo()
+        if self.store is not None:
+            self.store.settle()
+
+
+class _Call:
+    """One call of a decoder under a choice."""
+
+    def __init__(
+        self, choices: LayerChoices, context: SequenceContext, store: HostStore | None
+    ) -> None:
+        self._choices = choices
+        self._kept = context.kept
+        self._store = store if choices.uses_host else None
+
+    def run(
+        self, layer: int, options: dict[str, Any], function: Callable[..., Any], *args: Any
+    ) -> Any:
+        """Run the forward of a layer on its positional arguments. options: for torch's
+        checkpoint."""
+        if not torch.is_grad_enabled():
+            return function(*args)
+        if self._store is not None:
+            self._store.begin_layer()
+        if not self._choices.recomputes(layer):
+            return function(*args)
+        with self._of_attention(layer), self._of_input(layer):
+            return checkpoint(function, *args, **options)
+
+    def _of_attention(self, layer: int) -> AbstractContextManager[None]:
+        """Say where the results of attention wait for the replay."""
+        if self._kept is None:
+            return nullcontext()
+        return self._kept.of_layer(
+            keeps=not self._choices.recomputes_output(layer),
+            host=self._store if self._choices.output_on_host(layer) else None,
+        )
+
+    def _of_input(self, layer: int) -> AbstractContextManager[Any]:
+        """Bring the hidden states to the host that the layer is given."""
+        if not self._choices.input_on_host(layer):
+            return nullcontext()
+        assert self._store is not None, "a choice that uses the host has a store"
+        return _FirstOnHost(self._store)
+
+
+class _FirstOnHost(saved_tensors_hooks):
+    """Brings the first tensor that is saved to the host: a layer's hidden states. Its other
+    arguments may be tensors that all layers share."""
+
+    def __init__(self, store: HostStore) -> None:
+        self._store = store
+        self._is_first = True
+        super().__init__(self._pack, _unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | HostTensor:
+        is_first, self._is_first = self._is_first, False
+        return self._store.put(tensor) if is_first else tensor
+
+
+def _unpack(packed: torch.Tensor | HostTensor) -> torch.Tensor:
+    return packed.take() if isinstance(packed, HostTensor) else packed
+
+
+# ---- what transformers has set
+
+
+def _offloads(module: nn.Module) -> bool:
+    """Tell whether transformers brings the inputs of a checkpointed layer to the host. It binds
+    options to a function of its own for that, instead of torch's `checkpoint`."""
+    function = getattr(getattr(module, FUNCTION, None), "func", None)
+    code = getattr(function, "__code__", None)
+    is_its_own = getattr(function, "__module__", None) == "transformers.modeling_utils"
+    return is_its_own and code is not None and "save_on_cpu" in code.co_names
+
+
+def _options_of(layer: nn.Module) -> dict[str, Any]:
+    """Return the user's options of torch's checkpoint; ours where there are none."""
+    options = getattr(getattr(layer, FUNCTION, None), "keywords", None)
+    return dict(options or CHECKPOINT.keywords)
+
+
+def _own(layer: nn.Module) -> dict[str, Any]:
+    """Return the flag and the function that a layer has of its own, and not by its class."""
+    return {name: vars(layer)[name] for name in (FLAG, FUNCTION) if name in vars(layer)}
+
+
+def _restore(former: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Give layers back what `_own` has returned."""
+    for layer, own in former:
+        for name in (FLAG, FUNCTION):
+            if name in own:
+                setattr(layer, name, own[name])
+            else:
+                delattr(layer, name)
+
+
+# ---- which models
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module | None:
+    """Return the module that calls the text layers, its `layers`; None if it is not found."""
+    for candidate in (model.get_decoder(), model.base_model, getattr(model, "model", None)):
+        if isinstance(getattr(candidate, "layers", None), nn.ModuleList):
+            return candidate
+    return None
+
+
+def reason_not_told(model: PreTrainedModel, decoder: nn.Module) -> str | None:
+    """Return why the layers of a decoder cannot be told what to do; None if they can."""
+    layers = list(decoder.layers)
+    for layer in layers:
+        if not isinstance(layer, GradientCheckpointingLayer):
+            return f"{type(layer).__name__} is no layer that transformers can checkpoint"
+        inside = (inner for inner in layer.modules() if inner is not layer)
+        if any(isinstance(inner, GradientCheckpointingLayer) for inner in inside):
+            return f"{type(layer).__name__} has layers inside that are checkpointed themselves"
+    if not model.supports_gradient_checkpointing:
+        return f"{type(model).__name__} does not support activation checkpointing"
+    count = model.config.get_text_config().num_hidden_layers
+    if len(set(map(id, layers))) != count:
+        return f"it has {len(layers)} layers, and num_hidden_layers={count}"
+    return None
+
+
+def reason_without_choices(model: PreTrainedModel) -> str | None:
+    """Return why a plan may not choose what the layers of a model do with their activations; None
+    if it may."""
+    decoder = decoder_of(model)
+    if decoder is None:
+        return f"{type(model).__name__} has no list of layers where a decoder has it"
+    reason = reason_not_told(model, decoder)
+    if reason is not None:
+        return reason
+    for layer in decoder.layers:
+        if getattr(layer, FLAG):
+            reason = _reason_of_user(layer)
+            if reason is not None:
+                return reason
+    return None
+
+
+def _reason_of_user(layer: nn.Module) -> str | None:
+    """Return what the user has set for a checkpointed layer that a choice would not obey."""
+    function = getattr(layer, FUNCTION, CHECKPOINT)
+    if getattr(function, "func", function) is not checkpoint and not _offloads(layer):
+        return f"{type(layer).__name__} is checkpointed by a function of its own"
+    if "context_fn" in _options_of(layer):
+        return "selective activation checkpointing decides what is kept"
+    return None
