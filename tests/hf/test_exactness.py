@@ -58,11 +58,11 @@ def gradients_under_random_plans(
     attention="sdpa",
     patched=lambda model: None,
     examples=None,
-    choose=lambda rng: None,
+    **engine_options,
 ):
     """The largest relative errors of loss, gradient norm and parameter gradients over `plans`
     random plans. make: returns the model; attention: of the one process; patched: is called with
-    the attached model; examples: None for documents of LENGTHS; choose: see `RandomPlanner`."""
+    the attached model; examples: None for documents of LENGTHS; engine_options: of `RandomPlanEngine`."""
     examples = documents(LENGTHS) if examples is None else examples
     wanted_loss, wanted = reference_gradients(make().double(), examples, attention)
     model = make().double().to(dtype)
@@ -72,7 +72,7 @@ def gradients_under_random_plans(
         sharded(model)
     model.train()
     seed = world_size * 100 + checkpointing
-    engine = RandomPlanEngine(Accelerator(cpu=True), seed, choose=choose)
+    engine = RandomPlanEngine(Accelerator(cpu=True), seed, **engine_options)
     engine.attach(model)
     patched(model)
     wrapped = DistributedDataParallel(model) if sharding == "ddp" else model

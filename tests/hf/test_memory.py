@@ -33,6 +33,7 @@ def under_choices(
         4,
         make=make,
         choose=partial(any_choice, layers),
+        cost_model="estimate",  # that prices choices
         **options,
     )
 
