@@ -10,11 +10,25 @@ from types import SimpleNamespace
 
 import pytest
 
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.choices import token_bytes
+from hf_flexseq.cost.devices import DEVICES
+from hf_flexseq.cost.presets import MODELS
 from tests.programs import ROOT, run_program
 
 BENCHMARKS = ROOT / "scripts/benchmarks"
 # modules that they import
-SHARED = {"common", "forked", "lengths", "placements", "reach_models", "tiny"}
+SHARED = {
+    "common",
+    "forked",
+    "lengths",
+    "peer_bytes",
+    "placements",
+    "published_rows",
+    "reach_models",
+    "tiny",
+}
 NAMES = sorted({path.stem for path in BENCHMARKS.glob("*.py")} - SHARED)
 
 # Starts every benchmark with --help in one fork, for torch takes seconds to import. Modules beside
@@ -94,6 +108,61 @@ def test_planning_time_counts_the_steps_of_both_larger_clusters_apart(monkeypatc
         monkeypatch.delitem(sys.modules, name, raising=False)
     steps = module("planning_time").all_steps(2, 1)
     assert {ranks: len(chosen) for ranks, chosen in steps.items()} == {64: 14, 1024: 1, 4096: 1}
+
+
+def test_published_figures_are_modelled_as_closely_as_the_index_says(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for name in ("common", "lengths", "peer_bytes", "published_rows"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    published = module("published")
+    seconds, gigabytes = published.step_rows()
+    longest = published.longest_rows()
+    assert [row.source for row in seconds if row.is_fitted] == [
+        published.STEPS[0].source,
+        "https://github.com/huggingface/transformers/pull/48324",
+    ]
+    assert max(abs(row.error) for row in seconds) <= 0.05
+    assert max(abs(row.error) for row in gigabytes) <= 0.10
+    assert max(abs(row.error) for row in longest if "arxiv" in row.source) <= 0.10
+    assert published.median_error([*seconds, *gigabytes, *longest]) <= 0.10
+    # at no more bytes than published, in fewer seconds
+    for row in (*seconds, *gigabytes):
+        assert row.planned <= row.published
+    ours = published.at_50_gb()
+    assert ours.seconds <= 310
+    assert ours.device_bytes <= 50e9
+    assert not ours.choice.outputs_recomputed
+
+
+def test_a_peer_s_plain_layer_has_no_fewer_bytes_than_ours(monkeypatch):
+    """Both count transformers' own layers; the peer's have attention recomputed, and what its
+    ring needs."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.delitem(sys.modules, "peer_bytes", raising=False)
+    peers = module("peer_bytes")
+    shape = MODELS["llama-3.1-8b"]
+    model = peers.Model(name="llama", shape=shape)
+    one = Topology(nodes=1, ranks_per_node=1)
+    stack = peers.Stack(inputs_on_host=True)
+    theirs = peers.peer_cost(model, stack, DEVICES["H100"], one).token_bytes
+    ours = analytic_cost_model(shape, DEVICES["H100"], one, checkpointing=False)
+    ours = token_bytes(ours, stack.choice(shape.layers))
+    assert 0.85 < theirs / ours < 1.15
+
+
+def test_steps_of_the_benchmark_of_choices_have_their_tokens_and_their_longest(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for name in ("common", "lengths"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    choices = module("choices")
+    lengths = choices.lengths_of(10**6, seed=0)
+    assert sum(lengths) == 10**6
+    assert max(lengths) == choices.LONGEST
+    result = choices.result_of("hsdp", 1, [0])
+    best, worst = result.switches[0], result.switches[-1]
+    assert result.bound_s <= best.seconds < worst.seconds
+    assert best.seconds <= result.today.seconds
+    assert result.planned_s <= worst.seconds
 
 
 def first_cells(name, *options):
