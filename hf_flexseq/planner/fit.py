@@ -226,11 +226,9 @@ def where_it_fits(cost: CostModel, topology: Topology, length: int) -> str:
             f"and costs {100 * price:+.1f} % seconds"
         )
     last = rungs[-1]
-    sentence = f"at most {last.longest:,} tokens fit, with {last.choice}"
     ranks = ranks_for(cost, topology, length)
-    if ranks is not None:
-        sentence += f"; this one fits on {ranks} ranks"
-    return sentence
+    needs = "more memory of the devices" if ranks is None else f"{ranks} ranks"
+    return f"At most {last.longest:,} tokens fit, with {last.choice}; this one needs {needs}"
 
 
 def ranks_for(cost: CostModel, topology: Topology, length: int) -> int | None:

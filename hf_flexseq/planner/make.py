@@ -34,6 +34,7 @@ from hf_flexseq.plan.blocks import NO_PAIRS, SEE_BLOCKS
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.bound import bound_ns
+from hf_flexseq.planner.fit import where_it_fits
 from hf_flexseq.planner.memory import (
     Bound,
     Way,
@@ -91,7 +92,7 @@ def make_plan(
             bounds = bounds_of(cost, world, held_tokens)
         cap = max(0, cap - held_tokens)
     most = max((cap, *(bound.tokens for bound in bounds)))
-    _check_fits(tokens, widest, most, world=world, held=held_tokens)
+    _check_fits(tokens, widest, most, topology, cost, options, held=held_tokens)
     # 2. decide, 3. order: each way to share prefixes, of which the fastest is taken
     decided: list[_Decided] = []
     # Rings would gather the keys of all rows of a unit on every rank.
@@ -195,7 +196,16 @@ def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
     return tokens
 
 
-def _check_fits(lengths: tuple[int, ...], widest: int, cap: int, *, world: int, held: int) -> None:
+def _check_fits(
+    lengths: tuple[int, ...],
+    widest: int,
+    cap: int,
+    topology: Topology,
+    cost: CostModel,
+    options: PlanOptions,
+    *,
+    held: int,
+) -> None:
     """Raise PlanInfeasible if `widest` ranks of `cap` tokens cannot hold the longest sequence.
     held: tokens that images have taken off the cap."""
     if not lengths:
@@ -204,16 +214,19 @@ def _check_fits(lengths: tuple[int, ...], widest: int, cap: int, *, world: int, 
     need = -(-lengths[longest] // widest)
     if need <= cap:
         return
+    world = topology.world_size
     wider = ""
     if widest != world:
         wider = f", let up to {world} ranks share a sequence (they may be {widest} now)"
+    advice = f"Raise max_tokens_per_rank to {need}{wider}, use more ranks"
+    if options.max_tokens_per_rank is None and widest == world:
+        advice = where_it_fits(cost, topology, lengths[longest]) or advice
     room = f"max_tokens_per_rank={cap}"
     if held:
         room += f", what the step's images leave (they take the memory of {held} tokens)"
     raise PlanInfeasible(
         f"sequence {longest} has {lengths[longest]} tokens: {need} on each of {widest} ranks, "
-        f"above {room}. Raise max_tokens_per_rank to {need}{wider}, use more "
-        "ranks, or shorten or split the sequence"
+        f"above {room}. {advice}, or shorten or split the sequence"
     )
 
 

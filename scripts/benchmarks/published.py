@@ -29,9 +29,10 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import MEMORY_FRACTION, analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES, DeviceSpec
 from hf_flexseq.cost.presets import load_cost_model
+from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.fit import Fit, fastest, fit_of, ladder
+from hf_flexseq.planner.fit import Fit, fit_of, ladder
 from lengths import DOCUMENTS, WIKIPEDIA, Draw, K, batch, common_crawl_like
 from peer_bytes import peer_cost
 from published_rows import (
@@ -190,14 +191,21 @@ def our_cost(row: Step | Longest, device: str, budget: float) -> CostModel:
 
 
 def planned_step(row: Step, *, budget: float | None = None) -> Fit | None:
-    """Return the figures of our choice for a published step; None if none holds it.
+    """Return the figures of our plan for a published step; None if no choice holds it.
 
     budget: bytes of a device; None for those of the published row, if it has them.
     """
     bound = MEMORY_FRACTION * DEVICES[row.device].memory_bytes
     if budget is None:
         budget = bound if row.gigabytes is None else min(bound, row.gigabytes * GB)
-    return fastest(our_cost(row, row.device, budget), topology_of(row.gpus), row.tokens)
+    cost, topology = our_cost(row, row.device, budget), topology_of(row.gpus)
+    try:
+        plan = make_plan([row.tokens], topology, cost)
+    except PlanInfeasible:
+        return None
+    assert cost.activations is not None, "the estimate has activations"
+    choice = plan.micro_batches[0].memory or cost.activations.as_set
+    return replace(fit_of(cost, topology, choice, row.tokens), seconds=plan.objective_s)
 
 
 def step_rows() -> tuple[list[Row], list[Row]]:

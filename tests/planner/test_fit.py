@@ -68,6 +68,26 @@ def test_the_longest_sequence_can_be_planned_in_these_seconds_and_one_token_more
             planned(cost, rung.choice, rung.longest + 1, topology)
 
 
+def test_a_planner_that_chooses_holds_the_last_rung_and_refuses_more_with_what_fits():
+    cost = llama()
+    last = ladder(cost, NODE)[-1]
+    make_plan([last.longest], NODE, cost)
+    with pytest.raises(PlanInfeasible) as refusal:
+        make_plan([last.longest + 1], NODE, cost)
+    said = str(refusal.value)
+    assert f"At most {last.longest:,} tokens fit, with {last.choice}; this one needs 16" in said
+    # a bound that the user sets is raised by the user
+    with pytest.raises(PlanInfeasible, match="Raise max_tokens_per_rank to 125, use more ranks"):
+        make_plan([1000], NODE, cost, PlanOptions(max_tokens_per_rank=100))
+
+
+def test_a_planner_chooses_what_is_fastest_for_a_sequence_alone():
+    cost = llama()
+    for length in (700_000, 1_048_576, 2_097_152):
+        plan = make_plan([length], NODE, cost)
+        assert plan.objective_s == pytest.approx(fastest(cost, NODE, length).seconds, rel=1e-3)
+
+
 def test_a_rung_uses_one_lever_more_than_the_one_before_at_most():
     cost = llama()
     for count, rung in enumerate(ladder(cost, NODE)):
@@ -108,9 +128,9 @@ def test_a_sequence_that_does_not_fit_as_set_is_told_where_it_does():
     assert "holds this one and costs +0.0 % seconds" in where_it_fits(cost, NODE, 1_048_576)
     longest = rungs[-1].longest
     refusal = where_it_fits(cost, NODE, 3 * longest)
-    assert f"at most {longest:,} tokens fit" in refusal
+    assert f"At most {longest:,} tokens fit" in refusal
     ranks = ranks_for(cost, NODE, 3 * longest)
-    assert f"fits on {ranks} ranks" in refusal
+    assert f"needs {ranks} ranks" in refusal
     assert 8 < ranks <= 24
     for nodes, fits in ((ranks // 8, True), (ranks // 8 - 1, False)):
         topology = Topology(nodes=nodes, ranks_per_node=8)
