@@ -87,6 +87,13 @@ class AnyModelArguments:
 class ModelArguments(AnyModelArguments):
     """A causal language model, its tokenizer, and LoRA."""
 
+    config_overrides: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Values of a trained model's config that differ from its own, as a mapping, "
+            "such as rope_parameters for a longer context."
+        },
+    )
     tokenizer_name_or_path: str | None = field(
         default=None,
         metadata={"help": "Hub id or local path of a tokenizer. Default: the model's."},
@@ -103,6 +110,22 @@ class ModelArguments(AnyModelArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_folder("tokenizer_name_or_path")
+        if self.config_overrides is not None:
+            self._check_overrides()
+
+    def _check_overrides(self) -> None:
+        """Raise ValueError for overrides that are no mapping, or of a new model."""
+        if isinstance(self.config_overrides, str):
+            try:
+                self.config_overrides = json.loads(self.config_overrides)
+            except ValueError as error:
+                raise ValueError(f"config_overrides is not JSON: {error}") from error
+        if not isinstance(self.config_overrides, dict):
+            raise ValueError("config_overrides must be a mapping of a config's values")
+        if self.model_name_or_path is None:
+            raise ValueError(
+                "config_overrides needs model_name_or_path: a new model has them in model_config"
+            )
 
 
 @dataclass

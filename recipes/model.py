@@ -42,6 +42,7 @@ def load_base(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTr
             revision=args.model_revision or "main",
             dtype=args.dtype,
             trust_remote_code=args.trust_remote_code,
+            **(args.config_overrides or {}),
         )
     return _new_model(args, tokenizer)
 
