@@ -9,6 +9,7 @@
 | router loss of the whole step | `model/router.py` |
 | features of images | `model/vision.py` |
 | layers that obey a micro-batch's choice for memory | `model/layer_memory.py` |
+| MLPs in tiles, from the first plan that has them on | `tiles.py` |
 | DDP buckets with early reduction | `model/buckets.py` |
 
 A call without `seq_ctx` is outside of planned steps, for example when a callback generates a
@@ -35,6 +36,7 @@ from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.shared_prefixes import refuse_noise
+from hf_flexseq.hf.tiles import MlpTiles
 from hf_flexseq.steps.calls import Call, in_first_row, joined
 from hf_flexseq.steps.images import UnsupportedImages
 
@@ -91,6 +93,9 @@ class AttachedModel:
         """Router loss, if the model computes one."""
         if self.router is not None:
             self._attached.callback(self.router.detach)
+        self.tiles = MlpTiles(base)
+        """What computes MLPs in tiles, once a plan asks for it."""
+        self._attached.callback(self.tiles.detach)
         self.token_columns = needed_columns(base)
         """Columns to dispatch with every token, besides those that were drawn."""
         self._other_call: tuple[nn.Module, ExitStack] | None = None  # call without `seq_ctx`

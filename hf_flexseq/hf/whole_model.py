@@ -37,6 +37,7 @@ from hf_flexseq.hf.reduction import GradientReduction
 from hf_flexseq.hf.sharding import FsdpPolicies, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.shared_prefixes import reason_not_shared
 from hf_flexseq.hf.sync import resolve_sync
+from hf_flexseq.hf.tiles import priced_for
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan import Plan
@@ -183,7 +184,7 @@ class WholeModelExecutor:
             communicator.open_world()  # for gradients: no group is made in a step
         costs = self.setup.costs
         subject = costs.subject(base, save_attention_output=args.save_attention_output)
-        cost = costs.find(subject)
+        cost = priced_for(costs.find(subject), base)
         self.cost = cost
         self.tower = costs.find_tower(subject, cost)
         cost.strategies(args.strategy)  # raises for one that it has no figures for
@@ -290,6 +291,7 @@ class WholeModelExecutor:
         columns = self._exchange.dispatch(row.columns, routes, united)
 
         images = self._images_of(planned, columns)
+        model.tiles.attach_for(plan)
 
         # 2. what the model is called with; beyond the first micro-batch it is made while they run
         contexts = self._contexts_of_run()

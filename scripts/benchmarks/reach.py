@@ -31,8 +31,8 @@ import transformers
 
 from common import ROOT, argument_parser, table, write_record
 from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.small import has_near_layers, small_model
 from hf_flexseq.hf.probe import SHARED, probe_model
-from hf_flexseq.hf.prove.small import has_near_layers, small_model
 from reach_models import (
     HUB,
     NEEDED,

@@ -1,6 +1,8 @@
 """One planned step without engine, accelerate or DDP, so that ranks can be threads: what the
 executor of a whole model does with a plan, and gradients added up over ranks by hand."""
 
+from functools import partial
+
 import torch
 
 from hf_flexseq import DataCollatorForFlexSeq
@@ -71,24 +73,28 @@ def planned_inputs(model, plan, examples, communicator, *, passes=None, lockstep
     shape = attention_shape(model.config.get_text_config())
     kernel = choose_kernel(CPU, torch.float64, shape.head_dim)
 
-    def make_context(shard):
-        return SequenceContext(shard, communicator, kernel, CPU, passes=passes)
+    def make_context(shard, memory):
+        return SequenceContext(shard, communicator, kernel, CPU, memory=memory, passes=passes)
 
     for index in indices_to_run(layout.shards, lockstep=lockstep):
-        yield inputs_of(layout.shards[index], columns[index], CPU, make_context)
+        with_memory = partial(make_context, memory=plan.micro_batches[index].memory)
+        yield inputs_of(layout.shards[index], columns[index], CPU, with_memory)
 
 
-def worst_error(make, topology, plans, examples, wanted):
+def worst_error(make, topology, plans, examples, wanted, attached=lambda model: None):
     """The largest relative error of loss and gradients on any rank, which are threads, under each
     plan, of which every other one is checkpointed.
 
-    make: returns the model. wanted: loss and gradients of one process.
+    make: returns the model. wanted: loss and gradients of one process. attached: is called with
+    the attached model.
     """
 
     def errors(rank, world_size):
         communicator = join(topology)
         model = make()
-        recurrent = attach(getattr(model, "get_base_model", lambda: model)())
+        base = getattr(model, "get_base_model", lambda: model)()
+        recurrent = attach(base)
+        attached(base)
         worst = 0.0
         for index, plan in enumerate(plans):
             if model.supports_gradient_checkpointing:

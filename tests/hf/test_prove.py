@@ -12,9 +12,9 @@ from hf_flexseq.cli import main
 from hf_flexseq.cli import prove as page
 from hf_flexseq.hf import probe
 from hf_flexseq.hf.model.facts import model_shape
+from hf_flexseq.hf.model.small import plain_options, small_model
 from hf_flexseq.hf.prove import command
 from hf_flexseq.hf.prove.command import difference, planted_faults
-from hf_flexseq.hf.prove.small import plain_options, small_model
 from hf_flexseq.hf.prove.trained import LONGEST, Step, documents, step_alone, tokens_per_rank
 from tests.ranks import run_ranks
 

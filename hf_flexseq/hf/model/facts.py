@@ -155,7 +155,7 @@ def model_shape(model: nn.Module) -> ModelShape:
     """Read the sizes of a decoder-only HF model from its configuration and its parameters."""
     config = model.config.get_text_config()
     attention = attention_shape(config)
-    params = sum(_elements(parameter) for parameter in model.parameters())
+    params = sum(elements(parameter) for parameter in model.parameters())
     layers = layers_of(config)
     kinds = [layer.attention for layer in layers if layer.attention is not None]
     counts = reach_counts(kinds)
@@ -234,10 +234,10 @@ def _active_params(model: nn.Module, params: int) -> int | None:
     if active != experts:
         for name, parameter in model.named_parameters():
             if ".experts." in name:
-                of_experts += _elements(parameter)
+                of_experts += elements(parameter)
     idle = of_experts * (experts - active) // max(1, experts)
     tied = _tied_elements(model)
-    of_towers = sum(_elements(parameter) for parameter in tower_parameters(model))
+    of_towers = sum(elements(parameter) for parameter in tower_parameters(model))
     if not idle and not tied and not of_towers:
         return None
     return params - idle + tied - of_towers
@@ -251,10 +251,10 @@ def _tied_elements(model: nn.Module) -> int:
     head = getattr(model.get_output_embeddings(), "weight", None)
     if head is None or head is not embedding:
         return 0
-    return _elements(head)
+    return elements(head)
 
 
-def _elements(parameter: nn.Parameter) -> int:
+def elements(parameter: nn.Parameter) -> int:
     """Count the elements of the whole parameter, also of an empty one under ZeRO-3."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
@@ -372,7 +372,7 @@ def gathered_itemsize(model: nn.Module, accelerator: Accelerator) -> int:
 
 def trained_elements(model: nn.Module) -> int:
     """Count the elements of all parameters that get gradients."""
-    return sum(_elements(p) for p in model.parameters() if p.requires_grad)
+    return sum(elements(p) for p in model.parameters() if p.requires_grad)
 
 
 def is_classifier(model: nn.Module) -> bool:

@@ -44,7 +44,7 @@ def meta_model(
     config = copy.deepcopy(model.config)
     if attention is not None:
         config._attn_implementation = attention_of_text(model, attention)
-    with torch.device("meta"), _without_sharding():
+    with torch.device("meta"), without_sharding():
         result: PreTrainedModel = unsharded_class(model)(config)
     return result.to(dtype).train()
 
@@ -77,7 +77,7 @@ def _empty_copy(module: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def _without_sharding() -> Iterator[None]:
+def without_sharding() -> Iterator[None]:
     """Let models that are made inside the block be whole, also under ZeRO-3: DeepSpeed would take
     the weights of a model inside a model, such as a classifier's, off the meta device."""
     former = deepspeed._hf_deepspeed_config_weak_ref

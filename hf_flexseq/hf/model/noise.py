@@ -22,6 +22,20 @@ def dropout_module(model: nn.Module) -> str | None:
     return None
 
 
+def noise_of_module(module: nn.Module) -> str | None:
+    """Return what draws random numbers in a module, by a module or an attribute, in words; None
+    where nothing does."""
+    name = dropout_module(module)
+    if name is not None:
+        return f"dropout in {name}" if name else "dropout"
+    for inner in module.modules():
+        for option, value in vars(inner).items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if is_number and value > 0 and _NOISE.search(option):
+                return f"{option}={value}"
+    return None
+
+
 def noisy_option(config: PreTrainedConfig) -> str | None:
     """Return an option, with its value, for noise that models draw by functions: BioGPT's dropout,
     the jitter of routers; None without one."""

@@ -27,8 +27,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
+from hf_flexseq.hf.model.small import plain_options, small_model
 from hf_flexseq.hf.probe import lively_copy, probe_model
-from hf_flexseq.hf.prove.small import plain_options, small_model
 from hf_flexseq.hf.prove.trained import (
     Gradients,
     Step,

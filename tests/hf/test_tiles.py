@@ -1,0 +1,303 @@
+"""MLPs of real families in tiles: which modules they are, that loss and gradients stay those of
+one process, and why some are left alone. Ranks are threads; see `test_tiles_sharded.py` for
+processes."""
+
+import re
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import Starcoder2Config, Starcoder2ForCausalLM
+
+from hf_flexseq.cost.choices import choices_of
+from hf_flexseq.hf import tiles
+from hf_flexseq.hf.tiles import MlpTiles, find_mlps, priced_for
+from hf_flexseq.plan.memory import MemoryChoice
+from tests.budget import others_nightly
+from tests.cost.test_choices import llama
+from tests.hf import hybrids, test_reach
+from tests.hf.by_hand import TWO_NODES, worst_error
+from tests.hf.hybrids import HYBRIDS, make_hybrid
+from tests.hf.test_checks import SIZES
+from tests.hf.test_reach import FAMILIES, make_model, plans_across, stays_in_float64  # noqa: F401
+from tests.hf.tiny import VOCAB, documents, reference_gradients, refused, tiny_llama
+
+TOKENS = 11
+
+
+def model_of(family):
+    return make_hybrid(family) if family in HYBRIDS else make_model(family)
+
+
+# ---- which modules they are
+
+MLP, FEED_FORWARD = {"mlp"}, {"feed_forward"}
+# By family, names in the layers; {} where there are only experts, or matrices of the layer itself.
+FOUND = {
+    "Llama": MLP,
+    "Gemma2": MLP,  # with a norm behind it
+    "Phi3": MLP,  # gate and up in one
+    "GPTNeoX": MLP,
+    "Starcoder2": MLP,
+    "Llama4": {"feed_forward", "feed_forward.shared_expert"},
+    "Qwen2Moe": {"mlp.shared_expert"},
+    "DeepseekV3": {"mlp", "mlp.shared_experts"},
+    "LongcatFlash": {"mlps.0", "mlps.1"},
+    "MiMoV2Flash": MLP,
+    "OPT": set(),
+    "GptOss": set(),
+    "Mixtral": set(),
+    "GraniteMoe": set(),
+    "JetMoe": set(),
+    "Bamba": FEED_FORWARD,
+    "Lfm2": FEED_FORWARD,
+    "Qwen3Next": {"mlp.shared_expert"},
+    "NemotronH": {"mixer", "mixer.shared_experts"},
+    "Zamba2": set(),  # takes the number of its layer as well
+}
+# Families without any, of all that this project tries.
+WITHOUT = {
+    *("GptOss", "GraniteMoe", "OPT", "Mixtral", "Qwen3Moe", "Olmoe", "Cohere2Moe"),
+    *("GraniteMoeSWA", "JetMoe", "Mellum", "Zamba2"),
+}
+
+
+@pytest.mark.parametrize("family", FOUND)
+def test_modules_that_treat_every_token_alone_are_found(family):
+    found = find_mlps(model_of(family))
+    names = {re.sub(r".*layers\.\d+\.", "", mlp.name) for mlp in found.mlps}
+    assert names == FOUND[family]
+    assert bool(found.reasons) == (not names)
+
+
+@pytest.mark.nightly
+def test_most_families_have_such_modules():
+    families = {**FAMILIES, **HYBRIDS}
+    assert {family for family in families if not find_mlps(model_of(family)).mlps} == WITHOUT
+    assert len(families) - len(WITHOUT) >= 60
+
+
+def test_the_trial_leaves_random_numbers_alone():
+    model = make_model("Llama")
+    before = torch.get_rng_state()
+    find_mlps(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---- loss and gradients
+
+
+def in_tiles(plans):
+    """The plans with tiles in all micro-batches, as many as are tried, one after the other."""
+    tiled = []
+    for count, plan in zip((3, 7), plans, strict=True):
+        choice = MemoryChoice(mlp_tiles=count)
+        batches = tuple(replace(batch, memory=choice) for batch in plan.micro_batches)
+        tiled.append(replace(plan, micro_batches=batches))
+    return tiled
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """The tiles of each call of an MLP."""
+    found = []
+    compute = tiles.in_tiles
+
+    def counted(function, hidden, count):
+        found.append(count)
+        return compute(function, hidden, count)
+
+    monkeypatch.setattr(tiles, "in_tiles", counted)
+    return found
+
+
+def check(make, lengths, name, counts):
+    """Compare with one process; every other plan is checkpointed."""
+    wanted = reference_gradients(make(), documents(lengths), attention="eager")
+    plans = in_tiles(plans_across(lengths, name))
+    attach = lambda model: MlpTiles(model).attach()  # noqa: E731
+    error = worst_error(make, TWO_NODES, plans, documents(lengths), wanted, attached=attach)
+    assert error < 1e-10
+    assert set(counts) == {3, 7}
+    return wanted[1]
+
+
+TRIED = ("Gemma2", "Phi3", "GPTNeoX", "DeepseekV3", "Qwen3Next")
+TILED = sorted({*FAMILIES, *HYBRIDS} - WITHOUT)
+
+
+@pytest.mark.parametrize("family", others_nightly(TILED, tried=TRIED))
+def test_a_family_in_tiles_is_exact(family, stays_in_float64, counts):  # noqa: F811
+    lengths = hybrids.LENGTHS if family in HYBRIDS else test_reach.LENGTHS
+    check(partial(model_of, family), lengths, family, counts)
+
+
+def with_lora(**options):
+    torch.manual_seed(1)
+    names = ["gate_proj", "down_proj", "q_proj"]
+    config = LoraConfig(r=2, target_modules=names, init_lora_weights=False, **options)
+    return get_peft_model(tiny_llama(), config).double()
+
+
+def test_adapters_in_an_mlp_in_tiles_are_exact(stays_in_float64, counts):  # noqa: F811
+    gradients = check(with_lora, test_reach.LENGTHS, "Llama", counts)
+    adapters = [name for name in gradients if "mlp" in name and "lora_" in name]
+    assert all(gradients[name].norm() > 0 for name in adapters)
+    assert len(adapters) == 2 * 2 * 2
+
+
+# ---- a model that is attached
+
+
+def called(model, count=None):
+    """The logits of a call whose micro-batch has so many tiles, or no choice."""
+    memory = None if count is None else MemoryChoice(mlp_tiles=count)
+    tokens = torch.arange(TOKENS)[None] % VOCAB
+    context = SimpleNamespace(memory=memory)
+    return model(input_ids=tokens, use_cache=False, seq_ctx=context).logits
+
+
+def test_without_tiles_nothing_is_on_the_path(counts):
+    model = tiny_llama()
+    attached = MlpTiles(model)
+    attached.attach_for(SimpleNamespace(micro_batches=[SimpleNamespace(memory=None)]))
+    attached.attach_for(SimpleNamespace(micro_batches=[SimpleNamespace(memory=MemoryChoice())]))
+    for layer in model.model.layers:
+        assert "forward" not in vars(layer.mlp)
+        assert not layer._forward_pre_hooks
+    attached.attach()
+    wanted = called(model)
+    called(model, 1)
+    assert not counts
+    torch.testing.assert_close(called(model, 4), wanted, rtol=1e-13, atol=1e-13)
+    assert counts == [4, 4]
+    attached.detach()
+    attached.detach()
+    called(model, 4)
+    assert counts == [4, 4]
+    for layer in model.model.layers:
+        assert "forward" not in vars(layer.mlp)
+        assert not layer._forward_pre_hooks
+
+
+def test_two_micro_batches_in_flight_have_tiles_of_their_own(counts):
+    """In the replay of a checkpointed layer as well, which runs after another one's forward, and
+    before which no hook of the layer runs."""
+    model = tiny_llama().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    MlpTiles(model).attach()
+    first = called(model, 4).square().sum()
+    second = called(model, 2).square().sum()
+    third = called(model, 1).square().sum()
+    del counts[:]
+    first.backward()
+    assert counts == [4, 4]
+    third.backward()
+    assert counts == [4, 4]
+    second.backward()
+    assert counts == [4, 4, 2, 2]
+
+
+def test_a_forward_of_the_instance_stays_and_is_put_back():
+    model = tiny_llama()
+    mlp = model.model.layers[0].mlp
+    own = mlp.forward  # a method of a library, bound to the module
+    mlp.forward = own
+    attached = MlpTiles(model)
+    attached.attach()
+    called(model, 3)
+    attached.detach()
+    assert vars(mlp)["forward"] is own
+
+
+# ---- why some are left alone
+
+
+class OwnMlp(nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, hidden):
+        return self.mlp(hidden)
+
+
+def with_own_projection():
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.mlp.up_proj = OwnMlp(layer.mlp.up_proj)
+    return model
+
+
+def with_replaced_forward():
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.mlp.act_fn.forward = nn.functional.gelu
+    return model
+
+
+def with_hooks(kind):
+    model = tiny_llama()
+    for layer in model.model.layers:
+        projection = layer.mlp.down_proj
+        if kind == "weight":
+            projection.weight.register_hook(lambda gradient: None)
+        else:
+            getattr(projection, f"register_{kind}")(lambda *args: None)
+    return model
+
+
+class FsdpLinear(FSDPModule, nn.Linear):
+    def __new__(cls, *args, **kwargs):
+        return object.__new__(cls)
+
+
+def with_units():
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.mlp.up_proj = FsdpLinear(32, 48, bias=False)
+    return model
+
+
+def starcoder(**options):
+    return Starcoder2ForCausalLM(Starcoder2Config(**{**SIZES, **options}))
+
+
+REASONS = {
+    "residual_dropout=0.1": lambda: starcoder(residual_dropout=0.1),
+    "dropout in .*lora_dropout": lambda: with_lora(lora_dropout=0.1).get_base_model(),
+    "a unit of FSDP2's of its own": with_units,
+    r"code of yours .*up_proj \(OwnMlp\)": with_own_projection,
+    "code of yours .* on down_proj": lambda: with_hooks("forward_hook"),
+    "code of yours would see its tiles .*down_proj": lambda: with_hooks("full_backward_hook"),
+    "hook on the gradient of down_proj.weight": lambda: with_hooks("weight"),
+    "the forward of act_fn was replaced": with_replaced_forward,
+    "every token alone, but for experts": lambda: make_model("OPT"),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_an_mlp_is_left_alone_for_a_reason(reason):
+    with refused(f"^no MLP of .* can be computed in tiles: .*{reason}"):
+        MlpTiles(REASONS[reason]()).attach()
+
+
+def test_planners_choose_no_tiles_for_a_model_without_any():
+    cost = llama(checkpointing=True)
+    assert priced_for(cost, make_model("Llama")) is cost
+    assert any(choice.mlp_tiles > 1 for choice in choices_of(cost))
+    assert all(choice.mlp_tiles == 1 for choice in choices_of(priced_for(cost, make_model("OPT"))))
+
+
+def test_the_log_says_which_are_left_alone(caplog):
+    model = tiny_llama()
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *args: None)
+    with caplog.at_level("INFO"):
+        MlpTiles(model).attach()
+    assert "1 MLPs are computed in tiles" in caplog.text
+    assert "others are not: mlp: code of yours" in caplog.text
