@@ -62,7 +62,8 @@ def gradients_under_random_plans(
 ):
     """The largest relative errors of loss, gradient norm and parameter gradients over `plans`
     random plans. make: returns the model; attention: of the one process; patched: is called with
-    the attached model; examples: None for documents of LENGTHS; engine_options: of `RandomPlanEngine`."""
+    the attached model; examples: None for documents of LENGTHS; engine_options: of
+    `RandomPlanEngine`."""
     examples = documents(LENGTHS) if examples is None else examples
     wanted_loss, wanted = reference_gradients(make().double(), examples, attention)
     model = make().double().to(dtype)

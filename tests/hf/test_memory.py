@@ -1,18 +1,45 @@
 """Whatever a plan chooses for activations, loss and gradients are those of one process, and what
 is chosen is done: where tensors are between forward and backward, and how often attention runs."""
 
-from contextlib import contextmanager
+import os
+import threading
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
 import torch
+from accelerate import Accelerator
+from torch.utils.checkpoint import noop_context_fn
+from transformers import TrainerCallback
 
+from hf_flexseq import FlexSeqEngine
+from hf_flexseq.hf.model.layer_memory import LayerMemory, reason_without_choices
+from hf_flexseq.memory.pages import MIB
 from hf_flexseq.memory.store import HostStore
+from hf_flexseq.plan.memory import MemoryChoice
+from tests.hf.hybrids import HYBRIDS, make_hybrid
+from tests.hf.objectives import BOUNDS, Case, assert_alike, compare, save_inputs
 from tests.hf.test_exactness import gradients_under_random_plans
-from tests.hf.test_remat import counted_kernel
+from tests.hf.test_reach import keep_float64, make_model
+from tests.hf.test_remat import (
+    CPU,
+    assert_same_bits,
+    counted_kernel,
+    gradients,
+    loss_of,
+    make_context,
+)
 from tests.hf.test_trainer import flexseq_trainer
-from tests.hf.tiny import any_choice, tiny_llama, weights
-from tests.ranks import run_cases
+from tests.hf.tiny import (
+    SIZES,
+    any_choice,
+    any_choices,
+    refused,
+    tiny_arguments,
+    tiny_llama,
+    weights,
+)
+from tests.ranks import run_cases, run_ranks
 
 LAYERS = 5
 deep_llama = partial(tiny_llama, num_hidden_layers=LAYERS)
@@ -30,7 +57,7 @@ def under_choices(
         sharding,
         checkpointing,
         torch.float64,
-        4,
+        3,
         make=make,
         choose=partial(any_choice, layers),
         cost_model="estimate",  # that prices choices
@@ -40,11 +67,187 @@ def under_choices(
 
 @pytest.mark.processes
 def test_gradients_equal_one_process_under_any_choices():
-    cases = [(sharding, on) for sharding in ("ddp", "fsdp2") for on in (False, True)]
+    cases = [("ddp", False), ("fsdp2", False), ("fsdp2", True)]
     for by_rank in run_cases(under_choices, 2, cases, seconds=150):
         for worst in by_rank:
             assert worst["loss"] < 1e-12
             assert worst["gradients"] < 1e-10
+
+
+def families_under_choices(rank, world_size, families):
+    """Recurrent layers; sinks and experts; windows, and keys that a later layer shares."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        keep_float64(patch)
+        for family in families:
+            make = partial(make_hybrid if family in HYBRIDS else make_model, family)
+            options = {"make": make, "layers": make().config.num_hidden_layers}
+            found[family] = under_choices(
+                rank, world_size, "fsdp2", False, attention="eager", **options
+            )
+    return found
+
+
+@pytest.mark.processes
+def test_families_equal_one_process_under_any_choices():
+    families = ("Qwen3_5", "GptOss", "Gemma4 with shared keys")
+    for by_family in run_ranks(families_under_choices, 2, families, seconds=120):
+        for family, worst in by_family.items():
+            assert worst["gradients"] < 1e-10, family
+
+
+def compared_under_choices(rank, world_size, folder, case):
+    with any_choices(SIZES["num_hidden_layers"]), noted_stores() as stores:
+        return compare(rank, world_size, folder, case), len(stores)
+
+
+@pytest.mark.processes
+def test_pairs_and_adapters_train_as_the_plain_trainer_does_under_any_choices(tmp_path):
+    save_inputs(tmp_path)
+    case = Case(kind="dpo", steps=4, adapter="new")
+    for apart, stores in run_ranks(compared_under_choices, 2, tmp_path, case, seconds=150):
+        assert_alike(apart, weights=BOUNDS["dpo"])
+        assert stores == 1
+
+
+def zero_under_choices(rank, world_size, folder, chooses):
+    from tests.hf.test_sharding import zero_run  # DeepSpeed need not be installed elsewhere
+
+    with any_choices(SIZES["num_hidden_layers"]) if chooses else nullcontext():
+        found, *_ = zero_run(rank, world_size, folder, 3, 1, False)
+    return found
+
+
+@pytest.mark.processes
+def test_zero_3_has_the_same_bits_under_any_choices(tmp_path):
+    cases = [(tmp_path, chooses) for chooses in (False, True)]
+    as_set, chosen = run_cases(zero_under_choices, 2, cases, seconds=150)
+    for wanted, found in zip(as_set, chosen, strict=True):
+        assert all((found[name] == wanted[name]).all() for name in wanted)
+
+
+# ---- what is chosen is done, on one process
+
+HOST = {"inputs_on_host": 3, "outputs_on_host": 2}
+CHOICES = (
+    {},
+    {"recomputed_layers": 3},
+    {"recomputed_layers": 3, "outputs_recomputed": 3},
+    {"recomputed_layers": 3, **HOST},
+    {"recomputed_layers": LAYERS, **HOST, "outputs_recomputed": 2},
+    {"recomputed_layers": LAYERS, "inputs_on_host": LAYERS, "outputs_on_host": LAYERS},
+)
+
+
+@contextmanager
+def told(model, **choice):
+    """A context with this choice for a model's layers, the counter of its kernel's forwards, and
+    the layers; None for what is set."""
+    layers = LayerMemory(model, save_attention_output=True, make_store=lambda: HostStore(CPU, MIB))
+    with layers.attached():
+        yield *make_context(memory=MemoryChoice(**choice)), layers
+
+
+def deep_model():
+    model = deep_llama().train()
+    model.set_attn_implementation("flexseq")
+    return model
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_gives_the_same_bits_and_attends_as_often_as_it_says(choice):
+    model = deep_model()
+    with told(model) as (seq_ctx, plain, _):
+        loss_of(model, seq_ctx).backward()
+    wanted = gradients(model)
+    with told(model, **choice) as (seq_ctx, forwards, layers):
+        loss = loss_of(model, seq_ctx)
+        assert forwards.calls == plain.calls
+        loss.backward()
+        assert forwards.calls == plain.calls + choice.get("outputs_recomputed", 0)
+        assert (layers.store is not None) == seq_ctx.memory.uses_host
+        assert layers.store is None or layers.store.used_bytes == 0
+    assert_same_bits(gradients(model), wanted)
+    assert layers.store is None
+    assert not any(layer.gradient_checkpointing for layer in model.model.layers)
+    assert not any("_gradient_checkpointing_func" in vars(layer) for layer in model.model.layers)
+
+
+# ---- models and settings that choices leave alone
+
+
+@pytest.mark.parametrize(
+    ("make", "family", "reason"),
+    [
+        (make_model, "LongcatFlash", "it has 1 layers, and num_hidden_layers=2"),
+        (make_model, "JetMoe", "JetMoeForCausalLM does not support activation checkpointing"),
+        (make_hybrid, "Zamba2", "Zamba2HybridLayer has layers inside that are checkpointed"),
+    ],
+)
+def test_models_whose_layers_do_not_choose_say_why(make, family, reason):
+    model = make(family)
+    assert reason in reason_without_choices(model)
+    if family == "Zamba2":
+        model.gradient_checkpointing_enable(offload=True)
+        with refused(f"offload=True of activation checkpointing with .*: {reason}"):
+            LayerMemory(model, save_attention_output=True, make_store=HostStore)
+
+
+def test_what_the_user_has_set_decides_whether_layers_choose():
+    model = deep_llama()
+    assert reason_without_choices(model) is None
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": noop_context_fn})
+    assert "selective activation checkpointing" in reason_without_choices(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
+    assert reason_without_choices(model) is None
+    model._set_gradient_checkpointing(True, lambda function, *args: function(*args))
+    assert "LlamaDecoderLayer is checkpointed by a function of its own" in (
+        reason_without_choices(model)
+    )
+    model.gradient_checkpointing_disable()
+    assert reason_without_choices(model) is None
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_what_the_user_has_set_is_a_choice_if_it_is_of_the_first_layers(saves):
+    model = deep_llama()
+    layers = LayerMemory(model, save_attention_output=saves, make_store=HostStore)
+    assert layers.as_set.as_choice() == MemoryChoice()
+    model.gradient_checkpointing_enable()
+    again = 0 if saves else LAYERS
+    assert layers.as_set.as_choice() == MemoryChoice(
+        recomputed_layers=LAYERS, outputs_recomputed=again
+    )
+    model.gradient_checkpointing_enable(offload=True)
+    assert layers.as_set.as_choice() == MemoryChoice(
+        recomputed_layers=LAYERS,
+        inputs_on_host=LAYERS,
+        outputs_on_host=LAYERS - again,
+        outputs_recomputed=again,
+    )
+    model.gradient_checkpointing_enable(every_n_layers=2)
+    assert layers.as_set.as_choice() is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason", "then"),
+    [
+        ({}, None, "the trainer has one"),
+        ({"activation_memory": "as_set"}, *["activation_memory='as_set'"] * 2),
+    ],
+)
+def test_the_engine_says_why_no_plan_chooses(settings, reason, then):
+    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments(**settings))
+    with engine.attached(deep_llama()):
+        assert engine.executor.reason_without_choices == reason
+        assert engine.executor.host_memory_bytes > MIB
+        engine.keep_activations_as_set("the trainer has one")
+        assert engine.executor.reason_without_choices == then
+
+
+def test_more_memory_of_the_host_than_there_is():
+    with refused(r"host_memory_gib=1e\+06 for each of 1 ranks: the machine has", ValueError):
+        FlexSeqEngine(Accelerator(cpu=True), tiny_arguments(host_memory_gib=1e6))
 
 
 # ---- offload=True of transformers
@@ -100,3 +303,40 @@ def test_offload_of_transformers_trains_on_a_cpu_with_attention_on_the_host(tmp_
         tokens, rest = divmod(store.peak_bytes, layers * (2 * 32 + 4) * 8)
         assert rest == 0
         assert 48 <= tokens <= 64
+
+
+# ---- how long a store lives
+
+
+def files_and_threads():
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def test_fifty_steps_hold_no_more_than_the_first_and_the_end_frees_it(tmp_path):
+    held = []
+
+    class Notes(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            store = trainer.flexseq.executor.layers.store
+            held.append((store.held_bytes, store.used_bytes, *files_and_threads()))
+            if state.global_step == 51:
+                raise KeyError("in the middle")
+
+    trainer = flexseq_trainer(
+        tmp_path,
+        model=deep_llama(),
+        max_steps=100,
+        lookahead=0,
+        max_tokens_per_rank=64,
+        callbacks=[Notes()],
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"offload": True},
+    )
+    with noted_stores() as stores, pytest.raises(KeyError, match="in the middle"):
+        trainer.train()
+    assert len(held) == 51
+    assert set(held[1:]) == {held[1]}
+    assert held[1][0] > held[1][1] == 0
+    (store,) = stores
+    assert store.held_bytes == 0
+    assert not trainer.flexseq.executor.attached

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
+from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.blocks import SEE_BLOCKS
 from hf_flexseq.plan.facts import NO_FACTS
@@ -219,3 +220,21 @@ def any_choice(layers, rng):
         outputs_on_host=on_host,
         outputs_recomputed=rng.randint(0, recomputed - on_host),
     )
+
+
+@contextmanager
+def any_choices(layers):
+    """Give the micro-batches of all plans that run inside the block any choices for memory."""
+    original = WholeModelExecutor.dispatch
+
+    def dispatch(self, planned):
+        rng = random.Random(planned.drawn.number)  # alike on all ranks
+        batches = []
+        for micro_batch in planned.plan.micro_batches:
+            batches.append(replace(micro_batch, memory=any_choice(layers, rng)))
+        plan = replace(planned.plan, micro_batches=tuple(batches))
+        return original(self, replace(planned, plan=plan))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WholeModelExecutor, "dispatch", dispatch)
+        yield

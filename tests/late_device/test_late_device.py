@@ -27,7 +27,7 @@ def run_on_device(*names, marks="not nightly"):
 
 
 def test_the_device_finds_what_it_should_and_whole_steps_are_free_of_it():
-    run_on_device("rules", "store", "layers", "planted", "steps", "trainers")
+    run_on_device("rules", "store", "memory", "layers", "planted", "steps", "trainers")
 
 
 @pytest.mark.nightly

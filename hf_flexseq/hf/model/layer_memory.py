@@ -305,8 +305,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module | None:
 
 def reason_not_told(model: PreTrainedModel, decoder: nn.Module) -> str | None:
     """Return why the layers of a decoder cannot be told what to do; None if they can."""
-    layers = list(decoder.layers)
-    for layer in layers:
+    for layer in decoder.layers:
         if not isinstance(layer, GradientCheckpointingLayer):
             return f"{type(layer).__name__} is no layer that transformers can checkpoint"
         inside = (inner for inner in layer.modules() if inner is not layer)
@@ -314,9 +313,6 @@ def reason_not_told(model: PreTrainedModel, decoder: nn.Module) -> str | None:
             return f"{type(layer).__name__} has layers inside that are checkpointed themselves"
     if not model.supports_gradient_checkpointing:
         return f"{type(model).__name__} does not support activation checkpointing"
-    count = model.config.get_text_config().num_hidden_layers
-    if len(set(map(id, layers))) != count:
-        return f"it has {len(layers)} layers, and num_hidden_layers={count}"
     return None
 
 
@@ -329,6 +325,9 @@ def reason_without_choices(model: PreTrainedModel) -> str | None:
     reason = reason_not_told(model, decoder)
     if reason is not None:
         return reason
+    count = model.config.get_text_config().num_hidden_layers
+    if len(decoder.layers) != count:
+        return f"it has {len(decoder.layers)} layers, and num_hidden_layers={count}"
     for layer in decoder.layers:
         if getattr(layer, FLAG):
             reason = _reason_of_user(layer)
