@@ -19,7 +19,7 @@ No figure is measured here: no GPU and no torch is used.
 import json
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -53,6 +53,7 @@ from published_rows import (
     ZEPPELIN_GAIN,
     Longest,
     M,
+    Row,
     Step,
 )
 
@@ -63,65 +64,6 @@ GPUS_PER_NODE = 8
 # recipes), as an AWS p5 has; the others do not say.
 NODE_BYTES = 1.9e12
 ADAM_BYTES = 16  # of a parameter's states, which take their share of a host that holds them
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One line of a table."""
-
-    what: str
-    source: str
-    unit: str
-    published: float
-    modelled: float
-    planned: float | None
-    note: str = ""
-    is_fitted: bool = False
-    is_at_least: bool = False
-
-    @property
-    def error(self) -> float:
-        """Modelled over published, less 1."""
-        return self.modelled / self.published - 1
-
-    @property
-    def counts(self) -> bool:
-        """True if the row says something about the model: nothing is fitted on it, and its figure
-        is no bound."""
-        return not self.is_fitted and not self.is_at_least
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the cells of the row."""
-        digits = 0 if self.published >= 100 else 1 if self.published >= 10 else 2
-        planned = "-" if self.planned is None else f"{self.planned:,.{digits}f}"
-        error = "fitted" if self.is_fitted else f"{100 * self.error:+.1f} %"
-        published = f"{self.published:,.{digits}f}"
-        if self.is_at_least:
-            error = "holds" if self.error >= 0 else error
-            published += " or more"
-        return (
-            self.what if self.unit in UNITS_OF_TITLES else f"{self.what} ({self.unit})",
-            f"[{_name(self.source)}]({self.source})",
-            published,
-            f"{self.modelled:,.{digits}f}",
-            error,
-            planned,
-            self.note,
-        )
-
-
-def _name(source: str) -> str:
-    """Return a short name of a source."""
-    if "arxiv" in source:
-        return "arXiv " + source.rsplit("/", 1)[1]
-    if "github.com" in source:
-        words = source.split("github.com/")[1].split("/")
-        return f"{words[1]} #{words[3]}" if words[2] in ("pull", "issues") else words[1]
-    return source.split("//")[1].split("/")[0]
-
-
-# Units that the title of a table names.
-UNITS_OF_TITLES = ("s", "GB", "tokens")
 
 
 # ---- the machine

@@ -1,9 +1,10 @@
-"""Rows that others have published about long sequences, with their settings, for published.py.
+"""Rows that others have published about long sequences, with their settings, and how a row is
+shown, for published.py.
 
 Every row names its source. What a source leaves out, and is assumed, is said beside the settings.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.cost.presets import MODELS
@@ -123,48 +124,32 @@ ZEPPELIN = "https://arxiv.org/abs/2509.21841"
 TRL_STACK = Stack(exchange="gather", inputs_on_host=True)
 TRL_ON_DEVICE = Stack(exchange="gather")
 TRL_LARGE = Stack(exchange="rotate", inputs_on_host=True, parameter_bytes=0.0)
-TRL_32B = Stack(exchange="rotate", inputs_on_host=True, parameter_bytes=0.0, tiles="split")
-TRL_FLASH = Stack(exchange="gather", inputs_on_host=True, is_flash2=True)
-TRL_FLASH_ON_DEVICE = Stack(exchange="gather", is_flash2=True)
+TRL_32B = replace(TRL_LARGE, tiles="split")
+TRL_FLASH = replace(TRL_STACK, is_flash2=True)
+TRL_FLASH_ON_DEVICE = replace(TRL_ON_DEVICE, is_flash2=True)
 
 # DeepSpeed's ZeRO-3 with bfloat16 weights on the devices, and optimizer and gradients on the host;
-# the recipes for one GPU have the weights there, too.
+# the recipes for one GPU have the weights there, too, and those for an H200 FlashAttention 3.
 ALST_PLAIN = Stack(kernels="fused", exchange="ulysses", is_flash2=True, parameter_bytes=2.0)
-ALST_TILES = Stack(
-    kernels="fused", exchange="ulysses", is_flash2=True, parameter_bytes=2.0, tiles="again"
-)
-ALST_INPUTS = Stack(
-    kernels="fused", exchange="ulysses", is_flash2=True, parameter_bytes=2.0, inputs_on_host=True
-)
-ALST_ALL = Stack(
-    kernels="fused",
-    exchange="ulysses",
-    is_flash2=True,
-    parameter_bytes=2.0,
-    inputs_on_host=True,
-    tiles="again",
-)
-ALST_ONE = Stack(
-    kernels="fused", is_flash2=True, parameter_bytes=0.0, inputs_on_host=True, tiles="again"
-)
-ALST_H200_PLAIN = Stack(kernels="fused", parameter_bytes=0.0)  # with FlashAttention 3
-ALST_H200_INPUTS = Stack(kernels="fused", parameter_bytes=0.0, inputs_on_host=True)
-ALST_H200_ALL = Stack(kernels="fused", parameter_bytes=0.0, inputs_on_host=True, tiles="again")
+ALST_TILES = replace(ALST_PLAIN, tiles="again")
+ALST_INPUTS = replace(ALST_PLAIN, inputs_on_host=True)
+ALST_ALL = replace(ALST_PLAIN, inputs_on_host=True, tiles="again")
+ALST_ONE = replace(ALST_ALL, exchange="none", parameter_bytes=0.0)
+ONE_H200 = Stack(kernels="fused", parameter_bytes=0.0)
+ONE_H200_INPUTS = replace(ONE_H200, inputs_on_host=True)
+ONE_H200_ALL = replace(ONE_H200, inputs_on_host=True, tiles="again")
 
-# QLoRA: frozen weights in 4 bits with their scales, embedding and head in bfloat16.
-UNSLOTH_STACK = Stack(
-    kernels="fused", inputs_on_host=True, parameter_bytes=0.64, gathers_weights=False
-)
-UNSLOTH_TILES = Stack(
-    kernels="fused",
-    inputs_on_host=True,
-    parameter_bytes=0.64,
-    gathers_weights=False,
-    tiles="again",
-)
+# Frozen weights in 4 bits with their scales, embedding and head in bfloat16.
+QLORA = Stack(kernels="fused", inputs_on_host=True, parameter_bytes=0.64, gathers_weights=False)
+QLORA_TILES = replace(QLORA, tiles="again")
+
+# ---- rows
+
+CUDNN, FLASH2 = "cuDNN", "FlashAttention 2"
+GIB = 1.073741824  # in GB
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """A published step of one sequence: its seconds, its bytes, or both."""
 
@@ -173,207 +158,63 @@ class Step:
     stack: Stack
     gpus: int
     tokens: int
-    seconds: float | None = None
-    gigabytes: float | None = None
+    seconds: float | None
+    gigabytes: float | None
     """Peak bytes of a device in 1e9."""
     device: str = "H100"
     states_on_host: bool = False
+    """True if the optimizer's states are on the host."""
     fits: str = ""
     """The kernel whose share of FLOP/s is fitted on this row; "" for none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Longest:
-    """A published longest sequence."""
+    """A published longest sequence on H100."""
 
     source: str
     model: Model
     stack: Stack
     gpus: int
     tokens: int
-    is_at_least: bool = False
-    """True if the source says that more fit."""
+    with_: str
+    """The levers in words."""
     states_on_host: bool = True
     """True if the optimizer's states are on the host."""
-    with_: str = ""
-    """The levers in words."""
+    is_at_least: bool = False
+    """True if the source says that more fit."""
 
-
-CUDNN, FLASH2 = "cuDNN", "FlashAttention 2"
 
 STEPS = (
-    Step(
-        source=TRL_DRAFT,
-        model=QWEN3_8B,
-        stack=TRL_STACK,
-        gpus=8,
-        tokens=M,
-        seconds=364,
-        gigabytes=56.2,
-        fits=CUDNN,
-    ),
-    Step(
-        source=TRL_DRAFT,
-        model=QWEN3_06B,
-        stack=TRL_ON_DEVICE,
-        gpus=8,
-        tokens=M,
-        seconds=137,
-        gigabytes=27.9,
-    ),
-    Step(
-        source=TRL_DRAFT,
-        model=QWEN3_30B_A3B,
-        stack=TRL_LARGE,
-        gpus=8,
-        tokens=M,
-        seconds=483,
-        gigabytes=46.0,
-        states_on_host=True,
-    ),
-    Step(
-        source=TRL_DRAFT,
-        model=QWEN3_32B,
-        stack=TRL_32B,
-        gpus=8,
-        tokens=M,
-        seconds=1295,
-        gigabytes=60.8,
-        states_on_host=True,
-    ),
-    Step(
-        source=TRL_DRAFT,
-        model=QWEN3_06B,
-        stack=TRL_STACK,
-        gpus=8,
-        tokens=4 * M,
-        seconds=2135,
-        gigabytes=73.7,
-    ),
-    Step(source=TRL_DRAFT, model=QWEN3_8B, stack=TRL_STACK, gpus=16, tokens=2 * M, seconds=696),
-    Step(source=TRL_DRAFT, model=QWEN3_8B, stack=TRL_STACK, gpus=32, tokens=4 * M, seconds=1346),
-    Step(
-        source=TRL, model=QWEN3_8B, stack=TRL_STACK, gpus=8, tokens=M, seconds=380, gigabytes=56.2
-    ),
-    Step(source=ACCELERATE, model=QWEN3_06B, stack=TRL_STACK, gpus=8, tokens=M, gigabytes=20.8),
-    Step(
-        source=FLASH, model=QWEN3_8B, stack=TRL_FLASH, gpus=8, tokens=M, seconds=606, fits=FLASH2
-    ),
-    Step(
-        source=FLASH_4B, model=QWEN3_4B, stack=TRL_FLASH_ON_DEVICE, gpus=8, tokens=M, seconds=582
-    ),
-    Step(
-        source=RECIPES,
-        model=LLAMA_8B,
-        stack=ALST_H200_PLAIN,
-        gpus=1,
-        tokens=300_000,
-        gigabytes=134.96 * 1.073741824,
-        device="H200",
-        states_on_host=True,
-    ),
-    Step(
-        source=RECIPES,
-        model=LLAMA_8B,
-        stack=ALST_H200_INPUTS,
-        gpus=1,
-        tokens=650_000,
-        gigabytes=126.81 * 1.073741824,
-        device="H200",
-        states_on_host=True,
-    ),
-    Step(
-        source=RECIPES,
-        model=LLAMA_8B,
-        stack=ALST_H200_ALL,
-        gpus=1,
-        tokens=1_200_000,
-        gigabytes=136.15 * 1.073741824,
-        device="H200",
-        states_on_host=True,
-    ),
+    Step(TRL_DRAFT, QWEN3_8B, TRL_STACK, 8, M, 364, 56.2, fits=CUDNN),
+    Step(TRL_DRAFT, QWEN3_06B, TRL_ON_DEVICE, 8, M, 137, 27.9),
+    Step(TRL_DRAFT, QWEN3_30B_A3B, TRL_LARGE, 8, M, 483, 46.0, states_on_host=True),
+    Step(TRL_DRAFT, QWEN3_32B, TRL_32B, 8, M, 1295, 60.8, states_on_host=True),
+    Step(TRL_DRAFT, QWEN3_06B, TRL_STACK, 8, 4 * M, 2135, 73.7),
+    Step(TRL_DRAFT, QWEN3_8B, TRL_STACK, 16, 2 * M, 696, None),
+    Step(TRL_DRAFT, QWEN3_8B, TRL_STACK, 32, 4 * M, 1346, None),
+    Step(TRL, QWEN3_8B, TRL_STACK, 8, M, 380, 56.2),
+    Step(ACCELERATE, QWEN3_06B, TRL_STACK, 8, M, None, 20.8),
+    Step(FLASH, QWEN3_8B, TRL_FLASH, 8, M, 606, None, fits=FLASH2),
+    Step(FLASH_4B, QWEN3_4B, TRL_FLASH_ON_DEVICE, 8, M, 582, None),
+    Step(RECIPES, LLAMA_8B, ONE_H200, 1, 300_000, None, 134.96 * GIB, "H200", True),
+    Step(RECIPES, LLAMA_8B, ONE_H200_INPUTS, 1, 650_000, None, 126.81 * GIB, "H200", True),
+    Step(RECIPES, LLAMA_8B, ONE_H200_ALL, 1, 1_200_000, None, 136.15 * GIB, "H200", True),
 )
 
+BOTH = "inputs on the host, tiles"
 LONGEST = (
-    Longest(
-        source=ALST,
-        model=LLAMA_8B,
-        stack=ALST_ONE,
-        gpus=1,
-        tokens=500_000,
-        with_="inputs on the host, tiles",
-    ),
-    Longest(
-        source=ALST,
-        model=LLAMA_8B,
-        stack=ALST_ALL,
-        gpus=8,
-        tokens=3_700_000,
-        with_="inputs on the host, tiles",
-    ),
-    Longest(
-        source=ALST,
-        model=LLAMA_8B,
-        stack=ALST_ALL,
-        gpus=32,
-        tokens=15_000_000,
-        with_="inputs on the host, tiles",
-    ),
-    Longest(
-        source=RECIPES,
-        model=LLAMA_8B,
-        stack=ALST_ALL,
-        gpus=16,
-        tokens=8_000_000,
-        with_="inputs on the host, tiles",
-    ),
-    Longest(
-        source=RECIPES,
-        model=LLAMA_8B,
-        stack=ALST_INPUTS,
-        gpus=8,
-        tokens=2_400_000,
-        with_="inputs on the host",
-    ),
-    Longest(
-        source=RECIPES, model=LLAMA_8B, stack=ALST_TILES, gpus=8, tokens=1_200_000, with_="tiles"
-    ),
-    Longest(source=RECIPES, model=LLAMA_8B, stack=ALST_PLAIN, gpus=8, tokens=1_100_000, with_="-"),
-    Longest(
-        source=RECIPES,
-        model=QWEN3_32B,
-        stack=ALST_ONE,
-        gpus=1,
-        tokens=230_000,
-        with_="inputs on the host, tiles",
-    ),
-    Longest(
-        source=RECIPES,
-        model=QWEN3_32B,
-        stack=ALST_ALL,
-        gpus=8,
-        tokens=1_550_000,
-        with_="inputs on the host, tiles",
-    ),
-    Longest(
-        source=UNSLOTH,
-        model=GPT_OSS_20B,
-        stack=UNSLOTH_STACK,
-        gpus=1,
-        tokens=290_000,
-        states_on_host=False,
-        with_="QLoRA, inputs on the host",
-    ),
-    Longest(
-        source=UNSLOTH,
-        model=GPT_OSS_20B,
-        stack=UNSLOTH_TILES,
-        gpus=1,
-        tokens=500_000,
-        is_at_least=True,
-        states_on_host=False,
-        with_="QLoRA, inputs on the host, tiles",
-    ),
+    Longest(ALST, LLAMA_8B, ALST_ONE, 1, 500_000, BOTH),
+    Longest(ALST, LLAMA_8B, ALST_ALL, 8, 3_700_000, BOTH),
+    Longest(ALST, LLAMA_8B, ALST_ALL, 32, 15_000_000, BOTH),
+    Longest(RECIPES, LLAMA_8B, ALST_ALL, 16, 8_000_000, BOTH),
+    Longest(RECIPES, LLAMA_8B, ALST_INPUTS, 8, 2_400_000, "inputs on the host"),
+    Longest(RECIPES, LLAMA_8B, ALST_TILES, 8, 1_200_000, "tiles"),
+    Longest(RECIPES, LLAMA_8B, ALST_PLAIN, 8, 1_100_000, "neither"),
+    Longest(RECIPES, QWEN3_32B, ALST_ONE, 1, 230_000, BOTH),
+    Longest(RECIPES, QWEN3_32B, ALST_ALL, 8, 1_550_000, BOTH),
+    Longest(UNSLOTH, GPT_OSS_20B, QLORA, 1, 290_000, "QLoRA, inputs on the host", False),
+    Longest(UNSLOTH, GPT_OSS_20B, QLORA_TILES, 1, 500_000, f"QLoRA, {BOTH}", False, True),
 )
 
 # ms-swift #5522: rows of 9,000 tokens, Qwen2.5-3B with LoRA on 8 GPUs: seconds of the whole run by
@@ -387,3 +228,64 @@ FLEXSP_STEPS = {"Wikipedia, 192K": (8.0, 4.7), "CommonCrawl, 384K": (26.8, 18.9)
 
 # Zeppelin's throughput over that of even rings over all ranks, on the mean of its experiments.
 ZEPPELIN_GAIN = 2.8
+
+
+# ---- what is shown
+
+# Units that the title of a table names.
+UNITS_OF_TITLES = ("s", "GB", "tokens")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line of a table."""
+
+    what: str
+    source: str
+    unit: str
+    published: float
+    modelled: float
+    planned: float | None
+    note: str = ""
+    is_fitted: bool = False
+    is_at_least: bool = False
+
+    @property
+    def error(self) -> float:
+        """Modelled over published, less 1."""
+        return self.modelled / self.published - 1
+
+    @property
+    def counts(self) -> bool:
+        """True if the row says something about the model: nothing is fitted on it, and its figure
+        is no bound."""
+        return not self.is_fitted and not self.is_at_least
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of the row."""
+        digits = 0 if self.published >= 100 else 1 if self.published >= 10 else 2
+        planned = "-" if self.planned is None else f"{self.planned:,.{digits}f}"
+        error = "fitted" if self.is_fitted else f"{100 * self.error:+.1f} %"
+        published = f"{self.published:,.{digits}f}"
+        if self.is_at_least:
+            error = "holds" if self.error >= 0 else error
+            published += " or more"
+        return (
+            self.what if self.unit in UNITS_OF_TITLES else f"{self.what} ({self.unit})",
+            f"[{name_of(self.source)}]({self.source})",
+            published,
+            f"{self.modelled:,.{digits}f}",
+            error,
+            planned,
+            self.note,
+        )
+
+
+def name_of(source: str) -> str:
+    """Return a short name of a source."""
+    if "arxiv" in source:
+        return "arXiv " + source.rsplit("/", 1)[1]
+    if "github.com" in source:
+        words = source.split("github.com/")[1].split("/")
+        return f"{words[1]} #{words[3]}" if words[2] in ("pull", "issues") else words[1]
+    return source.split("//")[1].split("/")[0]
