@@ -208,8 +208,8 @@ class RandomPlanEngine(FlexSeqEngine):
         self.executor.planner = lambda ahead: RandomPlanner(topology, seed, accepts, choose)
 
 
-def any_choice(layers, rng):
-    """Any choice for memory of so many layers, or none."""
+def any_choice(layers, rng, tiles=(1,)):
+    """Any choice for memory of so many layers, with any of some numbers of tiles, or none."""
     if rng.random() < 0.2:
         return None
     recomputed = rng.randint(0, layers)
@@ -219,19 +219,21 @@ def any_choice(layers, rng):
         inputs_on_host=rng.randint(0, recomputed),
         outputs_on_host=on_host,
         outputs_recomputed=rng.randint(0, recomputed - on_host),
+        mlp_tiles=rng.choice(tiles),
     )
 
 
 @contextmanager
-def any_choices(layers):
-    """Give the micro-batches of all plans that run inside the block any choices for memory."""
+def any_choices(layers, tiles=(1,)):
+    """Give the micro-batches of all plans that run inside the block any choices for memory; see
+    `any_choice`."""
     original = WholeModelExecutor.dispatch
 
     def dispatch(self, planned):
         rng = random.Random(planned.drawn.number)  # alike on all ranks
         batches = []
         for micro_batch in planned.plan.micro_batches:
-            batches.append(replace(micro_batch, memory=any_choice(layers, rng)))
+            batches.append(replace(micro_batch, memory=any_choice(layers, rng, tiles)))
         plan = replace(planned.plan, micro_batches=tuple(batches))
         return original(self, replace(planned, plan=plan))
 
