@@ -85,10 +85,14 @@ def find_mlps(model: PreTrainedModel) -> FoundMlps:
     least = model.config.get_text_config().hidden_size ** 2 // 2
     mlps: list[Mlp] = []
     reasons: list[str] = []
+    seen: set[nn.Module] = set()  # layers may share one
     for layer_name, layer in text_layers(model):
         for name, module in _at_places(layer, places):
             if sum(elements(parameter) for parameter in module.parameters()) < least:
                 continue  # low rank: what is inside is narrow
+            if module in seen:
+                continue
+            seen.add(module)
             reason = _reason_not_tiled(module)
             if reason is None:
                 mlps.append(Mlp(name=f"{layer_name}.{name}", layer=layer, module=module))

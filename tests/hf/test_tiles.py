@@ -203,6 +203,19 @@ def test_two_micro_batches_in_flight_have_tiles_of_their_own(counts):
     assert counts == [4, 4, 2, 2]
 
 
+def test_layers_may_share_an_mlp(counts):
+    model = tiny_llama()
+    first, second = model.model.layers
+    second.mlp = first.mlp
+    wanted = called(model)
+    attached = MlpTiles(model)
+    attached.attach()
+    torch.testing.assert_close(called(model, 4), wanted, rtol=1e-13, atol=1e-13)
+    assert counts == [4, 4]
+    attached.detach()
+    assert "forward" not in vars(first.mlp)
+
+
 def test_a_forward_of_the_instance_stays_and_is_put_back():
     model = tiny_llama()
     mlp = model.model.layers[0].mlp
