@@ -30,6 +30,7 @@ DESCRIPTION: dict[str, Any] = {
     "zero_stage": 3,
     "checkpointing": False,
     "dtype": "bfloat16",
+    "lora_rank": None,
 }
 
 # Columns of the table, and their widths; the last one is as wide as it has to be.
@@ -100,8 +101,11 @@ def _estimated(options: Namespace) -> CostModel:
     for name, default in DESCRIPTION.items():
         given = getattr(options, name)
         chosen[name] = default if given is None else given
+    shape = _shape(options.model, chosen["dtype"])
+    if chosen["lora_rank"] is not None:
+        shape = shape.with_adapters(chosen["lora_rank"])
     return analytic_cost_model(
-        _shape(options.model, chosen["dtype"]),
+        shape,
         DEVICES[chosen["device"]],
         options.topology,
         checkpointing=chosen["checkpointing"],

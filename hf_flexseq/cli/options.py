@@ -136,6 +136,12 @@ def _fit_options(parser: ArgumentParser) -> None:
         "--dtype", choices=DTYPES, metavar="NAME", help="of activations (default bfloat16)"
     )
     parser.add_argument(
+        "--lora-rank",
+        type=at_least(1),
+        metavar="N",
+        help="training of LoRA adapters at all matrices, instead of all parameters",
+    )
+    parser.add_argument(
         "--host-memory-gib",
         dest="host_bytes",
         type=gibibytes,

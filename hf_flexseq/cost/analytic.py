@@ -17,7 +17,7 @@ from hf_flexseq.cost.shapes import HeadShape, ModelShape
 from hf_flexseq.cost.sharding import TRIPS, shards_span_nodes
 from hf_flexseq.cost.tower import TowerCost
 
-# Bytes of one parameter, all float32: the weight, its gradient, and Adam's two moments.
+# Bytes of one trained parameter, all float32: the weight, its gradient, and Adam's two moments.
 WEIGHT_BYTES = 4
 GRADIENT_BYTES = 4
 MOMENT_BYTES = 8
@@ -61,6 +61,13 @@ def analytic_cost_model(
     exchanges = 3.0 if checkpointing else 2.0
     token_bytes, state_bytes = _held_bytes(shape, topology, checkpointing, chunked_loss)
     sharded_bytes = sum((MOMENT_BYTES, GRADIENT_BYTES, WEIGHT_BYTES)[:zero_stage])  # a parameter
+    trained = shape.params - shape.frozen_params
+    sharded = float(sharded_bytes * trained)
+    whole = float((PARAMETER_BYTES - sharded_bytes) * trained)
+    if zero_stage == 3:
+        sharded += shape.frozen_bytes
+    else:
+        whole += shape.frozen_bytes
     parameters_s = _parameters_s(shape, device, topology, zero_stage, replicas)
     # A layer with attention and a scan exchanges twice, each time as often as Ulysses.
     exchanging_layers = shape.attention_count + sum(layers for layers, _ in shape.recurrent)
@@ -78,8 +85,8 @@ def analytic_cost_model(
         bandwidths=_bandwidths(device, topology),
         heads=shape.heads,
         token_bytes=token_bytes,
-        state_bytes=state_bytes + (PARAMETER_BYTES - sharded_bytes) * shape.params,
-        sharded_state_bytes=float(sharded_bytes * shape.params * replicas),
+        state_bytes=state_bytes + whole,
+        sharded_state_bytes=sharded * replicas,
         budget_bytes=MEMORY_FRACTION * device.memory_bytes,
         nics_per_node=topology.ranks_per_node if device.own_nic else 1,
         transfer_s=device.transfer_s,
@@ -134,7 +141,9 @@ def _held_bytes(
     """Return the activation bytes (per token, per rank), without parameters."""
     token = _token_bytes(shape, checkpointing)
     # The copies that autocast makes of weights exist until the forward has ended.
-    state = float(shape.dtype_bytes * shape.params) if shape.hidden_bytes is not None else 0.0
+    state = 0.0
+    if shape.hidden_bytes not in (None, shape.dtype_bytes):
+        state += float(shape.dtype_bytes * shape.params)
     if topology.world_size > 1:
         state += _halo_bytes(shape, checkpointing)
         state += _all_summaries_bytes(shape, topology.world_size)

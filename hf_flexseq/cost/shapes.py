@@ -1,7 +1,7 @@
 """The sizes of a model, as estimates of its cost need them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hf_flexseq.base.layers import FULL, Reach, RecurrentShape
@@ -62,6 +62,10 @@ class ModelShape:
     """Layers without attention."""
     active_params: int | None = None
     """Parameters that work on one token; a head that is the embedding counts twice. None: all."""
+    frozen_params: int = 0
+    """Parameters of these that get no gradients, as below adapters."""
+    frozen_bytes: int = 0
+    """Bytes of their weights."""
     head_shapes: tuple[tuple[Reach, HeadShape], ...] = ()
     """(reach, heads of its layers) if layers differ; () if all have the heads above."""
 
@@ -92,6 +96,26 @@ class ModelShape:
     def has_experts(self) -> bool:
         """True if less than half of the parameters work on a token."""
         return self.active_params is not None and 2 * self.active_params < self.params
+
+    def with_adapters(self, rank: int) -> "ModelShape":
+        """Return the sizes of this model, frozen, with LoRA adapters of a rank at all matrices of
+        its layers but those of experts; weights have the bytes of an activation."""
+        widths = 0  # into and out of all adapted matrices
+        for layers, _, heads in self.attention_layers():
+            of_query = 2 * (self.hidden + heads.query_width)  # and of the output
+            of_keys = 2 * self.hidden + heads.kv_width
+            widths += layers * (of_query + of_keys)
+        if not self.has_experts:
+            widths += 3 * self.layers * (self.hidden + self.intermediate)
+        adapters = rank * widths
+        active = self.active_params
+        return replace(
+            self,
+            params=self.params + adapters,
+            active_params=None if active is None else active + adapters,
+            frozen_params=self.params,
+            frozen_bytes=self.params * self.dtype_bytes,
+        )
 
     def heads_of(self, reach: Reach) -> HeadShape:
         """Return the heads of the layers of a reach."""

@@ -65,6 +65,9 @@ def test_options_change_what_fits(flexseq):
     assert longest("--device H200")[0] > plain[0]
     assert longest("--dtype float32")[0] < plain[0]
     assert longest("--zero-stage 2 --device H200")[0] < longest("--device H200")[0]
+    lora = longest("--lora-rank 64 --zero-stage 0")
+    assert lora[-1] > 0.9 * plain[-1] / 2
+    assert longest("--lora-rank 64")[0] > plain[0]
     assert len(longest("--checkpointing")) == len(plain) - 1
     assert longest("--host-memory-gib 0")[-1] < plain[-1] < longest("--host-memory-gib 200")[-1]
 

@@ -60,6 +60,37 @@ def test_memory_depends_on_sharding_and_checkpointing():
         tokens(zero_stage=4)
 
 
+def test_frozen_parameters_have_weights_alone():
+    node = Topology(nodes=1, ranks_per_node=8)
+    adapted = LLAMA_8B.with_adapters(64)
+    adapters = adapted.params - LLAMA_8B.params
+    # at seven matrices of each layer: q and o, k and v, gate and up, down
+    widths = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
+    assert adapters == 64 * 32 * widths
+    head = 4 * 128256 * 4096  # the gradient of a chunked loss
+    for zero_stage, whole, sharded in (
+        (0, 2 * LLAMA_8B.params + 16 * adapters, 0),
+        (2, 2 * LLAMA_8B.params + 4 * adapters, 12 * adapters),
+        (3, 0, 2 * LLAMA_8B.params + 16 * adapters),
+    ):
+        cost = analytic_cost_model(adapted, DEVICES["H100"], node, zero_stage=zero_stage)
+        assert (cost.state_bytes, cost.sharded_state_bytes) == (whole + head, sharded)
+    # as in recipes/llama-3.1-8b/long_context_lora.yaml
+    unsharded = analytic_cost_model(adapted, DEVICES["H100"], node)
+    assert unsharded.max_tokens_per_rank(8) > 65536
+    with pytest.raises(ValueError, match="leaves no room for a token"):
+        analytic_cost_model(LLAMA_8B, DEVICES["H100"], node).max_tokens_per_rank(8)
+
+
+def test_autocast_copies_no_weights_that_have_its_dtype():
+    node = Topology(nodes=1, ranks_per_node=8)
+    states = []
+    for hidden_bytes in (None, 2, 4):
+        cast = replace(LLAMA_8B, hidden_bytes=hidden_bytes)
+        states.append(analytic_cost_model(cast, DEVICES["H100"], node).state_bytes)
+    assert states[0] == states[1] == states[2] - 2 * LLAMA_8B.params
+
+
 @pytest.mark.parametrize(
     "nodes, ranks", [(1, 1), (1, 8), (2, 8), (2, 4), (3, 2), (2, 12), (2, 16), (5, 3)]
 )

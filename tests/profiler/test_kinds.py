@@ -247,3 +247,15 @@ def test_a_hybrid_is_calibrated(config, kind, share, monkeypatch):
     assert layers.token_s >= 0
     assert layers.summary_bytes > 0
     assert "us more where ranks share a sequence" in _summary(record)
+
+
+def test_frozen_parameters_are_counted_with_the_bytes_of_their_weights():
+    model = AutoModelForCausalLM.from_config(sized("llama", num_hidden_layers=2))
+    model = model.to(torch.bfloat16)
+    assert model_shape(model).frozen_params == 0
+    model.requires_grad_(False)
+    model.model.norm.requires_grad_(True)
+    shape = model_shape(model)
+    trained = model.model.norm.weight.numel()
+    assert shape.frozen_params == shape.params - trained
+    assert shape.frozen_bytes == 2 * shape.frozen_params

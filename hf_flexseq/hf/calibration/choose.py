@@ -192,7 +192,10 @@ def _shape_key(shape: ModelShape) -> dict[str, object]:
         del sizes["reaches"]
     if shape.active_params is None:
         del sizes["active_params"]
-    for name in ("head_shapes", "recurrent", "without_attention", "tower"):
+    for name in (
+        *("head_shapes", "recurrent", "without_attention", "tower"),
+        *("frozen_params", "frozen_bytes"),
+    ):
         if not sizes[name]:
             del sizes[name]
     return sizes

@@ -159,6 +159,7 @@ def model_shape(model: nn.Module) -> ModelShape:
     layers = layers_of(config)
     kinds = [layer.attention for layer in layers if layer.attention is not None]
     counts = reach_counts(kinds)
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     return ModelShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -173,6 +174,8 @@ def model_shape(model: nn.Module) -> ModelShape:
         recurrent=_recurrent(layers),
         without_attention=len(layers) - len(kinds),
         active_params=_active_params(model, params),
+        frozen_params=sum(elements(parameter) for parameter in frozen),
+        frozen_bytes=sum(elements(one) * one.element_size() for one in frozen),
         head_shapes=_head_shapes(kinds, attention),
         tower=tower_shape(model),
     )
