@@ -67,9 +67,9 @@ class _Layer:
 
     __slots__ = ("__weakref__", "before", "tensors")
 
-    def __init__(self, before: "_Layer | None") -> None:
-        self.before = None if before is None else weakref.ref(before)
-        self.tensors: list[weakref.ref[HostTensor]] = []  # that are not taken yet
+    def __init__(self, before: "weakref.ref[_Layer] | None") -> None:
+        self.before = before  # the last one that has put any
+        self.tensors: list[weakref.ref[HostTensor]] = []  # that have not been fetched
 
 
 class _UnderWay(NamedTuple):
@@ -98,7 +98,7 @@ class HostStore:
         is_gpu = device.type == "cuda"
         self._pages = Pages(budget, pinned=is_gpu)
         self._copies = torch.cuda.Stream(device) if is_gpu else None
-        self._layer = _Layer(None)  # that runs now
+        self._layer = _Layer(None)  # whose forward runs
         self._number = 0  # of this run of a layer
         self._put = 0  # tensors of this layer so far
         self._leaving: deque[_Leaving] = deque()
@@ -135,7 +135,8 @@ class HostStore:
 
     def begin_layer(self) -> None:
         """Begin the next layer of a forward, which may put tensors or not."""
-        self._layer = _Layer(self._layer)
+        last = self._layer
+        self._layer = _Layer(weakref.ref(last) if self._put else last.before)
         self._number += 1
         self._put = 0
         self._let_go(before=self._number - 1)
@@ -157,6 +158,13 @@ class HostStore:
         stored = HostTensor(self, self._layer, source, pieces)
         self._layer.tensors.append(weakref.ref(stored))
         return stored
+
+    def come_ahead(self, output: torch.Tensor) -> None:
+        """Let what the last layer with tensors has put come back when the backward of the layer
+        after it begins. output: of that layer, which puts none."""
+        before = self._layer.before
+        if before is not None and output.requires_grad:
+            output.register_hook(lambda gradient: self._fetch_of(before))
 
     def settle(self) -> None:
         """End a forward: nothing that was put stays on the device."""
@@ -186,9 +194,8 @@ class HostStore:
         self.settle()
         layer = stored._layer
         self._fetch(layer)
-        before = None if layer.before is None else layer.before()
-        if before is not None:
-            self._fetch(before)
+        if layer.before is not None:
+            self._fetch_of(layer.before)
         if stored._arriving is None:  # taken for the second time
             self._fetch_one(stored)
         arriving = stored._arriving
@@ -196,6 +203,12 @@ class HostStore:
         assert arriving is not None, "what is fetched is under way"
         self._wait_for(arriving)
         return arriving.tensor
+
+    def _fetch_of(self, reference: "weakref.ref[_Layer]") -> None:
+        """Let the tensors of a layer come, if any of them are needed still."""
+        layer = reference()
+        if layer is not None and not self._is_closed:
+            self._fetch(layer)
 
     def _fetch(self, layer: _Layer) -> None:
         """Let all tensors of a layer come to the device, once."""

@@ -88,6 +88,12 @@ class Plan(Record):
         counts = Counter(group.degree for group in self.groups)
         return dict(sorted(counts.items()))
 
+    def choices(self) -> dict[str, int]:
+        """Return the number of micro-batches by their choice for memory, in words; those without
+        one are left out."""
+        chosen = [str(one.memory) for one in self.micro_batches if one.memory is not None]
+        return dict(Counter(chosen))
+
     def to_record(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
         return {

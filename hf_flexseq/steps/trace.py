@@ -26,6 +26,9 @@ SPARED = "tokens_spared"
 IMAGES, IMAGE_IMBALANCE = "images", "image_imbalance"
 LOGGED = ("micro_batches", "measured_s", "tokens_per_s", SPARED, IMAGES, IMAGE_IMBALANCE)
 
+# Beginnings of names: then comes a degree, or the words of a choice for memory.
+GROUPS_OF, CHOSEN = "groups_of_", "chosen: "
+
 Figures = dict[str, float]
 
 
@@ -121,7 +124,9 @@ def step_figures(step: RankMicroBatches, measured_s: float) -> Figures:
         figures[IMAGE_IMBALANCE] = placement.imbalance
         figures["predicted_s"] += placement.seconds
     for degree, count in step.plan.degrees().items():
-        figures[f"groups_of_{degree}"] = count
+        figures[f"{GROUPS_OF}{degree}"] = count
+    for choice, count in step.plan.choices().items():
+        figures[f"{CHOSEN}{choice}"] = count
     return figures
 
 
@@ -153,10 +158,13 @@ def logged_figures(steps: Sequence[Figures]) -> Figures:
 
 def plan_line(figures: Figures) -> str:
     """Return the figures of a step in one line, for people."""
-    return (
+    line = (
         f"{_work_line(figures)}, predicted {figures['predicted_s']:.3f} s, "
         f"measured {figures['measured_s']:.3f} s, {figures['tokens_per_s']:,.0f} tokens/s"
     )
+    for choice, count in _named(figures, CHOSEN).items():
+        line = f"{line}; {count:g} micro-batch(es) with {choice}"
+    return line
 
 
 def _work_line(value: Figures) -> str:
@@ -164,8 +172,15 @@ def _work_line(value: Figures) -> str:
     if "chunks" in value:
         return f"{value['chunks']:g} chunk(s) through {value['stages']:g} stages"
     groups = []
-    for name, count in value.items():
-        if name.startswith("groups_of_"):
-            degree = name.removeprefix("groups_of_")
-            groups.append(f"{count:g} x degree {degree}")
+    for degree, count in _named(value, GROUPS_OF).items():
+        groups.append(f"{count:g} x degree {degree}")
     return f"{' + '.join(groups)} in {value['micro_batches']:g} micro-batch(es)"
+
+
+def _named(figures: Figures, beginning: str) -> dict[str, float]:
+    """Return the figures whose names begin so, by the rest of their names."""
+    found = {}
+    for name, value in figures.items():
+        if name.startswith(beginning):
+            found[name.removeprefix(beginning)] = value
+    return found

@@ -11,6 +11,8 @@ import torch
 from accelerate import Accelerator
 from torch.utils.checkpoint import noop_context_fn
 from transformers import TrainerCallback
+from trl import SFTTrainer
+from trl.trainer import sft_trainer as sft_module
 
 from hf_flexseq import FlexSeqEngine
 from hf_flexseq.hf.model.layer_memory import LayerMemory, reason_without_choices
@@ -20,6 +22,7 @@ from hf_flexseq.plan.memory import MemoryChoice
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.objectives import BOUNDS, Case, assert_alike, compare, save_inputs
 from tests.hf.test_exactness import gradients_under_random_plans
+from tests.hf.test_mixin import sft_trainer
 from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.test_remat import (
     CPU,
@@ -126,7 +129,7 @@ def zero_under_choices(rank, world_size, folder, chooses):
     from tests.hf.test_sharding import zero_run  # DeepSpeed need not be installed elsewhere
 
     with any_choices(SIZES["num_hidden_layers"]) if chooses else nullcontext():
-        found, *_ = zero_run(rank, world_size, folder, 3, 1, False)
+        found, *_ = zero_run(rank, world_size, folder, 3, 1, False, max_steps=3)
     return found
 
 
@@ -258,6 +261,26 @@ def test_the_engine_says_why_no_plan_chooses(settings, reason, then):
         assert engine.executor.reason_without_choices == then
 
 
+def sft(folder, **settings):
+    return sft_trainer(SFTTrainer, folder, 2, flexseq={}, settings=settings)
+
+
+def test_trl_and_activation_checkpointing_do_not_both_offload(tmp_path, monkeypatch):
+    # without a GPU TRL finds no device to offload from
+    monkeypatch.setattr(sft_module, "get_act_offloading_ctx_manager", lambda model: nullcontext())
+    trainer = sft(tmp_path, activation_offloading=True)
+    with trainer._attached():
+        reason = trainer.flexseq.executor.reason_without_choices
+    assert reason == "activation_offloading=True offloads them"
+    with refused("activation_offloading=True and offload=True in .*_kwargs", ValueError):
+        sft(
+            tmp_path,
+            activation_offloading=True,
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"offload": True},
+        )
+
+
 def test_more_memory_of_the_host_than_there_is():
     with refused(r"host_memory_gib=1e\+06 for each of 1 ranks: the machine has", ValueError):
         FlexSeqEngine(Accelerator(cpu=True), tiny_arguments(host_memory_gib=1e6))
@@ -337,7 +360,7 @@ def test_fifty_steps_hold_no_more_than_the_first_and_the_end_frees_it(tmp_path):
 
     trainer = flexseq_trainer(
         tmp_path,
-        model=deep_llama(),
+        batch=1,
         max_steps=100,
         lookahead=0,
         max_tokens_per_rank=64,

@@ -42,10 +42,18 @@ def small_llama():
 
 
 def zero_run(
-    rank, world_size, folder, stage, accumulation, checkpointing, make=small_llama, batch=2
+    rank,
+    world_size,
+    folder,
+    stage,
+    accumulation,
+    checkpointing,
+    make=small_llama,
+    batch=2,
+    **settings,
 ):
     """Weights; log, with the figures of all steps behind it; and how often DeepSpeed stepped its
-    optimizer. make: returns the model."""
+    optimizer. make: returns the model. settings: further arguments of the trainer."""
     model = make()  # before the settings, which make transformers draw other weights
     deepspeed.init_distributed("gloo")
     config = copy.deepcopy(ZERO) | {
@@ -60,6 +68,7 @@ def zero_run(
         learning_rate=LEARNING_RATE,
         deepspeed=config,
         gradient_checkpointing=checkpointing,
+        **settings,
     )
     steps = noting_figures(trainer)
     trainer.train()

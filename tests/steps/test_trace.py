@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +15,10 @@ import torch
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.distributed.transport import Capabilities
 from hf_flexseq.plan.images import place_images
+from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.steps import trace as tracing
 from hf_flexseq.steps import trace_file
-from hf_flexseq.steps.trace import PlanTrace
+from hf_flexseq.steps.trace import PlanTrace, logged_figures, plan_line
 from hf_flexseq.steps.trace_file import TraceFile
 from tests.plans import group, plan_of_groups
 from tests.ranks import host_exchanges, join, run_threads
@@ -106,6 +108,37 @@ def test_a_line_has_the_load_of_the_tower_where_there_are_images(tmp_path):
     first, second = (json.loads(line) for line in (tmp_path / "trace.jsonl").open())
     assert first["tower"] == {"images": 3, "seconds": 7e-9, "imbalance": 14 / 12}
     assert "tower" not in second
+
+
+# ---- choices for memory
+
+
+def test_a_step_names_its_choices_in_the_log_and_in_the_trace(tmp_path):
+    chosen = MemoryChoice(recomputed_layers=3, inputs_on_host=2)
+    plan = plan_of_groups((3, 4, 5), *[[group(0, 1, index)] for index in range(3)])
+    first, *others = plan.micro_batches
+    others = [replace(one, memory=chosen) for one in others]
+    plan = replace(plan, micro_batches=(first, *others), objective_s=2.0)
+    step = step_of(None, lambda: [0.5] * 3)
+    step.__dict__.update(plan=plan, images=None, waited_s=0.0, passes=1, tokens=12)
+
+    def record(rank, world_size):
+        trace = PlanTrace(str(tmp_path / "trace.jsonl"), join())
+        return trace.record(step, PRESETS["qwen3-vl-8b-h100"])
+
+    (figures,) = run_threads(record, 1)
+    assert plan_line(figures) == (
+        "3 x degree 1 in 3 micro-batch(es), predicted 2.000 s, measured 1.500 s, 8 tokens/s; "
+        "2 micro-batch(es) with 3 layers recomputed, inputs of 2 on the host"
+    )
+    assert set(logged_figures([figures])) == {
+        "flexseq/micro_batches",
+        "flexseq/measured_s",
+        "flexseq/tokens_per_s",
+    }
+    line = json.loads((tmp_path / "trace.jsonl").read_text())
+    in_trace = [one.get("memory") for one in line["micro_batches"]]
+    assert in_trace == [None, chosen.to_record(), chosen.to_record()]
 
 
 # ---- the file

@@ -220,9 +220,20 @@ class _Call:
         if self._store is not None:
             self._store.begin_layer()
         if not self._choices.recomputes(layer):
-            return function(*args)
-        with self._of_attention(layer), self._of_input(layer):
-            return checkpoint(function, *args, **options)
+            outputs = function(*args)
+        else:
+            with self._of_attention(layer), self._of_input(layer):
+                outputs = checkpoint(function, *args, **options)
+        if self._store is not None and self._is_first_without_host(layer):
+            self._store.come_ahead(outputs[0] if isinstance(outputs, tuple) else outputs)
+        return outputs
+
+    def _is_first_without_host(self, layer: int) -> bool:
+        """Tell whether a layer has nothing on the host, and the one before it has."""
+        return layer > 0 and self._on_host(layer - 1) and not self._on_host(layer)
+
+    def _on_host(self, layer: int) -> bool:
+        return self._choices.input_on_host(layer) or self._choices.output_on_host(layer)
 
     def _of_attention(self, layer: int) -> AbstractContextManager[None]:
         """Say where the results of attention wait for the replay."""
