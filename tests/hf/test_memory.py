@@ -2,8 +2,10 @@
 is chosen is done: where tensors are between forward and backward, and how often attention runs."""
 
 import os
+import random
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -19,11 +21,14 @@ from hf_flexseq.hf.model.layer_memory import LayerMemory, reason_without_choices
 from hf_flexseq.memory.pages import MIB
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan.memory import MemoryChoice
+from tests.budget import others_nightly
+from tests.hf.by_hand import TWO_NODES, worst_error
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.objectives import BOUNDS, Case, assert_alike, compare, save_inputs
 from tests.hf.test_exactness import gradients_under_random_plans
 from tests.hf.test_mixin import sft_trainer
-from tests.hf.test_reach import keep_float64, make_model
+from tests.hf.test_reach import FAMILIES, keep_float64, make_model, plans_across
+from tests.hf.test_reach import LENGTHS as REACH_LENGTHS
 from tests.hf.test_remat import (
     CPU,
     assert_same_bits,
@@ -37,6 +42,8 @@ from tests.hf.tiny import (
     SIZES,
     any_choice,
     any_choices,
+    documents,
+    reference_gradients,
     refused,
     tiny_arguments,
     tiny_llama,
@@ -46,6 +53,12 @@ from tests.ranks import run_cases, run_ranks
 
 LAYERS = 5
 deep_llama = partial(tiny_llama, num_hidden_layers=LAYERS)
+
+
+def layers_of(model):
+    return LayerMemory(
+        model, save_attention_output=True, make_store=lambda: HostStore(CPU, 16 * MIB)
+    )
 
 
 # ---- exact, mixed over micro-batches and layers
@@ -111,6 +124,30 @@ def test_families_equal_one_process_under_any_choices():
             assert worst["gradients"] < 1e-10, family
 
 
+WITHOUT_CHOICES = ("LongcatFlash", "JetMoe", "Zamba2")
+WITH_CHOICES = [name for name in (*FAMILIES, *HYBRIDS) if name not in WITHOUT_CHOICES]
+
+
+@pytest.mark.parametrize("family", others_nightly(WITH_CHOICES, tried=["Gemma2", "KimiLinear"]))
+def test_every_family_is_exact_under_any_choices_on_two_nodes(monkeypatch, family):
+    keep_float64(monkeypatch)
+    make = partial(make_hybrid if family in HYBRIDS else make_model, family)
+    count = make().config.num_hidden_layers
+    rng = random.Random(family)
+    plans = []
+    for plan in plans_across(REACH_LENGTHS, family):
+        chosen = [replace(one, memory=any_choice(count, rng)) for one in plan.micro_batches]
+        plans.append(replace(plan, micro_batches=tuple(chosen)))
+    wanted = reference_gradients(make(), documents(REACH_LENGTHS), attention="eager")
+    with ExitStack() as attached:
+
+        def attach(model):
+            attached.enter_context(layers_of(model).attached())
+
+        examples = documents(REACH_LENGTHS)
+        assert worst_error(make, TWO_NODES, plans, examples, wanted, attached=attach) < 1e-10
+
+
 def compared_under_choices(rank, world_size, folder, case):
     with any_choices(SIZES["num_hidden_layers"], TILES), noted_stores() as stores:
         return compare(rank, world_size, folder, case), len(stores)
@@ -159,7 +196,7 @@ CHOICES = (
 def told(model, **choice):
     """A context with this choice for a model's layers, the counter of its kernel's forwards, and
     the layers; None for what is set."""
-    layers = LayerMemory(model, save_attention_output=True, make_store=lambda: HostStore(CPU, MIB))
+    layers = layers_of(model)
     with layers.attached():
         yield *make_context(memory=MemoryChoice(**choice)), layers
 
