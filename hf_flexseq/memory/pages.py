@@ -115,7 +115,7 @@ class Pages:
     def _new_page(self) -> Page:
         if self.held_bytes + self.page_bytes > self.budget:
             raise HostMemoryFull(
-                f"activations on the host need more than host_memory_gib={self.budget / GIB:g}, "
+                f"activations on the host need more than host_memory_gib={self.budget / GIB:.3g}, "
                 "the budget of each rank: raise it, or set max_tokens_per_rank lower"
             )
         page = Page(torch.empty(self.page_bytes, dtype=torch.uint8, pin_memory=self._pinned))

@@ -243,7 +243,7 @@ def test_the_units_of_a_model_are_looked_for_once_and_forgotten_with_it(monkeypa
     monkeypatch.setattr(
         torch.nn.Linear, "modules", lambda model: looked_at.append(model) or modules(model)
     )
-    stepped = FsdpPolicies(None, None, over_replicas=False)
+    stepped = FsdpPolicies(None, None, None, over_replicas=False)
     first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     for model in (first, first, second):
         with stepped.of_step(None, model) as before_last, before_last():

@@ -18,7 +18,7 @@ from trl.trainer import sft_trainer as sft_module
 
 from hf_flexseq import FlexSeqEngine
 from hf_flexseq.hf.model.layer_memory import LayerMemory, reason_without_choices
-from hf_flexseq.memory.pages import MIB
+from hf_flexseq.memory.pages import MIB, HostMemoryFull
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan.memory import MemoryChoice
 from tests.budget import others_nightly
@@ -376,6 +376,13 @@ def test_offload_of_transformers_trains_on_a_cpu_with_attention_on_the_host(tmp_
         tokens, rest = divmod(store.peak_bytes, layers * (2 * 32 + 4) * 8)
         assert rest == 0
         assert 48 <= tokens <= 64
+
+
+def test_a_budget_that_does_not_suffice_ends_training_in_one_line(tmp_path):
+    options = {"gradient_checkpointing_kwargs": {"offload": True}}
+    with noted_stores() as stores, refused("need more than host_memory_gib=2e-05", HostMemoryFull):
+        trained(tmp_path, **options, host_memory_gib=2e-5)
+    assert stores[0].held_bytes == 0
 
 
 # ---- how long a store lives

@@ -222,7 +222,7 @@ class _Call:
         if not self._choices.recomputes(layer):
             outputs = function(*args)
         else:
-            with self._of_attention(layer), self._of_input(layer):
+            with self._of_attention(layer), self._of_input(layer, args):
                 outputs = checkpoint(function, *args, **options)
         if self._store is not None and self._is_first_without_host(layer):
             self._store.come_ahead(outputs[0] if isinstance(outputs, tuple) else outputs)
@@ -244,26 +244,47 @@ class _Call:
             host=self._store if self._choices.output_on_host(layer) else None,
         )
 
-    def _of_input(self, layer: int) -> AbstractContextManager[Any]:
-        """Bring the hidden states to the host that the layer is given."""
+    def _of_input(self, layer: int, args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+        """Bring the hidden states to the host that the layer is given. Raises NotImplementedError
+        where they are not its first positional argument."""
         if not self._choices.input_on_host(layer):
             return nullcontext()
         assert self._store is not None, "a choice that uses the host has a store"
-        return _FirstOnHost(self._store)
+        if not args or not isinstance(args[0], torch.Tensor):
+            raise NotImplementedError(
+                f"layer {layer} is not given hidden states first, so that its input cannot be on "
+                "the host: set activation_memory='as_set', without offload"
+            )
+        return _OnHost(args[0], self._store)
 
 
-class _FirstOnHost(saved_tensors_hooks):
-    """Brings the first tensor that is saved to the host: a layer's hidden states. Its other
-    arguments may be tensors that all layers share."""
+class _OnHost(saved_tensors_hooks):
+    """Brings one tensor to the host when it is saved. What else is saved stays where it is: other
+    arguments of a layer may be tensors that all layers share."""
 
-    def __init__(self, store: HostStore) -> None:
+    def __init__(self, chosen: torch.Tensor, store: HostStore) -> None:
+        self._chosen: torch.Tensor | None = chosen  # until it is saved: hooks live as long
         self._store = store
-        self._is_first = True
         super().__init__(self._pack, _unpack)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | HostTensor:
-        is_first, self._is_first = self._is_first, False
-        return self._store.put(tensor) if is_first else tensor
+        chosen = self._chosen
+        # What is saved is another object over the same memory.
+        if (
+            chosen is None
+            or chosen.data_ptr() != tensor.data_ptr()
+            or chosen.shape != tensor.shape
+        ):
+            return tensor
+        self._chosen = None
+        return self._store.put(tensor)
+
+
+def _is_same(saved: torch.Tensor, given: torch.Tensor) -> bool:
+    """Tell whether a saved tensor is one that was given: another object over its memory."""
+    if saved.untyped_storage() is not given.untyped_storage():
+        return False
+    return saved.shape == given.shape and saved.storage_offset() == given.storage_offset()
 
 
 def _unpack(packed: torch.Tensor | HostTensor) -> torch.Tensor:

@@ -62,6 +62,18 @@ def test_it_trains_as_on_a_cpu(tmp_path, gradient_checkpointing):
         torch.testing.assert_close(found[name], parameter, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("one_kernel")
+def test_it_trains_the_same_with_activations_on_the_host(tmp_path):
+    checkpointing = {"gradient_checkpointing": True, "max_steps": 2}
+    losses, _, wanted = trained(tmp_path, **checkpointing)
+    ops.reset_counts()
+    offload = {"gradient_checkpointing_kwargs": {"offload": True}}
+    found_losses, _, found = trained(tmp_path, **checkpointing, **offload)
+    assert ops.counts()["copies to the host"] > 20  # a layer's input, result and log-sum-exps
+    assert found_losses == losses
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_it_trains_in_16_bits(monkeypatch, tmp_path, precision):
