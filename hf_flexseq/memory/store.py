@@ -108,6 +108,10 @@ class HostStore:
         self._peak_bytes = 0
         self._is_closed = False
 
+    def __deepcopy__(self, memo: object) -> "HostStore":
+        """Return a store without tensors: a copy of a model has no forward under way."""
+        return HostStore(self.device, self._pages.budget)
+
     # ---- figures
 
     @property

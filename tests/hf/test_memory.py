@@ -1,6 +1,7 @@
 """Whatever a plan chooses for activations, loss and gradients are those of one process, and what
 is chosen is done: where tensors are between forward and backward, and how often attention runs."""
 
+import copy
 import os
 import random
 import threading
@@ -224,6 +225,22 @@ def test_every_choice_gives_the_same_bits_and_attends_as_often_as_it_says(choice
     assert layers.store is None
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
     assert not any("_gradient_checkpointing_func" in vars(layer) for layer in model.model.layers)
+
+
+def test_a_copy_of_a_model_has_layers_and_a_store_of_its_own():
+    model, choice = deep_model(), CHOICES[-1]
+    with told(model, **choice) as (seq_ctx, _, layers):
+        loss_of(model, seq_ctx).backward()
+        wanted = gradients(model)
+        loss = loss_of(model, seq_ctx)
+        copied = copy.deepcopy(model)
+        used = layers.store.used_bytes
+        assert used > 0
+        loss_of(copied, seq_ctx).backward()
+        assert_same_bits(gradients(copied), wanted)
+        assert layers.store.used_bytes == used
+        loss.backward()
+        assert_same_bits(gradients(model), wanted)
 
 
 # ---- models and settings that choices leave alone

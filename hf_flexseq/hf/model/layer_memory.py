@@ -268,13 +268,7 @@ class _OnHost(saved_tensors_hooks):
         super().__init__(self._pack, _unpack)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | HostTensor:
-        chosen = self._chosen
-        # What is saved is another object over the same memory.
-        if (
-            chosen is None
-            or chosen.data_ptr() != tensor.data_ptr()
-            or chosen.shape != tensor.shape
-        ):
+        if self._chosen is None or not _is_same(tensor, self._chosen):
             return tensor
         self._chosen = None
         return self._store.put(tensor)
