@@ -1,65 +1,114 @@
 """Bytes that a rank holds of the activations of a micro-batch, by the choice made for them.
 
-A choice (`plan/memory.py`) says of L layers that the first R run again in the backward, that of
+A choice (`plan/memory.py`) says of the layers that the first R run again in the backward, that of
 these the inputs of the first I and the outputs of attention of the first O are on the host, that N
 more outputs are computed again, and that MLPs are computed in T tiles. With the bytes of a token
 
     input    a layer's input
     output   what a layer's attention, or its scan, gave, with log-sum-exps
-    layer    all that a layer keeps for a backward that computes nothing again; `mlp` of these
+    kept     all that a layer keeps for a backward that computes nothing again; `mlp` of these
              inside of its MLP, which tiles do without
-    work     what a layer's backward holds at its peak besides these; `mlp_work` of these exist for
-             one tile at a time
+    peak     the most that the backward of a layer holds, its input and what it keeps included;
+             `tiled` of these exist for one tile at a time
+    rest     the most of it outside of its MLP, if that is tiled
+    base     what a token has in all layers, such as its position
     head     final hidden states and their gradients
 
-a rank holds between forward and backward, for each token,
+the first layers hold between forward and backward
 
-    kept = (L - R) (layer - [T > 1] mlp) + (R - I) input + (R - O - N) output
+    held(l) = base + sum over layers before l of:
+                  kept - [T > 1] mlp                                where nothing runs again
+                  [not on host] input + [neither on host nor again] output      in the others
 
-and at its peak the most of three moments:
+and a rank's peak is the most of these moments:
 
-    head     kept + head                     when the loss is computed
-    whole    kept + work                     when the last layer's backward runs nothing again
-    replay   kept of the first R layers + layer - output + work, when layer R runs again, which
-             has its attention's output already, unless that is computed again, too
+    head       held(all layers) + head                  when the loss is computed
+    layer l    held(l) + peak                           when its backward runs
+               held(l) + max(rest, peak - (1 - 1/T) tiled)          in tiles
 
-With tiles, `layer` of the replay and `work` have mlp and mlp_work divided by T. Where anything is
-on the host, one layer's input or output more is on the device: it leaves while the next layer
-computes, and arrives while the one behind it computes.
+Where anything is on the host, one layer's input or output more is on the device: it leaves while
+the next layer computes, and arrives while the one behind it computes. A layer that runs again has
+all that it keeps once more when its backward begins, so its peak is that of a layer that does not.
 
 `choices.py` has what a choice costs in seconds.
 """
 
+import functools
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hf_flexseq.base.values import fields_of, number, positive, whole
+from hf_flexseq.base.values import fields_of, items, number, positive, whole
 from hf_flexseq.plan.memory import MemoryChoice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Activations:
-    """Activations of one model in training, and the host that may hold a part of them.
+class LayerBytes:
+    """Bytes of one token in a layer, on the rank that holds it."""
 
-    All bytes are those of one token on the rank that holds it.
-    """
-
-    layers: int
-    """Layers of the model."""
     input_bytes: float
-    """Bytes of a layer's input."""
+    """Bytes of the layer's input."""
     output_bytes: float
-    """Bytes of what the attention or the scan of a layer gave, on the mean."""
-    layer_bytes: float
-    """Bytes that a layer keeps for a backward that computes nothing again, on the mean."""
+    """Bytes of what its attention or its scan gave."""
+    kept_bytes: float
+    """Bytes that the layer keeps for a backward that computes nothing again."""
     mlp_bytes: float
-    """Bytes of these inside of the layer's MLP; 0 where MLPs cannot be tiled."""
-    work_bytes: float
-    """Bytes that a layer's backward holds at its peak besides what the layer keeps."""
-    mlp_work_bytes: float
+    """Bytes of these inside of its MLP; 0 where that cannot be tiled."""
+    peak_bytes: float
+    """Bytes that its backward holds at its peak, the input and those kept included."""
+    tiled_bytes: float
     """Bytes of these that tiles divide."""
+    rest_bytes: float
+    """Bytes at its peak outside of its MLP, if that is tiled."""
+
+    def __post_init__(self) -> None:
+        positive("input_bytes", self.input_bytes)
+        positive("kept_bytes", self.kept_bytes)
+        positive("peak_bytes", self.peak_bytes)
+        number("output_bytes", self.output_bytes, most=self.peak_bytes)
+        number("mlp_bytes", self.mlp_bytes, most=self.kept_bytes)
+        number("tiled_bytes", self.tiled_bytes, most=self.peak_bytes)
+        number("rest_bytes", self.rest_bytes, most=self.peak_bytes)
+
+    def held(self, choice: MemoryChoice, layer: int) -> float:
+        """Return the bytes that this layer holds between forward and backward."""
+        if not choice.recomputes(layer):
+            return self.kept_bytes - (self.mlp_bytes if choice.mlp_tiles > 1 else 0.0)
+        held = 0.0
+        if not choice.input_on_host(layer):
+            held += self.input_bytes
+        if not choice.output_on_host(layer) and not choice.recomputes_output(layer):
+            held += self.output_bytes
+        return held
+
+    def peak(self, tiles: int) -> float:
+        """Return the bytes that its backward holds at its peak, with an MLP in so many tiles."""
+        if tiles == 1:
+            return self.peak_bytes
+        return max(self.rest_bytes, self.peak_bytes - (1 - 1 / tiles) * self.tiled_bytes)
+
+    def to_record(self) -> dict[str, float]:
+        """Return the figures as plain JSON values."""
+        return {one.name: float(getattr(self, one.name)) for one in fields(self)}
+
+    @classmethod
+    def from_record(cls, record: Any) -> "LayerBytes":
+        """Inverse of `to_record`. Raises ValueError for any other record."""
+        needed = [one.name for one in fields(cls)]
+        return cls(**fields_of(record, "bytes of a layer", needed=needed))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activations:
+    """Activations of one model in training, and the host that may hold a part of them."""
+
+    kinds: tuple[LayerBytes, ...]
+    """The kinds of its layers."""
+    order: tuple[int, ...]
+    """The kind of each layer, by its place in `kinds`."""
+    base_bytes: float
+    """Bytes of a token that are there in all layers."""
     head_bytes: float
-    """Bytes of final hidden states and their gradients."""
+    """Bytes of a token's final hidden states and their gradients, when the loss is computed."""
     mlp_share: float
     """Share of `linear_s` that MLPs take which can be tiled."""
     out_rate: float
@@ -72,74 +121,49 @@ class Activations:
     """What the user has chosen for the run; seconds of the cost model are those of this choice."""
 
     def __post_init__(self) -> None:
-        whole("layers", self.layers, least=1)
+        whole("layers", len(self.order), least=1)
+        for kind in self.order:
+            whole("order, kind of a layer", kind, most=len(self.kinds) - 1)
         whole("as_set, recomputed_layers", self.as_set.recomputed_layers, most=self.layers)
-        positive("input_bytes", self.input_bytes)
-        positive("layer_bytes", self.layer_bytes)
-        number("output_bytes", self.output_bytes, most=self.layer_bytes)
-        number("mlp_bytes", self.mlp_bytes, most=self.layer_bytes)
-        number("work_bytes", self.work_bytes)
-        number("mlp_work_bytes", self.mlp_work_bytes, most=self.work_bytes)
-        for name in ("head_bytes", "host_bytes"):
+        for name in ("base_bytes", "head_bytes", "host_bytes"):
             number(name, getattr(self, name))
         number("mlp_share", self.mlp_share, most=1.0)
         positive("out_rate", self.out_rate)
         positive("back_rate", self.back_rate)
 
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return len(self.order)
+
     # ---- bytes
 
     def token_bytes(self, choice: MemoryChoice) -> float:
         """Return the bytes that a rank holds of each token at the peak of a micro-batch."""
-        # 1. what a layer's backward works on
-        tiles = choice.mlp_tiles
-        layer = self.layer_bytes
-        kept_of_layer = layer
-        work = self.work_bytes
-        if tiles > 1:
-            kept_of_layer -= self.mlp_bytes
-            layer = kept_of_layer + self.mlp_bytes / tiles
-            work -= self.mlp_work_bytes * (1 - 1 / tiles)
-        # 2. what is kept between forward and backward
-        recomputed = choice.recomputed_layers
-        whole_layers = self.layers - recomputed
-        inputs = recomputed - choice.inputs_on_host
-        outputs = recomputed - choice.outputs_on_host - choice.outputs_recomputed
-        kept_of_recomputed = inputs * self.input_bytes + outputs * self.output_bytes
-        if choice.inputs_on_host:
-            kept_of_recomputed += self.input_bytes
-        if choice.outputs_on_host:
-            kept_of_recomputed += self.output_bytes
-        kept = kept_of_recomputed + whole_layers * kept_of_layer
-        # 3. the peak
-        moments = [kept + self.head_bytes]
-        if whole_layers:
-            moments.append(kept + work + (layer - kept_of_layer))
-        if recomputed:
-            made_anew = layer
-            if not choice.recomputes_output(recomputed - 1):
-                made_anew -= self.output_bytes
-            moments.append(kept_of_recomputed + made_anew + work)
-        return max(moments)
+        return _token_bytes(self, choice)
 
     def host_token_bytes(self, choice: MemoryChoice) -> float:
         """Return the bytes of each token that are on the host."""
-        return (
-            choice.inputs_on_host * self.input_bytes + choice.outputs_on_host * self.output_bytes
-        )
+        on_host = 0.0
+        for layer, kind in enumerate(self.order):
+            if choice.input_on_host(layer):
+                on_host += self.kinds[kind].input_bytes
+            if choice.output_on_host(layer):
+                on_host += self.kinds[kind].output_bytes
+        return on_host
 
     # ---- JSON
 
     def to_record(self) -> dict[str, Any]:
         """Return the figures as plain JSON values."""
-        record: dict[str, Any] = {}
+        record: dict[str, Any] = {
+            "kinds": [kind.to_record() for kind in self.kinds],
+            "order": list(self.order),
+            "as_set": self.as_set.to_record(),
+        }
         for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name == "as_set":
-                record[one.name] = value.to_record()
-            elif one.name == "layers":
-                record[one.name] = value
-            else:
-                record[one.name] = float(value)
+            if one.name not in record:
+                record[one.name] = float(getattr(self, one.name))
         return record
 
     @classmethod
@@ -147,5 +171,23 @@ class Activations:
         """Inverse of `to_record`. Raises ValueError for any other record."""
         needed = [one.name for one in fields(cls)]
         values = dict(fields_of(record, "activations", needed=needed))
+        values["kinds"] = tuple(map(LayerBytes.from_record, items("kinds", values["kinds"])))
+        values["order"] = tuple(items("order", values["order"]))
         values["as_set"] = MemoryChoice.from_record(values["as_set"])
         return cls(**values)
+
+
+@functools.lru_cache(maxsize=4096)
+def _token_bytes(activations: Activations, choice: MemoryChoice) -> float:
+    """Return the most of the moments that this page describes, in bytes of a token."""
+    held = activations.base_bytes
+    kinds = activations.kinds
+    if choice.inputs_on_host:
+        held += max(kind.input_bytes for kind in kinds)
+    if choice.outputs_on_host:
+        held += max(kind.output_bytes for kind in kinds)
+    most = 0.0
+    for layer, kind in enumerate(activations.order):
+        most = max(most, held + kinds[kind].peak(choice.mlp_tiles))
+        held += kinds[kind].held(choice, layer)
+    return max(most, held + activations.head_bytes)

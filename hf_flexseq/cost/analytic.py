@@ -111,6 +111,9 @@ def _activations(shape: ModelShape, device: DeviceSpec, checkpointing: bool) -> 
         log_sum_exps += layers * heads.heads * FLOAT32_BYTES
     outputs = float(shape.dtype_bytes * shape.query_numbers + log_sum_exps)
     mixers = outputs + shape.dtype_bytes * (shape.query_numbers + shape.kv_numbers)
+    if shape.head_norms:
+        normalised = shape.query_numbers + shape.kv_numbers // 2  # queries and keys
+        mixers += (FLOAT32_BYTES + shape.dtype_bytes) * normalised
     for layers, sizes in shape.recurrent:
         outputs += layers * shape.dtype_bytes * sizes.value_heads * sizes.value_dim
         mixers += layers * _scan_bytes(shape, sizes)

@@ -1,30 +1,52 @@
 """Bytes of activations, computed from a model's sizes, for a decoder layer as transformers writes
-it: norms in float32, a gated MLP, residual sums.
+it: norms in float32, a gated MLP or experts, residual sums.
 
-With h the width of hidden states, i that inside of the MLP, q of all queries, k of all keys and
-values, and b the bytes of a number, a layer keeps for each token
+With h the width of hidden states, i that inside of the MLP (e of an expert, a of which work on a
+token), q of all queries, k of all keys, b the bytes of a number and w those of one between layers,
+a layer keeps for each token
 
-    two norms        2 (4 h + b h)      the input in float32, and the normalised rows
-    their results    2 b h              inputs of the projections, and of the MLP
-    attention        b (2 q + k) + lse  queries, output, keys and values
-    MLP              4 b i              gate, its activation, the other half, their product
+    two norms        2 (4 h + w h)         the input in float32, and the normalised rows
+    their results    2 b h                 inputs of the projections, and of the MLP; under
+                     5 b h                 autocast a copy for each of their matrices
+    norms of heads   (4 + b) (q + k)       where queries and keys are normalised
+    attention        b (2 q + 2 k) + lse   queries, output, keys and values
+    MLP              4 b i                 gate, its activation, the other half, their product
+    experts          a b (2 h + 4 e)       the same of each, what it is given and what it gave
 
-and its backward holds besides, at its peak inside of the MLP, three of these four as gradients.
-The first of a layer's norms reads the layer's input, which is kept where the layer runs again.
+Its backward holds its input and the gradient of its output besides, and at its peak
+
+    in the MLP       2 b i                 gradients of gate and other half, and of their product
+                                           instead of it; of experts 3 a b h, of their rows
+    in a norm        16 h                  gradients in float32; nothing of the MLP any more
+
+The loss needs 24 h for the last norm. Against what is counted of the layers themselves in bfloat16
+(`scripts/benchmarks/activation_bytes.py`) the bytes of a token are within 1 % for Llama-3.1-8B,
+Qwen3-8B and Qwen3-30B-A3B. They are a quarter too few for Gemma 3, which has twice the norms, and
+for gpt-oss, whose experts clamp both halves, and up to a half for models with scans.
 
 A measured model (`hf/calibration`) counts the layer itself instead. Fused kernels keep less.
 """
 
-from hf_flexseq.cost.activations import Activations
+from hf_flexseq.cost.activations import Activations, LayerBytes
 from hf_flexseq.cost.devices import DeviceSpec
 from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.plan.memory import MemoryChoice
 
 FLOAT32_BYTES = 4
+INT64_BYTES = 8
 
 # Rows of the MLP's width that a layer keeps, and that its backward holds besides.
 MLP_ROWS = 4
-MLP_GRADIENT_ROWS = 3
+MLP_GRADIENT_ROWS = 2
+# Rows of the width of hidden states that experts keep of each token that they get, and that their
+# backward holds besides.
+EXPERT_ROWS = 2
+EXPERT_GRADIENT_ROWS = 3
+# Matrices that read normalised rows: of queries, keys, values, gate and other half.
+READERS = 5
+# Rows in float32 of a norm's backward, and of all that is there with the last one.
+NORM_ROWS = 4
+HEAD_ROWS = 6
 
 
 def activations_of(
@@ -40,21 +62,14 @@ def activations_of(
     mixer_bytes: of a token, what the attention or the scan of a layer keeps with its output, on
     the mean. output_bytes: its output and log-sum-exps.
     """
-    moved = shape.dtype_bytes
-    between = shape.hidden_bytes or moved  # bytes of a number between layers
-    hidden = shape.hidden
-    norms = 2 * (FLOAT32_BYTES + moved) * hidden + 2 * moved * hidden
-    mlp = float(MLP_ROWS * moved * shape.intermediate)
-    mlp_work = float(MLP_GRADIENT_ROWS * moved * shape.intermediate)
+    between = shape.hidden_bytes or shape.dtype_bytes  # bytes of a number between layers
+    layer = _layer(shape, between, mixer_bytes=mixer_bytes, output_bytes=output_bytes)
+    rotary = 2 * shape.head_dim * between  # cosines and sines
     return Activations(
-        layers=shape.layers,
-        input_bytes=float(between * hidden),
-        output_bytes=output_bytes,
-        layer_bytes=norms + mixer_bytes + mlp,
-        mlp_bytes=mlp,
-        work_bytes=mlp_work + float(between * hidden),
-        mlp_work_bytes=mlp_work,
-        head_bytes=float(2 * between * hidden + FLOAT32_BYTES * hidden),
+        kinds=(layer,),
+        order=(0,) * shape.layers,
+        base_bytes=float(rotary + 2 * INT64_BYTES),  # with its number and its position
+        head_bytes=float(HEAD_ROWS * FLOAT32_BYTES * shape.hidden),
         mlp_share=_mlp_share(shape),
         out_rate=device.host_rate,
         back_rate=device.host_rate,
@@ -63,11 +78,43 @@ def activations_of(
     )
 
 
+def _layer(
+    shape: ModelShape, between: int, *, mixer_bytes: float, output_bytes: float
+) -> LayerBytes:
+    """Return the bytes of a layer, as this page has them. between: bytes of a number there."""
+    moved = shape.dtype_bytes
+    hidden = shape.hidden
+    stream = float(between * hidden)
+    # 1. what is kept
+    copies = READERS if between > moved else 2
+    norms = (2 * (FLOAT32_BYTES + between) + copies * moved) * hidden
+    mlp = MLP_ROWS * moved * shape.intermediate
+    inside = MLP_GRADIENT_ROWS * moved * shape.intermediate
+    if shape.active_experts:
+        rows = shape.active_experts * moved * hidden
+        mlp += EXPERT_ROWS * rows
+        inside = EXPERT_GRADIENT_ROWS * rows
+    kept = norms + mixer_bytes + mlp
+    is_tiled = not shape.active_experts
+    # 2. what the backward holds; a norm keeps its input itself if that is in float32
+    besides = stream if between == FLOAT32_BYTES else 2 * stream
+    peak = besides + kept + inside
+    in_norm = besides + kept - mlp + NORM_ROWS * FLOAT32_BYTES * hidden
+    return LayerBytes(
+        input_bytes=stream,
+        output_bytes=output_bytes,
+        kept_bytes=kept,
+        mlp_bytes=float(mlp) if is_tiled else 0.0,
+        peak_bytes=peak,
+        # The gradient of the MLP's input is whole, whatever the tiles.
+        tiled_bytes=float(mlp + inside - moved * hidden) if is_tiled else 0.0,
+        rest_bytes=min(peak, in_norm) if is_tiled else peak,
+    )
+
+
 def _mlp_share(shape: ModelShape) -> float:
     """Return the share of the weights that work on a token which are in MLPs; 0 with experts,
     whose grouping tiles would break."""
     if shape.has_experts:
         return 0.0
-    active = shape.params if shape.active_params is None else shape.active_params
-    computed = active - shape.vocab * shape.hidden
-    return min(1.0, 3 * shape.layers * shape.hidden * shape.intermediate / computed)
+    return shape.share_of(3 * shape.layers * shape.hidden * shape.intermediate)

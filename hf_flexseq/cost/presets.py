@@ -141,16 +141,28 @@ MAMBA2 = RecurrentShape(
     width=4,
     channels=6144,
 )
-# Layers of other kinds than full attention, and towers.
+# Layers of other kinds than full attention, norms of heads, experts of a token, and towers.
 KINDS: dict[str, dict[str, Any]] = {
+    "qwen3-8b": {"head_norms": True},
     # five window layers to a full one, which is every sixth: arXiv 2503.19786, section 2
-    "gemma-3-27b": {"reaches": ((52, Reach(window=1024)),)},
-    "gpt-oss-120b": {"reaches": ((18, Reach(window=128)),)},  # every other layer
+    "gemma-3-27b": {"reaches": ((52, Reach(window=1024)),), "head_norms": True},
+    # every other layer has a window
+    "gpt-oss-120b": {"reaches": ((18, Reach(window=128)),), "active_experts": 4},
+    "qwen3-30b-a3b": {"head_norms": True, "active_experts": 8},
     # three Gated DeltaNet layers to a full one
-    "qwen3.5-35b-a3b": {"without_attention": 30, "recurrent": ((30, GATED_DELTA),)},
+    "qwen3.5-35b-a3b": {
+        "without_attention": 30,
+        "recurrent": ((30, GATED_DELTA),),
+        "head_norms": True,
+        "active_experts": 8,
+    },
     # 23 Mamba 2 layers, 6 of full attention, 23 of experts alone
-    "nemotron-3-nano-30b-a3b": {"without_attention": 46, "recurrent": ((23, MAMBA2),)},
-    "qwen3-vl-8b": {"tower": QWEN3_VL_TOWER},
+    "nemotron-3-nano-30b-a3b": {
+        "without_attention": 46,
+        "recurrent": ((23, MAMBA2),),
+        "active_experts": 6,
+    },
+    "qwen3-vl-8b": {"tower": QWEN3_VL_TOWER, "head_norms": True},
 }
 SHAPES = {
     model: ModelShape(**dict(zip(_COLUMNS, sizes, strict=True)), **KINDS.get(model, {}))

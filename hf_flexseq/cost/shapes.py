@@ -68,6 +68,10 @@ class ModelShape:
     """Bytes of their weights."""
     head_shapes: tuple[tuple[Reach, HeadShape], ...] = ()
     """(reach, heads of its layers) if layers differ; () if all have the heads above."""
+    head_norms: bool = False
+    """True if queries and keys are normalised, head by head."""
+    active_experts: int = 0
+    """Experts that work on a token; 0 without experts."""
 
     tower: TowerShape | None = None
     """The vision tower, whose parameters work on no token of text; None without one."""
@@ -116,6 +120,12 @@ class ModelShape:
             frozen_params=self.params,
             frozen_bytes=self.params * self.dtype_bytes,
         )
+
+    def share_of(self, params: int) -> float:
+        """Return the share that some parameters are of those that work on a token, with the
+        embeddings left out: these are looked up without arithmetic."""
+        active = self.params if self.active_params is None else self.active_params
+        return min(1.0, params / (active - self.vocab * self.hidden))
 
     def heads_of(self, reach: Reach) -> HeadShape:
         """Return the heads of the layers of a reach."""

@@ -108,8 +108,7 @@ def priced_for(cost: CostModel, model: PreTrainedModel) -> CostModel:
     activations = cost.activations
     if activations is None or not activations.mlp_share or find_mlps(model).mlps:
         return cost
-    untiled = replace(activations, mlp_share=0.0, mlp_bytes=0.0, mlp_work_bytes=0.0)
-    return replace(cost, activations=untiled)
+    return replace(cost, activations=replace(activations, mlp_share=0.0))
 
 
 def _is_fsdp1(model: nn.Module) -> bool:

@@ -13,6 +13,7 @@ What the model itself is given is in `attached.py`.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.forward import forward_only
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.hf.attached import AttachedModel
+from hf_flexseq.hf.calibration.choose import RunWide, with_host_bytes
 from hf_flexseq.hf.executors import EngineSetup, base_model, kernel_of, planner_of
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import is_fully_sharded, zero_stage
@@ -183,8 +185,15 @@ class WholeModelExecutor:
         if is_ordered and not self.lockstep:
             communicator.open_world()  # for gradients: no group is made in a step
         costs = self.setup.costs
-        subject = costs.subject(base, save_attention_output=args.save_attention_output)
+        layers = self._layers_of(base)
+        subject = costs.subject(
+            base,
+            save_attention_output=args.save_attention_output,
+            run_wide=RunWide(layers.as_set.in_front(), self.host_memory_bytes),
+        )
         cost = priced_for(costs.find(subject), base)
+        if args.host_memory_gib is not None:
+            cost = with_host_bytes(cost, self.host_memory_bytes)
         self.cost = cost
         self.tower = costs.find_tower(subject, cost)
         cost.strategies(args.strategy)  # raises for one that it has no figures for
@@ -201,7 +210,7 @@ class WholeModelExecutor:
 
         # 2. what `detach` undoes
         self.reason_not_shared = reason_not_shared(model, base, args)
-        self._model = AttachedModel(model, base, accelerator, self._layers_of(base))
+        self._model = AttachedModel(model, base, accelerator, layers)
         if self._model.vision is not None:
             communicator.open_world()  # for features of images
 
@@ -256,6 +265,8 @@ class WholeModelExecutor:
 
     def _planner_by(self, cost: CostModel, *, ahead: bool) -> Planner:
         assert self.fsdp is not None, "attach sets FSDP2's figures"
+        if self.reason_without_choices is not None:
+            cost = replace(cost, activations=None)
         job = GroupsJob(
             topology=self.setup.communicator.topology,
             cost=cost,

@@ -8,6 +8,9 @@
     estimate.py   figures of this device, for the estimate
     cache.py      keeps fits between runs
 
+    live_bytes.py  counts bytes of tensors without memory, with stand-ins for kernels
+    layer_watch.py tells which of them a layer keeps, and which it holds in its backward
+
 The profiler does not know how a model is built: `hf/calibration/probe.py` passes a `ProbeFactory`,
 whose copies of the model run one micro-batch.
 """

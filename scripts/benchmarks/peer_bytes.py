@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.activations import Activations
+from hf_flexseq.cost.activations import LayerBytes
 from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.cost.choices import with_choice
 from hf_flexseq.cost.devices import DeviceSpec
@@ -161,24 +161,23 @@ def peer_cost(
     outside, mlp = kept_bytes(model, stack)
     work = work_bytes(model, stack, world)
     queries = shape.heads * shape.head_dim
-    # Activations takes bytes of work that are not negative, and leaves the MLP's out with tiles.
-    if stack.tiles == "again" or work < 0:
-        outside, mlp, work = outside, 0.0, work + mlp
-    peer = Activations(
-        layers=shape.layers,
-        input_bytes=activations.input_bytes,
+    if stack.tiles == "again":
+        # autograd keeps nothing of the inside, which `work_bytes` has taken off
+        work, mlp = work + mlp, 0.0
+    (plain,) = activations.kinds
+    # An input that comes from the host is counted as the one that is on its way.
+    given = 0.0 if stack.inputs_on_host else plain.input_bytes
+    peak = given + outside + mlp + work
+    layer = LayerBytes(
+        input_bytes=plain.input_bytes,
         output_bytes=float(BF16 * queries),
-        layer_bytes=outside + mlp,
+        kept_bytes=outside + mlp,
         mlp_bytes=0.0,
-        work_bytes=work,
-        mlp_work_bytes=0.0,
-        head_bytes=activations.head_bytes,
-        mlp_share=activations.mlp_share,
-        out_rate=activations.out_rate,
-        back_rate=activations.back_rate,
-        host_bytes=PLENTY,
-        as_set=choice,
+        peak_bytes=peak,
+        tiled_bytes=0.0,
+        rest_bytes=peak,
     )
+    peer = replace(activations, kinds=(layer,), host_bytes=PLENTY, as_set=choice, base_bytes=0.0)
     whole = held_bytes
     if stack.gathers_weights:
         embeddings = 2 * shape.vocab * shape.hidden

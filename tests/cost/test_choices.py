@@ -6,7 +6,7 @@ import pytest
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, lockstep_ns, step_ns
-from hf_flexseq.cost.activations import Activations
+from hf_flexseq.cost.activations import Activations, LayerBytes
 from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.cost.choices import choices_of, most_tokens, token_bytes, with_choice
 from hf_flexseq.cost.devices import DEVICES
@@ -27,36 +27,55 @@ def llama(*, checkpointing: bool) -> CostModel:
     )
 
 
+LAYER = LayerBytes(
+    input_bytes=2,
+    output_bytes=3,
+    kept_bytes=40,
+    mlp_bytes=16,
+    peak_bytes=60,
+    tiled_bytes=28,
+    rest_bytes=36,
+)
+SMALL = Activations(
+    kinds=(LAYER,),
+    order=(0, 0, 0, 0),
+    base_bytes=1,
+    head_bytes=7,
+    mlp_share=0.5,
+    out_rate=1.0,
+    back_rate=1.0,
+    host_bytes=100.0,
+    as_set=PLAIN,
+)
+
+
 def test_a_small_model_holds_what_is_counted_by_hand():
-    of_one = Activations(
-        layers=4,
-        input_bytes=2,
-        output_bytes=3,
-        layer_bytes=40,
-        mlp_bytes=16,
-        work_bytes=20,
-        mlp_work_bytes=12,
-        head_bytes=7,
-        mlp_share=0.5,
-        out_rate=1.0,
-        back_rate=1.0,
-        host_bytes=100.0,
-        as_set=PLAIN,
-    )
-    held = of_one.token_bytes
-    assert held(PLAIN) == 4 * 40 + 20
-    assert held(MemoryChoice(recomputed_layers=4)) == 4 * (2 + 3) + (40 - 3) + 20
-    # two layers whole: the head's moment, or the last layer's, exceeds that of the replay
-    assert held(MemoryChoice(recomputed_layers=2)) == 2 * 5 + 2 * 40 + 20
+    held = SMALL.token_bytes
+    assert held(PLAIN) == 1 + 3 * 40 + 60
+    assert held(MemoryChoice(recomputed_layers=4)) == 1 + 3 * (2 + 3) + 60
+    assert held(MemoryChoice(recomputed_layers=2)) == 1 + 2 * 5 + 40 + 60
     # an input and an output are on their way
     on_host = MemoryChoice(recomputed_layers=4, inputs_on_host=4, outputs_on_host=3)
-    assert held(on_host) == 2 + 3 + 3 + (40 - 3) + 20
-    assert of_one.host_token_bytes(on_host) == 4 * 2 + 3 * 3
+    assert held(on_host) == 1 + 2 + 3 + 60
+    assert SMALL.host_token_bytes(on_host) == 4 * 2 + 3 * 3
     again = MemoryChoice(recomputed_layers=4, outputs_recomputed=4)
-    assert held(again) == 4 * 2 + 40 + 20
-    # all but a quarter of the MLP's bytes is left out of the layer that runs
-    tiled = MemoryChoice(mlp_tiles=4)
-    assert held(tiled) == 4 * 24 + (20 - 12 * 3 / 4) + 16 / 4
+    assert held(again) == 1 + 3 * 2 + 60
+    # of what tiles divide a quarter is left, and MLPs keep nothing
+    assert held(MemoryChoice(mlp_tiles=4)) == 1 + 3 * 24 + (60 - 28 * 3 / 4)
+    assert held(MemoryChoice(mlp_tiles=16)) == 1 + 3 * 24 + 36  # the rest of a layer is more
+    # a head that is larger than a layer's backward
+    assert replace(SMALL, head_bytes=30).token_bytes(PLAIN) == 1 + 4 * 40 + 30
+
+
+def test_layers_of_other_kinds_count_where_they_stand():
+    large = replace(LAYER, kept_bytes=50, peak_bytes=100)
+    first = replace(SMALL, kinds=(LAYER, large), order=(1, 0, 0, 0))
+    last = replace(SMALL, kinds=(LAYER, large), order=(0, 0, 0, 1))
+    assert first.token_bytes(PLAIN) == 1 + 50 + 2 * 40 + 60
+    assert last.token_bytes(PLAIN) == 1 + 3 * 40 + 100
+    again = MemoryChoice(recomputed_layers=4)
+    assert first.token_bytes(again) == 1 + 100
+    assert Activations.from_record(last.to_record()) == last
 
 
 def test_what_runs_again_is_what_takes_longer():

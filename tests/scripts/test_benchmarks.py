@@ -12,7 +12,6 @@ import pytest
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.analytic import analytic_cost_model
-from hf_flexseq.cost.choices import token_bytes
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import MODELS
 from tests.programs import ROOT, run_program
@@ -126,8 +125,12 @@ def test_published_figures_are_modelled_as_closely_as_the_index_says(monkeypatch
     assert max(abs(row.error) for row in longest if "arxiv" in row.source) <= 0.10
     assert published.median_error([*seconds, *gigabytes, *longest]) <= 0.10
     # at no more bytes than published, in fewer seconds
-    for row in (*seconds, *gigabytes):
+    rows = [row for row in (*seconds, *gigabytes) if row.planned is not None]
+    for row in rows:
         assert row.planned <= row.published
+    # its norms are fused; those of transformers hold more in float32 than it has for a token
+    (without,) = [row for row in gigabytes if row.planned is None]
+    assert "1,200,000 tokens, 1 H200" in without.what
     ours = published.at_50_gb()
     assert ours.seconds <= 310
     assert ours.device_bytes <= 50e9
@@ -145,9 +148,9 @@ def test_a_peer_s_plain_layer_has_no_fewer_bytes_than_ours(monkeypatch):
     one = Topology(nodes=1, ranks_per_node=1)
     stack = peers.Stack(inputs_on_host=True)
     theirs = peers.peer_cost(model, stack, DEVICES["H100"], one).token_bytes
-    ours = analytic_cost_model(shape, DEVICES["H100"], one, checkpointing=False)
-    ours = token_bytes(ours, stack.choice(shape.layers))
-    assert 0.85 < theirs / ours < 1.15
+    activations = analytic_cost_model(shape, DEVICES["H100"], one).activations
+    ours = activations.token_bytes(stack.choice(shape.layers))
+    assert 0.98 < theirs / ours < 1.02
 
 
 def test_steps_of_the_benchmark_of_choices_have_their_tokens_and_their_longest(monkeypatch):

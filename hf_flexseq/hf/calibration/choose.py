@@ -1,7 +1,7 @@
 """Cost models for `cost_model="auto"` and `"estimate"`.
 
-`estimate` is computed (`cost/analytic.py`). `auto` is measured on this machine, now or by an
-earlier run:
+`estimate` is computed (`cost/analytic.py`), but for the bytes of a token, which are counted
+(`layer_trial.py`). `auto` is measured on this machine, now or by an earlier run:
 
     1. facts about the model, and an estimate from them
     2. a cached measurement for exactly these facts, this machine and these versions
@@ -15,9 +15,10 @@ reads and writes; all ranks use its cost model.
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -26,13 +27,16 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.cost.sharding import TRIPS, trip_seconds
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.calibration.layer_trial import count_bytes
 from hf_flexseq.hf.calibration.probe import ModelProbes
 from hf_flexseq.hf.model.facts import ModelFacts, model_facts
 from hf_flexseq.hf.model.loss import has_chunkable_loss
+from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.profiler.cache import cache_path, load_cached, save_whole
 from hf_flexseq.profiler.calibrate import Calibration, calibrate
 from hf_flexseq.profiler.design import Effort
@@ -48,6 +52,15 @@ MADE_FOR_THE_MODEL = ("auto", "estimate")
 USUAL_DURATION = "for 3 to 30 s"
 
 
+class RunWide(NamedTuple):
+    """Settings of a run for the activations of all its micro-batches."""
+
+    as_set: MemoryChoice
+    """What activation checkpointing is set to."""
+    host_bytes: float
+    """Bytes of the host's memory that one rank may use."""
+
+
 @dataclass(frozen=True, kw_only=True)  # no slots: the estimate is kept
 class CostSubject:
     """A model and its training setup, for which a cost model is made."""
@@ -60,6 +73,12 @@ class CostSubject:
 
     device: torch.device
 
+    model: PreTrainedModel | None = field(default=None, repr=False, compare=False)
+    """The model, whose layers are tried for the bytes that they keep; None to compute these."""
+
+    run_wide: RunWide | None = None
+    """What is set for activations; None without a model."""
+
     @classmethod
     def of(
         cls,
@@ -68,14 +87,17 @@ class CostSubject:
         topology: Topology,
         *,
         save_attention_output: bool = True,
+        run_wide: RunWide | None = None,
     ) -> "CostSubject":
-        """Collect the facts. save_attention_output: True if checkpointed layers keep the
-        output."""
+        """Collect the facts. save_attention_output: True if checkpointed layers keep the output.
+        run_wide: what is set for activations, to count bytes of layers; None to compute them."""
         return cls(
             facts=model_facts(model, accelerator, save_attention_output=save_attention_output),
             has_chunked_loss=has_chunkable_loss(model),
             topology=topology,
             device=accelerator.device,
+            model=None if run_wide is None else model,
+            run_wide=run_wide,
         )
 
     @cached_property
@@ -179,7 +201,7 @@ def fit_key(facts: ModelFacts, topology: Topology, device: torch.device) -> Mapp
         "topology": asdict(topology),
         "torch": torch.__version__,
         # A cost model with other fields was fitted by another version of hf_flexseq.
-        "constants": [field.name for field in fields(CostModel)],
+        "constants": [constant.name for constant in fields(CostModel)],
     }
 
 
@@ -188,6 +210,7 @@ def _shape_key(shape: ModelShape) -> dict[str, object]:
     checkpoints."""
     sizes = asdict(shape)
     del sizes["hidden_bytes"]  # of training, not of the model
+    del sizes["head_norms"], sizes["active_experts"]  # which the model's class and sizes tell
     if not shape.reaches:
         del sizes["reaches"]
     if shape.active_params is None:
@@ -204,13 +227,53 @@ def _shape_key(shape: ModelShape) -> dict[str, object]:
 def with_memory_of(estimate: CostModel, cost: CostModel) -> CostModel:
     """Return `cost` with the bytes of `estimate`: free memory may have changed since."""
     return replace(
-        cost,
+        with_activations(cost, estimate.activations),
         token_bytes=estimate.token_bytes,
         state_bytes=estimate.state_bytes,
         sharded_state_bytes=estimate.sharded_state_bytes,
         budget_bytes=estimate.budget_bytes,
         tower=with_tower_of(estimate, cost).tower,
     )
+
+
+def with_activations(cost: CostModel, activations: Activations | None) -> CostModel:
+    """Return `cost` with these activations, and with the rates of the host that it has itself."""
+    own = cost.activations
+    if activations is not None and own is not None:
+        activations = replace(activations, out_rate=own.out_rate, back_rate=own.back_rate)
+    return replace(cost, activations=activations)
+
+
+def with_counted_bytes(cost: CostModel, subject: CostSubject) -> CostModel:
+    """Return `cost` with what the layers of the subject's model are counted to hold of a token, if
+    they can be, and with what is set for the run."""
+    activations = cost.activations
+    if subject.model is None or subject.run_wide is None or activations is None:
+        return cost
+    facts = subject.facts
+    as_set, host_bytes = subject.run_wide
+    counted = count_bytes(subject.model, dtype=facts.dtype_in_training, autocast=facts.autocast)
+    if counted is None or len(counted.order) != activations.layers:
+        as_set = activations.as_set
+    else:
+        activations = replace(
+            activations,
+            kinds=counted.kinds,
+            order=counted.order,
+            base_bytes=counted.base_bytes,
+            head_bytes=counted.head_bytes,
+            mlp_share=facts.shape.share_of(counted.mlp_params),
+        )
+        cost = replace(cost, token_bytes=activations.token_bytes(as_set))
+    activations = replace(activations, as_set=as_set, host_bytes=host_bytes)
+    return replace(cost, activations=activations)
+
+
+def with_host_bytes(cost: CostModel, host_bytes: float) -> CostModel:
+    """Return `cost` with these bytes of the host's memory for each rank."""
+    if cost.activations is None:
+        return cost
+    return replace(cost, activations=replace(cost.activations, host_bytes=host_bytes))
 
 
 def with_tower_of(estimate: CostModel, cost: CostModel) -> CostModel:

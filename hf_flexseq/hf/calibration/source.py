@@ -25,7 +25,13 @@ from hf_flexseq.cost.sharding import replicated
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.calibration.choose import MADE_FOR_THE_MODEL, CostSubject, make_cost
+from hf_flexseq.hf.calibration.choose import (
+    MADE_FOR_THE_MODEL,
+    CostSubject,
+    RunWide,
+    make_cost,
+    with_counted_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -130,13 +136,20 @@ class CostSource:
         return None if self._used is None else self._used.to_record()
 
     def subject(
-        self, model: PreTrainedModel, *, save_attention_output: bool = True
+        self,
+        model: PreTrainedModel,
+        *,
+        save_attention_output: bool = True,
+        run_wide: RunWide | None = None,
     ) -> CostSubject:
-        """Return the subject. save_attention_output: True if checkpointed layers keep the
-        output."""
-        topology = self.communicator.topology
+        """Return the subject. save_attention_output: True if checkpointed layers keep the output.
+        run_wide: what is set for activations, to count bytes of layers; None to compute them."""
         return CostSubject.of(
-            model, self.accelerator, topology, save_attention_output=save_attention_output
+            model,
+            self.accelerator,
+            self.communicator.topology,
+            save_attention_output=save_attention_output,
+            run_wide=run_wide,
         )
 
     def expected(self, subject: CostSubject) -> CostModel:
@@ -157,6 +170,8 @@ class CostSource:
             own, origin = brought[1].cost, f"from {brought[0]}"
         else:
             own, origin = make_cost(self.asked, subject, self.communicator)
+            if self.communicator.rank == 0:
+                own = with_counted_bytes(own, subject)
         # A cost model's file may differ between nodes.
         cost = CostModel.from_record(self.communicator.cpu_group.broadcast_value(own.to_record()))
         self._used = SavedCost(cost=cost, made_for=made_for)

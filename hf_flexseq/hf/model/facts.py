@@ -52,6 +52,8 @@ class AttentionShape(NamedTuple):
     """Size of a head as kernels see it: queries, keys and values are padded to one size."""
 
 
+_HEAD_NORM = ("q_norm", "query_layernorm", "q_layernorm")  # modules that normalise queries
+
 _NO_ATTENTION = AttentionShape(query_heads=1, kv_heads=1, head_dim=64)
 
 
@@ -89,6 +91,11 @@ class ModelFacts:
             dtype_bytes=self.autocast.itemsize,
             hidden_bytes=None if self.zero_stage == 3 else self.dtype.itemsize,
         )
+
+    @property
+    def dtype_in_training(self) -> torch.dtype:
+        """Dtype of the weights that a layer computes with: FSDP and DeepSpeed cast them."""
+        return self.autocast if self.autocast and self.zero_stage else self.dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -177,6 +184,8 @@ def model_shape(model: nn.Module) -> ModelShape:
         frozen_params=sum(elements(parameter) for parameter in frozen),
         frozen_bytes=sum(elements(one) * one.element_size() for one in frozen),
         head_shapes=_head_shapes(kinds, attention),
+        head_norms=any(name.endswith(_HEAD_NORM) for name, _ in model.named_modules()),
+        active_experts=_experts(config)[1],
         tower=tower_shape(model),
     )
 

@@ -97,8 +97,11 @@ class AsSet:
         """Return this as a choice that a plan could have made; None if the checkpointed layers are
         not the first ones."""
         count = sum(self.checkpointed)
-        if not all(self.checkpointed[:count]):
-            return None
+        return self.in_front() if all(self.checkpointed[:count]) else None
+
+    def in_front(self) -> MemoryChoice:
+        """Return the choice with as many checkpointed layers, which are the first ones."""
+        count = sum(self.checkpointed)
         on_host = count if self.offload else 0
         return MemoryChoice(
             recomputed_layers=count,

@@ -65,15 +65,20 @@ class KeepsOwnLoss(Exception):
 # Sees logits [rows, V] of consecutive tokens.
 Read = Callable[[torch.Tensor], None]
 
+# Sums the loss, as `chunked_cross_entropy_sum` does.
+Total = Callable[..., torch.Tensor]
 
-def attach_chunked_loss(model: nn.Module) -> "ChunkedLoss | None":
+
+def attach_chunked_loss(
+    model: nn.Module, total: Total = chunked_cross_entropy_sum
+) -> "ChunkedLoss | None":
     """Let `model`, a causal language model of transformers or a PEFT model of one, compute its
     loss in chunks.
 
     To be called before the model is wrapped (DDP, DeepSpeed). Returns the handle, the same one if
     called again, or None when the model is not suitable: then one INFO line names the reason and
     the model keeps its own loss. While attached, a call with labels has `NO_LOGITS` in place of
-    logits; where they are wanted, use `handle.disabled()`.
+    logits; where they are wanted, use `handle.disabled()`. total: what sums the loss.
     """
     entries = {model}  # modules whose calls the targets are read from
     if hasattr(model, "get_base_model"):
@@ -90,7 +95,7 @@ def attach_chunked_loss(model: nn.Module) -> "ChunkedLoss | None":
     except KeepsOwnLoss as reason:
         logger.info("%s keeps its own loss: %s", type(model).__name__, reason)
         return None
-    return ChunkedLoss(entries, model, head)
+    return ChunkedLoss(entries, model, head, total)
 
 
 def has_chunkable_loss(model: nn.Module) -> bool:
@@ -164,8 +169,11 @@ NO_LOGITS = NoLogits()
 class ChunkedLoss:
     """The chunked loss attached to one model; see `attach_chunked_loss`."""
 
-    def __init__(self, entries: set[nn.Module], model: nn.Module, head: nn.Linear) -> None:
+    def __init__(
+        self, entries: set[nn.Module], model: nn.Module, head: nn.Linear, total: Total
+    ) -> None:
         self._model = model
+        self._total = total
         self._head = head
         self._own_loss = model.loss_function
         self._had_own_loss = "_loss_function" in vars(model)  # set on the instance by the user
@@ -278,7 +286,7 @@ class ChunkedLoss:
         if isinstance(items, torch.Tensor):
             items = to_device(items, hidden.device)
         # No items mean no targets, a sum of 0 and zero gradients: divided by 1 they stay so.
-        total = self._with_head(chunked_cross_entropy_sum, rows, targets, call.counts)
+        total = self._with_head(self._total, rows, targets, call.counts)
         call.loss = total / (items + (items == 0))
         return call.loss.reshape(1, 1, 1)
 

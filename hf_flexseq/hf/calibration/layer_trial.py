@@ -1,0 +1,299 @@
+"""Count what the layers of a model keep for their backward, and hold in it, for each token.
+
+A copy of the model without memory runs micro-batches, forward and backward, on fake tensors: with
+the user's own modules, adapters and frozen weights, with our attention, recurrent layers and loss,
+and with the dtypes of the run. Of layers that are alike one runs; the others pass their input on.
+
+    forward and backward   what lives before and behind each layer, and the most in between
+                           (`profiler/layer_watch.py`)
+    forward                with checkpointed layers, which keep an input and what attention gave
+
+What cannot run so is not counted, and `cost/layer_bytes.py` computes it from sizes. Rejected:
+counting on the device, which takes memory and arithmetic for what shapes alone decide.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from hf_flexseq.attention import SequenceContext
+from hf_flexseq.attention.remat import KeptAttention, Region
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost.activations import LayerBytes
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.lone import LoneTransport
+from hf_flexseq.hf.attached import on_micro_batches
+from hf_flexseq.hf.calibration.fake_model import CPU, class_copy, own_copy
+from hf_flexseq.hf.model.facts import unsharded_class
+from hf_flexseq.hf.model.layer_memory import decoder_of, reason_not_told
+from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.model.meta_model import FAULTS
+from hf_flexseq.hf.model.positions import needed_columns
+from hf_flexseq.hf.tiles import find_mlps
+from hf_flexseq.profiler.layer_watch import LayerWatch, SeenLayer
+from hf_flexseq.profiler.live_bytes import LiveBytes, StandInKernel, stand_in_sum
+from hf_flexseq.steps.inputs import Inputs, inputs_of, shard_alone, without_labels
+
+logger = logging.getLogger(__name__)
+
+# A prime that no parameter's size has is the number of chunks of 64 tokens in a micro-batch. Its
+# sequences have so many chunks at most, for a scan takes a step for each.
+_PRIMES = (73, 71, 79, 83, 89, 97, 101)
+_CHUNK = 64
+_MOST_CHUNKS = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountedBytes:
+    """Bytes of one token that were counted; see `Activations`."""
+
+    kinds: tuple[LayerBytes, ...]
+    order: tuple[int, ...]
+    base_bytes: float
+    head_bytes: float
+    mlp_params: int
+    """Parameters of the MLPs that can be tiled, all layers."""
+
+
+def count_bytes(
+    model: PreTrainedModel, *, dtype: torch.dtype, autocast: torch.dtype | None = None
+) -> CountedBytes | None:
+    """Return what a token takes in a model, or None where that cannot be tried.
+
+    dtype: of the weights that are computed with. autocast: its dtype; None without. Equal models
+    are tried once in a process.
+    """
+    config = model.config
+    experts = getattr(config, "_experts_implementation", None)
+    key = (config.to_json_string(), experts, _signature(model), dtype, autocast)
+    if key not in _known:
+        with _without_complaints():
+            _known[key] = _count(model, dtype, autocast)
+    return _known[key]
+
+
+@contextmanager
+def _without_complaints() -> Iterator[None]:
+    """Keep torch from logging an error for an operation that fails on fake tensors."""
+    complaints = logging.getLogger("torch._subclasses.fake_tensor")
+    former = complaints.disabled
+    complaints.disabled = True
+    try:
+        yield
+    finally:
+        complaints.disabled = former
+
+
+_known: dict[object, CountedBytes | None] = {}
+
+
+def _count(
+    model: PreTrainedModel, dtype: torch.dtype, autocast: torch.dtype | None
+) -> CountedBytes | None:
+    """Try a model in the first way that works."""
+    mlps = [mlp.name for mlp in find_mlps(model).mlps]
+    for skips in (True, False):
+        for make in (own_copy, class_copy):
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            try:
+                trial = _Trial(make(model, dtype, mode), mode, autocast, skips=skips)
+                return trial.count(mlps)
+            except FAULTS as error:
+                logger.debug("bytes of %s are not counted: %s", type(model).__name__, error)
+    return None
+
+
+class _ServesAll(KeptAttention):
+    """Keeps attention's results of all checkpointed layers, under a dispatch mode, too."""
+
+    __slots__ = ()
+
+    def serves(self, region: Region) -> bool:
+        """Return True."""
+        return True
+
+
+class _Trial:
+    """The runs of one copy."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mode: FakeTensorMode,
+        autocast: torch.dtype | None,
+        *,
+        skips: bool,
+    ) -> None:
+        """skips: True to run one layer of each kind, False to run all."""
+        self._model = model
+        self._mode = mode
+        self._autocast = autocast
+        decoder = decoder_of(model)
+        reason = "no list of layers" if decoder is None else reason_not_told(model, decoder)
+        if decoder is None or reason is not None:
+            raise ValueError(reason)
+        self._layers = [*decoder.layers]
+        self._factor = _factor_of(model)
+        self._order = _kinds(self._layers)
+        last = {kind: index for index, kind in enumerate(self._order)}
+        self._running = sorted(last.values()) if skips else [*range(len(self._layers))]
+        self._of_kind = [self._running.index(last[kind]) for kind in sorted(last)]
+        self._communicator = Communicator(
+            Topology(nodes=1, ranks_per_node=1), transport=LoneTransport()
+        )
+
+    def count(self, mlps: Sequence[str]) -> CountedBytes:
+        """Run the micro-batches, and return the bytes of one token. mlps: names in the decoder of
+        the modules that can be tiled."""
+        tiled = [self._model.get_decoder().get_submodule(name) for name in mlps]
+        loss = attach_chunked_loss(self._model, stand_in_sum)
+        for index, layer in enumerate(self._layers):
+            if index not in self._running:
+                layer.forward = _pass_on
+        embedding = self._model.get_input_embeddings()
+        embedding.register_forward_hook(_require_grad)  # as below adapters, if all is frozen
+        with on_micro_batches(self._model):
+            watch = self._run(tiled)
+            checkpointed = self._run_checkpointed()
+        if loss is not None:
+            loss.detach()
+        tokens = self._factor * _CHUNK
+        base = watch.layers[0].before - watch.layers[0].input
+        held = base
+        layers = []
+        for seen, with_input in zip(watch.layers, checkpointed.layers, strict=True):
+            layers.append(_layer_bytes(seen, with_input, held, tokens))
+            held += seen.kept
+        return CountedBytes(
+            kinds=tuple(layers[place] for place in self._of_kind),
+            order=tuple(self._order),
+            base_bytes=base / tokens,
+            head_bytes=(watch.head - held) / tokens,
+            mlp_params=sum(one.numel() for mlp in tiled for one in mlp.parameters()),
+        )
+
+    def _run(self, tiled: Sequence[nn.Module]) -> LayerWatch:
+        """Run forward and backward, and return what lived. tiled: MLPs that can be tiled."""
+        with self._mode:
+            inputs = self._inputs()
+            tracker = LiveBytes(self._factor)
+            watch = LayerWatch(tracker)
+            for index in self._running:
+                layer = self._layers[index]
+                inside = set(layer.modules())
+                watch.on(layer, [mlp for mlp in tiled if mlp in inside])
+            items = self._factor * _CHUNK
+            with tracker:
+                with self._autocasting():
+                    outputs = self._model(**inputs, use_cache=False, num_items_in_batch=items)
+                outputs.loss.backward()
+            watch.remove()
+        return watch
+
+    def _run_checkpointed(self) -> LayerWatch:
+        """Run a forward with checkpointed layers, and return what lived."""
+        with self._mode:
+            inputs = without_labels(self._inputs())
+            inputs["seq_ctx"].kept = _ServesAll()
+            tracker = LiveBytes(self._factor)
+            watch = LayerWatch(tracker)
+            for index in self._running:
+                layer: Any = self._layers[index]
+                layer.gradient_checkpointing = True
+                layer._gradient_checkpointing_func = partial(
+                    checkpoint, use_reentrant=False, preserve_rng_state=False
+                )
+                watch.on(layer, ())
+            with tracker, self._autocasting():
+                self._model(**inputs, use_cache=False)
+            watch.remove()
+        return watch
+
+    def _autocasting(self) -> Any:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(CPU.type, self._autocast)
+
+    def _inputs(self) -> Inputs:
+        """Return the arguments of a call."""
+        chunks = self._factor
+        lengths = [_MOST_CHUNKS * _CHUNK] * (chunks // _MOST_CHUNKS)
+        lengths.append(chunks % _MOST_CHUNKS * _CHUNK)
+        names = ("input_ids", "labels", "position_ids", *needed_columns(self._model))
+        columns = {name: torch.zeros(sum(lengths), dtype=torch.int64) for name in names}
+        context = partial(
+            SequenceContext,
+            communicator=self._communicator,
+            kernel=StandInKernel(),
+            device=CPU,
+            save_attention_output=False,
+        )
+        return inputs_of(shard_alone(lengths, 0), columns, CPU, context)
+
+
+def _pass_on(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return the hidden states that a layer is given."""
+    return hidden_states
+
+
+def _require_grad(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """Let the embeddings of tokens have a gradient."""
+    return output if output.requires_grad else output.requires_grad_()
+
+
+# ---- layers
+
+
+def _kinds(layers: Sequence[nn.Module]) -> list[int]:
+    """Return the kind of each layer, as a number; those of equal modules are alike."""
+    known: dict[object, int] = {}
+    return [known.setdefault(_signature(layer), len(known)) for layer in layers]
+
+
+def _signature(layer: nn.Module) -> object:
+    """Return what layers, or models of one configuration, have in common that keep the same
+    bytes."""
+    parts: list[object] = []
+    for name, module in layer.named_modules():
+        switches = [item for item in vars(module).items() if isinstance(item[1], bool)]
+        parts.append((name, unsharded_class(module), tuple(sorted(switches))))
+    for name, parameter in layer.named_parameters():
+        parts.append((name, parameter.shape, parameter.dtype, parameter.requires_grad))
+    return tuple(parts)
+
+
+# ---- what was seen
+
+
+def _layer_bytes(seen: SeenLayer, checkpointed: SeenLayer, held: int, tokens: int) -> LayerBytes:
+    """Return the bytes of a token in a layer that ran whole, and in another run checkpointed.
+    held: bytes that lived before it."""
+    peak = seen.peak - held
+    given = checkpointed.behind - checkpointed.before - checkpointed.input
+    return LayerBytes(
+        input_bytes=seen.input / tokens,
+        output_bytes=given / tokens,
+        kept_bytes=seen.kept / tokens,
+        mlp_bytes=seen.mlp / tokens,
+        peak_bytes=peak / tokens,
+        tiled_bytes=max(0, seen.tiled) / tokens,
+        rest_bytes=(min(peak, seen.rest - held)) / tokens,
+    )
+
+
+def _factor_of(model: nn.Module) -> int:
+    """Return a prime that is no factor of any parameter's size."""
+    sizes = {size for parameter in model.parameters() for size in parameter.shape}
+    for prime in _PRIMES:
+        if all(size % prime for size in sizes):
+            return prime
+    raise ValueError("its parameters have sizes of all kinds")

@@ -1,0 +1,126 @@
+"""Bytes that a layer is counted to keep, on tensors without memory."""
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from hf_flexseq.hf.calibration.layer_trial import count_bytes
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+WIDTH, INSIDE, QUERIES, KEYS, HEADS = 64, 96, 64, 64, 4  # keys and values together
+
+
+def llama(**config):
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **config}))
+
+
+def kept_by_hand(moved, between, copies=2):
+    """Bytes of a token in a layer of a Llama. moved: bytes of a number in matrix products;
+    between: of one between layers. copies: of normalised rows, for the matrices that read them."""
+    norms = 2 * (4 + between) * WIDTH + 2 * 4  # inputs in float32, normalised rows, and a factor
+    attention = moved * (2 * QUERIES + KEYS) + 4 * HEADS
+    return norms + copies * moved * WIDTH + attention + 4 * moved * INSIDE
+
+
+def test_a_llama_keeps_what_is_counted_by_hand_in_every_dtype():
+    model = llama()
+    counted = count_bytes(model, dtype=torch.float32)
+    (layer,) = counted.kinds
+    assert counted.order == (0, 0, 0)
+    assert counted.mlp_params == 3 * 3 * WIDTH * INSIDE
+    assert (layer.input_bytes, layer.output_bytes) == (4 * WIDTH, 4 * QUERIES + 4 * HEADS)
+    assert layer.kept_bytes == kept_by_hand(4, 4)
+    assert layer.mlp_bytes == 4 * 4 * INSIDE
+
+    (layer,) = count_bytes(model, dtype=torch.bfloat16).kinds
+    assert layer.input_bytes == 2 * WIDTH
+    assert layer.kept_bytes == kept_by_hand(2, 2)
+
+    # autocast makes a copy in bfloat16 for each of five matrices, and the output is in bfloat16
+    (layer,) = count_bytes(model, dtype=torch.float32, autocast=torch.bfloat16).kinds
+    assert (layer.input_bytes, layer.output_bytes) == (4 * WIDTH, 2 * QUERIES + 4 * HEADS)
+    assert layer.kept_bytes == kept_by_hand(2, 4, copies=5)
+
+
+def test_a_backward_holds_the_gradients_of_an_mlp_besides_what_a_layer_keeps():
+    (layer,) = count_bytes(llama(), dtype=torch.float32).kinds
+    # the product is gone, and there are its gradient, those of its two factors, and the output's
+    assert layer.peak_bytes == layer.input_bytes + layer.kept_bytes + 4 * (2 * INSIDE + WIDTH) - (
+        layer.input_bytes  # which the first norm keeps in float32
+    )
+    # of all inside of the MLP, a gradient of its input is whole under tiles
+    assert layer.tiled_bytes == 4 * (6 * INSIDE - WIDTH)
+    assert layer.kept_bytes - layer.mlp_bytes < layer.rest_bytes < layer.peak_bytes
+
+
+def test_frozen_weights_keep_no_inputs_and_adapters_are_counted():
+    peft = pytest.importorskip("peft")
+    whole = count_bytes(llama(), dtype=torch.float32).kinds[0]
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    base = model.get_base_model()
+    adapted = count_bytes(base, dtype=torch.float32).kinds[0]
+    narrow = 2 * 4 * 2  # two adapters of rank 2
+    # the product of MLP, and the output of attention in front of a frozen matrix, are not kept for
+    # gradients of weights, nor is what the norm gives the MLP
+    product, rows = 4 * INSIDE, 4 * WIDTH
+    assert adapted.kept_bytes < whole.kept_bytes - product - rows + narrow + rows
+    assert all(one.grad is None for one in model.parameters())
+    assert not any(one.is_meta for one in model.parameters())
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_experts_keep_the_rows_of_all_that_work_on_a_token(experts):
+    config = Qwen3MoeConfig(
+        **SIZES, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32
+    )
+    config._experts_implementation = experts
+    (layer,) = count_bytes(Qwen3MoeForCausalLM(config), dtype=torch.float32).kinds
+    assert layer.mlp_bytes == 0
+    # of each of two experts: gate and up, the activation, the product
+    assert layer.kept_bytes > kept_by_hand(4, 4) - 16 * INSIDE + 2 * 4 * 4 * 32
+
+
+def test_layers_of_one_kind_count_once_and_others_by_themselves():
+    config = Qwen3MoeConfig(
+        **SIZES,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        mlp_only_layers=[0],
+    )
+    counted = count_bytes(Qwen3MoeForCausalLM(config), dtype=torch.float32)
+    assert counted.order == (0, 1, 1)
+    dense, sparse = counted.kinds
+    assert dense.mlp_bytes == 16 * INSIDE
+    assert sparse.mlp_bytes == 0
+
+
+def test_a_module_of_the_user_that_needs_numbers_is_left_out():
+    class Reads(torch.nn.Module):
+        def forward(self, hidden):
+            return hidden * float(hidden.detach().numpy().sum())
+
+    model = llama()
+    model.model.layers[1].mlp.act_fn = Reads()
+    counted = count_bytes(model, dtype=torch.float32)
+    assert counted.kinds == count_bytes(llama(), dtype=torch.float32).kinds
+
+
+def test_a_model_whose_layers_are_not_found_is_not_counted():
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64))
+    assert count_bytes(model, dtype=torch.float32) is None
