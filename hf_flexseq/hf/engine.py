@@ -27,7 +27,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.config import AS_SET, FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
@@ -210,6 +210,7 @@ class FlexSeqEngine:
         """
         self._check_attached()
         if self._training is None:
+            self._say_who_keeps_activations()
             lookahead = 0 if self._draws_in_place else self.args.lookahead
             shares = self._shares_prefixes()
             self._training = self._prefetched(lookahead, first_number, shares_prefixes=shares)
@@ -218,6 +219,14 @@ class FlexSeqEngine:
             self._notes.say_padding(step)
             self._notes.say_other_rows(step)
         return step
+
+    def _say_who_keeps_activations(self) -> None:
+        """Log why no plan chooses where activations are, if one might have."""
+        if not isinstance(self.executor, WholeModelExecutor) or self.communicator.rank:
+            return
+        reason = self.executor.reason_without_choices
+        if reason is not None and self.args.activation_memory != AS_SET:
+            logger.info("activations are kept as they are set for the run: %s", reason)
 
     def _shares_prefixes(self) -> bool:
         """Tell whether rows of training steps may share prefixes, on all ranks alike; log why

@@ -43,6 +43,7 @@ from tests.hf.tiny import (
     SIZES,
     any_choice,
     any_choices,
+    batches,
     documents,
     reference_gradients,
     refused,
@@ -306,13 +307,17 @@ def test_what_the_user_has_set_is_a_choice_if_it_is_of_the_first_layers(saves):
         ({"activation_memory": "as_set"}, *["activation_memory='as_set'"] * 2),
     ],
 )
-def test_the_engine_says_why_no_plan_chooses(settings, reason, then):
+def test_the_engine_says_why_no_plan_chooses(caplog, settings, reason, then):
     engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments(**settings))
     with engine.attached(deep_llama()):
         assert engine.executor.reason_without_choices == reason
         assert engine.executor.host_memory_bytes > MIB
         engine.keep_activations_as_set("the trainer has one")
         assert engine.executor.reason_without_choices == then
+        with caplog.at_level("INFO"):
+            engine.next_step(iter(batches(1)), 1)
+    said = "activations are kept as they are set for the run: the trainer has one" in caplog.text
+    assert said == (reason is None)
 
 
 def sft(folder, **settings):
