@@ -2,10 +2,12 @@
 
 from typing import Any
 
+from transformers import TrainingArguments
+
 from hf_flexseq.hf.model.facts import is_reentrant
 
 
-def _checkpointing(training: Any) -> str:
+def _checkpointing(training: TrainingArguments) -> str:
     """Return the name of activation checkpointing in this version of transformers."""
     if hasattr(training, "activation_checkpointing"):
         return "activation_checkpointing"
