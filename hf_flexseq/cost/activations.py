@@ -111,6 +111,9 @@ class Activations:
     """Bytes of a token's final hidden states and their gradients, when the loss is computed."""
     mlp_share: float
     """Share of `linear_s` that MLPs take which can be tiled."""
+    linear_passes: float
+    """Passes of linear layers where nothing runs again: one forward, one for the gradients of
+    their inputs, and one for those of the weights that are trained."""
     out_rate: float
     """Bytes/s of a rank to its host."""
     back_rate: float
@@ -128,6 +131,7 @@ class Activations:
         for name in ("base_bytes", "head_bytes", "host_bytes"):
             number(name, getattr(self, name))
         number("mlp_share", self.mlp_share, most=1.0)
+        number("linear_passes", self.linear_passes, least=2.0, most=3.0)
         positive("out_rate", self.out_rate)
         positive("back_rate", self.back_rate)
 

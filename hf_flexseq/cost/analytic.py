@@ -160,8 +160,8 @@ def _held_bytes(
 
 def _linear_s(shape: ModelShape, device: DeviceSpec, checkpointing: bool) -> float:
     """Return the seconds per token of linear layers, forward and backward."""
-    # per weight 2 FLOPs in the forward, 4 in the backward, 2 in the second forward
-    flops_per_weight = 8 if checkpointing else 6
+    # two FLOPs per weight in each pass; a second forward where layers run again
+    flops_per_weight = 2 * (shape.linear_passes + checkpointing)
     active = shape.params if shape.active_params is None else shape.active_params
     computed = active - shape.vocab * shape.hidden  # embeddings are looked up without arithmetic
     return computed * flops_per_weight / device.flops

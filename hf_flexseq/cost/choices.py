@@ -2,7 +2,9 @@
 
 Relative to the choice that the user has set for the run, of L layers,
 
-    linear      3 passes, 4 in a layer that runs again; a tiled MLP makes one pass more
+    linear      3 passes, one more in a layer that runs again; 2 where weights are frozen
+    tiles       one pass of the MLP more; in a layer that runs again, whose replay ends before it
+                (`memory/tiles.py`), that of the last of its three matrices
     attention   1 forward and a backward of 2.5; 1 more where its output is computed again
     transfers   Ulysses exchanges heads twice, three times for a layer that runs again; a ring's
                 keys make 3 trips, 4 where attention is computed again
@@ -16,12 +18,15 @@ import functools
 from dataclasses import replace
 
 from hf_flexseq.cost.activations import Activations
-from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES, CostModel
+from hf_flexseq.cost.model import ATTENTION_BACKWARD, CostModel
 from hf_flexseq.plan.memory import MemoryChoice
 
 # Trips of Ulysses' heads and of a ring's keys where nothing runs again.
 EXCHANGES = 2.0
 RING_TRIPS = 3.0
+
+# Matrices of a gated MLP, of which each is a third of its pass.
+MLP_MATRICES = 3
 
 # Most tiles of an MLP: with these, what is inside of it hardly counts any more.
 MOST_TILES = 16
@@ -37,9 +42,9 @@ class _Passes:
         layers = activations.layers
         again = choice.recomputed_layers / layers
         attention_again = choice.outputs_recomputed / layers
-        self.linear = LINEAR_PASSES + again
+        self.linear = activations.linear_passes + again
         if choice.mlp_tiles > 1:
-            self.linear += activations.mlp_share
+            self.linear += activations.mlp_share * (1 - again + again / MLP_MATRICES)
         self.attention = 1 + ATTENTION_BACKWARD + attention_again
         self.exchanges = EXCHANGES + again
         self.ring_trips = RING_TRIPS + attention_again

@@ -71,6 +71,7 @@ def activations_of(
         base_bytes=float(rotary + 2 * INT64_BYTES),  # with its number and its position
         head_bytes=float(HEAD_ROWS * FLOAT32_BYTES * shape.hidden),
         mlp_share=_mlp_share(shape),
+        linear_passes=shape.linear_passes,
         out_rate=device.host_rate,
         back_rate=device.host_rate,
         host_bytes=device.host_bytes,

@@ -127,6 +127,12 @@ class ModelShape:
         active = self.params if self.active_params is None else self.active_params
         return min(1.0, params / (active - self.vocab * self.hidden))
 
+    @property
+    def linear_passes(self) -> float:
+        """Passes through linear layers, forward and backward: a forward, one for the gradients of
+        their inputs, and one for those of the weights that are trained."""
+        return 3 - self.frozen_params / self.params
+
     def heads_of(self, reach: Reach) -> HeadShape:
         """Return the heads of the layers of a reach."""
         same = HeadShape(self.heads, self.kv_heads, self.head_dim)

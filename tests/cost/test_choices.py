@@ -42,6 +42,7 @@ SMALL = Activations(
     base_bytes=1,
     head_bytes=7,
     mlp_share=0.5,
+    linear_passes=3.0,
     out_rate=1.0,
     back_rate=1.0,
     host_bytes=100.0,
@@ -89,6 +90,28 @@ def test_what_runs_again_is_what_takes_longer():
     assert kept.attention_s == cost.attention_s
     tiled = with_choice(cost, MemoryChoice(mlp_tiles=8))
     assert cost.linear_s < tiled.linear_s < cost.linear_s * 4 / 3
+
+
+def test_tiles_cost_less_where_a_layer_runs_again_anyway():
+    cost = llama(checkpointing=False)
+    share = cost.activations.mlp_share
+    tiled = with_choice(cost, MemoryChoice(mlp_tiles=8)).linear_s
+    assert tiled == pytest.approx(cost.linear_s * (3 + share) / 3)
+    both = with_choice(cost, replace(ALL, mlp_tiles=8)).linear_s
+    assert both == pytest.approx(cost.linear_s * (4 + share / 3) / 3)
+
+
+def test_running_again_costs_more_where_weights_are_frozen():
+    """Below adapters there are two passes, and a third one is half as much again."""
+    frozen = replace(LLAMA_8B, frozen_params=LLAMA_8B.params)
+    plain, checkpointed = (
+        analytic_cost_model(frozen, DEVICES["H100"], NODES, checkpointing=checkpointing)
+        for checkpointing in (False, True)
+    )
+    assert plain.activations.linear_passes == 2
+    assert with_choice(plain, ALL).linear_s == pytest.approx(1.5 * plain.linear_s)
+    assert with_choice(plain, ALL).linear_s == pytest.approx(checkpointed.linear_s)
+    assert plain.linear_s == pytest.approx(llama(checkpointing=False).linear_s * 2 / 3)
 
 
 def test_a_choice_made_for_the_run_is_where_the_seconds_count_from():
