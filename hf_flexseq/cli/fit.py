@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_flexseq.base.values import quoted
 from hf_flexseq.cost import CostModel
@@ -20,6 +20,9 @@ from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import MODELS, PRESETS, load_cost_model
 from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.planner.fit import Fit, fastest, ladder, next_levers, ranks_for
+
+if TYPE_CHECKING:
+    from hf_flexseq.hf.calibration.layer_trial import CountedBytes
 
 # Bytes of a number by the name of its dtype.
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -96,40 +99,56 @@ def _named(options: Namespace) -> CostModel:
 
 
 def _estimated(options: Namespace) -> CostModel:
-    """Return the cost model of a model's sizes on a device."""
+    """Return the cost model of a model's sizes on a device. Bytes of layers are counted where
+    transformers makes the model, else computed from the sizes."""
     chosen: dict[str, Any] = {}
     for name, default in DESCRIPTION.items():
         given = getattr(options, name)
         chosen[name] = default if given is None else given
-    shape = _shape(options.model, chosen["dtype"])
+    shape, counted = _sizes(options.model, chosen["dtype"])
     if chosen["lora_rank"] is not None:
         shape = shape.with_adapters(chosen["lora_rank"])
-    return analytic_cost_model(
+    cost = analytic_cost_model(
         shape,
         DEVICES[chosen["device"]],
         options.topology,
         checkpointing=chosen["checkpointing"],
         zero_stage=chosen["zero_stage"],
     )
+    activations = cost.activations
+    assert activations is not None, "an estimate has them"
+    if counted is not None:
+        activations = replace(
+            activations,
+            kinds=counted.kinds,
+            order=counted.order,
+            base_bytes=counted.base_bytes,
+            head_bytes=counted.head_bytes,
+            mlp_share=shape.share_of(counted.mlp_params),
+        )
+    return replace(
+        cost, activations=activations, token_bytes=activations.token_bytes(activations.as_set)
+    )
 
 
-def _shape(model: str, dtype: str) -> ModelShape:
-    """Return the sizes of a model. Raises ValueError for a model that is none."""
+def _sizes(model: str, dtype: str) -> tuple[ModelShape, "CountedBytes | None"]:
+    """Return the sizes of a model, and the bytes that its layers are counted to hold. Raises
+    ValueError for a model that is none."""
     if model in MODELS:
-        return replace(MODELS[model], dtype_bytes=DTYPES[dtype])
+        return replace(MODELS[model], dtype_bytes=DTYPES[dtype]), None
     if model in PRESETS:
         raise ValueError(
             f"{model!r} is a cost model: give a model, such as one of {', '.join(MODELS)}, and "
             "--device"
         )
     try:
-        from hf_flexseq.hf.calibration.command import read_shape
+        from hf_flexseq.hf.calibration.command import read_model
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"MODEL={quoted(model)} is none of {', '.join(MODELS)}; others need torch and "
             f"transformers: pip install torch transformers accelerate ({error})"
         ) from error
-    return read_shape(model, dtype)
+    return read_model(model, dtype)
 
 
 # ---- what is printed

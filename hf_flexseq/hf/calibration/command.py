@@ -23,6 +23,7 @@ from transformers import (
 from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.choose import CostSubject, measured
+from hf_flexseq.hf.calibration.layer_trial import CountedBytes, count_bytes
 from hf_flexseq.hf.model.facts import ModelFacts, model_shape
 from hf_flexseq.profiler.design import THOROUGH, Effort
 from hf_flexseq.profiler.measure import device_name
@@ -85,17 +86,20 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def read_shape(model: str, dtype: str) -> ModelShape:
-    """Return the sizes of the model that a hub id or a folder names, or a config.json; activations
-    have `dtype`. Raises as `calibrate` does."""
-    return _shape(_config(model), _dtype(dtype, torch.device("cpu")))
+def read_model(model: str, dtype: str) -> tuple[ModelShape, CountedBytes | None]:
+    """Return the sizes of the model that a hub id or a folder names, or a config.json, and the
+    bytes that its layers are counted to hold of a token in `dtype`; None where that cannot be
+    tried. Raises as `calibrate` does."""
+    numbers = _dtype(dtype, torch.device("cpu"))
+    made = _empty(_config(model), numbers)
+    return model_shape(made), count_bytes(made, dtype=numbers)
 
 
-def _shape(config: PreTrainedConfig, dtype: torch.dtype) -> ModelShape:
-    """Return the sizes of the causal language model, with a vision tower or without, that `config`
-    describes."""
+def _empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the causal language model that `config` describes, with a vision tower or without, on
+    the meta device."""
     with torch.device("meta"):
-        return model_shape(_kind(config)(config).to(dtype))
+        return _kind(config)(config).to(dtype)
 
 
 def _facts(
@@ -105,7 +109,7 @@ def _facts(
     return ModelFacts(
         kind=_kind(config),
         config=config,
-        shape=_shape(config, dtype),
+        shape=model_shape(_empty(config, dtype)),
         dtype=dtype,
         autocast=None,
         checkpointing=checkpointing,
