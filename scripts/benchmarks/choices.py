@@ -11,9 +11,10 @@ A switch holds for all micro-batches of all steps: one choice for activations, t
 rank that it allows, and the planner `auto`. Every choice that a planner may make is a switch here.
 `today` are those that others have, too: inputs on the host, tiles, and layers recomputed with
 their attention, or, with TRL's `selective`, without it, whose output is then on the device.
-`again` are those of these that compute attention again, as others do by default. `planned` lets
-the planner choose for every micro-batch. The `bound` is a step that recomputes nothing and yet
-fits: no plan gains more than that.
+`again` are those of these that compute attention again, as others do by default, and `one degree`
+these with one degree for all sequences of all steps. `planned` lets the planner choose for every
+micro-batch. The `bound` is a step that recomputes nothing and yet fits: no plan gains more than
+that.
 """
 
 import random
@@ -74,10 +75,16 @@ def planned(lengths: Sequence[int], cost: CostModel) -> Plan:
     return make_plan(lengths, TOPOLOGY, cost)
 
 
-def switched(lengths: Sequence[int], cost: CostModel, choice: MemoryChoice) -> Plan | None:
-    """Return the plan under one choice for all micro-batches; None where a sequence does not
-    fit."""
-    options = PlanOptions(max_tokens_per_rank=most_tokens(cost, choice, WORLD) or None)
+def switched(
+    lengths: Sequence[int], cost: CostModel, choice: MemoryChoice, degree: int | None = None
+) -> Plan | None:
+    """Return the plan under one choice for all micro-batches; None where a sequence does not fit.
+    degree: of all sequences; None to plan it."""
+    options = PlanOptions(
+        planner="auto" if degree is None else "static",
+        sp_degree=degree,
+        max_tokens_per_rank=most_tokens(cost, choice, WORLD) or None,
+    )
     try:
         return make_plan(lengths, TOPOLOGY, with_choice(cost, choice), options)
     except PlanInfeasible:
@@ -89,6 +96,11 @@ def is_todays(choice: MemoryChoice, layers: int) -> bool:
     host."""
     numbers = {choice.recomputed_layers, choice.inputs_on_host, choice.outputs_recomputed}
     return choice.outputs_on_host == 0 and numbers <= {0, layers}
+
+
+def computes_again(choice: MemoryChoice) -> bool:
+    """Return True if recomputed layers compute attention again."""
+    return choice.outputs_recomputed == choice.recomputed_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +130,8 @@ class Result:
     """Micro-batches by their choice."""
     switches: tuple[Switch, ...]
     """Fastest first."""
+    one_degree: Switch
+    """The fastest of `again` with one degree for all sequences."""
 
     @property
     def today(self) -> Switch:
@@ -142,6 +156,7 @@ class Result:
             f"{best.seconds / self.planned_s:.3f}x",
             f"{self.today.seconds / self.planned_s:.3f}x",
             f"{self.again.seconds / self.planned_s:.3f}x",
+            f"{self.one_degree.seconds / self.planned_s:.3f}x",
             f"{best.seconds / self.bound_s:.3f}x",
             best.choice,
         )
@@ -156,6 +171,7 @@ COLUMNS = (
     "over planned",
     "today's best over planned",
     "the same, attention again",
+    "the same, one degree",
     "best switch over the bound",
     "best switch",
 )
@@ -165,18 +181,14 @@ def result_of(sharding: str, million_tokens: int, seeds: Sequence[int]) -> Resul
     """Return the figures of the steps of some seeds."""
     cost = cost_of(SHARDINGS[sharding])
     steps = [lengths_of(million_tokens * 10**6, seed) for seed in seeds]
-    # 1. each switch
+    # 1. each switch, and with attention computed again each degree
     switches = []
+    fixed = []
     for choice in choices_of(cost):
-        plans = [switched(lengths, cost, choice) for lengths in steps]
-        if all(plan is not None for plan in plans):
-            made = Switch(
-                choice=str(choice),
-                is_todays=is_todays(choice, LLAMA_8B.layers),
-                computes_again=choice.outputs_recomputed == choice.recomputed_layers,
-                seconds=sum(plan.objective_s for plan in plans if plan is not None),
-            )
-            switches.append(made)
+        switches += switches_of(steps, cost, choice)
+        if is_todays(choice, LLAMA_8B.layers) and computes_again(choice):
+            for degree in TOPOLOGY.degrees():
+                fixed += switches_of(steps, cost, choice, degree)
     # 2. the planner's own choices
     ours = [planned(lengths, cost) for lengths in steps]
     chosen: dict[str, int] = {}
@@ -192,7 +204,28 @@ def result_of(sharding: str, million_tokens: int, seeds: Sequence[int]) -> Resul
         micro_batches=sum(len(plan.micro_batches) for plan in ours) / len(ours),
         chosen=chosen,
         switches=tuple(sorted(switches, key=lambda switch: switch.seconds)),
+        one_degree=min(fixed, key=lambda switch: switch.seconds),
     )
+
+
+def switches_of(
+    steps: Sequence[Sequence[int]],
+    cost: CostModel,
+    choice: MemoryChoice,
+    degree: int | None = None,
+) -> list[Switch]:
+    """Return the switch of a choice with its seconds; none where a step does not fit."""
+    plans = [switched(lengths, cost, choice, degree) for lengths in steps]
+    if any(plan is None for plan in plans):
+        return []
+    name = str(choice) if degree is None else f"degree {degree}, {choice}"
+    made = Switch(
+        choice=name,
+        is_todays=is_todays(choice, LLAMA_8B.layers),
+        computes_again=computes_again(choice),
+        seconds=sum(plan.objective_s for plan in plans if plan is not None),
+    )
+    return [made]
 
 
 def bound_s(lengths: Sequence[int], cost: CostModel) -> float:
@@ -223,7 +256,7 @@ def main() -> None:
     for sharding in asked.sharding:
         for million_tokens in asked.million_tokens:
             results.append(result_of(sharding, million_tokens, range(asked.batches)))
-    print(table(COLUMNS, [result.cells() for result in results], range(1, 9)))
+    print(table(COLUMNS, [result.cells() for result in results], range(1, 10)))
     for result in results:
         counts = ", ".join(f"{count} x {name}" for name, count in result.chosen.items())
         print(f"\n{result.sharding}, {result.million_tokens}M tokens: {counts}")
