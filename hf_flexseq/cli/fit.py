@@ -51,8 +51,11 @@ def fit(options: Namespace) -> None:
     cost = _cost(options)
     rungs = ladder(cost, options.topology, options.length)
     if not rungs:
-        cost.max_tokens_per_rank(options.topology.world_size)  # says what model states take
-        raise ValueError("no token fits besides the model states: use more ranks")
+        raise ValueError(
+            f"model states take {_states_gib(options, cost):.1f} GiB of the "
+            f"{cost.budget_bytes / 2**30:.1f} of a rank, which leaves no room for a token: use "
+            "more ranks, shard them (--zero-stage 3), or train adapters (--lora-rank)"
+        )
     lines = next_levers(cost, options.topology, rungs)
     if options.json is not None:
         _write(options, cost, rungs, lines)
@@ -158,13 +161,17 @@ def _title(options: Namespace, cost: CostModel) -> str:
     """Describe the model, the ranks, and their memory in a line."""
     assert cost.activations is not None, "checked when it was made"
     topology = options.topology
-    budget = cost.budget_bytes
-    states = budget - cost.free_bytes(topology.world_size)
+    host_gib = cost.activations.host_bytes / 2**30
     return (
         f"{options.model or cost.name} on {topology.nodes} x {topology.ranks_per_node} ranks, "
-        f"{cost.name}: {budget / 2**30:.1f} GiB a rank to plan with, model states "
-        f"{states / 2**30:.1f}; of the host {cost.activations.host_bytes / 2**30:.1f} GiB a rank"
+        f"{cost.name}: {cost.budget_bytes / 2**30:.1f} GiB a rank to plan with, model states "
+        f"{_states_gib(options, cost):.1f}; of the host {host_gib:.1f} GiB a rank"
     )
+
+
+def _states_gib(options: Namespace, cost: CostModel) -> float:
+    """Return the GiB of a rank's model states."""
+    return (cost.budget_bytes - cost.free_bytes(options.topology.world_size)) / 2**30
 
 
 def _table(rungs: Sequence[Fit], length: int | None) -> list[str]:

@@ -149,6 +149,7 @@ def _fit_options(parser: ArgumentParser) -> None:
         help="memory of the host that each rank may use (default: by the device)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures, - for stdout")
+    limit_option(parser)
 
 
 def _view_options(parser: ArgumentParser) -> None:

@@ -71,6 +71,7 @@ def test_options_change_what_fits(flexseq):
     lora = longest("--lora-rank 64 --zero-stage 0")
     assert lora[-1] > 0.9 * plain[-1] / 2
     assert longest("--lora-rank 64")[0] > plain[0]
+    assert longest("--limit ranks=9000")[0] == plain[0]
     assert len(longest("--checkpointing")) == len(plain) - 1
     assert longest("--host-memory-gib 0")[-1] < longest("--host-memory-gib 50")[-1] < plain[-1]
 
@@ -111,7 +112,8 @@ def test_any_model_of_transformers_is_read_by_its_configuration(flexseq, tmp_pat
         ("fit qwen3-8b --topology 1x8 --host-memory-gib -1", "expected GiB from 0"),
         ("fit qwen3-8b --topology 1x8 --host-memory-gib nan", "expected GiB from 0"),
         ("fit qwen3-8b --topology 1x8 --host-memory-gib x", "GiB as a number, got 'x'"),
-        ("fit gpt-oss-120b --topology 1x1", "leaves no room for a token"),
+        ("fit gpt-oss-120b --topology 1x1", "leaves no room for a token: use more ranks"),
+        ("fit qwen3-8b --topology 10000x8", "raise it with --limit ranks=80000"),
     ],
 )
 def test_what_cannot_be_is_one_line(words, message, refused, tmp_path):
