@@ -207,11 +207,11 @@ def _beyond_the_last(cost: CostModel, topology: Topology, last: Fit) -> str:
 
 
 def where_it_fits(cost: CostModel, topology: Topology, length: int) -> str:
-    """Return a sentence about a sequence that does not fit as a run is set: the choice that holds
-    it, or else the longest that fits, and the ranks that this one needs. "" where the cost model
-    has no choices, or none holds a token.
+    """Return what to do about a sequence that does not fit: the choice that holds it, for planners
+    that make none, or else the longest that fits, and the ranks that this one needs. "" where the
+    cost model has no choices, or none holds a token.
 
-    A planner adds it to its refusal.
+    `make_plan` has it in its refusal.
     """
     rungs = ladder(cost, topology)
     if not rungs:
@@ -222,13 +222,13 @@ def where_it_fits(cost: CostModel, topology: Topology, length: int) -> str:
         ours = seconds_of(cost, topology, first.choice, first.longest)
         price = seconds_of(cost, topology, found.choice, first.longest) / ours - 1
         return (
-            f"{first.longest:,} tokens fit with {first.choice}; {found.choice} holds this one "
-            f"and costs {100 * price:+.1f} % seconds"
+            f"{first.longest:,} tokens fit with {first.choice}. Set planner='auto', which holds "
+            f"this one with {found.choice} at {100 * price:+.1f} % seconds"
         )
     last = rungs[-1]
     ranks = ranks_for(cost, topology, length)
-    needs = "more memory of the devices" if ranks is None else f"{ranks} ranks"
-    return f"At most {last.longest:,} tokens fit, with {last.choice}; this one needs {needs}"
+    advice = "Use devices with more memory" if ranks is None else f"Use {ranks} ranks"
+    return f"At most {last.longest:,} tokens fit, with {last.choice}. {advice}"
 
 
 def ranks_for(cost: CostModel, topology: Topology, length: int) -> int | None:

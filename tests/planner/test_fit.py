@@ -75,7 +75,10 @@ def test_a_planner_that_chooses_holds_the_last_rung_and_refuses_more_with_what_f
     with pytest.raises(PlanInfeasible) as refusal:
         make_plan([last.longest + 1], NODE, cost)
     said = str(refusal.value)
-    assert f"At most {last.longest:,} tokens fit, with {last.choice}; this one needs 16" in said
+    assert f"At most {last.longest:,} tokens fit, with {last.choice}. Use 16 ranks" in said
+    # planners that make no choices name the one that does
+    with pytest.raises(PlanInfeasible, match="Set planner='auto', which holds this one with"):
+        make_plan([1_048_576], NODE, cost, PlanOptions(planner="zeppelin"))
     # a bound that the user sets is raised by the user
     with pytest.raises(PlanInfeasible, match="Raise max_tokens_per_rank to 125, use more ranks"):
         make_plan([1000], NODE, cost, PlanOptions(max_tokens_per_rank=100))
@@ -127,12 +130,14 @@ def test_lines_say_what_takes_a_sequence_further_and_what_it_costs():
 def test_a_sequence_that_does_not_fit_as_set_is_told_where_it_does():
     cost = llama(checkpointing=True, host_gib=200)
     rungs = ladder(cost, NODE)
-    assert "holds this one and costs +0.0 % seconds" in where_it_fits(cost, NODE, 1_048_576)
+    held = where_it_fits(cost, NODE, 1_048_576)
+    assert "Set planner='auto', which holds this one with 32 layers recomputed, inputs of" in held
+    assert "at +0.0 % seconds" in held
     longest = rungs[-1].longest
     refusal = where_it_fits(cost, NODE, 3 * longest)
     assert f"At most {longest:,} tokens fit" in refusal
     ranks = ranks_for(cost, NODE, 3 * longest)
-    assert f"needs {ranks} ranks" in refusal
+    assert f"Use {ranks} ranks" in refusal
     assert 8 < ranks <= 24
     for nodes, fits in ((ranks // 8, True), (ranks // 8 - 1, False)):
         topology = Topology(nodes=nodes, ranks_per_node=8)
