@@ -220,11 +220,9 @@ def where_it_fits(cost: CostModel, topology: Topology, length: int) -> str:
     if found is not None:
         first = rungs[0]
         ours = seconds_of(cost, topology, first.choice, first.longest)
-        price = seconds_of(cost, topology, found.choice, first.longest) / ours - 1
-        return (
-            f"{first.longest:,} tokens fit with {first.choice}. Set planner='auto', which holds "
-            f"this one with {found.choice} at {100 * price:+.1f} % seconds"
-        )
+        theirs = seconds_of(cost, topology, found.choice, first.longest)
+        percent = f"{100 * (theirs / ours - 1):+.1f} %"
+        return f"Set planner='auto', which holds it with {found.choice} at {percent} seconds"
     last = rungs[-1]
     ranks = ranks_for(cost, topology, length)
     advice = "Use devices with more memory" if ranks is None else f"Use {ranks} ranks"

@@ -77,7 +77,7 @@ def test_a_planner_that_chooses_holds_the_last_rung_and_refuses_more_with_what_f
     said = str(refusal.value)
     assert f"At most {last.longest:,} tokens fit, with {last.choice}. Use 16 ranks" in said
     # planners that make no choices name the one that does
-    with pytest.raises(PlanInfeasible, match="Set planner='auto', which holds this one with"):
+    with pytest.raises(PlanInfeasible, match="Set planner='auto', which holds it with"):
         make_plan([1_048_576], NODE, cost, PlanOptions(planner="zeppelin"))
     # a bound that the user sets is raised by the user
     with pytest.raises(PlanInfeasible, match="Raise max_tokens_per_rank to 125, use more ranks"):
@@ -131,7 +131,7 @@ def test_a_sequence_that_does_not_fit_as_set_is_told_where_it_does():
     cost = llama(checkpointing=True, host_gib=200)
     rungs = ladder(cost, NODE)
     held = where_it_fits(cost, NODE, 1_048_576)
-    assert "Set planner='auto', which holds this one with 32 layers recomputed, inputs of" in held
+    assert "Set planner='auto', which holds it with 32 layers recomputed, inputs of" in held
     assert "at +0.0 % seconds" in held
     longest = rungs[-1].longest
     refusal = where_it_fits(cost, NODE, 3 * longest)
