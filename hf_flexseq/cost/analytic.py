@@ -59,7 +59,12 @@ def analytic_cost_model(
     moved = shape.dtype_bytes  # bytes of one number
     # of q, k, v and the output: forward, again for the backward, gradients
     exchanges = 3.0 if checkpointing else 2.0
-    token_bytes, state_bytes = _held_bytes(shape, topology, checkpointing, chunked_loss)
+    activations = _activations(shape, device, checkpointing)
+    token_bytes = activations.token_bytes(activations.as_set)
+    if not chunked_loss:
+        # logits in the model's dtype, in float32, and their gradient
+        token_bytes += shape.vocab * (shape.dtype_bytes + 2 * FLOAT32_BYTES)
+    state_bytes = _held_bytes(shape, topology, checkpointing, chunked_loss)
     sharded_bytes = sum((MOMENT_BYTES, GRADIENT_BYTES, WEIGHT_BYTES)[:zero_stage])  # a parameter
     trained = shape.params - shape.frozen_params
     sharded = float(sharded_bytes * trained)
@@ -100,7 +105,7 @@ def analytic_cost_model(
         recurrent=_recurrent(shape, device, checkpointing),
         attention_share=shape.attention_count / shape.layers,
         tower=_tower(shape, device, checkpointing),
-        activations=_activations(shape, device, checkpointing),
+        activations=activations,
     )
 
 
@@ -140,9 +145,8 @@ def _tower(shape: ModelShape, device: DeviceSpec, checkpointing: bool) -> TowerC
 
 def _held_bytes(
     shape: ModelShape, topology: Topology, checkpointing: bool, chunked_loss: bool
-) -> tuple[float, float]:
-    """Return the activation bytes (per token, per rank), without parameters."""
-    token = _token_bytes(shape, checkpointing)
+) -> float:
+    """Return the bytes that a rank holds whatever its tokens, without parameters."""
     # The copies that autocast makes of weights exist until the forward has ended.
     state = 0.0
     if shape.hidden_bytes not in (None, shape.dtype_bytes):
@@ -152,10 +156,7 @@ def _held_bytes(
         state += _all_summaries_bytes(shape, topology.world_size)
     if chunked_loss:
         state += float(FLOAT32_BYTES * shape.vocab * shape.hidden)
-    else:
-        # logits in the model's dtype, in float32, and their gradient
-        token += shape.vocab * (shape.dtype_bytes + 2 * FLOAT32_BYTES)
-    return token, state
+    return state
 
 
 def _linear_s(shape: ModelShape, device: DeviceSpec, checkpointing: bool) -> float:
@@ -279,28 +280,6 @@ def _beyond_post(device: DeviceSpec) -> float:
     A host that is ahead of its device posts a transfer long before it can begin.
     """
     return max(0.0, device.transfer_s - (1 - device.overlap) * device.post_s)
-
-
-def _token_bytes(shape: ModelShape, checkpointing: bool) -> float:
-    """Return the activation bytes per token, without the logits."""
-    log_sum_exps = 0  # bytes, of all layers
-    for layers, _, heads in shape.attention_layers():
-        log_sum_exps += layers * heads.heads * FLOAT32_BYTES
-    rest = 5 * shape.hidden + 4 * shape.intermediate  # numbers of a layer besides its mixers'
-    if not checkpointing:
-        numbers = shape.layers * rest + 2 * shape.query_numbers + shape.kv_numbers
-        scans = sum(layers * _scan_bytes(shape, sizes) for layers, sizes in shape.recurrent)
-        return float(numbers * shape.dtype_bytes + scans + log_sum_exps)
-    # Every layer keeps its input and what attention, or a scan, gave; one is whole.
-    mixer = 2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
-    mixer_bytes = [float(mixer * shape.dtype_bytes)]
-    inputs_bytes = shape.layers * shape.hidden * (shape.hidden_bytes or shape.dtype_bytes)
-    kept = shape.query_numbers
-    for layers, sizes in shape.recurrent:
-        kept += layers * sizes.value_heads * sizes.value_dim
-        mixer_bytes.append(_scan_bytes(shape, sizes))
-    whole = rest * shape.dtype_bytes + max(mixer_bytes)
-    return float(inputs_bytes + kept * shape.dtype_bytes + whole + log_sum_exps)
 
 
 def _scan_bytes(shape: ModelShape, sizes: RecurrentShape) -> float:

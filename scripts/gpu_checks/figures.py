@@ -37,7 +37,9 @@ from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.profiler.design import THOROUGH, Effort, ProbeShape, in_groups
 
 HOLD_OUT_BOUND = 0.05
-MEMORY_BOUND = 0.03
+# The memory model adds up what is held when the loss is computed and what is held when layers run
+# again, so that it may be above the peak, which is one of these moments, but not below.
+MEMORY_BELOW, MEMORY_ABOVE = 0.03, 0.10
 
 WIDE = {  # as wide as Llama-3.1-8B
     "hidden_size": 4096,
@@ -125,12 +127,13 @@ def memory_section(setting: Setting) -> Section:
         predicted += estimate.token_bytes * tokens
         measured = measure(tokens)
         error = predicted / measured - 1
-        is_close = setting.rehearse or abs(error) <= MEMORY_BOUND
+        is_close = setting.rehearse or -MEMORY_BELOW <= error <= MEMORY_ABOVE
         holds = holds and is_close
         cells = [f"{tokens:,}", f"{predicted / 2**30:.2f}", f"{measured / 2**30:.2f}"]
         rows.append([*cells, f"{error:+.1%}", _judged(setting, is_close)])
+    bounds = f"-{MEMORY_BELOW:.0%} to +{MEMORY_ABOVE:.0%}"
     return Section(
-        title=f"Memory of one rank: peak of a micro-batch (bound {MEMORY_BOUND:.0%})",
+        title=f"Memory of one rank: peak of a micro-batch ({bounds})",
         lines=table(["tokens", "predicted GiB", "measured GiB", "error", ""], rows),
         holds=holds,
     )

@@ -8,6 +8,7 @@ from hf_flexseq.base.layers import FULL, Reach, RecurrentShape
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.choices import choices_of, most_tokens
 from hf_flexseq.cost.devices import BLOCK_KEYS, DEVICES
 from hf_flexseq.cost.presets import LLAMA_8B, PRESETS, SHAPES
 from hf_flexseq.cost.shapes import HeadShape, ModelShape
@@ -77,7 +78,8 @@ def test_frozen_parameters_have_weights_alone():
         assert (cost.state_bytes, cost.sharded_state_bytes) == (whole + head, sharded)
     # as in recipes/llama-3.1-8b/long_context_lora.yaml
     unsharded = analytic_cost_model(adapted, DEVICES["H100"], node)
-    assert unsharded.max_tokens_per_rank(8) > 65536
+    assert unsharded.max_tokens_per_rank(8) > 65_000
+    assert max(most_tokens(unsharded, one, 8) for one in choices_of(unsharded)) > 65_536
     with pytest.raises(ValueError, match="leaves no room for a token"):
         analytic_cost_model(LLAMA_8B, DEVICES["H100"], node).max_tokens_per_rank(8)
 
@@ -133,7 +135,8 @@ def test_heads_that_differ_by_kind_count_by_kind():
     assert uneven.all_to_all_bytes == 2 * 3 * (2 * queries + keys)
     assert uneven.attention_s == cost.attention_s
     assert uneven.kinds[0].attention_s == pytest.approx(cost.kinds[0].attention_s / 2)
-    assert cost.token_bytes - uneven.token_bytes == 2 * 3 * 4 * 16  # what attention gave
+    outputs = [one.activations.kinds[0].output_bytes for one in (cost, uneven)]
+    assert outputs[0] - outputs[1] == 2 * 3 * 4 * 16 / 4  # what attention gave, on the mean
 
 
 # ---- recurrent layers
@@ -226,13 +229,20 @@ def test_shapes_without_meaning_are_refused():
         replace(DELTA, kind="rwkv")
 
 
-def test_memory_under_autocast_is_that_of_an_h100():
+def test_memory_under_autocast_is_not_below_that_of_an_h100():
     # 16 checkpointed layers of 2,048 with float32 weights, in bfloat16 autocast: the peaks of
     # micro-batches of 16,384 and of 32,768 tokens (docs/gpus.md)
     sizes = {"layers": 16, "hidden": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128}
     sizes |= {"intermediate": 8192, "vocab": 128256, "params": 1_269_368_832}
     cost = estimate(shape(**sizes, dtype_bytes=2, hidden_bytes=4), ranks=1)
     state = cost.state_bytes + cost.sharded_state_bytes
+    # when the loss is computed: with copies of the weights, and the gradient of the head
+    of_loss = 2 * sizes["params"] + 4 * sizes["vocab"] * sizes["hidden"]
+    (layer,) = cost.activations.kinds
+    kept = cost.activations.base_bytes + 16 * (layer.input_bytes + layer.output_bytes)
     for tokens, measured_gib in ((16384, 26.59), (32768, 30.98)):
-        predicted = state + tokens * cost.token_bytes
-        assert predicted / 2**30 == pytest.approx(measured_gib, rel=0.03)
+        loss = state + tokens * (kept + cost.activations.head_bytes)
+        replay = state - of_loss + tokens * cost.token_bytes
+        assert max(loss, replay) / 2**30 == pytest.approx(measured_gib, rel=0.04)
+        # a plan counts what either moment holds
+        assert measured_gib <= (state + tokens * cost.token_bytes) / 2**30 <= 1.1 * measured_gib

@@ -121,8 +121,8 @@ def test_lines_say_what_takes_a_sequence_further_and_what_it_costs():
     assert "more ranks" in last
     # the host binds the last rung, unless there is enough of it
     assert "of the host" not in last
-    small = llama(host_gib=80)
-    assert "of the host than 80 GiB a rank" in next_levers(small, NODE, ladder(small, NODE))[-1]
+    small = llama(host_gib=60)
+    assert "of the host than 60 GiB a rank" in next_levers(small, NODE, ladder(small, NODE))[-1]
     plenty = llama(host_gib=4000)
     assert "of the host" not in next_levers(plenty, NODE, ladder(plenty, NODE))[-1]
 
