@@ -5,7 +5,8 @@
 
 A step has one sequence of 512K tokens, and others whose lengths are log-normal like CommonCrawl's
 (median 950, sigma 1.75), cut at 512K, until it has so many tokens. Llama-3.1-8B trains on 64 H100:
-with its states sharded over all of them (fsdp2), or inside of each node (hsdp).
+with its states sharded over all of them (fsdp2), or inside of each node (hsdp), or adapters of it
+alone, with its weights whole on every rank (lora).
 
 A switch holds for all micro-batches of all steps: one choice for activations, the most tokens a
 rank that it allows, and the planner `auto`. Every choice that a planner may make is a switch here.
@@ -20,7 +21,7 @@ that.
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.cost.choices import choices_of, most_tokens, with_choice
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import LLAMA_8B
+from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.plan import Plan, PlanInfeasible
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.plan.options import PlanOptions
@@ -42,7 +44,22 @@ TOPOLOGY = Topology(nodes=8, ranks_per_node=8)
 WORLD = TOPOLOGY.world_size
 LONGEST = 512 * K
 MILLION_TOKENS = (4, 8, 16)  # of a step
-SHARDINGS = {"fsdp2": 1, "hsdp": TOPOLOGY.nodes}  # replicas of the states
+ADAPTED = LLAMA_8B.with_adapters(64)  # rank 64, at all matrices
+
+
+class States(NamedTuple):
+    """What is trained, and how its states are sharded."""
+
+    shape: ModelShape
+    zero_stage: int
+    replicas: int = 1
+
+
+SHARDINGS = {
+    "fsdp2": States(LLAMA_8B, 3),
+    "hsdp": States(LLAMA_8B, 3, TOPOLOGY.nodes),
+    "lora": States(ADAPTED, 0),
+}
 
 
 def lengths_of(tokens: int, seed: int) -> list[int]:
@@ -58,14 +75,14 @@ def lengths_of(tokens: int, seed: int) -> list[int]:
     return lengths
 
 
-def cost_of(replicas: int) -> CostModel:
+def cost_of(states: States) -> CostModel:
     """Return the cost model of a run that has chosen nothing for its activations."""
     return analytic_cost_model(
-        LLAMA_8B,
+        states.shape,
         DEVICES["H100"],
         TOPOLOGY,
-        zero_stage=3,
-        replicas=replicas,
+        zero_stage=states.zero_stage,
+        replicas=states.replicas,
         checkpointing=False,
     )
 
