@@ -244,6 +244,30 @@ def test_a_copy_of_a_model_has_layers_and_a_store_of_its_own():
         assert_same_bits(gradients(model), wanted)
 
 
+def test_an_interrupt_in_the_middle_of_a_forward_leaves_the_layers_as_they_were():
+    """torch calls no hook after an interrupt from the keyboard, not even those of `always_call`."""
+    model, choice = deep_model(), CHOICES[-1]
+    with told(model, **choice) as (seq_ctx, _, layers):
+        loss_of(model, seq_ctx).backward()
+        wanted = gradients(model)
+        interrupted = model.model.layers[2].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model, seq_ctx)
+        interrupted.remove()
+        loss_of(model, seq_ctx).backward()
+        assert_same_bits(gradients(model), wanted)
+        assert not any("_gradient_checkpointing_func" in vars(one) for one in layers.layers)
+    model.model.layers[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), told(model, **choice) as (seq_ctx, *_):
+        loss_of(model, seq_ctx)
+    assert not any(layer.gradient_checkpointing for layer in model.model.layers)
+    assert not any("_gradient_checkpointing_func" in vars(layer) for layer in model.model.layers)
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
+
+
 # ---- models and settings that choices leave alone
 
 

@@ -167,12 +167,14 @@ class LayerMemory:
         finally:
             for hook in hooks:
                 hook.remove()
+            self._restore_layers()
             if self.store is not None:
                 self.store.close()
                 self.store = None
 
     def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Give the layers the functions of this call, if they do not do as they are set."""
+        self._restore_layers()
         context = kwargs.get("seq_ctx")
         if not isinstance(context, SequenceContext):
             return
@@ -194,13 +196,17 @@ class LayerMemory:
             setattr(layer, FUNCTION, partial(call.run, number, options))
 
     def _end(self, decoder: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
-        """Give the layers back what they had, whatever has become of the call."""
-        undo, self._undo = self._undo, None
-        if undo is None:
-            return
-        undo()
+        """End a call, whatever has become of it."""
+        self._restore_layers()
         if self.store is not None:
             self.store.settle()
+
+    def _restore_layers(self) -> None:
+        """Give the layers back what they had before the last call. That call is over: torch runs
+        no hook after one that an interrupt from the keyboard has ended."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
 
 
 class _Call:
