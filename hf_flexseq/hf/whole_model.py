@@ -230,11 +230,15 @@ class WholeModelExecutor:
         budgets = self.setup.communicator.cpu_group.gather_values(self.setup.host_bytes())
         self.host_memory_bytes = min(budgets)
         device = self.setup.accelerator.device
-        return LayerMemory(
+        layers = LayerMemory(
             base,
             save_attention_output=self.setup.args.save_attention_output,
             make_store=partial(HostStore, device, self.host_memory_bytes),
         )
+        # A hook of the user's may be on one rank alone.
+        reasons = self.setup.communicator.cpu_group.gather_values(layers.reason_without_choices)
+        layers.reason_without_choices = next((one for one in reasons if one is not None), None)
+        return layers
 
     def _open_blocks(self, cost: CostModel) -> None:
         """Make the groups that exchange heads by a collective, if faster. Collective."""

@@ -245,7 +245,7 @@ def test_a_copy_of_a_model_has_layers_and_a_store_of_its_own():
 
 
 def test_an_interrupt_in_the_middle_of_a_forward_leaves_the_layers_as_they_were():
-    """torch calls no hook after an interrupt from the keyboard, not even those of `always_call`."""
+    """torch calls no hook after an interrupt from the keyboard, not even with `always_call`."""
     model, choice = deep_model(), CHOICES[-1]
     with told(model, **choice) as (seq_ctx, _, layers):
         loss_of(model, seq_ctx).backward()
@@ -301,6 +301,36 @@ def test_what_the_user_has_set_decides_whether_layers_choose():
     )
     model.gradient_checkpointing_disable()
     assert reason_without_choices(model) is None
+
+
+def test_hooks_inside_of_a_layer_would_run_twice_and_keep_it_as_it_is():
+    model = deep_llama()
+    model.model.layers[1].register_forward_hook(nothing)  # which runs once
+    assert reason_without_choices(model) is None
+    model.model.layers[1].mlp.register_forward_hook(nothing)
+    reason = "a hook of yours in mlp of LlamaDecoderLayer would run twice"
+    assert reason_without_choices(model) == reason
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # the user lets it run twice
+    assert reason_without_choices(model) is None
+
+
+def nothing(*args):
+    return None
+
+
+def reason_with_a_hook_on_one_rank(rank, world_size):
+    model = deep_llama()
+    if rank == 1:
+        model.model.layers[0].mlp.register_forward_hook(nothing)
+    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
+    with engine.attached(model):
+        return engine.executor.reason_without_choices
+
+
+@pytest.mark.processes
+def test_a_hook_on_one_rank_alone_is_a_reason_on_all():
+    for reason in run_ranks(reason_with_a_hook_on_one_rank, 2, seconds=60):
+        assert reason == "a hook of yours in mlp of LlamaDecoderLayer would run twice"
 
 
 @pytest.mark.parametrize("saves", [False, True])

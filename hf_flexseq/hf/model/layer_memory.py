@@ -36,6 +36,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.memory.store import HostStore, HostTensor
 from hf_flexseq.plan.memory import MemoryChoice
+from hf_flexseq.steps.users_code import users_forward_hooks
 
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 CHECKPOINT = partial(checkpoint, use_reentrant=False)
@@ -124,7 +125,8 @@ class LayerMemory:
         """make_store: called when the first tensor goes to the host. Raises NotImplementedError
         where the user has set `offload` and the layers cannot be told what to do."""
         self.reason_without_choices = reason_without_choices(model)
-        """Why no plan may choose what the layers do; None if it may."""
+        """Why no plan may choose what the layers do; None if it may. Ranks whose hooks differ have
+        different reasons; whoever connects them gives all ranks one."""
         self.layers: tuple[nn.Module, ...] = ()
         self.store: HostStore | None = None
         """The store, once anything has gone to the host."""
@@ -364,10 +366,18 @@ def reason_without_choices(model: PreTrainedModel) -> str | None:
     if len(decoder.layers) != count:
         return f"it has {len(decoder.layers)} layers, and num_hidden_layers={count}"
     for layer in decoder.layers:
-        if getattr(layer, FLAG):
-            reason = _reason_of_user(layer)
-            if reason is not None:
-                return reason
+        reason = _reason_of_user(layer) if getattr(layer, FLAG) else _reason_of_hooks(layer)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _reason_of_hooks(layer: nn.Module) -> str | None:
+    """Return what of the user's would run twice in a layer that is not to run again. Hooks on the
+    layer itself would not: transformers checkpoints its forward without them."""
+    for name, child in layer.named_children():
+        if any(users_forward_hooks(child)):
+            return f"a hook of yours in {name} of {type(layer).__name__} would run twice"
     return None
 
 
