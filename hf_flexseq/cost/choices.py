@@ -17,6 +17,7 @@ token depend on its sequence. So a choice is never priced too low by it.
 import functools
 from dataclasses import replace
 
+from hf_flexseq.base.values import MAX_TOKENS_PER_RANK
 from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.model import ATTENTION_BACKWARD, CostModel
 from hf_flexseq.plan.memory import MemoryChoice
@@ -128,6 +129,8 @@ def token_bytes(cost: CostModel, choice: MemoryChoice) -> float:
     have to those of the user's own choice."""
     activations = cost.activations
     assert activations is not None, "only a cost model with activations has choices"
+    if choice == activations.as_set:
+        return cost.token_bytes
     of_choice = activations.token_bytes(choice)
     return cost.token_bytes * of_choice / activations.token_bytes(activations.as_set)
 
@@ -137,7 +140,7 @@ def most_tokens(cost: CostModel, choice: MemoryChoice, world_size: int) -> int:
     activations = cost.activations
     assert activations is not None, "only a cost model with activations has choices"
     free_bytes = cost.free_bytes(world_size)
-    tokens = max(0.0, free_bytes // token_bytes(cost, choice))
+    tokens = max(0.0, min(free_bytes // token_bytes(cost, choice), MAX_TOKENS_PER_RANK))
     on_host = activations.host_token_bytes(choice)
     if on_host:
         tokens = min(tokens, activations.host_bytes // on_host)
@@ -220,7 +223,7 @@ def _on_host(as_set: MemoryChoice, recomputed: int, layers: int) -> list[tuple[i
     only a model that recomputes all layers takes them there by quarters."""
     step = _steps if recomputed == layers else _ends
     inputs = step(as_set.inputs_on_host, recomputed)
-    outputs = step(as_set.outputs_on_host, recomputed)
+    outputs = step(as_set.outputs_on_host, recomputed - as_set.outputs_recomputed)
     pairs = [(count, outputs[0]) for count in inputs]
     pairs += [(recomputed, count) for count in outputs[1:]]
     return pairs

@@ -165,14 +165,10 @@ class CostConstants:
     def max_tokens_per_rank(self, world_size: int) -> int:
         """Return the most tokens a rank can hold in one micro-batch besides its model states.
 
-        Raises ValueError where the states leave no room for a token.
+        Raises ValueError where the states leave no room for a token, or the host has none.
         """
         states = self.budget_bytes - self.free_bytes(world_size)
         tokens = int(min(self.free_bytes(world_size) // self.token_bytes, MAX_TOKENS_PER_RANK))
-        if self.activations is not None:
-            on_host = self.activations.host_token_bytes(self.activations.as_set)
-            if on_host:
-                tokens = min(tokens, int(self.activations.host_bytes // on_host))
         if tokens < 1:
             raise ValueError(
                 f"cost model {self.name!r}: model states take {states / 2**30:.1f} of "
@@ -180,6 +176,17 @@ class CostConstants:
                 "for a token: shard them (FSDP, ZeRO-3), use more ranks, or set "
                 "max_tokens_per_rank"
             )
+        if self.activations is not None:
+            on_host = self.activations.host_token_bytes(self.activations.as_set)
+            if on_host:
+                tokens = min(tokens, int(self.activations.host_bytes // on_host))
+                if tokens < 1:
+                    raise ValueError(
+                        f"activations of a token take {on_host / 2**20:.1f} MiB of the host as "
+                        f"the run is set, and a rank may use {self.activations.host_bytes:.0f} "
+                        "bytes of it: raise host_memory_gib, or leave out offload=True of "
+                        "activation checkpointing"
+                    )
         return tokens
 
     # ---- what can be counted

@@ -41,6 +41,7 @@ from hf_flexseq.planner.memory import (
     bounds_of,
     choice_note,
     may_choose,
+    own_tokens,
     planned_by_choice,
 )
 from hf_flexseq.planner.notes import degree_note
@@ -83,14 +84,15 @@ def make_plan(
     options.check_on(topology)
     cost.strategies(options.strategy)  # raises if the model cannot price it
     world = topology.world_size
-    cap = options.max_tokens_per_rank or cost.max_tokens_per_rank(world)
     cost.check_countable(tokens, world)
     widest = options.widest_degree(topology)
     bounds: tuple[Bound, ...] = ()
-    if not options.max_tokens_per_rank:  # what the user sets is kept
+    if options.max_tokens_per_rank:  # what the user sets is kept
+        cap = options.max_tokens_per_rank
+    else:
         if may_choose(cost, options):
             bounds = bounds_of(cost, world, held_tokens)
-        cap = max(0, cap - held_tokens)
+        cap = max(0, own_tokens(cost, world, bounds) - held_tokens)
     most = max((cap, *(bound.tokens for bound in bounds)))
     _check_fits(tokens, widest, most, topology, cost, options, held=held_tokens)
     # 2. decide, 3. order: each way to share prefixes, of which the fastest is taken
@@ -219,7 +221,7 @@ def _check_fits(
     if widest != world:
         wider = f", let up to {world} ranks share a sequence (they may be {widest} now)"
     advice = f"Raise max_tokens_per_rank to {need}{wider}, use more ranks"
-    if options.max_tokens_per_rank is None and widest == world:
+    if options.max_tokens_per_rank is None and widest == world and not held:
         advice = where_it_fits(cost, topology, lengths[longest]) or advice
     room = f"max_tokens_per_rank={cap}"
     if held:

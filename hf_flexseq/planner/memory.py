@@ -90,6 +90,16 @@ def bounds_of(cost: CostModel, world_size: int, held_tokens: int = 0) -> tuple[B
     return tuple(bounds)
 
 
+def own_tokens(cost: CostModel, world_size: int, bounds: Sequence[Bound]) -> int:
+    """Return the most tokens of a rank under the user's own choice; 0 where only others hold one.
+
+    bounds: from `bounds_of`. Raises ValueError where no choice holds a token.
+    """
+    if cost.activations is not None and any(bound.tokens >= 1 for bound in bounds):
+        return most_tokens(cost, cost.activations.as_set, world_size)
+    return cost.max_tokens_per_rank(world_size)
+
+
 def may_choose(cost: CostModel, options: PlanOptions) -> bool:
     """Return True if a planner may choose for micro-batches: a bound that the user sets is kept,
     and so is what goes with it."""
@@ -130,7 +140,8 @@ def planned_by_choice(
     if not tried:
         return planned(task), None
     _, _, micro_batches, way = min(tried, key=lambda one: one[:2])
-    return micro_batches, way
+    chosen = any(one.memory is not None for one in micro_batches)
+    return micro_batches, way if chosen else None
 
 
 def _planned_so(
@@ -226,7 +237,9 @@ def promise_ns(
 ) -> float:
     """Return the nanoseconds that a step is promised with the best choice; infinite where a
     sequence fits nowhere. Arguments: as of `make_plan`."""
-    cap = int(cost.free_bytes(topology.world_size) // cost.token_bytes) - held_tokens
+    activations = cost.activations
+    assert activations is not None, "only a cost model with activations has choices"
+    cap = most_tokens(cost, activations.as_set, topology.world_size) - held_tokens
     bounds = bounds_of(cost, topology.world_size, held_tokens)
     most = max(cap, *(bound.tokens for bound in bounds), 0)
     if most < 1:
@@ -262,6 +275,8 @@ class _Areas:
         degrees = []
         for shape in sorted(shapes_of_ranges(task.topology)):
             degree, _ = shape
+            if task.sp_degree not in (None, degree):
+                continue
             times, _ = cheapest(task.cost, tokens, shape, task.strategy, alone=True, shares=shares)
             possible = times < NEVER
             areas.append(np.where(possible, times.astype(np.float64) * degree, np.inf))

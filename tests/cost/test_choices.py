@@ -185,3 +185,20 @@ def test_records_of_models_without_activations_stay_and_others_come_back():
     record["activations"]["mlp_share"] = 2.0
     with pytest.raises(ValueError, match=r"mlp_share=2.0: must be at most 1"):
         CostModel.from_record(record)
+
+
+def test_attention_that_the_user_computes_again_is_not_on_the_host_instead():
+    """So the user's own choice stays the fastest, whose seconds bound those of any plan."""
+    cost = llama(checkpointing=True)
+    activations = replace(cost.activations, as_set=AGAIN)
+    again = replace(cost, activations=activations)
+    for choice in choices_of(again):
+        assert choice.outputs_recomputed == 32
+        assert with_choice(again, choice).attention_s >= again.attention_s
+
+
+def test_a_host_without_room_for_a_token_is_named():
+    cost = llama(checkpointing=True)
+    activations = replace(cost.activations, as_set=ON_HOST, host_bytes=1000.0)
+    with pytest.raises(ValueError, match=r"may use 1000 bytes of it: raise host_memory_gib"):
+        replace(cost, activations=activations).max_tokens_per_rank(64)

@@ -17,8 +17,9 @@ from hf_flexseq.plan import Plan, PlanInfeasible
 from hf_flexseq.plan.facts import StepFacts
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.memory import bounds_of, promise_ns
+from hf_flexseq.planner.memory import best_ways, bounds_of, promise_ns
 from hf_flexseq.planner.process.jobs import GroupsJob
+from hf_flexseq.planner.task import PlanTask
 from tests.budget import for_seeds
 from tests.plans import planned
 
@@ -167,3 +168,46 @@ def test_the_promise_is_a_bound_where_everything_divides():
     lengths = [6000] * 8
     promised_ns = promise_ns(lengths, NODE, EIGHT, PlanOptions())
     assert make_plan(lengths, NODE, EIGHT).objective_s == pytest.approx(promised_ns / 1e9)
+
+
+def test_one_degree_for_all_sequences_takes_a_choice_that_its_groups_need():
+    """Wider groups would hold this sequence as the run is set, but none is made."""
+    options = {"planner": "static", "sp_degree": 2}
+    lengths = [60_000, 3000, 3000]
+    assert 8 * EIGHT.max_tokens_per_rank(8) > 60_000
+    plan = planned(lengths, NODE, EIGHT, **options)
+    check_choices(plan, EIGHT, NODE)
+    assert {group.degree for group in plan.groups} == {2}
+    assert plan.micro_batches[0].memory is not None
+
+
+def test_a_plan_that_came_to_need_no_choice_does_not_say_that_it_made_one():
+    """A choice promises more than the choice of the run, whose plan is then found to do."""
+    three = Topology(nodes=1, ranks_per_node=3)
+    states = EIGHT.budget_bytes - EIGHT.free_bytes(3)
+    cost = replace(EIGHT, budget_bytes=states + EIGHT.free_bytes(8))
+    lengths = [4394, 5956, 14166]
+    task = PlanTask(
+        lengths=tuple(lengths), topology=three, cost=cost, cap=cost.max_tokens_per_rank(3)
+    )
+    assert best_ways(task, bounds_of(cost, 3))
+    plan = make_plan(lengths, three, cost)
+    assert plan.choices() == {}
+    assert not any("activations" in note for note in plan.notes)
+
+
+def test_ranks_without_room_for_a_token_as_the_run_is_set_have_room_by_a_choice():
+    states = EIGHT.budget_bytes - EIGHT.free_bytes(8)
+    tight = replace(EIGHT, budget_bytes=states + EIGHT.token_bytes / 2)
+    plan = make_plan([8], NODE, tight)
+    assert plan.micro_batches[0].memory is not None
+    with pytest.raises(ValueError, match="leaves no room for a token"):
+        make_plan([8], NODE, without_choices(tight))
+
+
+def test_a_refusal_beside_images_does_not_advise_the_planner_that_refuses():
+    most = max(bound.tokens for bound in bounds_of(EIGHT, 8))
+    facts = StepFacts(held_tokens=EIGHT.max_tokens_per_rank(8))
+    with pytest.raises(PlanInfeasible, match="what the step's images leave") as refused:
+        make_plan([8 * most], NODE, EIGHT, **facts.arguments)
+    assert "planner='auto'" not in str(refused.value)
