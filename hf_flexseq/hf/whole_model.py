@@ -271,6 +271,8 @@ class WholeModelExecutor:
         assert self.fsdp is not None, "attach sets FSDP2's figures"
         if self.reason_without_choices is not None:
             cost = replace(cost, activations=None)
+        # FSDP may have wrapped MLPs since, and the user may have put hooks on them.
+        cost = priced_for(cost, self._attached_model.base)
         job = GroupsJob(
             topology=self.setup.communicator.topology,
             cost=cost,

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
+from hf_flexseq import FlexSeqEngine
 from hf_flexseq.cost.choices import choices_of
 from hf_flexseq.hf import tiles
 from hf_flexseq.hf.tiles import MlpTiles, find_mlps, priced_for
@@ -25,7 +27,14 @@ from tests.hf.by_hand import TWO_NODES, worst_error
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_checks import SIZES
 from tests.hf.test_reach import FAMILIES, make_model, plans_across, stays_in_float64  # noqa: F401
-from tests.hf.tiny import VOCAB, documents, reference_gradients, refused, tiny_llama
+from tests.hf.tiny import (
+    VOCAB,
+    documents,
+    reference_gradients,
+    refused,
+    tiny_arguments,
+    tiny_llama,
+)
 
 TOKENS = 11
 
@@ -305,6 +314,20 @@ def test_planners_choose_no_tiles_for_a_model_without_any():
     assert priced_for(cost, make_model("Llama")) is cost
     assert any(choice.mlp_tiles > 1 for choice in choices_of(cost))
     assert all(choice.mlp_tiles == 1 for choice in choices_of(priced_for(cost, make_model("OPT"))))
+
+
+def test_planners_choose_no_tiles_for_mlps_that_cannot_have_any_once_they_are_wrapped():
+    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments(max_tokens_per_rank=None))
+    model = tiny_llama()
+
+    def share():
+        return engine.executor.planner(ahead=False)._job.cost.activations.mlp_share
+
+    with engine.attached(model):
+        assert share() > 0
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight.register_hook(lambda gradient: None)
+        assert share() == 0
 
 
 def test_the_log_says_which_are_left_alone(caplog):
