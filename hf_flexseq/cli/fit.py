@@ -53,8 +53,8 @@ def fit(options: Namespace) -> None:
     if not rungs:
         raise ValueError(
             f"model states take {_states_gib(options, cost):.1f} GiB of the "
-            f"{cost.budget_bytes / 2**30:.1f} of a rank, which leaves no room for a token: use "
-            "more ranks, shard them (--zero-stage 3), or train adapters (--lora-rank)"
+            f"{cost.budget_bytes / 2**30:.1f} of a rank, which leaves no room for a token: "
+            f"{_more_room(options)}"
         )
     lines = next_levers(cost, options.topology, rungs)
     if options.json is not None:
@@ -67,6 +67,17 @@ def fit(options: Namespace) -> None:
             print(line)
         if options.length is not None:
             print(_answer(options, cost))
+
+
+def _more_room(options: Namespace) -> str:
+    """Return what makes model states smaller and has not been done."""
+    ways = ["use more ranks"]
+    if options.model is not None:
+        if options.zero_stage in (0, 1, 2):
+            ways.append("shard them (--zero-stage 3)")
+        if options.lora_rank is None:
+            ways.append("train adapters (--lora-rank)")
+    return ", or ".join(ways)
 
 
 # ---- the cost model
@@ -205,8 +216,8 @@ def _answer(options: Namespace, cost: CostModel) -> str:
             f"of the device and {found.host_bytes / 2**30:.1f} of the host, {found.choice}"
         )
     ranks = ranks_for(cost, options.topology, length)
-    needs = "on no number of ranks" if ranks is None else f"on {ranks} ranks"
-    return f"{length:,} tokens fit on no choice here; {needs} they do"
+    needs = "no number of ranks holds them" if ranks is None else f"they need {ranks} ranks"
+    return f"{length:,} tokens do not fit under any choice here: {needs}"
 
 
 def _write(

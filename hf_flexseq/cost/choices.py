@@ -55,12 +55,17 @@ class _Passes:
 def with_choice(cost: CostModel, choice: MemoryChoice | None) -> CostModel:
     """Return the cost model of micro-batches under a choice; None stands for the user's own.
 
-    Its `token_bytes` are those of the choice, and its tokens a rank those that fit on the device
-    and on the host.
+    Its `token_bytes` are those of the choice. Raises ValueError for a choice of more layers than
+    the model has.
     """
     activations = cost.activations
     if activations is None or choice is None or choice == activations.as_set:
         return cost
+    if choice.recomputed_layers > activations.layers:
+        raise ValueError(
+            f"the plan recomputes {choice.recomputed_layers} layers, and the model of cost model "
+            f"{cost.name!r} has {activations.layers}: give the cost model that it was made with"
+        )
     passes = _Passes(choice, activations)
     before = _Passes(activations.as_set, activations)
     linear_ratio = passes.linear / before.linear

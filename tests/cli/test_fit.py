@@ -43,7 +43,7 @@ def test_a_sequence_is_priced_on_the_rungs_that_hold_it(flexseq):
     assert "-           -         -  nothing recomputed" in shown
     assert shown.splitlines()[-1].startswith("1,048,576 tokens: ")
     beyond = flexseq(f"{words} 100000000").splitlines()[-1]
-    assert beyond.startswith("100,000,000 tokens fit on no choice here; on ")
+    assert beyond.startswith("100,000,000 tokens do not fit under any choice here: they need ")
 
 
 def test_a_cost_model_file_gives_the_same_and_figures_are_written(flexseq, tmp_path):
@@ -112,7 +112,14 @@ def test_any_model_of_transformers_is_read_by_its_configuration(flexseq, tmp_pat
         ("fit qwen3-8b --topology 1x8 --host-memory-gib -1", "expected GiB from 0"),
         ("fit qwen3-8b --topology 1x8 --host-memory-gib nan", "expected GiB from 0"),
         ("fit qwen3-8b --topology 1x8 --host-memory-gib x", "GiB as a number, got 'x'"),
-        ("fit gpt-oss-120b --topology 1x1", "leaves no room for a token: use more ranks"),
+        (
+            "fit gpt-oss-120b --topology 1x1",
+            "leaves no room for a token: use more ranks, or train adapters (--lora-rank)",
+        ),
+        (
+            "fit gpt-oss-120b --topology 1x1 --zero-stage 1 --lora-rank 8",
+            "leaves no room for a token: use more ranks, or shard them (--zero-stage 3)",
+        ),
         ("fit qwen3-8b --topology 10000x8", "raise it with --limit ranks=80000"),
     ],
 )
@@ -129,8 +136,7 @@ def test_a_model_that_is_nowhere_is_one_line(refused, tmp_path):
     assert "fit: " in refused(f"fit {tmp_path} --topology 1x8")
 
 
-def test_a_cost_model_without_choices_but_its_own_has_one_rung(flexseq, tmp_path):
-    """What the user recomputes stays so, and nothing is left to choose without a host."""
+def test_no_choice_needs_a_host_that_has_nothing(flexseq, tmp_path):
     activations = replace(LLAMA.activations, host_bytes=0.0, mlp_share=0.0)
     replace(LLAMA, activations=activations).save(tmp_path / "cost.json")
     record = json.loads(flexseq(f"fit --cost-model {tmp_path}/cost.json --topology 1x8 --json -"))

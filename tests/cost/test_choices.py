@@ -202,3 +202,9 @@ def test_a_host_without_room_for_a_token_is_named():
     activations = replace(cost.activations, as_set=ON_HOST, host_bytes=1000.0)
     with pytest.raises(ValueError, match=r"may use 1000 bytes of it: raise host_memory_gib"):
         replace(cost, activations=activations).max_tokens_per_rank(64)
+
+
+def test_a_choice_of_more_layers_than_the_model_has_is_refused():
+    cost = llama(checkpointing=False)
+    with pytest.raises(ValueError, match="the plan recomputes 33 layers, and the model of"):
+        with_choice(cost, MemoryChoice(recomputed_layers=33))
