@@ -166,7 +166,7 @@ def under_fsdp2(rank, world_size, plans, nodes, checkpointing, policy):
     layers[0].set_modules_to_forward_prefetch(layers[1:2])
     for unit in [*layers, own.model]:
         unit._set_unshard_async_op(True)  # gathered ahead, and waited for where it is used
-    policies = FsdpPolicies(None, own.communicator, over_replicas=False)
+    policies = FsdpPolicies(None, own.communicator, None, over_replicas=False)
     policies.find_units(own.model)
     gradients = []
     for plan in plans:
