@@ -15,7 +15,9 @@ import numpy as np
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, Int64Array
 from hf_flexseq.cost.kinds import FloatArray
+from hf_flexseq.cost.lengths import shares_of
 from hf_flexseq.planner.problem import NEVER, cheapest
+from hf_flexseq.planner.task import PlanTask
 
 
 def bound_ns(
@@ -52,6 +54,19 @@ def bound_ns(
         return -(-(area + started * cost.micro_batch_ns) // world)
     fewest = -(-tokens // (cap * world))
     return -(-area // world) + fewest * cost.micro_batch_ns
+
+
+def step_bound_ns(task: PlanTask) -> int:
+    """Return nanoseconds that no plan of a task undercuts, whose longest sequence has to fit."""
+    return bound_ns(
+        np.array(task.lengths, dtype=np.int64),
+        task.topology,
+        task.cost,
+        strategy=task.strategy,
+        cap=task.cap,
+        sync=task.sync,
+        shares=shares_of(task.lengths, range(len(task.lengths))),
+    )
 
 
 def shapes_of(topology: Topology) -> list[tuple[int, bool]]:

@@ -23,17 +23,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from hf_flexseq.base.registry import PLANNERS, object_of
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.lengths import shares_of
 from hf_flexseq.plan import MicroBatch, Plan, PlanInfeasible, check
 from hf_flexseq.plan.blocks import NO_PAIRS, SEE_BLOCKS
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.units import Unit
-from hf_flexseq.planner.bound import bound_ns
+from hf_flexseq.planner.bound import step_bound_ns
 from hf_flexseq.planner.fit import where_it_fits
 from hf_flexseq.planner.memory import (
     Bound,
@@ -126,15 +123,7 @@ def make_plan(
     if best.way is not None:
         cap = most
     # 4. bound
-    lower_bound_ns = bound_ns(
-        np.array(task.lengths, dtype=np.int64),
-        topology,
-        cost,
-        strategy=task.strategy,
-        cap=cap,
-        sync=options.sync,
-        shares=shares_of(task.lengths, range(len(task.lengths))),
-    )
+    lower_bound_ns = step_bound_ns(replace(task, cap=cap))
     # 5. note
     if shared.units:
         micro_batches = shared.with_units(micro_batches)

@@ -17,6 +17,8 @@ gain more than it costs.
    sequences with a choice and sequences without are planned apart, by the same planner. Of ways
    with equal promises those of most and of least room are both planned.
 3. Relax. Every micro-batch takes the cheapest choice that holds its fullest rank.
+4. Compare. A step that is slower than the bound on steps without a choice is planned without one,
+   too, and the faster one is taken.
 
 The promise is computed from one table of the step's sequences, so that a step which needs no
 choice is planned as if there were none, and hardly later.
@@ -43,6 +45,7 @@ from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner.blocks import shapes_of_ranges
+from hf_flexseq.planner.bound import step_bound_ns
 from hf_flexseq.planner.problem import NEVER, cheapest
 from hf_flexseq.planner.task import PlanTask, longest_first
 
@@ -130,16 +133,21 @@ def planned_by_choice(
 
     bounds: from `bounds_of`. planned: plans a task, at least one sequence, for one bound.
     """
+
+    def step_of(micro_batches: tuple[MicroBatch, ...]) -> int:
+        return step_ns(task.cost, micro_batches, task.lengths, task.topology, sync=task.sync)
+
     tried = []
     for index, way in enumerate(best_ways(task, bounds)):
         micro_batches = _planned_so(task, way, bounds, planned)
-        nanoseconds = step_ns(
-            task.cost, micro_batches, task.lengths, task.topology, sync=task.sync
-        )
-        tried.append((nanoseconds, index, micro_batches, way))
+        tried.append((step_of(micro_batches), index, micro_batches, way))
     if not tried:
         return planned(task), None
-    _, _, micro_batches, way = min(tried, key=lambda one: one[:2])
+    nanoseconds, _, micro_batches, way = min(tried, key=lambda one: one[:2])
+    if math.isfinite(way.as_set_ns) and nanoseconds > step_bound_ns(task):
+        own = planned(task)
+        if step_of(own) <= nanoseconds:
+            return own, None
     chosen = any(one.memory is not None for one in micro_batches)
     return micro_batches, way if chosen else None
 

@@ -211,3 +211,17 @@ def test_a_refusal_beside_images_does_not_advise_the_planner_that_refuses():
     with pytest.raises(PlanInfeasible, match="what the step's images leave") as refused:
         make_plan([8 * most], NODE, EIGHT, **facts.arguments)
     assert "planner='auto'" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[15_158, 4292, 5025, 8279, 16_135], [17_254, 14_880, 11_023, 4465]],
+)
+def test_a_step_that_a_choice_would_make_slower_has_the_plan_without(lengths):
+    """Its promise without a choice counts a micro-batch more than it then needs."""
+    six = Topology(nodes=2, ranks_per_node=3)
+    cost = llama(six, checkpointing=False)
+    states = cost.budget_bytes - cost.free_bytes(6)
+    cost = replace(cost, budget_bytes=states + EIGHT.free_bytes(8))
+    plan = make_plan(lengths, six, cost)
+    assert plan.digest() == make_plan(lengths, six, without_choices(cost)).digest()
