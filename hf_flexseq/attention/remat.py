@@ -118,7 +118,7 @@ class Kept(NamedTuple):
         if self.out._version != self.version:
             raise RuntimeError(
                 "this model changes the result of attention in place: set "
-                "save_attention_output=False"
+                "save_attention_output=False and activation_memory='as_set'"
             )
         return self
 

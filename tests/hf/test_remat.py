@@ -293,5 +293,5 @@ def test_a_result_that_was_written_to_is_noticed():
         out = sequence_parallel_attention(x, x, x, seq_ctx)
         return out.mul_(2).sin()
 
-    with pytest.raises(RuntimeError, match="in place: set save_attention_output=False"):
+    with pytest.raises(RuntimeError, match="set save_attention_output=False and activation_m"):
         checkpoint(careless, x, use_reentrant=False).sum().backward()
