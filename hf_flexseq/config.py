@@ -9,7 +9,7 @@ from os import PathLike, fspath
 from typing import Any, Self
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES, entry_of
-from hf_flexseq.base.values import MAX_RANKS, flag, one_of, positive, quoted, whole
+from hf_flexseq.base.values import MAX_RANKS, flag, number, one_of, quoted, whole
 from hf_flexseq.plan import options as plan_options
 from hf_flexseq.plan.options import PlanOptions
 
@@ -145,8 +145,8 @@ class FlexSeqArguments:
         metadata={
             "help": (
                 "Maximum memory of the host, in GiB, for activations of one rank; it is pinned "
-                "on machines with GPUs. Default: half of what is available, divided by the ranks "
-                "of the machine."
+                "on machines with GPUs. 0 leaves all on the device. Default: half of what is "
+                "available, divided by the ranks of the machine."
             )
         },
     )
@@ -206,7 +206,7 @@ class FlexSeqArguments:
         one_of("shared_prefixes", self.shared_prefixes, SHARED_PREFIXES)
         one_of("activation_memory", self.activation_memory, ACTIVATION_MEMORY)
         if self.host_memory_gib is not None:
-            self.host_memory_gib = positive("host_memory_gib", self.host_memory_gib)
+            self.host_memory_gib = number("host_memory_gib", self.host_memory_gib)
         advice = "give `auto`, `estimate`, a preset's name or a path"
         self.cost_model = _path("cost_model", self.cost_model, advice)
         whole("lookahead", self.lookahead, least=0, most=MAX_LOOKAHEAD)

@@ -33,7 +33,7 @@ STATIC = {"planner": "static", "sp_degree": 2}
             {"activation_memory": "host"},
             "activation_memory must be one of auto, as_set; got 'host'",
         ),
-        ({"host_memory_gib": 0}, "host_memory_gib=0: must be positive"),
+        ({"host_memory_gib": -1}, "host_memory_gib=-1: must not be negative"),
         ({"host_memory_gib": "8"}, "host_memory_gib='8': must be a finite number"),
         (
             {"host_memory_gib": 8, "pipeline_parallel_size": 2},
@@ -67,6 +67,7 @@ def test_refuses_nonsense(chosen, message):
         {"strategy": "local", "sync": "lockstep"},
         {"max_tokens_per_rank": 1, "save_attention_output": False},
         {"activation_memory": "as_set", "host_memory_gib": 0.5},
+        {"host_memory_gib": 0},
         *({"strategy": strategy} for strategy in ("auto", *STRATEGIES)),
     ],
 )

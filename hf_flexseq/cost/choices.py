@@ -5,6 +5,7 @@ Relative to the choice that the user has set for the run, of L layers,
     linear      3 passes, one more in a layer that runs again; 2 where weights are frozen
     tiles       one pass of the MLP more; in a layer that runs again, whose replay ends before it
                 (`memory/tiles.py`), that of the last of its three matrices
+    scans       3 passes, one more in a layer that runs again
     attention   1 forward and a backward of 2.5; 1 more where its output is computed again
     transfers   Ulysses exchanges heads twice, three times for a layer that runs again; a ring's
                 keys make 3 trips, 4 where attention is computed again
@@ -19,7 +20,7 @@ from dataclasses import replace
 
 from hf_flexseq.base.values import MAX_TOKENS_PER_RANK
 from hf_flexseq.cost.activations import Activations
-from hf_flexseq.cost.model import ATTENTION_BACKWARD, CostModel
+from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES, CostModel
 from hf_flexseq.plan.memory import MemoryChoice
 
 # Trips of Ulysses' heads and of a ring's keys where nothing runs again.
@@ -46,6 +47,7 @@ class _Passes:
         self.linear = activations.linear_passes + again
         if choice.mlp_tiles > 1:
             self.linear += activations.mlp_share * (1 - again + again / MLP_MATRICES)
+        self.scans = LINEAR_PASSES + again
         self.attention = 1 + ATTENTION_BACKWARD + attention_again
         self.exchanges = EXCHANGES + again
         self.ring_trips = RING_TRIPS + attention_again
@@ -83,7 +85,7 @@ def with_choice(cost: CostModel, choice: MemoryChoice | None) -> CostModel:
         recurrent.append(
             replace(
                 layers,
-                token_s=layers.token_s * (passes.linear / before.linear),
+                token_s=layers.token_s * (passes.scans / before.scans),
                 row_bytes=layers.row_bytes * exchange_ratio,
             )
         )
