@@ -44,6 +44,7 @@ def _summary(record: dict[str, Any]) -> str:
         *_kinds(cost),
         f"GB/s by degree: {speeds}",
         _host(record),
+        *_host_memory(cost),
         f"on {len(errors['errors'])} micro-batches held out of the fit: off by "
         f"{100 * errors['median']:.1f} % at the median",
     )
@@ -90,3 +91,15 @@ def _host(record: dict[str, Any]) -> str:
         f"the host, all layers: {launch_us:.3g} us per launch, {post_us:.3g} us per post, "
         f"{message_us:.3g} us per message"
     )
+
+
+def _host_memory(cost: dict[str, Any]) -> list[str]:
+    """Describe a rank's way to the memory of its host, and what layers keep, in a line."""
+    activations = cost.get("activations")
+    if activations is None:
+        return []
+    out, back = (activations[name] / 1e9 for name in ("out_rate", "back_rate"))
+    return [
+        f"to the memory of the host {out:.3g} GB/s, from it {back:.3g} GB/s; "
+        f"{cost['token_bytes'] / 2**10:.4g} KiB per token on the device"
+    ]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.profiler.design import Effort, make_design
@@ -103,6 +104,7 @@ def calibrate(
             all_to_all_overlap=timings.overlap,
             nics_per_node=timings.nics_per_node,
             transfer_s=timings.transfer_s,
+            activations=_with_rates(estimate.activations, *timings.host_rates),
         )
         copy = price(seconds, measured, model, design.copies[0])
         return Calibration(
@@ -112,6 +114,15 @@ def calibrate(
         )
 
     return _on_rank_0(fitted, communicator)
+
+
+def _with_rates(
+    activations: Activations | None, out_rate: float, back_rate: float
+) -> Activations | None:
+    """Return activations with these bytes/s of a rank to its host and from it."""
+    if activations is None:
+        return None
+    return replace(activations, out_rate=out_rate, back_rate=back_rate)
 
 
 def _on_rank_0(function: Callable[[], Calibration], communicator: Communicator) -> Calibration:

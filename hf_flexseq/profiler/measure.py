@@ -5,9 +5,9 @@ Ranks start each run together. A rank's figure is the median over the rounds; th
 where memory is allocated and kernels are chosen, does not count.
 
     measure          everything a calibration needs: samples for the fit, seconds of the mixes,
-                     overlap of transfers and computation, NICs of a node
+                     overlap of transfers and computation, NICs of a node, rates of the host
     median_seconds   the timing itself
-    ring_overlap, measured_nics
+    ring_overlap, measured_nics, host_rates
 """
 
 import platform
@@ -31,13 +31,14 @@ from hf_flexseq.profiler.design import (
     in_groups,
 )
 from hf_flexseq.profiler.fit import Sample, Terms
-from hf_flexseq.profiler.transfers import AllToAllRun, HopRun, RingRun, own_group
+from hf_flexseq.profiler.transfers import AllToAllRun, HopRun, HostCopyRun, RingRun, own_group
 
 Run = Callable[[], object]
 
 MORE_ROUNDS = 2  # times as many rounds of runs on next to no tokens, which take no time
 HOP_S = 0.01  # estimated seconds of the transfer that counts NICs
 MOST_HOP_BYTES = 1 << 28  # and its bytes at most, which every rank has to allocate
+HOST_COPY_BYTES = 1 << 26  # of a copy to the host or back: a page of what is kept there
 MATRIX = 512  # rows and columns of the matrices that are multiplied during a transfer
 
 
@@ -76,6 +77,8 @@ class Timings:
     """Links between nodes that the ranks of a node have."""
     transfer_s: float
     """Seconds of a transfer between nodes that moves next to nothing."""
+    host_rates: tuple[float, float]
+    """Bytes/s of a rank to the memory of its host, and from it, while all ranks copy."""
 
 
 def measure(
@@ -135,6 +138,7 @@ def measure(
         overlap=overlap,
         nics_per_node=nics_per_node,
         transfer_s=transfer_s,
+        host_rates=host_rates(communicator, device=device, rounds=rounds),
     )
 
 
@@ -225,6 +229,16 @@ def measured_nics(
     slowdown = max(1.0, (together_s - transfer_s) / (lone_s - transfer_s))
     ranks_per_node = communicator.topology.ranks_per_node
     return max(1, round(ranks_per_node / slowdown)), transfer_s
+
+
+def host_rates(
+    communicator: Communicator, *, device: torch.device, rounds: int
+) -> tuple[float, float]:
+    """Measure the bytes/s of a rank to the memory of its host, and from it: of the slowest rank,
+    while all copy. Collective over the world."""
+    runs = [HostCopyRun(HOST_COPY_BYTES, device, out=out) for out in (True, False)]
+    out_s, back_s = map(max, median_seconds(runs, communicator, device, rounds))
+    return HOST_COPY_BYTES / out_s, HOST_COPY_BYTES / back_s
 
 
 def device_name(device: torch.device) -> str:

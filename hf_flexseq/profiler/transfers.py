@@ -3,6 +3,7 @@
     AllToAllRun   the exchanges of one layer in Ulysses groups
     RingRun       the transfers of one layer in rings
     HopRun        one transfer between two nodes, by all their ranks or by one pair
+    HostCopyRun   one copy between a rank's device and the memory of its host
 
 What tensors contain does not matter to the seconds, so transfers move zeros. A rank without a part
 in a run calls it, too, and does nothing.
@@ -105,3 +106,18 @@ class HopRun:
 
     def __call__(self) -> None:
         Transfers(self.communicator, sends=self.sends, recvs=self.recvs).wait()
+
+
+class HostCopyRun:
+    """One copy between this rank's device and the memory of its host, which is pinned where the
+    device is a GPU."""
+
+    def __init__(self, bytes_moved: int, device: torch.device, *, out: bool) -> None:
+        """out: True from the device to the host."""
+        is_pinned = device.type == "cuda"
+        host = torch.zeros(bytes_moved, dtype=torch.uint8, pin_memory=is_pinned)
+        own = torch.zeros(bytes_moved, dtype=torch.uint8, device=device)
+        self.source, self.target = (own, host) if out else (host, own)
+
+    def __call__(self) -> None:
+        self.target.copy_(self.source, non_blocking=True)

@@ -15,7 +15,9 @@ from hf_flexseq.base.registry import PLANNERS
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cli import compare as comparing
 from hf_flexseq.cli import main
-from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.devices import DEVICES
+from hf_flexseq.cost.presets import LLAMA_8B, PRESETS
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
@@ -168,12 +170,16 @@ def test_env_names_a_gpu_s_kernels_and_what_they_lack(flexseq, monkeypatch):
 def test_calibrate_passes_its_options_on_and_reports(flexseq, refused, tmp_path, monkeypatch):
     measuring = pytest.importorskip("hf_flexseq.hf.calibration.command")
     asked = []
+    one = Topology(nodes=1, ranks_per_node=1)
+    estimate = analytic_cost_model(LLAMA_8B, DEVICES["H100"], one)
+    activations = replace(estimate.activations, out_rate=2.5e10, back_rate=5e10)
+    cost = replace(FLEXSP, launch_s=7e-6, post_s=9.5e-5, activations=activations)
 
     def measured(model, **options):
         asked.append((model, options))
         machine = {"device": "cpu", "topology": [1, 2], "model": "Llama"}
         return {
-            "cost_model": replace(FLEXSP, launch_s=7e-6, post_s=9.5e-5).to_record(),
+            "cost_model": cost.to_record(),
             "hold_out": {"median": 0.031, "errors": [0.031, 0.08, 0.02]},
             **machine,
             "dtype": "float32",
@@ -187,6 +193,7 @@ def test_calibrate_passes_its_options_on_and_reports(flexseq, refused, tmp_path,
     assert asked == [("some/model", options)]
     assert "on 3 micro-batches held out of the fit: off by 3.1 % at the median" in said
     assert "the host, all layers: 7 us per launch, 95 us per post, 0 us per message" in said
+    assert "to the memory of the host 25 GB/s, from it 50 GB/s; 4588 KiB per token" in said
     assert "--json" in refused("calibrate some/model")
 
 

@@ -38,7 +38,9 @@ def kept_by_hand(moved, between, copies=2):
 
 def test_a_llama_keeps_what_is_counted_by_hand_in_every_dtype():
     model = llama()
+    state = torch.random.get_rng_state()
     counted = count_bytes(model, dtype=torch.float32)
+    assert bool((torch.random.get_rng_state() == state).all())
     (layer,) = counted.kinds
     assert counted.order == (0, 0, 0)
     assert counted.mlp_params == 3 * 3 * WIDTH * INSIDE

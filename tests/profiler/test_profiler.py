@@ -351,6 +351,14 @@ def test_all_ranks_get_the_model_that_is_written(tmp_path):
     assert cost == CostModel.from_record(records[0]["cost_model"])
     assert [degree for degree, _ in cost.bandwidths] == [2, 3]
     assert len(records[0]["hold_out"]["errors"]) == QUICK.held_out
+    activations = cost.activations
+    guessed = DEVICES["CPU"].host_rate
+    for rate in (activations.out_rate, activations.back_rate):
+        assert guessed / 100 < rate < 100 * guessed
+        assert rate != guessed
+    # bytes are counted, not fitted
+    assert activations.kinds[0].mlp_bytes == 4 * 4 * TINY["intermediate_size"]
+    assert cost.token_bytes == activations.token_bytes(activations.as_set)
 
 
 class Told(logging.Handler):

@@ -7,6 +7,7 @@ for all of its ranks and their links.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,17 @@ from transformers import (
 
 from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.calibration.choose import CostSubject, measured
+from hf_flexseq.hf.calibration.choose import (
+    CostSubject,
+    RunWide,
+    measured,
+    with_counted_bytes,
+)
 from hf_flexseq.hf.calibration.layer_trial import CountedBytes, count_bytes
 from hf_flexseq.hf.model.facts import ModelFacts, model_shape
+from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.profiler.design import THOROUGH, Effort
+from hf_flexseq.profiler.estimate import device_spec
 from hf_flexseq.profiler.measure import device_name
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -53,9 +61,21 @@ def calibrate(
     communicator = Communicator()
     topology = communicator.topology
     device = accelerator.device
-    facts = _facts(_config(model), _dtype(dtype, device), checkpointing, zero_stage)
-    subject = CostSubject(facts=facts, has_chunked_loss=True, topology=topology, device=device)
+    empty = _empty(_config(model), _dtype(dtype, device))
+    facts = _facts(empty, checkpointing, zero_stage)
+    host_bytes = device_spec(device, topology.ranks_per_node).host_bytes
+    as_set = MemoryChoice(recomputed_layers=facts.shape.layers if checkpointing else 0)
+    subject = CostSubject(
+        facts=facts,
+        has_chunked_loss=True,
+        topology=topology,
+        device=device,
+        model=empty,
+        run_wide=RunWide(as_set, host_bytes),
+    )
     calibration = measured(subject, communicator, effort)
+    counted = with_counted_bytes(calibration.cost, subject)
+    calibration = replace(calibration, cost=counted)
     if output is not None and communicator.rank == 0:
         calibration.cost.save(output)
     return {
@@ -102,15 +122,13 @@ def _empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         return _kind(config)(config).to(dtype)
 
 
-def _facts(
-    config: PreTrainedConfig, dtype: torch.dtype, checkpointing: bool, zero_stage: int
-) -> ModelFacts:
-    """Collect the facts about the model that `config` describes."""
+def _facts(model: PreTrainedModel, checkpointing: bool, zero_stage: int) -> ModelFacts:
+    """Collect the facts about a model without memory."""
     return ModelFacts(
-        kind=_kind(config),
-        config=config,
-        shape=model_shape(_empty(config, dtype)),
-        dtype=dtype,
+        kind=type(model),
+        config=model.config,
+        shape=model_shape(model),
+        dtype=model.dtype,
         autocast=None,
         checkpointing=checkpointing,
         frozen=False,
