@@ -105,24 +105,24 @@ def _count(
         for make in (own_copy, class_copy):
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             try:
-                trial = _Trial(make(model, dtype, mode), mode, autocast, skips=skips)
+                trial = LayerTrial(make(model, dtype, mode), mode, autocast, skips=skips)
                 return trial.count(mlps)
             except FAULTS as error:
                 logger.debug("bytes of %s are not counted: %s", type(model).__name__, error)
     return None
 
 
-class _ServesAll(KeptAttention):
-    """Keeps attention's results of all checkpointed layers, under a dispatch mode, too."""
+class KeptInTrials(KeptAttention):
+    """Keeps attention's results under a dispatch mode, too, which is that of the fake tensors."""
 
     __slots__ = ()
 
     def serves(self, region: Region) -> bool:
-        """Return True."""
-        return True
+        """See `KeptAttention.serves`."""
+        return region.frame in self._calls if region.replays else self._keeps
 
 
-class _Trial:
+class LayerTrial:
     """The runs of one copy."""
 
     def __init__(
@@ -134,7 +134,7 @@ class _Trial:
         skips: bool,
     ) -> None:
         """skips: True to run one layer of each kind, False to run all."""
-        self._model = model
+        self.model = model
         self._mode = mode
         self._autocast = autocast
         decoder = decoder_of(model)
@@ -142,7 +142,7 @@ class _Trial:
         if decoder is None or reason is not None:
             raise ValueError(reason)
         self._layers = [*decoder.layers]
-        self._factor = _factor_of(model)
+        self.factor = _factor_of(model)
         self._order = _kinds(self._layers)
         last = {kind: index for index, kind in enumerate(self._order)}
         self._running = sorted(last.values()) if skips else [*range(len(self._layers))]
@@ -154,19 +154,19 @@ class _Trial:
     def count(self, mlps: Sequence[str]) -> CountedBytes:
         """Run the micro-batches, and return the bytes of one token. mlps: names in the decoder of
         the modules that can be tiled."""
-        tiled = [self._model.get_decoder().get_submodule(name) for name in mlps]
-        loss = attach_chunked_loss(self._model, stand_in_sum)
+        tiled = [self.model.get_decoder().get_submodule(name) for name in mlps]
+        loss = attach_chunked_loss(self.model, stand_in_sum)
         for index, layer in enumerate(self._layers):
             if index not in self._running:
                 layer.forward = _pass_on
-        embedding = self._model.get_input_embeddings()
+        embedding = self.model.get_input_embeddings()
         embedding.register_forward_hook(_require_grad)  # as below adapters, if all is frozen
-        with on_micro_batches(self._model):
+        with on_micro_batches(self.model):
             watch = self._run(tiled)
             checkpointed = self._run_checkpointed()
         if loss is not None:
             loss.detach()
-        tokens = self._factor * _CHUNK
+        tokens = self.factor * _CHUNK
         base = watch.layers[0].before - watch.layers[0].input
         held = base
         layers = []
@@ -184,17 +184,17 @@ class _Trial:
     def _run(self, tiled: Sequence[nn.Module]) -> LayerWatch:
         """Run forward and backward, and return what lived. tiled: MLPs that can be tiled."""
         with self._mode:
-            inputs = self._inputs()
-            tracker = LiveBytes(self._factor)
+            inputs = self.inputs()
+            tracker = LiveBytes(self.factor)
             watch = LayerWatch(tracker)
             for index in self._running:
                 layer = self._layers[index]
                 inside = set(layer.modules())
                 watch.on(layer, [mlp for mlp in tiled if mlp in inside])
-            items = self._factor * _CHUNK
+            items = self.factor * _CHUNK
             with tracker:
                 with self._autocasting():
-                    outputs = self._model(**inputs, use_cache=False, num_items_in_batch=items)
+                    outputs = self.model(**inputs, use_cache=False, num_items_in_batch=items)
                 outputs.loss.backward()
             watch.remove()
         return watch
@@ -202,9 +202,9 @@ class _Trial:
     def _run_checkpointed(self) -> LayerWatch:
         """Run a forward with checkpointed layers, and return what lived."""
         with self._mode:
-            inputs = without_labels(self._inputs())
-            inputs["seq_ctx"].kept = _ServesAll()
-            tracker = LiveBytes(self._factor)
+            inputs = without_labels(self.inputs())
+            inputs["seq_ctx"].kept = KeptInTrials()
+            tracker = LiveBytes(self.factor)
             watch = LayerWatch(tracker)
             for index in self._running:
                 layer: Any = self._layers[index]
@@ -214,7 +214,7 @@ class _Trial:
                 )
                 watch.on(layer, ())
             with tracker, self._autocasting():
-                self._model(**inputs, use_cache=False)
+                self.model(**inputs, use_cache=False)
             watch.remove()
         return watch
 
@@ -223,12 +223,12 @@ class _Trial:
             return nullcontext()
         return torch.autocast(CPU.type, self._autocast)
 
-    def _inputs(self) -> Inputs:
+    def inputs(self) -> Inputs:
         """Return the arguments of a call."""
-        chunks = self._factor
+        chunks = self.factor
         lengths = [_MOST_CHUNKS * _CHUNK] * (chunks // _MOST_CHUNKS)
         lengths.append(chunks % _MOST_CHUNKS * _CHUNK)
-        names = ("input_ids", "labels", "position_ids", *needed_columns(self._model))
+        names = ("input_ids", "labels", "position_ids", *needed_columns(self.model))
         columns = {name: torch.zeros(sum(lengths), dtype=torch.int64) for name in names}
         context = partial(
             SequenceContext,
