@@ -8,8 +8,8 @@ more outputs are computed again, and that MLPs are computed in T tiles. With the
     output   what a layer's attention, or its scan, gave, with log-sum-exps
     kept     all that a layer keeps for a backward that computes nothing again; `mlp` of these
              inside of its MLP, which tiles do without
-    peak     the most that the backward of a layer holds, its input and what it keeps included;
-             `tiled` of these exist for one tile at a time
+    peak     the most that a layer holds in its backward, or in its forward where that runs again,
+             its input and what it keeps included; `tiled` of these exist for one tile at a time
     rest     the most of it outside of its MLP, if that is tiled
     base     what a token has in all layers, such as its position
     head     final hidden states and their gradients
@@ -54,7 +54,8 @@ class LayerBytes:
     mlp_bytes: float
     """Bytes of these inside of its MLP; 0 where that cannot be tiled."""
     peak_bytes: float
-    """Bytes that its backward holds at its peak, the input and those kept included."""
+    """Bytes that it holds at its peak, in backward or forward, the input and those kept
+    included."""
     tiled_bytes: float
     """Bytes of these that tiles divide."""
     rest_bytes: float

@@ -1,7 +1,7 @@
 """Hooks on the layers of a model that runs on tensors without memory (`live_bytes.py`): how many
 bytes live before and behind each layer and its MLPs, and the most in each part of its backward.
 
-    forward     before and behind a layer, before and behind its MLPs
+    forward     before and behind a layer, in between, before and behind its MLPs
     backward    from the gradient of a layer's output to that of its input, in three parts: before
                 its MLP's, inside of it, and behind it
 
@@ -20,7 +20,8 @@ from torch import nn
 
 from hf_flexseq.profiler.live_bytes import LiveBytes
 
-# Parts of a layer's backward, and of the model's run outside of layers.
+# A layer's forward, parts of its backward, and those of the model's run outside of layers.
+_FORWARD = "forward"
 _ABOVE, _INSIDE, _BELOW = "above", "inside", "below"
 _HEAD, _BETWEEN = "head", "between"
 
@@ -42,7 +43,7 @@ class SeenLayer:
     tiled: int = 0
     """Bytes of these, and of the MLP's backward, that exist for one tile at a time."""
     peaks: dict[str, int] = field(default_factory=dict)
-    """The most bytes that lived at once, by part of its backward."""
+    """The most bytes that lived at once, in its forward and by part of its backward."""
 
     @property
     def gone(self) -> int:
@@ -56,8 +57,10 @@ class SeenLayer:
 
     @property
     def peak(self) -> int:
-        """The most bytes that lived in its backward, with its input."""
-        return max(self.peaks.values()) + self.gone
+        """The most bytes that lived in its backward, with its input; or in its forward, which runs
+        again when the gradient of its output, as large as its input, is there."""
+        parts = [peak for part, peak in self.peaks.items() if part != _FORWARD]
+        return max(max(parts) + self.gone, self.peaks[_FORWARD] + self.input)
 
     @property
     def rest(self) -> int:
@@ -113,6 +116,7 @@ class LayerWatch:
         self._go_to(None, _BETWEEN)
         seen.before = self._tracker.live
         seen.input = _hidden(args, kwargs).untyped_storage().nbytes()
+        self._go_to(seen, _FORWARD)
 
     def _end(self, seen: SeenLayer, layer: nn.Module, args: Any, kwargs: Any, given: Any) -> None:
         """Note what lives behind the forward of a layer, and wait for its backward."""

@@ -111,6 +111,7 @@ def activations_of(model: transformers.PreTrainedModel, dtype: torch.dtype) -> A
         base_bytes=counted.base_bytes,
         head_bytes=counted.head_bytes,
         mlp_share=float(counted.mlp_params > 0),
+        linear_passes=3.0,
         out_rate=HOST_RATE,
         back_rate=HOST_RATE,
         host_bytes=HOST_BYTES,

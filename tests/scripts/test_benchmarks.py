@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.analytic import analytic_cost_model
@@ -194,3 +195,19 @@ def test_remat_states_the_gain_and_the_memory(monkeypatch):
     assert cells == ["save_attention_output", "True", "False"]
     assert "one document of 64 tokens; 2 pairs" in printed
     assert "faster on the processor" in printed
+
+
+@pytest.mark.slow
+def test_steps_hold_the_bytes_that_were_counted_of_a_layer_without_memory(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.delitem(sys.modules, "common", raising=False)
+    counting = module("activation_bytes")
+    found = {}
+    for name, words in (("Llama", "all on the host"), ("Qwen3-MoE", "nothing recomputed")):
+        model = counting.TINY[name]
+        activations = counting.activations_of(counting.made(model), torch.float32)
+        choice = counting.choices_of(activations.layers, tiled=False)[words]
+        few, many = counting.peaks_of_steps(model, choice)
+        tokens = (counting.MORE - 1) * counting.FEW_TOKENS
+        found[name] = (many - few) / tokens / activations.token_bytes(choice)
+    assert found == {name: pytest.approx(1, abs=0.03) for name in found}
