@@ -40,6 +40,9 @@ from typing import Any
 from hf_flexseq.base.values import fields_of, items, number, positive, whole
 from hf_flexseq.plan.memory import MemoryChoice
 
+# Layers of a model, at most: choices are compared layer by layer.
+MAX_LAYERS = 10_000
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerBytes:
@@ -125,7 +128,8 @@ class Activations:
     """What the user has chosen for the run; seconds of the cost model are those of this choice."""
 
     def __post_init__(self) -> None:
-        whole("layers", len(self.order), least=1)
+        whole("order, number of layers", len(self.order), least=1, most=MAX_LAYERS)
+        whole("kinds, number of kinds", len(self.kinds), least=1)
         for kind in self.order:
             whole("order, kind of a layer", kind, most=len(self.kinds) - 1)
         whole("as_set, recomputed_layers", self.as_set.recomputed_layers, most=self.layers)

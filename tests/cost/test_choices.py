@@ -185,6 +185,12 @@ def test_records_of_models_without_activations_stay_and_others_come_back():
     record["activations"]["mlp_share"] = 2.0
     with pytest.raises(ValueError, match=r"mlp_share=2.0: must be at most 1"):
         CostModel.from_record(record)
+    record["activations"] |= {"mlp_share": 0.5, "kinds": []}
+    with pytest.raises(ValueError, match=r"number of kinds=0: must be at least 1"):
+        CostModel.from_record(record)
+    record["activations"]["order"] = [0] * 20_000
+    with pytest.raises(ValueError, match=r"number of layers=20000: must be at most 10,000"):
+        CostModel.from_record(record)
 
 
 def test_attention_that_the_user_computes_again_is_not_on_the_host_instead():

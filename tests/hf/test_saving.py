@@ -265,7 +265,8 @@ DIFFERENCES = {
     "device": r'this run differs in device \(".*" then, "NVIDIA H100" now\)$',
     "memory": r"this run differs in memory_bytes \(\d.* then, \d.* now\)$",
     "cost_model": r'this run differs in cost_model \("auto" then, "estimate" now\)$',
-    "checkpointing": r"this run differs in checkpointing \(false then, true now\)$",
+    "checkpointing": r'activations \("nothing recomputed" then, "\d layers recomputed" now\), '
+    r"checkpointing \(false then, true now\)$",
     "preset": r"cost_model='flexsp-gpt-7b-a100' is used instead of '.*' of checkpoint-2: "
     "plans may differ",
 }
@@ -297,6 +298,20 @@ def test_where_the_run_differs_one_warning_says_in_what(tmp_path, measured, capl
         (warning,) = told_of_files(caplog)
         assert re.search(told, warning), change
         assert len(warning) < 300
+
+
+@pytest.mark.slow
+def test_a_run_that_offloads_takes_no_cost_model_of_one_that_did_not(tmp_path, measured, caplog):
+    options = {"cost_model": "auto", "gradient_checkpointing": True}
+    losses_of(tmp_path, max_steps=2, **options)
+    offload = {"use_reentrant": False, "offload": True}
+    options |= {"gradient_checkpointing_kwargs": offload}
+    trainer = make_trainer(tmp_path, max_steps=3, **options)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    (warning,) = told_of_files(caplog)
+    assert "this run differs in activations" in warning
+    activations = trainer.flexseq.executor.cost.activations
+    assert activations.as_set.uses_host
 
 
 @pytest.mark.slow

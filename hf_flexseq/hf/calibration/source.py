@@ -194,6 +194,8 @@ class CostSource:
         made_for: dict[str, Any] = {"cost_model": self.asked}
         if self.named is None:
             made_for[MEMORY] = subject.estimate.budget_bytes
+            if subject.run_wide is not None:
+                made_for["activations"] = str(subject.run_wide.as_set)
         for name, value in subject.key().items():
             if name not in MAY_DIFFER:
                 made_for[name] = value
