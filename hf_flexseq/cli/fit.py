@@ -129,17 +129,10 @@ def _estimated(options: Namespace) -> CostModel:
         checkpointing=chosen["checkpointing"],
         zero_stage=chosen["zero_stage"],
     )
-    activations = cost.activations
-    assert activations is not None, "an estimate has them"
-    if counted is not None:
-        activations = replace(
-            activations,
-            kinds=counted.kinds,
-            order=counted.order,
-            base_bytes=counted.base_bytes,
-            head_bytes=counted.head_bytes,
-            mlp_share=shape.share_of(counted.mlp_params),
-        )
+    if counted is None:
+        return cost
+    assert cost.activations is not None, "an estimate has them"
+    activations = counted.in_place_of(cost.activations, shape)
     return replace(
         cost, activations=activations, token_bytes=activations.token_bytes(activations.as_set)
     )

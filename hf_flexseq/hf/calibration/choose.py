@@ -256,14 +256,7 @@ def with_counted_bytes(cost: CostModel, subject: CostSubject) -> CostModel:
     if counted is None or len(counted.order) != activations.layers:
         as_set = activations.as_set
     else:
-        activations = replace(
-            activations,
-            kinds=counted.kinds,
-            order=counted.order,
-            base_bytes=counted.base_bytes,
-            head_bytes=counted.head_bytes,
-            mlp_share=facts.shape.share_of(counted.mlp_params),
-        )
+        activations = counted.in_place_of(activations, facts.shape)
         cost = replace(cost, token_bytes=activations.token_bytes(as_set))
     activations = replace(activations, as_set=as_set, host_bytes=host_bytes)
     return replace(cost, activations=activations)

@@ -15,7 +15,7 @@ counting on the device, which takes memory and arithmetic for what shapes alone 
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,8 @@ from transformers import PreTrainedModel
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention.remat import KeptAttention, Region
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost.activations import LayerBytes
+from hf_flexseq.cost.activations import Activations, LayerBytes
+from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.lone import LoneTransport
 from hf_flexseq.hf.attached import on_micro_batches
@@ -62,6 +63,17 @@ class CountedBytes:
     head_bytes: float
     mlp_params: int
     """Parameters of the MLPs that can be tiled, all layers."""
+
+    def in_place_of(self, computed: Activations, shape: ModelShape) -> Activations:
+        """Return activations with these bytes instead of those computed from the model's sizes."""
+        return replace(
+            computed,
+            kinds=self.kinds,
+            order=self.order,
+            base_bytes=self.base_bytes,
+            head_bytes=self.head_bytes,
+            mlp_share=shape.share_of(self.mlp_params),
+        )
 
 
 def count_bytes(
