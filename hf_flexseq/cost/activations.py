@@ -161,6 +161,11 @@ class Activations:
                 on_host += self.kinds[kind].output_bytes
         return on_host
 
+    def within_host(self, tokens: int, choice: MemoryChoice) -> int:
+        """Return as many of a rank's tokens as the host has room for under a choice."""
+        on_host = self.host_token_bytes(choice)
+        return min(tokens, int(self.host_bytes // on_host)) if on_host else tokens
+
     # ---- JSON
 
     def to_record(self) -> dict[str, Any]:

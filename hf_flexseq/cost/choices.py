@@ -147,11 +147,8 @@ def most_tokens(cost: CostModel, choice: MemoryChoice, world_size: int) -> int:
     activations = cost.activations
     assert activations is not None, "only a cost model with activations has choices"
     free_bytes = cost.free_bytes(world_size)
-    tokens = max(0.0, min(free_bytes // token_bytes(cost, choice), MAX_TOKENS_PER_RANK))
-    on_host = activations.host_token_bytes(choice)
-    if on_host:
-        tokens = min(tokens, activations.host_bytes // on_host)
-    return int(tokens)
+    on_device = max(0.0, min(free_bytes // token_bytes(cost, choice), MAX_TOKENS_PER_RANK))
+    return activations.within_host(int(on_device), choice)
 
 
 # ---- which choices there are

@@ -176,17 +176,17 @@ class CostConstants:
                 "for a token: shard them (FSDP, ZeRO-3), use more ranks, or set "
                 "max_tokens_per_rank"
             )
-        if self.activations is not None:
-            on_host = self.activations.host_token_bytes(self.activations.as_set)
-            if on_host:
-                tokens = min(tokens, int(self.activations.host_bytes // on_host))
-                if tokens < 1:
-                    raise ValueError(
-                        f"activations of a token take {on_host / 2**20:.1f} MiB of the host as "
-                        f"the run is set, and a rank may use {self.activations.host_bytes:.0f} "
-                        "bytes of it: raise host_memory_gib, or leave out offload=True of "
-                        "activation checkpointing"
-                    )
+        if self.activations is None:
+            return tokens
+        as_set = self.activations.as_set
+        tokens = self.activations.within_host(tokens, as_set)
+        if tokens < 1:
+            on_host = self.activations.host_token_bytes(as_set)
+            raise ValueError(
+                f"activations of a token take {on_host / 2**20:.1f} MiB of the host as the run is "
+                f"set, and a rank may use {self.activations.host_bytes:.0f} bytes of it: raise "
+                "host_memory_gib, or leave out offload=True of activation checkpointing"
+            )
         return tokens
 
     # ---- what can be counted
