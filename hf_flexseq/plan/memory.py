@@ -12,7 +12,7 @@ Layers count from the first that a token goes through. Of L layers,
 
 What is on the host comes back one layer ahead of its use. `mlp_tiles` cuts the tokens of every
 layer's MLP into so many pieces, forward and backward: what is inside an MLP exists for one piece
-at a time, and its forward runs once more.
+at a time, and is computed again in the backward.
 
 The language model's head needs no number here: it always computes its logits for a fixed number of
 bytes at a time (`kernels/chunked_loss.py`), however many tokens there are.
@@ -41,15 +41,11 @@ class MemoryChoice:
 
     def __post_init__(self) -> None:
         whole("recomputed_layers", self.recomputed_layers)
-        for name in ("inputs_on_host", "outputs_on_host", "outputs_recomputed"):
+        for name in ("inputs_on_host", "outputs_on_host"):
             whole(name, getattr(self, name), most=self.recomputed_layers)
-        whole("outputs_recomputed", self.outputs_recomputed, most=self.kept_or_recomputed)
+        not_on_host = self.recomputed_layers - self.outputs_on_host
+        whole("outputs_recomputed", self.outputs_recomputed, most=not_on_host)
         whole("mlp_tiles", self.mlp_tiles, least=1)
-
-    @property
-    def kept_or_recomputed(self) -> int:
-        """Recomputed layers whose attention's output is not on the host."""
-        return self.recomputed_layers - self.outputs_on_host
 
     @property
     def uses_host(self) -> bool:
