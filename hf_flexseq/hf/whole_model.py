@@ -191,7 +191,7 @@ class WholeModelExecutor:
             save_attention_output=args.save_attention_output,
             run_wide=RunWide(layers.as_set.in_front(), self.host_memory_bytes),
         )
-        cost = priced_for(costs.find(subject), base)
+        cost = costs.find(subject)
         if args.host_memory_gib is not None:
             cost = with_host_bytes(cost, self.host_memory_bytes)
         self.cost = cost
@@ -271,7 +271,7 @@ class WholeModelExecutor:
         assert self.fsdp is not None, "attach sets FSDP2's figures"
         if self.reason_without_choices is not None:
             cost = replace(cost, activations=None)
-        # FSDP may have wrapped MLPs since, and the user may have put hooks on them.
+        # Not earlier: FSDP wraps MLPs after `attach`, and the user may put hooks on them.
         cost = priced_for(cost, self._attached_model.base)
         job = GroupsJob(
             topology=self.setup.communicator.topology,
