@@ -12,7 +12,7 @@ the layer computes anyway.
    them with the gradient: as many collectives as without checkpointing.
 
 Meanwhile they are on the device, or on the host (`memory/store.py`); or they are not kept, and the
-replay attends again. Whoever runs a layer says which (`KeptAttention.of_layer`).
+replay attends again. The caller of a layer says which (`KeptAttention.of_layer`).
 
 The place of the checkpoint is DistFlashAttn's idea (arXiv 2310.03294, section 3.3), here for any
 model and without moving the bounds of the checkpointed regions.
