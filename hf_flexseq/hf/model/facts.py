@@ -185,7 +185,7 @@ def model_shape(model: nn.Module) -> ModelShape:
         frozen_bytes=sum(elements(one) * one.element_size() for one in frozen),
         head_shapes=_head_shapes(kinds, attention),
         head_norms=any(name.endswith(_HEAD_NORM) for name, _ in model.named_modules()),
-        active_experts=_experts(config)[1],
+        active_experts=expert_counts(config)[1],
         tower=tower_shape(model),
     )
 
@@ -213,7 +213,7 @@ def _head_shapes(
     return tuple(shapes.items())
 
 
-def _experts(config: PreTrainedConfig) -> tuple[int, int]:
+def expert_counts(config: PreTrainedConfig) -> tuple[int, int]:
     """Return the experts of a layer, and those that work on a token; (0, 0) without experts."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         experts = getattr(config, name, None)
@@ -231,7 +231,7 @@ def _experts(config: PreTrainedConfig) -> tuple[int, int]:
 def _mlp_width(config: PreTrainedConfig) -> int:
     """Return the width inside the MLP, or inside all experts together that work on a token."""
     width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    _, active = _experts(config)
+    _, active = expert_counts(config)
     if active:
         width = getattr(config, "moe_intermediate_size", None) or width
     if isinstance(width, (list, tuple)):  # by layer, or of experts for text and for images
@@ -241,7 +241,7 @@ def _mlp_width(config: PreTrainedConfig) -> int:
 
 def _active_params(model: nn.Module, params: int) -> int | None:
     """Return the parameters that work on one token; None if that is each exactly once."""
-    experts, active = _experts(model.config.get_text_config())
+    experts, active = expert_counts(model.config.get_text_config())
     of_experts = 0
     if active != experts:
         for name, parameter in model.named_parameters():
@@ -347,11 +347,11 @@ def is_fsdp2(model: nn.Module, accelerator: Accelerator) -> bool:
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         return plugin.fsdp_version == 2 and not is_offloaded
     # transformers may have made FSDP2 keep its share in the memory of the CPU.
-    is_offloaded = getattr(_distributed_config(model), "fsdp_cpu_offload", False)
+    is_offloaded = getattr(distributed_config(model), "fsdp_cpu_offload", False)
     return has_sharded_modules(model) and not is_offloaded
 
 
-def _distributed_config(model: nn.Module) -> Any:
+def distributed_config(model: nn.Module) -> Any:
     """Return the DistributedConfig that transformers has loaded the model with, or None."""
     return getattr(getattr(model, "config", None), "distributed_config", None)
 
@@ -377,7 +377,7 @@ def gathered_itemsize(model: nn.Module, accelerator: Accelerator) -> int:
     if accelerator.distributed_type == DistributedType.FSDP:
         policy = accelerator.state.fsdp_plugin.mixed_precision_policy
         gathered = getattr(policy, "param_dtype", None)
-    elif getattr(_distributed_config(model), "fsdp_mixed_precision", False):
+    elif getattr(distributed_config(model), "fsdp_mixed_precision", False):
         gathered = torch.bfloat16
     return (gathered or next(model.parameters()).dtype).itemsize
 
