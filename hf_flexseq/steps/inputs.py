@@ -14,7 +14,7 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.plan.shard import Shard, make_shard
+from hf_flexseq.plan.shard import Shard, Slice, Zone, make_shard
 from hf_flexseq.steps.drawn import Columns
 from hf_flexseq.steps.exchange import ROW_COUNTS, TARGET_COUNTS
 from hf_flexseq.steps.images import GRID_POSITIONS
@@ -23,6 +23,9 @@ Inputs = dict[str, Any]
 
 LABELS = ("labels", "shift_labels")
 """Names under which a model is given the targets of a micro-batch, one tensor under both."""
+
+DUMMY = -1
+"""Id of the sequence of a dummy token, which is in no plan: it has no images, and no blocks."""
 
 
 def indices_to_run(shards: Sequence[Shard], *, lockstep: bool) -> list[int]:
@@ -47,7 +50,7 @@ def inputs_of(
     row_counts = columns.pop(ROW_COUNTS, None)
     target_counts = columns.pop(TARGET_COUNTS, None)
     if not shard.tokens:
-        shard = _with_dummy(shard)
+        shard = with_dummy(shard)
         columns = _dummy_columns(columns)
     inputs: Inputs = {}
     grid = columns.pop(GRID_POSITIONS, None)
@@ -78,11 +81,13 @@ def shard_alone(lengths: Sequence[int], rank: int) -> Shard:
     return make_shard(MicroBatch(groups=(group,)), lengths, rank)
 
 
-def _with_dummy(shard: Shard) -> Shard:
+def with_dummy(shard: Shard) -> Shard:
     """Return a shard without tokens plus one token without effect, for every collective of the
     model. The zones stay: a rank may compute for a group and hold none of it."""
-    dummy = shard_alone([1], shard.rank)
-    return Shard(rank=shard.rank, zones=(*shard.zones, *dummy.zones))
+    group = Group(ranks=(shard.rank,), sequences=(DUMMY,), strategy="local")
+    token = Slice(sequence=DUMMY, start=0, stop=1)
+    zone = Zone(group=group, index=0, lengths=(1,), slices=(token,), start=0, stop=1)
+    return Shard(rank=shard.rank, zones=(*shard.zones, zone))
 
 
 def _dummy_columns(like: Columns) -> Columns:

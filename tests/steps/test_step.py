@@ -8,11 +8,17 @@ import pytest
 import torch
 from torch import nn
 
+from hf_flexseq.attention import SequenceContext
+from hf_flexseq.kernels.choose import choose_kernel
+from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.steps.drawn import DrawnStep, PlannedStep, SourceRow
+from hf_flexseq.steps.inputs import inputs_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.training_mode import in_training_mode
-from tests.plans import random_plan
+from tests.plans import one_group, random_plan
+from tests.ranks import join, run_threads
 
+CPU = torch.device("cpu")
 DRAWN = DrawnStep(
     number=0,
     request=0,
@@ -37,7 +43,7 @@ def step_of(indices, events):
         inputs_of=make,
         exchange=None,  # of figures, which nothing asks for
         routes=None,
-        device=torch.device("cpu"),
+        device=CPU,
     )
 
 
@@ -125,3 +131,18 @@ def test_a_compiled_model_keeps_its_own_mode_too():
     model.eval()
     assert not model._orig_mod.training
     assert model._orig_mod[0].told == 2
+
+
+def test_a_dummy_token_has_no_blocks_of_the_sequences_of_its_step():
+    def dummy_of(rank, world_size):
+        shard = make_shard(one_group([0], 1, "local"), [9], rank)
+        kernel = choose_kernel(CPU, torch.float64, 4)
+        columns = {name: torch.arange(shard.tokens) for name in ("input_ids", "labels")}
+
+        def context(shard):
+            return SequenceContext(shard, join(), kernel, CPU, blocks={0: ((2, 7),)})
+
+        inputs = inputs_of(shard, columns, CPU, context)
+        return inputs["labels"].tolist(), inputs["seq_ctx"].programs.parts.both_ways is not None
+
+    assert run_threads(dummy_of, 2) == [([[*range(9)]], True), ([[-100]], False)]
