@@ -13,6 +13,7 @@ stages.
     choices.py    cost models under other choices than the user's own
     tower.py      images in a vision tower
     stages.py     chunks on the stages of a pipeline
+    experts.py    layers whose experts lie on several ranks
     sharding.py   FSDP2's trips in a micro-batch, and the policies that a step can afford
     shapes.py     a model's figures
     devices.py    a device's figures
@@ -23,6 +24,7 @@ stages.
 from hf_flexseq.cost.constants import PIECE_ROWS
 from hf_flexseq.cost.evaluate import (
     GroupKind,
+    experts_ns,
     free_ns,
     group_ns,
     groups_ns,
@@ -56,6 +58,7 @@ __all__ = [
     "GroupKind",
     "Int64Array",
     "Waits",
+    "experts_ns",
     "free_ns",
     "group_ns",
     "groups_ns",

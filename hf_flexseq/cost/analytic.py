@@ -9,12 +9,13 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.devices import DeviceSpec
+from hf_flexseq.cost.experts import ExpertLayers
 from hf_flexseq.cost.kinds import NearLayers, halo_tokens
 from hf_flexseq.cost.launches import EXCHANGES
 from hf_flexseq.cost.layer_bytes import activations_of
 from hf_flexseq.cost.recurrent import SCAN_CHUNK, RecurrentLayers, scan_chunk
 from hf_flexseq.cost.shapes import HeadShape, ModelShape
-from hf_flexseq.cost.sharding import TRIPS, shards_span_nodes
+from hf_flexseq.cost.sharding import TRIPS, gathered_params, shards_span_nodes
 from hf_flexseq.cost.tower import TowerCost
 
 # Bytes of one trained parameter, all float32: the weight, its gradient, and Adam's two moments.
@@ -45,14 +46,16 @@ def analytic_cost_model(
     chunked_loss: bool = True,
     zero_stage: int = 0,
     replicas: int = 1,
+    expert_ranks: int = 1,
 ) -> CostModel:
     """Return a cost model estimated from plain numbers.
 
     checkpointing: True if layers are recomputed in the backward, except for attention.
     chunked_loss: True if logits exist for a few tokens at a time; then a float32 gradient of the
     head is held from the forward on. zero_stage: 0 shards nothing, 1 the optimizer, 2 also
-    gradients, 3 also parameters (FSDP). replicas: copies of the sharded state, as in HSDP. Raises
-    ValueError for another zero_stage.
+    gradients, 3 also parameters (FSDP). replicas: copies of the sharded state, as in HSDP.
+    expert_ranks: neighbouring ranks that hold all experts together. Raises ValueError for another
+    zero_stage, and for experts over ranks that do not divide the ranks or of a model without any.
     """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage={zero_stage}: must be 0, 1, 2 or 3")
@@ -73,13 +76,18 @@ def analytic_cost_model(
         sharded += shape.frozen_bytes
     else:
         whole += shape.frozen_bytes
-    parameters_s = _parameters_s(shape, device, topology, zero_stage, replicas)
+    experts = _experts(shape, device, topology, checkpointing, expert_ranks)
+    parameters_s = 0.0
+    if zero_stage == 3:
+        parameters_s = _parameters_s(shape, device, topology, replicas, expert_ranks)
+    if experts is not None:
+        parameters_s += _expert_waits_s(shape, device, checkpointing)
     # A layer with attention and a scan exchanges twice, each time as often as Ulysses.
     exchanging_layers = shape.attention_count + sum(layers for layers, _ in shape.recurrent)
     return CostModel(
         name=f"analytic-{device.name}",
         attention_s=shape.full_layers * _pair_flops(shape.heads_of(FULL)) / device.flops,
-        linear_s=_linear_s(shape, device, checkpointing),
+        linear_s=_linear_s(shape, device, checkpointing, expert_ranks),
         micro_batch_s=shape.layers * device.layer_s + parameters_s,
         group_s=exchanging_layers * EXCHANGES * _beyond_post(device),
         all_to_all_bytes=moved * exchanges * (2 * shape.query_numbers + shape.kv_numbers),
@@ -104,6 +112,7 @@ def analytic_cost_model(
         kinds=_kinds(shape, device),
         recurrent=_recurrent(shape, device, checkpointing),
         attention_share=shape.attention_count / shape.layers,
+        experts=experts,
         tower=_tower(shape, device, checkpointing),
         activations=activations,
     )
@@ -159,24 +168,79 @@ def _held_bytes(
     return state
 
 
-def _linear_s(shape: ModelShape, device: DeviceSpec, checkpointing: bool) -> float:
-    """Return the seconds per token of linear layers, forward and backward."""
-    # two FLOPs per weight in each pass; a second forward where layers run again
-    flops_per_weight = 2 * (shape.linear_passes + checkpointing)
+def _linear_s(
+    shape: ModelShape, device: DeviceSpec, checkpointing: bool, expert_ranks: int
+) -> float:
+    """Return the seconds per token of linear layers, forward and backward, without experts that
+    several ranks hold together."""
     active = shape.params if shape.active_params is None else shape.active_params
     computed = active - shape.vocab * shape.hidden  # embeddings are looked up without arithmetic
-    return computed * flops_per_weight / device.flops
+    if expert_ranks > 1 and shape.experts is not None:
+        computed -= shape.experts.active_params
+    return computed * _weight_flops(shape, checkpointing) / device.flops
+
+
+def _weight_flops(shape: ModelShape, checkpointing: bool) -> float:
+    """Return the FLOPs per weight and token, forward and backward."""
+    # two FLOPs in each pass; a second forward where layers run again
+    return 2 * (shape.linear_passes + checkpointing)
+
+
+def _experts(
+    shape: ModelShape,
+    device: DeviceSpec,
+    topology: Topology,
+    checkpointing: bool,
+    expert_ranks: int,
+) -> ExpertLayers | None:
+    """Return the layers whose experts several ranks hold together; None if each computes its
+    own."""
+    if expert_ranks == 1:
+        return None
+    if shape.experts is None:
+        raise ValueError(f"expert_ranks={expert_ranks} for a model without experts: use 1")
+    spans_nodes = topology.ranks_per_node % expert_ranks != 0
+    token_flops = shape.experts.active_params * _weight_flops(shape, checkpointing)
+    row_bytes = shape.experts.active * shape.hidden * shape.dtype_bytes
+    experts = ExpertLayers(
+        ranks=expert_ranks,
+        token_s=token_flops / device.flops,
+        exchanged_bytes=float(shape.experts.layers * _expert_exchanges(checkpointing) * row_bytes),
+        rate=device.inter_bytes if spans_nodes else device.intra_bytes,
+    )
+    experts.check_ranks(topology.world_size)
+    return experts
+
+
+def _expert_exchanges(checkpointing: bool) -> int:
+    """Return how often the rows of a layer's tokens travel: to the experts and back, for
+    gradients too, and again where the layer runs again."""
+    return 6 if checkpointing else 4
+
+
+def _expert_waits_s(shape: ModelShape, device: DeviceSpec, checkpointing: bool) -> float:
+    """Return the seconds per micro-batch that exchanges with experts take besides their bytes:
+    rows travel, and before each forward the numbers of rows, for which the host waits."""
+    assert shape.experts is not None, "only layers with experts exchange"
+    counts = 2 if checkpointing else 1
+    exchanges = _expert_exchanges(checkpointing) + counts
+    return shape.experts.layers * exchanges * device.transfer_s
 
 
 def _parameters_s(
-    shape: ModelShape, device: DeviceSpec, topology: Topology, zero_stage: int, replicas: int
+    shape: ModelShape,
+    device: DeviceSpec,
+    topology: Topology,
+    replicas: int,
+    expert_ranks: int,
 ) -> float:
     """Return the seconds per micro-batch of gathering parameters and scattering gradients."""
-    if zero_stage < 3 or topology.world_size <= replicas:
+    if topology.world_size <= replicas:
         return 0.0
     spans_nodes = shards_span_nodes(topology, replicas)
     speed = device.inter_bytes if spans_nodes else device.intra_bytes
-    return TRIPS * shape.params * shape.dtype_bytes / speed
+    gathered = gathered_params(shape, topology.world_size // replicas, expert_ranks)
+    return TRIPS * gathered * shape.dtype_bytes / speed
 
 
 def _pair_flops(heads: HeadShape) -> float:

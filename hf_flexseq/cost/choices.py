@@ -7,6 +7,7 @@ Relative to the choice that the user has set for the run, of L layers,
                 (`memory/tiles.py`), that of the last of its three matrices
     scans       3 passes, one more in a layer that runs again
     attention   1 forward and a backward of 2.5; 1 more where its output is computed again
+    experts     as linear layers, their exchanges as those of Ulysses
     transfers   Ulysses exchanges heads twice, three times for a layer that runs again; a ring's
                 keys make 3 trips, 4 where attention is computed again
     host        what a layer sends, or gets back, beyond the seconds in which linear layers hide it
@@ -89,6 +90,9 @@ def with_choice(cost: CostModel, choice: MemoryChoice | None) -> CostModel:
                 row_bytes=layers.row_bytes * exchange_ratio,
             )
         )
+    experts = cost.experts
+    if experts is not None:
+        experts = experts.scaled(computing=linear_ratio, exchanges=exchange_ratio)
     ring_bytes = cost.ring_bytes
     if ring_bytes is not None:
         ring_bytes *= passes.ring_trips / before.ring_trips
@@ -101,18 +105,19 @@ def with_choice(cost: CostModel, choice: MemoryChoice | None) -> CostModel:
         token_bytes=token_bytes(cost, choice),
         kinds=tuple(kinds),
         recurrent=tuple(recurrent),
+        experts=experts,
     )
 
 
 def price_of(cost: CostModel, choice: MemoryChoice) -> tuple[float, float]:
-    """Return the seconds of linear layers, and of attention, under a choice, each relative to
-    those under the user's own."""
+    """Return the seconds of linear layers with experts, and of attention, under a choice, each
+    relative to those under the user's own."""
     priced = with_choice(cost, choice)
     activations = cost.activations
     assert activations is not None, "only a cost model with activations has choices"
     passes = _Passes(choice, activations)
     before = _Passes(activations.as_set, activations)
-    return priced.linear_s / cost.linear_s, passes.attention / before.attention
+    return priced.token_s / cost.token_s, passes.attention / before.attention
 
 
 def _exposed_s(cost: CostModel, activations: Activations, choice: MemoryChoice) -> float:
@@ -171,7 +176,7 @@ def choices_of(cost: CostModel) -> tuple[MemoryChoice, ...]:
         figures[choice] = (
             priced.token_bytes,
             activations.host_token_bytes(choice),
-            priced.linear_s,
+            priced.token_s,
             _Passes(choice, activations).attention,
         )
     kept = []

@@ -29,6 +29,7 @@ from hf_flexseq.base.values import (
     word,
 )
 from hf_flexseq.cost.activations import Activations
+from hf_flexseq.cost.experts import ExpertLayers
 from hf_flexseq.cost.kinds import (
     NearLayers,
     check_kinds,
@@ -58,7 +59,7 @@ class CostConstants:
     attention_s: float
     """Seconds per squared token (a1), forward and backward, all layers that read all keys."""
     linear_s: float
-    """Seconds per token (a2), forward and backward, all layers."""
+    """Seconds per token (a2), forward and backward, all layers, without `experts`."""
     micro_batch_s: float
     """Seconds per micro-batch, whatever is in it (b1)."""
     group_s: float
@@ -109,6 +110,8 @@ class CostConstants:
     """Layers that go through a sequence from its first token to its last; () without any."""
     attention_share: float = 1.0
     """Share of the layers that have attention."""
+    experts: ExpertLayers | None = None
+    """Layers whose experts lie on several ranks; None where every rank computes its own."""
     tower: TowerCost | None = None
     """The vision tower; None without one."""
     activations: Activations | None = None
@@ -226,6 +229,8 @@ class CostConstants:
             longest_s += (kind.token_s + kind.again_s) * filled
             exchanged = kind.exchanged_bytes(world_size, "zigzag") / slowest
             longest_s += exchanged * len(lengths)
+        if self.experts is not None:
+            longest_s += self.experts.most_s(tokens)
         if longest_s > MAX_STEP_S:
             raise ValueError(
                 f"cost model {self.name!r}: a step of {len(lengths)} sequences may take "
@@ -275,7 +280,7 @@ class CostConstants:
         record: dict[str, Any] = {"version": VERSION}
         for one in fields(self):
             value = getattr(self, one.name)
-            if one.name in ("tower", "activations"):
+            if one.name in ("experts", "tower", "activations"):
                 if value is not None:  # else the record is that of a model without
                     record[one.name] = value.to_record()
             elif one.name == "bandwidths":
@@ -300,10 +305,13 @@ class CostConstants:
         for name, kind in (("kinds", NearLayers), ("recurrent", RecurrentLayers)):
             records = items(name, values.get(name, []))
             values[name] = tuple(kind.from_record(record) for record in records)
-        if values.get("tower") is not None:
-            values["tower"] = TowerCost.from_record(values["tower"])
-        if values.get("activations") is not None:
-            values["activations"] = Activations.from_record(values["activations"])
+        for name, part in (
+            ("experts", ExpertLayers),
+            ("tower", TowerCost),
+            ("activations", Activations),
+        ):
+            if values.get(name) is not None:
+                values[name] = part.from_record(values[name])
         return cls(**values)
 
     def save(self, path: str | Path) -> None:

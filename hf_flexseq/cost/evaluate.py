@@ -2,7 +2,8 @@
 
     group       the sum over its sequences, and what it waits for besides them
     rank        the sum over its groups
-    lockstep    a micro-batch takes as long as its slowest rank, and the constant
+    lockstep    a micro-batch takes as long as its slowest rank, and the constant; where experts
+                lie on several ranks, as long as the slowest expert group (`experts.py`)
     free        ranks meet only inside groups, so each has a clock of its own
 
 The cost of one sequence is `CostModel.sequences_ns`. `view/closed_form.py` draws a step with the
@@ -127,12 +128,35 @@ def _busy_ns(groups: Sequence[Group], work_ns: Sequence[int], topology: Topology
 def slowest_ns(
     cost: CostModel, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
 ) -> int:
-    """Return the nanoseconds of a micro-batch's slowest rank, without the constant."""
+    """Return the nanoseconds of a micro-batch's slowest rank, without the constant and without
+    experts on other ranks."""
     priced = with_choice(cost, micro_batch.memory)
     return max(rank_ns(priced, micro_batch.groups, lengths, topology))
 
 
+def experts_ns(
+    cost: CostModel, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
+) -> Int64Array:
+    """Return the nanoseconds of each expert group's experts in a micro-batch, [expert groups], by
+    a cost model that has some. Raises ValueError unless expert groups divide the ranks."""
+    experts = with_choice(cost, micro_batch.memory).experts
+    assert experts is not None, "only a cost model with experts prices them"
+    tokens = np.zeros(topology.world_size, dtype=np.int64)  # of each rank
+    for group in micro_batch.groups:
+        tokens[group.start : group.stop] += group.tokens_per_rank(lengths)
+    return experts.groups_ns(tokens)
+
+
 # ---- steps
+
+
+def check_free(cost: CostModel) -> None:
+    """Raise ValueError where ranks cannot run different micro-batches."""
+    if cost.experts is not None:
+        raise ValueError(
+            f"sync='free' with experts over {cost.experts.ranks} ranks, which meet in every "
+            "layer: use sync='lockstep'"
+        )
 
 
 def lockstep_ns(
@@ -144,14 +168,17 @@ def lockstep_ns(
 ) -> tuple[int, ...]:
     """Return the nanoseconds of each micro-batch when all ranks run it together, [micro-batches].
 
-    A micro-batch takes as long as its slowest rank, and the constant.
+    A micro-batch takes as long as its slowest rank, or its slowest expert group, and the constant.
     """
     micro_batches = tuple(micro_batches)
     work_ns = _work_ns(cost, micro_batches, lengths, topology, image_ns)
     nanoseconds = []
     for micro_batch, of_groups in zip(micro_batches, work_ns, strict=True):
-        slowest = int(_busy_ns(micro_batch.groups, of_groups, topology).max())
-        nanoseconds.append(slowest + cost.micro_batch_ns)
+        busy = _busy_ns(micro_batch.groups, of_groups, topology)  # [world_size]
+        if cost.experts is not None:
+            together = experts_ns(cost, micro_batch, lengths, topology)  # [expert groups]
+            busy = busy.reshape(len(together), -1).max(axis=1) + together
+        nanoseconds.append(int(busy.max()) + cost.micro_batch_ns)
     return tuple(nanoseconds)
 
 
@@ -191,7 +218,9 @@ def free_ns(
 
     Micro-batch by micro-batch and widest first, a group starts when the last of its ranks is free.
     A rank pays the constant once for every micro-batch it works in, before its first group there.
+    Raises ValueError for experts on several ranks, which wait for each other in every layer.
     """
+    check_free(cost)
     clock = np.zeros(topology.world_size, dtype=np.int64)
     for micro_batch in micro_batches:
         works = np.zeros(topology.world_size, dtype=bool)

@@ -51,6 +51,9 @@ def forward_only(cost: CostModel) -> CostModel:
         message_s=cost.message_s * of_others,
         kinds=tuple(kinds),
         recurrent=tuple(recurrent),
+        experts=None
+        if cost.experts is None
+        else cost.experts.scaled(computing=of_others, exchanges=1 / ALL_TO_ALLS),
         tower=None if cost.tower is None else cost.tower.forward_only(),
         activations=None,  # nothing waits for a backward
     )

@@ -54,6 +54,9 @@ second pass of r'_k where several ranks share a sequence, and n the segments of 
 
 with s, or s / (d n), filled up to whole chunks.
 
+Layers whose experts lie on several ranks take those together (`experts.py`): a micro-batch has
+their seconds, and no sequence.
+
 A halo arrives before its one kernel call begins, so nothing hides it. Launches and posts of a
 group are those of all its layers.
 
@@ -305,6 +308,11 @@ class CostModel(CostTransfers):
     def full_share(self) -> float:
         """Share of the layers with attention that read all keys."""
         return full_share(self.kinds)
+
+    @property
+    def token_s(self) -> float:
+        """Device-seconds of a token in linear layers and, evenly spread, in experts."""
+        return self.linear_s + (0.0 if self.experts is None else self.experts.even_s)
 
     @property
     def micro_batch_ns(self) -> int:

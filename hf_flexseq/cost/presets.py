@@ -14,6 +14,8 @@
   FSDP with checkpointing. Parameters are those of transformers' models with the published
   configurations. Seconds of recurrent layers are computed from arithmetic, at the share of FLOP/s
   that a measured scan achieves (`SCAN_EFFICIENCY` in devices.py), and from bytes.
+* Estimated, the same for Qwen3-30B-A3B and gpt-oss-120B with their experts over the eight ranks of
+  a node ("-ep8"): a rank gathers an eighth of the experts.
 """
 
 from dataclasses import replace
@@ -25,7 +27,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES, DeviceSpec
-from hf_flexseq.cost.shapes import ModelShape
+from hf_flexseq.cost.shapes import ExpertShape, ModelShape
 from hf_flexseq.cost.tower import TowerShape
 
 MIB = 2**20
@@ -141,26 +143,27 @@ MAMBA2 = RecurrentShape(
     width=4,
     channels=6144,
 )
+GPT_OSS_EXPERTS = ExpertShape(36, 128, 4, 114_701_598_720)
 # Layers of other kinds than full attention, norms of heads, experts of a token, and towers.
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3-8b": {"head_norms": True},
     # five window layers to a full one, which is every sixth: arXiv 2503.19786, section 2
     "gemma-3-27b": {"reaches": ((52, Reach(window=1024)),), "head_norms": True},
     # every other layer has a window
-    "gpt-oss-120b": {"reaches": ((18, Reach(window=128)),), "active_experts": 4},
-    "qwen3-30b-a3b": {"head_norms": True, "active_experts": 8},
+    "gpt-oss-120b": {"reaches": ((18, Reach(window=128)),), "experts": GPT_OSS_EXPERTS},
+    "qwen3-30b-a3b": {"head_norms": True, "experts": ExpertShape(48, 128, 8, 28_991_029_248)},
     # three Gated DeltaNet layers to a full one
     "qwen3.5-35b-a3b": {
         "without_attention": 30,
         "recurrent": ((30, GATED_DELTA),),
         "head_norms": True,
-        "active_experts": 8,
+        "experts": ExpertShape(40, 256, 8, 32_212_254_720),
     },
     # 23 Mamba 2 layers, 6 of full attention, 23 of experts alone
     "nemotron-3-nano-30b-a3b": {
         "without_attention": 46,
         "recurrent": ((23, MAMBA2),),
-        "active_experts": 6,
+        "experts": ExpertShape(23, 128, 6, 29_374_808_064),
     },
     "qwen3-vl-8b": {"tower": QWEN3_VL_TOWER, "head_norms": True},
 }
@@ -172,12 +175,20 @@ MODELS = dict(SHAPES)  # all of them, for `flexseq fit`
 LLAMA_8B = SHAPES.pop("llama-3.1-8b")
 
 
-def _estimated(model: str, shape: ModelShape, device_name: str, device: DeviceSpec) -> CostModel:
+# Models whose experts the ranks of a node may hold together, as transformers'
+# DistributedConfig(ep_size=8) has them: all experts of gpt-oss-120b do not fit on each rank.
+OVER_EIGHT_RANKS = ("qwen3-30b-a3b", "gpt-oss-120b")
+
+
+def _estimated(
+    model: str, shape: ModelShape, device_name: str, device: DeviceSpec, *, expert_ranks: int = 1
+) -> CostModel:
     """Return the cost of a model under FSDP with checkpointing on eight nodes of eight devices;
     nothing can be chosen for its activations."""
     topology = Topology(nodes=8, ranks_per_node=8)
-    cost = analytic_cost_model(shape, device, topology, zero_stage=3)
-    return replace(cost, name=f"{model}-{device_name.lower()}", activations=None)
+    cost = analytic_cost_model(shape, device, topology, zero_stage=3, expert_ranks=expert_ranks)
+    over = f"-ep{expert_ranks}" if expert_ranks > 1 else ""
+    return replace(cost, name=f"{model}{over}-{device_name.lower()}", activations=None)
 
 
 def _all_models() -> list[CostModel]:
@@ -189,6 +200,8 @@ def _all_models() -> list[CostModel]:
     for name in ("H100", "H200"):
         for model, shape in SHAPES.items():
             models.append(_estimated(model, shape, name, DEVICES[name]))
+        for model in OVER_EIGHT_RANKS:
+            models.append(_estimated(model, SHAPES[model], name, DEVICES[name], expert_ranks=8))
     return models
 
 

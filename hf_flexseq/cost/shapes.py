@@ -29,6 +29,24 @@ class HeadShape(NamedTuple):
         return 2 * self.kv_heads * self.head_dim
 
 
+class ExpertShape(NamedTuple):
+    """The experts of a model."""
+
+    layers: int
+    """Layers that have experts."""
+    of_layer: int
+    """Experts of such a layer, without those that work on every token."""
+    active: int
+    """Experts of these that work on a token."""
+    params: int
+    """Parameters of all experts of all layers."""
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that work on one token."""
+        return self.params * self.active // self.of_layer
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """A Llama-like decoder in numbers."""
@@ -70,8 +88,8 @@ class ModelShape:
     """(reach, heads of its layers) if layers differ; () if all have the heads above."""
     head_norms: bool = False
     """True if queries and keys are normalised, head by head."""
-    active_experts: int = 0
-    """Experts that work on a token; 0 without experts."""
+    experts: ExpertShape | None = None
+    """The experts; None for a model without any."""
 
     tower: TowerShape | None = None
     """The vision tower, whose parameters work on no token of text; None without one."""
@@ -85,6 +103,11 @@ class ModelShape:
         for layers, shape in self.recurrent:
             if layers > self.layers:
                 raise ValueError(f"{layers} {shape} layers, of {self.layers} layers")
+
+    @property
+    def active_experts(self) -> int:
+        """Experts that work on a token; 0 without experts."""
+        return 0 if self.experts is None else self.experts.active
 
     @property
     def full_layers(self) -> int:

@@ -34,6 +34,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.base.values import MAX_BYTES, duration, fields_of, number, positive
 from hf_flexseq.cost.choices import token_bytes
 from hf_flexseq.cost.model import CostModel
+from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.plan import Plan
 
 # Trips of a micro-batch that leaves none of them out.
@@ -205,6 +206,17 @@ class FsdpFigures:
 
 
 # ---- trips
+
+
+def gathered_params(shape: ModelShape, shards: int, expert_ranks: int) -> int:
+    """Return the parameters that a rank gathers for a forward. shards: ranks that share one copy
+    of the state. expert_ranks: of these that hold all experts together."""
+    if expert_ranks == 1 or shape.experts is None:
+        return shape.params
+    dense = shape.params - shape.experts.params
+    if shards == expert_ranks:
+        return dense  # a rank keeps its experts
+    return dense + shape.experts.params // expert_ranks
 
 
 def trip_seconds(

@@ -30,9 +30,17 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import GRADIENT_BYTES, MEMORY_FRACTION
-from hf_flexseq.cost.sharding import PLAIN, TRIPS, FsdpFigures, FsdpPolicy, trip_seconds
+from hf_flexseq.cost.sharding import (
+    PLAIN,
+    TRIPS,
+    FsdpFigures,
+    FsdpPolicy,
+    gathered_params,
+    trip_seconds,
+)
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.facts import (
+    expert_group_size,
     gathered_itemsize,
     is_fsdp2,
     model_shape,
@@ -73,9 +81,13 @@ def fsdp_figures(
     state_bytes = cost.state_bytes + cost.sharded_state_bytes / topology.world_size
     # 2. trips, if they are in the cost model's constant at all
     shape = model_shape(model)
+    shards = topology.world_size // copies
+    gathered = gathered_params(shape, shards, expert_group_size(model))
+    gathered_bytes = gathered * gathered_itemsize(model, accelerator)
+    reduced = trained_elements(model) * gathered // shape.params  # the trained ones of these
     trip_s = trip_seconds(
         cost,
-        moved_bytes=shape.params * gathered_itemsize(model, accelerator),
+        moved_bytes=gathered_bytes,
         topology=topology,
         replicas=copies,
     )
@@ -84,8 +96,8 @@ def fsdp_figures(
     own_figures = FsdpFigures(
         free_bytes=budget_bytes - state_bytes,
         token_bytes=cost.token_bytes,
-        parameter_bytes=float(shape.params * gathered_itemsize(model, accelerator)),
-        gradient_bytes=float(trained_elements(model) * max(GRADIENT_BYTES, shape.dtype_bytes)),
+        parameter_bytes=float(gathered_bytes),
+        gradient_bytes=float(reduced * max(GRADIENT_BYTES, shape.dtype_bytes)),
         trip_s=trip_s,
     )
     return FsdpFigures.from_record(communicator.cpu_group.broadcast_value(own_figures.to_record()))

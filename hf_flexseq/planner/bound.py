@@ -3,6 +3,8 @@
     bound = (sum over sequences of the least degree x time) / ranks + fewest micro-batches x
     constant
 
+and the seconds of experts on several ranks, evenly spread.
+
 Free ranks may run fewer micro-batches than their neighbours, so for them the constant counts as
 often as ranks must start a micro-batch to hold all tokens, shared by all ranks, and at least once:
 the rank that works longest works in one.
@@ -14,6 +16,7 @@ import numpy as np
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, Int64Array
+from hf_flexseq.cost.evaluate import check_free
 from hf_flexseq.cost.kinds import FloatArray
 from hf_flexseq.cost.lengths import shares_of
 from hf_flexseq.planner.problem import NEVER, cheapest
@@ -50,10 +53,14 @@ def bound_ns(
     tokens = int(lengths.sum())
     world = topology.world_size
     if sync == "free":
+        check_free(cost)
         started = max(world, -(-tokens // cap))  # (rank, micro-batch) pairs
         return -(-(area + started * cost.micro_batch_ns) // world)
     fewest = -(-tokens // (cap * world))
-    return -(-area // world) + fewest * cost.micro_batch_ns
+    bound = -(-area // world) + fewest * cost.micro_batch_ns
+    if cost.experts is not None:
+        bound += cost.experts.least_ns(tokens, world)
+    return bound
 
 
 def step_bound_ns(task: PlanTask) -> int:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 from hf_flexseq.base.registry import PLANNERS, object_of
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.evaluate import check_free
 from hf_flexseq.plan import MicroBatch, Plan, PlanInfeasible, check
 from hf_flexseq.plan.blocks import NO_PAIRS, SEE_BLOCKS
 from hf_flexseq.plan.options import PlanOptions
@@ -81,6 +82,10 @@ def make_plan(
     options.check_on(topology)
     cost.strategies(options.strategy)  # raises if the model cannot price it
     world = topology.world_size
+    if cost.experts is not None:
+        cost.experts.check_ranks(world)
+        if options.sync == "free":
+            check_free(cost)
     cost.check_countable(tokens, world)
     widest = options.widest_degree(topology)
     bounds: tuple[Bound, ...] = ()

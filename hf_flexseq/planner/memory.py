@@ -200,13 +200,14 @@ def _relaxed(micro_batch: MicroBatch, task: PlanTask, bounds: Sequence[Bound]) -
 
 
 def _work_ns(micro_batch: MicroBatch, task: PlanTask) -> tuple[float, float]:
-    """Return the device-nanoseconds of a micro-batch: linear layers, attention by its pairs."""
+    """Return the device-nanoseconds of a micro-batch: linear layers with experts, attention by its
+    pairs."""
     linear_ns = 0.0
     attention_ns = 0.0
     for group in micro_batch.groups:
         for sequence in group.sequences:
             tokens = task.lengths[sequence]
-            linear_ns += task.cost.linear_s * tokens * 1e9
+            linear_ns += task.cost.token_s * tokens * 1e9
             attention_ns += task.cost.attention_s * float(tokens) * tokens * 1e9
     return linear_ns, attention_ns
 
@@ -276,7 +277,8 @@ class _Areas:
         self._ids = longest_first(task.lengths)
         tokens = np.array([task.lengths[i] for i in self._ids], dtype=np.int64)
         self._tokens = tokens  # [K], longest first
-        self._linear = task.cost.linear_s * 1e9 * tokens.astype(np.float64)  # [K]
+        self._linear = task.cost.token_s * 1e9 * tokens.astype(np.float64)  # [K]
+        experts = self._linear - task.cost.linear_s * 1e9 * tokens  # [K]
         shares = shares_of(task.lengths, self._ids)
         areas = []
         needs = []
@@ -287,7 +289,7 @@ class _Areas:
                 continue
             times, _ = cheapest(task.cost, tokens, shape, task.strategy, alone=True, shares=shares)
             possible = times < NEVER
-            areas.append(np.where(possible, times.astype(np.float64) * degree, np.inf))
+            areas.append(np.where(possible, times.astype(np.float64) * degree + experts, np.inf))
             needs.append(-(-tokens // degree))
             degrees.append(degree)
         self._areas = np.stack(areas, axis=1)  # [K, shapes]

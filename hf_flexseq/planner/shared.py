@@ -164,7 +164,7 @@ def worthwhile(
 def unit_s(unit: Unit, cost: CostModel) -> float:
     """Return the seconds of a unit on one rank. Scans go through its nodes as through segments of
     several ranks, with a second pass (`cost/recurrent.py`)."""
-    seconds = cost.linear_s * unit.tokens + cost.attention_s * pair_share(unit) * unit.tokens**2
+    seconds = cost.token_s * unit.tokens + cost.attention_s * pair_share(unit) * unit.tokens**2
     for node in unit.nodes:
         for kind in cost.recurrent:
             chunks = -(-node.tokens // kind.chunk)
@@ -182,7 +182,7 @@ def _gathered(unit: Unit, cost: CostModel) -> int:
 
 def _row_s(tokens: int, cost: CostModel) -> float:
     """Return the seconds of a row by itself on one rank."""
-    seconds = cost.linear_s * tokens + cost.attention_s * tokens**2
+    seconds = cost.token_s * tokens + cost.attention_s * tokens**2
     for kind in cost.recurrent:
         seconds += kind.token_s * -(-tokens // kind.chunk) * kind.chunk
     return seconds

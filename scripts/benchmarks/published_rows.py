@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.cost.presets import MODELS
-from hf_flexseq.cost.shapes import ModelShape
+from hf_flexseq.cost.shapes import ExpertShape, ModelShape
 from peer_bytes import Model, Stack
 
 M = 1 << 20  # tokens
@@ -92,7 +92,7 @@ GPT_OSS_20B = Model(
         params=20_914_757_184,
         active_params=4_190_000_000,
         reaches=((12, Reach(window=128)),),
-        active_experts=4,
+        experts=ExpertShape(24, 32, 4, 19_116_933_120),
     ),
 )
 

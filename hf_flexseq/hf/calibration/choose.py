@@ -30,7 +30,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.cost.shapes import ModelShape
-from hf_flexseq.cost.sharding import TRIPS, trip_seconds
+from hf_flexseq.cost.sharding import TRIPS, gathered_params, trip_seconds
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.layer_trial import count_bytes
 from hf_flexseq.hf.calibration.probe import ModelProbes
@@ -110,6 +110,7 @@ class CostSubject:
             checkpointing=self.facts.checkpointing,
             zero_stage=self.facts.zero_stage,
             replicas=self.facts.replicas,
+            expert_ranks=self.facts.expert_ranks,
             chunked_loss=self.has_chunked_loss,
         )
 
@@ -186,7 +187,11 @@ def measured(subject: CostSubject, communicator: Communicator, effort: Effort) -
 
 def fit_key(facts: ModelFacts, topology: Topology, device: torch.device) -> Mapping[str, object]:
     """Collect everything that a fit depends on, as plain JSON values."""
+    experts = {}  # which older checkpoints do not mention
+    if facts.expert_ranks > 1:
+        experts["expert_ranks"] = facts.expert_ranks
     return {
+        **experts,
         "model": facts.kind.__name__,
         "shape": _shape_key(facts.shape),
         "dtype": str(facts.dtype),
@@ -210,7 +215,7 @@ def _shape_key(shape: ModelShape) -> dict[str, object]:
     checkpoints."""
     sizes = asdict(shape)
     del sizes["hidden_bytes"]  # of training, not of the model
-    del sizes["head_norms"], sizes["active_experts"]  # which the model's class and sizes tell
+    del sizes["head_norms"], sizes["experts"]  # which the model's class and sizes tell
     if not shape.reaches:
         del sizes["reaches"]
     if shape.active_params is None:
@@ -289,9 +294,11 @@ def with_gathering(cost: CostModel, subject: CostSubject) -> CostModel:
     facts = subject.facts
     if facts.zero_stage < 3:
         return cost
+    shards = subject.topology.world_size // facts.replicas
+    gathered = gathered_params(facts.shape, shards, facts.expert_ranks)
     trip_s = trip_seconds(
         cost,
-        moved_bytes=facts.shape.params * facts.shape_in_training.dtype_bytes,
+        moved_bytes=gathered * facts.shape_in_training.dtype_bytes,
         topology=subject.topology,
         replicas=facts.replicas,
     )

@@ -27,7 +27,7 @@ from transformers.modeling_layers import (
 )
 
 from hf_flexseq.base.layers import Reach, RecurrentShape
-from hf_flexseq.cost.shapes import HeadShape, ModelShape
+from hf_flexseq.cost.shapes import ExpertShape, HeadShape, ModelShape
 from hf_flexseq.hf.model.layer_kinds import (
     Layer,
     LayerKind,
@@ -79,6 +79,8 @@ class ModelFacts:
     """Sharded part of the model's state, in DeepSpeed's numbering."""
     replicas: int = 1
     """Copies of the sharded state: more than one in HSDP."""
+    expert_ranks: int = 1
+    """Neighbouring ranks that hold all experts together."""
 
     @property
     def shape_in_training(self) -> ModelShape:
@@ -118,6 +120,7 @@ def model_facts(
         frozen=is_mostly_frozen(model),
         zero_stage=zero_stage(model, accelerator),
         replicas=replicas(model, accelerator),
+        expert_ranks=expert_group_size(model),
     )
 
 
@@ -185,7 +188,7 @@ def model_shape(model: nn.Module) -> ModelShape:
         frozen_bytes=sum(elements(one) * one.element_size() for one in frozen),
         head_shapes=_head_shapes(kinds, attention),
         head_norms=any(name.endswith(_HEAD_NORM) for name, _ in model.named_modules()),
-        active_experts=expert_counts(config)[1],
+        experts=_expert_shape(model),
         tower=tower_shape(model),
     )
 
@@ -239,15 +242,27 @@ def _mlp_width(config: PreTrainedConfig) -> int:
     return max(1, active) * width
 
 
+def _expert_shape(model: nn.Module) -> ExpertShape | None:
+    """Return the experts of a model; None without any."""
+    of_layer, active = expert_counts(model.config.get_text_config())
+    if not of_layer:
+        return None
+    modules = set()
+    params = 0
+    for name, parameter in model.named_parameters():
+        before, inside, _ = name.partition(".experts.")
+        if inside:
+            modules.add(before)
+            params += elements(parameter)
+    return ExpertShape(layers=len(modules), of_layer=of_layer, active=active, params=params)
+
+
 def _active_params(model: nn.Module, params: int) -> int | None:
     """Return the parameters that work on one token; None if that is each exactly once."""
-    experts, active = expert_counts(model.config.get_text_config())
-    of_experts = 0
-    if active != experts:
-        for name, parameter in model.named_parameters():
-            if ".experts." in name:
-                of_experts += elements(parameter)
-    idle = of_experts * (experts - active) // max(1, experts)
+    experts = _expert_shape(model)
+    idle = 0
+    if experts is not None:
+        idle = experts.params * (experts.of_layer - experts.active) // experts.of_layer
     tied = _tied_elements(model)
     of_towers = sum(elements(parameter) for parameter in tower_parameters(model))
     if not idle and not tied and not of_towers:
@@ -369,6 +384,12 @@ def replicas(model: nn.Module, accelerator: Accelerator) -> int:
                     sizes.append(parameter.device_mesh.size(dimension))
             return math.prod(sizes)
     return 1
+
+
+def expert_group_size(model: nn.Module) -> int:
+    """Return how many neighbouring ranks hold the model's experts together; 1 if each has, or
+    gathers, all of them."""
+    return getattr(distributed_config(model), "ep_size", None) or 1
 
 
 def gathered_itemsize(model: nn.Module, accelerator: Accelerator) -> int:

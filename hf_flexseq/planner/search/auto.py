@@ -9,9 +9,12 @@
    best candidate (`repair.py`).
 5. What a group waits for is charged to each of its sequences. For few sequences a second search
    charges it to none: groups of several sequences pay it once.
-6. For free synchronisation the same with one clock for each rank that all micro-batches share,
+6. Where experts lie on several ranks, micro-batches are balanced by what ranks do for themselves.
+   If there are several expert groups, a second search counts a token's experts as its rank's own:
+   then groups with fewer tokens take less.
+7. For free synchronisation the same with one clock for each rank that all micro-batches share,
    besides the lockstep plan.
-7. One degree for everything (`static.py`) is always among the candidates: the search cannot lose
+8. One degree for everything (`static.py`) is always among the candidates: the search cannot lose
    to that, and cannot fail.
 
 The problem and the idea of groups of different degrees in a step are FlexSP's (arXiv 2412.01523,
@@ -60,15 +63,16 @@ def auto_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
     # 1. Searches. Plans made for lockstep are good plans for free ranks, too.
     few = cost.has_waits and len(lengths) <= EFFORT.charged_both_ways
     charges = (True, False) if few else (True,)
-    for assumed_sync, charged in product(dict.fromkeys((sync, "lockstep")), charges):
-        problem = make_problem(replace(task, sync=assumed_sync), charged=charged)
+    syncs = dict.fromkeys((sync, "lockstep"))
+    for assumed, assumed_sync, charged in product(_assumed_costs(task), syncs, charges):
+        problem = make_problem(replace(task, cost=assumed, sync=assumed_sync), charged=charged)
         filled = _search_over_batches(problem)
         if filled is None:
             continue
         micro_batches = micro_batches_of(
             problem, filled.row2block.tolist(), filled.row2batch.tolist()
         )
-        if sync == "lockstep" and not cost.has_waits:
+        if sync == "lockstep" and not cost.has_waits and cost.experts is None:
             plans.append((filled.objective, micro_batches))  # the arrays' objective is exact
         else:
             plans.append(best_order(micro_batches, lengths, topology, cost, sync=sync))
@@ -84,6 +88,16 @@ def auto_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
     return best
 
 
+def _assumed_costs(task: PlanTask) -> tuple[CostModel, ...]:
+    """Return the cost models to search by: that of the task, without experts on other ranks; and
+    one that counts them as each rank's own, where they are not all ranks' together."""
+    experts = task.cost.experts
+    if experts is None or experts.ranks == task.topology.world_size:
+        return (task.cost,)
+    own = replace(task.cost, linear_s=task.cost.token_s, experts=None)
+    return (task.cost, own)
+
+
 def static_bound_ns(problem: Problem, cost: CostModel, *, degree: int, strategy: str) -> int:
     """Return a lower bound on the nanoseconds with one degree; NEVER if it is infeasible."""
     longest = int(problem.lengths[0])
@@ -91,7 +105,10 @@ def static_bound_ns(problem: Problem, cost: CostModel, *, degree: int, strategy:
         return NEVER
     shape = (degree, problem.topology.spans_nodes(0, degree))
     nanoseconds, _ = cheapest(cost, problem.lengths, shape, strategy, shares=problem.shares)
-    return int(nanoseconds.sum()) * degree // problem.world + problem.constant
+    bound = int(nanoseconds.sum()) * degree // problem.world + problem.constant
+    if cost.experts is not None:
+        bound += cost.experts.least_ns(int(problem.lengths.sum()), problem.world)
+    return bound
 
 
 # ---- the search over targets

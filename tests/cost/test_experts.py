@@ -1,0 +1,135 @@
+"""Experts over ranks: their seconds by hand, and what plans make of them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost import CostModel, lockstep_ns, step_ns
+from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.devices import DEVICES
+from hf_flexseq.cost.experts import ExpertLayers
+from hf_flexseq.cost.forward import forward_only
+from hf_flexseq.cost.presets import MODELS, PRESETS
+from hf_flexseq.cost.sharding import gathered_params
+from hf_flexseq.plan import Group, MicroBatch
+from hf_flexseq.plan.options import PlanOptions
+from hf_flexseq.planner.make import make_plan
+
+NODE = Topology(nodes=1, ranks_per_node=4)
+EXPERTS = ExpertLayers(ranks=2, token_s=1e-6, exchanged_bytes=1000.0, rate=1e9, imbalance=1.25)
+QWEN = MODELS["qwen3-30b-a3b"]
+LONG_TAILED = (90_000, 40_000, 9_000, 7_000, 5_000, 3_000, 2_000, 2_000, 1_000, 800, 500, 100)
+
+
+def own(cost: CostModel) -> CostModel:
+    """A cost model whose experts every rank computes itself."""
+    return replace(cost, experts=None)
+
+
+def test_experts_take_what_the_page_says():
+    # a group of 300 and 100 tokens: the busiest rank computes 1.25 x 200; the fullest sends 300
+    # a group of 40 and 40 tokens: its busiest rank gets 50
+    by_hand = [1.25e-6 * 200 + 300 * 1e-6 * 0.5, 1e-6 * 50 + 50 * 1e-6 * 0.5]
+    found = EXPERTS.groups_ns([300, 100, 40, 40])
+    assert np.allclose(found / 1e9, by_hand, atol=1e-9)
+
+
+def test_a_micro_batch_takes_as_long_as_its_slowest_expert_group():
+    cost = replace(PRESETS["qwen3-30b-a3b-h100"], experts=EXPERTS)
+    micro_batch = MicroBatch(
+        groups=(
+            Group(ranks=(0, 1), sequences=(0,), strategy="ulysses"),
+            Group(ranks=(2,), sequences=(1,), strategy="local"),
+            Group(ranks=(3,), sequences=(2,), strategy="local"),
+        )
+    )
+    lengths = (8_000, 6_000, 100)
+    alone = []  # nanoseconds of each expert group, as if the other one did nothing
+    for groups, tokens in (
+        (micro_batch.groups[:1], (4_000, 4_000, 0, 0)),
+        (micro_batch.groups[1:], (0, 0, 6_000, 100)),
+    ):
+        (busy,) = lockstep_ns(own(cost), [MicroBatch(groups=groups)], lengths, NODE)
+        alone.append(busy + int(EXPERTS.groups_ns(tokens).max()))
+    assert lockstep_ns(cost, [micro_batch], lengths, NODE) == (max(alone),)
+
+
+def test_experts_of_all_ranks_leave_plans_as_they_are_without_them():
+    options = {"zero_stage": 3, "expert_ranks": 4}
+    cost = analytic_cost_model(QWEN, DEVICES["H100"], NODE, **options)
+    cost = replace(cost, state_bytes=0.0, sharded_state_bytes=0.0)
+    plan = make_plan(LONG_TAILED, NODE, cost)
+    without = make_plan(LONG_TAILED, NODE, own(cost))
+    assert step_ns(own(cost), plan.micro_batches, LONG_TAILED, NODE, sync="lockstep") == step_ns(
+        own(cost), without.micro_batches, LONG_TAILED, NODE, sync="lockstep"
+    )
+    assert plan.objective_s > without.objective_s
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_no_plan_beats_its_bound_and_no_degree_beats_the_plan(ranks):
+    cost = analytic_cost_model(QWEN, DEVICES["H100"], NODE, zero_stage=3, expert_ranks=ranks)
+    cost = replace(cost, state_bytes=0.0, sharded_state_bytes=0.0)
+    plan = make_plan(LONG_TAILED, NODE, cost)
+    assert plan.lower_bound_s <= plan.objective_s
+    for degree in (1, 2, 4):
+        fixed = make_plan(LONG_TAILED, NODE, cost, PlanOptions(planner="static", sp_degree=degree))
+        assert plan.lower_bound_s <= fixed.lower_bound_s <= fixed.objective_s
+        assert plan.objective_s <= fixed.objective_s
+
+
+def test_the_bound_counts_experts():
+    cost = analytic_cost_model(QWEN, DEVICES["H100"], NODE, zero_stage=3, expert_ranks=4)
+    cost = replace(cost, state_bytes=0.0, sharded_state_bytes=0.0)
+    with_experts = make_plan(LONG_TAILED, NODE, cost).lower_bound_s
+    least_s = cost.experts.even_s * sum(LONG_TAILED) / 4
+    without = make_plan(LONG_TAILED, NODE, own(cost)).lower_bound_s
+    assert with_experts == pytest.approx(without + least_s, abs=1e-8)
+
+
+def test_experts_are_a_part_of_what_a_rank_computes_alone():
+    cost = analytic_cost_model(QWEN, DEVICES["H100"], NODE, zero_stage=3, expert_ranks=4)
+    each = analytic_cost_model(QWEN, DEVICES["H100"], NODE, zero_stage=3)
+    assert cost.linear_s + cost.experts.token_s == pytest.approx(each.linear_s)
+    # 48 layers, 8 experts to a token, 2,048 numbers of 2 bytes; six times with checkpointing
+    assert cost.experts.exchanged_bytes == 48 * 8 * 2048 * 2 * 6
+
+
+def test_a_rank_gathers_its_share_of_experts_alone():
+    dense = QWEN.params - QWEN.experts.params
+    assert gathered_params(QWEN, 64, 1) == QWEN.params
+    assert gathered_params(QWEN, 64, 8) == dense + QWEN.experts.params // 8
+    assert gathered_params(QWEN, 8, 8) == dense
+
+
+def test_a_forward_alone_has_a_third_of_the_work_and_half_of_the_exchanges():
+    cost = replace(PRESETS["qwen3-30b-a3b-h100"], experts=EXPERTS)
+    experts = forward_only(cost).experts
+    assert experts.token_s == pytest.approx(EXPERTS.token_s / 3)
+    assert experts.exchanged_bytes == EXPERTS.exchanged_bytes / 2
+
+
+def test_a_record_holds_experts_and_a_model_without_them_has_the_record_that_it_had():
+    cost = replace(PRESETS["qwen3-30b-a3b-h100"], experts=EXPERTS)
+    assert CostModel.from_record(cost.to_record()) == cost
+    assert "experts" not in own(cost).to_record()
+    assert cost.digest() != own(cost).digest()
+
+
+def test_ranks_that_expert_groups_do_not_divide_are_refused():
+    cost = replace(PRESETS["qwen3-30b-a3b-h100"], experts=replace(EXPERTS, ranks=8))
+    with pytest.raises(ValueError, match="experts over 8 ranks on 4 ranks: give a number"):
+        make_plan((100,), NODE, cost)
+
+
+def test_experts_of_ranks_that_do_not_meet_are_refused():
+    cost = replace(PRESETS["qwen3-30b-a3b-h100"], experts=EXPERTS)
+    with pytest.raises(ValueError, match="sync='free' with experts over 2 ranks"):
+        make_plan((100,), NODE, cost, PlanOptions(sync="free"))
+
+
+def test_experts_of_a_model_without_any_are_refused():
+    with pytest.raises(ValueError, match="expert_ranks=4 for a model without experts"):
+        analytic_cost_model(MODELS["qwen3-8b"], DEVICES["H100"], NODE, expert_ranks=4)
