@@ -204,9 +204,14 @@ class ThreadCollective(ThreadPost):
         return f"rank {self.rank}, {self.what} of ranks {list(self.ranks)}"
 
     def finish(self):
-        """Fill the outputs."""
+        """Fill the outputs. Raises RuntimeError where a rank sends another number of elements."""
         inputs = [[snapshot.read() for snapshot in post.inputs] for post in self.by_rank]
         for output, result in zip(self.outputs, self._combine(inputs), strict=True):
+            if output.numel() != result.numel():
+                raise RuntimeError(
+                    f"rank {self.rank} gets {result.numel()} elements in {self.what} of ranks "
+                    f"{list(self.ranks)} where it expects {output.numel()}"
+                )
             output.detach().copy_(result.view(output.shape))
 
 

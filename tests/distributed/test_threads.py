@@ -114,6 +114,12 @@ def expect_other_rows(transport):
     transport.cpu_group.exchange_rows(torch.zeros(3, 1), [1, 2], [transport.rank + 1, 1])
 
 
+def expect_other_elements(transport):
+    group = transport.open_group([range(2)])
+    received = [1 + transport.rank, 1]  # rank 1 expects two elements of rank 0
+    group.all_to_all(torch.empty(sum(received)), torch.ones(2), received, [1, 1]).wait()
+
+
 def miss_the_barrier(transport):
     if transport.rank == 0:
         transport.cpu_group.barrier()
@@ -141,6 +147,7 @@ BY_TAG, BY_LANE, ONE_QUEUE = Launches.BY_TAG, Launches.BY_LANE, Launches.ONE_QUE
         (BY_LANE, partial(call, of_rank_0=("all_reduce", 2), of_rank_1=("broadcast", 2)), "comes"),
         (BY_LANE, partial(call, of_rank_0=("all_reduce", 2), of_rank_1=None), "is in all_reduce"),
         (BY_LANE, expect_other_rows, r"rank 1 expects \[2, 1\] rows and is sent \[2, 2\]"),
+        (ONE_QUEUE, expect_other_elements, r"rank 1 gets 1 elements in all_to_all .* expects 2"),
         (BY_LANE, miss_the_barrier, "rank 0 is in exchange 0 of the CPU group"),
         (BY_LANE, fail, "mine"),
     ],
