@@ -4,6 +4,8 @@ bytes/s.
 Good enough to rank plans on an unmeasured machine; a measured model is better.
 """
 
+import math
+
 from hf_flexseq.base.layers import FULL, RecurrentShape
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
@@ -55,7 +57,8 @@ def analytic_cost_model(
     head is held from the forward on. zero_stage: 0 shards nothing, 1 the optimizer, 2 also
     gradients, 3 also parameters (FSDP). replicas: copies of the sharded state, as in HSDP.
     expert_ranks: neighbouring ranks that hold all experts together. Raises ValueError for another
-    zero_stage, and for experts over ranks that do not divide the ranks or of a model without any.
+    zero_stage, for experts over ranks that do not divide the ranks or the experts, for those of a
+    model without any, and for those that FSDP does not shard.
     """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage={zero_stage}: must be 0, 1, 2 or 3")
@@ -77,6 +80,13 @@ def analytic_cost_model(
     else:
         whole += shape.frozen_bytes
     experts = _experts(shape, device, topology, checkpointing, expert_ranks)
+    if experts is not None:
+        experts.check_ranks(topology.world_size // replicas)
+        if zero_stage != 3:
+            raise ValueError(
+                f"zero_stage={zero_stage} with experts over {expert_ranks} ranks, which FSDP "
+                "shards: use zero_stage=3"
+            )
     parameters_s = 0.0
     if zero_stage == 3:
         parameters_s = _parameters_s(shape, device, topology, replicas, expert_ranks)
@@ -199,17 +209,33 @@ def _experts(
         return None
     if shape.experts is None:
         raise ValueError(f"expert_ranks={expert_ranks} for a model without experts: use 1")
-    spans_nodes = topology.ranks_per_node % expert_ranks != 0
+    if shape.experts.of_layer % expert_ranks:
+        raise ValueError(
+            f"expert_ranks={expert_ranks} for {shape.experts.of_layer} experts: use a number of "
+            "ranks that divides them"
+        )
     token_flops = shape.experts.active_params * _weight_flops(shape, checkpointing)
     row_bytes = shape.experts.active * shape.hidden * shape.dtype_bytes
-    experts = ExpertLayers(
+    return ExpertLayers(
         ranks=expert_ranks,
         token_s=token_flops / device.flops,
         exchanged_bytes=float(shape.experts.layers * _expert_exchanges(checkpointing) * row_bytes),
-        rate=device.inter_bytes if spans_nodes else device.intra_bytes,
+        rate=_expert_rate(device, topology, expert_ranks),
     )
-    experts.check_ranks(topology.world_size)
-    return experts
+
+
+def _expert_rate(device: DeviceSpec, topology: Topology, expert_ranks: int) -> float:
+    """Return the bytes/s that leave a rank in an exchange with all others of its expert group,
+    each of which gets equally many: those of its node by one link, the others by another."""
+    per_node = topology.ranks_per_node
+    outside = 0  # most ranks of its group that a rank has on other nodes
+    for rank in range(math.lcm(per_node, expert_ranks)):  # then nodes and groups begin alike again
+        first = max(rank // expert_ranks * expert_ranks, rank // per_node * per_node)
+        stop = min((rank // expert_ranks + 1) * expert_ranks, (rank // per_node + 1) * per_node)
+        outside = max(outside, expert_ranks - (stop - first))
+    others = expert_ranks - 1
+    slowest = max(outside / device.inter_bytes, (others - outside) / device.intra_bytes)
+    return others / slowest
 
 
 def _expert_exchanges(checkpointing: bool) -> int:

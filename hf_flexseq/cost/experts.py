@@ -110,9 +110,19 @@ class ExpertLayers:
         """Raise ValueError unless expert groups divide so many ranks."""
         if world_size % self.ranks:
             raise ValueError(
-                f"experts over {self.ranks} ranks on {world_size} ranks: give a number of ranks "
-                f"that is a multiple of {self.ranks}, or a cost model with other experts"
+                f"experts over {self.ranks} ranks on {world_size} ranks: use a multiple of "
+                f"{self.ranks} ranks, or put experts over a number of ranks that divides these"
             )
+
+    # ---- words
+
+    def text(self, world_size: int) -> str:
+        """Return how experts lie over ranks, in words."""
+        groups = world_size // self.ranks
+        return (
+            f"experts in {groups:,} group{'s' * (groups != 1)} of {self.ranks} ranks "
+            f"(imbalance {self.imbalance:g})"
+        )
 
     # ---- other passes
 

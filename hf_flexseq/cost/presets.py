@@ -15,9 +15,11 @@
   configurations. Seconds of recurrent layers are computed from arithmetic, at the share of FLOP/s
   that a measured scan achieves (`SCAN_EFFICIENCY` in devices.py), and from bytes.
 * Estimated, the same for Qwen3-30B-A3B and gpt-oss-120B with their experts over the eight ranks of
-  a node ("-ep8"): a rank gathers an eighth of the experts.
+  a node ("-ep8"): a rank gathers an eighth of the experts. `load_cost_model` makes them for any
+  model with experts and any number of ranks that divides them.
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -207,14 +209,27 @@ def _all_models() -> list[CostModel]:
 
 PRESETS = {model.name: model for model in _all_models()}
 
+# The names of estimated models with their experts over ranks.
+_OVER_RANKS = re.compile(
+    rf"({'|'.join(map(re.escape, SHAPES))})-ep([1-9][0-9]{{0,4}})-(h100|h200)"
+)
+
 
 def load_cost_model(name_or_path: str) -> CostModel:
     """Return a preset by its name, or the cost model in a JSON file.
 
-    Raises ValueError, listing the presets, for anything else.
+    "-epN" before the device of an estimated preset puts its experts over N ranks. Raises
+    ValueError for ranks that do not divide the experts, or the 64 ranks of these presets; and,
+    listing the presets, for anything else.
     """
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
+    over_ranks = _OVER_RANKS.fullmatch(name_or_path)
+    if over_ranks is not None:
+        model, ranks, device = over_ranks.groups()
+        return _estimated(
+            model, SHAPES[model], device, DEVICES[device.upper()], expert_ranks=int(ranks)
+        )
     if not Path(name_or_path).is_file():
         raise ValueError(
             f"cost_model={name_or_path!r} is neither a file nor one of the presets "

@@ -142,8 +142,14 @@ class PipelineCost:
     def of_model(cls, cost: CostModel, stages: int) -> "PipelineCost":
         """Return a whole model's cost, divided evenly over `stages`.
 
-        The stages have one rank each. The division stands in for unmeasured stages.
+        The stages have one rank each. The division stands in for unmeasured stages. Raises
+        ValueError for experts on several ranks.
         """
+        if cost.experts is not None:
+            raise ValueError(
+                f"cost model {cost.name!r} has experts over {cost.experts.ranks} ranks, and the "
+                "stages of a pipeline hold whole layers: give one without"
+            )
         stage = StageCost(
             linear_ns=cost.forward_linear_s * 1e9 / stages,
             attention_ns=cost.forward_pair_s(cost.attention_s) * 1e9 / stages,

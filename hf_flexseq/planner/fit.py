@@ -12,6 +12,7 @@ more than the one before it is left out.
     bytes               model states and activations on the device, activations on the host
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -108,7 +109,10 @@ def seconds_of(
     shape = (world, topology.spans_nodes(0, world))
     allowed = cost.allowed(strategy, topology)
     each, _ = cheapest(priced, np.array([length]), shape, allowed, alone=True)
-    return (int(each[0]) + cost.micro_batch_ns) / 1e9
+    nanoseconds = int(each[0]) + cost.micro_batch_ns
+    if priced.experts is not None:
+        nanoseconds += int(priced.experts.groups_ns([-(-length // world)] * world).max())
+    return nanoseconds / 1e9
 
 
 # ---- the ladder
@@ -230,24 +234,26 @@ def where_it_fits(cost: CostModel, topology: Topology, length: int) -> str:
 
 
 def ranks_for(cost: CostModel, topology: Topology, length: int) -> int | None:
-    """Return the fewest ranks, in whole nodes, of which some choice lets all together hold a
-    sequence; None if that takes more than `MAX_RANKS`."""
-    per_node = topology.ranks_per_node
-    most_nodes = MAX_RANKS // per_node
+    """Return the fewest ranks, in whole nodes and whole expert groups, of which some choice lets
+    all together hold a sequence; None if that takes more than `MAX_RANKS`."""
+    unit = topology.ranks_per_node
+    if cost.experts is not None:
+        unit = math.lcm(unit, cost.experts.ranks)
+    most_units = MAX_RANKS // unit
 
-    def holds(nodes: int) -> bool:
-        world = nodes * per_node
+    def holds(units: int) -> bool:
+        world = units * unit
         most = max(most_tokens(cost, choice, world) for choice in choices_of(cost))
         return most * world >= length
 
-    if not holds(most_nodes):
+    if not most_units or not holds(most_units):
         return None
-    # more nodes never hold less: each rank has a smaller share of the states
-    low, high = 0, most_nodes  # the former does not hold it, the latter does
+    # more ranks never hold less: each has a smaller share of the states
+    low, high = 0, most_units  # the former does not hold it, the latter does
     while high - low > 1:
         middle = (low + high) // 2
         if holds(middle):
             high = middle
         else:
             low = middle
-    return high * per_node
+    return high * unit

@@ -11,10 +11,12 @@ from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.experts import ExpertLayers
 from hf_flexseq.cost.forward import forward_only
-from hf_flexseq.cost.presets import MODELS, PRESETS
+from hf_flexseq.cost.presets import MODELS, PRESETS, load_cost_model
 from hf_flexseq.cost.sharding import gathered_params
+from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.options import PlanOptions
+from hf_flexseq.planner.fit import fit_of, ranks_for
 from hf_flexseq.planner.make import make_plan
 
 NODE = Topology(nodes=1, ranks_per_node=4)
@@ -120,7 +122,7 @@ def test_a_record_holds_experts_and_a_model_without_them_has_the_record_that_it_
 
 def test_ranks_that_expert_groups_do_not_divide_are_refused():
     cost = replace(PRESETS["qwen3-30b-a3b-h100"], experts=replace(EXPERTS, ranks=8))
-    with pytest.raises(ValueError, match="experts over 8 ranks on 4 ranks: give a number"):
+    with pytest.raises(ValueError, match="experts over 8 ranks on 4 ranks: use a multiple"):
         make_plan((100,), NODE, cost)
 
 
@@ -130,6 +132,67 @@ def test_experts_of_ranks_that_do_not_meet_are_refused():
         make_plan((100,), NODE, cost, PlanOptions(sync="free"))
 
 
-def test_experts_of_a_model_without_any_are_refused():
-    with pytest.raises(ValueError, match="expert_ranks=4 for a model without experts"):
-        analytic_cost_model(MODELS["qwen3-8b"], DEVICES["H100"], NODE, expert_ranks=4)
+@pytest.mark.parametrize(
+    "model, ranks, options, message",
+    [
+        ("qwen3-8b", 4, {}, "expert_ranks=4 for a model without experts"),
+        ("qwen3-30b-a3b", 3, {}, "expert_ranks=3 for 128 experts: use a number of ranks that"),
+        ("qwen3-30b-a3b", 8, {}, "experts over 8 ranks on 4 ranks"),
+        ("qwen3-30b-a3b", 4, {"replicas": 2}, "experts over 4 ranks on 2 ranks"),
+        ("qwen3-30b-a3b", 4, {"zero_stage": 1}, "zero_stage=1 with experts over 4 ranks"),
+    ],
+)
+def test_experts_over_ranks_that_cannot_be_are_refused(model, ranks, options, message):
+    options = {"zero_stage": 3, **options}
+    with pytest.raises(ValueError, match=message):
+        analytic_cost_model(MODELS[model], DEVICES["H100"], NODE, expert_ranks=ranks, **options)
+
+
+def test_the_stages_of_a_pipeline_have_no_price_for_experts_over_ranks():
+    with pytest.raises(ValueError, match="has experts over 8 ranks, and the stages of a pipeline"):
+        PipelineCost.of_model(PRESETS["qwen3-30b-a3b-ep8-h100"], 2)
+
+
+@pytest.mark.parametrize(
+    "per_node, ranks, rate",
+    [
+        (8, 8, 3e11),  # all links are inside of the node
+        (8, 16, 4e10 * 15 / 8),  # 8 of the 15 others are on the other node
+        (6, 4, 4e10 * 3 / 2),  # ranks 4 and 5 have two of three others on the other node
+        (1, 4, 4e10),
+    ],
+)
+def test_what_leaves_a_rank_goes_by_two_links(per_node, ranks, rate):
+    cluster = Topology(nodes=64 // per_node * 2, ranks_per_node=per_node)
+    options = {"zero_stage": 3, "expert_ranks": ranks}
+    cost = analytic_cost_model(QWEN, DEVICES["H100"], cluster, **options)
+    assert cost.experts.rate == pytest.approx(rate)
+
+
+def test_presets_put_experts_over_any_ranks_that_divide_them():
+    made = load_cost_model("qwen3.5-35b-a3b-ep16-h200")
+    assert made.name == "qwen3.5-35b-a3b-ep16-h200"
+    assert made.experts.ranks == 16
+    assert load_cost_model("gpt-oss-120b-ep8-h100") is PRESETS["gpt-oss-120b-ep8-h100"]
+    for name, message in (
+        ("qwen3-8b-ep8-h100", "a model without experts"),
+        ("qwen3-30b-a3b-ep5-h100", "for 128 experts"),
+        ("qwen3-30b-a3b-ep0-h100", "is neither a file nor one of the presets"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_cost_model(name)
+
+
+def test_a_sequence_alone_has_the_seconds_of_its_plan():
+    cost = analytic_cost_model(
+        QWEN, DEVICES["H100"], NODE, zero_stage=3, expert_ranks=2, checkpointing=False
+    )
+    cost = replace(cost, state_bytes=0.0, sharded_state_bytes=0.0)
+    own_choice = cost.activations.as_set
+    alone = fit_of(cost, NODE, own_choice, 4_001)
+    options = PlanOptions(planner="static", sp_degree=4)
+    assert alone.seconds == pytest.approx(make_plan((4_001,), NODE, cost, options).objective_s)
+    beyond = 4 * ranks_for(replace(cost, experts=None), NODE, 1) * alone.longest
+    for ranks in (2, 8):
+        over = replace(cost, experts=replace(cost.experts, ranks=ranks))
+        assert ranks_for(over, NODE, beyond + 1) % max(4, ranks) == 0
