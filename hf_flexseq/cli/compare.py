@@ -4,8 +4,9 @@
 without flexible groups can have. A planner that cannot plan a step has its reason in the table
 instead of figures. So has one with a solver that would take minutes, unless --planners names it.
 
-With images the table has the seconds that the tower adds to a plan's: with each image on one rank,
-which no plan changes, and, as other stacks run it, on every rank of a group.
+Where experts lie on several ranks, the table has the share of the ranks' time that they take. With
+images it has the seconds that the tower adds to a plan's: with each image on one rank, which no
+plan changes, and, as other stacks run it, on every rank of a group.
 """
 
 from argparse import Namespace
@@ -34,6 +35,8 @@ COLUMNS = {
     "micro-batches": 13,
     "planning": 9,
 }
+# Another column where experts lie on several ranks.
+EXPERT_COLUMNS = {"experts": 7}
 # Further columns where there are images.
 TOWER_COLUMNS = {"tower": 7, "imbalance": 9, "in groups": 9}
 # Sequences of all steps up to which planners with a solver are compared unasked: 512 on 64 ranks
@@ -57,6 +60,8 @@ class Result:
     """Share of all ranks' time in transfers and launches that no computing hides."""
     idle: float = 0.0
     """Share of all ranks' time in waits for other ranks."""
+    experts: float | None = None
+    """Share of all ranks' time in experts; None where each rank computes its own."""
     peak_bytes: int = 0
     """Most bytes that any rank holds in any step."""
     micro_batches: float = 0.0
@@ -79,8 +84,9 @@ class Result:
         return sum(one.seconds for one in self.towers if one) / max(1, len(self.towers))
 
     def cells(self) -> tuple[str, ...]:
-        """Return the planner's line of the table, in the order of `COLUMNS`, and where there are
-        images of `TOWER_COLUMNS`."""
+        """Return the planner's line of the table, in the order of `COLUMNS`, then of the further
+        columns that it has."""
+        of_experts = () if self.experts is None else (f"{100 * self.experts:.1f} %",)
         of_tower: tuple[str, ...] = ()
         loads = [one for one in self.towers if one is not None]
         if loads:
@@ -96,6 +102,7 @@ class Result:
             f"{self.peak_bytes / 2**30:.2f}",
             f"{self.micro_batches:.1f}",
             f"{1e3 * self.planning_s:.0f} ms",
+            *of_experts,
             *of_tower,
         )
 
@@ -113,12 +120,14 @@ def compare(options: Namespace) -> None:
         f"{len(steps)} step{'s' * (len(steps) != 1)}, {sequences:,} sequences, {tokens:,} tokens "
         f"{f'with {images:,} images ' if images else ''}"
         f"on {topology.nodes} x {topology.ranks_per_node} ranks, "
-        f"{cost.name}{cost.layers_text(before=', ')}, {options.sync}; per step:"
+        f"{cost.name}{cost.layers_text(topology.world_size, before=', ')}, {options.sync}; "
+        "per step:"
     )
-    print(_line(column_names(steps)), flush=True)
+    columns = columns_of(steps, cost)
+    print(_line(tuple(columns), columns), flush=True)
 
     def show(result: Result) -> None:
-        line = _line(result.cells())
+        line = _line(result.cells(), columns)
         if result.problem is not None:
             line = f"{result.name:{COLUMNS['planner']}}  {result.problem}"
         print(line, flush=True)
@@ -126,10 +135,14 @@ def compare(options: Namespace) -> None:
     results_of(steps, options, show)
 
 
-def column_names(steps: Sequence[SharedRows]) -> tuple[str, ...]:
-    """Return the names of the table's columns."""
-    has_images = any(step.images for step in steps)
-    return (*COLUMNS, *TOWER_COLUMNS) if has_images else tuple(COLUMNS)
+def columns_of(steps: Sequence[SharedRows], cost: CostModel) -> dict[str, int]:
+    """Return the columns of the table, and their widths."""
+    columns = dict(COLUMNS)
+    if cost.experts is not None:
+        columns |= EXPERT_COLUMNS
+    if any(step.images for step in steps):
+        columns |= TOWER_COLUMNS
+    return columns
 
 
 def results_of(
@@ -247,6 +260,9 @@ def _measure(
         gap=seconds / sum(plan.lower_bound_s for plan in plans) - 1,
         exposed=sum(one.share("transfer") * one.stop for one in timelines) / nanoseconds,
         idle=sum(one.share("wait") * one.stop for one in timelines) / nanoseconds,
+        experts=None
+        if cost.experts is None
+        else sum(one.share("experts") * one.stop for one in timelines) / nanoseconds,
         peak_bytes=max(
             timeline.peak_bytes + held
             for timeline, held in zip(timelines, image_bytes, strict=True)
@@ -282,8 +298,8 @@ def _in_groups_s(plan: Plan, step: SharedRows, options: Namespace, cost: CostMod
     return nanoseconds / 1e9 - plan.objective_s
 
 
-def _line(cells: Sequence[str]) -> str:
+def _line(cells: Sequence[str], columns: dict[str, int]) -> str:
     """Return one line of the table: the first cell to the left, the others to the right."""
     first, *rest = cells
-    name, *widths = (COLUMNS | TOWER_COLUMNS).values()
+    name, *widths = columns.values()
     return "  ".join([first.ljust(name), *map(str.rjust, rest, widths)])

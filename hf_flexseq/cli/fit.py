@@ -34,6 +34,7 @@ DESCRIPTION: dict[str, Any] = {
     "checkpointing": False,
     "dtype": "bfloat16",
     "lora_rank": None,
+    "expert_ranks": 1,
 }
 
 # Columns of the table, and their widths; the last one is as wide as it has to be.
@@ -128,6 +129,7 @@ def _estimated(options: Namespace) -> CostModel:
         options.topology,
         checkpointing=chosen["checkpointing"],
         zero_stage=chosen["zero_stage"],
+        expert_ranks=chosen["expert_ranks"],
     )
     if counted is None:
         return cost
@@ -166,10 +168,13 @@ def _title(options: Namespace, cost: CostModel) -> str:
     assert cost.activations is not None, "checked when it was made"
     topology = options.topology
     host_gib = cost.activations.host_bytes / 2**30
+    experts = ""
+    if cost.experts is not None:
+        experts = f", {cost.experts.text(topology.world_size)}"
     return (
         f"{options.model or cost.name} on {topology.nodes} x {topology.ranks_per_node} ranks, "
-        f"{cost.name}: {cost.budget_bytes / 2**30:.1f} GiB a rank to plan with, model states "
-        f"{_states_gib(options, cost):.1f}; of the host {host_gib:.1f} GiB a rank"
+        f"{cost.name}{experts}: {cost.budget_bytes / 2**30:.1f} GiB a rank to plan with, "
+        f"model states {_states_gib(options, cost):.1f}; of the host {host_gib:.1f} GiB a rank"
     )
 
 

@@ -127,6 +127,12 @@ def _fit_options(parser: ArgumentParser) -> None:
         help="how training is sharded (default 3, which FSDP is, too)",
     )
     parser.add_argument(
+        "--expert-ranks",
+        type=at_least(1),
+        metavar="N",
+        help="neighbouring ranks that hold all experts together (default 1: each rank has all)",
+    )
+    parser.add_argument(
         "--checkpointing",
         action="store_true",
         default=None,
@@ -267,7 +273,8 @@ def _machine_options(parser: ArgumentParser, *, required: bool) -> None:
         "--cost-model",
         required=required,
         metavar="NAME_OR_PATH",
-        help=f"a JSON file, or one of {', '.join(PRESETS)}",
+        help=f"a JSON file, or one of {', '.join(PRESETS)}; with -epN before its device a model's "
+        "experts lie over N ranks",
     )
     parser.add_argument("--sync", choices=SYNCS, default="lockstep")
     limit_option(parser)

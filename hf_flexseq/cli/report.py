@@ -14,7 +14,7 @@ from pathlib import Path
 from hf_flexseq import __version__
 from hf_flexseq.base.reading import BeyondLimit
 from hf_flexseq.base.values import printable
-from hf_flexseq.cli.compare import COLUMNS, ROW_BY_ROW, Result, column_names, results_of
+from hf_flexseq.cli.compare import COLUMNS, ROW_BY_ROW, Result, columns_of, results_of
 from hf_flexseq.cli.plan import in_steps, parse_rows, read_rows, summary, text_of
 from hf_flexseq.cli.view import drawn
 from hf_flexseq.command_line import say
@@ -62,7 +62,7 @@ def report(options: Namespace) -> None:
         steps = list(in_steps(given, options))
         first = steps[: options.steps]
         results = results_of(first, options)
-        columns = column_names(first)
+        columns = tuple(columns_of(first, load_cost_model(options.cost_model)))
         lines = _best_plans(results)
         if len(lines) < len(steps):
             remarks.append(f"The first {len(lines)} of {len(steps):,} steps were planned.")
@@ -75,7 +75,9 @@ def report(options: Namespace) -> None:
             planned = [SharedRows.of_plan(plan) for plan in plans if isinstance(plan, Plan)]
             most = max(len(step.rows) for step in planned)
             options.limits.refuse_above("sequences", most, f"a step has {most:,} sequences")
-            results = results_of([step for step in planned if step.rows], options)
+            steps = [step for step in planned if step.rows]
+            results = results_of(steps, options)
+            columns = tuple(columns_of(steps, load_cost_model(options.cost_model)))
             remarks.append(f"The table of planners is of the first {len(planned)} steps.")
             if any(line.tower is not None for line in lines):
                 remarks.append("It has sequences alone, without images.")
@@ -177,7 +179,8 @@ def _planners_text(results: Sequence[Result], options: Namespace) -> str:
     cost = load_cost_model(options.cost_model)
     return (
         f"{text}. That is predicted by the cost model {cost.name}"
-        f"{cost.layers_text(before=', ')}, on {options.topology.nodes} x "
+        f"{cost.layers_text(options.topology.world_size, before=', ')}, on "
+        f"{options.topology.nodes} x "
         f"{options.topology.ranks_per_node} ranks in {options.sync}, and not measured."
     )
 

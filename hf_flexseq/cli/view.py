@@ -91,5 +91,7 @@ def _title(step: PlannedStep, options: Namespace) -> str:
     measured = "" if step.measured_s is None else f", measured {sum(step.measured_s):.3f} s"
     layers = ""
     if options.cost_model is not None:
-        layers = load_cost_model(options.cost_model).layers_text(before="; ")
+        # only pipelines, whose cost models have no experts over ranks, are drawn without
+        ranks = options.topology.world_size if options.topology else 0
+        layers = load_cost_model(options.cost_model).layers_text(ranks, before="; ")
     return f"Step {step.number}: {summary(step.plan, step.tower)}{measured}{layers}"

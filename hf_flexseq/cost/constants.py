@@ -259,16 +259,24 @@ class CostConstants:
 
     # ---- words
 
-    def layers_text(self, *, before: str = "") -> str:
-        """Return the shares of layers by kind in words, "" if all are full. before: a prefix."""
-        if not self.kinds and not self.recurrent:
-            return ""
+    def layers_text(self, world_size: int, *, before: str = "") -> str:
+        """Return the shares of layers by kind, and how experts lie over ranks, in words; "" if all
+        layers are full and no experts lie on several ranks. before: a prefix of each."""
+        text = ""
+        if self.kinds or self.recurrent:
+            text += f"{before}layers {self._shares_text()}"
+        if self.experts is not None:
+            text += f"{before}{self.experts.text(world_size)}"
+        return text
+
+    def _shares_text(self) -> str:
+        """Return the shares of layers by kind in words."""
         shares = [(kind.share, kind.kind.replace("_", " ")) for kind in self.recurrent]
         of_attention = [(kind.share, str(kind.reach)) for kind in self.kinds]
         of_attention.append((full_share(self.kinds), "full"))
         for share, name in of_attention:
             shares.append((self.attention_share * share, name))
-        return f"{before}layers {percents(shares)}"
+        return percents(shares)
 
     # ---- JSON
 

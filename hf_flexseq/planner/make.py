@@ -10,7 +10,8 @@
                    micro-batches (`search/` for `auto`; see `registry.py`)
     3. order       micro-batches that communicate most come first (`order.py`)
     4. bound       what no plan can beat (`bound.py`)
-    5. note        why the widest groups are as wide as they are (`notes.py`)
+    5. note        why the widest groups are as wide as they are, and how much experts take that
+                   lie on several ranks (`notes.py`)
 
 The same arguments give the same plan, but for `planning_s`, on any machine: planners decide by
 integers and are bounded by counted work. `process/worker.py` and `process/client.py` run this
@@ -42,7 +43,7 @@ from hf_flexseq.planner.memory import (
     own_tokens,
     planned_by_choice,
 )
-from hf_flexseq.planner.notes import degree_note
+from hf_flexseq.planner.notes import degree_note, experts_note
 from hf_flexseq.planner.order import best_order
 from hf_flexseq.planner.shared import SharedRows, variants
 from hf_flexseq.planner.task import PlanTask
@@ -135,7 +136,10 @@ def make_plan(
     _check_seen(micro_batches, later_pairs)
     notes: tuple[str, ...] = ()
     if tokens:
-        notes = (degree_note(micro_batches, replace(task, lengths=shared.by_id(), cap=cap)),)
+        by_id = replace(task, lengths=shared.by_id(), cap=cap)
+        notes = (degree_note(micro_batches, by_id),)
+        if cost.experts is not None:
+            notes = (*notes, experts_note(micro_batches, by_id, best.objective_ns))
     if best.way is not None:
         notes = (*notes, choice_note(micro_batches, best.way, tokens))
     plan = Plan(

@@ -3,12 +3,15 @@
 Memory forces a degree if the longest sequence fits on no fewer ranks. Otherwise the note compares
 the seconds of that sequence alone on this degree, on the narrowest possible one, on half and on
 twice as many ranks.
+
+Another one says how much of the step experts take that lie on several ranks.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from hf_flexseq.cost import experts_ns
 from hf_flexseq.cost.lengths import shares_of
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.planner.blocks import shapes_of_ranges
@@ -55,6 +58,17 @@ def degree_note(micro_batches: Sequence[MicroBatch], task: PlanTask) -> str:
             where = "" if other == degree else f" on {other}"
             seconds.append(f"{nanoseconds / 1e9:.3g} s{where}")
     return f"{subject}, fits on {least}): {', '.join(seconds)}"
+
+
+def experts_note(micro_batches: Sequence[MicroBatch], task: PlanTask, objective_ns: int) -> str:
+    """Return the share of the ranks' time that experts on several ranks take. objective_ns: of the
+    step."""
+    assert task.cost.experts is not None, "only a cost model with experts prices them"
+    spent = 0.0  # nanoseconds of a rank, on the mean
+    for micro_batch in micro_batches:
+        spent += experts_ns(task.cost, micro_batch, task.lengths, task.topology).mean()
+    text = task.cost.experts.text(task.topology.world_size)
+    return f"{text}: {100 * spent / objective_ns:.1f} % of the ranks' time"
 
 
 def _longest(groups: Sequence[Group], lengths: Sequence[int]) -> int:

@@ -35,7 +35,7 @@ COLOURS = (
     "#23303a",
 )
 ACTION_COLOURS = dict(zip(ACTION_KINDS, ("#3f6fb0", "#23706b", "#3f9c86", "#e8b04a"), strict=True))
-CONSTANT, INK = "#b9bfc8", "#2b2f36"
+EXPERTS, CONSTANT, INK = "#8a6d52", "#b9bfc8", "#2b2f36"
 # Colours of text and lines, and of the background, in an SVG: light scheme, then dark.
 SCHEMES = ((INK, "#ffffff"), ("#dfe3ea", "#16191f"))
 GAP = 0.06  # white space above and below a group, in ranks
@@ -260,6 +260,8 @@ def _draw_legend(figure: Any, timeline: Timeline, columns: int) -> None:
     patches += [
         Patch(facecolor=ACTION_COLOURS[kind], label=kind) for kind in ACTION_KINDS if kind in kinds
     ]
+    if "experts" in kinds:
+        patches.append(Patch(facecolor=EXPERTS, label="experts"))
     if "transfer" in kinds:
         patches.append(Patch(facecolor=_paler(colour_of(4)), label="exposed transfers (paler)"))
     if "constant" in kinds:
@@ -286,6 +288,8 @@ def colour_of(degree: int) -> str:
 
 def _colour(event: Event) -> str:
     """Return an event's colour: by its kind, and by its group's degree."""
+    if event.kind == "experts":
+        return EXPERTS
     if event.kind == "constant":
         return CONSTANT
     if event.kind in ACTION_COLOURS:

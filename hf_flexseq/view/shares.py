@@ -7,6 +7,7 @@ from hf_flexseq.view.timeline import ACTION_KINDS, Timeline
 # What people call the kinds of events.
 NAMES = {
     "compute": "compute",
+    "experts": "experts",
     **{kind: kind for kind in ACTION_KINDS},
     "transfer": "transfers",
     "constant": "constant",

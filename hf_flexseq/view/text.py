@@ -12,7 +12,7 @@ import numpy as np
 from hf_flexseq.view.shares import boundaries, degrees, duration, shares
 from hf_flexseq.view.timeline import ACTION_KINDS, Event, Timeline
 
-TRANSFER, CONSTANT, IDLE, BOUNDARY = "~", "-", ".", "|"
+EXPERTS, TRANSFER, CONSTANT, IDLE, BOUNDARY = "=", "~", "-", ".", "|"
 ACTIONS = dict(zip(ACTION_KINDS, "FBIW", strict=True))
 MOST_LINES = 64
 
@@ -56,7 +56,7 @@ def _symbols(timeline: Timeline) -> dict[int, str]:
 
 def _cells(events: list[Event], stop: int, columns: int, symbols: dict[int, str]) -> str:
     """Return what a rank does most of the time in each of `columns` equal parts of the step."""
-    kinds = (*ACTIONS.values(), TRANSFER, CONSTANT, IDLE)
+    kinds = (*ACTIONS.values(), EXPERTS, TRANSFER, CONSTANT, IDLE)
     names = [*dict.fromkeys(symbols.values()), *kinds]
     spent = np.zeros((len(names), columns))  # time in each cell
     edges = np.arange(columns + 1) * (stop / columns)  # [columns + 1] where cells begin and end
@@ -74,7 +74,8 @@ def _symbol(event: Event, symbols: dict[int, str]) -> str:
     """Return the character of an event."""
     if event.kind == "compute":
         return symbols[event.degree]
-    return {"transfer": TRANSFER, "constant": CONSTANT, "wait": IDLE, **ACTIONS}[event.kind]
+    named = {"experts": EXPERTS, "transfer": TRANSFER, "constant": CONSTANT, "wait": IDLE}
+    return {**named, **ACTIONS}[event.kind]
 
 
 def _groups(events: list[Event]) -> tuple[tuple[int, int], ...]:
@@ -109,6 +110,7 @@ def _legend(timeline: Timeline, symbols: dict[int, str], width: int) -> list[str
     kinds = {event.kind for event in timeline.events}
     named = (
         *((kind, symbol, kind) for kind, symbol in ACTIONS.items()),
+        ("experts", EXPERTS, "experts"),
         ("transfer", TRANSFER, "transfer"),
         ("constant", CONSTANT, "constant"),
         ("wait", IDLE, "idle"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 ACTION_KINDS = ("forward", "backward", "input gradient", "weight gradient")
 
 # All kinds of events.
-KINDS = ("compute", "transfer", "constant", "wait", *ACTION_KINDS)
+KINDS = ("compute", "experts", "transfer", "constant", "wait", *ACTION_KINDS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -121,6 +121,30 @@ def test_commands_name_the_kinds_of_layers_that_they_price(flexseq, lengths, tmp
         assert "layers 83.9 % window 1024, 16.1 % full" in flexseq(f"{words} {machine}")
 
 
+def test_commands_show_experts_over_ranks(flexseq, refused, lengths, tmp_path):
+    machine = "--topology 2x4 --cost-model qwen3-30b-a3b-ep4-h100"
+    path = tmp_path / "plan.json"
+    said = flexseq(f"plan --lengths {lengths} {machine} {CAP} --json {path}")
+    lies = "experts in 2 groups of 4 ranks (imbalance 1.1)"
+    note = said.splitlines()[-1].strip()
+    assert note.startswith(f"{lies}: ")
+    share = note.split(": ")[1].removesuffix(" of the ranks' time")
+    shown = flexseq(f"view {path} {machine}")
+    assert lies in shown.splitlines()[0]
+    assert "=" in shown.splitlines()[1]
+    assert "= experts" in shown
+    assert f"experts {share}, " in shown.splitlines()[-1]
+    said = flexseq(f"compare --lengths {lengths} {machine} {CAP} --planners auto static")
+    head, columns, row, _ = said.splitlines()
+    assert lies in head
+    assert columns.split()[-1] == "experts"
+    assert row.endswith(f" {share}")
+    assert "which meet in every layer" in refused(f"view {path} {machine} --sync free")
+    assert "experts over 4 ranks on 6 ranks" in refused(
+        f"plan --lengths {lengths} {machine.replace('2x4', '1x6')} {CAP}"
+    )
+
+
 def test_compare_leaves_the_slow_planner_out_unless_it_is_asked_for(
     flexseq, refused, lengths, monkeypatch
 ):

@@ -73,6 +73,8 @@ def test_options_change_what_fits(flexseq):
     assert longest("--lora-rank 64")[0] > plain[0]
     assert longest("--limit ranks=9000")[0] == plain[0]
     assert len(longest("--checkpointing")) == len(plain) - 1
+    over = json.loads(flexseq("fit qwen3-30b-a3b --topology 1x8 --expert-ranks 8 --json -"))
+    assert over["cost_model"]["experts"]["ranks"] == 8
     assert longest("--host-memory-gib 0")[-1] < longest("--host-memory-gib 50")[-1] < plain[-1]
 
 
@@ -105,6 +107,8 @@ def test_any_model_of_transformers_is_read_by_its_configuration(flexseq, tmp_pat
         ("fit --topology 1x8 --cost-model qwen3-8b-h100", "measure it again"),
         ("fit --topology 1x8 --cost-model COST --device H100", "--device goes with MODEL"),
         ("fit --topology 1x8 --cost-model COST --zero-stage 3", "--zero-stage goes with MODEL"),
+        ("fit --topology 1x8 --cost-model COST --expert-ranks 8", "--expert-ranks goes with"),
+        ("fit qwen3-8b --topology 1x8 --expert-ranks 8", "a model without experts"),
         ("fit qwen3-8b", "--topology"),
         ("fit qwen3-8b --topology 1x8 --device X", "invalid choice: 'X'"),
         ("fit qwen3-8b --topology 1x8 --dtype int8", "invalid choice: 'int8'"),

@@ -212,7 +212,7 @@ def test_presets_have_the_published_sizes(
     assert cost.max_tokens_per_rank(64) > 30_000
     for kind, (layers, sizes) in zip(cost.recurrent, SHAPES[model].recurrent, strict=True):
         assert kind.token_s < cost.linear_s
-        assert cost.layers_text(before="; ").startswith("; layers ")
+        assert cost.layers_text(64, before="; ").startswith("; layers ")
         numbers = sizes.state_numbers + sizes.transition_numbers
         assert kind.summary_bytes == layers * 4 * numbers
 

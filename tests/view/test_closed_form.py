@@ -11,6 +11,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
+from hf_flexseq.cost.experts import ExpertLayers
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.view import timeline_of
@@ -21,6 +22,7 @@ from tests.costs import SMALL, simple_cost
 from tests.plans import group, plan_of_groups, random_plan
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
+OVER_RANKS = PRESETS["qwen3-30b-a3b-ep8-h100"]
 PAIR = Topology(nodes=1, ranks_per_node=2)
 NODE = Topology(nodes=1, ranks_per_node=4)
 
@@ -64,6 +66,42 @@ def test_the_timeline_of_any_plan_ends_with_its_closed_form(lengths, nodes, seed
     check_timeline(timeline)
     assert len(timeline.events) <= most_events(plan, topology.world_size)
     assert max(event.stop for event in timeline.events) == timeline.stop
+
+
+@settings(deadline=None, max_examples=examples(30))
+@given(
+    lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=12),
+    seed=st.integers(0, 10**6),
+    ranks=st.sampled_from([2, 4, 8]),
+)
+def test_with_experts_over_ranks_it_does_so_too(lengths, seed, ranks):
+    topology = Topology(nodes=2, ranks_per_node=4)
+    plan = random_plan(lengths, topology.world_size, random.Random(seed), nodes=2)
+    cost = replace(OVER_RANKS, experts=replace(OVER_RANKS.experts, ranks=ranks))
+    timeline = timeline_of(plan, topology, cost)
+    assert timeline.stop == step_ns(
+        cost, plan.micro_batches, plan.lengths, topology, sync="lockstep"
+    )
+    check_timeline(timeline)
+    assert len(timeline.events) <= most_events(plan, topology.world_size)
+
+
+def test_an_expert_group_meets_after_its_ranks_groups():
+    """Ranks 0 and 1 compute 4 and 64 s. Their 10 tokens take 5 s on two ranks, and the fullest
+    rank sends 8 of them, half of which leave it, in 4 s."""
+    experts = ExpertLayers(ranks=2, token_s=1.0, exchanged_bytes=1.0, rate=1.0, imbalance=1.0)
+    cost = replace(TINY, experts=experts, linear_s=1e-12)
+    plan = plan_of_groups((2, 8), [group(0, 1, 0), group(1, 2, 1)])
+    timeline = timeline_of(plan, NODE, cost)
+    second = 10**9
+    events = {(e.rank, e.kind): (e.start, e.stop) for e in timeline.events if e.rank < 2}
+    assert events[0, "wait"] == (4 * second, 64 * second)
+    assert events[0, "experts"] == events[1, "experts"] == (64 * second, 73 * second)
+    assert timeline.share("experts") == pytest.approx(2 * 9 / (4 * 73))
+    with pytest.raises(ValueError, match="sync='free' with experts over 2 ranks"):
+        timeline_of(plan, NODE, cost, sync="free")
+    with pytest.raises(ValueError, match="experts over 2 ranks on 3 ranks"):
+        timeline_of(plan, Topology(nodes=1, ranks_per_node=3), cost)
 
 
 def test_the_parts_of_a_group_by_hand():
