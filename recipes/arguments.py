@@ -15,6 +15,7 @@ from typing import Literal, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
+from transformers.distributed import DistributedConfig
 
 from hf_flexseq.config import refuse_removed
 from mistakes import end_with, errors_in_a_line
@@ -94,6 +95,13 @@ class ModelArguments(AnyModelArguments):
             "such as rope_parameters for a longer context."
         },
     )
+    distributed_config: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "How transformers spreads the model over the ranks, as a mapping with the "
+            "fields of its DistributedConfig, such as fsdp_size and ep_size."
+        },
+    )
     tokenizer_name_or_path: str | None = field(
         default=None,
         metadata={"help": "Hub id or local path of a tokenizer. Default: the model's."},
@@ -110,22 +118,37 @@ class ModelArguments(AnyModelArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_folder("tokenizer_name_or_path")
-        if self.config_overrides is not None:
-            self._check_overrides()
-
-    def _check_overrides(self) -> None:
-        """Raise ValueError for overrides that are no mapping, or of a new model."""
-        if isinstance(self.config_overrides, str):
-            try:
-                self.config_overrides = json.loads(self.config_overrides)
-            except ValueError as error:
-                raise ValueError(f"config_overrides is not JSON: {error}") from error
-        if not isinstance(self.config_overrides, dict):
-            raise ValueError("config_overrides must be a mapping of a config's values")
-        if self.model_name_or_path is None:
+        self.config_overrides = _mapping("config_overrides", self.config_overrides)
+        if self.config_overrides is not None and self.model_name_or_path is None:
             raise ValueError(
                 "config_overrides needs model_name_or_path: a new model has them in model_config"
             )
+        self.distributed_config = _mapping("distributed_config", self.distributed_config)
+        if self.distributed_config is not None:
+            _check_distributed(self.distributed_config)
+
+
+def _check_distributed(given: dict) -> None:
+    """Raise ValueError for what is no DistributedConfig."""
+    names = sorted(one.name for one in fields(DistributedConfig))
+    unknown = sorted(given.keys() - set(names))
+    if unknown:
+        raise ValueError(
+            f"distributed_config has no field {unknown[0]!r}, its fields are {', '.join(names)}"
+        )
+    DistributedConfig(**given)  # raises for sizes that do not go together
+
+
+def _mapping(option: str, value: dict | str | None) -> dict | None:
+    """Return an option that is a mapping, perhaps as JSON. Raises ValueError for others."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"{option} is not JSON: {error}") from error
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f'{option} must be a mapping, such as {{"name": 1}}, got {value!r}')
+    return value
 
 
 @dataclass

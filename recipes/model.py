@@ -1,8 +1,12 @@
-"""The model: a trained one by hub id or path, or a new one from a config, perhaps with LoRA."""
+"""The model: a trained one by hub id or path, or a new one from a config, perhaps spread over the
+ranks by transformers, and perhaps with LoRA."""
 
+import os
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import save_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -10,6 +14,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 
 from arguments import ModelArguments
 
@@ -37,14 +42,41 @@ def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreT
 def load_base(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Return the named model or a new one, without adapters."""
     if args.model_name_or_path:
-        return AutoModelForCausalLM.from_pretrained(
-            args.model_name_or_path,
-            revision=args.model_revision or "main",
-            dtype=args.dtype,
-            trust_remote_code=args.trust_remote_code,
-            **(args.config_overrides or {}),
+        return _loaded(args, args.model_name_or_path, revision=args.model_revision or "main")
+    model = _new_model(args, tokenizer)
+    if args.distributed_config is None:
+        return model
+    # transformers spreads a model over the ranks when it loads one, and the first rank alone saves
+    # one. So each process writes its own copy: the same weights, since all have the same seed.
+    with TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        save_model(model, f"{folder}/model.safetensors", metadata={"format": "pt"})
+        return _loaded(args, folder)
+
+
+def _loaded(args: ModelArguments, name: str, **options: Any) -> PreTrainedModel:
+    """Return a trained model, with this rank's part of it where it is spread over the ranks."""
+    if args.distributed_config is not None:
+        distributed = DistributedConfig(**args.distributed_config)
+        _check_ranks(distributed.dp_size)
+        options["distributed_config"] = distributed
+    return AutoModelForCausalLM.from_pretrained(
+        name,
+        dtype=args.dtype,
+        trust_remote_code=args.trust_remote_code,
+        **options,
+        **(args.config_overrides or {}),
+    )
+
+
+def _check_ranks(spread: int) -> None:
+    """Raise ValueError unless the model is spread over all ranks."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if spread != launched:
+        raise ValueError(
+            f"distributed_config spreads the model over {spread} ranks (fsdp_size x "
+            f"dp_replicate_size), but {launched} were launched: make the two equal"
         )
-    return _new_model(args, tokenizer)
 
 
 def lora_config(args: ModelArguments) -> Any:

@@ -28,7 +28,7 @@ from tests.ranks import join, run_cases
 from vision_model import VisionModelArguments
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-TASKS = sorted([*RECIPES.glob("quickstart/*.yaml"), *RECIPES.glob("llama-3.1-8b/*.yaml")])
+TASKS = sorted(set(RECIPES.glob("*/*.yaml")) - set(RECIPES.glob("accelerate_configs/*.yaml")))
 # The types that a recipe's options come from; a task file is for the recipe that its name has.
 TYPES = {
     "dpo": (FlexSeqDPOConfig, PreferenceArguments),
@@ -151,6 +151,9 @@ def test_every_accelerate_config_is_one(path):
         ("sft", "--held_out_fraction 1", "", "give a share"),
         ("sft", "--lora_r -1", "", "give a rank"),
         ("sft", "--lora_r 8", "", "lora_r needs model_name_or_path"),
+        ("sft", "", "distributed_config: {ep: 2}", "distributed_config has no field 'ep'"),
+        ("sft", "", "distributed_config: {fsdp_size: 4, ep_size: 3}", "`ep_size` must divide"),
+        ("sft", "--distributed_config [1]", "", "distributed_config must be a mapping"),
         ("sft", "--planner static", "", "needs sp_degree"),
         ("sft", "--no_such_option 1", "", "no_such_option"),
         ("sft", "--config no/such/file.yaml", "", "no/such/file.yaml"),

@@ -91,6 +91,15 @@ def test_supervised_in_two_stages(tmp_path, corpus, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_supervised_with_experts_on_both_ranks(tmp_path, corpus):
+    words = words_of_run("experts", tmp_path, **corpus, max_tokens_per_rank=200)
+    printed, _ = run("sft", tmp_path, words)
+    assert LOADED in printed
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] | info["unexpected_keys"]
+    assert model.model.layers[0].mlp.experts.gate_up_proj.shape[0] == 8
+
+
 def test_preferences(tmp_path):
     pairs = tmp_path / "pairs.jsonl"
     with pairs.open("w") as file:
