@@ -7,6 +7,7 @@
 | positions and lengths of whole sequences | `model/positions.py` |
 | recurrent layers over a sequence's ranks | `model/recurrent.py` |
 | router loss of the whole step | `model/router.py` |
+| gradients of experts on several ranks, where torch divides them twice | `model/experts.py` |
 | features of images | `model/vision.py` |
 | layers that obey a micro-batch's choice for memory | `model/layer_memory.py` |
 | MLPs in tiles, from the first plan that has them on | `tiles.py` |
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.buckets import early_buckets
+from hf_flexseq.hf.model.experts import right_gradients
 from hf_flexseq.hf.model.image_masks import layers_told_causal
 from hf_flexseq.hf.model.images import TextReader, reader_of_text
 from hf_flexseq.hf.model.layer_memory import LayerMemory
@@ -76,6 +78,7 @@ class AttachedModel:
         accelerator.ddp_handler = early_buckets(accelerator.ddp_handler, model)
         self._attached.enter_context(on_micro_batches(base))
         self._attached.enter_context(layers.attached())
+        self._attached.enter_context(right_gradients(base))
         self.vision: VisionModel | None = None
         """How the model takes images, if it does."""
         self.text_reader: TextReader | None = None

@@ -100,12 +100,12 @@ HYBRIDS = {
 }
 
 
-def make_hybrid(family):
+def make_hybrid(family, **others):
     """A model in float64 whose states matter: what a token leaves in them lasts for tens of
-    tokens."""
+    tokens. others: of its configuration."""
     kind = getattr(transformers, family.split()[0] + "ForCausalLM")
     torch.manual_seed(0)
-    config = kind.config_class(**{**SIZES, **HYBRIDS[family]})
+    config = kind.config_class(**{**SIZES, **HYBRIDS[family], **others})
     model = kind._from_config(config, experts_implementation="eager").double().train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

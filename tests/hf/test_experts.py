@@ -1,44 +1,185 @@
 """Experts that transformers spreads over ranks, under plans of groups of any degree: loss and
 gradients are those of one process. The wide matrix is `scripts/benchmarks/experts.py`."""
 
+import re
+from contextlib import nullcontext
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
-from hf_flexseq.hf.model.experts import ExpertRanks, expert_ranks
-from tests.hf.test_reach import make_model
-from tests.ranks import run_cases
+from hf_flexseq.hf.model import experts
+from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.experts import ExpertRanks, expert_ranks, right_gradients
+from hf_flexseq.hf.sharding import parameter_groups
+from tests.hf.experts import LAYOUTS, errors_of_steps, make, save, spread
+from tests.ranks import run_cases, run_ranks
 
-# (ep_size, efsdp_size, replicas) by what `DistributedConfig` is given, on four ranks.
-LAYOUTS = {
-    (4, 1, 1): {"fsdp_size": 4, "ep_size": 4},
-    (2, 2, 1): {"fsdp_size": 4, "ep_size": 2},
-    (2, 1, 2): {"fsdp_size": 2, "ep_size": 2, "dp_replicate_size": 2},
+pytestmark = pytest.mark.processes
+
+TWO = {"fsdp_size": 2, "ep_size": 2}
+
+
+def ranks_of(rank, world_size, path, config):
+    return expert_ranks(spread(path, Qwen3MoeForCausalLM, config))
+
+
+def test_a_model_tells_how_its_experts_lie_over_the_ranks(tmp_path):
+    path = save("Qwen3Moe", tmp_path)
+    configs = [config for ranks, config in LAYOUTS.values() if ranks == 4]
+    cases = [(path, config) for config in (*configs, {"fsdp_size": 4})]
+    *by_config, without = run_cases(ranks_of, 4, cases)
+    found = [found for found, *_ in by_config]
+    assert found == [
+        ExpertRanks(ep_size=4, efsdp_size=1, replicas=1, experts=8, top_k=2),
+        ExpertRanks(ep_size=2, efsdp_size=2, replicas=1, experts=8, top_k=2),
+        ExpertRanks(ep_size=2, efsdp_size=1, replicas=2, experts=8, top_k=2),
+    ]
+    assert without == [None] * 4
+    assert expert_ranks(make("Qwen3Moe")) is None
+
+
+# ---- exactness
+
+
+def errors(rank, world_size, folder, layout, family, options):
+    return errors_of_steps(rank, world_size, folder, family, LAYOUTS[layout][1], **options)
+
+
+# By number of ranks: layout, family, options of `errors_of_steps`.
+RUNS = {
+    2: [
+        ("2 ranks", "GptOss", {"router_loss": True, "choices": True}),
+    ],
+    4: [
+        ("4 ranks in 2 groups", "Qwen3Moe", {"checkpointing": True, "router_loss": True}),
+        ("2 replicas", "DeepseekV3", {}),
+    ],
 }
 
 
-def spread(folder, **config):
-    """A model that was saved in `folder`, sharded at load."""
-    return AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float64,
-        experts_implementation="eager",
-        distributed_config=DistributedConfig(**config),
-    ).train()
+@pytest.mark.parametrize("world_size", RUNS)
+def test_float64_gradients_equal_one_process(tmp_path, world_size):
+    cases = [(tmp_path, *case) for case in RUNS[world_size]]
+    for case, by_rank in zip(cases, run_cases(errors, world_size, cases), strict=True):
+        for found in by_rank:
+            assert max(found.values()) < 1e-10, case
 
 
-def ranks_of(rank, world_size, folder, config):
-    return expert_ranks(spread(folder, **config))
+# ---- torch's division of gradients
 
 
-@pytest.mark.processes
-def test_a_model_tells_how_its_experts_lie_over_the_ranks(tmp_path):
-    make_model("Qwen3Moe").save_pretrained(tmp_path)
-    cases = [(tmp_path, config) for config in (*LAYOUTS.values(), {"fsdp_size": 4})]
-    *by_layout, without = run_cases(ranks_of, 4, cases)
-    for (ep_size, efsdp_size, replicas), by_rank in zip(LAYOUTS, by_layout, strict=True):
-        sizes = {"ep_size": ep_size, "efsdp_size": efsdp_size, "replicas": replicas}
-        assert by_rank == [ExpertRanks(experts=4, top_k=2, **sizes)] * 4
-    assert without == [None] * 4
-    assert expert_ranks(make_model("Qwen3Moe")) is None
+def divided_once(*args, **kwargs):
+    """As a torch would that lets its branch for one rank divide alone."""
+    found = _own_factors(*args, **kwargs)
+    return (None, None, *found[2:])
+
+
+_own_factors = _fsdp_collectives._get_gradient_divide_factors
+
+
+def divide_factors(model):
+    """The factors of the units with experts, and of all others."""
+    factors = {True: set(), False: set()}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            for group in parameter_groups(fully_shard.state(module)):
+                factors[name.endswith(".experts")].add(group.gradient_divide_factor)
+    return factors[True], factors[False]
+
+
+def factors_inside(rank, world_size, path, dtype, is_mended):
+    """Factors inside `right_gradients` and after it."""
+    model = spread(path, Qwen3MoeForCausalLM, TWO, dtype)
+    experts._divides_twice.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        if is_mended:
+            patch.setattr(_fsdp_collectives, "_get_gradient_divide_factors", divided_once)
+        with right_gradients(model):
+            inside = divide_factors(model)
+    return inside, divide_factors(model)
+
+
+def test_gradients_are_corrected_where_torch_divides_them_twice(tmp_path):
+    """A torch that no longer does so is found out here, too: it needs no correction."""
+    path = save("Qwen3Moe", tmp_path)
+    once, root = ({2.0}, {None}), ({2.0**0.5}, {None})
+    wanted = {
+        (torch.float64, False): root,
+        (torch.float16, False): root,
+        (torch.float32, False): once,
+        (torch.bfloat16, False): once,
+        (torch.float64, True): once,
+    }
+    by_case = run_cases(factors_inside, 2, [(path, *case) for case in wanted])
+    for (case, inside), by_rank in zip(wanted.items(), by_case, strict=True):
+        assert by_rank == [(inside, once)] * 2, case
+
+
+def float16_gradients(rank, world_size, path):
+    """Gradients of one expert matrix in float16, of stock code and inside `right_gradients`, over
+    those in float32."""
+    ids = torch.arange(2, 40).unsqueeze(0) + rank
+    norms = []
+    for dtype, corrected in (
+        (torch.float32, False),
+        (torch.float16, False),
+        (torch.float16, True),
+    ):
+        model = spread(path, Qwen3MoeForCausalLM, TWO, dtype)
+        with right_gradients(model) if corrected else nullcontext():
+            model(input_ids=ids, labels=ids).loss.backward()
+        gradient = model.model.layers[0].mlp.experts.down_proj.grad.full_tensor()
+        norms.append(float(gradient.double().norm()))
+    return norms[1] / norms[0], norms[2] / norms[0]
+
+
+def test_float16_gradients_are_not_half_as_long(tmp_path):
+    path = save("Qwen3Moe", tmp_path)
+    for stock, corrected in run_ranks(float16_gradients, 2, path):
+        assert stock == pytest.approx(0.5, rel=0.02)
+        assert corrected == pytest.approx(1.0, rel=0.02)
+
+
+# ---- what is refused
+
+
+def refusal(rank, world_size, path, config):
+    """The line by which a model is refused when it is loaded or checked."""
+    try:
+        check_model(spread(path, AutoModelForCausalLM, config))
+    except (NotImplementedError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def test_what_is_not_exact_is_refused_in_one_line(tmp_path):
+    paths = {name: save(name, tmp_path) for name in ("Qwen3Moe", "JetMoe")}
+    make("KimiLinear").save_pretrained(tmp_path / "published")  # in the form of the hub
+    another_plan = {"ep_plan": {"model.layers.*.mlp.experts": "grouped_gemm"}}
+    cases = {
+        "pp_size=2: .*pipeline_parallel_size": (paths["Qwen3Moe"], {"pp_size": 2}),
+        "tp_size=2: ": (paths["Qwen3Moe"], {"tp_size": 2, "ep_size": 2}),
+        r"ep_size=2: its ep_plan \(.*experts: grouped_gemm.*\) has no ep_dispatch_experts": (
+            paths["Qwen3Moe"],
+            TWO | another_plan,
+        ),
+        # by transformers, at load
+        "AllReduceEP needs .* the same batch": (
+            paths["Qwen3Moe"],
+            TWO | {"ep_implementation": "all_reduce"},
+        ),
+        "JetMoeForCausalLM` has no `ep_plan`": (paths["JetMoe"], TWO),
+        # whether or not it has experts
+        "KimiLinearForCausalLM: transformers has mixed up the rows of .*conv1d.weight": (
+            tmp_path / "published",
+            {"fsdp_size": 2},
+        ),
+    }
+    for said, by_rank in zip(cases, run_cases(refusal, 2, list(cases.values())), strict=True):
+        for line in by_rank:
+            assert re.search(said, line), line
+            assert "\n" not in line
+    assert refusal(0, 1, save("KimiLinear", tmp_path), {}) is None

@@ -120,6 +120,7 @@ FAMILIES = {
     "ExaoneMoe": {"head_dim": 8, **ROUTED, **MIXED},
     "Flint": {"head_dim": 8, **MIXED},
     "Gemma4Unified": {"head_dim": 8, "global_head_dim": 16, **MIXED},
+    "Glm4Moe": {"head_dim": 8, **ROUTED_N, **GROUPS, "first_k_dense_replace": 1},
     "Glm4MoeLite": {**LATENT, **ROUTED_N},
     "GraniteMoeSWA": {**EXPERTS, **MIXED},
     "GraniteSWA": MIXED,

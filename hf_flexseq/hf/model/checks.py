@@ -7,7 +7,8 @@ not.
 3. options       nothing in the configuration that attention or loss would have to compute
 4. positions     counted from 0 in every sequence (`positions.py`)
 5. modules       nothing on the model itself: compilation, reentrant checkpointing, mixers of
-                 others
+                 others, and nothing in the way that transformers has sharded it (`experts.py`,
+                 `sharded_load.py`)
 6. a trial       one forward of an empty copy (`trial.py`) shows what the layers really ask for;
                  it must be what the configuration says, and no module may count positions
 
@@ -24,7 +25,14 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_flexseq.base.layers import RecurrentShape
 from hf_flexseq.base.values import listed
-from hf_flexseq.hf.model.facts import is_classifier, is_reentrant_layer, is_tensor_parallel
+from hf_flexseq.hf.model.experts import unsuitable_experts
+from hf_flexseq.hf.model.facts import (
+    is_classifier,
+    is_reentrant_layer,
+    is_tensor_parallel,
+    stages,
+    unsharded_class,
+)
 from hf_flexseq.hf.model.head_trial import try_head
 from hf_flexseq.hf.model.layer_kinds import (
     Layer,
@@ -41,6 +49,7 @@ from hf_flexseq.hf.model.router import (
     asks_for_router_loss,
     router_facts,
 )
+from hf_flexseq.hf.model.sharded_load import misplaced_parts
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, Call, MixerRun, Trial, try_model
 from hf_flexseq.steps.users_code import nonlinear_gradient_hooks, users_accumulation_hooks
 
@@ -62,7 +71,7 @@ _REFUSED_OPTIONS = {
 def check_model(model: PreTrainedModel) -> None:
     """Raise NotImplementedError for an inexact model, ValueError for a wrong configuration."""
     config = model.config.get_text_config()
-    name = type(model).__name__
+    name = unsharded_class(model).__name__
     reason = _unsuitable_kind(model)
     layers: Sequence[Layer] = ()
     if reason is None:
@@ -78,6 +87,8 @@ def check_model(model: PreTrainedModel) -> None:
         or _unsuitable_router_loss(model)
         or unsuitable_positions(model, config)
         or _unsuitable_modules(model)
+        or unsuitable_experts(model)
+        or misplaced_parts(model)
         or _unsuitable_layers(model, layers)
         or _unsuitable_hooks(model)
     )
@@ -92,6 +103,11 @@ def _unsuitable_kind(model: PreTrainedModel) -> str | None:
         return (
             f"tp_size={model.tp_size}: its layers are cut over ranks that hf_flexseq gives "
             "different sequences"
+        )
+    if stages(model) > 1:
+        return (
+            f"pp_size={stages(model)}: transformers has cut it into stages; leave out pp_size, "
+            "and set pipeline_parallel_size of hf_flexseq"
         )
     if is_classifier(model):
         return None

@@ -419,6 +419,11 @@ def is_tensor_parallel(model: nn.Module) -> bool:
     return (getattr(model, "tp_size", None) or 1) > 1
 
 
+def stages(model: nn.Module) -> int:
+    """Return into how many stages of a pipeline transformers has cut the model."""
+    return getattr(distributed_config(model), "pp_size", None) or 1
+
+
 def unsharded_class(module: nn.Module) -> type[Any]:
     """Return the class that `module` had before `fully_shard`, which makes FSDPLinear of
     Linear."""
