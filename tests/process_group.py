@@ -61,7 +61,7 @@ class ThreadRecord(threading.local):
 @contextmanager
 def _records_of_threads():
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
     of_process = dist.distributed_c10d._world
     excepthook = sys.excepthook  # which torch changes with every group
     dist.distributed_c10d._world = ThreadRecord()
@@ -74,11 +74,13 @@ def _records_of_threads():
         sys.excepthook = excepthook
 
 
-def _make_group(store, rank, world_size, timeout):
+def _make_group(options, backend_options):
     transport = join().transport
     assert isinstance(transport, ThreadTransport)
-    assert (rank, world_size) == (transport.rank, transport.world_size), "of all ranks only"
-    return ThreadProcessGroup(transport)
+    # torch gives no ranks for the default group, of all ranks
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(transport.world_size))
+    assert ranks.index(transport.rank) == options.group_rank
+    return ThreadProcessGroup(transport, ranks)
 
 
 # ---- collectives
@@ -114,16 +116,17 @@ class ThreadWork(dist.Work):
 
 
 class ThreadProcessGroup(dist.ProcessGroup):
-    """Collectives of all ranks, by the names that torch 2.13 calls them.
+    """Collectives of some ranks, by the names that torch 2.13 calls them.
 
-    `combine` functions get the inputs of all ranks, by rank. Tensors called `input` and `output`
-    are [ranks * n, ...] where they are of all ranks.
+    `combine` functions get the inputs of all ranks of the group, by index in it. Tensors called
+    `input` and `output` are [ranks * n, ...] where they are of all of them.
     """
 
-    def __init__(self, transport):
-        super().__init__(transport.rank, transport.world_size)
+    def __init__(self, transport, ranks):
+        self._index = ranks.index(transport.rank)
+        super().__init__(self._index, len(ranks))
         self._transport = transport
-        self._ranks = tuple(range(transport.world_size))
+        self._ranks = ranks
 
     def getBackendName(self):
         return BACKEND
@@ -187,7 +190,7 @@ class ThreadProcessGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs, inputs, opts):
         """inputs: for each output one tensor of its shape per rank."""
         flat = [x for of_output in inputs for x in of_output]
-        own = range(self._transport.rank, len(flat), len(self._ranks))
+        own = range(self._index, len(flat), len(self._ranks))
         operation = opts.reduceOp.op
 
         def combine(parts):
@@ -209,7 +212,7 @@ class ThreadProcessGroup(dist.ProcessGroup):
         received = output.split(output_rows) if output_rows else output.chunk(evenly)
 
         def combine(parts):
-            return [of_rank[self._transport.rank] for of_rank in parts]
+            return [of_rank[self._index] for of_rank in parts]
 
         # ranks may send different numbers of rows
         return self._post(f"all_to_all of {input.dtype}", sent, received, combine)

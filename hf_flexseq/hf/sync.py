@@ -1,4 +1,9 @@
-"""Decide if all ranks run every micro-batch together (lockstep) or meet in their groups alone."""
+"""Decide if all ranks run every micro-batch together (lockstep) or meet in their groups alone.
+
+Experts over ranks need lockstep: each of their layers exchanges tokens between all ranks of an
+expert group (docs/architecture.md says why). transformers shards every such model by FSDP2, since
+`ep_size` divides `fsdp_size` x `tp_size`, and models with tp_size > 1 are refused.
+"""
 
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType
@@ -25,7 +30,8 @@ def resolve_sync(
     if is_sharded or each or lockstep:
         reason = (
             "needs ranks that run different numbers of micro-batches, but here they meet in every "
-            "one (FSDP, ZeRO-2/3, sync_each_batch, or a compute_loss of your own)"
+            "one (FSDP, experts over ranks, ZeRO-2/3, sync_each_batch, or a compute_loss of your "
+            "own)"
         )
     elif is_ordered and _reduces_by_itself(accelerator):
         reason = (

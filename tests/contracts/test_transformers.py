@@ -15,6 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.distributed import DistributedConfig
+from transformers.distributed.expert_parallel import AllToAllEP
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -116,6 +117,13 @@ AVERAGE = "self._tr_loss / (1 + self.state.global_step - self._globalstep_last_l
         ),
         (TrainingArguments, ["fsdp_plugin_args"]),  # hf/pipeline/fsdp.py
         (PreTrainedModel.maybe_distribute_model, ["config.distributed_config = "]),
+        # docs/architecture.md, docs/nccl.md: exchanges of experts, with one wait of the host
+        (
+            AllToAllEP._dispatch_tokens,
+            ["all_to_all_single(recv_counts", ".tolist()", "all_to_all_single_autograd("],
+        ),
+        (AllToAllEP.__call__, ["_dispatch_tokens(", "experts_forward(", "_combine_tokens("]),
+        (AllToAllEP._combine_tokens, ["all_to_all_single_autograd("]),
         (PreTrainedModel.from_pretrained, ["key_mapping"]),
         (ForCausalLMLoss, ["float"]),  # logits are cast to float32
         # past its decorators

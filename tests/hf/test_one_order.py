@@ -1,6 +1,8 @@
-"""There is one order of launches, and gradient reduction is in it: any plan ends under DDP and
-FSDP2, even where a rank carries out one post after the other, of all lanes and collectives
-together. Gradients equal one process. A reduction in another place is caught.
+"""There is one order of launches, and gradient reduction and experts are in it: any plan ends
+under DDP and FSDP2, and with experts over ranks, even where a rank carries out one post after the
+other, of all lanes and collectives together. Gradients equal one process. A reduction in another
+place is caught. What forked ranks launch over gloo is recorded, and stands in the order that
+docs/architecture.md states.
 
 ORDER_PLANS=1000 runs so many plans of each kind.
 """
@@ -8,24 +10,34 @@ ORDER_PLANS=1000 runs so many plans of each kind.
 import functools
 import os
 import random
+import re
 from collections import Counter
 
 import pytest
+import torch.distributed as dist
+from accelerate import Accelerator
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.distributed import DistributedConfig
+from transformers.distributed.utils import initialize_distributed_mesh
 
+from hf_flexseq import FlexSeqArguments
+from hf_flexseq.attention import remat
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.sharding import PLAIN, FsdpPolicy
 from hf_flexseq.hf.reduction import average_gradients, instead_of_ddp
 from hf_flexseq.hf.sharding import FsdpPolicies
+from hf_flexseq.hf.sync import resolve_sync
 from tests.hf.by_hand import attach, planned_inputs, target_count
 from tests.hf.test_exactness import sharded, whole
-from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
+from tests.hf.test_reach import keep_float64, make_model
+from tests.hf.tiny import documents, reference_gradients, refused, relative_errors, tiny_llama
 from tests.matching import Launches
 from tests.plans import ends_apart, group, plan_of_groups, random_plan
 from tests.process_group import needs_new_names, run_threads_with_groups
 from tests.published.zeppelin.always import Always
-from tests.ranks import join
+from tests.ranks import join, run_cases
 
 pytestmark = needs_new_names
 
@@ -61,10 +73,12 @@ def test_the_plans_are_of_all_kinds():
 class ByHand:
     """A rank's model, which runs on planned steps, and its communicator."""
 
-    def __init__(self, world_size, nodes=1, *, checkpointing=False, use_blocks=False):
+    def __init__(
+        self, world_size, nodes=1, *, make=tiny_llama, checkpointing=False, use_blocks=False
+    ):
         topology = Topology(nodes=nodes, ranks_per_node=world_size // nodes)
         self.communicator = join(topology, use_blocks=use_blocks)
-        self.model = tiny_llama().train()
+        self.model = make().train()
         attach(self.model)
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -93,12 +107,12 @@ class ByHand:
 
 
 @functools.cache
-def of_one_process():
-    return reference_gradients(tiny_llama(), EXAMPLES)[1]
+def of_one_process(make):
+    return reference_gradients(make(), EXAMPLES)[1]
 
 
-def check_gradients(by_rank):
-    wanted = of_one_process()
+def check_gradients(by_rank, make=tiny_llama):
+    wanted = of_one_process(make)
     for steps in by_rank:
         for found in steps:
             assert max(relative_errors(found, wanted).values()) < 1e-10
@@ -193,6 +207,173 @@ def under_fsdp2(rank, world_size, plans, nodes, checkpointing, policy):
 def test_plans_end_under_fsdp2_in_lockstep(launches, world_size, nodes, checkpointing, policy):
     seed = SEEDS[checkpointing]
     check_plans(under_fsdp2, launches, seed, world_size, nodes, checkpointing, policy)
+
+
+# ---- experts over ranks
+
+
+@pytest.fixture
+def experts_in_float64(monkeypatch):
+    keep_float64(monkeypatch)
+
+
+def with_experts():
+    return make_model("Qwen3Moe")
+
+
+def spread(config):
+    """Return a model with experts as transformers spreads it over ranks when it is loaded."""
+    model = with_experts()
+    _, mesh = initialize_distributed_mesh(config)
+    return type(model).maybe_distribute_model(model, config, mesh)
+
+
+def under_experts(rank, world_size, plans, nodes, config, checkpointing):
+    make = functools.partial(spread, DistributedConfig(**config))
+    own = ByHand(world_size, nodes, make=make, checkpointing=checkpointing)
+    gradients = []
+    for plan in plans:
+        for inputs in own.micro_batches(plan, lockstep=True, has_passes=False):
+            own.backward(inputs)
+        gradients.append(own.gradients())
+    return gradients
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launches", "checkpointing"), [(ONE_QUEUE, True), (BY_LANE, False)])
+def test_plans_end_with_experts_over_ranks(experts_in_float64, launches, checkpointing):
+    seed = SEEDS[checkpointing]
+    plans = drawn_plans(4, 2, seed)
+    args = (plans, 2, {"fsdp_size": 4, "ep_size": 2}, checkpointing)
+    options = {"launches": launches, "seed": seed, "seconds": 60 + PLANS}
+    by_rank = run_threads_with_groups(under_experts, 4, *args, **options)
+    check_gradients(by_rank, with_experts)
+
+
+def groups_of(rank, world_size, config):
+    """The ranks of every group of several ranks that this one is in, in the order of making."""
+    initialize_distributed_mesh(DistributedConfig(**config))
+    record = dist.distributed_c10d._world
+    groups = [tuple(sorted(record.pg_group_ranks[group])) for group in record.pg_map]
+    return [ranks for ranks in groups if len(ranks) > 1]
+
+
+def test_experts_add_two_groups():
+    everyone = tuple(range(16))
+    of_node = tuple(range(8))
+    for config, wanted in [
+        ({"fsdp_size": 16}, [everyone]),
+        ({"fsdp_size": 16, "ep_size": 8}, [everyone, (3, 11), of_node]),
+        ({"fsdp_size": 16, "ep_size": 16}, [everyone]),
+        (
+            {"fsdp_size": 8, "dp_replicate_size": 2, "ep_size": 4},
+            [everyone, (3, 11), of_node, (3, 11), (3, 7), (0, 1, 2, 3)],
+        ),
+    ]:
+        assert run_threads_with_groups(groups_of, 16, config)[3] == wanted
+
+
+# ---- what is launched
+
+
+LAUNCHES = {
+    "c10d.send": "A",  # attention, a message
+    "c10d.recv_": "A",
+    "c10d.alltoall_base_": "C",  # experts, counts
+    "_c10d_functional.all_to_all_single": "T",  # experts, tokens or results
+    "c10d._allgather_base_": "G",  # FSDP2
+    "c10d._reduce_scatter_base_": "R",
+    "c10d.allreduce_": "S",  # between replicas
+}
+
+
+class Recorded(TorchDispatchMode):
+    """Notes what this rank launches, a letter of `LAUNCHES` for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.letters = ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func).removesuffix(".default")
+        is_transfer = name.startswith(("c10d.", "_c10d_functional."))
+        if is_transfer and not name.endswith(("wait_tensor", "_wrap_tensor_autograd")):
+            self.letters += LAUNCHES[name]
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_free_ranks(model):
+    """Check that ranks cannot run different numbers of micro-batches of this model."""
+    others = {"lockstep": False, "is_ordered": False}
+    with refused("sync='free' needs ranks .*experts over ranks", ValueError):
+        resolve_sync(FlexSeqArguments(sync="free"), model, Accelerator(cpu=True), **others)
+    assert resolve_sync(FlexSeqArguments(), model, Accelerator(cpu=True), **others)
+
+
+def launched(rank, world_size, plans, config, checkpointing):
+    """By plan and micro-batch, what this rank launches in forward and backward."""
+    make = functools.partial(spread, DistributedConfig(**config))
+    letters = []
+    with pytest.MonkeyPatch.context() as patch:
+        keep_float64(patch)
+        # attention is kept for the replay although a mode watches it
+        patch.setattr(remat, "_in_dispatch_mode", lambda: False)
+        own = ByHand(world_size, make=make, checkpointing=checkpointing)
+        refuse_free_ranks(own.model)
+        for plan in plans:
+            of_plan = []
+            for inputs in own.micro_batches(plan, lockstep=True, has_passes=False):
+                with Recorded() as recorded:
+                    own.backward(inputs)
+                of_plan.append(recorded.letters)
+            letters.append(of_plan)
+    return letters
+
+
+def stated_order(micro_batch, rank, layers, checkpointing):
+    """A pattern of what a rank launches, without FSDP2's part: docs/architecture.md."""
+    is_shared = any(group.degree > 1 for group in micro_batch.groups_of(rank))
+    attention = "A*" if is_shared else ""
+    forward = f"{attention}CTT"
+    replay = "CTT" if checkpointing else ""  # what attention gave is kept
+    backward = f"{replay}TT{attention}"
+    return forward * layers + backward * layers
+
+
+def check_order(plan, of_plan, layers, checkpointing):
+    """of_plan: what every rank launches in each micro-batch, by rank."""
+    for number, micro_batch in enumerate(plan.micro_batches):
+        without_attention = set()
+        for rank, of_rank in enumerate(of_plan):
+            letters = of_rank[number]
+            wanted = stated_order(micro_batch, rank, layers, checkpointing)
+            assert re.fullmatch(wanted, re.sub("[GRS]", "", letters)), (rank, letters)
+            without_attention.add(letters.replace("A", ""))
+        assert len(without_attention) == 1, "all ranks launch the same but for attention"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_ranks_launch_attention_then_experts_in_one_order():
+    sharded_once, replicated = {"fsdp_size": 4}, {"fsdp_size": 2, "dp_replicate_size": 2}
+    settings = [
+        (drawn_plans(4, 1, 1), {**sharded_once, "ep_size": 2}, True),
+        (drawn_plans(4, 1, 2), {**replicated, "ep_size": 2}, False),
+    ]
+    layers = with_experts().config.num_hidden_layers
+    by_case = run_cases(launched, 4, settings)
+    for (plans, _, checkpointing), by_rank in zip(settings, by_case, strict=True):
+        assert all("A" in str(of_rank) for of_rank in by_rank)
+        for plan, of_plan in zip(plans, zip(*by_rank, strict=True), strict=True):
+            check_order(plan, of_plan, layers, checkpointing)
+
+
+def test_some_of_these_ranks_have_no_work():
+    idle = 0
+    for plan in [*drawn_plans(4, 1, 1), *drawn_plans(4, 1, 2)]:
+        for micro_batch in plan.micro_batches:
+            idle += sum(not micro_batch.groups_of(rank) for rank in range(4))
+    assert idle > 2
 
 
 # ---- planted faults
