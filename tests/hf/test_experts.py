@@ -94,11 +94,13 @@ def factors_inside(rank, world_size, path, dtype, is_mended):
     """Factors inside `right_gradients` and after it."""
     model = spread(path, Qwen3MoeForCausalLM, TWO, dtype)
     experts._divides_twice.clear()
+    random_numbers = torch.get_rng_state()
     with pytest.MonkeyPatch.context() as patch:
         if is_mended:
             patch.setattr(_fsdp_collectives, "_get_gradient_divide_factors", divided_once)
         with right_gradients(model):
             inside = divide_factors(model)
+    assert torch.equal(torch.get_rng_state(), random_numbers)
     return inside, divide_factors(model)
 
 

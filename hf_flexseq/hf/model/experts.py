@@ -159,7 +159,8 @@ def _is_divided_twice(mesh: DeviceMesh, dtype: torch.dtype) -> bool:
 def _tried_divisor(mesh: DeviceMesh, dtype: torch.dtype) -> float:
     """Return by what FSDP2 divides a gradient of `dtype` on a mesh of one rank if it is told
     _TRIED_FACTOR."""
-    module = nn.Linear(1, 1, bias=False, dtype=dtype, device=mesh.device_type)
+    # without an initialization, which would draw from the random numbers of the run
+    module = nn.utils.skip_init(nn.Linear, 1, 1, bias=False, dtype=dtype, device=mesh.device_type)
     fully_shard(module, mesh=mesh)
     module.set_gradient_divide_factor(_TRIED_FACTOR)
     with torch.enable_grad():
