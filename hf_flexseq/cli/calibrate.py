@@ -23,6 +23,7 @@ def calibrate(options: Namespace) -> None:
         output=options.json,
         checkpointing=options.checkpointing,
         zero_stage=options.zero_stage,
+        expert_ranks=options.expert_ranks,
     )
     if int(os.environ.get("RANK", "0")) == 0:
         print(_summary(record))
@@ -42,6 +43,7 @@ def _summary(record: dict[str, Any]) -> str:
         f"{_attention(cost)}the rest {linear_us:.4g} us per token, {micro_batch_ms:.4g} ms per "
         "micro-batch",
         *_kinds(cost),
+        *_experts(cost),
         f"GB/s by degree: {speeds}",
         _host(record),
         *_host_memory(cost),
@@ -76,6 +78,18 @@ def _kinds(cost: dict[str, Any]) -> list[str]:
             f"ranks share a sequence, {kind['summary_bytes'] / 2**20:.4g} MiB a summary"
         )
     return lines
+
+
+def _experts(cost: dict[str, Any]) -> list[str]:
+    """Describe experts that lie on several ranks, in a line."""
+    experts = cost.get("experts")
+    if experts is None:
+        return []
+    return [
+        f"experts over {experts['ranks']} ranks: {1e6 * experts['token_s']:.4g} us per token, "
+        f"exchanged at {experts['rate'] / 1e9:.3g} GB/s; the busiest rank has "
+        f"{experts['imbalance']:.3g} times the mean, assumed: weights are not read"
+    ]
 
 
 def _host(record: dict[str, Any]) -> str:

@@ -134,7 +134,8 @@ def _estimated(options: Namespace) -> CostModel:
     if counted is None:
         return cost
     assert cost.activations is not None, "an estimate has them"
-    activations = counted.in_place_of(cost.activations, shape)
+    imbalance = 1.0 if cost.experts is None else cost.experts.imbalance
+    activations = counted.in_place_of(cost.activations, shape, imbalance)
     return replace(
         cost, activations=activations, token_bytes=activations.token_bytes(activations.as_set)
     )

@@ -214,6 +214,13 @@ def _calibrate_options(parser: ArgumentParser) -> None:
         help="how training is sharded; FSDP: 3",
     )
     parser.add_argument(
+        "--expert-ranks",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="neighbouring ranks that hold all experts together, `ep_size` of DistributedConfig",
+    )
+    parser.add_argument(
         "--no-checkpointing",
         dest="checkpointing",
         action="store_false",

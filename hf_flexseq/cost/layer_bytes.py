@@ -19,6 +19,10 @@ Its backward holds its input and the gradient of its output besides, and at its 
                                            instead of it; of experts 3 a b h, of their rows
     in a norm        16 h                  gradients in float32; nothing of the MLP any more
 
+Where experts lie on several ranks, the busiest rank computes more tokens than its own. It holds so
+many times the rows of experts, but for one of 2 h: what experts gave goes back to the rank of the
+token (`with_uneven_experts`).
+
 The loss needs 24 h for the last norm. Against what is counted of the layers themselves in bfloat16
 (`scripts/benchmarks/activation_bytes.py`) the bytes of a token are within 1 % for Llama-3.1-8B,
 Qwen3-8B and Qwen3-30B-A3B. They are a quarter too few for Gemma 3, which has twice the norms, and
@@ -26,6 +30,8 @@ for gpt-oss, whose experts clamp both halves, and up to a half for models with s
 
 A measured model (`hf/calibration`) counts the layer itself instead. Fused kernels keep less.
 """
+
+from dataclasses import replace
 
 from hf_flexseq.cost.activations import Activations, LayerBytes
 from hf_flexseq.cost.devices import DeviceSpec
@@ -110,6 +116,21 @@ def _layer(
         # The gradient of the MLP's input is whole, whatever the tiles.
         tiled_bytes=float(mlp + inside - moved * hidden) if is_tiled else 0.0,
         rest_bytes=min(peak, in_norm) if is_tiled else peak,
+    )
+
+
+def with_uneven_experts(layer: LayerBytes, shape: ModelShape, imbalance: float) -> LayerBytes:
+    """Return the bytes of a token in a layer with experts on several ranks, on the rank that
+    computes `imbalance` times the mean. layer: where every rank computes its own tokens."""
+    rows = shape.active_experts * shape.dtype_bytes * shape.hidden
+    kept = (EXPERT_ROWS - 1) * rows + MLP_ROWS * shape.dtype_bytes * shape.intermediate
+    more_kept = (imbalance - 1) * kept
+    more_inside = (imbalance - 1) * (kept + EXPERT_GRADIENT_ROWS * rows)
+    return replace(
+        layer,
+        kept_bytes=layer.kept_bytes + more_kept,
+        peak_bytes=layer.peak_bytes + more_inside,
+        rest_bytes=layer.rest_bytes + more_inside,
     )
 
 

@@ -21,7 +21,7 @@ from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.profiler.design import Effort, make_design
-from hf_flexseq.profiler.fit import Terms, fit, price, relative_errors
+from hf_flexseq.profiler.fit import ExpertTerms, Terms, fit, price, relative_errors
 from hf_flexseq.profiler.measure import ProbeFactory, device_name, measure
 
 MAX_ERROR = 0.5  # mean relative error on other micro-batches above which a fit makes no sense
@@ -51,6 +51,8 @@ class Calibration:
             # A convolution takes so little that it may fit as nothing.
             if kind.kind != "convolution" and not kind.token_s > 0:
                 return f"{kind.kind} layers take no measurable time"
+        if self.cost.experts is not None and not self.cost.experts.token_s > 0:
+            return "experts take no measurable time"
         mean = float(np.mean(self.errors))
         if not mean <= MAX_ERROR:
             return f"micro-batches held out of the fit are off by {mean:.0%} on average"
@@ -92,7 +94,7 @@ def calibrate(
     topology = communicator.topology
     model = probes.layers
     design = make_design(model, shape, estimate, topology, effort)
-    terms = Terms.of(estimate, shape)
+    terms = Terms.of(estimate, shape, _expert_terms(estimate, probes))
     timings = measure(design, probes, terms, communicator, device=device, rounds=effort.rounds)
 
     def fitted() -> Calibration:
@@ -106,14 +108,33 @@ def calibrate(
             transfer_s=timings.transfer_s,
             activations=_with_rates(estimate.activations, *timings.host_rates),
         )
-        copy = price(seconds, measured, model, design.copies[0])
+        copy = _evenly(price(seconds, measured, model, design.copies[0], terms.experts))
         return Calibration(
-            cost=price(seconds, measured, model, model),
+            cost=price(seconds, measured, model, model, terms.experts),
             errors=relative_errors(copy, design.mixes, timings.mix_seconds, topology),
             tokens=design.tokens,
         )
 
     return _on_rank_0(fitted, communicator)
+
+
+def _expert_terms(estimate: CostModel, probes: ProbeFactory) -> ExpertTerms | None:
+    """Return the terms of a model's experts; None where every rank computes its own."""
+    if estimate.experts is None:
+        return None
+    layers = probes.expert_layers(probes.layers)
+    return ExpertTerms(
+        ranks=estimate.experts.ranks,
+        layer_bytes=estimate.experts.exchanged_bytes / layers,
+        layers_of=probes.expert_layers,
+    )
+
+
+def _evenly(cost: CostModel) -> CostModel:
+    """Return the cost model of a copy, whose tokens go to all experts alike."""
+    if cost.experts is None:
+        return cost
+    return replace(cost, experts=replace(cost.experts, imbalance=1.0))
 
 
 def _with_rates(

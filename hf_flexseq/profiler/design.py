@@ -11,7 +11,9 @@
 3. Shapes for the fit. Every rank alone: long sequences determine attention, short ones linear
    layers, and next to no tokens the constants. Groups on next to no tokens: launches, posts and
    messages. Transfers alone, with many bytes and with none: bandwidths and latency. With recurrent
-   layers a group on many tokens: their second pass.
+   layers a group on many tokens: their second pass. Copies leave out experts over ranks, and those
+   of one layer run alone: on as many tokens of every rank, on those of one rank, on one rank, and
+   on next to none; and their exchanges alone.
 4. Mixes to test the fit: micro-batches with groups of every measured degree in turn.
 
 A design is plain data, the same on every rank.
@@ -19,7 +21,7 @@ A design is plain data, the same on every rank.
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from hf_flexseq.base.layers import Reach
@@ -98,12 +100,34 @@ class ProbeShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsShape:
+    """A run of the experts of one layer alone, in all expert groups, which do the same."""
+
+    tokens: tuple[int, ...]
+    """Tokens of each rank of an expert group."""
+    to_first: bool = False
+    """True if all go to the experts of the first rank, instead of to all alike."""
+    computes: bool = True
+    """False for the exchanges alone."""
+
+    @property
+    def computed(self) -> float:
+        """Tokens that the busiest rank computes with its experts, each token's share counted."""
+        return sum(self.tokens) / (1 if self.to_first else len(self.tokens))
+
+    @property
+    def has_few_tokens(self) -> bool:
+        """True if tokens take next to no time."""
+        return max(self.tokens) <= FEW_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Design:
     """Everything that a calibration runs."""
 
     copies: tuple[Layers, ...]
     """Layers of each copy of the model, the deepest first."""
-    shapes: tuple[ProbeShape, ...]
+    shapes: tuple[ProbeShape | ExpertsShape, ...]
     """Runs for the fit."""
     mixes: tuple[ProbeLayout, ...]
     """Micro-batches to test the fit, run by the deepest copy."""
@@ -112,6 +136,14 @@ class Design:
     sequence: int
     """Tokens of the longest sequence of a copy of one layer."""
 
+    @property
+    def degrees(self) -> list[int]:
+        """Degrees of the groups whose transfers are timed alone, ascending."""
+        bare = {
+            one.degree for one in self.shapes if isinstance(one, ProbeShape) and not one.layers
+        }
+        return sorted(bare)
+
 
 def make_design(
     layers: Layers, shape: ModelShape, estimate: CostModel, topology: Topology, effort: Effort
@@ -119,20 +151,24 @@ def make_design(
     """Decide the runs that calibrate a model.
 
     layers, shape: of the whole model. estimate: counts the work. Rings are timed if it knows what
-    a ring moves.
+    a ring moves, and experts alone if it has some on several ranks.
     """
     copies = copies_of(layers, shape.params)
     rings = ("ulysses", "zigzag") if estimate.ring_bytes is not None else ("ulysses",)
+    expert_ranks = 1 if estimate.experts is None else estimate.experts.ranks
 
-    def seconds_of(make: Callable[[int], Sequence[ProbeShape]]) -> Callable[[int], float]:
+    def seconds_of(
+        make: Callable[[int], Sequence[ProbeShape | ExpertsShape]],
+    ) -> Callable[[int], float]:
         def seconds(size: int) -> float:
             once = sum(estimated_s(one, shape.layers, estimate, topology) for one in make(size))
             return (effort.rounds + 1) * once
 
         return seconds
 
-    def deep_shapes(tokens: int) -> list[ProbeShape]:
-        return _deep_shapes(copies, tokens, topology, rings)
+    def deep_shapes(tokens: int) -> list[ProbeShape | ExpertsShape]:
+        deep = _deep_shapes(copies, tokens, topology, rings)
+        return [*deep, *experts_shapes(tokens, expert_ranks)]
 
     def long_shapes(sequence: int) -> list[ProbeShape]:
         return _long_shapes(copies, sequence, topology, rings)
@@ -160,11 +196,16 @@ def _largest(seconds_of: Callable[[int], float], most: int, budget_s: float) -> 
 
 
 def estimated_s(
-    shape: ProbeShape, model_layers: int, estimate: CostModel, topology: Topology
+    shape: ProbeShape | ExpertsShape, model_layers: int, estimate: CostModel, topology: Topology
 ) -> float:
     """Estimate the seconds of a run. estimate: of a model of `model_layers` layers."""
+    if isinstance(shape, ExpertsShape):
+        assert estimate.experts is not None, "only experts over ranks are run alone"
+        (experts_ns,) = estimate.experts.groups_ns(shape.tokens)
+        return float(experts_ns) / 1e9 / model_layers
     layout = in_groups(shape, topology)
-    (whole_ns,) = lockstep_ns(estimate, [layout.micro_batch], layout.lengths, topology)
+    own = replace(estimate, experts=None)
+    (whole_ns,) = lockstep_ns(own, [layout.micro_batch], layout.lengths, topology)
     if shape.layers:
         return whole_ns / 1e9 * sum(shape.layers.values()) / model_layers
     passes = 1 if shape.strategy == "ulysses" else shape.degree - 1
@@ -223,6 +264,24 @@ def _long_shapes(
         for strategy in strategies:
             shapes += [_group(strategy, degree, tokens, {}) for tokens in (sequence // 2, 0)]
     return shapes
+
+
+def experts_shapes(tokens: int, expert_ranks: int) -> list[ExpertsShape]:
+    """List runs of experts alone, by the most tokens of a rank; none where every rank computes its
+    own. What ranks do for their own tokens and what they compute for all are told apart by a rank
+    that has all tokens, and by one whose experts get all."""
+    if expert_ranks == 1:
+        return []
+    others = expert_ranks - 1
+    part = -(-tokens // expert_ranks)
+    return [
+        ExpertsShape(tokens=(tokens,) * expert_ranks),
+        ExpertsShape(tokens=(tokens, *(1,) * others)),
+        ExpertsShape(tokens=(part,) * expert_ranks, to_first=True),
+        ExpertsShape(tokens=(FEW_TOKENS,) * expert_ranks),
+        ExpertsShape(tokens=(tokens,) * expert_ranks, computes=False),
+        ExpertsShape(tokens=(0,) * expert_ranks, computes=False),
+    ]
 
 
 def _alone(lengths: tuple[int, ...], layers: Layers) -> ProbeShape:

@@ -10,6 +10,16 @@ Every run is an equation. Its row has the amount of each *term*, its solution th
     its groups, and    launch, post, message   as `cost/launches.py` counts them, layers x
     bare transfers     group        exchanging layers
                        (strategy, degree)      bytes that a rank moves
+    experts of a       experts      tokens that the busiest rank computes
+    layer over ranks,  dispatch     tokens of the fullest rank
+    and exchanges      expert layer 1
+    alone              expert bytes that such a rank sends to others, or receives
+                       exchange     exchanges without experts
+
+Each rank of an expert group does something for its own tokens, which it sends to experts and gets
+back (dispatch), and computes tokens of all of them with its experts. Dispatch is a part of linear
+layers in the cost model, and the wait for each other in every layer a part of the constant of a
+micro-batch. Copies that are timed for the fit leave out experts over ranks.
 
 A model of any depth is priced by the same terms, so that models too large to be run whole are
 measured with a few layers. Every equation is divided by its seconds: relative errors count, and a
@@ -24,7 +34,7 @@ Rejected: clipping of plain least squares, whose other unknowns then compensate 
 clipped.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,7 +48,13 @@ from hf_flexseq.cost.launches import EXCHANGES, LayerWork, halo_work, layer_work
 from hf_flexseq.cost.recurrent import RecurrentLayers, filled, scan_chunk
 from hf_flexseq.cost.rings import RING_PASSES
 from hf_flexseq.cost.shapes import ModelShape
-from hf_flexseq.profiler.design import Layers, LayerType, ProbeLayout, ProbeShape
+from hf_flexseq.profiler.design import (
+    ExpertsShape,
+    Layers,
+    LayerType,
+    ProbeLayout,
+    ProbeShape,
+)
 
 Floats = NDArray[np.float64]
 Term = Hashable
@@ -55,12 +71,43 @@ RING_FACTORS = (0.1, 10.0)
 class Sample:
     """A timed run."""
 
-    shape: ProbeShape
+    shape: ProbeShape | ExpertsShape
     seconds: float
     """Seconds of forward and backward together."""
 
 
 # ---- rows
+
+EXPERT_BYTES = "expert bytes"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertTerms:
+    """Counts the terms of experts that lie on the ranks of an expert group."""
+
+    ranks: int
+    """Ranks of an expert group."""
+    layer_bytes: float
+    """Bytes per token that go to the experts of one layer and back, forward and backward."""
+    layers_of: Callable[[Layers], int]
+    """Counts the layers of a copy that have experts."""
+
+    def row(self, shape: ExpertsShape) -> Row:
+        """Return the terms of the experts of one layer, or of its exchanges alone."""
+        held = max(shape.tokens)
+        moved = self.layer_bytes * (self.ranks - 1) / self.ranks * max(shape.computed, held)
+        if not shape.computes:
+            return {EXPERT_BYTES: moved, "exchange": EXCHANGES}
+        return {
+            "experts": shape.computed,
+            "dispatch": held,
+            "expert layer": 1,
+            EXPERT_BYTES: moved,
+        }
+
+    def bytes_moved(self, shape: ExpertsShape) -> int:
+        """Return the bytes that a rank moves in the exchanges of a layer, to itself, too."""
+        return int(self.layer_bytes * max(shape.tokens))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,9 +120,13 @@ class Terms:
     """Bytes that a ring of two moves in a layer for each token of a group."""
     estimate: CostModel
     """The model's estimate, whose heads stretch attention under Ulysses."""
+    experts: ExpertTerms | None = None
+    """Terms of experts; None where every rank computes its own."""
 
     @classmethod
-    def of(cls, estimate: CostModel, shape: ModelShape) -> "Terms":
+    def of(
+        cls, estimate: CostModel, shape: ModelShape, experts: ExpertTerms | None = None
+    ) -> "Terms":
         """Return a model's terms; without attention a layer moves its hidden states."""
         hidden = float(EXCHANGES * shape.hidden * shape.dtype_bytes)
         layers = max(1, shape.attention_count)
@@ -83,10 +134,14 @@ class Terms:
             exchanged=estimate.all_to_all_bytes / layers or hidden,
             passed_on=(estimate.ring_bytes or 0.0) / layers or hidden,
             estimate=estimate,
+            experts=experts,
         )
 
-    def row(self, shape: ProbeShape) -> Row:
+    def row(self, shape: ProbeShape | ExpertsShape) -> Row:
         """Return the amount of each term of a run."""
+        if isinstance(shape, ExpertsShape):
+            assert self.experts is not None, "only experts over ranks are run alone"
+            return self.experts.row(shape)
         if not shape.layers:
             return self._transfers(shape)
         tokens = sum(shape.lengths) / shape.degree
@@ -197,23 +252,34 @@ def fit(samples: Sequence[Sample], terms: Terms) -> dict[Term, float]:
     solution = nnls(amounts / measured[:, None], np.ones_like(measured))
     found = dict(zip(names, solution.tolist(), strict=True))
     for sample, row in zip(samples, rows, strict=True):
-        link = (sample.shape.strategy, sample.shape.degree)
-        if not sample.shape.layers and row[link]:  # with bytes
+        link = _link_of(sample.shape)
+        if link is not None and row[link]:  # with bytes
             found[link] = max(found[link], LEAST_BYTE_SHARE * sample.seconds / row[link])
     return found
+
+
+def _link_of(shape: ProbeShape | ExpertsShape) -> Term | None:
+    """Return the term of the bytes of a run that is nothing but transfers; None for others."""
+    if isinstance(shape, ExpertsShape):
+        return None if shape.computes else EXPERT_BYTES
+    return None if shape.layers else (shape.strategy, shape.degree)
 
 
 # ---- the cost model
 
 
 def price(
-    seconds: Mapping[Term, float], estimate: CostModel, model: Layers, layers: Layers
+    seconds: Mapping[Term, float],
+    estimate: CostModel,
+    model: Layers,
+    layers: Layers,
+    experts: ExpertTerms | None = None,
 ) -> CostModel:
     """Return the cost model of a copy, or of the whole model, with the fitted constants.
 
     seconds: as `fit` returns them. estimate: of the whole model; bytes and memory stay its own.
-    model: layers of the whole model. layers: of the copy. Raises ValueError for a model whose
-    tokens take no time.
+    model: layers of the whole model. layers: of the copy. experts: their terms, if they lie on
+    several ranks. Raises ValueError for a model whose tokens take no time.
     """
     depth = sum(layers.values())
     linear_s = depth * seconds["linear"] + seconds["head"]
@@ -237,9 +303,30 @@ def price(
         recurrent=_recurrent(seconds, estimate, model, layers),
         attention_share=attention / depth,
     )
+    if experts is not None:
+        cost = _with_experts(cost, seconds, experts, experts.layers_of(layers))
     if "post" not in seconds:  # one rank, which shares nothing
         return cost
     return _with_groups(cost, seconds, depth)
+
+
+def _with_experts(
+    cost: CostModel, seconds: Mapping[Term, float], terms: ExpertTerms, layers: int
+) -> CostModel:
+    """Return `cost` with what so many layers of experts take."""
+    assert cost.experts is not None, "only experts over ranks have terms"
+    experts = replace(
+        cost.experts,
+        token_s=layers * seconds["experts"],
+        exchanged_bytes=layers * terms.layer_bytes,
+        rate=1 / seconds[EXPERT_BYTES],
+    )
+    return replace(
+        cost,
+        linear_s=cost.linear_s + layers * seconds["dispatch"],
+        micro_batch_s=cost.micro_batch_s + layers * seconds["expert layer"],
+        experts=experts,
+    )
 
 
 def _near(

@@ -22,8 +22,10 @@ import torch
 
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.transport import RankGroup
 from hf_flexseq.profiler.design import (
     Design,
+    ExpertsShape,
     Layers,
     ProbeLayout,
     ProbeShape,
@@ -31,7 +33,14 @@ from hf_flexseq.profiler.design import (
     in_groups,
 )
 from hf_flexseq.profiler.fit import Sample, Terms
-from hf_flexseq.profiler.transfers import AllToAllRun, HopRun, HostCopyRun, RingRun, own_group
+from hf_flexseq.profiler.transfers import (
+    AllToAllRun,
+    ExchangeRun,
+    HopRun,
+    HostCopyRun,
+    RingRun,
+    own_group,
+)
 
 Run = Callable[[], object]
 
@@ -49,6 +58,12 @@ class Probe(Protocol):
         """Return a function that runs one micro-batch, forward and backward."""
         ...
 
+    def run_experts(self, tokens: int, *, to_first: bool) -> Run:
+        """Return a function that runs the experts of one layer, forward and backward, on so many
+        tokens of this rank. Only of a model with experts over ranks. to_first: see
+        `ExpertsShape`."""
+        ...
+
 
 class ProbeFactory(Protocol):
     """The maker of copies of a model; all that the profiler uses of the model itself."""
@@ -58,8 +73,18 @@ class ProbeFactory(Protocol):
         """Number of layers of each type in the model."""
         ...
 
-    def __call__(self, layers: Layers) -> Probe:
-        """Make a copy with so many layers of each type."""
+    def expert_layers(self, layers: Layers) -> int:
+        """Count the layers with experts over ranks in such a copy."""
+        ...
+
+    @property
+    def expert_group(self) -> RankGroup:
+        """The expert group of this rank. Only of a model with experts over ranks."""
+        ...
+
+    def __call__(self, layers: Layers, *, with_experts: bool = True) -> Probe:
+        """Make a copy with so many layers of each type. with_experts: False to leave out experts
+        over ranks."""
         ...
 
 
@@ -95,11 +120,15 @@ def measure(
     terms: count the bytes that are moved. rounds: timings of each run that count.
     """
     topology = communicator.topology
-    degrees = {shape.degree for shape in design.shapes if not shape.layers}
-    communicator.open_fast_blocks(sorted(degrees))
-    copies = {_key(layers): probes(layers) for layers in design.copies}
+    communicator.open_fast_blocks(design.degrees)
+    copies = {_key(layers): probes(layers, with_experts=False) for layers in design.copies}
+    deepest = copies[_key(design.copies[0])]
+    if terms.experts is not None:
+        deepest = probes(design.copies[0])
 
-    def run_of(shape: ProbeShape) -> Run:
+    def run_of(shape: ProbeShape | ExpertsShape) -> Run:
+        if isinstance(shape, ExpertsShape):
+            return _experts_run(shape, deepest, probes, terms, communicator, device)
         if shape.layers:
             return copies[_key(shape.layers)].run(in_groups(shape, topology))
         kind = AllToAllRun if shape.strategy == "ulysses" else RingRun
@@ -109,17 +138,18 @@ def measure(
     # 1. runs on many tokens, and the mixes in the same rounds; then those on few, in more rounds
     many = [shape for shape in design.shapes if not shape.has_few_tokens]
     few = [shape for shape in design.shapes if shape.has_few_tokens]
-    deepest = copies[_key(design.copies[0])]
     mixes = [deepest.run(mix) for mix in design.mixes]
-    of_many = median_seconds([*map(run_of, many), *mixes], communicator, device, rounds)
+    of_many = median_seconds([*mixes, *map(run_of, many)], communicator, device, rounds)
     of_few = median_seconds([*map(run_of, few)], communicator, device, MORE_ROUNDS * rounds)
-    seconds = [*of_many[: len(many)], *of_few]  # [run][rank]
+    seconds = [*of_many[len(mixes) :], *of_few]  # [run][rank]
 
     # 2. the mean over the ranks that had a part in a run
     samples = []
     for shape, by_rank in zip((*many, *few), seconds, strict=True):
-        blocks = disjoint_blocks(topology, shape.degree)
-        working = [by_rank[rank] for ranks in blocks for rank in ranks]
+        working = by_rank
+        if isinstance(shape, ProbeShape):
+            blocks = disjoint_blocks(topology, shape.degree)
+            working = [by_rank[rank] for ranks in blocks for rank in ranks]
         samples.append(Sample(shape=shape, seconds=statistics.mean(working)))
 
     # 3. transfers during computation, and links between nodes
@@ -134,12 +164,28 @@ def measure(
         )
     return Timings(
         samples=tuple(samples),
-        mix_seconds=tuple(tuple(by_rank) for by_rank in of_many[len(many) :]),
+        mix_seconds=tuple(tuple(by_rank) for by_rank in of_many[: len(mixes)]),
         overlap=overlap,
         nics_per_node=nics_per_node,
         transfer_s=transfer_s,
         host_rates=host_rates(communicator, device=device, rounds=rounds),
     )
+
+
+def _experts_run(
+    shape: ExpertsShape,
+    copy: Probe,
+    probes: ProbeFactory,
+    terms: Terms,
+    communicator: Communicator,
+    device: torch.device,
+) -> Run:
+    """Return a run of the experts of one layer of a copy, or of its exchanges alone."""
+    assert terms.experts is not None, "only experts over ranks are run alone"
+    if shape.computes:
+        tokens = shape.tokens[communicator.rank % len(shape.tokens)]
+        return copy.run_experts(tokens, to_first=shape.to_first)
+    return ExchangeRun(probes.expert_group, terms.experts.bytes_moved(shape), device)
 
 
 def _key(layers: Layers) -> frozenset[object]:

@@ -1,6 +1,7 @@
 """The transfers of one layer without the layer, each made once and then called again and again.
 
     AllToAllRun   the exchanges of one layer in Ulysses groups
+    ExchangeRun   the exchanges of one layer with experts on several ranks
     RingRun       the transfers of one layer in rings
     HopRun        one transfer between two nodes, by all their ranks or by one pair
     HostCopyRun   one copy between a rank's device and the memory of its host
@@ -17,6 +18,7 @@ from hf_flexseq.cost.launches import EXCHANGES
 from hf_flexseq.cost.rings import RING_PASSES
 from hf_flexseq.distributed.all_to_all import all_to_all
 from hf_flexseq.distributed.communicator import Communicator, Transfers
+from hf_flexseq.distributed.transport import RankGroup
 
 
 def own_group(communicator: Communicator, groups: Sequence[range]) -> range:
@@ -48,6 +50,23 @@ class AllToAllRun:
             all_to_all(
                 self.communicator, self.ranks, self.sent, received, self.sizes, self.sizes
             ).wait()
+
+
+class ExchangeRun:
+    """Exchanges of one layer with its experts on the ranks of an expert group: rows to them and
+    back, forward and backward."""
+
+    def __init__(self, group: RankGroup, bytes_moved: int, device: torch.device) -> None:
+        """group: of this rank. bytes_moved: by a rank in all its exchanges, to itself, too."""
+        self.group = group
+        part_bytes = max(1, bytes_moved // EXCHANGES // len(group.ranks))
+        self.sizes = [part_bytes] * len(group.ranks)  # by rank of the group
+        self.sent = torch.zeros(sum(self.sizes), dtype=torch.uint8, device=device)
+
+    def __call__(self) -> None:
+        received = torch.empty_like(self.sent)
+        for _ in range(EXCHANGES):
+            self.group.all_to_all(received, self.sent, self.sizes, self.sizes).wait()
 
 
 class RingRun:

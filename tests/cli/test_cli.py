@@ -212,8 +212,11 @@ def test_calibrate_passes_its_options_on_and_reports(flexseq, refused, tmp_path,
 
     monkeypatch.setattr(measuring, "calibrate", measured)
     path = str(tmp_path / "cost.json")
-    said = flexseq(f"calibrate some/model --json {path} --zero-stage 3 --no-checkpointing")
-    options = {"dtype": "auto", "output": path, "checkpointing": False, "zero_stage": 3}
+    said = flexseq(
+        f"calibrate some/model --json {path} --zero-stage 3 --expert-ranks 2 --no-checkpointing"
+    )
+    options = {"dtype": "auto", "output": path, "checkpointing": False}
+    options |= {"zero_stage": 3, "expert_ranks": 2}
     assert asked == [("some/model", options)]
     assert "on 3 micro-batches held out of the fit: off by 3.1 % at the median" in said
     assert "the host, all layers: 7 us per launch, 95 us per post, 0 us per message" in said

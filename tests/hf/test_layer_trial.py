@@ -108,6 +108,7 @@ def test_layers_of_one_kind_count_once_and_others_by_themselves():
     dense, sparse = counted.kinds
     assert dense.mlp_bytes == 16 * INSIDE
     assert sparse.mlp_bytes == 0
+    assert counted.has_experts == (False, True)
 
 
 def test_a_module_of_the_user_that_needs_numbers_is_left_out():

@@ -32,6 +32,8 @@ from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.cost.sharding import TRIPS, gathered_params, trip_seconds
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.calibration.expert_copies import ExpertMeshes
+from hf_flexseq.hf.calibration.imbalance import measured_imbalance
 from hf_flexseq.hf.calibration.layer_trial import count_bytes
 from hf_flexseq.hf.calibration.probe import ModelProbes
 from hf_flexseq.hf.model.facts import ModelFacts, model_facts
@@ -79,6 +81,9 @@ class CostSubject:
     run_wide: RunWide | None = None
     """What is set for activations; None without a model."""
 
+    meshes: ExpertMeshes | None = field(default=None, repr=False, compare=False)
+    """Meshes of the ranks that experts lie on; None where every rank computes its own."""
+
     @classmethod
     def of(
         cls,
@@ -98,6 +103,7 @@ class CostSubject:
             device=accelerator.device,
             model=None if run_wide is None else model,
             run_wide=run_wide,
+            meshes=ExpertMeshes.of(model),
         )
 
     @cached_property
@@ -138,7 +144,8 @@ def make_cost(
     kept = load_cached(path) if communicator.rank == 0 else None
     record = communicator.cpu_group.broadcast_value(None if kept is None else kept.to_record())
     if record is not None:
-        return with_memory_of(estimate, CostModel.from_record(record)), f"measured earlier, {path}"
+        cost = with_memory_of(estimate, CostModel.from_record(record))
+        return with_imbalance(cost, subject, communicator), f"measured earlier, {path}"
 
     # 3. a measurement now
     if communicator.rank == 0:
@@ -155,7 +162,8 @@ def make_cost(
         logger.warning(
             "the measured cost model is implausible, so the estimate is used: %s", error
         )
-        return estimate, "estimated, since the measurement failed"
+        cost = with_imbalance(estimate, subject, communicator)
+        return cost, "estimated, since the measurement failed"
     logger.info(
         "cost model measured in %.1f s; median error on held-out micro-batches: %.1f %%",
         time.perf_counter() - began,
@@ -163,17 +171,42 @@ def make_cost(
     )
     if communicator.rank == 0:
         _keep(calibration.cost, path)
-    return calibration.cost, "measured now"
+    return with_imbalance(calibration.cost, subject, communicator), "measured now"
+
+
+def with_imbalance(cost: CostModel, subject: CostSubject, communicator: Communicator) -> CostModel:
+    """Return `cost` with the imbalance of the experts of the subject's model, if they lie on
+    several ranks. Weights decide it, so that it is measured whenever a model is attached.
+    Collective over the world."""
+    if cost.experts is None or subject.meshes is None or subject.model is None:
+        return cost
+    imbalance = measured_imbalance(
+        subject.model,
+        subject.meshes,
+        communicator,
+        subject.device,
+        autocast=subject.facts.autocast,
+    )
+    if communicator.rank == 0:
+        logger.info(
+            "experts over %d ranks: on random tokens the busiest rank gets %.2f times the mean",
+            cost.experts.ranks,
+            imbalance,
+        )
+    return replace(cost, experts=replace(cost.experts, imbalance=imbalance))
 
 
 def measured(subject: CostSubject, communicator: Communicator, effort: Effort) -> Calibration:
     """Fit a cost model now. Raises ValueError for an implausible fit. Collective over the
     world."""
     facts = subject.facts
+    estimate = subject.estimate
+    # of copies, which are not sharded; what it prices decides how long they run
+    of_copies = estimate.micro_batch_s - gathering_s(estimate, subject)
     calibration = calibrate(
-        ModelProbes(facts, communicator, subject.device),
+        ModelProbes(facts, communicator, subject.device, subject.meshes),
         facts.shape_in_training,
-        subject.estimate,
+        replace(estimate, micro_batch_s=max(0.0, of_copies)),
         communicator,
         device=subject.device,
         effort=effort,
@@ -261,7 +294,8 @@ def with_counted_bytes(cost: CostModel, subject: CostSubject) -> CostModel:
     if counted is None or len(counted.order) != activations.layers:
         as_set = activations.as_set
     else:
-        activations = counted.in_place_of(activations, facts.shape)
+        imbalance = 1.0 if cost.experts is None else cost.experts.imbalance
+        activations = counted.in_place_of(activations, facts.shape_in_training, imbalance)
         cost = replace(cost, token_bytes=activations.token_bytes(as_set))
     activations = replace(activations, as_set=as_set, host_bytes=host_bytes)
     return replace(cost, activations=activations)
@@ -289,11 +323,16 @@ def with_tower_of(estimate: CostModel, cost: CostModel) -> CostModel:
 
 
 def with_gathering(cost: CostModel, subject: CostSubject) -> CostModel:
-    """Return `cost` with the seconds that sharded parameters add to every micro-batch: two gathers
-    and one scatter, computed because the timed copies are not sharded."""
+    """Return `cost` with the seconds that sharded parameters add to every micro-batch, computed
+    because the timed copies are not sharded."""
+    return replace(cost, micro_batch_s=cost.micro_batch_s + gathering_s(cost, subject))
+
+
+def gathering_s(cost: CostModel, subject: CostSubject) -> float:
+    """Return the seconds of sharded parameters in a micro-batch: two gathers and one scatter."""
     facts = subject.facts
     if facts.zero_stage < 3:
-        return cost
+        return 0.0
     shards = subject.topology.world_size // facts.replicas
     gathered = gathered_params(facts.shape, shards, facts.expert_ranks)
     trip_s = trip_seconds(
@@ -302,7 +341,7 @@ def with_gathering(cost: CostModel, subject: CostSubject) -> CostModel:
         topology=subject.topology,
         replicas=facts.replicas,
     )
-    return replace(cost, micro_batch_s=cost.micro_batch_s + TRIPS * trip_s)
+    return TRIPS * trip_s
 
 
 def _keep(cost: CostModel, path: Path) -> None:

@@ -29,6 +29,7 @@ from hf_flexseq.hf.calibration.choose import (
     measured,
     with_counted_bytes,
 )
+from hf_flexseq.hf.calibration.expert_copies import ExpertMeshes, expert_modules
 from hf_flexseq.hf.calibration.layer_trial import CountedBytes, count_bytes
 from hf_flexseq.hf.model.facts import ModelFacts, model_shape
 from hf_flexseq.plan.memory import MemoryChoice
@@ -46,23 +47,26 @@ def calibrate(
     output: str | Path | None = None,
     checkpointing: bool = True,
     zero_stage: int = 0,
+    expert_ranks: int = 1,
     effort: Effort = THOROUGH,
 ) -> dict[str, Any]:
     """Measure, fit, and write the cost model to `output`. Collective over the world.
 
     model: hub id or folder of a model or a config.json, or the config's values with its
     `model_type`. dtype: dtype of the parameters; auto: bfloat16 on a GPU, float32 on a CPU.
-    zero_stage: sharding of the training (FSDP: 3). Returns plain JSON values, the same on every
-    rank: the cost model, its errors on held-out micro-batches, and the setup of the measurement.
-    Raises ValueError for an unknown model, dtype or sharding, and for implausible timings; OSError
-    if the config cannot be read or the result cannot be written.
+    zero_stage: sharding of the training (FSDP: 3). expert_ranks: neighbouring ranks that hold all
+    experts together; how unevenly routers spread tokens over them is not measured. Returns plain
+    JSON values, the same on every rank: the cost model, its errors on held-out micro-batches, and
+    the setup of the measurement.
+    Raises ValueError for an unknown model, dtype or sharding, for experts that cannot lie so, and
+    for implausible timings; OSError if the config cannot be read or the result cannot be written.
     """
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     communicator = Communicator()
     topology = communicator.topology
     device = accelerator.device
     empty = _empty(_config(model), _dtype(dtype, device))
-    facts = _facts(empty, checkpointing, zero_stage)
+    facts = _facts(empty, checkpointing, zero_stage, expert_ranks)
     host_bytes = device_spec(device, topology.ranks_per_node).host_bytes
     as_set = MemoryChoice(recomputed_layers=facts.shape.layers if checkpointing else 0)
     subject = CostSubject(
@@ -73,6 +77,8 @@ def calibrate(
         model=empty,
         run_wide=RunWide(as_set, host_bytes),
     )
+    if expert_ranks > 1:
+        subject = _with_meshes(subject)
     calibration = measured(subject, communicator, effort)
     counted = with_counted_bytes(calibration.cost, subject)
     calibration = replace(calibration, cost=counted)
@@ -122,7 +128,9 @@ def _empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         return _kind(config)(config).to(dtype)
 
 
-def _facts(model: PreTrainedModel, checkpointing: bool, zero_stage: int) -> ModelFacts:
+def _facts(
+    model: PreTrainedModel, checkpointing: bool, zero_stage: int, expert_ranks: int
+) -> ModelFacts:
     """Collect the facts about a model without memory."""
     return ModelFacts(
         kind=type(model),
@@ -133,7 +141,23 @@ def _facts(model: PreTrainedModel, checkpointing: bool, zero_stage: int) -> Mode
         checkpointing=checkpointing,
         frozen=False,
         zero_stage=zero_stage,
+        expert_ranks=expert_ranks,
     )
+
+
+def _with_meshes(subject: CostSubject) -> CostSubject:
+    """Return `subject` with process groups for its experts, as transformers would make them.
+    Collective over the world. Raises ValueError for experts that cannot lie on several ranks."""
+    facts = subject.facts
+    assert subject.model is not None, "the command makes an empty one"
+    if facts.shape.experts is not None and not expert_modules(subject.model):
+        raise ValueError(
+            f"expert_ranks={facts.expert_ranks}: transformers has no plan for experts of "
+            f"{facts.kind.__name__} on several ranks; use expert_ranks=1"
+        )
+    _ = subject.estimate  # raises for ranks that experts cannot lie on
+    meshes = ExpertMeshes.made(subject.topology.world_size, facts.expert_ranks)
+    return replace(subject, meshes=meshes)
 
 
 def _kind(config: PreTrainedConfig) -> type[PreTrainedModel]:

@@ -29,6 +29,7 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention.remat import KeptAttention, Region
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.activations import Activations, LayerBytes
+from hf_flexseq.cost.layer_bytes import with_uneven_experts
 from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.lone import LoneTransport
@@ -38,6 +39,7 @@ from hf_flexseq.hf.model.facts import unsharded_class
 from hf_flexseq.hf.model.layer_memory import decoder_of, reason_not_told
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.meta_model import FAULTS
+from hf_flexseq.hf.model.mlp_trial import holds_experts
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.tiles import find_mlps
 from hf_flexseq.profiler.layer_watch import LayerWatch, SeenLayer
@@ -63,12 +65,21 @@ class CountedBytes:
     head_bytes: float
     mlp_params: int
     """Parameters of the MLPs that can be tiled, all layers."""
+    has_experts: tuple[bool, ...]
+    """True for each of `kinds` that has experts."""
 
-    def in_place_of(self, computed: Activations, shape: ModelShape) -> Activations:
-        """Return activations with these bytes instead of those computed from the model's sizes."""
+    def in_place_of(
+        self, computed: Activations, shape: ModelShape, imbalance: float = 1.0
+    ) -> Activations:
+        """Return activations with these bytes instead of those computed from the model's sizes.
+        imbalance: of experts that lie on several ranks."""
+        kinds = []
+        for kind, has_experts in zip(self.kinds, self.has_experts, strict=True):
+            uneven = with_uneven_experts(kind, shape, imbalance)
+            kinds.append(uneven if has_experts else kind)
         return replace(
             computed,
-            kinds=self.kinds,
+            kinds=tuple(kinds),
             order=self.order,
             base_bytes=self.base_bytes,
             head_bytes=self.head_bytes,
@@ -191,6 +202,9 @@ class LayerTrial:
             base_bytes=base / tokens,
             head_bytes=(watch.head - held) / tokens,
             mlp_params=sum(one.numel() for mlp in tiled for one in mlp.parameters()),
+            has_experts=tuple(
+                holds_experts(self._layers[self._running[place]]) for place in self._of_kind
+            ),
         )
 
     def _run(self, tiled: Sequence[nn.Module]) -> LayerWatch:

@@ -8,6 +8,7 @@ checkpointing.
 import copy
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 
 import torch
@@ -15,10 +16,22 @@ from transformers import PreTrainedConfig
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.gloo_cpu_group import GlooCpuGroup
+from hf_flexseq.distributed.process_groups import ProcessGroupRanks
+from hf_flexseq.distributed.transport import RankGroup
 from hf_flexseq.hf.attention import NAME
+from hf_flexseq.hf.calibration.expert_copies import (
+    ExpertMeshes,
+    PlaceExperts,
+    expert_modules,
+    leave_as_they_are,
+    leave_out,
+    put_over_ranks,
+)
 from hf_flexseq.hf.model.facts import ModelFacts, layer_calls
 from hf_flexseq.hf.model.layer_kinds import layers_of
 from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.model.meta_model import without_sharding
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.kernels import Kernel
@@ -34,23 +47,51 @@ class ModelProbes:
     """The profiler's `ProbeFactory` for one HF model."""
 
     def __init__(
-        self, facts: ModelFacts, communicator: Communicator, device: torch.device
+        self,
+        facts: ModelFacts,
+        communicator: Communicator,
+        device: torch.device,
+        meshes: ExpertMeshes | None = None,
     ) -> None:
+        """meshes: of the ranks that experts lie on; None where every rank computes its own."""
         self._facts = facts
         self._communicator = communicator
         self._device = device
+        self._meshes = meshes
+        self._expert_layers: dict[tuple[int, ...], int] = {}  # by the indices of layers
 
     @cached_property
     def layers(self) -> Counter[LayerType]:
         """Number of layers of each type."""
         return Counter(layer_types(self._facts.config))
 
-    def __call__(self, layers: Layers) -> "ModelProbe":
-        """Make a copy with so many layers of each type. Raises ValueError without a kernel."""
+    def expert_layers(self, layers: Layers) -> int:
+        """Count the layers with experts over ranks in a copy."""
+        kept = tuple(kept_layers(self._facts.config, layers))
+        if self._meshes is not None and kept not in self._expert_layers:
+            with torch.device("meta"), without_sharding():
+                empty = self._facts.kind(shortened(self._facts.config, kept))
+            self._expert_layers[kept] = len(expert_modules(empty))
+        return self._expert_layers.get(kept, 0)
+
+    @property
+    def expert_group(self) -> RankGroup:
+        """The expert group of this rank, if experts lie on several ranks."""
+        assert self._meshes is not None, "experts lie on several ranks"
+        cpu_group = self._communicator.cpu_group
+        assert isinstance(cpu_group, GlooCpuGroup), "transformers' ranks are torch's"
+        return ProcessGroupRanks(self._meshes.experts.get_group(), cpu_group)
+
+    def __call__(self, layers: Layers, *, with_experts: bool = True) -> "ModelProbe":
+        """Make a copy with so many layers of each type. Raises ValueError without a kernel.
+        with_experts: False to leave out experts over ranks."""
         calls = layer_calls(self._facts.config)
         kernel = choose_kernels(self._device, self._facts.compute_dtype, calls)
         kept = kept_layers(self._facts.config, layers)
-        return ModelProbe(self._facts, kept, kernel, self._communicator, self._device)
+        place: PlaceExperts = leave_as_they_are
+        if self._meshes is not None:
+            place = partial(put_over_ranks, self._meshes) if with_experts else leave_out
+        return ModelProbe(self._facts, kept, kernel, self._communicator, self._device, place)
 
 
 class ModelProbe:
@@ -64,8 +105,10 @@ class ModelProbe:
         kernel: Kernel,
         communicator: Communicator,
         device: torch.device,
+        place_experts: PlaceExperts,
     ) -> None:
-        """kept: indices of the layers of the copy."""
+        """kept: indices of the layers of the copy. place_experts: does with its experts what has
+        to be done."""
         self.facts = facts
         self.kernel = kernel
         self.communicator = communicator
@@ -74,6 +117,7 @@ class ModelProbe:
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.device(device):
             model = facts.kind(shortened(facts.config, kept)).to(facts.dtype).train()
+            self._experts = place_experts(model)
         # 2. everything that changes its timing in training
         model.set_attn_implementation(NAME)
         attach_chunked_loss(model)
@@ -101,10 +145,7 @@ class ModelProbe:
             ),
         )
         items = sum(layout.lengths)
-        autocast = torch.autocast(  # reusable
-            self.device.type, self.facts.autocast, enabled=self.facts.autocast is not None
-        )
-
+        autocast = self._autocast()
         recurrent = RecurrentFunctions(self.model)
 
         def forward_backward() -> None:
@@ -114,6 +155,27 @@ class ModelProbe:
                 outputs.loss.backward()
 
         return forward_backward
+
+    def run_experts(self, tokens: int, *, to_first: bool) -> Run:
+        """Return a function that runs the experts of one layer, forward and backward, on so many
+        tokens of this rank. Raises ValueError for a copy without any on several ranks. to_first:
+        see `ExpertsShape`."""
+        if not self._experts:
+            raise ValueError("no layer of the copy has experts on several ranks")
+        checkpointed = self.facts.checkpointing
+        run = self._experts[0].run(tokens, to_first=to_first, checkpointed=checkpointed)
+        autocast = self._autocast()
+
+        def forward_backward() -> None:
+            with autocast:
+                run()
+
+        return forward_backward
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        """Return autocast as in training, which can be entered again and again."""
+        dtype = self.facts.autocast
+        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
 
     def _columns(self, shard: Shard, lengths: Sequence[int]) -> dict[str, torch.Tensor]:
         """Make arbitrary tokens and labels for the shard, each column [tokens].

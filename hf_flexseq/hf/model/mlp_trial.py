@@ -90,7 +90,7 @@ def _candidates(parent: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
         is_container = isinstance(child, _CONTAINERS)
         if _is_experts(name, child) or not (is_container or _takes_one_tensor(child)):
             continue
-        if is_container or _holds_experts(child):
+        if is_container or holds_experts(child):
             yield from _candidates(child, f"{path}.")
         elif sum(parameter.dim() == 2 for parameter in child.parameters()) > 1:
             yield path, child
@@ -100,7 +100,8 @@ def _is_experts(name: str, module: nn.Module) -> bool:
     return name == "experts" or type(module).__name__.endswith("Experts")
 
 
-def _holds_experts(module: nn.Module) -> bool:
+def holds_experts(module: nn.Module) -> bool:
+    """Tell if a module has experts inside."""
     return any(
         _is_experts(name.rpartition(".")[2], inner) for name, inner in module.named_modules()
     )
