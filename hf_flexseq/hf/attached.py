@@ -19,6 +19,7 @@ sample. Such a call uses the model's own attention and loss.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
@@ -31,7 +32,7 @@ from hf_flexseq.hf.model.experts import right_gradients
 from hf_flexseq.hf.model.image_masks import layers_told_causal
 from hf_flexseq.hf.model.images import TextReader, reader_of_text
 from hf_flexseq.hf.model.layer_memory import LayerMemory
-from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.model.loss import Total, attach_chunked_loss
 from hf_flexseq.hf.model.meta_model import attention_of_text
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
@@ -39,6 +40,7 @@ from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.shared_prefixes import refuse_noise
 from hf_flexseq.hf.tiles import MlpTiles
+from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from hf_flexseq.steps.calls import Call, in_first_row, joined
 from hf_flexseq.steps.images import UnsupportedImages
 
@@ -68,8 +70,11 @@ class AttachedModel:
         base: PreTrainedModel,
         accelerator: Accelerator,
         layers: LayerMemory,
+        *,
+        label_smoothing: float = 0.0,
     ) -> None:
-        """model: may be a PEFT model, with `base` inside. layers: of `base`."""
+        """model: may be a PEFT model, with `base` inside. layers: of `base`. label_smoothing: of
+        the loss in chunks."""
         self.base = base
         self.layers = layers
         self._former_attention: str = base.config._attn_implementation
@@ -89,7 +94,10 @@ class AttachedModel:
             self.text_reader = reader_of_text(base.config, str(reason))
         else:
             self._attached.enter_context(self.vision.attached())
-        self._chunked_loss = attach_chunked_loss(model)
+        total: Total = chunked_cross_entropy_sum
+        if label_smoothing:
+            total = partial(total, smoothing=label_smoothing)
+        self._chunked_loss = attach_chunked_loss(model, total)
         if self._chunked_loss is not None:
             self._attached.callback(self._chunked_loss.detach)
         self.router = RouterLoss(model, base) if asks_for_router_loss(base) else None

@@ -194,6 +194,14 @@ class FlexSeqEngine:
         if isinstance(self.executor, WholeModelExecutor):
             self.executor.reason_as_set = reason
 
+    def smooth_labels(self, factor: float) -> None:
+        """Smooth the labels of models by `factor`, as transformers' `LabelSmoother` does. Called
+        before `attach`, with 0 for a pipeline."""
+        if isinstance(self.executor, WholeModelExecutor):
+            self.executor.label_smoothing = factor
+        else:
+            assert not factor, "labels of a pipeline are not smoothed"
+
     def keep_rows_apart(self, reason: str) -> None:
         """Let no rows of training steps share prefixes, because of the loss. Called before any
         step, on one rank at least. reason: in a few words, for the log."""

@@ -166,6 +166,11 @@ class FlexSeqMixin(PartOfModelMixin):
         engine.keep_loader_settings()
         if getattr(self.args, "activation_offloading", False):
             engine.keep_activations_as_set("activation_offloading=True offloads them")
+        if not has_planned_loss(
+            self
+        ):  # such a loss smooths nothing under the plain Trainer either
+            engine.smooth_labels(self.args.label_smoothing_factor)
+            self.label_smoother = None  # it would make the logits of all tokens
         return engine
 
     # ---- training

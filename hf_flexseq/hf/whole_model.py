@@ -124,6 +124,7 @@ class WholeModelExecutor:
         self.fsdp: FsdpPolicies | None = None  # made with the cost model
         self.reason_not_shared: str | None = None  # of the attached model
         self.reason_as_set: str | None = None  # that the user gives to leave activations alone
+        self.label_smoothing = 0.0  # of the loss of models that are attached
         self.host_memory_bytes = 0  # for activations of a rank, from `attach` on
         self._exchange = RowExchange(setup.communicator)
         self._passes: PlanPasses | None = None  # None: the planner has none
@@ -210,7 +211,9 @@ class WholeModelExecutor:
 
         # 2. what `detach` undoes
         self.reason_not_shared = reason_not_shared(model, base, args)
-        self._model = AttachedModel(model, base, accelerator, layers)
+        self._model = AttachedModel(
+            model, base, accelerator, layers, label_smoothing=self.label_smoothing
+        )
         if self._model.vision is not None:
             communicator.open_world()  # for features of images
 

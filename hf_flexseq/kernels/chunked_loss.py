@@ -9,6 +9,8 @@ all tokens at once.
         d weight += d logits.T @ hidden
         d bias   += sum of d logits over rows
 
+With label smoothing e the target is (1 - e) onehot + e / V, in the loss and in its gradient.
+
 In shapes T is the tokens, C the width of the hidden states, V the vocabulary.
 
 The gradients are finished in the forward and only scaled in the backward, so no logits are kept or
@@ -67,14 +69,16 @@ def chunked_cross_entropy_sum(
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     counts: torch.Tensor | None = None,
+    *,
+    smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Sum -log softmax(hidden @ weight.T + bias)[target] over tokens, as a scalar in nats.
 
     hidden [T, C], weight [V, C] and bias [V] of one dtype; targets [T] int64, those equal to
-    IGNORE_INDEX count nothing. counts: [T] how often each token counts, which only the loop knows;
-    None for once. The result is float32, float64 for float64 inputs. Its backward
-    works once: a second one raises RuntimeError. Raises ValueError when the dtypes differ, as the
-    head by itself would.
+    IGNORE_INDEX count nothing. counts: [T] how often each token counts; None for once. smoothing:
+    of labels. Only the loop knows these two. The result is float32, float64 for float64 inputs.
+    Its backward works once: a second one raises RuntimeError. Raises ValueError when the dtypes
+    differ, as the head by itself would.
     """
     check_dtypes(hidden, weight)
     if not torch.is_grad_enabled():
@@ -84,8 +88,8 @@ def chunked_cross_entropy_sum(
         weight = weight.detach()
         if bias is not None:
             bias = bias.detach()
-    if counts is not None:
-        return loop_sum(hidden, weight, bias, targets, counts)
+    if counts is not None or smoothing:
+        return loop_sum(hidden, weight, bias, targets, counts, smoothing)
     return choose_backend(hidden, weight).sum(hidden, weight, bias, targets)
 
 
@@ -199,9 +203,10 @@ def loop_sum(
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     counts: torch.Tensor | None = None,
+    smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Compute `chunked_cross_entropy_sum` with a loop, anywhere."""
-    return _Loop.apply(hidden, weight, bias, targets, counts)
+    return _Loop.apply(hidden, weight, bias, targets, counts, smoothing)
 
 
 class _Loop(torch.autograd.Function):
@@ -213,9 +218,10 @@ class _Loop(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         counts: torch.Tensor | None,
+        smoothing: float,
     ) -> torch.Tensor:
         """hidden [T, C], weight [V, C], bias [V] or None, targets and counts [T] -> scalar."""
-        chunks = _Chunks(hidden, weight, bias, ctx.needs_input_grad)
+        chunks = _Chunks(hidden, weight, bias, ctx.needs_input_grad, smoothing=smoothing)
         for start in range(0, hidden.shape[0], chunks.rows):
             chunks.run(targets, counts, start)
         ctx.save_for_backward(*chunks.result())
@@ -224,13 +230,13 @@ class _Loop(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """grad_loss, a scalar -> d hidden [T, C], d weight [V, C], d bias [V], None, None."""
+        """grad_loss, a scalar -> d hidden [T, C], d weight [V, C], d bias [V], and None thrice."""
         # In place: the weight's gradient is the largest tensor here. A second backward finds a
         # saved tensor that has been modified, and raises.
         grads: list[torch.Tensor | None] = []
         for grad in ctx.saved_tensors:
             grads.append(None if grad is None else grad.mul_(grad_loss))
-        return (*grads, None, None)
+        return (*grads, None, None, None)
 
 
 class HeadGradients:
@@ -290,9 +296,12 @@ class HeadGradients:
 class _Chunks(HeadGradients):
     """The buffers of one call, and the arithmetic of a chunk."""
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, *others: Any) -> None:
-        """See `HeadGradients`."""
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, *others: Any, smoothing: float
+    ) -> None:
+        """See `HeadGradients`. smoothing: of labels."""
         super().__init__(hidden, weight, *others)
+        self.smoothing = smoothing
         tokens = hidden.shape[0]
         vocab, width = weight.shape
         self.rows = min(chunk_rows(width, vocab, self.dtype.itemsize), max(tokens, 1))
@@ -318,6 +327,8 @@ class _Chunks(HeadGradients):
             factors *= counts[chunk, None]
         logits -= logits.amax(1, keepdim=True)
         picked = logits.gather(1, index)  # [rows, 1]
+        if self.smoothing:
+            picked.lerp_(logits.mean(1, keepdim=True), self.smoothing)
         total = logits.exp_().sum(1, keepdim=True)  # [rows, 1]
         losses = (total.log() - picked).masked_fill_(~has_target, 0)  # [rows, 1]
         if counts is not None:
@@ -326,5 +337,8 @@ class _Chunks(HeadGradients):
 
         # 3. gradients: softmax - onehot(target), in place of the exponentials
         if self.d_hidden is not None or self.d_weight is not None or self.d_bias is not None:
-            d_logits = logits.mul_(factors / total).scatter_add_(1, index, -factors)  # [rows, V]
+            d_logits = logits.mul_(factors / total)  # [rows, V]
+            if self.smoothing:
+                d_logits -= factors * (self.smoothing / d_logits.shape[1])
+            d_logits.scatter_add_(1, index, (self.smoothing - 1) * factors)
             self.add(chunk, hidden, d_logits)

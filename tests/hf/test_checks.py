@@ -100,7 +100,6 @@ WRONG_VALUES = [
     ({"sync": "free", "accelerator_config": ACCUMULATION}, FREE),
 ]
 UNSUPPORTED = [
-    ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1.*set it to 0"),
     ({"torch_compile": True}, "torch_compile=True"),
     ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
     ({"optim": "lomo"}, "optim='lomo'.*use adamw_torch"),

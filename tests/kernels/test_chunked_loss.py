@@ -83,6 +83,24 @@ def test_sum_and_gradients_are_those_of_full_logits(backend, bias, dtype, tolera
         assert max(apart(backend, inputs, wide(inputs))) < tolerance
 
 
+@pytest.mark.parametrize("counted", [False, True])
+def test_labels_are_smoothed_as_by_torch(counted, four_rows):
+    inputs = operands(23, 33, torch.float64)
+    counts = torch.arange(23.0, dtype=torch.float64) % 4 if counted else None
+
+    def smoothed(*given):
+        return chunked_cross_entropy_sum(*given, counts, smoothing=0.3)
+
+    def of_all_logits(hidden, weight, bias, targets):
+        logits = F.linear(hidden, weight, bias)
+        options = {"ignore_index": IGNORE_INDEX, "label_smoothing": 0.3}
+        losses = F.cross_entropy(logits, targets, reduction="none", **options)
+        return (losses if counts is None else losses * counts).sum()
+
+    found, wanted = (loss_and_grads(f, inputs) for f in (smoothed, of_all_logits))
+    assert max(map(difference, found, wanted)) < 1e-12
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_summed_in_float32(dtype, four_rows):
     inputs = operands(50, 33, dtype)

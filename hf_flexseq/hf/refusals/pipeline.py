@@ -90,6 +90,11 @@ def _own_compute_loss(case: Staged) -> str | None:
     return f"compute_loss of {type(case.trainer).__name__}"
 
 
+def _smoothing(case: Staged) -> str | None:
+    factor = case.trainer.args.label_smoothing_factor
+    return f"label_smoothing_factor={factor}" if factor else None
+
+
 def _offload_without_gpu(case: Staged) -> str | None:
     if not offloads(case.trainer) or case.trainer.accelerator.device.type != "cpu":
         return None
@@ -138,6 +143,12 @@ def _other_param_dtype(case: ShardedStages) -> str | None:
 # ---- the tables
 
 PIPELINE: tuple[Refusal[Staged], ...] = (
+    Refusal(
+        setting="label_smoothing_factor",
+        found=_smoothing,
+        why="the last stage smooths no labels",
+        instead="set it to 0, or use one stage",
+    ),
     Refusal(
         setting="DeepSpeed",
         found=lambda case: case.trainer.accelerator.distributed_type == DistributedType.DEEPSPEED,

@@ -18,9 +18,11 @@ from hf_flexseq.distributed.connect import capabilities_on
 from hf_flexseq.hf.losses import (
     has_planned_loss,
     reads_figures,
+    reads_fused_head,
     says_on_samples,
     unsuitable_distillation,
 )
+from hf_flexseq.hf.model.loss import has_chunkable_loss
 from hf_flexseq.hf.model.own_loss import check_own_loss, own_loss_of
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
@@ -117,6 +119,13 @@ def _prompt_learning(trainer: Any) -> str | None:
     return None
 
 
+def _smoothing_of_figures(trainer: Any) -> str | None:
+    factor = trainer.args.label_smoothing_factor
+    if not factor or not reads_fused_head(trainer):
+        return None
+    return f"label_smoothing_factor={factor} of {type(trainer).__name__}"
+
+
 def _steps_in_backward(trainer: Any) -> str | None:
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     is_refused = optim in ("lomo", "adalomo") or optim.endswith("layerwise")
@@ -172,6 +181,13 @@ def _own_function_on_samples(case: TrainerOfModel) -> str | None:
     if not reads_figures(case.trainer) or own_loss_of(case.model) is None:
         return None
     return f"the own loss_function of {type(case.model).__name__} with the loss of {case.name}"
+
+
+def _smoothed_own_loss(case: TrainerOfModel) -> str | None:
+    factor = case.trainer.args.label_smoothing_factor
+    if not factor or has_planned_loss(case.trainer) or has_chunkable_loss(case.model):
+        return None
+    return f"label_smoothing_factor={factor} with {type(case.model).__name__}"
 
 
 def _router_loss_on_samples(case: TrainerOfModel) -> str | None:
@@ -280,10 +296,10 @@ TRAINER: tuple[Refusal[Any], ...] = (
         instead="use LoRA",
     ),
     Refusal(
-        setting="label_smoothing_factor",
-        found=_argument("label_smoothing_factor", lambda value: value != 0),
-        why="the Trainer's smoother would shift labels that are already shifted",
-        instead="set it to 0",
+        setting="label_smoothing_factor of SFTTrainer",
+        found=_smoothing_of_figures,
+        why="it would smooth by the logits of all tokens, and its head returns none",
+        instead="use FlexSeqTrainer, or set it to 0",
     ),
     Refusal(
         setting="torch_compile=True",
@@ -353,6 +369,12 @@ ON_SAMPLES: tuple[Refusal[Any], ...] = (
 )
 
 MODEL: tuple[Refusal[TrainerOfModel], ...] = (
+    Refusal(
+        setting="label_smoothing_factor with a model that keeps its own loss",
+        found=_smoothed_own_loss,
+        why="labels are smoothed where the loss is computed in chunks",
+        instead="set it to 0",
+    ),
     Refusal(
         setting="a model's own loss_function with a loss on samples",
         found=_own_function_on_samples,

@@ -114,12 +114,13 @@ SOMETIMES: tuple[Option, ...] = (
     # ranks
     *_each("ddp_find_unused_parameters", ddp_bucket_cap_mb=(1,)),
     *_each("ddp_broadcast_buffers", ddp_timeout=(25,)),
+    # the loss
+    *_each(label_smoothing_factor=(0.1,)),
     # refused
     *_each(
         weight=0.0,
         average_tokens_across_devices=(False,),
         neftune_noise_alpha=(5.0,),
-        label_smoothing_factor=(0.1,),
     ),
     *_each("torch_compile", "use_liger_kernel", "auto_find_batch_size", weight=0.0),
     *_each("ddp_static_graph", weight=0.0),
