@@ -5,13 +5,17 @@
     run_cases      the same for several cases, as most of a short job is its start
 
 The function gets its rank and the number of ranks, and connects to the others by `join`. Forking
-costs a fifth of a second where spawning costs ten. The parent must not have touched CUDA.
+costs a fifth of a second where spawning costs ten. The parent must not have touched CUDA. What a
+forked rank has counted of a model (`hf/calibration/layer_trial.py`) goes to the parent with its
+results, so that ranks forked later know it, as one process would.
 """
 
+import contextlib
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import sys
 import tempfile
 import threading
@@ -157,9 +161,30 @@ def _collect(pipes, deadline, may_die):
 def _answer(pipe):
     """Whether a rank has returned, and what: its result, its traceback, or DIED."""
     try:
-        return pipe.recv()
+        ok, value = pipe.recv()
     except EOFError:
         return False, DIED
+    if ok:
+        value, learned = value
+        _counted().update(map(pickle.loads, learned))
+    return ok, value
+
+
+def _counted():
+    """What this process has counted of models; nothing where it has not imported what does."""
+    module = sys.modules.get("hf_flexseq.hf.calibration.layer_trial")
+    return {} if module is None else module._known
+
+
+def _learned(known):
+    """Pickles of what this process has counted that is not in `known`. What has a class that is
+    defined in a function has none."""
+    pickles = []
+    for item in _counted().items():
+        if item[0] not in known:
+            with contextlib.suppress(pickle.PicklingError, AttributeError):
+                pickles.append(pickle.dumps(item))
+    return pickles
 
 
 def _died(waiting):
@@ -193,7 +218,9 @@ def _main(pipe, folder, limits, function, rank, sizes, args, may_die):
             world_size=world_size,
             timeout=timedelta(seconds=group_seconds),
         )
-        pipe.send((True, function(rank, world_size, *args)))
+        known = set(_counted())
+        result = function(rank, world_size, *args)
+        pipe.send((True, (result, _learned(known))))
         # where a rank may die the others end without waiting for each other, as a script that
         # raised does: who still waits for one of them has to see its connections close
         if not may_die:

@@ -11,7 +11,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from hf_flexseq.hf.calibration import layer_trial
 from hf_flexseq.hf.calibration.layer_trial import count_bytes
+from tests.ranks import run_ranks
 
 SIZES = {
     "hidden_size": 64,
@@ -111,6 +113,21 @@ def test_layers_of_one_kind_count_once_and_others_by_themselves():
     assert counted.has_experts == (False, True)
 
 
+def test_what_a_copy_does_not_have_is_not_counted_again(monkeypatch):
+    model = llama()
+    counted = count_bytes(model, dtype=torch.float32)
+    model.eval()
+    model.config.use_cache = not model.config.use_cache
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with monkeypatch.context() as patch:
+        patch.delattr(layer_trial, "LayerTrial")
+        assert count_bytes(model, dtype=torch.float32) is counted
+    model.config.rms_norm_eps *= 2
+    assert count_bytes(model, dtype=torch.float32) is not counted
+    model.model.layers[0].mlp.down_proj.weight.requires_grad_(False)
+    assert count_bytes(model, dtype=torch.float32).order == (0, 1, 1)
+
+
 def test_a_module_of_the_user_that_needs_numbers_is_left_out():
     class Reads(torch.nn.Module):
         def forward(self, hidden):
@@ -125,3 +142,14 @@ def test_a_module_of_the_user_that_needs_numbers_is_left_out():
 def test_a_model_whose_layers_are_not_found_is_not_counted():
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64))
     assert count_bytes(model, dtype=torch.float32) is None
+
+
+def count_in_half_precision(rank, world_size):
+    return count_bytes(llama(), dtype=torch.float16)
+
+
+@pytest.mark.processes
+def test_what_a_forked_rank_has_counted_is_known_afterwards(monkeypatch):
+    counted, _ = run_ranks(count_in_half_precision, 2)
+    monkeypatch.delattr(layer_trial, "LayerTrial")
+    assert count_bytes(llama(), dtype=torch.float16) == counted

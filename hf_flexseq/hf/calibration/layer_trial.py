@@ -12,6 +12,7 @@ What cannot run so is not counted, and `cost/layer_bytes.py` computes it from si
 counting on the device, which takes memory and arithmetic for what shapes alone decide.
 """
 
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -95,9 +96,7 @@ def count_bytes(
     dtype: of the weights that are computed with. autocast: its dtype; None without. Equal models
     are tried once in a process.
     """
-    config = model.config
-    experts = getattr(config, "_experts_implementation", None)
-    key = (config.to_json_string(), experts, _signature(model), dtype, autocast)
+    key = (_configuration(model), _signature(model), dtype, autocast)
     if key not in _known:
         with _without_complaints():
             _known[key] = _count(model, dtype, autocast)
@@ -285,12 +284,27 @@ def _kinds(layers: Sequence[nn.Module]) -> list[int]:
     return [known.setdefault(_signature(layer), len(known)) for layer in layers]
 
 
+def _configuration(model: PreTrainedModel) -> object:
+    """Return what a copy has of the configuration of its model."""
+    config = copy.deepcopy(model.config)
+    config.get_text_config().output_router_logits = False
+    config.get_text_config().use_cache = False
+    return config.to_json_string(), getattr(config, "_experts_implementation", None)
+
+
+# Switches that every copy has alike: it is in training mode, without checkpointing.
+_SAME_IN_COPIES = ("training", "gradient_checkpointing")
+
+
 def _signature(layer: nn.Module) -> object:
     """Return what layers, or models of one configuration, have in common that keep the same
     bytes."""
     parts: list[object] = []
     for name, module in layer.named_modules():
-        switches = [item for item in vars(module).items() if isinstance(item[1], bool)]
+        switches = []
+        for key, value in vars(module).items():
+            if isinstance(value, bool) and key not in _SAME_IN_COPIES:
+                switches.append((key, value))
         parts.append((name, unsharded_class(module), tuple(sorted(switches))))
     for name, parameter in layer.named_parameters():
         parts.append((name, parameter.shape, parameter.dtype, parameter.requires_grad))
