@@ -18,7 +18,9 @@ machine that others use as well is as busy for the one as for the other.
 
 Predicted is the closed form: the slowest rank plus the constant. Executed is the slowest rank's
 median. The reduction of gradients at a step's end, which no plan changes, is in neither; FSDP2
-gathers weights and reduces gradients in every micro-batch, which is in both.
+gathers weights and reduces gradients in every micro-batch, which is in both. With --processor
+seconds are those in which a rank's processor works for it, in the calibration as well: what other
+programs take from a busy machine does not count then, nor do waits of one rank for another.
 """
 
 import os
@@ -36,6 +38,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,6 +54,7 @@ from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.hf.calibration import choose
 from hf_flexseq.hf.calibration.command import calibrate
 from hf_flexseq.plan import MicroBatch
+from hf_flexseq.profiler import measure
 from hf_flexseq.profiler.design import Effort
 from hf_flexseq.profiler.measure import median_seconds
 from hf_flexseq.steps.inputs import Inputs
@@ -97,6 +101,8 @@ class Subject:
 def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
+    if args.processor:
+        measure.time = SimpleNamespace(perf_counter=time.process_time)
     model_args, data_args, training = parse(
         ["--config", str(QUICKSTART)], FlexSeqConfig, device_defaults()
     )
@@ -174,6 +180,9 @@ def arguments() -> argparse.Namespace:
         "--experts", action="store_true", help="a Qwen3-MoE with experts over all ranks instead"
     )
     parser.add_argument("--strategy", default="auto", help="as in FlexSeqArguments")
+    parser.add_argument(
+        "--processor", action="store_true", help="seconds of processors, not those that pass"
+    )
     return parser.parse_args()
 
 
@@ -348,8 +357,7 @@ def heading(args: argparse.Namespace, accelerator: Accelerator) -> list[str]:
         f"{cpu_model()}, {os.cpu_count()} cores; {accelerator.num_processes} ranks, "
         f"{torch.get_num_threads()} thread each; torch {torch.__version__}, float32",
         f"{args.turns} turns of a calibration and {args.steps} steps, strategy {args.strategy}; "
-        f"medians of "
-        f"{args.rounds} runs",
+        f"medians of {args.rounds} runs{' in seconds of processors' if args.processor else ''}",
         "",
     ]
 

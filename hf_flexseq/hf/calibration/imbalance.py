@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.expert_copies import ExpertMeshes, expert_modules
+from hf_flexseq.hf.model.facts import expert_counts
 
 SEQUENCES = 4
 """Sequences of a rank."""
@@ -48,12 +49,12 @@ def measured_imbalance(
     model: with its own attention. autocast: its dtype in training; None without.
     """
     ranks = meshes.experts.size()
+    of_rank = expert_counts(model.config.get_text_config())[0] // ranks  # experts of a layer
     counts: list[torch.Tensor] = []  # of each layer, rows for each rank of the group: [ranks]
 
     def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-        places = chosen.flatten() // module.num_experts  # of this rank, as of any other
-        counts.append(torch.bincount(places, minlength=ranks))
+        counts.append(torch.bincount(chosen.flatten() // of_rank, minlength=ranks))
 
     inputs = _inputs(model, communicator.rank, device)
     with ExitStack() as stack:
