@@ -20,9 +20,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from hf_flexseq.pipeline.files import PARTIAL, write_tensors
-from hf_flexseq.pipeline.optimizer import FOLDER
-from hf_flexseq.pipeline.optimizer_files import (
+from hf_flexseq.checkpoints.files import PARTIAL, write_tensors
+from hf_flexseq.checkpoints.optimizer import FOLDER
+from hf_flexseq.checkpoints.optimizer_files import (
     PICKLED,
     TENSORS,
     check_plain,

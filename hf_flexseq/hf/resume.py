@@ -1,7 +1,7 @@
 """Choose the whole checkpoint that a run resumes from.
 
 `resume_from_checkpoint=True` takes the newest whole checkpoint and passes over others with a
-warning; a checkpoint that is named must be whole. `steps/manifest.py` defines whole.
+warning; a checkpoint that is named must be whole. `checkpoints/manifest.py` defines whole.
 Rank 0 looks, and all ranks do as it says.
 """
 
@@ -15,10 +15,10 @@ from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER, Inspection, inspect
+from hf_flexseq.checkpoints.optimizer import WHOLE_SCHEDULER, is_named
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.pipeline.optimizer import WHOLE_SCHEDULER, is_of_pipeline
-from hf_flexseq.steps.manifest import MANIFEST, MARKER, Inspection, inspect
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def warn_without_optimizer(folder: str, communicator: Communicator) -> None:
     if communicator.rank != 0:
         return
     path = Path(folder)
-    if is_of_pipeline(folder):
+    if is_named(folder):
         return
     missing = []
     if not any(any(path.glob(pattern)) for pattern in _OPTIMIZERS):

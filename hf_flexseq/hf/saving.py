@@ -1,6 +1,6 @@
 """Write the Trainer's checkpoints so that a whole one differs from a torn one.
 
-A checkpoint is written in this order (`steps/manifest.py` describes marker and manifest):
+A checkpoint is written in this order (`checkpoints/manifest.py` describes marker and manifest):
 
 1. rank 0: the marker, after removing leftovers of an earlier save
 2. all ranks: weights, optimizer, random numbers, by the Trainer
@@ -23,9 +23,9 @@ from typing import Any
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_flexseq.checkpoints.manifest import begin, finish, flush_files, is_torn
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.steps.manifest import begin, finish, flush_files, is_torn
 
 logger = logging.getLogger(__name__)
 

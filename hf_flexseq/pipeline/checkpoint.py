@@ -9,7 +9,6 @@ that do not belong to this one are removed first: an index and a `model.safetens
 would leave open which one counts.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,12 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from hf_flexseq.checkpoints.files import write_json, write_tensors
+from hf_flexseq.checkpoints.shards import read_own, whole
+from hf_flexseq.checkpoints.weight_files import INDEX, files_by_tensor
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.pipeline.files import write_json, write_tensors
-from hf_flexseq.pipeline.sharding import divided_like, whole
 from hf_flexseq.pipeline.stages import Stage
 
-INDEX = "model.safetensors.index.json"
-WHOLE = "model.safetensors"
 FILE = "model-{part:05d}-of-{parts:05d}.safetensors"  # of one stage
 
 # what an earlier save, of a pipeline or of a Trainer, may have left
@@ -138,7 +136,7 @@ def load_stage(stage: Stage, folder: str) -> None:
     """Read the stage's tensors from any HF checkpoint in safetensors. Raises ValueError without
     them."""
     path = Path(folder)
-    files = _files_by_tensor(path)
+    files = files_by_tensor(path)
     own = dict(stage.stack.model.state_dict(keep_vars=True))
     tied = stage.tied_parameter()
     global_names = {}
@@ -155,16 +153,4 @@ def load_stage(stage: Stage, folder: str) -> None:
         with safe_open(path / file, framework="pt") as tensors, torch.no_grad():
             for name, global_name in global_names.items():
                 if files[global_name] == file:
-                    tensor = tensors.get_tensor(global_name)
-                    own[name].copy_(divided_like(tensor, own[name]))  # [rows, ...] -> own rows
-
-
-def _files_by_tensor(path: Path) -> dict[str, str]:
-    """Return the file of each tensor of a checkpoint. Raises ValueError without any."""
-    if (path / INDEX).is_file():
-        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
-        return dict(index["weight_map"])
-    if not (path / WHOLE).is_file():
-        raise ValueError(f"{path} has neither {INDEX} nor {WHOLE}")
-    with safe_open(path / WHOLE, framework="pt") as tensors:
-        return dict.fromkeys(tensors.keys(), WHOLE)
+                    read_own(tensors.get_slice(global_name), own[name])  # [own rows, ...]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from hf_flexseq.distributed.reduction import buckets, local
 from hf_flexseq.pipeline.stages import Stage
@@ -154,17 +154,3 @@ def _add_share(parameter: nn.Parameter, share: torch.Tensor) -> None:
     if parameter.grad is not None:
         gradient = parameter.grad + gradient
     parameter.grad = gradient
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all rows [rows, ...] of a tensor. Collective over the ranks that share it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def divided_like(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor [rows, ...] sharded like `model`; another shape stays whole."""
-    if not isinstance(model, DTensor) or tensor.shape != model.shape:
-        return tensor
-    return distribute_tensor(
-        tensor.to(model.device), model.device_mesh, model.placements, src_data_rank=None
-    )

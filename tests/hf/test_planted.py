@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from hf_flexseq.steps.manifest import MANIFEST, MARKER
+from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER
+from tests.checkpoints.test_optimizer_files import SAVED, Planted, marks
 from tests.hf.test_saving import make_trainer
-from tests.pipeline.test_optimizer_files import SAVED, Planted, marks
 from tests.pipeline.test_trainer import make_trainer as make_pipeline_trainer
 from tests.pipeline.test_trainer import model_of, saved_run
 from tests.ranks import run_ranks

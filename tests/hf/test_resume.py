@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from hf_flexseq.checkpoints import files
+from hf_flexseq.checkpoints.manifest import is_torn
 from hf_flexseq.hf.calibration import source
-from hf_flexseq.pipeline import files
-from hf_flexseq.steps.manifest import is_torn
 from tests.hf.test_sharding import ZERO
 from tests.hf.test_trainer import flexseq_trainer, logged
 from tests.hf.tiny import documents, tiny_llama

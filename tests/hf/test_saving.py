@@ -10,12 +10,12 @@ import pytest
 from transformers import Trainer
 
 from hf_flexseq import FlexSeqTrainer
+from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER, inspect, is_torn
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf import saving
 from hf_flexseq.hf.calibration import choose, source
 from hf_flexseq.hf.resume import warn_without_optimizer
 from hf_flexseq.profiler import estimate
-from hf_flexseq.steps.manifest import MANIFEST, MARKER, inspect, is_torn
 from tests.hf.test_trainer import flexseq_trainer, logged
 from tests.hf.tiny import documents
 

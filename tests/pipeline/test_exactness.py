@@ -11,13 +11,13 @@ from unittest import mock
 import pytest
 import torch
 
+from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.executor import PipelineExecutor, _ChunkRun
 from hf_flexseq.pipeline.reduction import reduce_gradients
-from hf_flexseq.pipeline.sharding import whole
 from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.pipeline.ulysses import Sharing
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama

@@ -12,6 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.base.reading import Limits
+from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.cli import main
 from hf_flexseq.cost.pipeline_check import check
 from hf_flexseq.cost.stages import PipelineCost
@@ -19,7 +20,6 @@ from hf_flexseq.cost.walk import makespan_ns
 from hf_flexseq.hf.pipeline import executor as executor_module
 from hf_flexseq.hf.pipeline.executor import StageExecutor
 from hf_flexseq.hf.trainer import OVERRIDDEN, FlexSeqMixin
-from hf_flexseq.pipeline.sharding import whole
 from hf_flexseq.plan.files import read_steps
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.process.client import InlinePlanner

@@ -9,10 +9,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from hf_flexseq.pipeline.optimizer import _FLAT, FOLDER, _other_names, _renamed
-from hf_flexseq.steps.manifest import MANIFEST, MARKER
+from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER
+from hf_flexseq.checkpoints.optimizer import _FLAT, FOLDER, renamed_key
+from hf_flexseq.pipeline.optimizer import other_names
+from tests.checkpoints.test_optimizer_files import Planted, marks
 from tests.hf.test_trainer import update_error
-from tests.pipeline.test_optimizer_files import Planted, marks
 from tests.pipeline.test_trainer import joined, make_trainer, model_of, saved_run
 from tests.programs import ROOT
 from tests.ranks import run_ranks
@@ -35,8 +36,8 @@ def run_of_earlier_version(rank, world_size, folder):
     def save(output_dir):
         optimizer = trainer.optimizer.optimizer
         state = get_optimizer_state_dict(stage.stack.model, optimizer, options=_FLAT)
-        names = _other_names(stage)
-        named = {_renamed(key, names): value for key, value in state.items()}
+        names = other_names(stage)
+        named = {renamed_key(key, names): value for key, value in state.items()}
         group = dist.new_group(backend="gloo")
         dcp.save(named, checkpoint_id=f"{output_dir}/{FOLDER}", process_group=group)
         if rank == 0:

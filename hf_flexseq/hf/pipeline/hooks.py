@@ -20,15 +20,12 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from hf_flexseq.checkpoints.optimizer import WHOLE, WHOLE_SCHEDULER, is_named
 from hf_flexseq.hf.model.meta_model import meta_model
 from hf_flexseq.pipeline.checkpoint import StageMember, load_stage, save_stage
 from hf_flexseq.pipeline.optimizer import (
-    WHOLE,
-    WHOLE_SCHEDULER,
-    is_of_pipeline,
-    load_optimizer,
-    load_whole_optimizer,
-    save_optimizer,
+    load_stage_optimizer,
+    save_stage_optimizer,
     trained_names,
 )
 from hf_flexseq.pipeline.reduction import gradient_norm
@@ -108,24 +105,27 @@ class PipelineHooks:
 
     def save_optimizer(self, trainer: Trainer, folder: str) -> None:
         """Write the state of optimizer and scheduler. Collective over the world."""
-        save_optimizer(self.member, trainer.optimizer.optimizer, trainer.lr_scheduler, folder)
+        optimizer = trainer.optimizer.optimizer
+        save_stage_optimizer(self.member, optimizer, trainer.lr_scheduler, folder)
 
     def load_optimizer(self, trainer: Trainer, folder: str | None) -> None:
         """Read optimizer and scheduler of a pipeline or a plain Trainer, if both are there."""
         if folder is None:
             return
-        optimizer = trainer.optimizer.optimizer
-        scheduler = trainer.lr_scheduler
-        if is_of_pipeline(folder):
-            load_optimizer(trainer.model, optimizer, scheduler, folder, self.member)
+        state = (self.member, trainer.optimizer.optimizer, trainer.lr_scheduler, folder)
+        if is_named(folder):
+            load_stage_optimizer(*state)
         elif all((Path(folder) / name).is_file() for name in (WHOLE, WHOLE_SCHEDULER)):
-            names = self._names_in_order(trainer)
-            load_whole_optimizer(self.stage, optimizer, scheduler, folder, names)
+            load_stage_optimizer(*state, numbered=self._numbered_names(trainer))
 
-    def _names_in_order(self, trainer: Trainer) -> list[str]:
-        """Return all trained parameters in the Trainer's order. Collective over the world."""
+    def _numbered_names(self, trainer: Trainer) -> list[list[str]]:
+        """Return all trained parameters as a Trainer groups and numbers them, those with weight
+        decay first. Collective over the world."""
         trained = trained_names(self.member)
         whole = meta_model(trainer.model)
         names = [name for name, _ in whole.named_parameters() if name in trained]
         decayed = set(trainer.get_decay_parameter_names(whole))
-        return sorted(names, key=lambda name: name not in decayed)  # stable
+        return [
+            [name for name in names if name in decayed],
+            [name for name in names if name not in decayed],
+        ]

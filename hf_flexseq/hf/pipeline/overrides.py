@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hf_flexseq.checkpoints.optimizer import is_named, load_optimizer
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
 from hf_flexseq.hf.resume import warn_without_optimizer
-from hf_flexseq.pipeline.optimizer import is_of_pipeline, load_optimizer
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer  # to a type checker the mixin is a Trainer
@@ -88,7 +88,7 @@ class PartOfModelMixin(_Trainer):
             warn_without_optimizer(checkpoint, self.flexseq.communicator)
         if self._hooks is not None:
             self._hooks.load_optimizer(self, checkpoint)
-        elif checkpoint is not None and is_of_pipeline(checkpoint):
+        elif checkpoint is not None and is_named(checkpoint):
             load_optimizer(self.model, self.optimizer.optimizer, self.lr_scheduler, checkpoint)
         else:
             super()._load_optimizer_and_scheduler(checkpoint)

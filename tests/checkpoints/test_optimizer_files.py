@@ -9,10 +9,19 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from hf_flexseq.pipeline import files
-from hf_flexseq.pipeline.files import write_tensors
-from hf_flexseq.pipeline.optimizer import FOLDER, _load_scheduler, _save_scheduler, load_optimizer
-from hf_flexseq.pipeline.optimizer_files import SavedState, check_plain, clear, write_index
+from hf_flexseq.checkpoints import files
+from hf_flexseq.checkpoints.files import write_tensors
+from hf_flexseq.checkpoints.optimizer import (
+    FOLDER,
+    _for_groups,
+    _load_scheduler,
+    _save_scheduler,
+    load_optimizer,
+    state_of,
+    write_optimizer,
+)
+from hf_flexseq.checkpoints.optimizer_files import SavedState, check_plain, clear, write_index
+from hf_flexseq.distributed.communicator import Communicator
 
 REFUSED = (
     ".metadata is a pickle, which could run any code and is not read: "
@@ -72,7 +81,7 @@ def test_tensors_and_values_come_back_bit_for_bit(tmp_path):
     files = dict.fromkeys("abcdef", "one") | dict.fromkeys("gh", "two")
     write_index(tmp_path / "state", files, values)
     saved = SavedState(tmp_path / "state")
-    found = dict(saved.tensors(tensors))
+    found = {key: stored[...] for key, stored in saved.tensors(tensors)}
     assert found.keys() == tensors.keys()
     for key, tensor in tensors.items():
         assert found[key].dtype == tensor.dtype
@@ -170,7 +179,7 @@ def test_the_state_of_a_scheduler_comes_back(tmp_path, kind, options, file):
     assert written == [tmp_path / file]
     other = scheduler()
     assert other.state_dict() != first.state_dict()
-    _load_scheduler(other, str(tmp_path))
+    _load_scheduler(other, other.optimizer, str(tmp_path))
     assert other.state_dict() == first.state_dict()
 
 
@@ -201,6 +210,64 @@ def changed(key, value):
     return lambda state: state.update({key: value})
 
 
+class WithAnEmptyGroup(torch.optim.AdamW):
+    def __init__(self, parameters, **options):
+        super().__init__([{"params": list(parameters)}, {"params": []}], **options)
+
+
+def test_a_parameter_without_a_gradient_has_no_state_afterwards_either(tmp_path):
+    """And a group without parameters, as the Trainer makes for LoRA, is kept as it is."""
+    model, optimizer, scheduler = small_run(kind=WithAnEmptyGroup)
+    del optimizer.state[model["out"].weight]
+    tensors, values = state_of(model, optimizer)
+    assert values["state.out.weight"] is None
+    write_optimizer(str(tmp_path), [("one", tensors)], values, scheduler, Communicator())
+    other, found, its_scheduler = small_run(kind=WithAnEmptyGroup, seed=1)
+    found.param_groups[0]["lr"] = 5.0
+    load_optimizer(other, found, its_scheduler, str(tmp_path))
+    assert set(found.state) == {other["in"].weight}
+    assert [len(group["params"]) for group in found.param_groups] == [2, 0]
+    assert found.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert its_scheduler.state_dict() == scheduler.state_dict()
+
+
+IN, OUT = "in.weight", "out.weight"
+
+
+@pytest.mark.parametrize("names", [[[IN, OUT]], [[IN], [OUT]]])
+def test_a_state_by_numbers_is_read_by_names(tmp_path, names):
+    """As a Trainer writes it, of parameters in one group or in two."""
+
+    class InGroups(torch.optim.AdamW):
+        def __init__(self, parameters, **options):
+            parameters = list(parameters)
+            groups = [parameters] if len(names) == 1 else [[one] for one in parameters]
+            super().__init__([{"params": group} for group in groups], **options)
+
+    model, optimizer, scheduler = small_run(kind=InGroups)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    torch.save(scheduler.state_dict(), tmp_path / "scheduler.pt")
+    other, found, its_scheduler = small_run(seed=1)  # in one group
+    load_optimizer(other, found, its_scheduler, str(tmp_path), numbered=names)
+    for mine, wanted in zip(other.parameters(), model.parameters(), strict=True):
+        for key, value in optimizer.state[wanted].items():
+            assert torch.equal(found.state[mine][key], value), key
+    assert its_scheduler.get_last_lr() == scheduler.get_last_lr()[:1]
+    assert its_scheduler.base_lrs == scheduler.base_lrs[:1]
+    with pytest.raises(ValueError, match=r"has the state of 2 parameters in groups of \["):
+        load_optimizer(other, found, its_scheduler, str(tmp_path), numbered=[[IN]])
+
+
+def test_a_scheduler_whose_groups_differ_is_not_read_for_another_number_of_them():
+    state = {"_last_lr": [1.0, 2.0], "factors": [1, 2], "last_epoch": 3}
+    groups = [{"lr": 5.0}]
+    with pytest.raises(ValueError, match="a scheduler for 2 groups of parameters, which"):
+        _for_groups(state, groups, "here")
+    fitting = _for_groups(state | {"factors": [1, 1]}, groups, "here")
+    assert fitting == {"_last_lr": [5.0], "factors": [1], "last_epoch": 3}
+    assert _for_groups(state, groups * 2, "here") == state
+
+
 @pytest.mark.parametrize(
     ("saved", "run", "change", "message"),
     [
@@ -212,6 +279,7 @@ def changed(key, value):
         ({"width": 1}, {}, None, r"weight.exp_avg\S* as \[1, 1\], but this run has \[3, 3\]"),
         ({"kind": torch.optim.SGD}, {}, None, r"has no \S*weight\S*, .*: it is of another opti"),
         ({}, {}, without("out.weight.exp_avg_sq"), "has no state.out.weight.exp_avg_sq: it is of"),
+        ({}, {}, changed("state.out.weight.more", torch.ones(3)), "has state.out.weight.more: it"),
         (
             {},
             {},

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_flexseq.pipeline.files import PARTIAL, flush, write_json
+from hf_flexseq.checkpoints.files import PARTIAL, flush, write_json
 
 MARKER = "flexseq.json"
 MANIFEST = "flexseq_manifest.json"

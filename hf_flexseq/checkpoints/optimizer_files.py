@@ -1,6 +1,7 @@
 """The files of an optimizer's state: tensors as safetensors, everything else as JSON.
 
-    state-00001-of-00002.safetensors   the tensors of one stage
+    state-00001-of-00002.safetensors   tensors that one rank has written: those of its stage, or a
+                                       part of those of a sharded model
     scheduler.json                     the state of the learning rate's scheduler; scheduler.pt
                                        next to the folder, as the Trainer's, where JSON cannot hold
                                        it
@@ -8,12 +9,13 @@
 
 A state is flat. Keys are `state.<parameter>.exp_avg` and `param_groups.<parameter>.lr`, where
 <parameter> is a name in the whole model. A tensor is whole in its file, whatever ranks shared it.
+`state.<parameter>` itself is null for a parameter that had no gradient yet, and so no state.
 
 A folder is written in this order, and files appear whole (`files.py`), so that no reader takes
 half of it for all of it:
 
 1. `clear` removes the index first, then the files of an earlier save.
-2. `write_tensors` writes a file, once for each stage, `write_json` the scheduler's state.
+2. `write_tensors` writes each file, `write_json` the scheduler's state.
 3. `write_index` writes the index. A folder without an index is refused.
 
 Rejected: `torch.distributed.checkpoint`. Its `.metadata` is a pickle, and to unpickle a file is to
@@ -27,10 +29,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 
-from hf_flexseq.pipeline.files import PARTIAL, write_json
+from hf_flexseq.checkpoints.files import PARTIAL, write_json
 
 INDEX = "index.json"
 SCHEDULER = "scheduler.json"
@@ -115,9 +116,9 @@ class SavedState:
             raise ValueError(f"{self._folder} holds {key} as a tensor, not as this run's number")
         return self._values[key]
 
-    def tensors(self, keys: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each key with its whole tensor, file by file. Raises ValueError for other
-        values."""
+    def tensors(self, keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        """Yield each key with the slice of its file that gives its tensor by rows, file by file.
+        Raises ValueError for other values."""
         wanted = list(keys)
         for key in wanted:
             if key not in self._files:
@@ -128,7 +129,7 @@ class SavedState:
             with safe_open(self._folder / file, framework="pt") as opened:
                 for key in wanted:
                     if self._files[key] == file:
-                        yield key, opened.get_tensor(key)
+                        yield key, opened.get_slice(key)
 
 
 def parameters_of(keys: Iterable[str]) -> set[str]:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from hf_flexseq.steps import manifest
-from hf_flexseq.steps.manifest import MANIFEST, MARKER, begin, finish, inspect, is_torn
+from hf_flexseq.checkpoints import manifest
+from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER, begin, finish, inspect, is_torn
 
 KEPT = {"sequences_per_step": 4, "cost_model": None}
 
