@@ -12,7 +12,13 @@ from pathlib import Path
 from transformers import Trainer
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
-from hf_flexseq.hf.overrides import REFUSED_IN_PIPELINES, RULES, Rule, Standing
+from hf_flexseq.hf.overrides import (
+    OF_SHARDED_CHECKPOINTS,
+    REFUSED_IN_PIPELINES,
+    RULES,
+    Rule,
+    Standing,
+)
 
 PAGE = Path(__file__).parents[1] / "docs/overrides.md"
 
@@ -155,10 +161,16 @@ def page_text() -> str:
     lines += [_row_of(rule) for rule in RULES]
     pipelines = ", ".join(f"`{name}`" for name in REFUSED_IN_PIPELINES)
     called = ", ".join(f"`{name}`" for name in methods_without_rule())
+    replaced = ", ".join(f"`{name}`" for name in OF_SHARDED_CHECKPOINTS)
     lines += [
         "",
         f"A [pipeline](pipelines.md) also refuses these: {pipelines}, every `compute_loss` except "
         "the Trainer's, and forward hooks.",
+        "",
+        f"For a model that `DistributedConfig` has sharded, {replaced} are replaced "
+        "([checkpoints](reliability.md#models-that-distributedconfig-has-sharded)). Overrides in "
+        "a subclass of `FlexSeqTrainer` or `FlexSeqMixin` are honoured; in a class behind the "
+        "mixin they are refused.",
         "",
         "All other methods of `Trainer` and of TRL's SFT, DPO and GRPO trainers are called as by "
         f"the plain trainer: {called}.",

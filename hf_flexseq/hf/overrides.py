@@ -26,6 +26,7 @@ from hf_flexseq.steps.users_code import (
     is_known,
     users_backward_hooks,
     users_method,
+    users_method_behind,
     users_methods,
 )
 
@@ -132,13 +133,22 @@ RULES = (
     ),
 )
 
-# Methods that `PartOfModelMixin` overrides for pipelines (`pipeline/overrides.py`).
+# Methods that `PartOfModelMixin` overrides (`part_of_model.py`).
 OF_PART_OF_MODEL = (
     "_wrap_model",
     "floating_point_ops",
     "_clip_grad_norm",
     "_get_grad_norm",
     "_save",
+    "_load_from_checkpoint",
+    "_load_best_model",
+    "_save_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler",
+)
+
+# Methods of these that are replaced for a model that `DistributedConfig` has sharded: an override
+# behind FlexSeqMixin is not called.
+OF_SHARDED_CHECKPOINTS = (
     "_load_from_checkpoint",
     "_load_best_model",
     "_save_optimizer_and_scheduler",
@@ -185,6 +195,15 @@ def check_overrides(trainer: Any, *, pipeline_parallel_size: int) -> None:
                 f"{pipeline_parallel_size}, whose stages do this themselves: remove it, or set "
                 "pipeline_parallel_size=1"
             )
+    if trainer.is_distributed_loading_by_transformers:
+        for name in OF_SHARDED_CHECKPOINTS:
+            ignored = users_method_behind(trainer, name)
+            if ignored is not None:
+                raise NotImplementedError(
+                    f"{ignored} would not be called for a model that DistributedConfig has "
+                    "sharded, whose checkpoints hf_flexseq writes and reads: remove it, or "
+                    "override the method in a subclass of FlexSeqTrainer or FlexSeqMixin"
+                )
 
 
 def remarks(trainer: Any) -> Iterator[str]:

@@ -18,8 +18,8 @@
 * `_reject_skip_prepare_without_labels`: a check of SFTTrainer sees the wrapped collator.
 * `log`, `_maybe_log_save_evaluate`, `_finalize_training`: figures of the steps, and the loss of
   all ranks.
-* Everything that handles the whole model: a rank may have one pipeline stage of it
-  (`pipeline/overrides.py`).
+* Everything that handles the whole model: a rank may have one pipeline stage of it, or a share of
+  its tensors (`part_of_model.py`).
 
 The loss of a step (`step_loss.py`) is computed in one pass over the micro-batches (`one_pass.py`),
 or on the source ranks, on the trainer's own batches (`source_rank.py`). Data order, gradient
@@ -50,13 +50,14 @@ from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.hf.one_pass import LossInOnePass
 from hf_flexseq.hf.overrides import OF_PART_OF_MODEL
-from hf_flexseq.hf.pipeline.constructor import with_own_stage
+from hf_flexseq.hf.part_of_model import PartOfModelMixin
+from hf_flexseq.hf.pipeline.constructor import arguments_by_name, with_own_stage
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
-from hf_flexseq.hf.pipeline.overrides import PartOfModelMixin
 from hf_flexseq.hf.refusals.predictions import check_predictions, wants_predictions
 from hf_flexseq.hf.refusals.trainer import check_loss_of_model, check_trainer
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
+from hf_flexseq.hf.sharded_at_load import accepted_by_trainer
 from hf_flexseq.hf.source_rank import LossOnSourceRank
 from hf_flexseq.hf.step_loss import StepLoss
 from hf_flexseq.hf.trainer_log import TrainerLog
@@ -111,7 +112,9 @@ class FlexSeqMixin(PartOfModelMixin):
         self, *given: Any, flexseq_args: FlexSeqArguments | None = None, **named: Any
     ) -> None:
         given, named = with_own_stage(type(self), FlexSeqMixin, flexseq_args, given, named)
-        super().__init__(*given, **named)
+        arguments = arguments_by_name(type(self), FlexSeqMixin, given, named)
+        with accepted_by_trainer(self, arguments):
+            super().__init__(*given, **named)
         self._setup_flexseq(flexseq_args)
 
     def _setup_flexseq(self, flexseq_args: FlexSeqArguments | None) -> None:

@@ -67,7 +67,20 @@ def users_method(trainer: Any, name: str) -> str | None:
     own = vars(trainer).get(name)
     if own is not None and not is_known(own):
         return f"{name} of this {type(trainer).__name__}"
-    for cls in type(trainer).__mro__:
+    return _in_classes(type(trainer).__mro__, name)
+
+
+def users_method_behind(trainer: Any, name: str) -> str | None:
+    """Return where the user has overridden a method in a class behind those of hf_flexseq, which
+    call it only by `super()`, or None."""
+    classes = type(trainer).__mro__
+    ours = [index for index, cls in enumerate(classes) if package(cls) == "hf_flexseq"]
+    return _in_classes(classes[max(ours, default=-1) + 1 :], name)
+
+
+def _in_classes(classes: Iterable[type], name: str) -> str | None:
+    """Return in which of some classes the user has defined a method."""
+    for cls in classes:
         if name in vars(cls) and not is_known(_function(vars(cls)[name])):
             return f"{cls.__name__}.{name}"
     return None

@@ -101,7 +101,7 @@ AVERAGE = "self._tr_loss / (1 + self.state.global_step - self._globalstep_last_l
         (Trainer._track_num_input_tokens, ["numel"]),
         (Trainer._track_num_input_tokens, ['inputs["attention_mask"].sum()']),
         (Trainer.set_initial_training_values, ["len("]),
-        # pipeline/optimizer.py reads optimizer.pt of a run without stages by these numbers
+        # checkpoints/optimizer.py reads optimizer.pt of an ordinary run by these numbers
         (Trainer.create_optimizer, ["in decay_parameters", "not in decay_parameters"]),
         # hf/saving.py hangs the manifest on the last file of a checkpoint, before the rotation
         (
@@ -124,6 +124,13 @@ AVERAGE = "self._tr_loss / (1 + self.state.global_step - self._globalstep_last_l
         ),
         (AllToAllEP.__call__, ["_dispatch_tokens(", "experts_forward(", "_combine_tokens("]),
         (AllToAllEP._combine_tokens, ["all_to_all_single_autograd("]),
+        # hf/sharded_at_load.py sets the one, hf/part_of_model.py replaces the other
+        (Trainer.__init__, ["not args.save_only_model", "callback_handler.on_init_end("]),
+        (Trainer._save_checkpoint, ["if not self.args.save_only_model:", "_save_optimizer_and"]),
+        # hf/weights.py reads in another way than this, and into a model on the same meshes
+        (Trainer._load_from_checkpoint, ["load_state_dict(state_dict, False)"]),
+        (PreTrainedModel.from_pretrained, ["cls.prepare_distribute_model("]),
+        (PreTrainedModel.maybe_distribute_model, ["model._mesh_manager = mesh_manager"]),
         (PreTrainedModel.from_pretrained, ["key_mapping"]),
         (ForCausalLMLoss, ["float"]),  # logits are cast to float32
         # past its decorators

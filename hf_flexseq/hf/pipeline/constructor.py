@@ -21,8 +21,7 @@ def with_own_stage(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional and named arguments of the constructor after `mixin` in `cls`, with this
     rank's stage instead of a model's name if it runs in stages."""
-    names = _positional_names(cls, after=mixin)
-    arguments = dict(zip(names, given, strict=False)) | named
+    arguments = arguments_by_name(cls, mixin, given, named)
     model = arguments.get("model")
     if not isinstance(model, str):
         return given, named
@@ -32,9 +31,17 @@ def with_own_stage(
         stage = load_own_stage(model, training, options)
         if "model" in named:
             return given, named | {"model": stage}
-        index = names.index("model")
+        index = _positional_names(cls, after=mixin).index("model")
         return (*given[:index], stage, *given[index + 1 :]), named
     return given, named
+
+
+def arguments_by_name(
+    cls: type, mixin: type, given: tuple[Any, ...], named: dict[str, Any]
+) -> dict[str, Any]:
+    """Return all arguments of the constructor after `mixin` in `cls`, by name."""
+    names = _positional_names(cls, after=mixin)
+    return dict(zip(names, given, strict=False)) | named
 
 
 def load_own_stage(name: str, training: Any, args: FlexSeqArguments) -> PreTrainedModel:

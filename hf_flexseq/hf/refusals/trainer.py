@@ -126,6 +126,15 @@ def _smoothing_of_figures(trainer: Any) -> str | None:
     return f"label_smoothing_factor={factor} of {type(trainer).__name__}"
 
 
+def _saved_apart(trainer: Any) -> str | None:
+    """Find machines that would each save their own part of one optimizer's state."""
+    args = trainer.args
+    saves_all = args.save_strategy != "no" and not args.save_only_model
+    if trainer.is_distributed_loading_by_transformers and args.save_on_each_node and saves_all:
+        return "save_on_each_node=True with a model that DistributedConfig has sharded"
+    return None
+
+
 def _steps_in_backward(trainer: Any) -> str | None:
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     is_refused = optim in ("lomo", "adalomo") or optim.endswith("layerwise")
@@ -300,6 +309,14 @@ TRAINER: tuple[Refusal[Any], ...] = (
         found=_smoothing_of_figures,
         why="it would smooth by the logits of all tokens, and its head returns none",
         instead="use FlexSeqTrainer, or set it to 0",
+    ),
+    Refusal(
+        setting="save_on_each_node=True with a model that DistributedConfig has sharded",
+        found=_saved_apart,
+        why="all ranks write the optimizer's state into one folder",
+        instead="leave it out, with an output_dir that all machines share, or set "
+        "save_only_model=True",
+        error=ValueError,
     ),
     Refusal(
         setting="torch_compile=True",

@@ -1,7 +1,14 @@
-"""What the Trainer does with "the model" as a whole, on a rank that may have one stage of it.
+"""What the Trainer does with "the model" as a whole, on a rank that may have a part of it.
 
-`PartOfModelMixin` is the part of `FlexSeqMixin` for pipelines: the executor's hooks do it
-(`hooks.py`), where it has any, instead of the Trainer's own methods.
+`PartOfModelMixin` is the part of `FlexSeqMixin` that does something else instead of the Trainer's
+own methods:
+
+* A rank with one pipeline stage: the executor's hooks (`pipeline/hooks.py`) wrap, clip, save and
+  load.
+* A model that `DistributedConfig` has sharded: weights are read by `weights.py`, and the state of
+  the optimizer is written and read by names (`sharded_at_load.py`). Its weights are saved by the
+  Trainer.
+* A model whose weights transformers converts: they are read by `weights.py`.
 """
 
 import logging
@@ -10,9 +17,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hf_flexseq.checkpoints.optimizer import is_named, load_optimizer
+from hf_flexseq.checkpoints.sharded import save_sharded_optimizer
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
 from hf_flexseq.hf.resume import warn_without_optimizer
+from hf_flexseq.hf.sharded_at_load import check_adapter, load_trainers_optimizer
+from hf_flexseq.hf.weights import is_read_by_transformers, load_weights
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer  # to a type checker the mixin is a Trainer
@@ -64,31 +74,54 @@ class PartOfModelMixin(_Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, *args: Any, **kwargs: Any
     ) -> None:
-        if self._hooks is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
-        else:
+        if self._hooks is not None:
             self._hooks.load(resume_from_checkpoint)
+        elif is_read_by_transformers(self):
+            load_weights(self.model, resume_from_checkpoint, self.flexseq.communicator)
+        else:
+            check_adapter(self, resume_from_checkpoint)
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_best_model(self) -> None:
-        if self._hooks is None:
-            super()._load_best_model()
+        best = self.state.best_model_checkpoint
+        if self._hooks is not None:
+            logger.info("loading the best model from %s", best)
+            self._hooks.load(best)
+        elif is_read_by_transformers(self):
+            load_weights(self.model, best, self.flexseq.communicator)
         else:
-            logger.info("loading the best model from %s", self.state.best_model_checkpoint)
-            self._hooks.load(self.state.best_model_checkpoint)
+            super()._load_best_model()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._hooks is None:
-            super()._save_optimizer_and_scheduler(output_dir)
-        else:
+        if self._hooks is not None:
             self._hooks.save_optimizer(self, output_dir)
+        elif self.is_distributed_loading_by_transformers:
+            save_sharded_optimizer(
+                self.model,
+                self.optimizer.optimizer,
+                self.lr_scheduler,
+                output_dir,
+                self.flexseq.communicator,
+            )
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Read also, for a whole model, the state that a pipeline has written."""
+        """Read the state in either form: by names, or as the Trainer's."""
+        communicator = self.flexseq.communicator
         if checkpoint is not None and not self.is_deepspeed_enabled:
-            warn_without_optimizer(checkpoint, self.flexseq.communicator)
+            warn_without_optimizer(checkpoint, communicator)
         if self._hooks is not None:
             self._hooks.load_optimizer(self, checkpoint)
         elif checkpoint is not None and is_named(checkpoint):
-            load_optimizer(self.model, self.optimizer.optimizer, self.lr_scheduler, checkpoint)
+            load_optimizer(
+                self.model,
+                self.optimizer.optimizer,
+                self.lr_scheduler,
+                checkpoint,
+                gather=communicator.cpu_group.gather_values,
+            )
+        elif checkpoint is not None and self.is_distributed_loading_by_transformers:
+            load_trainers_optimizer(self, checkpoint, communicator)
         else:
             super()._load_optimizer_and_scheduler(checkpoint)

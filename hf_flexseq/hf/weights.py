@@ -1,0 +1,211 @@
+"""Weights of a checkpoint, read into a model as transformers reads them.
+
+The Trainer puts the tensors of a file into the model by their names. That fails in two cases:
+
+* transformers converts the model's weights: those of a mixture of experts lie in a file expert by
+  expert, and in the model as one tensor. The Trainer finds no tensor of that name, warns, and goes
+  on with the experts that the model had.
+* Ranks share the model's tensors (`DistributedConfig`).
+
+So the weights are read by `from_pretrained` into a second model, sharded as the first one: a rank
+reads only its own rows. They are copied, and the second model is freed. It needs as much memory as
+the model's weights, before the optimizer has any when a run resumes. For the few families whose
+rows transformers would mix up (`model/sharded_load.py`) the second model is whole, on each rank's
+host.
+
+Rejected: transformers' own function that loads into a model, which replaces the parameters that
+FSDP2 and the optimizer refer to.
+"""
+
+import copy
+import functools
+import gc
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, Trainer
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from hf_flexseq.base.values import listed
+from hf_flexseq.checkpoints.shards import read_own
+from hf_flexseq.checkpoints.weight_files import files_by_tensor
+from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.model.facts import expert_counts, unsharded_class
+from hf_flexseq.hf.model.sharded_load import misplaced_parts
+from hf_flexseq.steps.users_code import users_method_behind
+
+logger = logging.getLogger(__name__)
+
+_READING = ("_load_from_checkpoint", "_load_best_model")
+
+
+def is_read_by_transformers(trainer: Trainer) -> bool:
+    """Tell if the weights of a trainer's checkpoints must be read as `from_pretrained` reads them.
+
+    False where the Trainer reads them otherwise: adapters, accelerate's FSDP, DeepSpeed.
+    """
+    model = trainer.model
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        return False
+    if not isinstance(model, PreTrainedModel) or getattr(model, "_hf_peft_config_loaded", False):
+        return False
+    if trainer.is_distributed_loading_by_transformers:
+        return True
+    if any(users_method_behind(trainer, name) for name in _READING):
+        return False  # the user's own way is called
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def load_weights(model: PreTrainedModel, folder: str, communicator: Communicator) -> None:
+    """Read the weights of a checkpoint into the model. Collective over the world.
+
+    Raises ValueError, on all ranks, when they are not the weights of this model.
+    """
+    gather = communicator.cpu_group.gather_values
+    path = Path(folder)
+    logger.info("loading the weights of %s", folder)
+    with Attempt() as looking:
+        _check_kind(model, path)
+        _check_shapes(model, path)
+    looking.raise_together(gather, f"looking at the weights in {folder}")
+    with Attempt() as loading:
+        _copy(_read(model, path), model, path)
+    gc.collect()  # FSDP2's hooks refer to their modules, which would keep the second model
+    loading.raise_together(gather, f"loading the weights in {folder}")
+
+
+def _check_kind(model: PreTrainedModel, path: Path) -> None:
+    """Raise ValueError for a checkpoint of adapters, or with another number of experts."""
+    if (path / "adapter_config.json").exists():
+        raise ValueError(f"{path} holds an adapter, but this run trains the whole model")
+    if not (path / "config.json").is_file():
+        return
+    config = type(model.config).from_json_file(path / "config.json")
+    found, _ = expert_counts(config.get_text_config())
+    expected, _ = expert_counts(model.config.get_text_config())
+    if found != expected:
+        raise ValueError(f"{path} holds {found} experts in a layer, but this run has {expected}")
+
+
+def _check_shapes(model: PreTrainedModel, path: Path) -> None:
+    """Raise ValueError for a tensor of another shape than the model's of the same name."""
+    own = model.state_dict()
+    for name, stored in _stored(path, own):
+        found = stored.get_shape()
+        expected = list(own[name].shape)
+        if found != expected:
+            raise ValueError(f"{path} holds {name} as {found}, but this run has {expected}")
+
+
+def _stored(path: Path, names: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, slice of a safetensors file) of each tensor with one of some names, file by
+    file."""
+    files = {name: file for name, file in files_by_tensor(path).items() if name in names}
+    for file in sorted(set(files.values())):
+        with safe_open(path / file, framework="pt") as opened:
+            for name, its_file in files.items():
+                if its_file == file:
+                    yield name, opened.get_slice(name)
+
+
+def _read(model: PreTrainedModel, path: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return a second model with the weights of a checkpoint, and what transformers says about
+    them. It is sharded as `model` is, unless transformers would mix up rows of it."""
+    is_sharded = model.is_distributed_loading_by_transformers
+    second, found = _second_model(model, path, is_sharded=is_sharded)
+    if is_sharded and misplaced_parts(second) is not None:
+        del second
+        second, found = _second_model(model, path, is_sharded=False)
+    return second, found
+
+
+def _second_model(
+    model: PreTrainedModel, path: Path, *, is_sharded: bool
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return a second model, and what transformers says about its weights. A sharded one lies on
+    the meshes of `model`: no process group is made."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"  # it computes nothing
+    kind = unsharded_class(model)
+    options: dict[str, Any] = {}
+    if is_sharded:
+        options["distributed_config"] = config.distributed_config
+        members = {
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "prepare_distribute_model": classmethod(_same_meshes(model)),
+        }
+        kind = type(kind.__name__, (kind,), members)
+    try:
+        return kind.from_pretrained(
+            path,
+            config=config,
+            dtype=_dtype(model),
+            use_safetensors=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # they are reported
+            output_loading_info=True,
+            **options,
+        )
+    except RuntimeError as error:
+        # by the conversion of weights, in several lines
+        first = str(error).splitlines()[0]
+        raise ValueError(f"{path} does not hold the weights of this model: {first}") from error
+
+
+def _same_meshes(model: PreTrainedModel) -> Any:
+    """Return a method that gives the meshes of `model` to another model."""
+
+    def prepare_distribute_model(
+        cls: type, distributed_config: Any, device_map: Any = None
+    ) -> tuple[Any, torch.device, Any]:
+        meshes = model._mesh_manager
+        kind = meshes.get_mesh("fsdp").device_type
+        device = torch.device(kind)
+        if kind != "cpu":
+            device = torch.device(kind, torch.accelerator.current_device_index())
+        return distributed_config, device, meshes
+
+    return prepare_distribute_model
+
+
+def _dtype(model: PreTrainedModel) -> torch.dtype:
+    """Return a dtype that holds the values of all parameters of the model."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def _copy(
+    source: tuple[PreTrainedModel, dict[str, Any]], model: PreTrainedModel, path: Path
+) -> None:
+    """Copy a second model's weights into `model`, and from the checkpoint what the user has added
+    to it. source: as `_read` returns it. Raises ValueError if some do not fit."""
+    second, found = source
+    own = model.state_dict()
+    read = second.state_dict()
+    added = own.keys() - read.keys()
+    in_files = set(files_by_tensor(path)) if added else set()
+    missing = set(found["missing_keys"]) | (added - in_files)
+    if missing:
+        raise ValueError(f"{path} has no {listed(sorted(missing))}, which this model has")
+    unexpected = set(found["unexpected_keys"]) - added
+    if unexpected:
+        names = listed(sorted(unexpected))
+        raise ValueError(f"{path} has {names}, which this model does not have")
+    if found["mismatched_keys"]:
+        names = listed(sorted(key[0] for key in found["mismatched_keys"]))
+        raise ValueError(f"{path} holds {names} in other shapes than this model has")
+    with torch.no_grad():
+        for name in own.keys() & read.keys():
+            if isinstance(read[name], DTensor):
+                own[name].to_local().copy_(read[name].to_local())  # in the same places
+            else:
+                read_own(read[name], own[name])
+        for name, stored in _stored(path, added):
+            read_own(stored, own[name])
