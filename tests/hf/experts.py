@@ -1,8 +1,11 @@
 """Tiny mixtures of experts that transformers spreads over ranks, and how far their steps are from
 those of one process. `scripts/benchmarks/experts.py` uses this, too."""
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import contextlib
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,16 +13,23 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
+from peft import LoraConfig
 from torch import nn
+from transformers import AutoModelForCausalLM, Trainer
 from transformers.distributed import DistributedConfig
+from trl import SFTTrainer
 
 from hf_flexseq.cost.sharding import PLAIN, FsdpPolicy
 from hf_flexseq.plan import Plan
 from tests.hf.hybrids import HYBRIDS, make_hybrid
+from tests.hf.objectives import Case, make_trainer
 from tests.hf.test_exactness import LENGTHS, own_batches, whole
 from tests.hf.test_fsdp_policies import figures_for
+from tests.hf.test_mixin import sft_trainer
 from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.test_router import COEFFICIENT, router_loss_of
+from tests.hf.test_trainer import dataset
 from tests.hf.tiny import (
     RandomPlanEngine,
     any_choice,
@@ -29,6 +39,7 @@ from tests.hf.tiny import (
     relative_errors,
     taken_gradients,
 )
+from tests.hf.trainers import Run, trained, trainer_of
 
 # Eight experts of each family, by the names of its configuration.
 EXPERTS: dict[str, dict[str, int]] = {
@@ -60,18 +71,18 @@ def make(family: str, **others: Any) -> Any:
     return maker(family, **{**EXPERTS.get(family, {}), **others})
 
 
-def with_router_loss(family: str) -> dict[str, Any]:
-    """Options by which a family adds a router loss to its own."""
-    return {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
-
-
-def save(family: str, folder: Path, **others: Any) -> Path:
-    """Save the model of `make`; return where. transformers puts some rows of Kimi Linear into
-    another order when it shards a checkpoint in its published form."""
-    path = folder / "-".join((family, *others))
+def save(family: str, folder: Path) -> Path:
+    """Save the model of `make`, unless it is there; return where."""
+    path = folder / family
     if not path.exists():
-        make(family, **others).save_pretrained(path, save_original_format=family != "KimiLinear")
+        save_model(make(family), path)
     return path
+
+
+def save_model(model: Any, path: Path) -> None:
+    """Save a model. transformers mixes up rows of Kimi Linear when it shards a checkpoint in its
+    published form, so that those of this one are not divided."""
+    model.save_pretrained(path, save_original_format="KimiLinear" not in type(model).__name__)
 
 
 def spread(
@@ -103,38 +114,75 @@ def has_all_degrees(world_size: int, plan: Plan) -> bool:
     return idle and {1, 2, world_size} <= degrees
 
 
-def reference(model: Any, examples: Any, *, router_loss: bool) -> tuple[float, Any]:
-    """Loss and gradients of one process that has the step as one batch."""
-    if not router_loss:
-        return reference_gradients(model, examples, "eager")
-    model.set_attn_implementation("eager")
-    loss = reference_loss(model, examples) + COEFFICIENT * router_loss_of(model, examples)
-    loss.backward()
-    return float(loss.detach()), taken_gradients(model)
+@dataclass(frozen=True, kw_only=True)
+class OneProcess:
+    """What one process makes of documents of LENGTHS as one batch, in float64."""
+
+    path: Path
+    """Where its model is."""
+    kind: type[Any]
+    """Class of the model."""
+    is_training: bool
+    """True if the model was in training mode."""
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def one_process(model: Any, path: Path, *, router_loss: bool = False) -> OneProcess:
+    """Save `model`, a copy of which can be spread over ranks; return loss and gradients. Call it
+    inside `in_float64`."""
+    save_model(model, path)
+    examples = documents(LENGTHS)
+    if router_loss:
+        model.set_attn_implementation("eager")
+        loss = reference_loss(model, examples) + COEFFICIENT * router_loss_of(model, examples)
+        loss.backward()
+        found, gradients = float(loss.detach()), taken_gradients(model)
+    else:
+        found, gradients = reference_gradients(model, examples, "eager")
+    return OneProcess(
+        path=path,
+        kind=type(model),
+        is_training=model.training,
+        loss=found,
+        gradients=gradients,
+    )
+
+
+def one_process_of(family: str, folder: Path, *, router_loss: bool = False) -> OneProcess:
+    """Return `one_process` of the model of a family, with or without a router loss."""
+    path = folder / f"{family}, router loss: {router_loss}"
+    options = {}
+    if router_loss:
+        options = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
+    with in_float64():
+        return one_process(make(family, **options), path, router_loss=router_loss)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Let parts of transformers' models that compute in float32 stay in float64 inside the
+    block."""
+    with pytest.MonkeyPatch.context() as patch:
+        keep_float64(patch)
+        yield
 
 
 def errors_of_steps(
     rank: int,
     world_size: int,
-    folder: Path,
-    family: str,
+    wanted: OneProcess,
     config: Mapping[str, int],
     *,
     checkpointing: bool = False,
-    router_loss: bool = False,
     choices: bool = False,
     steps: int = 2,
 ) -> dict[str, float]:
     """The largest relative errors of the loss and of the gradients of experts and of all others,
     over some steps in float64. Each has groups of all degrees and a rank without tokens, and every
     second one gathers and reduces once. choices: each micro-batch has one for its activations."""
-    with ExitStack() as patches:
-        keep_float64(patches.enter_context(pytest.MonkeyPatch.context()))
-        options = with_router_loss(family) if router_loss else {}
-        examples = documents(LENGTHS)
-        whole_model = make(family, **options)
-        wanted_loss, wanted = reference(whole_model, examples, router_loss=router_loss)
-        model = spread(save_once(rank, family, folder, options), type(whole_model), config)
+    with in_float64():
+        model = spread(wanted.path, wanted.kind, config).train(wanted.is_training)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         layers = model.config.get_text_config().num_hidden_layers
@@ -143,30 +191,58 @@ def errors_of_steps(
             seed=world_size,
             accepts=partial(has_all_degrees, world_size),
             choose=partial(any_choice, layers) if choices else lambda rng: None,
-            cost_model="estimate",  # which knows activations
+            # An estimate knows activations, which takes some seconds.
+            **({"cost_model": "estimate"} if choices else {}),
         )
         engine.attach(model)
         worst = {"loss": 0.0, "experts": 0.0, "others": 0.0}
         for number in range(steps):
             engine.executor.fsdp.figures = figures_for(POLICIES[number % len(POLICIES)])
-            for step in engine.steps(own_batches(examples, rank, world_size), 2):
+            own = own_batches(documents(LENGTHS), rank, world_size)
+            for step in engine.steps(own, 2):
                 loss = step.backward(model)
             torch.distributed.all_reduce(loss)
-            errors = relative_errors(whole_gradients(model), wanted)
+            errors = relative_errors(whole_gradients(model), wanted.gradients)
             for name, error in errors.items():
                 part = "experts" if ".experts." in name else "others"
                 worst[part] = max(worst[part], error)
-            worst["loss"] = max(worst["loss"], abs(float(loss) / world_size / wanted_loss - 1))
+            worst["loss"] = max(worst["loss"], abs(float(loss) / world_size / wanted.loss - 1))
         engine.detach()
         return worst
 
 
-def save_once(rank: int, family: str, folder: Path, options: Mapping[str, Any]) -> Path:
-    """Save a model on rank 0; return where. Collective over the world."""
-    if rank == 0:
-        save(family, folder, **options)
-    torch.distributed.barrier()
-    return save(family, folder, **options)
+def errors_of_kernel(
+    rank: int,
+    world_size: int,
+    wanted: OneProcess,
+    config: Mapping[str, int],
+    implementation: str,
+    dtype: torch.dtype,
+) -> dict[str, float]:
+    """The largest relative errors of loss and gradients with an implementation of experts in
+    `dtype`: of a step with groups of all degrees, and of one process. Collective over the
+    world."""
+    options = {"experts_implementation": implementation}
+    examples = documents(LENGTHS)
+    alone = wanted.kind.from_pretrained(wanted.path, dtype=dtype, **options).train()
+    loss, gradients = reference_gradients(alone, examples, "eager")
+    errors = relative_errors(gradients, wanted.gradients)
+    of_one = max(abs(loss / wanted.loss - 1), *errors.values())
+
+    model = spread(wanted.path, wanted.kind, config, dtype, **options)
+    accepts = partial(has_all_degrees, world_size)
+    engine = RandomPlanEngine(Accelerator(cpu=True), seed=world_size, accepts=accepts)
+    engine.attach(model)
+    for step in engine.steps(own_batches(examples, rank, world_size), 2):
+        total = step.backward(model)
+    torch.distributed.all_reduce(total)
+    engine.detach()
+    errors = relative_errors(whole_gradients(model), wanted.gradients)
+    return {
+        "one process": of_one,
+        "loss": abs(float(total) / world_size / wanted.loss - 1),
+        "gradients": max(errors.values()),
+    }
 
 
 def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -174,3 +250,82 @@ def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     world."""
     found = {name: whole(gradient) for name, gradient in taken_gradients(model).items()}
     return {name: gradient.double() for name, gradient in found.items()}
+
+
+# ---- trainers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A trainer of ten steps in float32 on a mixture of experts."""
+
+    kind: str
+    """"plain", the Trainer of transformers, or TRL's: "sft", "dpo", "grpo"."""
+    family: str = "Qwen3Moe"
+    adapter: bool = False
+    """True to train LoRA on attention alone; SFT's."""
+    steps: int = 10
+    batch: int = 4
+    """Examples of a step, of all ranks together; GRPO has two prompts for each rank."""
+
+    @property
+    def is_drawn_by_ranks(self) -> bool:
+        """True if the plain trainer has to run on as many ranks, which draw completions."""
+        return self.kind == "grpo"
+
+
+def train(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    training: Training,
+    config: Mapping[str, int] | None,
+) -> Run:
+    """Train on this rank the model that `save` has saved. config: of `DistributedConfig`; None for
+    the plain trainer, with a whole model. An adapter is all that is returned where one is trained.
+    Collective over the world."""
+    path = save(training.family, folder)
+    kind = AutoModelForCausalLM
+    models = []
+    for _ in range(2 if training.kind == "dpo" else 1):
+        models.append(spread(path, kind, config or {}, torch.float32))
+    torch.manual_seed(5)
+    trainer = _trainer(training, config is not None, folder, world_size, *models)
+    trained_names = {n for n, p in trainer.model.named_parameters() if p.requires_grad}
+    with contextlib.redirect_stdout(io.StringIO()):  # what trainers print at each step
+        run = trained(trainer, evaluates=training.kind in ("plain", "sft"))
+    start, weights = (
+        {name: value for name, value in values.items() if name in trained_names}
+        for values in (run.start, run.weights)
+    )
+    return replace(run, start=start, weights=weights)
+
+
+def _trainer(
+    training: Training, is_ours: bool, folder: Path, world_size: int, model: Any, *reference: Any
+) -> Any:
+    batch = training.batch // world_size
+    if training.kind in ("dpo", "grpo"):
+        settings = {"learning_rate": 0.1}
+        if training.kind == "grpo":
+            batch = 2
+            settings["router_aux_loss_coef"] = 0.0  # a mean over batches, which ours is not
+        case = Case(kind=training.kind, steps=training.steps, batch=batch, settings=settings)
+        others = {"ref_model": reference[0].eval()} if reference else {}
+        return make_trainer(case, is_ours, folder, model=model, **others)
+    data = {"train_dataset": dataset(72), "eval_dataset": dataset(8)}
+    given: dict[str, Any] = {
+        "model": model,
+        "flexseq": {} if is_ours else None,
+        "batch": batch,
+        "max_steps": training.steps,
+        "learning_rate": 0.1,
+        # one batch in one process, which has a mean over the tokens of all
+        "per_device_eval_batch_size": 8 // world_size,
+    }
+    if training.kind == "plain":
+        return trainer_of(Trainer, folder, **given, **data)
+    if training.adapter:
+        given["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    data = {name: Dataset.from_list(rows) for name, rows in data.items()}
+    return sft_trainer(SFTTrainer, folder, **given, **data)

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
@@ -14,7 +15,18 @@ from hf_flexseq.hf.model import experts
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.experts import ExpertRanks, expert_ranks, right_gradients
 from hf_flexseq.hf.sharding import parameter_groups
-from tests.hf.experts import LAYOUTS, errors_of_steps, make, save, spread
+from tests.hf.experts import (
+    LAYOUTS,
+    Training,
+    errors_of_steps,
+    make,
+    one_process_of,
+    save,
+    spread,
+    train,
+)
+from tests.hf.objectives import assert_alike
+from tests.hf.trainers import difference
 from tests.ranks import run_cases, run_ranks
 
 pytestmark = pytest.mark.processes
@@ -44,28 +56,57 @@ def test_a_model_tells_how_its_experts_lie_over_the_ranks(tmp_path):
 # ---- exactness
 
 
-def errors(rank, world_size, folder, layout, family, options):
-    return errors_of_steps(rank, world_size, folder, family, LAYOUTS[layout][1], **options)
+def errors(rank, world_size, wanted, layout, options):
+    return errors_of_steps(rank, world_size, wanted, LAYOUTS[layout][1], **options)
 
 
-# By number of ranks: layout, family, options of `errors_of_steps`.
+# By number of ranks: layout, family, whether it has a router loss, options of `errors_of_steps`.
 RUNS = {
     2: [
-        ("2 ranks", "GptOss", {"router_loss": True, "choices": True}),
+        ("2 ranks", "GptOss", True, {"checkpointing": True}),
+        ("2 ranks", "Mixtral", False, {"choices": True}),
     ],
     4: [
-        ("4 ranks in 2 groups", "Qwen3Moe", {"checkpointing": True, "router_loss": True}),
-        ("2 replicas", "DeepseekV3", {}),
+        ("4 ranks in 2 groups", "Qwen3Moe", True, {"checkpointing": True}),
+        ("2 replicas", "DeepseekV3", False, {"steps": 1}),
     ],
 }
 
 
 @pytest.mark.parametrize("world_size", RUNS)
 def test_float64_gradients_equal_one_process(tmp_path, world_size):
-    cases = [(tmp_path, *case) for case in RUNS[world_size]]
-    for case, by_rank in zip(cases, run_cases(errors, world_size, cases), strict=True):
+    cases = []
+    for layout, family, router_loss, options in RUNS[world_size]:
+        wanted = one_process_of(family, tmp_path, router_loss=router_loss)
+        cases.append((wanted, layout, options))
+    for (_, *case), by_rank in zip(cases, run_cases(errors, world_size, cases), strict=True):
         for found in by_rank:
             assert max(found.values()) < 1e-10, case
+
+
+# ---- trainers
+
+# SFT has a router loss, and evaluates; GRPO generates.
+TRAININGS = (
+    Training(kind="sft", steps=2),
+    Training(kind="sft", steps=1, adapter=True),
+    Training(kind="grpo", steps=1),
+)
+
+
+def test_trainers_equal_the_plain_ones(tmp_path):
+    """In one process where it can be: ranks draw different completions."""
+    save("Qwen3Moe", tmp_path)
+    ours = run_cases(train, 2, [(tmp_path, one, TWO) for one in TRAININGS], seconds=120)
+    by_ranks = [one for one in TRAININGS if one.is_drawn_by_ranks]
+    alone = [one for one in TRAININGS if not one.is_drawn_by_ranks]
+    plain = run_cases(train, 1, [(tmp_path, one, None) for one in alone])
+    plain += run_cases(train, 2, [(tmp_path, one, None) for one in by_ranks])
+    for training, wanted, found in zip([*alone, *by_ranks], plain, ours, strict=True):
+        for run in found:
+            apart = difference(wanted[0], run)
+            assert_alike(apart, weights=2e-6)
+            assert apart.figures > 15, training
 
 
 # ---- torch's division of gradients
@@ -120,9 +161,9 @@ def test_gradients_are_corrected_where_torch_divides_them_twice(tmp_path):
         assert by_rank == [(inside, once)] * 2, case
 
 
-def float16_gradients(rank, world_size, path):
-    """Gradients of one expert matrix in float16, of stock code and inside `right_gradients`, over
-    those in float32."""
+def float16_norms(rank, world_size, path):
+    """Norms of the gradient of one expert matrix in float16, of stock code and inside
+    `right_gradients`, over that in float32."""
     ids = torch.arange(2, 40).unsqueeze(0) + rank
     norms = []
     for dtype, corrected in (
@@ -140,7 +181,7 @@ def float16_gradients(rank, world_size, path):
 
 def test_float16_gradients_are_not_half_as_long(tmp_path):
     path = save("Qwen3Moe", tmp_path)
-    for stock, corrected in run_ranks(float16_gradients, 2, path):
+    for stock, corrected in run_ranks(float16_norms, 2, path):
         assert stock == pytest.approx(0.5, rel=0.02)
         assert corrected == pytest.approx(1.0, rel=0.02)
 
@@ -149,9 +190,15 @@ def test_float16_gradients_are_not_half_as_long(tmp_path):
 
 
 def refusal(rank, world_size, path, config):
-    """The line by which a model is refused when it is loaded or checked."""
+    """The line by which a model is refused when it is loaded or checked. config: of
+    `DistributedConfig`, and the parameters that are adapted."""
+    adapted = config.get("adapted")
+    config = {name: value for name, value in config.items() if name != "adapted"}
     try:
-        check_model(spread(path, AutoModelForCausalLM, config))
+        model = spread(path, AutoModelForCausalLM, config)
+        if adapted:
+            get_peft_model(model, LoraConfig(r=2, target_parameters=adapted))
+        check_model(model)
     except (NotImplementedError, ValueError) as error:
         return str(error)
     return None
@@ -167,6 +214,10 @@ def test_what_is_not_exact_is_refused_in_one_line(tmp_path):
         r"ep_size=2: its ep_plan \(.*experts: grouped_gemm.*\) has no ep_dispatch_experts": (
             paths["Qwen3Moe"],
             TWO | another_plan,
+        ),
+        "ep_size=2 with an adapter on model.layers.0.mlp.experts.gate_up_proj: ": (
+            paths["Qwen3Moe"],
+            TWO | {"adapted": ["mlp.experts.gate_up_proj"]},
         ),
         # by transformers, at load
         "AllReduceEP needs .* the same batch": (

@@ -32,6 +32,7 @@ from hf_flexseq.hf.model.facts import distributed_config, expert_counts
 
 _EXPERT_GROUP = "ep"  # transformers' names of dimensions of meshes
 _SAME_EXPERTS = "efsdp"
+_ADAPTED = "base_layer."  # PEFT's name for what an adapter is around
 _TRIED_FACTOR = 4.0
 
 _divides_twice: dict[tuple[str, torch.dtype], bool] = {}  # trials by type of device and dtype
@@ -80,7 +81,18 @@ def unsuitable_experts(model: nn.Module) -> str | None:
     """Return why `model`, as transformers has spread it over ranks, would not be exact; None if it
     would be."""
     config = distributed_config(model)
-    if config is None or config.ep_size == 1 or expert_ranks(model) is not None:
+    if config is None or config.ep_size == 1:
+        return None
+    names = [name for name, _ in _spread_parameters(model)]
+    adapted = [name for name in names if _ADAPTED in name]
+    if adapted:
+        name = adapted[0].replace(_ADAPTED, "")
+        return (
+            f"ep_size={config.ep_size} with an adapter on {name}: PEFT adds the adapter "
+            "of all experts to a rank's share of them; leave experts out of "
+            "target_parameters and 'all-linear' out of target_modules, or set ep_size=1"
+        )
+    if names:
         return None
     rules = [f"{name}: {style}" for name, style in model.ep_plan.items()]
     return (

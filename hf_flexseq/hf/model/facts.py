@@ -218,7 +218,7 @@ def _head_shapes(
 
 def expert_counts(config: PreTrainedConfig) -> tuple[int, int]:
     """Return the experts of a layer, and those that work on a token; (0, 0) without experts."""
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+    for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         experts = getattr(config, name, None)
         if experts:
             break
