@@ -3,9 +3,8 @@
     flexseq_optimizer/   safetensors and JSON, and the scheduler's state: see `optimizer_files.py`
 
 Ranks write different files of it (`write_optimizer`). A run reads the parameters that its rank
-has, of each its own rows (`load_optimizer`). What a Trainer without names wrote, `optimizer.pt`,
-numbers parameters in an order of the whole model, which the caller knows
-(`load_numbered_optimizer`).
+has, of each its own rows (`load_optimizer`). The `optimizer.pt` of a Trainer numbers parameters in
+an order of the whole model, which the caller gives.
 
 A state resumes completely or not at all. These are refused by name: a state of other parameters,
 of another optimizer, of other shapes. A parameter that had no gradient yet has no state, which is

@@ -12,7 +12,12 @@ from typing import Any
 
 from transformers import Trainer
 
-from hf_flexseq.checkpoints.optimizer import WHOLE, WHOLE_SCHEDULER, load_optimizer
+from hf_flexseq.checkpoints.optimizer import (
+    FOLDER,
+    WHOLE,
+    WHOLE_SCHEDULER,
+    load_optimizer,
+)
 from hf_flexseq.distributed.communicator import Communicator
 
 # What other programs write an optimizer's state to: accelerate's FSDP, DeepSpeed.
@@ -79,10 +84,11 @@ def load_trainers_optimizer(trainer: Trainer, folder: str, communicator: Communi
     if not there:
         return
     if there != [WHOLE, WHOLE_SCHEDULER]:
+        found = ", ".join(sorted(there))
         raise ValueError(
-            f"{folder} has {', '.join(sorted(there))}, of which no model goes on that "
-            f"DistributedConfig has sharded: that needs {WHOLE} and {WHOLE_SCHEDULER}, or a "
-            "checkpoint of such a model"
+            f"{folder} has the optimizer's state in {found}, which a model that DistributedConfig "
+            f"has sharded does not read: it needs {WHOLE} and {WHOLE_SCHEDULER} of a Trainer, or "
+            f"{FOLDER}/"
         )
     load_optimizer(
         trainer.model,

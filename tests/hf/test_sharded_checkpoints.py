@@ -550,8 +550,8 @@ CHANGES = {
     lambda folder: (folder / FOLDER / "index.json").unlink(): "no index.json: saving was interr",
     lambda folder: (folder / FOLDER / "scheduler.json").unlink(): "but none of the scheduler's$",
     of_fewer_parameters: "has no optimizer state of lm_head.weight, which this run trains$",
-    of_accelerate: "has optimizer.bin, of which no model goes on that DistributedConfig has shard",
-    half_of_a_trainers: "has optimizer.pt, of which no model goes on that DistributedConfig has",
+    of_accelerate: "has the optimizer.s state in optimizer.bin, which a model that Distributed",
+    half_of_a_trainers: "has the optimizer.s state in optimizer.pt, which a model that Distri",
     of_more_experts: "holds 16 experts in a layer, but this run has 8$",
 }
 

@@ -12,13 +12,14 @@ from dataclasses import replace
 import deepspeed
 import pytest
 import torch
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from transformers.distributed import DistributedConfig
 
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import PLAIN, FsdpPolicy
+from hf_flexseq.hf.model.checks import check_model
 from tests.hf.test_trainer import STEPS, flexseq_trainer, logged, plain_run, update_error
-from tests.hf.tiny import noting_figures, tiny_llama
+from tests.hf.tiny import SIZES, noting_figures, tiny_llama
 from tests.hf.trainers import weights_of
 from tests.ranks import run_cases
 
@@ -164,3 +165,45 @@ def test_fsdp2_equals_the_plain_trainer(tmp_path, plain, world_size):
             else:
                 assert FsdpPolicy(reduces_each=False, regathers=False) in policies
             assert_equal_to_plain(found, log, plain(world_size * accumulation))
+
+
+def losses_of_tied(rank, world_size, folder, vocabulary):
+    """Losses of three steps of transformers alone, and whether hf_flexseq refuses the model."""
+    config = DistributedConfig(fsdp_size=world_size) if world_size > 1 else None
+    path = folder / str(vocabulary)
+    model = LlamaForCausalLM.from_pretrained(path, distributed_config=config)
+    refusal = None
+    try:
+        check_model(model)
+    except NotImplementedError as error:
+        refusal = str(error)
+    ids = torch.arange(2, 40).unsqueeze(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, refusal
+
+
+def test_tied_weights_that_the_ranks_do_not_divide_are_refused(tmp_path):
+    """FSDP2 trains them otherwise than one process does, where transformers has sharded them."""
+    for vocabulary in (61, 62):
+        torch.manual_seed(0)
+        sizes = {**SIZES, "vocab_size": vocabulary}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+        model.save_pretrained(tmp_path / str(vocabulary))
+    cases = [(tmp_path, vocabulary) for vocabulary in (61, 62)]
+    divided, whole = run_cases(losses_of_tied, 2, cases)
+    wanted, refusal = losses_of_tied(0, 1, tmp_path, 61)
+    assert refusal is None
+    for losses, refusal in divided:
+        assert losses != pytest.approx(wanted, rel=1e-2), "torch is right now: allow this"
+        assert "its tied weights model.embed_tokens.weight and lm_head.weight have 61" in refusal
+    wanted, _ = losses_of_tied(0, 1, tmp_path, 62)
+    for losses, refusal in whole:
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert refusal is None

@@ -49,7 +49,7 @@ from hf_flexseq.hf.model.router import (
     asks_for_router_loss,
     router_facts,
 )
-from hf_flexseq.hf.model.sharded_load import misplaced_parts
+from hf_flexseq.hf.model.sharded_load import divided_ties, misplaced_parts
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, Call, MixerRun, Trial, try_model
 from hf_flexseq.steps.users_code import nonlinear_gradient_hooks, users_accumulation_hooks
 
@@ -89,6 +89,7 @@ def check_model(model: PreTrainedModel) -> None:
         or _unsuitable_modules(model)
         or unsuitable_experts(model)
         or misplaced_parts(model)
+        or divided_ties(model)
         or _unsuitable_layers(model, layers)
         or _unsuitable_hooks(model)
     )

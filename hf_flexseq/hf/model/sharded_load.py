@@ -1,12 +1,18 @@
-"""Find parameters that transformers has put together in a wrong order while it sharded a model.
+"""Find parameters that transformers has got wrong while it sharded a model, without an error.
 
-Checkpoints of some families (Kimi Linear, OLMo Hybrid, Bailing) have a parameter in parts, which
-transformers concatenates at load. Where FSDP shards the parameter along the same dimension, each
-rank concatenates its shards of the parts. For parts a and b on two ranks the whole parameter is
+**Parts in a wrong order.** Checkpoints of some families (Kimi Linear, OLMo Hybrid, Bailing) have a
+parameter in parts, which transformers concatenates at load. Where FSDP shards the parameter along
+the same dimension, each rank concatenates its shards of the parts. For parts a and b on two ranks
+the whole parameter is
 
     a0 b0 a1 b1        instead of        a0 a1 b0 b1
 
-so that the model computes something else than its checkpoint, without an error.
+so that the model computes something else than its checkpoint.
+
+**Tied weights whose rows the ranks do not divide.** transformers has FSDP2 shard the embedding,
+and the head with the rest of the model, and ties them afterwards. So FSDP2 manages one parameter
+twice. A rank with fewer rows than others has its share padded, by each of the two in a buffer of
+its own. The optimizer changes one of these; the other is gathered for its module as it was loaded.
 """
 
 from typing import Any
@@ -46,4 +52,28 @@ def _sharded_along(model: nn.Module, dim: int, pattern: str) -> str | None:
             shards = data.device_mesh.size(mesh_dim)
             if shards > 1 and getattr(placement, "dim", None) == dim % data.ndim:
                 return name
+    return None
+
+
+def divided_ties(model: nn.Module) -> str | None:
+    """Return which tied weights of `model` FSDP2 would train in part; None if none."""
+    if not getattr(model, "is_distributed_loading_by_transformers", False):
+        return None
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for parameter, its_names in names.items():
+        data: Any = parameter.data
+        if len(its_names) == 1 or not isinstance(data, DTensor):
+            continue
+        for mesh_dim, placement in enumerate(data.placements):
+            shards = data.device_mesh.size(mesh_dim)
+            if getattr(placement, "dim", None) == 0 and data.shape[0] % shards:
+                return (
+                    f"its tied weights {' and '.join(its_names)} have {data.shape[0]} rows, which "
+                    f"{shards} ranks do not divide, so that FSDP2 would train a part of them in "
+                    "two copies; load the model without distributed_config once, call "
+                    f"resize_token_embeddings(pad_to_multiple_of={shards}), save it, and load it "
+                    "from there"
+                )
     return None
