@@ -1,6 +1,7 @@
 """The model: a trained one by hub id or path, or a new one from a config, perhaps spread over the
 ranks by transformers, and perhaps with LoRA."""
 
+import math
 import os
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -95,9 +96,17 @@ def lora_config(args: ModelArguments) -> Any:
     )
 
 
+def _embedding_rows(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return a row for each token, and as many unused ones as make the ranks' shares equal."""
+    spread = 1
+    if args.distributed_config is not None:
+        spread = DistributedConfig(**args.distributed_config).dp_size
+    return spread * math.ceil(len(tokenizer) / spread)
+
+
 def _new_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
-    special["vocab_size"] = len(tokenizer)
+    special["vocab_size"] = _embedding_rows(args, tokenizer)
     if isinstance(args.model_config, dict):
         config = AutoConfig.for_model(**(special | args.model_config))
     else:

@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from hf_flexseq.hf.model.facts import distributed_config, expert_counts
 
@@ -58,7 +59,7 @@ class ExpertRanks:
     """Experts that work on a token."""
 
 
-def expert_ranks(model: nn.Module) -> ExpertRanks | None:
+def expert_ranks(model: PreTrainedModel) -> ExpertRanks | None:
     """Return how the experts of `model`, a transformers model without adapters around it, lie over
     the ranks; None if every rank works on its own tokens alone."""
     config = distributed_config(model)
@@ -77,7 +78,7 @@ def expert_ranks(model: nn.Module) -> ExpertRanks | None:
     )
 
 
-def unsuitable_experts(model: nn.Module) -> str | None:
+def unsuitable_experts(model: PreTrainedModel) -> str | None:
     """Return why `model`, as transformers has spread it over ranks, would not be exact; None if it
     would be."""
     config = distributed_config(model)
@@ -115,7 +116,7 @@ def _spread_parameters(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
 
 
 @contextmanager
-def right_gradients(model: nn.Module) -> Iterator[None]:
+def right_gradients(model: PreTrainedModel) -> Iterator[None]:
     """Let torch divide the gradients of spread experts once inside the block, where it would do so
     twice."""
     ranks = expert_ranks(model)
