@@ -263,10 +263,10 @@ def _check_room(
 
 
 def _collated_tokens(example: Mapping[str, Any], trainer: Trainer) -> int:
-    """Return the number of tokens of an example after collation, without padding."""
+    """Return the tokens of an example's longest sequence after collation, without padding."""
     columns = _read_columns(example, trainer)
     with random_numbers_kept():
-        tokens: int = trainer.data_collator([columns])[LENGTHS][0]
+        tokens: int = max(trainer.data_collator([columns])[LENGTHS])
     return tokens
 
 

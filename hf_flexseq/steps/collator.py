@@ -8,6 +8,8 @@ Labels are shifted here, inside each sequence, because a sequence may later be c
 `shift_labels[i]` is the target of token i, and the last token of every sequence has none. `labels`
 holds the same, for callers that count it.
 
+A packed example, whose `position_ids` begin again at 0, is taken apart into its sequences.
+
 What is not per token, and belongs to images or videos of an example, stays as the processor made
 it, in `images`: a dict of tensors for each sequence.
 
@@ -83,7 +85,9 @@ class DataCollatorForFlexSeq:
             whose labels are made while collating (a completion mask, say). It is called once per
             example.
 
-    Padding, on either side, is cut off where an `attention_mask` marks it. What is asked of this
+    Padding, on either side, is cut off where an `attention_mask` marks it. An example whose
+    `position_ids` begin again at 0 is packed: each of its sequences becomes one of its own, as the
+    plain Trainer's attention treats them. What is asked of this
     collator and is not here, such as the `tokenizer` that a Trainer saves, is asked of the other.
     """
 
@@ -107,14 +111,18 @@ class DataCollatorForFlexSeq:
         """Return a dict of [1, tokens] tensors and `lengths`, a list of int; and, where there are
         some, the numbers of `padding_targets` and `other_rows` (`whole_batches.py`).
 
-        Raises ValueError for an example without labels or tokens, a packed one, a column that is
-        not per token, or masks of targets that the labels do not follow.
+        Raises ValueError for an example without labels or tokens, positions that fall without
+        beginning at 0, a column that is not per token, or masks of targets that the labels do not
+        follow.
         """
         differing = self._other_rows(examples)
         own = []
         for index, example in enumerate(examples):
             own.append(self.of_tokens(example, index, needs_labels=True))
-        columns = [_for_micro_batches(example.columns) for example in own]
+        columns = []
+        for index, one in enumerate(own):
+            for sequence in _sequences(one, index):
+                columns.append(_for_micro_batches(sequence))
         _check_same_columns(columns)
         batch: dict[str, Any] = {}
         for name in columns[0]:
@@ -167,11 +175,6 @@ class DataCollatorForFlexSeq:
             raise ValueError(
                 f"example {index} has no tokens: filter empty examples out of the dataset"
             )
-        if "position_ids" in columns and (columns["position_ids"].diff() < 1).any():
-            raise ValueError(
-                f"position_ids of example {index} start over: it is packed, and its sequences "
-                "would attend to each other; give every sequence as an example of its own"
-            )
         labels = columns.get("labels")
         has_first_label = labels is not None and bool(labels[0] != IGNORE_INDEX)
         return _Example(columns, images, padding_targets, has_first_label and not padding_targets)
@@ -203,6 +206,12 @@ class PaddedCollator:
                     "whole samples are of examples of text alone; set prediction_loss_only=True"
                 )
             row = made.columns
+            if len(_starts(row, index)) > 1:
+                raise ValueError(
+                    f"position_ids of example {index} begin again: it is packed, and predictions "
+                    "and losses on whole samples are of one sequence each; give every sequence as "
+                    "an example of its own"
+                )
             row["attention_mask"] = torch.ones_like(row["input_ids"])
             rows.append(row)
         _check_same_columns(rows)
@@ -218,6 +227,44 @@ class PaddedCollator:
     def _padding_id(self) -> int:
         padding_id = getattr(getattr(self._collator, "tokenizer", None), "pad_token_id", None)
         return 0 if padding_id is None else padding_id
+
+
+def _starts(columns: Mapping[str, torch.Tensor], index: int) -> list[int]:
+    """Return at which tokens the sequences of an example begin. columns: each [tokens]."""
+    positions = columns.get("position_ids")
+    if positions is None:
+        return [0]
+    falls = (positions.diff() < 1).nonzero().flatten() + 1  # tokens
+    if positions[falls].any():
+        raise ValueError(
+            f"position_ids of example {index} neither rise nor begin at 0 again: its sequences "
+            "would attend to each other; let the positions of each begin at 0, or give each as an "
+            "example of its own"
+        )
+    return [0, *falls.tolist()]
+
+
+def _sequences(example: _Example, index: int) -> list[dict[str, torch.Tensor]]:
+    """Return the columns of each sequence of an example, which has several if it is packed.
+
+    Padding behind a packed row has no mask. Each token of it has position 0 and no label, and is a
+    sequence of its own, as under the plain Trainer.
+    """
+    columns = example.columns
+    starts = _starts(columns, index)
+    if len(starts) == 1:
+        return [columns]
+    if example.images:
+        raise ValueError(
+            f"position_ids of example {index} begin again: it is packed, and it has "
+            f"{', '.join(example.images)}, of which nobody knows the sequence; give every "
+            "sequence as an example of its own"
+        )
+    stops = [*starts[1:], len(columns["input_ids"])]
+    sequences = []
+    for start, stop in zip(starts, stops, strict=True):
+        sequences.append({name: value[start:stop] for name, value in columns.items()})
+    return sequences
 
 
 def _for_micro_batches(columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

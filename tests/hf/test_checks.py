@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from peft import PrefixTuningConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from hf_flexseq import (
     FlexSeqArguments,
@@ -156,15 +156,12 @@ def plain_trainer(folder, **given):
     return Trainer(model=tiny_llama(), args=args, train_dataset=DATA, **given)
 
 
-def test_several_gpus_in_one_process_and_packing(tmp_path):
+def test_several_gpus_in_one_process(tmp_path):
     trainer = plain_trainer(tmp_path)
     trainer.args._n_gpu = 2
     with pytest.raises(ValueError, match="n_gpu=2: .*accelerate launch"):
         FlexSeqCallback(trainer)
     assert type(trainer) is Trainer, "a trainer that was refused stays what it was"
-    trainer.args = arguments(tmp_path, SFTConfig, packing=True)
-    with pytest.raises(ValueError, match="set packing=False"):
-        FlexSeqCallback(trainer)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from hf_flexseq import DataCollatorForFlexSeq
+from hf_flexseq.steps.collator import PaddedCollator
 
 THREE = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
 TWO = {"input_ids": [8, 9], "labels": [8, 9]}
@@ -102,6 +103,20 @@ def test_keeps_positions_and_other_columns_of_one_value_per_token():
     assert {name: batch[name].tolist() for name in others} == {n: [v] for n, v in others.items()}
 
 
+def test_takes_a_packed_example_apart_where_its_positions_begin_again():
+    packed = {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [1, 2, 3, 4, 5, 6]}
+    packed |= {"position_ids": [0, 1, 2, 0, 1, 0], "weights": [0.5, 1.0, 0.0, 0.1, 0.2, 0.3]}
+    apart = []
+    for start, stop in ((0, 3), (3, 5), (5, 6)):
+        apart.append({name: value[start:stop] for name, value in packed.items()})
+    batch, wanted = (DataCollatorForFlexSeq()(given) for given in ([packed], apart))
+    assert batch["lengths"] == wanted["lengths"] == [3, 2, 1]
+    for name in batch.keys() - {"lengths"}:
+        assert batch[name].tolist() == wanted[name].tolist(), name
+    with pytest.raises(ValueError, match="position_ids of example 0 begin again: it is packed"):
+        PaddedCollator(DataCollatorForFlexSeq())([packed])
+
+
 @pytest.mark.parametrize(
     "example, message",
     [
@@ -115,7 +130,11 @@ def test_keeps_positions_and_other_columns_of_one_value_per_token():
         ({n: [v] for n, v in THREE.items()}, r"'input_ids' of example 1 has shape \(1, 3\)"),
         (THREE | {"messages": [{"role": "user"}]}, "'messages' of example 1 cannot be a tensor"),
         (THREE | {"spans": [[1], [1, 2]]}, "'spans' of example 1 cannot be .*drop the column"),
-        (THREE | {"position_ids": [0, 1, 0]}, "position_ids of example 1 start over: it is packe"),
+        (THREE | {"position_ids": [0, 1, 1]}, "of example 1 neither rise nor begin at 0"),
+        (
+            THREE | {"position_ids": [0, 1, 0], "pixel_values": torch.ones(1, 2)},
+            "example 1 begin again: it is packed, and it has pixel_values",
+        ),
         (THREE | {"attention_mask": [1, 0, 1]}, "attention_mask of example 1 does more than to m"),
         (THREE | {"attention_mask": [1, 1, 2]}, "attention_mask of example 1 does more than to m"),
         (THREE | {"weights": [1, 1, 1]}, "example 1 has the columns .*'weights'.*, the first one"),

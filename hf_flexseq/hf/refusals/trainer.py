@@ -98,13 +98,6 @@ def check_loss_of_model(trainer: Any, model: PreTrainedModel) -> None:
 _argument = partial(option, holder="args")  # finds a refused value of a training argument
 
 
-def _packing(trainer: Any) -> str | None:
-    for name in ("packing", "eval_packing"):
-        if getattr(trainer.args, name, False):
-            return f"{name}=True"
-    return None
-
-
 def _tensor_parallelism(trainer: Any) -> str | None:
     size = trainer.get_tp_size()
     return f"tp_size={size}" if size > 1 else None
@@ -271,13 +264,6 @@ TRAINER: tuple[Refusal[Any], ...] = (
         found=offloading_twice,
         why="both bring the same activations to the host",
         instead="leave activation_offloading out",
-        error=ValueError,
-    ),
-    Refusal(
-        setting="packing=True, eval_packing=True",
-        found=_packing,
-        why="packed rows would be taken for single sequences",
-        instead="set packing=False, since hf_flexseq packs by itself",
         error=ValueError,
     ),
     Refusal(
