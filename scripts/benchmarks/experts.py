@@ -42,10 +42,9 @@ from typing import Any
 import datasets
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 
 from common import ROOT, argument_parser, machine, table_head, table_row, write_record
-from reach_models import NEEDED, Family, default_config, families
+from reach_models import NEEDED, Family, default_config, expert_rules, families
 
 sys.path.append(str(ROOT))
 import tests.hf.conftest  # noqa: F401  (lets DeepSpeed compile nothing)
@@ -112,19 +111,6 @@ def gradients(family: str, layout: str, folder: Path) -> Figures:
         routed = one_process_of(family, folder, router_loss=True)
         cases.append((routed, config, {"checkpointing": True}))
     return judged(largest(run_cases(of_steps, ranks, cases, seconds=SECONDS)), BOUND)
-
-
-def spread_families() -> list[Family]:
-    """Return the families of transformers that have a plan for experts."""
-    found = []
-    for family in families():
-        try:
-            config = default_config(family).get_text_config()
-        except (TypeError, ValueError, StrictDataclassError):
-            continue  # no configuration without arguments
-        if getattr(config, "base_model_ep_plan", None):
-            found.append(family)
-    return found
 
 
 def one_family(family: Family, folder: Path) -> Figures:
@@ -207,7 +193,7 @@ def rows() -> dict[str, Callable[[Path], Figures]]:
     for family in EXPERTS:
         for layout in LAYOUTS:
             found[f"gradients: {family}, {layout}"] = partial(gradients, family, layout)
-    for one in spread_families():
+    for one in [family for family in families() if expert_rules(family)]:
         found[f"family: {one.name}"] = partial(one_family, one)
     for name, training in TRAININGS.items():
         for layout in LAYOUTS:

@@ -41,6 +41,7 @@ from reach_models import (
     checkpoint_config,
     checkpoints,
     default_config,
+    expert_rules,
     families,
     unrolled,
 )
@@ -49,6 +50,8 @@ ASK_S = 60.0  # to answer one question
 PROBE_S = 240.0
 CHANGES = ((0, 19), (2, 1))  # (sequence, token) that the probe changes
 DOCS = ROOT / "docs" / "models.md"
+
+DISPATCHED = "ep_dispatch_experts"  # the rule by which tokens travel to their experts
 
 TAKEN, SETTING, REFUSED, NOT_BUILT = "taken", "after a setting", "refused", "not built"
 
@@ -366,11 +369,12 @@ def docs(answers: Sequence[Answer]) -> str:
         cells = [said(answer, link=True) for answer in published]
         if not cells:
             cells = ["default only" + near(family)]
-        rows.append((f"`{family.name}`", word, "<br>".join(cells)))
+        rows.append((f"`{family.name}`", word, "<br>".join(cells), spread(family)))
     versions = f"transformers {transformers.__version__}"
     today = datetime.datetime.now(datetime.UTC).date()
     text = DOCS_HEAD.format(versions=versions, today=today, shares=share_table(answers))
-    body = table(("family", "default configuration", "published checkpoints"), rows)
+    columns = ("family", "default configuration", "published checkpoints", "experts over ranks")
+    body = table(columns, rows)
     refused = "\n".join(refused_lines(answers))
     return f"{text}\n{body}\n\n## Not taken, by reason\n\n{refused}\n\n"
 
@@ -380,6 +384,14 @@ def near(family: Family) -> str:
     if family.named is None:
         return ""
     return f"; transformers names [{family.named}]({HUB}{family.named})"
+
+
+def spread(family: Family) -> str:
+    """Return whether a family's experts can be spread over ranks; nothing for one without any."""
+    rules = expert_rules(family)
+    if rules is None:
+        return ""
+    return "yes" if DISPATCHED in rules else "no"
 
 
 def said(answer: Answer, *, link: bool = False) -> str:
@@ -403,6 +415,8 @@ for the others, as of {today}. `python scripts/benchmarks/reach.py --write-docs`
 * *After a setting*: taken after the change of a training option that the refusal names.
 * *Given*: values that the default configuration lacks and that a model needs.
 * *Not built*: a model cannot be built from the default configuration.
+* *Experts over ranks*: whether transformers has a rule for the family by which tokens travel to
+  [experts on other ranks](experts.md). Families without experts have no word there.
 * `python scripts/benchmarks/reach.py --probe` compared a tiny model of every taken family with one
   process: outputs, gradients, and the effect of a change in one token.
 * Encoders, and encoder-decoders with a decoder's class, are not counted.

@@ -2,6 +2,7 @@
 
     families()            one for each class of AutoModelForCausalLM's mapping
     default_config        as transformers makes it
+    expert_rules          how transformers spreads a family's experts over ranks
     checkpoint_config     with the layer kinds of a published checkpoint
 
 Encoders and encoder-decoders that the mapping has as well are no families: transformers lists
@@ -20,8 +21,11 @@ from re import search
 from typing import Any, NamedTuple
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
+
+from hf_flexseq.hf.model.facts import expert_counts
 
 CHECKPOINTS = Path(__file__).with_name("data") / "checkpoints.json"
 HUB = "https://huggingface.co/"
@@ -101,6 +105,18 @@ def default_config(family: Family) -> PreTrainedConfig:
     """Return the configuration that transformers makes of a family without being told more than
     it needs."""
     return family.kind.config_class(**NEEDED.get(family.name, {}))
+
+
+def expert_rules(family: Family) -> list[str] | None:
+    """Return the rules by which transformers spreads the experts of a family over ranks, [] if it
+    has none; None for a family without experts by default."""
+    try:
+        config = default_config(family).get_text_config()
+    except (TypeError, ValueError, StrictDataclassError):
+        return None  # no configuration without arguments
+    experts, _ = expert_counts(config)
+    rules = getattr(config, "base_model_ep_plan", None) or {}
+    return list(rules.values()) if experts or rules else None
 
 
 def checkpoint_config(family: Family, checkpoint: Checkpoint) -> PreTrainedConfig:
