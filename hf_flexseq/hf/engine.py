@@ -117,6 +117,12 @@ class FlexSeqEngine:
         """
         self._costs.bring(checkpoint, record)
 
+    def measure_routers_on(self, rows: Any) -> None:
+        """Measure on `rows` how evenly routers spread tokens over experts on several ranks. Called
+        before `attach`. rows: a dataset of `datasets` with a column input_ids; random tokens
+        stand in for anything else."""
+        self._costs.rows = rows
+
     def cost_record(self) -> dict[str, Any] | None:
         """Return the cost model for a checkpoint as plain JSON values; None if unknown."""
         return self._costs.to_record()

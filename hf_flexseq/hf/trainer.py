@@ -167,6 +167,7 @@ class FlexSeqMixin(PartOfModelMixin):
             on_figures=self._flexseq_log.note,
         )
         engine.keep_loader_settings()
+        engine.measure_routers_on(self.train_dataset)
         if getattr(self.args, "activation_offloading", False):
             engine.keep_activations_as_set("activation_offloading=True offloads them")
         if not has_planned_loss(

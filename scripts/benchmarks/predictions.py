@@ -44,6 +44,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list
+from datasets import Dataset
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
@@ -136,7 +137,7 @@ def main() -> None:
     for turn in range(args.turns):
         for subject in subjects:
             if args.experts:
-                measure_when_attached(subject, accelerator, tokens, turn, args)
+                measure_when_attached(subject, sequences, accelerator, tokens, turn, args)
             else:
                 calibrate_first(subject, accelerator, tokens, turn, args)
     if accelerator.is_main_process:
@@ -268,6 +269,7 @@ def calibrate_first(
 
 def measure_when_attached(
     subject: Subject,
+    sequences: Dataset,
     accelerator: Accelerator,
     max_tokens_per_rank: int,
     turn: int,
@@ -281,6 +283,7 @@ def measure_when_attached(
         choose.HF_HOME = folder
         choose.Effort = partial(Effort, budget_s=args.budget, rounds=args.rounds, held_out=8)
         engine = engine_by("auto", accelerator, max_tokens_per_rank, args)
+        engine.measure_routers_on(sequences)
         subject.pairs.extend(execute(engine, subject, args))
     choose.logger.removeHandler(said)
     assert engine.cost is not None, "it was attached"

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from transformers import JetMoeConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -223,6 +224,9 @@ def kept_bytes(experts, chosen):
     return sum(nbytes for nbytes, _ in kept.values()) / ROWS
 
 
+ONE_WORD = Dataset.from_dict({"input_ids": [[], [5] * 300, [5]]})
+
+
 def measure(rank, world_size, folder):
     """What two attaches find of a model with experts over all ranks; how uneven three models are,
     and whether they stayed as they were; of a copy, where tokens go and what it holds; what
@@ -251,6 +255,14 @@ def measure(rank, world_size, folder):
         meshes = ExpertMeshes.of(model)
         imbalance = measured_imbalance(model, meshes, communicator, CPU, autocast=None)
         uneven[name] = (imbalance, is_same(before, state_of(model)))
+    of_rows = []
+    for rows in (ONE_WORD, [{"input_ids": [1]}], ONE_WORD.to_iterable_dataset()):
+        meshes = ExpertMeshes.of(models["drawn"])
+        of_rows.append(
+            measured_imbalance(
+                models["drawn"], meshes, communicator, CPU, autocast=None, rows=rows
+            )
+        )
 
     # 3. a copy sends tokens to all experts alike
     probes = ModelProbes(subject.facts, communicator, CPU, subject.meshes)
@@ -264,7 +276,7 @@ def measure(rank, world_size, folder):
 
     sizes = config().to_dict()
     record = calibrate(sizes, dtype="float32", zero_stage=3, expert_ranks=2, effort=QUICK)
-    return attached, uneven, copy, record
+    return attached, (uneven, of_rows), copy, record
 
 
 @pytest.mark.processes
@@ -282,7 +294,7 @@ def test_experts_over_ranks_are_measured_and_the_model_stays_as_it_was(tmp_path,
 
     results = run_ranks(measure, 2, tmp_path, seconds=120)
     assert results[0] == results[1]
-    ((cost, origin), again), uneven, copy, record = results[0]
+    ((cost, origin), again), (uneven, of_rows), copy, record = results[0]
     assert origin == "measured now"
     assert again[0] == cost
     assert again[1] == "measured earlier"
@@ -292,6 +304,8 @@ def test_experts_over_ranks_are_measured_and_the_model_stays_as_it_was(tmp_path,
     assert all(stayed for _, stayed in uneven.values())
     assert 1 < uneven["drawn"][0] < 2
     assert (uneven["all to one"][0], uneven["all of them"][0]) == (2.0, 1.0)
+    assert of_rows[0] in (1.0, 1.5, 2.0)  # in each layer all rows go to the same two experts
+    assert of_rows[1:] == [uneven["drawn"][0]] * 2  # nothing that is read, so random tokens
 
     *copy, (evenly, by_the_first) = copy
     assert copy == [[ROWS // 4] * 8, [(4, 32, 32), (4, 32, 16)], 2]

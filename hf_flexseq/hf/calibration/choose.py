@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -33,7 +33,7 @@ from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.cost.sharding import TRIPS, gathered_params, trip_seconds
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.expert_copies import ExpertMeshes
-from hf_flexseq.hf.calibration.imbalance import measured_imbalance
+from hf_flexseq.hf.calibration.imbalance import has_tokens, measured_imbalance
 from hf_flexseq.hf.calibration.layer_trial import count_bytes
 from hf_flexseq.hf.calibration.probe import ModelProbes
 from hf_flexseq.hf.model.facts import ModelFacts, model_facts
@@ -84,6 +84,9 @@ class CostSubject:
     meshes: ExpertMeshes | None = field(default=None, repr=False, compare=False)
     """Meshes of the ranks that experts lie on; None where every rank computes its own."""
 
+    rows: Any = field(default=None, repr=False, compare=False)
+    """Dataset on whose first rows routers are tried; None for random tokens."""
+
     @classmethod
     def of(
         cls,
@@ -93,9 +96,11 @@ class CostSubject:
         *,
         save_attention_output: bool = True,
         run_wide: RunWide | None = None,
+        rows: Any = None,
     ) -> "CostSubject":
         """Collect the facts. save_attention_output: True if checkpointed layers keep the output.
-        run_wide: what is set for activations, to count bytes of layers; None to compute them."""
+        run_wide: what is set for activations, to count bytes of layers; None to compute them.
+        rows: dataset on which routers are tried."""
         return cls(
             facts=model_facts(model, accelerator, save_attention_output=save_attention_output),
             has_chunked_loss=has_chunkable_loss(model),
@@ -104,6 +109,7 @@ class CostSubject:
             model=None if run_wide is None else model,
             run_wide=run_wide,
             meshes=ExpertMeshes.of(model),
+            rows=rows,
         )
 
     @cached_property
@@ -186,11 +192,13 @@ def with_imbalance(cost: CostModel, subject: CostSubject, communicator: Communic
         communicator,
         subject.device,
         autocast=subject.facts.autocast,
+        rows=subject.rows,
     )
     if communicator.rank == 0:
         logger.info(
-            "experts over %d ranks: on random tokens the busiest rank gets %.2f times the mean",
+            "experts over %d ranks: on %s the busiest rank gets %.2f times the mean",
             cost.experts.ranks,
+            "rows of the dataset" if has_tokens(subject.rows) else "random tokens",
             imbalance,
         )
     return replace(cost, experts=replace(cost.experts, imbalance=imbalance))

@@ -1,20 +1,21 @@
 """Measure how unevenly a model's own routers spread tokens over the ranks of an expert group.
 
-The user's model runs forward once, on a few sequences of random tokens, different ones on every
-rank. Each layer tells how many of its rows go to the experts of each rank; those of the busiest
-rank over the mean are the imbalance of the layer. The mean over layers is that of the model, for
-ranks of an expert group wait for the busiest one in every layer.
+The user's model runs forward once, on a thousand tokens of the user's rows, different ones on
+every rank, or on random tokens where there are no rows. Each layer tells how many of its rows go
+to the experts of each rank; those of the busiest rank over the mean are the imbalance of the
+layer. The mean over layers is that of the model, for ranks of an expert group wait for the busiest
+one in every layer.
 
-Random tokens are not text. Routers that were trained to balance text may spread them less evenly,
-and experts that text of one kind prefers do not show. Tokens of the user's data are not drawn yet
-when a model is attached.
+Random tokens are not text. Words that are frequent in text go to the same experts each time, so
+that new routers spread text less evenly; those that were trained to balance text spread it more
+evenly.
 
 Nothing is left on the model: no gradients and no hooks, modes and random numbers as they were, and
 parameters that FSDP2 keeps whole after a forward are sharded again.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -42,11 +43,13 @@ def measured_imbalance(
     device: torch.device,
     *,
     autocast: torch.dtype | None,
+    rows: Any = None,
 ) -> float:
     """Return the tokens that the busiest rank of an expert group gets over the mean of its ranks,
     1 to ranks, the same on every rank. Collective over the world.
 
-    model: with its own attention. autocast: its dtype in training; None without.
+    model: with its own attention. autocast: its dtype in training; None without. rows: a dataset;
+    if it is none of `datasets` that has the tokens of each row, the tokens are random.
     """
     ranks = meshes.experts.size()
     of_rank = expert_counts(model.config.get_text_config())[0] // ranks  # experts of a layer
@@ -56,7 +59,11 @@ def measured_imbalance(
         chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
         counts.append(torch.bincount(chosen.flatten() // of_rank, minlength=ranks))
 
-    inputs = _inputs(model, communicator.rank, device)
+    tokens = _tokens(rows, communicator.rank, communicator.world_size)
+    if tokens is None:
+        vocabulary = model.config.get_text_config().vocab_size
+        tokens = _random_tokens(vocabulary, communicator.rank)
+    inputs = _inputs(model, tokens.to(device))
     with ExitStack() as stack:
         stack.enter_context(_undisturbed(model, device))
         for name in expert_modules(model):
@@ -72,15 +79,43 @@ def measured_imbalance(
     return round(float((rows.amax(dim=1) / rows.mean(dim=1)).mean()), DIGITS)
 
 
-def _inputs(model: PreTrainedModel, rank: int, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of a call: random tokens of this rank, and next to no logits."""
+def has_tokens(rows: Any) -> bool:
+    """Tell whether `rows` is a dataset of `datasets` whose rows can be read by number, and have
+    tokens."""
+    return isinstance(rows, Sized) and "input_ids" in (getattr(rows, "column_names", None) or ())
+
+
+def _tokens(rows: Any, rank: int, ranks: int) -> torch.Tensor | None:
+    """Return tokens of this rank's part of the rows, one row after the other:
+    [SEQUENCES, LENGTH]; None if the rows have none."""
+    if not has_tokens(rows):
+        return None
+    rows = rows.with_format(None)  # without a function of the user's, which may draw numbers
+    wanted = SEQUENCES * LENGTH
+    first = rank * len(rows) // ranks
+    tokens: list[int] = []
+    for index in range(first, first + wanted):
+        if len(tokens) >= wanted or not len(rows):
+            break
+        tokens += rows[index % len(rows)]["input_ids"][:wanted]
+    if len(tokens) < wanted:
+        return None
+    return torch.tensor(tokens[:wanted]).view(SEQUENCES, LENGTH)
+
+
+def _random_tokens(vocabulary: int, rank: int) -> torch.Tensor:
+    """Return random tokens of this rank: [SEQUENCES, LENGTH]."""
     generator = torch.Generator().manual_seed(rank)
-    vocabulary = model.config.get_text_config().vocab_size
-    tokens = torch.randint(vocabulary, (SEQUENCES, LENGTH), generator=generator)
-    inputs: dict[str, Any] = {"input_ids": tokens.to(device)}
+    return torch.randint(vocabulary, (SEQUENCES, LENGTH), generator=generator)
+
+
+def _inputs(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments of a call on `tokens` that makes next to no logits."""
+    inputs: dict[str, Any] = {"input_ids": tokens}
     takes = inspect.signature(type(model).forward).parameters
     if "position_ids" in takes:  # some models would remember those that they make themselves
-        inputs["position_ids"] = torch.arange(LENGTH, device=device).expand(SEQUENCES, -1)
+        positions = torch.arange(LENGTH, device=tokens.device)
+        inputs["position_ids"] = positions.expand(SEQUENCES, -1)
     if "logits_to_keep" in takes:
         inputs["logits_to_keep"] = 1
     return inputs

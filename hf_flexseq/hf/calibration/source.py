@@ -117,6 +117,8 @@ class CostSource:
 
     accelerator: Accelerator
     communicator: Communicator
+    rows: Any = None
+    """Dataset on which the routers of models are tried; None for random tokens."""
     _brought: tuple[str, SavedCost] | None = None  # checkpoint, its cost model
     _used: SavedCost | None = None
 
@@ -150,6 +152,7 @@ class CostSource:
             self.communicator.topology,
             save_attention_output=save_attention_output,
             run_wide=run_wide,
+            rows=self.rows,
         )
 
     def expected(self, subject: CostSubject) -> CostModel:
