@@ -89,6 +89,8 @@ def run(command, folder, *more):
     assert [program, *rest[:2]] == ["accelerate", "launch", "--config_file"], command
     config, script, *words = rest[2:]
     count = yaml.safe_load((folder / config).read_text())["num_processes"]
+    if script == "-m":
+        return run_ranks(_on_a_rank, count, ["-m", *words, *more], folder, seconds=150)[0]
     return run_program_on_ranks(count, folder / script, *words, *more, folder=folder)[0]
 
 
@@ -98,6 +100,9 @@ def _on_a_rank(rank, world_size, words, folder):
     with chdir(folder), redirect_stdout(printed):
         if words[:2] == ["-m", "hf_flexseq.cli"]:
             assert main(words[2:]) == 0
+        elif words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__")
         else:
             sys.modules.pop("data", None)  # another program has a module of this name
             sys.argv = words

@@ -32,6 +32,7 @@ PAGES = {
     "start.md": (["installs", "needs GPUs"], ["my_data.py"]),
     "loop.md": ([], []),
     "migrating.md": (["axolotl 0.19", "ms-swift 4.6"], []),
+    "trl_cli.md": ([], []),
     "tutorial.md": ([], []),
 }
 
@@ -105,6 +106,15 @@ def test_those_who_move_run_the_same_model_and_data(clone):
     write_files("migrating.md", clone)
     printed = followed("migrating.md", clone)
     assert sum("checkpoint:    ./out" in text for text in printed.values()) == 2
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_a_command_of_trl_runs_with_another_beginning(clone):
+    write_files("trl_cli.md", clone)
+    _, printed = followed("trl_cli.md", clone).values()
+    assert "Training completed" in printed
+    LlamaForCausalLM.from_pretrained(clone / "out")
 
 
 # ---- the tutorial
