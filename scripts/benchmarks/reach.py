@@ -51,7 +51,8 @@ PROBE_S = 240.0
 CHANGES = ((0, 19), (2, 1))  # (sequence, token) that the probe changes
 DOCS = ROOT / "docs" / "models.md"
 
-DISPATCHED = "ep_dispatch_experts"  # the rule by which tokens travel to their experts
+# Rules of a plan for experts: that tokens travel to them, and that each rank holds some of them.
+DISPATCHED, HELD = "ep_dispatch_experts", "grouped_gemm"
 
 TAKEN, SETTING, REFUSED, NOT_BUILT = "taken", "after a setting", "refused", "not built"
 
@@ -391,7 +392,9 @@ def spread(family: Family) -> str:
     rules = expert_rules(family)
     if rules is None:
         return ""
-    return "yes" if DISPATCHED in rules else "no"
+    if DISPATCHED not in rules:
+        return "no"
+    return "no: its plan cuts dense layers, too" if set(rules) - {DISPATCHED, HELD} else "yes"
 
 
 def said(answer: Answer, *, link: bool = False) -> str:

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.facts import distributed_config, expert_counts
+from hf_flexseq.hf.model.facts import distributed_config, expert_counts, expert_group_size
 
 _EXPERT_GROUP = "ep"  # transformers' names of dimensions of meshes
 _SAME_EXPERTS = "efsdp"
@@ -63,7 +63,7 @@ def expert_ranks(model: PreTrainedModel) -> ExpertRanks | None:
     """Return how the experts of `model`, a transformers model without adapters around it, lie over
     the ranks; None if every rank works on its own tokens alone."""
     config = distributed_config(model)
-    if config is None or config.ep_size == 1:
+    if expert_group_size(model) == 1:
         return None
     counts = [data.shape[0] for _, data in _spread_parameters(model)]
     if not counts:
@@ -81,15 +81,15 @@ def expert_ranks(model: PreTrainedModel) -> ExpertRanks | None:
 def unsuitable_experts(model: PreTrainedModel) -> str | None:
     """Return why `model`, as transformers has spread it over ranks, would not be exact; None if it
     would be."""
-    config = distributed_config(model)
-    if config is None or config.ep_size == 1:
+    ep_size = expert_group_size(model)
+    if ep_size == 1:
         return None
     names = [name for name, _ in _spread_parameters(model)]
     adapted = [name for name in names if _ADAPTED in name]
     if adapted:
         name = adapted[0].replace(_ADAPTED, "")
         return (
-            f"ep_size={config.ep_size} with an adapter on {name}: PEFT adds the adapter "
+            f"ep_size={ep_size} with an adapter on {name}: PEFT adds the adapter "
             "of all experts to a rank's share of them; leave experts out of "
             "target_parameters and 'all-linear' out of target_modules, or set ep_size=1"
         )
@@ -97,7 +97,7 @@ def unsuitable_experts(model: PreTrainedModel) -> str | None:
         return None
     rules = [f"{name}: {style}" for name, style in model.ep_plan.items()]
     return (
-        f"ep_size={config.ep_size}: its ep_plan ({', '.join(rules)}) has no ep_dispatch_experts "
+        f"ep_size={ep_size}: its ep_plan ({', '.join(rules)}) has no ep_dispatch_experts "
         "for a module of the model, so no tokens would be exchanged; give DistributedConfig such "
         "an ep_plan, or set ep_size=1"
     )

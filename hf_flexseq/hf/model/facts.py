@@ -216,19 +216,18 @@ def _head_shapes(
     return tuple(shapes.items())
 
 
+# Names under which configurations have the experts of a layer, and those that work on a token.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVE = ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_topk")
+
+
 def expert_counts(config: PreTrainedConfig) -> tuple[int, int]:
     """Return the experts of a layer, and those that work on a token; (0, 0) without experts."""
-    for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
-        experts = getattr(config, name, None)
-        if experts:
-            break
-    else:
+    experts = next(filter(None, (getattr(config, name, None) for name in _EXPERTS)), 0)
+    if not experts:
         return 0, 0
-    for name in ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_topk"):
-        active = getattr(config, name, None)
-        if active:
-            return experts, min(active, experts)
-    return experts, experts
+    active = next(filter(None, (getattr(config, name, None) for name in _ACTIVE)), experts)
+    return experts, min(active, experts)
 
 
 def _mlp_width(config: PreTrainedConfig) -> int:
