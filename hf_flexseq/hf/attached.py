@@ -6,6 +6,7 @@
 | loss in chunks, inside the head's own call | `model/loss.py` |
 | positions and lengths of whole sequences | `model/positions.py` |
 | recurrent layers over a sequence's ranks | `model/recurrent.py` |
+| Liger's norms, MLPs and rotary embeddings, if asked for | `model/liger.py` |
 | router loss of the whole step | `model/router.py` |
 | gradients of experts on several ranks, where torch divides them twice | `model/experts.py` |
 | features of images | `model/vision.py` |
@@ -17,7 +18,7 @@ A call without `seq_ctx` is outside of planned steps, for example when a callbac
 sample. Such a call uses the model's own attention and loss.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from hf_flexseq.hf.model.experts import right_gradients
 from hf_flexseq.hf.model.image_masks import layers_told_causal
 from hf_flexseq.hf.model.images import TextReader, reader_of_text
 from hf_flexseq.hf.model.layer_memory import LayerMemory
+from hf_flexseq.hf.model.liger import liger_kernels
 from hf_flexseq.hf.model.loss import Total, attach_chunked_loss
 from hf_flexseq.hf.model.meta_model import attention_of_text
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
@@ -72,9 +74,10 @@ class AttachedModel:
         layers: LayerMemory,
         *,
         label_smoothing: float = 0.0,
+        liger: Mapping[str, Any] | None = None,
     ) -> None:
         """model: may be a PEFT model, with `base` inside. layers: of `base`. label_smoothing: of
-        the loss in chunks."""
+        the loss in chunks. liger: options of its kernels; None without them."""
         self.base = base
         self.layers = layers
         self._former_attention: str = base.config._attn_implementation
@@ -82,6 +85,8 @@ class AttachedModel:
         self._attached.callback(setattr, accelerator, "ddp_handler", accelerator.ddp_handler)
         accelerator.ddp_handler = early_buckets(accelerator.ddp_handler, model)
         self._attached.enter_context(on_micro_batches(base))
+        if liger is not None:
+            self._attached.enter_context(liger_kernels(base, liger))
         self._attached.enter_context(layers.attached())
         self._attached.enter_context(right_gradients(base))
         self.vision: VisionModel | None = None

@@ -208,6 +208,11 @@ class FlexSeqEngine:
         else:
             assert not factor, "labels of a pipeline are not smoothed"
 
+    def use_liger(self, options: Mapping[str, Any]) -> None:
+        """Give models Liger's norms, MLPs and rotary embeddings while they are attached. Called
+        before `attach`, for whole models. options: as in `liger_kernel_config`."""
+        self.whole_model.liger = options
+
     def keep_rows_apart(self, reason: str) -> None:
         """Let no rows of training steps share prefixes, because of the loss. Called before any
         step, on one rank at least. reason: in a few words, for the log."""

@@ -170,6 +170,8 @@ class FlexSeqMixin(PartOfModelMixin):
         engine.measure_routers_on(self.train_dataset)
         if getattr(self.args, "activation_offloading", False):
             engine.keep_activations_as_set("activation_offloading=True offloads them")
+        if self.args.use_liger_kernel:
+            engine.use_liger(self.args.liger_kernel_config or {})
         if not has_planned_loss(
             self
         ):  # such a loss smooths nothing under the plain Trainer either
@@ -188,7 +190,18 @@ class FlexSeqMixin(PartOfModelMixin):
         )
         self._flexseq_resumed = resumed
         folder = None if resumed is None else resumed.folder
-        return super().train(folder, *args, **kwargs)
+        with self._liger_left_out():
+            return super().train(folder, *args, **kwargs)
+
+    @contextmanager
+    def _liger_left_out(self) -> Iterator[None]:
+        """Keep the Trainer from Liger's kernels inside the block: the engine puts them in."""
+        wanted = self.args.use_liger_kernel
+        self.args.use_liger_kernel = False
+        try:
+            yield
+        finally:
+            self.args.use_liger_kernel = wanted
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         resumed = self._flexseq_resumed
@@ -346,6 +359,7 @@ class FlexSeqMixin(PartOfModelMixin):
         with (
             self._flexseq_loss.evaluating(dataloader, predicts=predicts) as loader,
             self._attached(),
+            self._liger_left_out(),
             left_unprepared(self),
         ):
             output = super().evaluation_loop(

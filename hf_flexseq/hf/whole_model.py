@@ -11,7 +11,7 @@ A rank has all of the model, or accelerate gives it what it needs of it (FSDP, Z
 What the model itself is given is in `attached.py`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -125,6 +125,7 @@ class WholeModelExecutor:
         self.reason_not_shared: str | None = None  # of the attached model
         self.reason_as_set: str | None = None  # that the user gives to leave activations alone
         self.label_smoothing = 0.0  # of the loss of models that are attached
+        self.liger: Mapping[str, Any] | None = None  # options of its kernels in these models
         self.host_memory_bytes = 0  # for activations of a rank, from `attach` on
         self._exchange = RowExchange(setup.communicator)
         self._passes: PlanPasses | None = None  # None: the planner has none
@@ -212,7 +213,12 @@ class WholeModelExecutor:
         # 2. what `detach` undoes
         self.reason_not_shared = reason_not_shared(model, base, args)
         self._model = AttachedModel(
-            model, base, accelerator, layers, label_smoothing=self.label_smoothing
+            model,
+            base,
+            accelerator,
+            layers,
+            label_smoothing=self.label_smoothing,
+            liger=self.liger,
         )
         if self._model.vision is not None:
             communicator.open_world()  # for features of images

@@ -29,6 +29,7 @@ _KNOWN_PACKAGES = frozenset(
         "fla",
         "hf_flexseq",
         "kernels",
+        "liger_kernel",
         "mamba_ssm",
         "peft",
         "torch",

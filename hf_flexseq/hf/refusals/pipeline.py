@@ -224,6 +224,12 @@ PIPELINE: tuple[Refusal[Staged], ...] = (
         instead=NO_ROUTER_LOSS,
     ),
     Refusal(
+        setting="use_liger_kernel=True",
+        found=lambda case: case.trainer.args.use_liger_kernel,
+        why="Liger puts its kernels into whole models",
+        instead=f"set it to False, or {ONE_STAGE}",
+    ),
+    Refusal(
         setting="forward hooks",
         found=lambda case: next(users_forward_hooks(case.model), None),
         why="stages run chunks of sequences",

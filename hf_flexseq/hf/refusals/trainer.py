@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, Trainer
+from transformers.utils import is_liger_kernel_available
 
 from hf_flexseq.base.refusals import Refusal, option, refuse
 from hf_flexseq.config import FlexSeqArguments, refuse_removed
@@ -22,6 +23,7 @@ from hf_flexseq.hf.losses import (
     says_on_samples,
     unsuitable_distillation,
 )
+from hf_flexseq.hf.model.liger import LOSSES
 from hf_flexseq.hf.model.loss import has_chunkable_loss
 from hf_flexseq.hf.model.own_loss import check_own_loss, own_loss_of
 from hf_flexseq.hf.model.router import (
@@ -117,6 +119,18 @@ def _smoothing_of_figures(trainer: Any) -> str | None:
     if not factor or not reads_fused_head(trainer):
         return None
     return f"label_smoothing_factor={factor} of {type(trainer).__name__}"
+
+
+def _missing_liger(trainer: Any) -> str | None:
+    if not trainer.args.use_liger_kernel or is_liger_kernel_available():
+        return None
+    return "use_liger_kernel=True here"
+
+
+def _losses_of_liger(trainer: Any) -> str | None:
+    options = trainer.args.liger_kernel_config or {}
+    asked = [name for name in LOSSES if trainer.args.use_liger_kernel and options.get(name)]
+    return f"{asked[0]}=True in liger_kernel_config" if asked else None
 
 
 def _saved_apart(trainer: Any) -> str | None:
@@ -311,10 +325,18 @@ TRAINER: tuple[Refusal[Any], ...] = (
         instead="set it to False",
     ),
     Refusal(
-        setting="use_liger_kernel=True",
-        found=_argument("use_liger_kernel"),
-        why="it replaces the model's forward",
-        instead="set it to False, since hf_flexseq computes the loss in chunks by itself",
+        setting="use_liger_kernel=True without the package",
+        found=_missing_liger,
+        why="its kernels are not installed",
+        instead="run pip install liger-kernel",
+        error=ImportError,
+    ),
+    Refusal(
+        setting="fused_linear_cross_entropy and cross_entropy in liger_kernel_config",
+        found=_losses_of_liger,
+        why="hf_flexseq computes head and loss in chunks by itself",
+        instead="leave it out",
+        error=ValueError,
     ),
     Refusal(
         setting="neftune_noise_alpha",
