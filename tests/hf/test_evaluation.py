@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
+from tests.budget import others_nightly
 from tests.hf.test_trainer import flexseq_trainer
 from tests.hf.tiny import documents, reference_loss, tiny_arguments, tiny_llama, weights
 from tests.ranks import run_cases
@@ -58,7 +59,7 @@ CASES = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", CASES)
+@pytest.mark.parametrize("world_size", others_nightly(CASES, tried=[2]))
 def test_evaluation_loss_is_the_token_mean(tmp_path, world_size):
     with torch.no_grad():
         wanted = float(reference_loss(tiny_llama(), documents(LENGTHS)))

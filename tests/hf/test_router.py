@@ -15,6 +15,7 @@ from trl import SFTTrainer
 
 from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.model.router import PROBABILITIES, RouterLoss, RouterSums, router_facts
+from tests.budget import others_nightly
 from tests.hf import objectives
 from tests.hf.objectives import Case, assert_alike
 from tests.hf.test_exactness import own_batches, whole
@@ -119,7 +120,7 @@ FAMILIES = ("Qwen3Moe", "Mixtral")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_router_loss_counts_a_shared_token_once_for_each_row(world_size):
     rows = conversations(18)
     cases = [(family, sharding, 3, rows) for family in FAMILIES for sharding in ("ddp", "fsdp2")]
@@ -141,7 +142,7 @@ def train_on_conversations(rank, world_size, folder, family, shared):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_nightly(FAMILIES, tried=["Qwen3Moe"]))
 def test_the_trainer_s_router_loss_is_that_of_the_rows(tmp_path, world_size, family):
     """The plain Trainer has one batch on one rank: router losses are of a step."""
     stock = train_on_conversations(0, 1, tmp_path, family, None)

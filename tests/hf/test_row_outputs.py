@@ -116,7 +116,7 @@ def run_mixture(rank, world_size, folder, shared):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_the_router_loss_of_the_sft_trainer_is_that_of_the_rows(tmp_path, world_size):
     """The plain trainer has one batch on one rank: router losses are of a step."""
     stock = run_mixture(0, 1, tmp_path, None)

@@ -1,5 +1,6 @@
 """Steps whose rows share prefixes: the plain trainers' weights and figures, and what is spared."""
 
+import itertools
 import random
 from functools import partial
 
@@ -14,6 +15,7 @@ from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.objectives.generations import grouped
 from hf_flexseq.hf.shared_prefixes import reason_not_shared
 from hf_flexseq.steps import prefetch
+from tests.budget import others_nightly
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.objectives import (
     BOUNDS,
@@ -33,7 +35,7 @@ from tests.hf.test_exactness import gradients_under_random_plans
 from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.hf.trainers import difference, trained, trainer_of
-from tests.ranks import run_cases
+from tests.ranks import run_cases, run_ranks
 
 SPARED = "flexseq/tokens_spared"
 
@@ -138,7 +140,7 @@ def test_random_plans_with_units_give_the_gradients_of_one_process(world_size):
 # ---- layers with a state
 
 
-def train_hybrids(rank, world_size, folder, family, checkpointed):
+def train_hybrid(rank, world_size, folder, family, checkpointed):
     """The difference between shared prefixes and every row by itself, and what was spared."""
     datasets.disable_progress_bars()
 
@@ -163,19 +165,17 @@ def train_hybrids(rank, world_size, folder, family, checkpointed):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "families",
-    [("Qwen3Next",), pytest.param(("KimiLinear", "Bamba", "Lfm2"), marks=pytest.mark.nightly)],
+    "case",
+    others_nightly(
+        itertools.product(("Qwen3Next", "KimiLinear", "Bamba", "Lfm2"), (False, True)),
+        tried=[("Qwen3Next", True)],
+    ),
 )
-def test_models_with_recurrent_layers_share_prefixes(tmp_path, families):
-    cases = []
-    for family in families:
-        for checkpointed in (False, True):
-            cases.append((tmp_path / f"{family}{checkpointed}", family, checkpointed))
-    for case, by_rank in zip(cases, run_cases(train_hybrids, 2, cases, seconds=300), strict=True):
-        for apart, nothing, tokens in by_rank:
-            assert_alike(apart, weights=1e-10)
-            assert nothing == 0, case
-            assert tokens > 1000, case
+def test_models_with_recurrent_layers_share_prefixes(tmp_path, case):
+    for apart, nothing, tokens in run_ranks(train_hybrid, 2, tmp_path, *case, seconds=200):
+        assert_alike(apart, weights=1e-10)
+        assert nothing == 0
+        assert tokens > 1000
 
 
 # ---- losses on whole samples

@@ -54,7 +54,8 @@ def trainer_of(
 ) -> Any:
     """A trainer of a user's class `base`: three steps of SGD on padded documents.
 
-    config: class of its arguments. flexseq: options besides OPTIONS, None for the stock trainer.
+    config: class of its arguments. flexseq: options besides OPTIONS, None for the stock trainer;
+    they plan a step when it runs, without a process of the planner's, unless they say otherwise.
     settings: arguments of the trainer, and of its config, by their names.
     """
     own = {name for cls in base.__mro__ for name in inspect.signature(cls.__init__).parameters}
@@ -63,7 +64,7 @@ def trainer_of(
         given["model"] = tiny_llama()
     if flexseq is not None:
         base = flexseq_class(base)
-        given["flexseq_args"] = FlexSeqArguments(**{**OPTIONS, **flexseq})
+        given["flexseq_args"] = FlexSeqArguments(**{**OPTIONS, "lookahead": 0, **flexseq})
     defaults = {"optim": "sgd", "max_steps": 3, "per_device_eval_batch_size": 2}
     settings = {"batch": batch, "accumulation": accumulation, **defaults, **settings}
     given["args"] = training_arguments(config, folder, **settings)

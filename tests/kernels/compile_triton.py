@@ -1,6 +1,7 @@
 """Compile the Triton kernels for GPUs that need not be there, and print what was found as JSON.
 
     python tests/kernels/compile_triton.py      {"resources": [...], "variants": {...}}
+    python tests/kernels/compile_triton.py 90   the same of one architecture
     python tests/kernels/compile_triton.py --table      the resources as a Markdown table
 
 resources: of each kernel, for some launches, on each architecture: registers of a thread, bytes
@@ -51,7 +52,7 @@ def type_of(value):
     return TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
 
 
-def compiled(kernel, arguments):
+def compiled(architectures, kernel, arguments):
     """The resources of a kernel for these arguments of a launch, by architecture."""
     signature = {}
     constants = {}
@@ -60,7 +61,7 @@ def compiled(kernel, arguments):
         if parameter.is_constexpr:
             constants[parameter.name] = value
     found = {}
-    for architecture in ARCHITECTURES:
+    for architecture in architectures:
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         made = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
         found[architecture] = {
@@ -128,11 +129,12 @@ def launches_of_head_dim(head_dim):
     packed(fused, "overlapping heads", **options)
 
 
-def all_resources():
+def all_resources(architectures):
     """A record for each launch and architecture."""
     records = []
+    look = partial(compiled, architectures)
     for head_dim in HEAD_DIMS:
-        found = each_launch(compiled, partial(launches_of_head_dim, head_dim))
+        found = each_launch(look, partial(launches_of_head_dim, head_dim))
         for name, launches in found.items():
             for launch in launches:
                 for architecture, resources in launch.items():
@@ -166,7 +168,8 @@ def launches_of_other_sizes():
 
 
 def main():
-    records = all_resources()
+    named = [int(word) for word in sys.argv[1:] if word.isdecimal()]
+    records = all_resources(named or ARCHITECTURES)
     if "--table" in sys.argv:
         print(table(records))
         return

@@ -100,7 +100,7 @@ def check_weights(checkpoint, weights):
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        ((2, 2), [(4, 2), (1, 1)]),
+        pytest.param((2, 2), [(4, 2), (1, 1)], marks=pytest.mark.nightly),
         ((1, 1), [(2, 2), (4, 2, FSDP)]),
         ((4, 2, FSDP), [(2, 2)]),
         ((2, 2, TWO_PER_RANK), [(2, 2)]),

@@ -23,6 +23,7 @@ from hf_flexseq.hf.trainer import OVERRIDDEN, FlexSeqMixin
 from hf_flexseq.plan.files import read_steps
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.process.client import InlinePlanner
+from tests.budget import others_nightly
 from tests.hf.test_trainer import (
     dataset,
     float64_loss,
@@ -206,7 +207,7 @@ OWN_PLANS = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", OWN_PLANS)
+@pytest.mark.parametrize("world_size", others_nightly(OWN_PLANS, tried=[2]))
 def test_every_schedule_equals_the_plain_trainer(tmp_path, world_size):
     before, wanted, _ = plain_weights(tmp_path, 8, True, max_steps=2)
     common = {"plans": "own", "max_steps": 2, "batch": 4 // world_size}

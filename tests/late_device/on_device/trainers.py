@@ -45,7 +45,9 @@ def trained(*args, **options):
 
 
 @pytest.mark.usefixtures("one_kernel")
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "gradient_checkpointing", [pytest.param(False, marks=pytest.mark.nightly), True]
+)
 def test_it_trains_as_on_a_cpu(tmp_path, gradient_checkpointing):
     options = {"gradient_checkpointing": gradient_checkpointing}
     options |= {"eval_strategy": "steps", "eval_steps": 2}
