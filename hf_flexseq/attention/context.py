@@ -28,8 +28,8 @@ class SequenceContext:
     """
 
     __slots__ = (
-        *("both_ways", "cut", "images", "kept", "memory", "programs", "row_counts", "shard"),
-        "target_counts",
+        *("both_ways", "cut", "images", "kept", "memory", "noise", "programs", "row_counts"),
+        *("shard", "target_counts"),
     )
 
     def __init__(
@@ -60,6 +60,8 @@ class SequenceContext:
         """[tokens] How many rows have each token; None where no rows share tokens."""
         self.target_counts: torch.Tensor | None = None
         """[tokens] How many rows have each token as one with a target; None as above."""
+        self.noise: Any = None
+        """What adds noise to embedded tokens; None in a run without any."""
         self.images: Any = None
         """What gives the features of this micro-batch's images; None in a step without any."""
         self.memory = memory

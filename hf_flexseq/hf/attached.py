@@ -7,6 +7,7 @@
 | positions and lengths of whole sequences | `model/positions.py` |
 | recurrent layers over a sequence's ranks | `model/recurrent.py` |
 | Liger's norms, MLPs and rotary embeddings, if asked for | `model/liger.py` |
+| NEFTune's noise on embedded tokens, if asked for | `model/neftune.py` |
 | router loss of the whole step | `model/router.py` |
 | gradients of experts on several ranks, where torch divides them twice | `model/experts.py` |
 | features of images | `model/vision.py` |
@@ -36,6 +37,7 @@ from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.liger import liger_kernels
 from hf_flexseq.hf.model.loss import Total, attach_chunked_loss
 from hf_flexseq.hf.model.meta_model import attention_of_text
+from hf_flexseq.hf.model.neftune import EmbeddingNoise
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
@@ -75,9 +77,11 @@ class AttachedModel:
         *,
         label_smoothing: float = 0.0,
         liger: Mapping[str, Any] | None = None,
+        has_noise: bool = False,
     ) -> None:
         """model: may be a PEFT model, with `base` inside. layers: of `base`. label_smoothing: of
-        the loss in chunks. liger: options of its kernels; None without them."""
+        the loss in chunks. liger: options of its kernels; None without them. has_noise:
+        True if micro-batches bring noise for their embedded tokens."""
         self.base = base
         self.layers = layers
         self._former_attention: str = base.config._attn_implementation
@@ -122,6 +126,8 @@ class AttachedModel:
             end = entry.register_forward_hook(self._end_call, always_call=True)
             self._attached.callback(begin.remove)
             self._attached.callback(end.remove)
+        if has_noise:
+            self._attached.callback(EmbeddingNoise(base).detach)
         for hook in refuse_noise(base):
             self._attached.callback(hook.remove)
 

@@ -208,6 +208,11 @@ class FlexSeqEngine:
         else:
             assert not factor, "labels of a pipeline are not smoothed"
 
+    def add_noise(self, alpha: float, seed: int) -> None:
+        """Give models NEFTune's noise on embedded tokens while they train. Called before `attach`,
+        for whole models. seed: of the run."""
+        self.whole_model.neftune = (alpha, seed)
+
     def use_liger(self, options: Mapping[str, Any]) -> None:
         """Give models Liger's norms, MLPs and rotary embeddings while they are attached. Called
         before `attach`, for whole models. options: as in `liger_kernel_config`."""
@@ -279,11 +284,12 @@ class FlexSeqEngine:
                 planner=planner,
                 shares_prefixes=not forward_only and self._shares_prefixes(),
             )
-        step = self._in_place[forward_only].next(iter(rows), 1)
+        steps = self._in_place[forward_only]
+        steps.count_from(number)
+        step = steps.next(iter(rows), 1)
         if step is None:
             raise ValueError("no rank has a sequence to compute a loss of")
         assert isinstance(step, RankMicroBatches), "a stage computes no loss of given sequences"
-        step.number = number
         return step
 
     def evaluation_steps(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Step]:

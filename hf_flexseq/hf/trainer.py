@@ -106,6 +106,7 @@ class FlexSeqMixin(PartOfModelMixin):
     """
 
     data_collator: Any
+    neftune_noise_alpha: Any
     _flexseq_loss: StepLoss
 
     def __init__(
@@ -170,6 +171,9 @@ class FlexSeqMixin(PartOfModelMixin):
         engine.measure_routers_on(self.train_dataset)
         if getattr(self.args, "activation_offloading", False):
             engine.keep_activations_as_set("activation_offloading=True offloads them")
+        if self.args.neftune_noise_alpha is not None:
+            engine.add_noise(self.args.neftune_noise_alpha, self.args.seed)
+            self.neftune_noise_alpha = None  # its own noise would depend on the plan
         if self.args.use_liger_kernel:
             engine.use_liger(self.args.liger_kernel_config or {})
         if not has_planned_loss(

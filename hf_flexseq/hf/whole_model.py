@@ -55,6 +55,7 @@ from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.program.passes import PlanPasses
 from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.drawn import Columns, PlannedStep, SourceRow
+from hf_flexseq.steps.embedding_noise import NoiseColumns
 from hf_flexseq.steps.exchange import RowExchange, united
 from hf_flexseq.steps.features import MicroBatchImages, images_of_step, with_image_columns
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
@@ -126,6 +127,10 @@ class WholeModelExecutor:
         self.reason_as_set: str | None = None  # that the user gives to leave activations alone
         self.label_smoothing = 0.0  # of the loss of models that are attached
         self.liger: Mapping[str, Any] | None = None  # options of its kernels in these models
+        self.neftune: tuple[float, int] | None = (
+            None  # alpha and seed, for models that are attached
+        )
+        self._noise: NoiseColumns | None = None  # of the attached model
         self.host_memory_bytes = 0  # for activations of a rank, from `attach` on
         self._exchange = RowExchange(setup.communicator)
         self._passes: PlanPasses | None = None  # None: the planner has none
@@ -212,6 +217,10 @@ class WholeModelExecutor:
 
         # 2. what `detach` undoes
         self.reason_not_shared = reason_not_shared(model, base, args)
+        self._noise = None
+        if self.neftune is not None:
+            self._noise = NoiseColumns(*self.neftune)
+            self.reason_not_shared = self.reason_not_shared or "NEFTune's noise is of each row"
         self._model = AttachedModel(
             model,
             base,
@@ -219,6 +228,7 @@ class WholeModelExecutor:
             layers,
             label_smoothing=self.label_smoothing,
             liger=self.liger,
+            has_noise=self.neftune is not None,
         )
         if self._model.vision is not None:
             communicator.open_world()  # for features of images
@@ -308,6 +318,8 @@ class WholeModelExecutor:
         communicator = self.setup.communicator
         model = self._attached_model
         row = with_token_columns(planned.drawn.row, model.token_columns)
+        if self._noise is not None:
+            row = self._noise.of(row, planned.drawn.number)
         if planned.drawn.images:
             row = with_image_columns(row, planned.drawn)
         all_shards = None if self._passes is None else self._passes.shards

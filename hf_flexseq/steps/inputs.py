@@ -16,6 +16,7 @@ from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import Shard, Slice, Zone, make_shard
 from hf_flexseq.steps.drawn import Columns
+from hf_flexseq.steps.embedding_noise import KEYS, SIZES, TokenNoise
 from hf_flexseq.steps.exchange import ROW_COUNTS, TARGET_COUNTS
 from hf_flexseq.steps.images import GRID_POSITIONS
 
@@ -44,8 +45,8 @@ def inputs_of(
     make_context: Callable[[Shard], SequenceContext],
 ) -> Inputs:
     """Return the keyword arguments of one call of the model: columns [1, tokens] of the shard, or
-    a dummy token, and `seq_ctx`, which has how often tokens count. columns: each [tokens] on the
-    CPU."""
+    a dummy token, and `seq_ctx`, which has how often tokens count, and their noise. columns: each
+    [tokens] on the CPU."""
     columns = dict(columns)
     row_counts = columns.pop(ROW_COUNTS, None)
     target_counts = columns.pop(TARGET_COUNTS, None)
@@ -53,6 +54,7 @@ def inputs_of(
         shard = with_dummy(shard)
         columns = _dummy_columns(columns)
     inputs: Inputs = {}
+    noise_keys, noise_sizes = columns.pop(KEYS, None), columns.pop(SIZES, None)
     grid = columns.pop(GRID_POSITIONS, None)
     for name, value in columns.items():
         row = value.unsqueeze(0)  # [tokens] -> [1, tokens]
@@ -66,6 +68,8 @@ def inputs_of(
         context.row_counts = to_device(row_counts, device)
     if target_counts is not None and target_counts.numel():
         context.target_counts = to_device(target_counts, device)
+    if noise_keys is not None and noise_sizes is not None:
+        context.noise = TokenNoise(to_device(noise_keys, device), to_device(noise_sizes, device))
     inputs["seq_ctx"] = context
     return inputs
 

@@ -148,6 +148,11 @@ class PrefetchedSteps:
             self._set_phase(f"{self._what} {step.number}")
         return step
 
+    def count_from(self, number: int) -> None:
+        """Let the next step that is drawn have this number, where none is drawn ahead."""
+        assert not self._lookahead, "steps that were drawn have their numbers"
+        self._next_number = number
+
     def prefetch(self) -> None:
         """Dispatch the step that `next` will return, unless that is done or steps are not planned
         ahead. Collective over the world. Raises LostRank alone."""

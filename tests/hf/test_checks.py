@@ -101,7 +101,6 @@ WRONG_VALUES = [
 ]
 UNSUPPORTED = [
     ({"torch_compile": True}, "torch_compile=True"),
-    ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
     ({"optim": "lomo"}, "optim='lomo'.*use adamw_torch"),
     ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise'"),
     ({"ddp_static_graph": True}, "ddp_static_graph=True"),

@@ -224,6 +224,12 @@ PIPELINE: tuple[Refusal[Staged], ...] = (
         instead=NO_ROUTER_LOSS,
     ),
     Refusal(
+        setting="neftune_noise_alpha",
+        found=lambda case: case.trainer.args.neftune_noise_alpha is not None,
+        why="chunks of a sequence have no noise of their own",
+        instead=f"leave it out, or {ONE_STAGE}",
+    ),
+    Refusal(
         setting="use_liger_kernel=True",
         found=lambda case: case.trainer.args.use_liger_kernel,
         why="Liger puts its kernels into whole models",

@@ -339,12 +339,6 @@ TRAINER: tuple[Refusal[Any], ...] = (
         error=ValueError,
     ),
     Refusal(
-        setting="neftune_noise_alpha",
-        found=_argument("neftune_noise_alpha", lambda value: value is not None),
-        why="its noise depends on how sequences are packed",
-        instead="leave it out",
-    ),
-    Refusal(
         setting="optimizers that update weights in the backward (lomo, adalomo, layerwise)",
         found=_steps_in_backward,
         why="it updates the weights in every backward, and a step has several",

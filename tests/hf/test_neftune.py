@@ -1,0 +1,176 @@
+"""NEFTune's noise on planned steps: the plain Trainer with the same noise has the same weights,
+under any plan and on any number of ranks."""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.embedding_noise import KEYS, SIZES, NoiseColumns, TokenNoise
+from tests.hf import objectives
+from tests.hf.objectives import Case
+from tests.hf.test_trainer import dataset, float64_loss, logged
+from tests.hf.tiny import tiny_llama
+from tests.hf.trainers import trained, trainer_of, weights_apart
+from tests.ranks import run_cases
+
+ALPHA, SEED = 5.0, 42
+MASK = 2**64 - 1
+
+# ---- a twin, number by number
+
+
+def mixed(z):
+    """SplitMix64 of each number, whole numbers of Python."""
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return z ^ z >> 31
+
+
+def noise_of(ids, step, hidden):
+    """The noise of one sequence, [tokens, hidden]."""
+    told = f"{SEED} {step} ".encode() + np.array(ids, dtype="<i8").tobytes()
+    key = int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little")
+    golden = 0x9E3779B97F4A7C15
+    tokens, channels = (np.arange(1, count + 1, dtype=object) for count in (len(ids), hidden))
+    of_tokens = mixed(key + tokens * golden & MASK)
+    bits = mixed(of_tokens[:, None] + channels * golden & MASK) >> 40
+    noise = bits.astype(float) / 2**23 - 1
+    return noise * ALPHA / (len(ids) * hidden) ** 0.5
+
+
+class SameNoise(TrainerCallback):
+    """Gives the plain Trainer the noise of the twin."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        def note(module, args, kwargs):
+            self.lengths = kwargs["attention_mask"].sum(dim=1).tolist()
+
+        def add(module, given, embedded):
+            (ids,) = given
+            noise = torch.zeros_like(embedded)
+            for row, length in enumerate(self.lengths):
+                own = noise_of(ids[row, :length].tolist(), state.global_step, embedded.shape[-1])
+                noise[row, :length] = torch.from_numpy(own)
+            return embedded + noise
+
+        model.register_forward_pre_hook(note, with_kwargs=True)
+        model.get_input_embeddings().register_forward_hook(add)
+
+
+# ---- columns
+
+
+def row_of(*sequences):
+    ids = torch.tensor([token for ids in sequences for token in ids])
+    return SourceRow(columns={"input_ids": ids}, lengths=tuple(map(len, sequences)))
+
+
+def test_a_token_has_its_noise_wherever_it_is():
+    sequences = [[5, 6, 7, 8, 9], [5], [5, 6, 7, 8, 9], [3] * 40]
+    row = NoiseColumns(ALPHA, SEED).of(row_of(*sequences), 3)
+    wanted = torch.from_numpy(np.concatenate([noise_of(ids, 3, 16) for ids in sequences]))
+    order = torch.randperm(len(wanted), generator=torch.Generator().manual_seed(0))
+    for tokens in (order, order[:7]):
+        noise = TokenNoise(row.columns[KEYS][tokens], row.columns[SIZES][tokens])
+        found = noise.added_to(torch.zeros(1, len(tokens), 16, dtype=torch.float64))
+        torch.testing.assert_close(found[0], wanted[tokens], rtol=1e-6, atol=1e-8)
+    other_step = NoiseColumns(ALPHA, SEED).of(row_of(*sequences), 4)
+    assert not (other_step.columns[KEYS] == row.columns[KEYS]).any()
+    with pytest.raises(ValueError, match=f"the dataset has a column '{KEYS}', which"):
+        NoiseColumns(ALPHA, SEED).of(row, 3)
+
+
+def test_noise_is_uniform():
+    row = NoiseColumns(1.0, SEED).of(row_of([7] * 500), 0)
+    noise = TokenNoise(row.columns[KEYS], row.columns[SIZES])
+    unit = noise.added_to(torch.zeros(1, 500, 200))[0] * (500 * 200) ** 0.5
+    assert unit.min() < -0.9999
+    assert unit.max() > 0.9999
+    assert float(unit.mean()) == pytest.approx(0, abs=0.01)
+    assert float((unit**2).mean()) == pytest.approx(1 / 3, abs=0.01)
+    assert abs(float((unit[1:] * unit[:-1]).mean())) < 0.01
+    assert abs(float((unit[:, 1:] * unit[:, :-1]).mean())) < 0.01
+
+
+# ---- trainers
+
+
+def make_trainer(folder, flexseq, *, alpha=ALPHA, **settings):
+    """A trainer of two steps in float64, of eight documents each."""
+    model = tiny_llama(torch.float64)
+    if flexseq is None:
+        model.loss_function = float64_loss
+    defaults = {"batch": 8, "neftune_noise_alpha": alpha, "seed": SEED, "max_steps": 2}
+    return trainer_of(
+        Trainer,
+        folder,
+        flexseq=flexseq,
+        model=model,
+        train_dataset=dataset(16),
+        **{**defaults, **settings},
+    )
+
+
+WHOLE = {"max_tokens_per_rank": 100}  # every sequence fits on one rank
+PLANS = [
+    ({"planner": "static", "sp_degree": 2}, {"batch": 4}),
+    ({"lookahead": 0}, {"batch": 2, "accumulation": 2}),
+    (WHOLE | {"strategy": "local"}, {"batch": 4, "gradient_checkpointing": True}),
+]
+
+
+def run(rank, world_size, folder, flexseq, settings):
+    return trained(make_trainer(folder, flexseq, **settings))
+
+
+@pytest.mark.processes
+def test_weights_are_those_of_the_plain_trainer_with_this_noise_under_any_plan(tmp_path):
+    by_plan = run_cases(run, 2, [(tmp_path, *plan) for plan in PLANS])
+    stock = trained(make_trainer(tmp_path, None, alpha=None, callbacks=[SameNoise()]))
+    quiet = trained(make_trainer(tmp_path, None, alpha=None))
+    assert weights_apart(stock, quiet) > 1e-3, "noise makes a difference"
+    for plan, by_rank in zip(PLANS, by_plan, strict=True):
+        for found in by_rank:
+            assert weights_apart(stock, found) < 1e-6, plan
+            assert logged(found.log, "loss") == pytest.approx(logged(stock.log, "loss"), rel=1e-6)
+
+
+@pytest.mark.processes
+def test_a_resumed_run_has_the_same_noise_and_an_evaluation_has_none(tmp_path):
+    trainer = make_trainer(tmp_path, WHOLE, save_strategy="steps", save_steps=1)
+    whole = trained(trainer)
+    resumed = make_trainer(tmp_path, WHOLE)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for name, parameter in resumed.model.named_parameters():
+        assert (parameter.detach().numpy() == whole.weights[name]).all(), name
+    plain = make_trainer(tmp_path, None, alpha=None)
+    plain.model.load_state_dict(trainer.model.state_dict())
+    data = dataset(5)
+    settings = {"per_device_eval_batch_size": 8}
+    losses = []
+    for each in (trainer, plain):
+        each.args.per_device_eval_batch_size = settings["per_device_eval_batch_size"]
+        losses.append(each.evaluate(data)["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert trainer.args.neftune_noise_alpha == ALPHA
+
+
+def pairs_run(rank, world_size, folder, alpha, cap):
+    case = Case(kind="dpo", steps=2, settings={"neftune_noise_alpha": alpha})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(objectives.OPTIONS, "max_tokens_per_rank", cap)
+        return objectives.run_case(case, True, folder)
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_pairs_have_the_same_noise_in_all_passes_of_any_plan(tmp_path):
+    objectives.save_inputs(tmp_path)
+    cases = [(tmp_path, ALPHA, 30), (tmp_path, ALPHA, 300), (tmp_path, None, 300)]
+    split, whole, quiet = (by_rank[0] for by_rank in run_cases(pairs_run, 2, cases))
+    assert weights_apart(whole, split) < 1e-6
+    assert weights_apart(whole, quiet) > 1e-3
