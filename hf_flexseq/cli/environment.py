@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from hf_flexseq import __version__
+from hf_flexseq.base.versions import untested
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +27,7 @@ def env(options: Namespace) -> None:
     print(f"hf_flexseq {__version__}")
     print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in PACKAGES:
-        print(f"{package} {_version(package)}")
+        print(f"{package} {_version(package)}{_tested(package)}")
     for line in _devices():
         print(line)
 
@@ -37,6 +38,12 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _tested(package: str) -> str:
+    """Return which versions are tested, if the installed one is none of them."""
+    versions = untested(package)
+    return "" if versions is None else f" (tested: {versions})"
 
 
 def _devices() -> list[str]:

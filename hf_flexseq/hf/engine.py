@@ -27,6 +27,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
+from hf_flexseq.base.versions import warn_untested
 from hf_flexseq.config import AS_SET, FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import Attempt
@@ -77,6 +78,8 @@ class FlexSeqEngine:
         plan trace that cannot work.
         """
         check_accelerator(accelerator, args)
+        if accelerator.is_main_process:
+            warn_untested()
         setup = EngineSetup.of(accelerator, args, communicator, timeout=timeout)
         args.plan_options().check_on(setup.communicator.topology)
         with Attempt() as looking:  # ranks may have machines of different sizes

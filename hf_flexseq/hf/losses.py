@@ -23,6 +23,7 @@ from typing import Any
 
 from transformers import Trainer
 
+from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older, needs
 from hf_flexseq.hf.model.facts import is_classifier
 
 # Trainers of TRL whose losses are known to read log-probabilities, scores or divergences.
@@ -34,6 +35,9 @@ _ON_SAMPLES = (
     "RewardTrainer",
     "DistillationTrainer",
 )
+
+# Those of them that read log-probabilities of TRL's own head.
+_READ_FUSED_HEAD = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
 
 # Trainers that draw prompts, and make of them what they train on.
 _ROLLING_OUT = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
@@ -56,6 +60,14 @@ _OTHER_DISTILLATIONS = {
 def rolls_out(trainer: Trainer) -> bool:
     """Tell if a trainer makes its samples while it trains."""
     return _is_one_of(trainer, _ROLLING_OUT)
+
+
+def reads_logits_of_all_tokens(trainer: Trainer) -> str | None:
+    """Return the class of a trainer of TRL whose loss reads logits, in versions without a head
+    that gives log-probabilities."""
+    if not is_older("trl", FUSED_HEAD_FROM) or not _is_one_of(trainer, _READ_FUSED_HEAD):
+        return None
+    return f"{type(trainer).__name__} ({needs('trl', FUSED_HEAD_FROM)})"
 
 
 def distills(trainer: Trainer) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 from transformers import Trainer
 
 from hf_flexseq.base.values import listed
+from hf_flexseq.base.versions import is_sharded_at_load
 from hf_flexseq.hf.losses import has_planned_loss
 from hf_flexseq.steps.users_code import (
     is_known,
@@ -195,7 +196,7 @@ def check_overrides(trainer: Any, *, pipeline_parallel_size: int) -> None:
                 f"{pipeline_parallel_size}, whose stages do this themselves: remove it, or set "
                 "pipeline_parallel_size=1"
             )
-    if trainer.is_distributed_loading_by_transformers:
+    if is_sharded_at_load(trainer):
         for name in OF_SHARDED_CHECKPOINTS:
             ignored = users_method_behind(trainer, name)
             if ignored is not None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hf_flexseq.base.versions import is_sharded_at_load, saves_on_writers
 from hf_flexseq.checkpoints.optimizer import is_named, load_optimizer
 from hf_flexseq.checkpoints.sharded import save_sharded_optimizer
 from hf_flexseq.hf.engine import FlexSeqEngine
@@ -65,6 +66,11 @@ class PartOfModelMixin(_Trainer):
             return super()._get_grad_norm(model, grad_norm=grad_norm)
         return self._hooks.grad_norm() if grad_norm is None else grad_norm
 
+    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        super().save_model(output_dir, *args, **kwargs)
+        if self._hooks is not None and saves_on_writers() and not self.args.should_save:
+            self._save(output_dir)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self._hooks is None:
             super()._save(output_dir, state_dict=state_dict)
@@ -95,7 +101,7 @@ class PartOfModelMixin(_Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._hooks is not None:
             self._hooks.save_optimizer(self, output_dir)
-        elif self.is_distributed_loading_by_transformers:
+        elif is_sharded_at_load(self):
             save_sharded_optimizer(
                 self.model,
                 self.optimizer.optimizer,
@@ -121,7 +127,7 @@ class PartOfModelMixin(_Trainer):
                 checkpoint,
                 gather=communicator.cpu_group.gather_values,
             )
-        elif checkpoint is not None and self.is_distributed_loading_by_transformers:
+        elif checkpoint is not None and is_sharded_at_load(self):
             load_trainers_optimizer(self, checkpoint, communicator)
         else:
             super()._load_optimizer_and_scheduler(checkpoint)

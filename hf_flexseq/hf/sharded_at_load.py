@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import Trainer
 
+from hf_flexseq.base.versions import is_sharded_at_load
 from hf_flexseq.checkpoints.optimizer import (
     FOLDER,
     WHOLE,
@@ -55,7 +56,7 @@ def _is_sharded(model: Any, args: Any) -> bool:
     if isinstance(model, str):
         settings = getattr(args, "model_init_kwargs", None) or {}
         return isinstance(settings, Mapping) and bool(settings.get("distributed_config"))
-    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
+    return is_sharded_at_load(model)
 
 
 # ---- reading what other runs have saved
@@ -64,7 +65,7 @@ def _is_sharded(model: Any, args: Any) -> bool:
 def check_adapter(trainer: Trainer, folder: str) -> None:
     """Raise ValueError if an adapter on a sharded model is to go on from a checkpoint without any,
     which the Trainer passes over with a warning."""
-    if not trainer.is_distributed_loading_by_transformers:
+    if not is_sharded_at_load(trainer):
         return
     if not any(any(Path(folder).glob(pattern)) for pattern in _ADAPTERS):
         raise ValueError(f"{folder} holds no adapter, but this run trains one")

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from hf_flexseq.base.values import listed
+from hf_flexseq.base.versions import is_sharded_at_load
 from hf_flexseq.checkpoints.shards import read_own
 from hf_flexseq.checkpoints.weight_files import files_by_tensor
 from hf_flexseq.distributed.agreement import Attempt
@@ -55,7 +56,7 @@ def is_read_by_transformers(trainer: Trainer) -> bool:
         return False
     if not isinstance(model, PreTrainedModel) or getattr(model, "_hf_peft_config_loaded", False):
         return False
-    if trainer.is_distributed_loading_by_transformers:
+    if is_sharded_at_load(trainer):
         return True
     if any(users_method_behind(trainer, name) for name in _READING):
         return False  # the user's own way is called
@@ -117,7 +118,7 @@ def _stored(path: Path, names: Any) -> Iterator[tuple[str, Any]]:
 def _read(model: PreTrainedModel, path: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return a second model with the weights of a checkpoint, and what transformers says about
     them. It is sharded as `model` is, unless transformers would mix up rows of it."""
-    is_sharded = model.is_distributed_loading_by_transformers
+    is_sharded = is_sharded_at_load(model)
     second, found = _second_model(model, path, is_sharded=is_sharded)
     if is_sharded and misplaced_parts(second) is not None:
         del second

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq import DataCollatorForFlexSeq
+from hf_flexseq.base.versions import is_older
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.tiny import (
@@ -130,7 +131,9 @@ def families_under_fsdp2(rank, world_size, families):
 def test_families_under_fsdp2_equal_one_process():
     """Sinks are parameters of attention itself, and shared keys go from unit to unit; recurrent
     mixers read the weights of their convolution without calling it."""
-    families = ("GptOss", "Gemma4 with shared keys", "Qwen3_5")
+    families = ("GptOss",)
+    if not is_older("transformers", "5.23"):  # older layers are refused by what they ask for
+        families += ("Gemma4 with shared keys", "Qwen3_5")
     for by_family in run_ranks(families_under_fsdp2, 2, families, seconds=120):
         for family, worst in by_family.items():
             assert worst["gradients"] < 1e-10, family

@@ -158,6 +158,7 @@ def keep_float64(monkeypatch):
     """Norms and routers of transformers compute in float32 whatever the dtype; here they do
     not."""
     to, type_, softmax = torch.Tensor.to, torch.Tensor.type, F.softmax
+    matmul = torch.Tensor.__matmul__
 
     def stays(tensor, dtype):
         return tensor.dtype == torch.float64 and dtype == torch.float32
@@ -176,6 +177,11 @@ def keep_float64(monkeypatch):
     def patched_type(tensor, dtype=None, **kwargs):
         return tensor if stays(tensor, dtype) else type_(tensor, dtype, **kwargs)
 
+    def patched_matmul(one, other):  # of rotary embeddings: positions are float32, always
+        common = torch.promote_types(one.dtype, other.dtype)
+        return matmul(to(one, common), to(other, common))
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", patched_matmul)
     monkeypatch.setattr(torch.Tensor, "to", patched_to)
     monkeypatch.setattr(torch.Tensor, "type", patched_type)
     monkeypatch.setattr(F, "softmax", patched_softmax)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.facts import distributed_config
+from hf_flexseq.hf.model.facts import distributed_config, expert_group_size
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 PlaceExperts = Callable[[PreTrainedModel], "list[SpreadExperts]"]
@@ -43,13 +43,12 @@ class ExpertMeshes:
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ExpertMeshes | None":
         """Return those of a model; None where every rank computes experts for its tokens alone."""
-        config = distributed_config(model)
-        if config is None or config.ep_size == 1 or model._mesh_manager is None:
+        if expert_group_size(model) == 1 or model._mesh_manager is None:
             return None
         return cls(
             experts=model._mesh_manager.get_mesh("ep"),
             same_tokens=model._mesh_manager.get_mesh("tp"),
-            implementation=config.ep_implementation,
+            implementation=distributed_config(model).ep_implementation,
         )
 
     @classmethod

@@ -49,7 +49,7 @@ from hf_flexseq.hf.model.router import (
     asks_for_router_loss,
     router_facts,
 )
-from hf_flexseq.hf.model.sharded_load import divided_ties, misplaced_parts
+from hf_flexseq.hf.model.sharded_load import divided_ties, misplaced_parts, unknown_sharding
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, Call, MixerRun, Trial, try_model
 from hf_flexseq.steps.users_code import nonlinear_gradient_hooks, users_accumulation_hooks
 
@@ -87,6 +87,7 @@ def check_model(model: PreTrainedModel) -> None:
         or _unsuitable_router_loss(model)
         or unsuitable_positions(model, config)
         or _unsuitable_modules(model)
+        or unknown_sharding(model)
         or unsuitable_experts(model)
         or misplaced_parts(model)
         or divided_ties(model)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_flexseq.base.versions import IMAGES_FROM, is_older, needs
 from hf_flexseq.hf.model.meta_model import FAULTS, meta_model
 from hf_flexseq.plan.images import MODALITIES
 from hf_flexseq.steps.feature_form import OF_LAYERS
@@ -60,7 +61,11 @@ def try_features(base: PreTrainedModel) -> list[Modality]:
     name = type(base).__name__
     inner = base.base_model
     if FEATURES not in inspect.signature(inner.forward).parameters:
-        raise UnsupportedImages(f"{name} does not take {FEATURES}")
+        reason = f"{name} does not take {FEATURES}"
+        reads_images = any(_placeholder(base.config, modality) for modality in MODALITIES)
+        if reads_images and is_older("transformers", IMAGES_FROM):
+            reason += f"; {needs('transformers', IMAGES_FROM)}"
+        raise UnsupportedImages(reason)
     asked = {}
     for modality in MODALITIES:
         placeholder = _placeholder(base.config, modality)

@@ -21,6 +21,31 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import Concatenate, WeightConverter
 
+from hf_flexseq.base.versions import (
+    SHARDED_LOAD_FROM,
+    is_older,
+    is_sharded_at_load,
+    needs,
+)
+from hf_flexseq.hf.model.facts import distributed_config
+
+
+def unknown_sharding(model: nn.Module) -> str | None:
+    """Return that this version of transformers shards models that its Trainer does not train as
+    such: gradients of all but the last micro-batch would be reduced, or none."""
+    if not is_older("transformers", SHARDED_LOAD_FROM):
+        return None
+    config = distributed_config(model)
+    for name in ("fsdp_size", "ep_size"):
+        size = getattr(config, name, None) or 1
+        if size > 1:
+            return (
+                f"{name}={size} of DistributedConfig: "
+                f"{needs('transformers', SHARDED_LOAD_FROM)}; leave distributed_config out, and "
+                "set fsdp in the training arguments"
+            )
+    return None
+
 
 def misplaced_parts(model: nn.Module) -> str | None:
     """Return which parameter of `model` has its parts in a wrong order; None if none has."""
@@ -57,7 +82,7 @@ def _sharded_along(model: nn.Module, dim: int, pattern: str) -> str | None:
 
 def divided_ties(model: nn.Module) -> str | None:
     """Return which tied weights of `model` FSDP2 would train in part; None if none."""
-    if not getattr(model, "is_distributed_loading_by_transformers", False):
+    if not is_sharded_at_load(model):
         return None
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,49 +1,48 @@
 """What a trainer asks of activation checkpointing."""
 
-from typing import Any
+from transformers import Trainer
 
-from transformers import TrainingArguments
-
+from hf_flexseq.base.versions import (
+    OFFLOAD_FROM,
+    checkpointing_name,
+    checkpointing_options,
+    is_older,
+    needs,
+)
 from hf_flexseq.hf.model.facts import is_reentrant
 
 
-def _checkpointing(training: TrainingArguments) -> str:
-    """Return the name of activation checkpointing in this version of transformers."""
-    if hasattr(training, "activation_checkpointing"):
-        return "activation_checkpointing"
-    return "gradient_checkpointing"
-
-
-def _options(trainer: Any) -> dict[str, Any]:
-    """Return the options that the user gives to activation checkpointing, by either name."""
-    given = (
-        getattr(trainer.args, "activation_checkpointing_kwargs", None)
-        or getattr(trainer.args, "gradient_checkpointing_kwargs", None)
-        or {}
-    )
-    return dict(given)
-
-
-def reentrant_checkpointing(trainer: Any) -> str | None:
+def reentrant_checkpointing(trainer: Trainer) -> str | None:
     """Find reentrant checkpointing, which is torch's default as soon as options are given."""
-    options = _options(trainer)
+    options = checkpointing_options(trainer.args)
     for not_for_torch in ("every_n_layers", "offload"):
         options.pop(not_for_torch, None)
     if not options or not is_reentrant(options):
         return None
-    return f"use_reentrant=True in {_checkpointing(trainer.args)}_kwargs (torch's default)"
+    return f"use_reentrant=True in {checkpointing_name(trainer.args)}_kwargs (torch's default)"
 
 
-def offloads(trainer: Any) -> bool:
+def offloads(trainer: Trainer) -> bool:
     """Tell whether activation checkpointing is on, and brings layers' inputs to the host."""
-    is_on = getattr(trainer.args, _checkpointing(trainer.args))
-    return bool(is_on and _options(trainer).get("offload"))
+    is_on = getattr(trainer.args, checkpointing_name(trainer.args))
+    return bool(is_on and checkpointing_options(trainer.args).get("offload"))
 
 
-def offloading_twice(trainer: Any) -> str | None:
+def offloading_twice(trainer: Trainer) -> str | None:
     """Find layers' inputs that TRL and activation checkpointing would both bring to the host."""
     if not getattr(trainer.args, "activation_offloading", False):
         return None
     if not offloads(trainer):
         return None
-    return f"activation_offloading=True and offload=True in {_checkpointing(trainer.args)}_kwargs"
+    name = checkpointing_name(trainer.args)
+    return f"activation_offloading=True and offload=True in {name}_kwargs"
+
+
+def unknown_offloading(trainer: Trainer) -> str | None:
+    """Find offloading that this version of transformers would hand on to torch."""
+    if not is_older("transformers", OFFLOAD_FROM):
+        return None
+    if "offload" not in checkpointing_options(trainer.args):
+        return None
+    name = checkpointing_name(trainer.args)
+    return f"offload in {name}_kwargs ({needs('transformers', OFFLOAD_FROM)})"

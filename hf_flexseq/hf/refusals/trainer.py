@@ -14,12 +14,14 @@ from transformers import PreTrainedModel, Trainer
 from transformers.utils import is_liger_kernel_available
 
 from hf_flexseq.base.refusals import Refusal, option, refuse
+from hf_flexseq.base.versions import FUSED_HEAD_FROM, OFFLOAD_FROM, is_sharded_at_load
 from hf_flexseq.config import FlexSeqArguments, refuse_removed
 from hf_flexseq.distributed.connect import capabilities_on
 from hf_flexseq.hf.losses import (
     has_planned_loss,
     reads_figures,
     reads_fused_head,
+    reads_logits_of_all_tokens,
     says_on_samples,
     unsuitable_distillation,
 )
@@ -33,7 +35,11 @@ from hf_flexseq.hf.model.router import (
     router_facts,
 )
 from hf_flexseq.hf.overrides import check_overrides, runs_other_code
-from hf_flexseq.hf.refusals.checkpointing import offloading_twice, reentrant_checkpointing
+from hf_flexseq.hf.refusals.checkpointing import (
+    offloading_twice,
+    reentrant_checkpointing,
+    unknown_offloading,
+)
 from hf_flexseq.hf.sync import resolve_sync
 from hf_flexseq.steps.users_code import package
 
@@ -137,7 +143,7 @@ def _saved_apart(trainer: Any) -> str | None:
     """Find machines that would each save their own part of one optimizer's state."""
     args = trainer.args
     saves_all = args.save_strategy != "no" and not args.save_only_model
-    if trainer.is_distributed_loading_by_transformers and args.save_on_each_node and saves_all:
+    if is_sharded_at_load(trainer) and args.save_on_each_node and saves_all:
         return "save_on_each_node=True with a model that DistributedConfig has sharded"
     return None
 
@@ -281,10 +287,24 @@ TRAINER: tuple[Refusal[Any], ...] = (
         error=ValueError,
     ),
     Refusal(
+        setting=f"offload among the options of activation checkpointing before transformers "
+        f"{OFFLOAD_FROM}",
+        found=unknown_offloading,
+        why="torch's checkpoint does not know it",
+        instead="leave it out",
+    ),
+    Refusal(
         setting="trainers of TRL that distill in other ways than DistillationTrainer",
         found=unsuitable_distillation,
         why="divergences are computed from a teacher in this process",
         instead="use TRL's DistillationTrainer with a teacher_model of the same vocabulary",
+    ),
+    Refusal(
+        setting=f"DPO, KTO, GRPO and RLOO of TRL before {FUSED_HEAD_FROM}",
+        found=reads_logits_of_all_tokens,
+        why="its loss reads logits, a whole vocabulary for every token, which stay where the plan "
+        "has put them",
+        instead=f"use TRL {FUSED_HEAD_FROM} or newer, whose losses read log-probabilities",
     ),
     Refusal(
         setting="a model on several devices (device_map)",

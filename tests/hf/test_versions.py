@@ -1,0 +1,144 @@
+"""Versions of the libraries: those that are tested are those that the configuration allows and the
+nightly jobs install, others are named once, and what an older one lacks is refused by name."""
+
+import logging
+import re
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_flexseq.base import versions
+from hf_flexseq.hf.losses import reads_logits_of_all_tokens
+from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.feature_trial import try_features
+from hf_flexseq.hf.refusals.trainer import check_trainer
+from hf_flexseq.steps.images import UnsupportedImages
+from tests.hf.test_checks import make_trainer
+from tests.hf.tiny import SIZES, refused
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def older(monkeypatch):
+    """Makes packages look older than they are: the checks must go by the version alone."""
+
+    def older(**found):
+        real = versions.installed
+        monkeypatch.setattr(versions, "installed", lambda one: found.get(one) or real(one))
+
+    yield older
+    versions.warn_untested.cache_clear()
+
+
+def llama(**config):
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **config))
+
+
+def test_tested_versions_are_those_that_are_installed_for_the_tests():
+    pinned = dict(re.findall(r"^(\S+)==(\S+)$", text_of("scripts/constraints.txt"), re.M))
+    configuration = tomllib.loads(text_of("pyproject.toml"))["project"]
+    wanted = [*configuration["dependencies"]]
+    for extra in configuration["optional-dependencies"].values():
+        wanted += extra
+    lowest = dict(re.findall(r"^(\w+)>=(.+)$", "\n".join(wanted), re.M))
+    for package, (oldest, newest) in versions.TESTED.items():
+        assert newest == pinned[package]
+        assert oldest.startswith(lowest[package]), package
+
+
+def test_nightly_jobs_install_the_oldest_and_the_newest():
+    workflow = text_of(".github/workflows/tests.yml")
+    jobs = [dict(re.findall(r"(\w+)==(\S+)", line)) for line in workflow.splitlines()]
+    jobs = [job for job in jobs if {"transformers", "trl", "accelerate"} <= job.keys()]
+    for package in ("transformers", "trl", "accelerate"):
+        oldest, newest = versions.TESTED[package]
+        found = [job[package] for job in jobs if "*" not in job[package]]
+        assert {oldest, newest} <= set(found), package
+
+
+def test_the_core_is_made_of_files_that_exist():
+    for line in text_of("tests/core.txt").split():
+        assert (ROOT / line).is_file(), line
+
+
+def text_of(path):
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+# ---- the warning
+
+
+def test_versions_outside_of_the_tested_ones_are_named_in_one_warning(older, caplog):
+    older(transformers="5.99.0", trl="1.2.0", accelerate="1.14.1", peft="0.21.99")
+    versions.warn_untested.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        versions.warn_untested()
+        versions.warn_untested()
+    (record,) = caplog.records
+    named = {package: "{} to {}".format(*versions.TESTED[package]) for package in versions.TESTED}
+    assert f"transformers 5.99.0 (tested: {named['transformers']})" in record.message
+    assert f"trl 1.2.0 (tested: {named['trl']})" in record.message
+    assert "peft" not in record.message  # a patch changes no interface
+    assert "accelerate" not in record.message
+
+
+def test_tested_versions_are_not_named(older, caplog):
+    older(transformers="5.16.1", trl="1.9.0", accelerate="1.13.0", peft="0.20.0")
+    versions.warn_untested.cache_clear()
+    versions.warn_untested()
+    assert not caplog.records
+
+
+def test_versions_are_compared_by_numbers(older):
+    older(trl="1.9.2")
+    assert versions.is_older("trl", "1.15")
+    assert not versions.is_older("trl", "1.9")
+    older(trl="2.0.0.dev0")
+    assert not versions.is_older("trl", "1.15")
+
+
+# ---- what older versions lack
+
+
+def test_losses_that_read_logits_are_refused(older, tmp_path):
+    older(trl="1.9.0")
+    kinds = {name: type(name, (), {})() for name in ("DPOTrainer", "RewardTrainer", "SFTTrainer")}
+    assert reads_logits_of_all_tokens(kinds["DPOTrainer"]) is not None
+    assert reads_logits_of_all_tokens(kinds["RewardTrainer"]) is None
+    assert reads_logits_of_all_tokens(kinds["SFTTrainer"]) is None
+    trainer = make_trainer(tmp_path)
+    trainer.__class__ = type("DPOTrainer", (type(trainer),), {})
+    with refused("DPOTrainer .it needs trl 1.15, and 1.9.0 is installed.: its loss reads logits"):
+        check_trainer(trainer, trainer.flexseq.args)
+
+
+def test_offloading_is_refused(older, tmp_path):
+    options = {"use_reentrant": False, "offload": True}
+    older(transformers="5.16.1")
+    with refused("offload in .*_kwargs .it needs transformers 5.17, and 5.16.1 is"):
+        make_trainer(tmp_path, gradient_checkpointing_kwargs=options)
+    older(transformers="5.17.0")
+    make_trainer(tmp_path, gradient_checkpointing_kwargs=options)
+
+
+@pytest.mark.parametrize("size", ["fsdp_size", "ep_size"])
+def test_models_that_are_sharded_at_load_are_refused(older, size):
+    model = llama()
+    older(transformers="5.22.2")
+    model.config.distributed_config = SimpleNamespace(**{size: 1})
+    check_model(model)
+    model.config.distributed_config = SimpleNamespace(**{size: 2})
+    with refused(f"{size}=2 of DistributedConfig: it needs transformers 5.23, and 5.22.2 is"):
+        check_model(model)
+
+
+def test_a_model_without_features_names_the_version_that_has_them(older):
+    older(transformers="5.16.1")
+    ends = {None: "mm_encoder_outputs$", 7: "it needs transformers 5.18, and 5.16.1 is"}
+    for token, end in ends.items():
+        with refused(end, UnsupportedImages):
+            try_features(llama(image_token_id=token))

@@ -1,0 +1,17 @@
+"""Marks of tests that need newer versions of the libraries than the oldest ones."""
+
+import pytest
+
+from hf_flexseq.base.versions import installed, is_older
+
+
+def since(package, version, what):
+    """Skip a test where a package is older. what: the thing that the older ones lack."""
+    reason = f"{package} {installed(package)} is older than {version}: {what}"
+    return pytest.mark.skipif(is_older(package, version), reason=reason)
+
+
+reads_log_probabilities = since("trl", "1.15", "losses of DPO, KTO, GRPO and RLOO read logits")
+reads_optimizer_on_cpus = since(
+    "transformers", "5.18", "the Trainer reads no optimizer.pt on several CPU processes"
+)
