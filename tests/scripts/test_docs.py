@@ -86,7 +86,7 @@ def of_script(name):
     return runpy.run_path(str(ROOT / f"scripts/{name}_page.py"))
 
 
-@pytest.mark.parametrize("name", ["options", "overrides", "refusals"])
+@pytest.mark.parametrize("name", ["arguments", "options", "overrides", "refusals"])
 def test_the_page_is_what_the_code_says(name):
     script, written = of_script(name), page(f"docs/{name}.md")
     made = script["with_options"](written) if name == "options" else script["page_text"]()

@@ -148,6 +148,13 @@ def _saved_apart(trainer: Any) -> str | None:
     return None
 
 
+def _saved_at_a_signal(trainer: Any) -> str | None:
+    args = trainer.args
+    if not getattr(args, "enable_jit_checkpoint", False) or args.world_size == 1:
+        return None
+    return f"enable_jit_checkpoint=True on {args.world_size} ranks"
+
+
 def _steps_in_backward(trainer: Any) -> str | None:
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     is_refused = optim in ("lomo", "adalomo") or optim.endswith("layerwise")
@@ -339,6 +346,12 @@ TRAINER: tuple[Refusal[Any], ...] = (
         error=ValueError,
     ),
     Refusal(
+        setting="enable_jit_checkpoint=True on several ranks",
+        found=_saved_at_a_signal,
+        why="ranks may hear a signal in different steps, and all of them save together",
+        instead="save every few steps (save_steps)",
+    ),
+    Refusal(
         setting="torch_compile=True",
         found=_argument("torch_compile"),
         why="every step has new shapes",
@@ -403,7 +416,7 @@ ON_SAMPLES: tuple[Refusal[Any], ...] = (
         setting="activation_offloading=True with an objective on samples",
         found=_argument("activation_offloading"),
         why="forwards of this trainer run before its step begins",
-        instead="use activation checkpointing",
+        instead="leave it out, since plans bring activations to the host where memory asks for it",
     ),
 )
 

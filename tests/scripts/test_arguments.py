@@ -1,0 +1,202 @@
+"""docs/arguments.md has every option of transformers and TRL, and says what is true of them."""
+
+import re
+import runpy
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import transformers
+import trl
+from accelerate.utils import ParallelismConfig
+from transformers import TrainingArguments
+from trl import DPOConfig, GRPOConfig, SFTConfig
+
+from hf_flexseq.base.refusals import refuse
+from hf_flexseq.hf.refusals import trainer as refusals
+from hf_flexseq.hf.refusals.accelerator import ACCELERATOR
+from hf_flexseq.hf.refusals.trainer import MODEL, ON_SAMPLES, TRAINER, TrainerOfModel
+from tests.hf.test_checks import OwnLoss, fresh_accelerate, make_trainer  # noqa: F401
+from tests.hf.tiny import tiny_llama
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = runpy.run_path(str(ROOT / "scripts/arguments_page.py"))
+OF_TRAINING = {name: row for rows in SCRIPT["TRAINING"].values() for name, row in rows.items()}
+ROWS = [
+    (config, name, row)
+    for config, rows in {"TrainingArguments": OF_TRAINING, **SCRIPT["OF_TRL"]}.items()
+    for name, row in rows.items()
+]
+
+
+def names_of(config):
+    return {field.name for field in fields(config)}
+
+
+def test_every_option_is_on_the_page_and_no_other():
+    versions = (transformers.__version__, trl.__version__)
+    is_of_page = all(f"{v.rpartition('.')[0]})" in SCRIPT["INTRODUCTION"] for v in versions)
+    listed = [name for rows in SCRIPT["TRAINING"].values() for name in rows]
+    assert len(listed) == len(set(listed))
+    of_classes = {TrainingArguments: set(listed)}
+    for config in (SFTConfig, DPOConfig, GRPOConfig):
+        of_classes[config] = set(SCRIPT["OF_TRL"][config.__name__]) | set(listed)
+    for config, on_page in of_classes.items():
+        assert names_of(config) <= on_page, "give it a row in scripts/arguments_page.py"
+        if is_of_page:
+            assert on_page == names_of(config) | names_of(TrainingArguments)
+
+
+def test_a_file_that_is_named_as_proof_has_the_option():
+    for config, name, row in ROWS:
+        if row.shown:
+            text = (ROOT / row.shown).read_text(encoding="utf-8")
+            assert re.search(rf"\b{name}\b", text), f"{row.shown} has no {name} of {config}"
+
+
+def test_verdicts_are_explained():
+    for config, name, row in ROWS:
+        is_explained = bool(row.note or row.refusals)
+        assert is_explained or row.verdict == SCRIPT["WORKS"], (config, name)
+        is_refused = row.verdict in (SCRIPT["REFUSED"], SCRIPT["PARTLY"])
+        assert bool(row.refusals) == is_refused, (config, name)
+
+
+# ---- refusals, each by a setting that meets it
+
+SETTINGS = {  # by Refusal.setting: what a FlexSeqConfig has
+    "optimizers that update weights in the backward (lomo, adalomo, layerwise)": {"optim": "lomo"},
+    "average_tokens_across_devices=False": {"average_tokens_across_devices": False},
+    "reentrant activation checkpointing": {
+        "gradient_checkpointing_kwargs": {"use_reentrant": True}
+    },
+    "torch_compile=True": {"torch_compile": True},
+    "fused_linear_cross_entropy and cross_entropy in liger_kernel_config": {
+        "use_liger_kernel": True,
+        "liger_kernel_config": {"cross_entropy": True},
+    },
+    "auto_find_batch_size=True": {"auto_find_batch_size": True},
+    "dispatch_batches=True": {"accelerator_config": {"dispatch_batches": True}},
+    "split_batches=True": {"accelerator_config": {"split_batches": True}},
+    "ddp_timeout of 0 and less": {"ddp_timeout": 0},
+    "ddp_static_graph=True": {"ddp_static_graph": True},
+    "include_for_metrics=['loss'] with a loss of your own": {
+        "cls": OwnLoss,
+        "include_for_metrics": ["loss"],
+        "trainer": {"compute_metrics": lambda prediction: {}},
+    },
+}
+
+
+def fake(**args):
+    """A trainer with these arguments, and nothing that was refused before."""
+    usual = {
+        "n_gpu": 1,
+        "average_tokens_across_devices": True,
+        "ddp_timeout": 1800,
+        "label_smoothing_factor": 0.0,
+        "use_liger_kernel": False,
+        "liger_kernel_config": None,
+        "optim": "adamw_torch",
+        "world_size": 1,
+        "activation_checkpointing": False,
+        "save_strategy": "no",
+        "save_on_each_node": False,
+        "save_only_model": False,
+    }
+    return SimpleNamespace(
+        args=SimpleNamespace(**usual | args),
+        model=tiny_llama(),
+        is_model_parallel=False,
+        is_distributed_loading_by_transformers=False,
+        get_tp_size=lambda: 1,
+        aux_loss_enabled=False,
+    )
+
+
+def with_own_loss():
+    model = tiny_llama()
+    model.loss_function = lambda **given: None
+    return TrainerOfModel(fake(label_smoothing_factor=0.1), model)
+
+
+def loaders(**settings):
+    usual = {"dispatch_batches": None, "split_batches": False, "use_stateful_dataloader": False}
+    accelerator = SimpleNamespace(
+        num_processes=1,
+        distributed_type=SimpleNamespace(value="NO"),
+        gradient_accumulation_steps=1,
+        parallelism_config=settings.pop("parallelism_config", None),
+    )
+    return SimpleNamespace(
+        accelerator=accelerator,
+        loaders=SimpleNamespace(**usual | settings),
+        args=SimpleNamespace(lookahead=4),
+    )
+
+
+CASES = {  # by Refusal.setting: the table, and a case in it
+    "enable_jit_checkpoint=True on several ranks": lambda: (
+        TRAINER,
+        fake(enable_jit_checkpoint=True, world_size=2),
+    ),
+    "activation_offloading=True of TRL with offload=True of activation checkpointing": lambda: (
+        TRAINER,
+        fake(
+            activation_offloading=True,
+            activation_checkpointing=True,
+            activation_checkpointing_kwargs={"offload": True, "use_reentrant": False},
+        ),
+    ),
+    "activation_offloading=True with an objective on samples": lambda: (
+        ON_SAMPLES,
+        fake(activation_offloading=True),
+    ),
+    "a model on several devices (device_map)": lambda: (
+        TRAINER,
+        SimpleNamespace(**vars(fake()) | {"is_model_parallel": True}),
+    ),
+    "save_on_each_node=True with a model that DistributedConfig has sharded": lambda: (
+        TRAINER,
+        SimpleNamespace(
+            **vars(fake(save_on_each_node=True, save_strategy="steps"))
+            | {"is_distributed_loading_by_transformers": True}
+        ),
+    ),
+    "label_smoothing_factor with a model that keeps its own loss": lambda: (
+        MODEL,
+        with_own_loss(),
+    ),
+    "cp_size, sp_size and tp_size of parallelism_config": lambda: (
+        ACCELERATOR,
+        loaders(parallelism_config=ParallelismConfig(tp_size=2)),
+    ),
+    "use_stateful_dataloader=True with a lookahead": lambda: (
+        ACCELERATOR,
+        loaders(use_stateful_dataloader=True),
+    ),
+}
+
+
+def met(row):
+    return [(one.setting, one) for one in SCRIPT["refusals_of"](row)]
+
+
+REFUSALS = dict(pair for *_, row in ROWS for pair in met(row))
+OF_SFT = "label_smoothing_factor of SFTTrainer"  # tests/hf/test_label_smoothing.py makes one
+
+
+@pytest.mark.parametrize("setting", sorted(REFUSALS.keys() - {OF_SFT}))
+def test_a_setting_that_is_said_to_be_refused_is(setting, tmp_path, monkeypatch):
+    monkeypatch.setattr(refusals, "is_liger_kernel_available", lambda: True)
+    refusal = REFUSALS[setting]
+
+    def meet():
+        if setting in SETTINGS:
+            make_trainer(tmp_path, **SETTINGS[setting])
+        else:
+            refuse(*CASES[setting]())
+
+    with pytest.raises(refusal.error, match=re.escape(f"{refusal.why}; {refusal.instead}")):
+        meet()
