@@ -1,8 +1,9 @@
 """Make a copy of a model whose parameters have no memory, to run it on fake tensors.
 
-    own_copy      of the user's own modules: adapters, frozen weights, replaced modules
+    own_copy      of the user's own modules: adapters, frozen weights, replaced modules, with
+                  stand-ins for quantized layers
     class_copy    of the model's class and configuration, where its own modules cannot be copied,
-                  such as sharded and quantized ones
+                  such as sharded ones
 
 A copy has no hooks, and no wrapped forward. Its weights have the dtype that they are computed
 with.
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.hf.model.facts import has_sharded_modules
 from hf_flexseq.hf.model.meta_model import meta_model
+from hf_flexseq.hf.model.quantized import StandIn, is_quantized
 
 CPU = torch.device("cpu")
 """Device that fake tensors say they are on: autocast knows it, and kernels are not asked for."""
@@ -61,6 +63,8 @@ def _fake_copy(
             for name in _HOOKS:
                 hooks = getattr(module, name)
                 memo[id(hooks)] = type(hooks)()
+            if is_quantized(module):
+                memo[id(module)] = StandIn(module)
         for parameter in model.parameters():
             of_dtype = dtype if casts and parameter.is_floating_point() else parameter.dtype
             empty = torch.empty(parameter.shape, dtype=of_dtype, device=CPU)

@@ -33,6 +33,7 @@ from hf_flexseq.hf.model.layer_kinds import layers_of
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.meta_model import without_sharding
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
+from hf_flexseq.hf.model.quantized import quantization_of, quantized
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
@@ -116,7 +117,11 @@ class ModelProbe:
         # 1. the copy, with random weights
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.device(device):
-            model = facts.kind(shortened(facts.config, kept)).to(facts.dtype).train()
+            model = facts.kind(shortened(facts.config, kept)).to(facts.dtype)
+            quantization = quantization_of(facts.config)
+            if quantization is not None:
+                model = quantized(model, quantization)
+            model.train()
             self._experts = place_experts(model)
         # 2. everything that changes its timing in training
         model.set_attn_implementation(NAME)

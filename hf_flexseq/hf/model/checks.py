@@ -185,12 +185,33 @@ def _unsuitable_modules(model: PreTrainedModel) -> str | None:
                 "its checkpointing is reentrant, which runs attention outside of autograd's "
                 "order; enable it with use_reentrant=False"
             )
+    shared = _parameters_of_one_memory(model)
+    if shared:
+        return (
+            f"its trained parameters {' and '.join(shared)} share memory, as PEFT's "
+            "ensure_weight_tying leaves adapters of tied embeddings; several ranks train them "
+            "otherwise than one, also without hf_flexseq; leave the embeddings out of "
+            "target_modules"
+        )
     replaced = replaced_mixer(model)
     if replaced is not None:
         return (
             f"{replaced} has a forward that is not its own, as kernels from the hub leave it, so "
             "what it calls is not known; load the model without use_kernels"
         )
+    return None
+
+
+def _parameters_of_one_memory(model: PreTrainedModel) -> tuple[str, str] | None:
+    """Return the names of two trained parameters that begin at the same byte; None without any.
+    One parameter with two names is no such pair."""
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or not parameter.numel() or parameter.is_meta:
+            continue
+        place = parameter.data_ptr()
+        if place and names.setdefault(place, name) != name:
+            return names[place], name
     return None
 
 

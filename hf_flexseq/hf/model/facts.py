@@ -113,7 +113,7 @@ def model_facts(
         kind=unsharded_class(model),
         config=model.config,
         shape=model_shape(model),
-        dtype=model.dtype,
+        dtype=_computing_parameter(model).dtype,
         autocast=autocast_dtype(accelerator),
         checkpointing=is_checkpointed(model),
         save_attention_output=save_attention_output,
@@ -179,13 +179,13 @@ def model_shape(model: nn.Module) -> ModelShape:
         intermediate=_mlp_width(config),
         vocab=config.vocab_size,
         params=params,
-        dtype_bytes=next(model.parameters()).element_size(),
+        dtype_bytes=_computing_parameter(model).element_size(),
         reaches=tuple((count, reach) for reach, count in counts.items() if not reach.is_full),
         recurrent=_recurrent(layers),
         without_attention=len(layers) - len(kinds),
         active_params=_active_params(model, params),
         frozen_params=sum(elements(parameter) for parameter in frozen),
-        frozen_bytes=sum(elements(one) * one.element_size() for one in frozen),
+        frozen_bytes=sum(stored_bytes(one) for one in frozen),
         head_shapes=_head_shapes(kinds, attention),
         head_norms=any(name.endswith(_HEAD_NORM) for name, _ in model.named_modules()),
         experts=_expert_shape(model),
@@ -281,7 +281,25 @@ def _tied_elements(model: nn.Module) -> int:
 
 
 def elements(parameter: nn.Parameter) -> int:
-    """Count the elements of the whole parameter, also of an empty one under ZeRO-3."""
+    """Count the elements of the whole parameter, also of an empty one under ZeRO-3, and of one
+    that bitsandbytes has packed into fewer numbers."""
+    packed = getattr(parameter, "quant_state", None)
+    if packed is not None:
+        return math.prod(packed.shape)
+    return _stored_elements(parameter)
+
+
+def stored_bytes(parameter: nn.Parameter) -> int:
+    """Count the bytes of the whole parameter, with what bitsandbytes keeps beside packed ones."""
+    beside = 0
+    state = getattr(parameter, "quant_state", None)
+    while state is not None:  # factors of blocks, and those of the factors if they are packed
+        beside += state.absmax.numel() * state.absmax.element_size()
+        state = state.state2
+    return _stored_elements(parameter) * parameter.element_size() + beside
+
+
+def _stored_elements(parameter: nn.Parameter) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -290,10 +308,18 @@ def is_mostly_frozen(model: nn.Module) -> bool:
     total = 0
     trained = 0
     for parameter in model.parameters():
-        total += parameter.numel()
+        total += elements(parameter)
         if parameter.requires_grad:
-            trained += parameter.numel()
+            trained += elements(parameter)
     return 2 * trained < total
+
+
+def _computing_parameter(model: nn.Module) -> nn.Parameter:
+    """Return the first parameter whose numbers are computed with, not packed ones."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and getattr(parameter, "quant_state", None) is None:
+            return parameter
+    return next(model.parameters())
 
 
 # ---- arithmetic
@@ -306,7 +332,7 @@ def autocast_dtype(accelerator: Accelerator) -> torch.dtype | None:
 
 def compute_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
     """Return the dtype that the attention of `model` computes in."""
-    return autocast_dtype(accelerator) or next(model.parameters()).dtype
+    return autocast_dtype(accelerator) or _computing_parameter(model).dtype
 
 
 # ---- checkpointing
@@ -399,7 +425,7 @@ def gathered_itemsize(model: nn.Module, accelerator: Accelerator) -> int:
         gathered = getattr(policy, "param_dtype", None)
     elif getattr(distributed_config(model), "fsdp_mixed_precision", False):
         gathered = torch.bfloat16
-    return (gathered or next(model.parameters()).dtype).itemsize
+    return (gathered or _computing_parameter(model).dtype).itemsize
 
 
 def trained_elements(model: nn.Module) -> int:

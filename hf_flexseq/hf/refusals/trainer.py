@@ -28,6 +28,7 @@ from hf_flexseq.hf.losses import (
 from hf_flexseq.hf.model.liger import LOSSES
 from hf_flexseq.hf.model.loss import has_chunkable_loss
 from hf_flexseq.hf.model.own_loss import check_own_loss, own_loss_of
+from hf_flexseq.hf.model.quantized import outlier_threshold
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
     UnknownRouterLoss,
@@ -83,6 +84,14 @@ def check_loss_of_model(trainer: Any, model: PreTrainedModel) -> None:
     a loss that the plain Trainer divides differently. model: without adapters, accepted by
     `check_model`."""
     refuse(MODEL, TrainerOfModel(trainer, model))
+    threshold = outlier_threshold(model.config)
+    if threshold and trainer.is_world_process_zero():
+        logger.warning(
+            "llm_int8_threshold=%s: layers of 8 bits compute a column in 16 bits if any token "
+            "beside it has an outlier there, so that up to 3e-3 of their results depends on which "
+            "tokens run together, under every trainer. load_in_4bit=True has no such columns",
+            threshold,
+        )
     if has_planned_loss(trainer):
         return  # its loss calls no loss_function, and counts as the plain Trainer does
     check_own_loss(model)
