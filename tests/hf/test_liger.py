@@ -21,12 +21,16 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from hf_flexseq.hf.model import liger as liger_module
+from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.liger import LOSSES, liger_kernels
 from hf_flexseq.hf.refusals import trainer as refusals
+from tests.hf import objectives
+from tests.hf.objectives import Case
 from tests.hf.test_checks import fresh_accelerate, make_trainer  # noqa: F401
 from tests.hf.test_exactness import gradients_under_random_plans
 from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.tiny import any_choices, refused, tiny_llama
+from tests.hf.trainers import weights_apart
 from tests.kernels import interpreter
 from tests.ranks import run_cases
 
@@ -125,6 +129,21 @@ def test_a_trainer_s_losses_are_those_without_liger_and_again_when_it_trains_on(
     assert trainer.args.use_liger_kernel
 
 
+@pytest.mark.kernels
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+def test_pairs_and_their_reference_have_the_weights_without_liger(monkeypatch, tmp_path):
+    pytest.importorskip("liger_kernel", reason=INSTALL)
+    interpreter.liger(monkeypatch)
+    monkeypatch.setitem(objectives.OPTIONS, "max_tokens_per_rank", 300)
+    objectives.save_inputs(tmp_path)
+    runs = []
+    for settings in ({}, {"use_liger_kernel": True}):
+        case = Case(kind="dpo", steps=1, batch=1, dtype=torch.float32, settings=settings)
+        runs.append(objectives.run_case(case, True, tmp_path))
+    assert weights_apart(*runs) < FLOAT32
+
+
 # ---- without the package
 
 
@@ -147,6 +166,7 @@ def put_in(monkeypatch):
 
 
 def rotate(q, k, cos, sin, *_, **__):
+    assert q.device.type != "meta", "a kernel needs numbers"
     return q * 1.0, k * 1.0
 
 
@@ -162,6 +182,8 @@ def test_head_and_loss_stay_ours_and_everything_else_is_undone(put_in, caplog):
         assert modeling_llama.apply_rotary_pos_emb is rotate
         assert modeling_llama.LlamaMLP is not OtherMlp, "new models have their own classes"
         assert model.model.norm.eps == 0.5
+        check_model(tiny_llama())  # a reference
+        assert modeling_llama.apply_rotary_pos_emb is rotate
     assert put_in == [
         {"rms_norm": True, "cross_entropy": False, "fused_linear_cross_entropy": False}
     ]

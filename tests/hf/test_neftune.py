@@ -6,15 +6,19 @@ import hashlib
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 
 from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.embedding_noise import KEYS, SIZES, NoiseColumns, TokenNoise
 from tests.hf import objectives
 from tests.hf.objectives import Case
+from tests.hf.test_exactness import LENGTHS, own_batches, sharded, whole
 from tests.hf.test_trainer import dataset, float64_loss, logged
-from tests.hf.tiny import tiny_llama
-from tests.hf.trainers import trained, trainer_of, weights_apart
+from tests.hf.tiny import RandomPlanEngine, documents, tiny_llama
+from tests.hf.trainers import distance, trained, trainer_of, weights_apart
 from tests.ranks import run_cases
 
 ALPHA, SEED = 5.0, 42
@@ -157,6 +161,37 @@ def test_a_resumed_run_has_the_same_noise_and_an_evaluation_has_none(tmp_path):
         losses.append(each.evaluate(data)["eval_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert trainer.args.neftune_noise_alpha == ALPHA
+
+
+def gradients(rank, world_size, kind, seed, alpha):
+    """Gradients of one step under a random plan, by name."""
+    model = tiny_llama(torch.float64)
+    if kind == "adapter":
+        layers = ["q_proj", "embed_tokens"]
+        config = LoraConfig(r=4, target_modules=layers, init_lora_weights=False)
+        model = get_peft_model(model, config).double()
+    if kind == "fsdp2":
+        sharded(model)
+    engine = RandomPlanEngine(Accelerator(cpu=True), seed)
+    if alpha is not None:
+        engine.add_noise(alpha, SEED)
+    engine.attach(model.train())
+    wrapped = model if kind == "fsdp2" else DistributedDataParallel(model)
+    batches = own_batches(documents(LENGTHS), rank, world_size)
+    for step in engine.steps(batches, 2):
+        step.backward(wrapped)
+    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    return {name: whole(gradient).numpy().copy() for name, gradient in named}
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_sharded_models_and_adapters_on_embeddings_have_the_same_noise(tmp_path):
+    kinds = [("ddp", 1, ALPHA), ("fsdp2", 2, ALPHA), ("ddp", 2, None)]
+    kinds += [("adapter", 1, ALPHA), ("adapter", 3, ALPHA), ("adapter", 3, None)]
+    found = [by_rank[0] for by_rank in run_cases(gradients, 2, kinds)]
+    for first, second, quiet in (found[:3], found[3:]):
+        assert distance(first, second) < 1e-10 * distance(first, quiet)
 
 
 def pairs_run(rank, world_size, folder, alpha, cap):

@@ -7,7 +7,8 @@ model while it is attached:
 2. They are put in by transformers' own function. Head and loss stay those of hf_flexseq, and so do
    experts: these group tokens by themselves.
 3. Classes of transformers that Liger has replaced are restored at once, for small models that are
-   made in trials. Functions, and what modules have of their own, are restored at the end.
+   made in trials. Functions, and what modules have of their own, are restored at the end. A trial
+   of another model, such as a reference, has transformers' own functions (`without_liger`).
 
 Liger's kernels write over what they are given: gradients behind norms and rotary embeddings, and
 both inputs of an MLP's product. Nothing of this is saved by another part of a layer.
@@ -45,8 +46,9 @@ def liger_kernels(model: PreTrainedModel, options: Mapping[str, Any]) -> Iterato
     left_out: tuple[str, ...] = LOSSES
     if holds_experts(model):
         left_out += _PRODUCTS
-    places = [vars(module) for module in model.modules()]
-    places += [vars(sys.modules[name]) for name in _modeling_modules(model)]
+    of_modules = [vars(module) for module in model.modules()]
+    of_transformers = [vars(sys.modules[name]) for name in _modeling_modules(model)]
+    places = of_modules + of_transformers
     before = [dict(place) for place in places]
     apply_liger_kernel(model, {**options, **dict.fromkeys(left_out, False)})
     changed = _changed(places, before)
@@ -63,11 +65,26 @@ def liger_kernels(model: PreTrainedModel, options: Mapping[str, Any]) -> Iterato
             change.undo()
         else:
             lasting.append(change)
+    functions = [one for one in lasting if any(one.place is place for place in of_transformers)]
+    _functions.extend(functions)
     try:
         yield
     finally:
         for change in lasting:
             change.undo()
+        for change in functions:
+            _functions.remove(change)
+
+
+@contextmanager
+def without_liger() -> Iterator[None]:
+    """Give transformers its own functions inside the block."""
+    replaced = [change for change in _functions if change.undo()]
+    try:
+        yield
+    finally:
+        for change in replaced:
+            change.redo()
 
 
 class _Change:
@@ -76,18 +93,27 @@ class _Change:
     def __init__(self, place: dict[str, Any], name: str, own: Any) -> None:
         """place: the attributes, by name. own: the former value, _MISSING without one."""
         self.own = own
-        self._place = place
+        self.place = place
         self._name = name
         self._new = place[name]
 
-    def undo(self) -> None:
-        """Restore the former value, unless something else stands there by now."""
-        if self._place.get(self._name) is not self._new:
-            return
+    def undo(self) -> bool:
+        """Restore the former value, and return True, unless something else stands there by
+        now."""
+        if self.place.get(self._name) is not self._new:
+            return False
         if self.own is _MISSING:
-            del self._place[self._name]
+            del self.place[self._name]
         else:
-            self._place[self._name] = self.own
+            self.place[self._name] = self.own
+        return True
+
+    def redo(self) -> None:
+        """Put Liger's value there again."""
+        self.place[self._name] = self._new
+
+
+_functions: list[_Change] = []  # of transformers, in whose place are Liger's now
 
 
 def _changed(places: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[_Change]:

@@ -36,6 +36,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.hf.model.calls import Asked, UnsupportedAttention, number_of, read_call
 from hf_flexseq.hf.model.facts import unsharded_class
+from hf_flexseq.hf.model.liger import without_liger
 from hf_flexseq.hf.model.meta_model import FAULTS, TOKENS, copy_users_modules, meta_model
 from hf_flexseq.hf.model.recurrent import (
     RecurrentCall,
@@ -186,7 +187,8 @@ def _run(
         for mixer in mixers(tried):
             mixer.module.register_forward_pre_hook(partial(_begin_mixer, seen))
         attached = attach_recurrent(tried)
-        with torch.device("meta"), torch.no_grad(), _Counting(tried, seen):
+        counting = _Counting(tried, seen)
+        with without_liger(), torch.device("meta"), torch.no_grad(), counting:
             tried(**_trial_row(), **(types or {}), use_cache=False, seq_ctx=seen)
     except (UnsupportedAttention, UnsupportedRecurrence) as reason:
         seen.refusal = str(reason)
