@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import trl
@@ -65,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if command not in TRAINERS:
         end_with(f"expected a command, one of {', '.join(TRAINERS)}, got {command!r}")
+    if find_spec(f"trl.scripts.{command}") is None:
+        end_with(f"TRL {trl.__version__} has no command {command!r}; install a newer one")
     try:
         *of_script, options = parse(command, words)
     except MISTAKES as error:
