@@ -16,6 +16,8 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import AllToAllEP
+from transformers.integrations.liger import apply_liger_kernel
+from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -115,6 +117,23 @@ AVERAGE = "self._tr_loss / (1 + self.state.global_step - self._globalstep_last_l
                 "rotate_checkpoints(",
             ],
         ),
+        # hf/trainer.py keeps the Trainer from both: the engine does them
+        (
+            Trainer.train,
+            [
+                "if self.args.use_liger_kernel:",
+                "apply_liger_kernel(self.model, self.args.liger_kernel_config)",
+                "if self.neftune_noise_alpha is not None:",
+                "activate_neftune(self.model, self.neftune_noise_alpha",
+            ],
+        ),
+        (Trainer.__init__, ["self.neftune_noise_alpha = args.neftune_noise_alpha"]),
+        (
+            apply_liger_kernel,
+            ["to_instance(model=base_model, **kernel_config"],
+        ),
+        # steps/embedding_noise.py draws noise of the same size
+        (neftune_post_forward_hook, ["module.training", "/ torch.sqrt(dims)", "uniform_(-mag_"]),
         (TrainingArguments, ["fsdp_plugin_args"]),  # hf/pipeline/fsdp.py
         (PreTrainedModel.maybe_distribute_model, ["config.distributed_config = "]),
         # docs/architecture.md, docs/nccl.md: exchanges of experts, with one wait of the host

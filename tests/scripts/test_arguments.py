@@ -19,6 +19,7 @@ from hf_flexseq.hf.refusals.accelerator import ACCELERATOR
 from hf_flexseq.hf.refusals.trainer import MODEL, ON_SAMPLES, TRAINER, TrainerOfModel
 from tests.hf.test_checks import OwnLoss, fresh_accelerate, make_trainer  # noqa: F401
 from tests.hf.tiny import tiny_llama
+from tests.versions import since
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "scripts/arguments_page.py"))
@@ -34,6 +35,8 @@ def names_of(config):
     return {field.name for field in fields(config)}
 
 
+@since("transformers", "5.23", "options of the page")
+@since("trl", "1.16", "options of the page")
 def test_every_option_is_on_the_page_and_no_other():
     versions = (transformers.__version__, trl.__version__)
     is_of_page = all(f"{v.rpartition('.')[0]})" in SCRIPT["INTRODUCTION"] for v in versions)
