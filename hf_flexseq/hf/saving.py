@@ -10,7 +10,8 @@ A checkpoint is written in this order (`checkpoints/manifest.py` describes marke
 
 Steps 3 and 5 are in one method of the Trainer. Step 4 has to come between them: the Hub would get
 a torn checkpoint otherwise, and a kill would find the old checkpoint gone and the new one torn. So
-it follows the writing of `trainer_state.json`.
+it follows the writing of `trainer_state.json`, and on ranks that do not write it the last file of
+theirs: a subclass may let all ranks meet after the Trainer's method.
 """
 
 import logging
@@ -67,26 +68,36 @@ def saved_whole(
             if (trainer.args.save_total_limit or 0) > 0:
                 _remove_torn(folder)
 
-    with _followed(trainer.state, folder, finish_once):
+    last = (trainer, "save_model" if trainer.args.save_only_model else "_save_rng_state")
+    if trainer.args.should_save:
+        last = (trainer.state, "save_to_json")
+    with _followed(*last, folder, finish_once):
         yield
-    finish_once()  # on ranks that write no state
+    finish_once()  # where a subclass saves without the Trainer's method
 
 
 @contextmanager
-def _followed(state: Any, folder: Path, then: Callable[[], None]) -> Iterator[None]:
-    """Call `then` whenever the Trainer has written its state into `folder`."""
-    save_to_json = state.save_to_json
+def _followed(owner: Any, name: str, folder: Path, then: Callable[[], None]) -> Iterator[None]:
+    """Call `then` whenever a method of an object has written into `folder`.
 
-    def save_and_then(json_path: str) -> None:
-        save_to_json(json_path)
-        if Path(json_path).parent == folder:
+    name: of the method, whose first argument is the folder, or a file in it.
+    """
+    save = getattr(owner, name)
+    former = vars(owner).get(name)  # a function that the user has put on this object
+
+    def save_and_then(path: str, *args: Any, **kwargs: Any) -> None:
+        save(path, *args, **kwargs)
+        if folder in (Path(path), Path(path).parent):
             then()
 
-    vars(state)["save_to_json"] = save_and_then  # on the instance, in front of its class's
+    vars(owner)[name] = save_and_then  # on the instance, in front of its class's
     try:
         yield
     finally:
-        del vars(state)["save_to_json"]
+        if former is None:
+            del vars(owner)[name]
+        else:
+            vars(owner)[name] = former
 
 
 def _remove_torn(folder: Path) -> None:

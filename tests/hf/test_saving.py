@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import Trainer
 
 from hf_flexseq import FlexSeqTrainer
@@ -18,6 +19,7 @@ from hf_flexseq.hf.resume import warn_without_optimizer
 from hf_flexseq.profiler import estimate
 from tests.hf.test_trainer import flexseq_trainer, logged
 from tests.hf.tiny import documents
+from tests.ranks import run_cases
 
 LENGTHS = [1 + (i * i * 7) % 30 for i in range(24)]
 
@@ -337,3 +339,24 @@ def test_a_cost_model_of_another_version_is_not_used_and_not_fatal(tmp_path, mea
     told = told_of_files(caplog)
     assert any("checkpoint-2 is not used: not a cost model: unknown keys" in one for one in told)
     assert len(measured) == 2
+
+
+class MeetsAfterSaving(FlexSeqTrainer):
+    """All ranks meet when the Trainer's own method has saved."""
+
+    def _save_checkpoint(self, *args, **kwargs):
+        super()._save_checkpoint(*args, **kwargs)
+        torch.distributed.barrier()
+
+
+def saved_and_met(rank, world_size, folder, save_only_model):
+    options = {"save_only_model": save_only_model, "max_steps": 2}
+    make_trainer(folder, kind=MeetsAfterSaving, **options).train()
+
+
+@pytest.mark.processes
+def test_ranks_may_meet_after_the_trainers_own_method_has_saved(tmp_path):
+    cases = [(tmp_path / str(alone), alone) for alone in (False, True)]
+    run_cases(saved_and_met, 2, cases, seconds=60)
+    for folder, _ in cases:
+        assert inspect(folder / "checkpoint-2").problem is None
