@@ -8,7 +8,7 @@ Code is distinguished by the package that its function or class was defined in.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -79,11 +79,16 @@ def users_method_behind(trainer: Any, name: str) -> str | None:
     return _in_classes(classes[max(ours, default=-1) + 1 :], name)
 
 
-def _in_classes(classes: Iterable[type], name: str) -> str | None:
-    """Return in which of some classes the user has defined a method."""
-    for cls in classes:
-        if name in vars(cls) and not is_known(_function(vars(cls)[name])):
+def _in_classes(classes: Sequence[type], name: str) -> str | None:
+    """Return in which of some classes, the first one in front, the user has defined a method."""
+    for index, cls in enumerate(classes):
+        method = vars(cls).get(name)
+        if method is None:
+            continue
+        if not is_known(_function(method)):
             return f"{cls.__name__}.{name}"
+        if any(vars(behind).get(name) is method for behind in classes[index + 1 :]):
+            return None  # it is the method of a class behind, so those between are not called
     return None
 
 

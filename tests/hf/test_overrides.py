@@ -151,6 +151,14 @@ def test_an_override_that_would_be_ignored_is_refused_by_name(tmp_path, base):
         assert make(overriding(*let_through, base=base), tmp_path, how=how)
 
 
+def test_an_override_that_another_class_takes_back_is_not_refused(tmp_path):
+    mine = overriding("prediction_step", "compute_loss")
+    back = {name: getattr(Trainer, name) for name in ("prediction_step", "compute_loss")}
+    assert make(type("TakesBack", (mine,), back), tmp_path)
+    with refused(r"Mine\.prediction_step would be ignored"):
+        make(type("TakesOneBack", (mine,), {"compute_loss": Trainer.compute_loss}), tmp_path)
+
+
 @pytest.mark.parametrize("name", ["get_batch_samples", "prediction_step"])
 def test_a_function_on_one_trainer_or_in_front_of_the_mixin_is_refused_too(tmp_path, name):
     with refused(rf"Mine\.{name} would be ignored"):
