@@ -17,7 +17,9 @@ trainer    weights after ten steps in float32 over the update: the Trainer, and 
            without LoRA, DPO and GRPO of TRL. The plain trainer runs in one process with the step
            as one batch; for GRPO on as many ranks, which draw its completions. SFT and DPO have
            TRL's router loss, the Trainer and SFT an evaluation. 2e-6 is the bound; so it is for
-           the logged figures, losses of evaluation among them
+           the logged figures, losses of evaluation among them. Families with recurrent layers
+           round more, whether or not their experts are spread: 1e-5. PEFT cannot put adapters on
+           a model in replicas
 kernel     gradients with each `experts_implementation` that runs on a CPU in float32, bfloat16
            and float16: the largest error against float64, and that of one process with the same
            kernel. Three times as much and 1e-6 are allowed
@@ -64,17 +66,22 @@ from tests.hf.experts import (
     save,
     train,
 )
+from tests.hf.hybrids import HYBRIDS
 from tests.hf.trainers import difference
 from tests.ranks import run_cases, run_ranks
 
 BOUND = 1e-10
 STEPS_BOUND = 2e-6
+STEPS_BOUND_RECURRENT = 1e-5
 SECONDS = 900  # for the ranks of a row
 
 KERNELS = ("eager", "grouped_mm", "batched_mm")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNEL_FACTOR = 3.0  # so many times the error of one process
 KERNEL_FLOOR = 1e-6
+
+# What transformers raises for a plan that cuts dense layers beside FSDP, as Gemma 4's.
+NOT_LOADED = "RuntimeError: Cannot concatenate overlapping meshes"
 
 Figures = dict[str, Any]
 """Deviations by name, `bound`, and `worst`, the largest one as it is printed."""
@@ -157,7 +164,9 @@ def trainer(training: Training, layout: str, folder: Path) -> Figures:
     apart = difference(wanted, found)
     if apart.missing:
         raise AssertionError(f"not logged: {', '.join(apart.missing)}")
-    return judged({"weights": apart.weights, apart.metric: apart.metrics}, STEPS_BOUND)
+    is_recurrent = training.family in HYBRIDS
+    bound = STEPS_BOUND_RECURRENT if is_recurrent else STEPS_BOUND
+    return judged({"weights": apart.weights, apart.metric: apart.metrics}, bound)
 
 
 # ---- kernels
@@ -197,6 +206,8 @@ def rows() -> dict[str, Callable[[Path], Figures]]:
         found[f"family: {one.name}"] = partial(one_family, one)
     for name, training in TRAININGS.items():
         for layout in LAYOUTS:
+            if training.adapter and "replicas" in layout:
+                continue
             found[f"trainer: {name}, {layout}"] = partial(trainer, training, layout)
     for family in EXPERTS:
         training = Training(kind="plain", family=family)
@@ -239,7 +250,9 @@ def main() -> int:
             try:
                 found = measure(Path(folder))
             except AssertionError as failure:
-                found = {"verdict": "FAILS", "worst": last_line(failure)}
+                worst = last_line(failure)
+                is_refused = worst.startswith(("NotImplementedError", NOT_LOADED))
+                found = {"verdict": "not taken" if is_refused else "FAILS", "worst": worst}
             except (NotImplementedError, TypeError) as reason:
                 found = {"verdict": "not taken", "worst": last_line(reason)}
             else:
