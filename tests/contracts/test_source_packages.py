@@ -167,3 +167,29 @@ def test_liger_s_loss_takes_its_arguments_in_this_order(sources, version):
     path = "liger_kernel/ops/fused_linear_cross_entropy.py"
     forward = signature(files, path, "forward", of="LigerFusedLinearCrossEntropyFunction")
     assert forward[1:13] == LIGER_ORDER, found
+
+
+@pytest.mark.parametrize("version", ["4.6.0", NEWEST])
+def test_ms_swift_names_the_trainer_of_a_task_and_makes_it_so(sources, version):
+    files, found = sources("ms-swift", version)
+    factory = files["swift/trainers/trainer_factory.py"]
+    assert "'causal_lm': 'swift.trainers.Seq2SeqTrainer'" in factory, found
+    assert re.search(r"module_path, class_name = mapping\[\w+\]\.rsplit\('\.', 1\)", factory), (
+        found
+    )
+    made = signature(files, "swift/trainers/mixin.py", "__init__", of="SwiftMixin")
+    assert made[:6] == ["self", "model", "args", "template", "train_dataset", "eval_dataset"], (
+        found
+    )
+    template = files["swift/template/base.py"]
+    for name in ("is_binary_loss_scale", "sequence_parallel_size", "padding_free", "packing"):
+        assert f"self.{name} = " in template, (name, found)
+    assert "def get_base_model(" in template, found
+    arguments = files["swift/trainers/arguments.py"]
+    for name in ("enable_dft_loss", "enable_channel_loss", "loss_type", "router_aux_loss_coef"):
+        assert re.search(rf"^    {name}: ", arguments, re.MULTILINE), (name, found)
+    own = files["swift/trainers/seq2seq_trainer.py"]
+    replaced = ("compute_loss", "prediction_step", "training_step", "_prepare_inputs")
+    methods = set(re.findall(r"^    def (\w+)\(", own, re.MULTILINE))
+    looked_at = {"__init__", "_predict_data_collator", "_patch_predict_with_generate", "evaluate"}
+    assert methods == looked_at | set(replaced), found
