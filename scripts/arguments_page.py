@@ -32,11 +32,12 @@ most of them. The words of the second column:
 * **no effect**: it changes nothing here, for the reason that is given.
 * **untested**: nothing in hf_flexseq stands in its way, and nobody has run it.
 
-The third column names what compares the option with the trainer without hf_flexseq: *draws* are
-[random combinations of options](../tests/hf/test_drawn_settings.py), *losses* are [runs of
-TRL's losses](../tests/hf/test_trl_options.py), others are files of tests. Where it is empty,
-transformers or TRL read the option outside of everything that hf_flexseq replaces. The reasons of
-all refusals, with what to set instead, are in [refused settings](refusals.md).
+The third column names what compares the option with the trainer without hf_flexseq, or holds what
+the last column says. *Draws* are random combinations of options
+(`tests/hf/test_drawn_settings.py`), *losses* are runs of TRL's losses and of its generation
+(`tests/hf/test_trl_options.py`), and others are files of tests. Where it is empty, transformers or
+TRL read the option outside of everything that hf_flexseq replaces. What to set instead of a
+refused value is in [refused settings](refusals.md).
 """
 
 WORKS, DIFFERS, PARTLY, REFUSED, NO_EFFECT, UNTESTED = (
@@ -258,9 +259,15 @@ SFT: dict[str, Row] = {
     **_OF_TRL,
     **_OF_DATA,
     "truncation_mode": Row(WORKS),
+    "pad_to_multiple_of": Row(
+        DIFFERS,
+        "no effect but on padding-free rows, each of which is padded alone, so that `num_tokens` "
+        "counts more",
+        DRAWS,
+    ),
     **works("chat_template_path", "dataset_text_field", "dataset_kwargs", "eos_token"),
     **works("shuffle_dataset", "completion_only_loss", "loss_type", shown=DRAWS),
-    **works("assistant_only_loss", note="TRL makes labels of it", shown=DRAWS),
+    **works("assistant_only_loss", note="TRL makes labels of it before training"),
     "packing": Row(DIFFERS, f"rows are taken apart: {_DATA}", "tests/hf/test_packing.py"),
     **works("packing_strategy", shown="tests/hf/test_packing.py"),
     "eval_packing": Row(DIFFERS, f"`eval_loss`: {_FIGURES}", DRAWS),
