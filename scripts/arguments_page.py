@@ -86,7 +86,8 @@ _LOADERS = (
 _OFFLOADING = "activation_offloading=True of TRL with offload=True of activation checkpointing"
 _IN_BACKWARD = "optimizers that update weights in the backward (lomo, adalomo, layerwise)"
 _LOST_MASKS = "padding is cut off before tokens are planned"
-_VLLM = "TRL calls vLLM; see [GRPO](objectives/grpo.md#options-that-matter)"
+_VLLM_ALONE = "TRL gives it to vLLM; see [GRPO](objectives/grpo.md#vllm)"
+_VLLM = "TRL calls vLLM, here a stand-in for it; see [GRPO](objectives/grpo.md#vllm)"
 
 TRAINING: dict[str, dict[str, Row]] = {
     "Steps and optimizer": {
@@ -334,15 +335,19 @@ GRPO: dict[str, Row] = {
     **works("entropy_coef_min", "entropy_coef_max", "use_bias_correction_kl", shown=LOSSES),
     **works("log_completions", "log_unique_prompts", "num_completions_to_print", shown=LOSSES),
     **works("log_multimodal", "log_completions_hub_repo"),
+    **works(
+        *("use_vllm", "vllm_mode", "vllm_importance_sampling_correction"),
+        *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"),
+        note=_VLLM,
+        shown="tests/hf/test_vllm.py",
+    ),
     **untested(
-        *("use_vllm", "vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode"),
+        *("vllm_model_impl", "vllm_enable_sleep_mode"),
         *("vllm_structured_outputs_regex", "vllm_server_base_url", "vllm_server_host"),
         *("vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
         *("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size"),
-        *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
-        *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
-        "vllm_importance_sampling_cap",
-        note=_VLLM,
+        *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap"),
+        note=_VLLM_ALONE,
     ),
 }
 
