@@ -53,13 +53,15 @@ def register(**options: Any) -> None:
 class RefusedTrainer:
     """Stands where ms-swift has a trainer whose loss it computes in a way of its own."""
 
-    def __init__(self, *, args: Any, **named: Any) -> None:
+    def __init__(self, *, args: Any, template: Any, **named: Any) -> None:
         """Raises NotImplementedError."""
-        task = getattr(args, "rlhf_type", None) or args.task_type
+        task = f"task_type={template.task_type!r}"
+        if template.task_type == TASK:
+            task = f"swift rlhf ({type(args).__name__})"
         raise NotImplementedError(
-            f"{task!r} of ms-swift: hf_flexseq plans {TASK!r} there (swift pt, swift sft), and "
-            "DPO, KTO, rewards and GRPO of TRL; leave the plugin out, or use TRL's trainer with "
-            "FlexSeqMixin"
+            f"hf_flexseq does not support {task} of ms-swift: it plans swift pt and swift sft "
+            "there, and preferences, rewards and GRPO with TRL's own trainers; leave the plugin "
+            "out, or use TRL's trainer with FlexSeqMixin"
         )
 
 
