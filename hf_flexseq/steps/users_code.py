@@ -21,6 +21,7 @@ from torch.nn.modules import module as all_modules
 _KNOWN_PACKAGES = frozenset(
     {
         "accelerate",
+        "axolotl",
         "bitsandbytes",
         "causal_conv1d",
         "comet_ml",

@@ -107,9 +107,14 @@ def texts(archive):
     return found
 
 
+def text_at(files, path):
+    """The text of a file, which may be in src/."""
+    return next(text for file, text in files.items() if file.endswith(path))
+
+
 def signature(files, path, name, of=None):
     """The names of the parameters of a function, of the class `of` where it is a method."""
-    text = next(text for file, text in files.items() if file.endswith(path))  # or in src/
+    text = text_at(files, path)
     nodes = ast.walk(ast.parse(text))
     if of is not None:
         (owner,) = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == of]
@@ -159,6 +164,34 @@ def test_the_compilers_that_the_delta_rules_refuse_are_those_that_are_not_used(s
     assert refused, found
     bounds = tuple(tuple(int(n) for n in bound.split("_")) for bound in refused.groups())
     assert bounds == WRONG_ON_HOPPER, found
+
+
+@pytest.mark.parametrize("version", ["0.19.0", NEWEST])
+def test_axolotl_s_plugins_are_called_as_ours_answers(sources, version):
+    # integrations/axolotl.py
+    files, found = sources("axolotl", version)
+    path = "axolotl/integrations/base.py"
+    wanted = {
+        "get_input_args": ["self"],
+        "get_training_args": ["self", "cfg"],
+        "add_callbacks_post_trainer": ["self", "cfg", "trainer"],
+    }
+    for method, parameters in wanted.items():
+        assert signature(files, path, method, of="BasePlugin") == parameters, (found, method)
+    # the model of a plugin's keys is imported by its dotted path, and comes after axolotl's own
+    merging = text_at(files, "axolotl/integrations/config.py")
+    assert 'plugin_args.rsplit(".", 1)' in merging, found
+    assert "class AxolotlInputConfig(AxolotlInputConfigBase, {" in merging, found
+    # both builders ask for training arguments before they make a trainer, and for callbacks after
+    for builder in ("causal", "rl"):
+        text = text_at(files, f"axolotl/core/builders/{builder}.py")
+        asked = text.index("plugin_manager.get_training_args(self.cfg)")
+        assert asked < text.rindex("self.get_post_trainer_create_callbacks(trainer)"), found
+    # evaluations collate with this one
+    trainer = text_at(files, "axolotl/core/trainers/base.py")
+    assert "self.data_collator if is_training else self.eval_data_collator" in trainer, found
+    text = text_at(files, "axolotl/core/builders/base.py")
+    assert 'training_args_kwargs["average_tokens_across_devices"] = False' in text, found
 
 
 @pytest.mark.parametrize("version", ["0.6.2", NEWEST])

@@ -116,6 +116,15 @@ def test_losses_that_read_logits_are_refused(older, tmp_path):
         check_trainer(trainer, trainer.flexseq.args)
 
 
+def test_losses_of_older_trainers_that_do_not_say_how_they_are_divided_are_refused(tmp_path):
+    trainer = make_trainer(tmp_path)
+    stock = type(trainer)
+    members = {"__module__": "trl.experimental.cpo", "compute_loss": stock.compute_loss}
+    trainer.__class__ = type("CPOTrainer", (stock,), members)
+    with refused("the loss of CPOTrainer: it is not divided by the tokens of the step"):
+        check_trainer(trainer, trainer.flexseq.args)
+
+
 def test_offloading_is_refused(older, tmp_path):
     options = {"use_reentrant": False, "offload": True}
     older(transformers="5.16.1")

@@ -183,9 +183,14 @@ def _samples_of_one_pass(trainer: Any) -> str | None:
 
 
 def _other_loss(trainer: Any) -> str | None:
-    if getattr(trainer, "loss_is_scaled_for_ga", None) is not False:
-        return None
-    return f"the loss of {_class_with(trainer, 'loss_is_scaled_for_ga')}"
+    says = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if says is False:
+        return f"the loss of {_class_with(trainer, 'loss_is_scaled_for_ga')}"
+    if says is None:  # older versions of TRL do not say it
+        for cls in _classes_with(trainer, "compute_loss"):
+            if package(cls) == "trl" and cls.__name__ != "SFTTrainer":
+                return f"the loss of {cls.__name__}"
+    return None
 
 
 def _own_samples(trainer: Any) -> str | None:
