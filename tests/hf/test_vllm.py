@@ -9,6 +9,7 @@ from hf_flexseq import FlexSeqArguments
 from tests.budget import others_nightly
 from tests.hf.objectives import (
     BOUNDS,
+    METRICS_BOUND,
     OPTIONS,
     Case,
     difference,
@@ -24,13 +25,12 @@ from tests.ranks import run_ranks
 SETTINGS = {
     "use_vllm": True,
     "num_iterations": 2,
-    "max_completion_length": 30,
+    "max_completion_length": 16,
     "vllm_importance_sampling_correction": True,
     "vllm_importance_sampling_mode": "sequence_mask",
-    "vllm_importance_sampling_clip_max": 1.0003,
+    "vllm_importance_sampling_clip_max": 1.0001,
 }
-FIGURES_BOUND = 5e-6  # ratios of samples: a power of e of sums of 30 numbers in float32
-CAP = {"max_tokens_per_rank": 30}
+CAP = {"max_tokens_per_rank": 20}
 CASES = {
     "server": ({"vllm_mode": "server"}, None),
     "server, adapter": ({"vllm_mode": "server", "beta": 0.0}, "retrained"),
@@ -63,7 +63,7 @@ def test_two_ranks_train_on_what_vllm_samples_as_the_stock_trainer_does(name, tm
     for rank, (apart, calls, log) in enumerate(by_rank):
         print(f"{name}, rank {rank}: {apart.weights:.1e} of the update, {apart.metrics:.1e}")
         assert apart.weights < BOUNDS["grpo"]
-        assert apart.metrics < FIGURES_BOUND, apart.metric
+        assert apart.metrics < METRICS_BOUND, apart.metric
         assert not apart.missing
         talks = rank == 0 or "server" not in name  # a server hears the main process alone
         assert [call["loads"] for call in calls] == ([2, 2] if talks else [])
