@@ -38,6 +38,7 @@ SUITES = {
         "tests/test_sft_trainer.py",
         "tests/test_dpo_trainer.py",
         "tests/test_kto_trainer.py",
+        "tests/test_reward_trainer.py",
         "tests/test_grpo_trainer.py",
         "tests/test_rloo_trainer.py",
     ),

@@ -1,21 +1,102 @@
-"""ms-swift's `swift sft` and `swift pt` on planned steps, where ms-swift is installed."""
+"""ms-swift's runs on planned steps: what is refused, and, where ms-swift is installed, its own
+command on two CPU processes against one without hf_flexseq."""
 
+import importlib
 import json
 import os
 import random
 import subprocess
 import sys
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer
 
 from bpe import train_bpe
 from tests.programs import ROOT
 
-pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(600)]
-swift = pytest.importorskip("swift", reason="ms-swift is not installed")
+MODULE = "hf_flexseq.integrations.ms_swift"
+
+
+TASKS = {"causal_lm": "swift.trainers.Seq2SeqTrainer", "dpo": "swift.rlhf_trainers.DPOTrainer"}
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """The plugin's module, beside stand-ins for ms-swift."""
+    trainers = ModuleType("swift.trainers")
+    trainers.Seq2SeqTrainer = type("Seq2SeqTrainer", (Trainer,), {})
+    trainers.TrainerFactory = SimpleNamespace(TRAINER_MAPPING=dict(TASKS))
+    monkeypatch.setitem(sys.modules, "swift", ModuleType("swift"))
+    monkeypatch.setitem(sys.modules, "swift.trainers", trainers)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    yield importlib.import_module(MODULE)
+    sys.modules.pop(MODULE, None)
+
+
+def settings(args=(), template=(), *, multimodal=False):
+    """What ms-swift makes a trainer of, by default with nothing that is refused."""
+    default = {"sequence_parallel_size": 1, "packing": False, "padding_free": False}
+    default |= {"is_binary_loss_scale": True, "_loss_scale": "default", "task_type": "causal_lm"}
+    model = SimpleNamespace(
+        model_meta=SimpleNamespace(is_multimodal=multimodal, model_type="qwen3_vl")
+    )
+    return {
+        "model": model,
+        "args": SimpleNamespace(**dict(args)),
+        "template": SimpleNamespace(**{**default, **dict(template)}),
+    }
+
+
+def test_the_factory_is_told_of_classes_that_can_be_imported(module):
+    module.register(max_tokens_per_rank=100)
+    names = module.TrainerFactory.TRAINER_MAPPING
+    for task, kind in (("causal_lm", module.PlannedTrainer), ("dpo", module.RefusedTrainer)):
+        package, _, name = names[task].rpartition(".")
+        assert getattr(importlib.import_module(package), name) is kind
+    with pytest.raises(ValueError, match="pipeline_parallel_size=2: ms-swift loads the whole"):
+        module.register(pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"template": {"sequence_parallel_size": 2}}, "sequence_parallel_size=2"),
+        ({"template": {"packing": True}}, "packing=True"),
+        ({"template": {"padding_free": True}}, "padding_free=True"),
+        ({"template": {"is_binary_loss_scale": False, "_loss_scale": "react"}}, "'react'"),
+        ({"args": {"enable_dft_loss": True}}, "enable_dft_loss=True"),
+        ({"args": {"enable_channel_loss": True}}, "enable_channel_loss=True"),
+        ({"args": {"loss_type": "mine"}}, "loss_type='mine'"),
+        ({"args": {"predict_with_generate": True}}, "predict_with_generate=True"),
+        ({"multimodal": True}, "the multimodal model qwen3_vl"),
+    ],
+)
+def test_what_ms_swift_alone_can_compute_is_refused(module, given, message):
+    module.register()
+    with pytest.raises((NotImplementedError, ValueError), match=f"does not support .*{message}"):
+        module.PlannedTrainer(**settings(**given))
+
+
+@pytest.mark.parametrize(("task", "said"), [("seq_cls", "'seq_cls'"), ("causal_lm", "swift rlhf")])
+def test_other_tasks_are_refused_by_name(module, task, said):
+    with pytest.raises(NotImplementedError, match=f"does not support .*{said}"):
+        module.RefusedTrainer(**settings(template={"task_type": task}))
+
+
+# ---- ms-swift's own command
+
+
+def marked(test):
+    """Mark a test that runs ms-swift's command."""
+    missing = pytest.mark.skipif(find_spec("swift") is None, reason="ms-swift is not installed")
+    for mark in (pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(600), missing):
+        test = mark(test)
+    return test
+
 
 STEPS = 20
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
@@ -94,7 +175,8 @@ def run(folder, output, ranks, **options):
     batch = 8 // (ranks or 1)
     options |= {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    script = f"{next(iter(swift.__path__))}/cli/main.py"
+    (package,) = find_spec("swift").submodule_search_locations
+    script = f"{package}/cli/main.py"
     done = subprocess.run(
         [sys.executable, script, "sft", *words],
         cwd=folder,
@@ -111,6 +193,7 @@ def logged(folder, output):
     return [entry for entry in state["log_history"] if {"loss", "eval_loss"} & entry.keys()]
 
 
+@marked
 def test_two_processes_end_with_the_weights_of_ms_swift_in_one(folder):
     for output, ranks in (("stock", None), ("planned", 2)):
         code, said = run(folder, output, ranks)
@@ -132,12 +215,11 @@ def test_two_processes_end_with_the_weights_of_ms_swift_in_one(folder):
     ("options", "message"),
     [
         ({"loss_scale": "react"}, "does not support loss_scale='react'"),
-        ({"enable_dft_loss": True}, "does not support enable_dft_loss=True"),
-        ({"padding_free": True, "attn_impl": "flash_attention_2"}, "padding_free=True"),
         ({"task_type": "seq_cls", "num_labels": 2}, "does not support task_type='seq_cls'"),
     ],
 )
-def test_what_ms_swift_alone_can_compute_is_refused(folder, options, message):
+@marked
+def test_its_command_says_so(folder, options, message):
     code, said = run(folder, "refused", 1, **options)
     assert code != 0
     assert message in said, said[-2000:]
