@@ -4,14 +4,18 @@ A checkpoint is written in this order (`checkpoints/manifest.py` describes marke
 
 1. rank 0: the marker, after removing leftovers of an earlier save
 2. all ranks: weights, optimizer, random numbers, by the Trainer
-3. rank 0: `trainer_state.json`, the Trainer's last file
-4. rank 0: the manifest, when all ranks have written their files and these are on disk
-5. rank 0: the push to the Hub and the removal of old checkpoints, by the Trainer
+3. all ranks: they meet, when each has written its files and these are on disk
+4. rank 0: `trainer_state.json`, the Trainer's last file
+5. rank 0: the manifest, when this file is on disk
+6. rank 0: the push to the Hub and the removal of old checkpoints, by the Trainer
 
-Steps 3 and 5 are in one method of the Trainer. Step 4 has to come between them: the Hub would get
-a torn checkpoint otherwise, and a kill would find the old checkpoint gone and the new one torn. So
-it follows the writing of `trainer_state.json`, and on ranks that do not write it the last file of
-theirs: a subclass may let all ranks meet after the Trainer's method.
+Steps 2, 4 and 6 are in one method of the Trainer. Step 5 has to come between them: the Hub would
+get a torn checkpoint otherwise, and a kill would find the old checkpoint gone and the new one
+torn. So it follows the writing of `trainer_state.json`.
+
+Step 3 follows the last file that all ranks write, at the same place of the method on every rank.
+Ranks that met anywhere else could wait for ever: the Trainer lets all ranks meet in its method if
+a metric has found a best step, and a subclass may let them meet after it.
 """
 
 import logging
@@ -22,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_flexseq.checkpoints.manifest import begin, finish, flush_files, is_torn
@@ -51,43 +56,54 @@ def saved_whole(
             begin(folder, marker)
     # No rank writes before the marker is there.
     beginning.raise_together(cpu_group.gather_values, f"beginning {folder.name}")
-    is_finished = False
+    have_met = is_finished = False
 
-    def finish_once() -> None:
-        """Write the manifest when all ranks have come here."""
-        nonlocal is_finished
-        if is_finished:
+    def meet() -> None:
+        """Wait, once, until every rank's files are on disk. Collective over the world."""
+        nonlocal have_met
+        if have_met:
             return
-        is_finished = True
+        have_met = True
         cpu_group.barrier()
         if flushes:
             flush_files(folder)
         cpu_group.barrier()
-        if writes:
-            finish(folder, marker)
-            if (trainer.args.save_total_limit or 0) > 0:
-                _remove_torn(folder)
 
-    last = (trainer, "save_model" if trainer.args.save_only_model else "_save_rng_state")
-    if trainer.args.should_save:
-        last = (trainer.state, "save_to_json")
-    with _followed(*last, folder, finish_once):
+    def finish_once() -> None:
+        """Write the manifest after all ranks have met."""
+        nonlocal is_finished
+        if is_finished or not have_met or not writes:
+            return
+        is_finished = True
+        flush_files(folder)
+        finish(folder, marker)
+        if (trainer.args.save_total_limit or 0) > 0:
+            _remove_torn(folder)
+
+    of_all_ranks = "save_model" if trainer.args.save_only_model else "_save_rng_state"
+    with (
+        _followed(trainer, of_all_ranks, folder, meet),
+        _followed(trainer.state, "save_to_json", folder / TRAINER_STATE_NAME, finish_once),
+    ):
         yield
-    finish_once()  # where a subclass saves without the Trainer's method
+    # where a subclass saves without the Trainer's method
+    meet()
+    finish_once()
 
 
 @contextmanager
-def _followed(owner: Any, name: str, folder: Path, then: Callable[[], None]) -> Iterator[None]:
-    """Call `then` whenever a method of an object has written into `folder`.
+def _followed(owner: Any, name: str, path: Path, then: Callable[[], None]) -> Iterator[None]:
+    """Call `then` whenever a method of an object has been given `path`.
 
-    name: of the method, whose first argument is the folder, or a file in it.
+    name: of the method.
     """
     save = getattr(owner, name)
     former = vars(owner).get(name)  # a function that the user has put on this object
 
-    def save_and_then(path: str, *args: Any, **kwargs: Any) -> None:
-        save(path, *args, **kwargs)
-        if folder in (Path(path), Path(path).parent):
+    def save_and_then(*args: Any, **kwargs: Any) -> None:
+        save(*args, **kwargs)
+        given = [one for one in (*args, *kwargs.values()) if isinstance(one, str | Path)]
+        if path in map(Path, given):
             then()
 
     vars(owner)[name] = save_and_then  # on the instance, in front of its class's

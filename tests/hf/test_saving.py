@@ -350,12 +350,16 @@ class MeetsAfterSaving(FlexSeqTrainer):
 
 
 def saved_and_met(rank, world_size, folder, save_only_model):
+    """The Trainer itself lets ranks meet in its method, since an evaluation has found a best
+    step."""
     options = {"save_only_model": save_only_model, "max_steps": 2}
-    make_trainer(folder, kind=MeetsAfterSaving, **options).train()
+    best = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+    data = documents(LENGTHS[:4])
+    make_trainer(folder, kind=MeetsAfterSaving, eval_dataset=data, **options, **best).train()
 
 
 @pytest.mark.processes
-def test_ranks_may_meet_after_the_trainers_own_method_has_saved(tmp_path):
+def test_ranks_may_meet_in_the_trainers_own_method_and_after_it(tmp_path):
     cases = [(tmp_path / str(alone), alone) for alone in (False, True)]
     run_cases(saved_and_met, 2, cases, seconds=60)
     for folder, _ in cases:
