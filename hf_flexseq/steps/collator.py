@@ -120,17 +120,19 @@ class DataCollatorForFlexSeq:
         for index, example in enumerate(examples):
             own.append(self.of_tokens(example, index, needs_labels=True))
         columns = []
+        images = []  # of each sequence
         for index, one in enumerate(own):
             for sequence in _sequences(one, index):
                 columns.append(_for_micro_batches(sequence))
+                images.append(one.images)  # none if the example has several sequences
         _check_same_columns(columns)
         batch: dict[str, Any] = {}
         for name in columns[0]:
             row = torch.cat([column[name] for column in columns])  # each [tokens] -> [all tokens]
             batch[name] = row.unsqueeze(0)  # -> [1, all tokens]
         batch[LENGTHS] = [len(column["input_ids"]) for column in columns]
-        if any(example.images for example in own):
-            batch[IMAGES] = [example.images for example in own]
+        if any(images):
+            batch[IMAGES] = images
         padding_targets = sum(example.padding_targets for example in own)
         if _pads_left(self.example_collator):
             padding_targets += _shorter_with_first_label(own)

@@ -113,6 +113,11 @@ def test_takes_a_packed_example_apart_where_its_positions_begin_again():
     assert batch["lengths"] == wanted["lengths"] == [3, 2, 1]
     for name in batch.keys() - {"lengths"}:
         assert batch[name].tolist() == wanted[name].tolist(), name
+    pixels = torch.ones(1, 2)
+    with_images = packed | {"position_ids": list(range(6)), "pixel_values": pixels}
+    batch = DataCollatorForFlexSeq()([packed, with_images])
+    assert batch["lengths"] == [3, 2, 1, 6]
+    assert batch["images"] == [{}, {}, {}, {"pixel_values": pixels}]
     with pytest.raises(ValueError, match="position_ids of example 0 begin again: it is packed"):
         PaddedCollator(DataCollatorForFlexSeq())([packed])
 
