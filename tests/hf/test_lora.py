@@ -4,13 +4,16 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import Trainer
 
 from hf_flexseq.hf.model.checks import check_model
 from tests.hf.test_trainer import dataset, float64_loss
 from tests.hf.tiny import refused, tiny_llama
 from tests.hf.trainers import trained, trainer_of, weights_apart
-from tests.ranks import run_cases
+from tests.ranks import run_cases, run_ranks
 
 # Of the update. A head that is saved keeps the model's own loss, which is computed in float32.
 BOUNDS = {False: 1e-8, True: 1e-6}
@@ -74,3 +77,21 @@ def test_adapters_that_share_memory_are_refused(tmp_path):
     model = get_peft_model(tiny_llama(tie_word_embeddings=True), LoraConfig(r=4, **options))
     with refused("embed_tokens.lora_embedding_B.default and .*lm_head.lora_A.*share memory"):
         check_model(model.get_base_model())
+
+
+def check_sharded(rank, world_size):
+    model = tiny_llama()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            mesh = init_device_mesh("cpu", (world_size,))
+            part = parameter.detach().clone()
+            sharded = distribute_tensor(part, mesh, [Shard(0)], src_data_rank=None)
+            setattr(module, name, nn.Parameter(sharded))
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    assert rank == 0 or len(set(places)) < len(places), "a sharded tensor begins nowhere itself"
+    check_model(model)
+
+
+@pytest.mark.processes
+def test_sharded_parameters_share_no_memory():
+    run_ranks(check_sharded, 2)

@@ -25,6 +25,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_flexseq.base.layers import RecurrentShape
 from hf_flexseq.base.values import listed
+from hf_flexseq.distributed.reduction import local
 from hf_flexseq.hf.model.experts import unsuitable_experts
 from hf_flexseq.hf.model.facts import (
     is_classifier,
@@ -203,13 +204,14 @@ def _unsuitable_modules(model: PreTrainedModel) -> str | None:
 
 
 def _parameters_of_one_memory(model: PreTrainedModel) -> tuple[str, str] | None:
-    """Return the names of two trained parameters that begin at the same byte; None without any.
-    One parameter with two names is no such pair."""
+    """Return the names of two trained parameters that begin at the same byte of this rank; None
+    without any. One parameter with two names is no such pair."""
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or not parameter.numel() or parameter.is_meta:
+        if not parameter.requires_grad or parameter.is_meta:
             continue
-        place = parameter.data_ptr()
+        own = local(parameter)  # a sharded one itself begins nowhere
+        place = own.data_ptr() if own.numel() else 0
         if place and names.setdefault(place, name) != name:
             return names[place], name
     return None
