@@ -10,6 +10,8 @@ What only some of these versions have is asked for here, and nowhere else:
     mm_encoder_outputs of a model's forward            5.18     examples with images are refused
     Trainer._save on all ranks, and not on the writer  5.23     `saves_on_writers`
     fused_lm_head of DPO, KTO, GRPO and RLOO           TRL 1.15 refused: losses read logits
+    fused_lm_head of SFT                               TRL 1.15 with 'chunked_nll' alone, and rows
+                                                                share no prefixes
     DistillationTrainer outside of trl.experimental    TRL 1.16 refused
 
 Versions without a name are those of transformers. Others than the tested ones are not refused.

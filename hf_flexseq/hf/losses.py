@@ -63,11 +63,20 @@ def rolls_out(trainer: Trainer) -> bool:
 
 
 def reads_logits_of_all_tokens(trainer: Trainer) -> str | None:
-    """Return the class of a trainer of TRL whose loss reads logits, in versions without a head
-    that gives log-probabilities."""
-    if not is_older("trl", FUSED_HEAD_FROM) or not _is_one_of(trainer, _READ_FUSED_HEAD):
+    """Return the class of a trainer of TRL whose loss reads logits, and the option that asks for
+    such a loss, in versions without a head that gives log-probabilities."""
+    if not is_older("trl", FUSED_HEAD_FROM):
         return None
-    return f"{type(trainer).__name__} ({needs('trl', FUSED_HEAD_FROM)})"
+    name = type(trainer).__name__
+    version = needs("trl", FUSED_HEAD_FROM)
+    if _is_one_of(trainer, _READ_FUSED_HEAD):
+        return f"{name} ({version})"
+    loss_type = getattr(getattr(trainer, "args", None), "loss_type", None)
+    if loss_type not in ("nll", "dft") or not reads_fused_head(trainer):
+        return None
+    if trainer.args.use_liger_kernel:  # which excludes 'chunked_nll'
+        return f"use_liger_kernel=True of {name} ({version})"
+    return f"loss_type={loss_type!r} of {name} ({version})"
 
 
 def distills(trainer: Trainer) -> bool:
@@ -119,6 +128,12 @@ def reads_fused_head(trainer: Trainer) -> bool:
         cls.__name__ == "SFTTrainer" and vars(cls).get("compute_loss") is own
         for cls in type(trainer).__mro__
     )
+
+
+def reads_sums(trainer: Trainer) -> bool:
+    """Tell if a micro-batch runs the `compute_loss` of an SFTTrainer whose head gives sums over
+    tokens, as in older versions of TRL, and no value of each token."""
+    return reads_fused_head(trainer) and is_older("trl", FUSED_HEAD_FROM)
 
 
 def _plain_model(trainer: Trainer) -> Any:

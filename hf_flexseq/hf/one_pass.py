@@ -17,10 +17,10 @@ from hf_flexseq.hf.dataset_checks import check_examples, check_first_step
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches
 from hf_flexseq.hf.loaders import BEFORE_END, as_drawn
-from hf_flexseq.hf.losses import reads_fused_head
+from hf_flexseq.hf.losses import reads_fused_head, reads_sums
 from hf_flexseq.hf.overrides import IN_PARTS, runs_other_code
 from hf_flexseq.hf.predictions import TokenPredictions, without_metrics
-from hf_flexseq.hf.shared_prefixes import KEEPS_OWN_LOSS, USERS_CODE
+from hf_flexseq.hf.shared_prefixes import GIVES_SUMS, KEEPS_OWN_LOSS, USERS_CODE
 from hf_flexseq.hf.step_loss import Prediction, StepLoss, StockPrediction
 from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.hf.token_means import TokenMeans
@@ -70,6 +70,8 @@ class LossInOnePass(StepLoss):
             self._engine.keep_rows_apart(USERS_CODE)
         elif executor.keeps_own_loss and not has_fused_head:
             self._engine.keep_rows_apart(KEEPS_OWN_LOSS)
+        elif reads_sums(self._trainer):
+            self._engine.keep_rows_apart(GIVES_SUMS)
         with ExitStack() as around:
             if has_fused_head:
                 around.enter_context(outputs_of_rows(self._trainer.model))

@@ -21,6 +21,7 @@ from hf_flexseq.steps.token_columns import LENGTHS
 
 OFF, GROUPS = "off", "groups"
 KEEPS_OWN_LOSS = "the model keeps its own loss, which counts every token once"
+GIVES_SUMS = "the head of this version of TRL counts every token once"
 USERS_CODE = "code of the trainer, or of yours in the model, reads the tokens of a micro-batch"
 
 

@@ -11,10 +11,11 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_flexseq.base import versions
-from hf_flexseq.hf.losses import reads_logits_of_all_tokens
+from hf_flexseq.hf.losses import reads_logits_of_all_tokens, reads_sums
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.feature_trial import try_features
 from hf_flexseq.hf.refusals.trainer import check_trainer
+from hf_flexseq.hf.shared_prefixes import GIVES_SUMS
 from hf_flexseq.steps.images import UnsupportedImages
 from tests.hf.test_checks import make_trainer
 from tests.hf.tiny import SIZES, refused
@@ -114,6 +115,28 @@ def test_losses_that_read_logits_are_refused(older, tmp_path):
     trainer.__class__ = type("DPOTrainer", (type(trainer),), {})
     with refused("DPOTrainer .it needs trl 1.15, and 1.9.0 is installed.: its loss reads logits"):
         check_trainer(trainer, trainer.flexseq.args)
+
+
+@pytest.mark.parametrize("options", [{"loss_type": "dft"}, {"use_liger_kernel": True}])
+def test_an_older_sft_trainer_reads_logits_or_sums(older, options, monkeypatch, tmp_path):
+    """Sums of TRL's head count a token once that several rows share."""
+    trainer = make_trainer(tmp_path)
+    stock = type(trainer)
+    members = {"__module__": "trl", "compute_loss": stock.compute_loss}
+    trainer.__class__ = type("SFTTrainer", (stock,), members)
+    said = "use_liger_kernel=True" if "use_liger_kernel" in options else "loss_type='dft'"
+    monkeypatch.setattr(trainer.args, "loss_type", "nll", raising=False)
+    for name, value in options.items():
+        monkeypatch.setattr(trainer.args, name, value)
+    assert reads_logits_of_all_tokens(trainer) is None
+    assert not reads_sums(trainer)
+    older(trl="1.14.2")
+    found = reads_logits_of_all_tokens(trainer)
+    assert found == f"{said} of SFTTrainer (it needs trl 1.15, and 1.14.2 is installed)"
+    trainer.args.loss_type = "chunked_nll"
+    assert reads_logits_of_all_tokens(trainer) is None
+    with trainer._attached():
+        assert trainer.flexseq._reason_not_shared == GIVES_SUMS
 
 
 def test_losses_of_older_trainers_that_do_not_say_how_they_are_divided_are_refused(tmp_path):

@@ -321,7 +321,8 @@ TRAINER: tuple[Refusal[Any], ...] = (
         instead="use TRL's DistillationTrainer with a teacher_model of the same vocabulary",
     ),
     Refusal(
-        setting=f"DPO, KTO, GRPO and RLOO of TRL before {FUSED_HEAD_FROM}",
+        setting=f"before TRL {FUSED_HEAD_FROM}: DPO, KTO, GRPO, RLOO, and SFT with "
+        "use_liger_kernel or another loss_type than 'chunked_nll'",
         found=reads_logits_of_all_tokens,
         why="its loss reads logits, a whole vocabulary for every token, which stay where the plan "
         "has put them",
