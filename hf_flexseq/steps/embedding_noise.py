@@ -61,8 +61,12 @@ class NoiseColumns:
                 )
         ids = row.columns["input_ids"].numpy()
         start = hashlib.blake2b(f"{self._seed} {step} ".encode(), digest_size=8)
-        keys = np.empty(len(ids), dtype=np.uint64)
-        sizes = np.empty(len(ids), dtype=np.float32)
+        # made by torch: an array of a rank that has drawn nothing would have a stride of 0
+        columns = dict(row.columns)
+        columns[KEYS] = torch.empty(len(ids), dtype=torch.int64)
+        columns[SIZES] = torch.empty(len(ids), dtype=torch.float32)
+        keys = columns[KEYS].numpy().view(np.uint64)
+        sizes = columns[SIZES].numpy()
         begin = 0
         for length in row.lengths:
             end = begin + length
@@ -72,9 +76,6 @@ class NoiseColumns:
             keys[begin:end] = _of_tokens(of_sequence, length)
             sizes[begin:end] = self._alpha / length**0.5
             begin = end
-        columns = dict(row.columns)
-        columns[KEYS] = torch.from_numpy(keys.view(np.int64))
-        columns[SIZES] = torch.from_numpy(sizes)
         return replace(row, columns=columns)
 
 

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.embedding_noise import KEYS, SIZES, NoiseColumns, TokenNoise
+from hf_flexseq.steps.token_words import TokenWords
 from tests.hf import objectives
 from tests.hf.objectives import Case
 from tests.hf.test_exactness import LENGTHS, own_batches, sharded, whole
@@ -86,6 +87,12 @@ def test_a_token_has_its_noise_wherever_it_is():
     assert not (other_step.columns[KEYS] == row.columns[KEYS]).any()
     with pytest.raises(ValueError, match=f"the dataset has a column '{KEYS}', which"):
         NoiseColumns(ALPHA, SEED).of(row, 3)
+
+
+def test_a_rank_may_have_drawn_nothing():
+    nothing = SourceRow(columns={"input_ids": torch.empty(0, dtype=torch.int64)}, lengths=())
+    row = NoiseColumns(ALPHA, SEED).of(nothing, 0)
+    assert len(TokenWords(row.columns).joined) == 0, "they travel with those of other ranks"
 
 
 def test_noise_is_uniform():
