@@ -176,9 +176,8 @@ class FlexSeqMixin(PartOfModelMixin):
             self.neftune_noise_alpha = None  # its own noise would depend on the plan
         if self.args.use_liger_kernel:
             engine.use_liger(self.args.liger_kernel_config or {})
-        if not has_planned_loss(
-            self
-        ):  # such a loss smooths nothing under the plain Trainer either
+        # a planned loss smooths nothing under the plain Trainer either
+        if not has_planned_loss(self):
             engine.smooth_labels(self.args.label_smoothing_factor)
             self.label_smoother = None  # it would make the logits of all tokens
         return engine

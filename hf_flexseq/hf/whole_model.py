@@ -127,9 +127,7 @@ class WholeModelExecutor:
         self.reason_as_set: str | None = None  # that the user gives to leave activations alone
         self.label_smoothing = 0.0  # of the loss of models that are attached
         self.liger: Mapping[str, Any] | None = None  # options of its kernels in these models
-        self.neftune: tuple[float, int] | None = (
-            None  # alpha and seed, for models that are attached
-        )
+        self.neftune: tuple[float, int] | None = None  # alpha and seed, for attached models
         self._noise: NoiseColumns | None = None  # of the attached model
         self.host_memory_bytes = 0  # for activations of a rank, from `attach` on
         self._exchange = RowExchange(setup.communicator)

@@ -87,8 +87,10 @@ class DataCollatorForFlexSeq:
 
     Padding, on either side, is cut off where an `attention_mask` marks it. An example whose
     `position_ids` begin again at 0 is packed: each of its sequences becomes one of its own, as the
-    plain Trainer's attention treats them. What is asked of this
-    collator and is not here, such as the `tokenizer` that a Trainer saves, is asked of the other.
+    plain Trainer's attention treats them.
+
+    What is asked of this collator and is not here, such as the `tokenizer` that a Trainer saves,
+    is asked of the other.
     """
 
     tokenizer: Any  # there only if another collator has it

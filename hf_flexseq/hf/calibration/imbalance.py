@@ -75,8 +75,8 @@ def measured_imbalance(
         model(**inputs, use_cache=False)
     by_layer = torch.stack(counts).cpu()  # [layers, ranks]
     of_all = communicator.cpu_group.gather_ints(by_layer.flatten().tolist())
-    rows = torch.tensor(of_all).sum(dim=0).view_as(by_layer).double()  # for all tokens
-    return round(float((rows.amax(dim=1) / rows.mean(dim=1)).mean()), DIGITS)
+    routed = torch.tensor(of_all).sum(dim=0).view_as(by_layer).double()  # of all ranks' tokens
+    return round(float((routed.amax(dim=1) / routed.mean(dim=1)).mean()), DIGITS)
 
 
 def has_tokens(rows: Any) -> bool:
