@@ -82,6 +82,7 @@ OVERRIDDEN = (
     "get_eval_dataloader",
     "get_test_dataloader",
     "_save_checkpoint",
+    "save_model",
     *OF_PART_OF_MODEL,
 )
 

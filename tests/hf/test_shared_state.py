@@ -17,11 +17,12 @@ from trl import SFTTrainer
 from hf_flexseq.hf.shared_state import shared_with_training
 from tests.budget import others_slow
 from tests.hf.test_mixin import sft_trainer, tokenizer
-from tests.hf.test_trainer import OPTIONS, float64_loss, padded
+from tests.hf.test_trainer import float64_loss, padded
 from tests.hf.tiny import documents
 from tests.hf.trainers import trained, trainer_of, weights_apart
 from tests.ranks import run_ranks
 
+LOOKAHEAD = 2
 STEPS = 4
 LENGTHS = [5 + (i * i * 7) % 30 for i in range(24)]
 
@@ -112,7 +113,7 @@ class Keeps(Trainer):
 
 def make(flex, folder, base=Trainer, data=None, **given):
     given["train_dataset"] = Levels() if data is None else data
-    flexseq = {"max_tokens_per_rank": 90} if flex else None
+    flexseq = {"max_tokens_per_rank": 90, "lookahead": LOOKAHEAD} if flex else None
     trainer = trainer_of(base, folder, flexseq=flexseq, max_steps=STEPS, **given)
     if not flex:
         trainer.model.loss_function = float64_loss
@@ -299,4 +300,4 @@ def follow_on_one_rank(rank, world_size, folder):
 def test_all_ranks_draw_in_place_where_one_must(tmp_path):
     for first, second in run_ranks(follow_on_one_rank, 2, tmp_path, seconds=120):
         assert first == {0}
-        assert second == {OPTIONS["lookahead"]}
+        assert second == {LOOKAHEAD}
