@@ -30,7 +30,7 @@ most of them. The words of the second column:
 * **refused**: to use it ends in an error before training; **partly refused**: so do some of its
   values, or some trainers and models with it. All others work.
 * **no effect**: it changes nothing here, for the reason that is given.
-* **untested**: nothing in hf_flexseq stands in its way, and nobody has run it.
+* **untested**: hf_flexseq does not refuse it, and no test runs it.
 
 The third column names what compares the option with the trainer without hf_flexseq, or holds what
 the last column says. *Draws* are random combinations of options
@@ -69,7 +69,7 @@ def works(*names: str, shown: str = "", note: str = "") -> dict[str, Row]:
 
 
 def untested(*names: str, note: str) -> dict[str, Row]:
-    """Return the rows of options that nobody has run."""
+    """Return the rows of options that no test runs."""
     return {name: Row(UNTESTED, note) for name in names}
 
 

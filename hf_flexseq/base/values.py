@@ -5,6 +5,7 @@ small enough that sums of it are exact in 63 bits. A failed check raises ValueEr
 shorter than `LINE` characters, that names the value.
 """
 
+import difflib
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from operator import countOf
@@ -51,6 +52,13 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = QUOTED
 def quoted(value: object) -> str:
     """Return the printable `repr` of a value, shortened if it is long or deep."""
     return printable(_SHORT.repr(value))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown name: a question that names the nearest one of
+    the known names; nothing if none is near."""
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    return f", did you mean {quoted(near[0].removeprefix('--'))}?" if near else ""
 
 
 def printable(text: str) -> str:

@@ -72,7 +72,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def untested(package: str) -> str | None:
-    """Return which versions of a package are tested if the installed one is none of them."""
+    """Return the tested versions of a package, if the installed one is outside of them."""
     found = installed(package)
     if found is None or package not in TESTED:
         return None

@@ -3,11 +3,10 @@ that it would use, what the others lack, and what each can do."""
 
 import platform
 from argparse import Namespace
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from hf_flexseq import __version__
-from hf_flexseq.base.versions import untested
+from hf_flexseq.base.versions import installed, untested
 
 if TYPE_CHECKING:
     import torch
@@ -27,21 +26,13 @@ def env(options: Namespace) -> None:
     print(f"hf_flexseq {__version__}")
     print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in PACKAGES:
-        print(f"{package} {_version(package)}{_tested(package)}")
+        print(f"{package} {installed(package) or 'not installed'}{_tested(package)}")
     for line in _devices():
         print(line)
 
 
-def _version(package: str) -> str:
-    """Return the installed version of a package."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _tested(package: str) -> str:
-    """Return which versions are tested, if the installed one is none of them."""
+    """Return the tested versions, if the installed one is outside of them."""
     versions = untested(package)
     return "" if versions is None else f" (tested: {versions})"
 

@@ -18,18 +18,17 @@ Rejected: a trainer class from `get_trainer_cls`, which takes the place of axolo
 and which its builder for reinforcement learning calls without a model.
 """
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, field_validator, model_validator
 
 from hf_flexseq.base.refusals import Refusal, option, refuse
-from hf_flexseq.base.values import listed, quoted
+from hf_flexseq.base.values import listed
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older, needs
-from hf_flexseq.config import FlexSeqArguments, refuse_removed
+from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.integrations.options import options_in
 
 PATH = "hf_flexseq.integrations.axolotl.FlexSeqPlugin"
 
@@ -46,26 +45,8 @@ _OWN_RL = ("dpo", "ipo", "kto", "grpo", "gdpo")  # losses on log-probabilities o
 
 
 def flexseq_arguments(block: Mapping[str, Any] | None) -> FlexSeqArguments:
-    """Return the options of a `flexseq:` block. Raises ValueError for unknown names, and what
-    `FlexSeqArguments` raises."""
-    given = dict(block or {})
-    known = [one.name for one in fields(FlexSeqArguments)]
-    for name in given:
-        if name in known:
-            continue
-        refuse_removed(str(name))
-        message = f"flexseq has no option {quoted(name)}"
-        near = difflib.get_close_matches(str(name), known, n=1)
-        if near:
-            message += f", did you mean {quoted(near[0])}?"
-        raise ValueError(message)
-    options = FlexSeqArguments(**given)
-    if options.pipeline_parallel_size > 1:
-        raise ValueError(
-            f"flexseq: pipeline_parallel_size={options.pipeline_parallel_size}: axolotl loads the "
-            "whole model on every rank; leave it out"
-        )
-    return options
+    """Return the options of a `flexseq:` block. Raises what `options_in` raises."""
+    return options_in(block or {}, "axolotl")
 
 
 # ---- settings of axolotl that are refused

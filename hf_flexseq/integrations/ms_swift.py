@@ -24,6 +24,7 @@ from transformers import Trainer
 from hf_flexseq.base.refusals import Refusal, option, refuse
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.trainer import FlexSeqMixin
+from hf_flexseq.integrations.options import options_in
 
 TASK = "causal_lm"
 """ms-swift's name of next-token loss: `swift pt` and `swift sft`."""
@@ -34,17 +35,10 @@ _options: FlexSeqArguments | None = None  # of `register`, which the class is ma
 def register(**options: Any) -> None:
     """Let ms-swift train by planned steps.
 
-    options: fields of `FlexSeqArguments`, by their names. Raises what they raise, and ValueError
-    for a pipeline.
+    options: fields of `FlexSeqArguments`, by their names. Raises what `options_in` raises.
     """
     global _options
-    _options = FlexSeqArguments(**options)
-    stages = _options.pipeline_parallel_size
-    if stages > 1:
-        raise ValueError(
-            f"pipeline_parallel_size={stages}: ms-swift loads the whole model on every rank; "
-            "leave it out"
-        )
+    _options = options_in(options, "ms-swift")
     for task in TrainerFactory.TRAINER_MAPPING:
         name = PlannedTrainer if task == TASK else RefusedTrainer
         TrainerFactory.TRAINER_MAPPING[task] = f"{__name__}.{name.__name__}"

@@ -10,7 +10,6 @@ first one reaches them. This module is what these processes run instead:
 2. The script's own `main` runs, and finds a trainer with `FlexSeqMixin` in front in `trl`.
 """
 
-import difflib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ import trl
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
-from hf_flexseq.base.values import one_line, quoted
+from hf_flexseq.base.values import did_you_mean, one_line, quoted
 from hf_flexseq.config import FlexSeqArguments, refuse_removed
 from hf_flexseq.hf.trainer import FlexSeqMixin
 
@@ -114,10 +113,7 @@ def refuse_unknown(words: Sequence[str], known: set[str]) -> None:
     if name == "accelerate_config" or option in launch_command_parser()._option_string_actions:
         of_launcher = "config_file" if name == "accelerate_config" else name
         raise ValueError(f"{message}: write --{of_launcher} between `accelerate launch` and -m")
-    near = difflib.get_close_matches(option, sorted(known), n=1)
-    if near:
-        message += f", did you mean {quoted(near[0].removeprefix('--'))}?"
-    raise ValueError(message)
+    raise ValueError(message + did_you_mean(option, known))
 
 
 @contextmanager

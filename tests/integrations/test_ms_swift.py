@@ -59,6 +59,8 @@ def test_the_factory_is_told_of_classes_that_can_be_imported(module):
         assert getattr(importlib.import_module(package), name) is kind
     with pytest.raises(ValueError, match="pipeline_parallel_size=2: ms-swift loads the whole"):
         module.register(pipeline_parallel_size=2)
+    with pytest.raises(ValueError, match="no option 'max_tokens', did you mean 'max_tokens_per"):
+        module.register(max_tokens=1)
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def measured_imbalance(
     """Return the tokens that the busiest rank of an expert group gets over the mean of its ranks,
     1 to ranks, the same on every rank. Collective over the world.
 
-    model: with its own attention. autocast: its dtype in training; None without. rows: a dataset;
-    if it is none of `datasets` that has the tokens of each row, the tokens are random.
+    model: with its own attention. autocast: its dtype in training; None without. rows: a
+    dataset of `datasets` with a column input_ids; random tokens stand in for anything else.
     """
     ranks = meshes.experts.size()
     of_rank = expert_counts(model.config.get_text_config())[0] // ranks  # experts of a layer

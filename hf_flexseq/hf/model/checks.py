@@ -205,7 +205,7 @@ def _unsuitable_modules(model: PreTrainedModel) -> str | None:
 
 def _parameters_of_one_memory(model: PreTrainedModel) -> tuple[str, str] | None:
     """Return the names of two trained parameters that begin at the same byte of this rank; None
-    without any. One parameter with two names is no such pair."""
+    without any. One parameter with two names does not count."""
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or parameter.is_meta:
