@@ -76,7 +76,7 @@ def untested(*names: str, note: str) -> dict[str, Row]:
 _FIGURES = "[figures](differences.md#loss-and-figures)"
 _DATA = "[data and steps](differences.md#data-and-steps)"
 _MODEL = "[model and gradients](differences.md#model-and-gradients)"
-_CHECKPOINTING = ("reentrant activation checkpointing",)
+_REENTRANT = "use_reentrant=True runs as False, which has the same results"
 _COMPILE = ("torch_compile=True",)
 _LOADERS = (
     "dispatch_batches=True",
@@ -127,11 +127,9 @@ TRAINING: dict[str, dict[str, Row]] = {
         "activation_checkpointing": Row(
             WORKS, "plans may choose more ([memory](memory.md))", "tests/hf/test_checks.py"
         ),
-        "activation_checkpointing_kwargs": Row(
-            PARTLY, shown="tests/hf/test_checks.py", refusals=_CHECKPOINTING
-        ),
+        "activation_checkpointing_kwargs": Row(WORKS, _REENTRANT, shown="tests/hf/test_checks.py"),
         "gradient_checkpointing": Row(WORKS, "the old name", DRAWS),
-        "gradient_checkpointing_kwargs": Row(PARTLY, "the old name", DRAWS, _CHECKPOINTING),
+        "gradient_checkpointing_kwargs": Row(WORKS, f"the old name; {_REENTRANT}", DRAWS),
         "torch_compile": Row(REFUSED, shown=DRAWS, refusals=_COMPILE),
         "torch_compile_backend": Row(REFUSED, "switches torch_compile on", "", _COMPILE),
         "torch_compile_mode": Row(REFUSED, "switches torch_compile on", "", _COMPILE),

@@ -12,6 +12,7 @@
 | gradients of experts on several ranks, where torch divides them twice | `model/experts.py` |
 | features of images | `model/vision.py` |
 | layers that obey a micro-batch's choice for memory | `model/layer_memory.py` |
+| checkpointing that is never reentrant | `model/reentrant.py` |
 | MLPs in tiles, from the first plan that has them on | `tiles.py` |
 | DDP buckets with early reduction | `model/buckets.py` |
 
@@ -40,6 +41,7 @@ from hf_flexseq.hf.model.meta_model import attention_of_text
 from hf_flexseq.hf.model.neftune import EmbeddingNoise
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
+from hf_flexseq.hf.model.reentrant import NonReentrant
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.shared_prefixes import refuse_noise
@@ -92,6 +94,8 @@ class AttachedModel:
         if liger is not None:
             self._attached.enter_context(liger_kernels(base, liger))
         self._attached.enter_context(layers.attached())
+        self._checkpointing = NonReentrant(base)
+        self._attached.callback(self._checkpointing.restore)
         self._attached.enter_context(right_gradients(base))
         self.vision: VisionModel | None = None
         """How the model takes images, if it does."""
@@ -155,9 +159,12 @@ class AttachedModel:
         self._attached.close()
 
     def _begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Restore the model's own attention and loss for a call without `seq_ctx`."""
-        is_planned = self.base.config._attn_implementation == NAME
-        if kwargs.get("seq_ctx") is not None or not is_planned:
+        """Prepare a planned call; for one without `seq_ctx`, restore the model's own attention and
+        loss."""
+        if kwargs.get("seq_ctx") is not None:
+            self._checkpointing.replace()
+            return
+        if self.base.config._attn_implementation != NAME:
             return
         own = ExitStack()
         own.enter_context(self.own_attention())
@@ -166,7 +173,7 @@ class AttachedModel:
         self._other_call = (module, own)
 
     def _end_call(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
-        """Undo `_begin_call` of the same module."""
+        """Undo what `_begin_call` of the same module has done for a call without `seq_ctx`."""
         if self._other_call is not None and self._other_call[0] is module:
             _, own = self._other_call
             self._other_call = None

@@ -93,8 +93,6 @@ ACCUMULATION = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 WRONG_VALUES = [
     ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size=True: max_tokens_per_rank"),
-    ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "'use_reentrant': False"),
-    ({"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, "torch's default"),
     ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True: .*it at None"),
     ({"accelerator_config": {"split_batches": True}}, "split_batches=True"),
     ({"cost_model": "no-model"}, "cost_model='no-model' is neither a file nor one of"),
@@ -130,8 +128,6 @@ def test_settings_that_are_refused(tmp_path, kind, settings, message):
     not hasattr(TrainingArguments, "activation_checkpointing_kwargs"), reason="transformers < 5.23"
 )
 def test_the_other_spelling_of_checkpointing(tmp_path):
-    with pytest.raises(ValueError, match="'use_reentrant': False"):
-        make_trainer(tmp_path, activation_checkpointing_kwargs={"use_reentrant": True})
     settings = {"activation_checkpointing_kwargs": {"every_n_layers": 2}}
     make_trainer(tmp_path, activation_checkpointing=True, **settings)
 
@@ -464,15 +460,6 @@ def test_the_trial_of_a_model_leaves_no_trace():
     check_model(model)
     assert torch.equal(state, torch.get_rng_state())
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_reentrant_checkpointing_of_the_model(tmp_path):
-    model = tiny_llama()
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    with refused("enable it with use_reentrant=False"):
-        make_trainer(tmp_path, model=model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    make_trainer(tmp_path, model=model)
 
 
 def test_a_compiled_model_and_prompt_learning(tmp_path):

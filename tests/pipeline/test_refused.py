@@ -25,7 +25,6 @@ OFFLOAD = {
     "gradient_checkpointing": True,
     "gradient_checkpointing_kwargs": {"offload": True},
 }
-REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 WITHOUT = {"pipeline_parallel_size": 1, "pipeline_schedule": "seq1f1b"}
 
 
@@ -38,7 +37,6 @@ WITHOUT = {"pipeline_parallel_size": 1, "pipeline_schedule": "seq1f1b"}
         (NotImplementedError, {"sync": "lockstep"}, "sync='lockstep' with pipeline_parallel_size"),
         (NotImplementedError, {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
         (NotImplementedError, OFFLOAD, "offload=True of activation checkpointing on a CPU with"),
-        (ValueError, REENTRANT, "use_reentrant=True"),
         (ValueError, {}, "pipeline_parallel_size=2 does not divide the 1 ranks of the job"),
         (ValueError, {"pipeline_parallel_size": 0}, "lel_size=0: must be at least 1"),
         (ValueError, {"pipeline_schedule": "gpipe"}, "schedule must be one of .*got 'gpipe'"),

@@ -71,9 +71,6 @@ def test_verdicts_are_explained():
 SETTINGS = {  # by Refusal.setting: what a FlexSeqConfig has
     "optimizers that update weights in the backward (lomo, adalomo, layerwise)": {"optim": "lomo"},
     "average_tokens_across_devices=False": {"average_tokens_across_devices": False},
-    "reentrant activation checkpointing": {
-        "gradient_checkpointing_kwargs": {"use_reentrant": True}
-    },
     "torch_compile=True": {"torch_compile": True},
     "fused_linear_cross_entropy and cross_entropy in liger_kernel_config": {
         "use_liger_kernel": True,

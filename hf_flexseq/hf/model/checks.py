@@ -29,7 +29,6 @@ from hf_flexseq.distributed.reduction import local
 from hf_flexseq.hf.model.experts import unsuitable_experts
 from hf_flexseq.hf.model.facts import (
     is_classifier,
-    is_reentrant_layer,
     is_tensor_parallel,
     stages,
     unsharded_class,
@@ -43,6 +42,7 @@ from hf_flexseq.hf.model.layer_kinds import (
 )
 from hf_flexseq.hf.model.positions import unsuitable_count, unsuitable_positions
 from hf_flexseq.hf.model.recurrent import RecurrentCall, replaced_mixer
+from hf_flexseq.hf.model.reentrant import unsuitable_checkpointing
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
     OPTION,
@@ -180,12 +180,9 @@ def _unsuitable_router_loss(model: PreTrainedModel) -> str | None:
 def _unsuitable_modules(model: PreTrainedModel) -> str | None:
     if getattr(model, "_compiled_call_impl", None) is not None:
         return "it is compiled, but every step has new shapes; leave out model.compile()"
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False) and is_reentrant_layer(module):
-            return (
-                "its checkpointing is reentrant, which runs attention outside of autograd's "
-                "order; enable it with use_reentrant=False"
-            )
+    checkpointing = unsuitable_checkpointing(model)
+    if checkpointing is not None:
+        return checkpointing
     shared = _parameters_of_one_memory(model)
     if shared:
         return (

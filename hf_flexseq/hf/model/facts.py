@@ -2,7 +2,7 @@
 
 model_shape, attention_shape     sizes, from the configuration and the parameters
 autocast_dtype, compute_dtype    the arithmetic that accelerate is set up for
-is_checkpointed, is_reentrant    whether layers are recomputed, and in which way
+is_checkpointed                  whether layers are recomputed
 zero_stage, is_fully_sharded,    what accelerate, transformers or the user shards, and over how
 replicas, is_fsdp2               many of the ranks
 unsharded_class, ...             the model's own class under FSDP2's
@@ -10,7 +10,7 @@ ModelFacts                       all of them that the cost of training depends o
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -341,19 +341,6 @@ def compute_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
 def is_checkpointed(model: nn.Module) -> bool:
     """Tell whether activation checkpointing is on, by the layers' flag, stable across versions."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-
-
-def is_reentrant(options: Mapping[str, Any]) -> bool:
-    """Tell whether torch's `checkpoint` with `options` is reentrant, which is its default."""
-    return options.get("use_reentrant", True) is not False
-
-
-def is_reentrant_layer(module: nn.Module) -> bool:
-    """Tell whether transformers has made a layer to be checkpointed the reentrant way."""
-    function = getattr(module, "_gradient_checkpointing_func", None)
-    # transformers binds the options with functools.partial; any other function is not torch's
-    options = getattr(function, "keywords", {"use_reentrant": False})
-    return is_reentrant(options)
 
 
 # ---- sharding

@@ -137,7 +137,7 @@ class LayerMemory:
         if decoder is not None and reason_not_told(model, decoder) is None:
             self._decoder = decoder
             self.layers = tuple(decoder.layers)
-        elif any(_offloads(module) for module in model.modules()):
+        elif any(offloads(module) for module in model.modules()):
             raise NotImplementedError(
                 f"offload=True of activation checkpointing with {type(model).__name__}: "
                 f"{self.reason_without_choices}; leave offload out"
@@ -150,7 +150,7 @@ class LayerMemory:
         """What the user has set for the run, as it is now."""
         return AsSet(
             checkpointed=tuple(bool(getattr(layer, FLAG)) for layer in self.layers),
-            offload=any(_offloads(layer) for layer in self.layers),
+            offload=any(offloads(layer) for layer in self.layers),
             save_attention_output=self._save_attention_output,
         )
 
@@ -299,7 +299,7 @@ def _unpack(packed: torch.Tensor | HostTensor) -> torch.Tensor:
 # ---- what transformers has set
 
 
-def _offloads(module: nn.Module) -> bool:
+def offloads(module: nn.Module) -> bool:
     """Tell whether transformers brings the inputs of a checkpointed layer to the host. It binds
     options to a function of its own for that, instead of torch's `checkpoint`."""
     function = getattr(getattr(module, FUNCTION, None), "func", None)
@@ -384,7 +384,7 @@ def _reason_of_hooks(layer: nn.Module) -> str | None:
 def _reason_of_user(layer: nn.Module) -> str | None:
     """Return what the user has set for a checkpointed layer that a choice would not obey."""
     function = getattr(layer, FUNCTION, CHECKPOINT)
-    if getattr(function, "func", function) is not checkpoint and not _offloads(layer):
+    if getattr(function, "func", function) is not checkpoint and not offloads(layer):
         return f"{type(layer).__name__} is checkpointed by a function of its own"
     if "context_fn" in _options_of(layer):
         return "selective activation checkpointing decides what is kept"

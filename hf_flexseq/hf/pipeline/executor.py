@@ -43,6 +43,7 @@ from hf_flexseq.hf.model.images import TextReader, reader_of_text
 from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.meta_model import meta_model
 from hf_flexseq.hf.model.positions import needed_columns
+from hf_flexseq.hf.model.reentrant import NonReentrant
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
@@ -141,6 +142,7 @@ class StageExecutor:
         self._exchange = ChunkExchange(communicator, self.ranks_per_stage, self.degree)
         self._token_columns: list[str] = []  # that some stage needs of each token
 
+        self._checkpointing = NonReentrant(self.stage.stack.model)
         self._pipeline: PipelineExecutor | None = None
         self._attached = ExitStack()  # what `detach` undoes
 
@@ -180,6 +182,7 @@ class StageExecutor:
         self._costs_of_run = None
         self.memory_limit = self._room(self.cost)
         self._attached.enter_context(on_micro_batches(base))
+        self._attached.callback(self._checkpointing.restore)
         chunked_loss = attach_chunked_loss(base) if self.stage.is_last else None
         if chunked_loss is not None:
             self._attached.callback(chunked_loss.detach)
@@ -268,6 +271,7 @@ class StageExecutor:
         targets = max(step.targets, 1)
         autocast = self.setup.accelerator.autocast
         if trains:
+            self._checkpointing.replace()
             with step.stopwatch.timing(0):
                 with self.sharded.training() if self.sharded is not None else nullcontext():
                     loss = pipeline.train(step.own_plan, step.columns, targets, autocast)

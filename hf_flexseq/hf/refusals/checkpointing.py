@@ -9,17 +9,6 @@ from hf_flexseq.base.versions import (
     is_older,
     needs,
 )
-from hf_flexseq.hf.model.facts import is_reentrant
-
-
-def reentrant_checkpointing(trainer: Trainer) -> str | None:
-    """Find reentrant checkpointing, which is torch's default as soon as options are given."""
-    options = checkpointing_options(trainer.args)
-    for not_for_torch in ("every_n_layers", "offload"):
-        options.pop(not_for_torch, None)
-    if not options or not is_reentrant(options):
-        return None
-    return f"use_reentrant=True in {checkpointing_name(trainer.args)}_kwargs (torch's default)"
 
 
 def offloads(trainer: Trainer) -> bool:

@@ -36,11 +36,7 @@ from hf_flexseq.hf.model.router import (
     router_facts,
 )
 from hf_flexseq.hf.overrides import check_overrides, runs_other_code
-from hf_flexseq.hf.refusals.checkpointing import (
-    offloading_twice,
-    reentrant_checkpointing,
-    unknown_offloading,
-)
+from hf_flexseq.hf.refusals.checkpointing import offloading_twice, unknown_offloading
 from hf_flexseq.hf.sync import resolve_sync
 from hf_flexseq.steps.users_code import package
 
@@ -291,13 +287,6 @@ TRAINER: tuple[Refusal[Any], ...] = (
         found=_argument("auto_find_batch_size"),
         why="max_tokens_per_rank bounds the memory instead",
         instead="set it to False",
-        error=ValueError,
-    ),
-    Refusal(
-        setting="reentrant activation checkpointing",
-        found=reentrant_checkpointing,
-        why="it runs attention outside of autograd's order",
-        instead="set 'use_reentrant': False there",
         error=ValueError,
     ),
     Refusal(

@@ -106,9 +106,9 @@ SOMETIMES: tuple[Option, ...] = (
     # memory and speed
     _one_of(
         _CHECKPOINTING | {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        _CHECKPOINTING | {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
         _CHECKPOINTING,
     ),
-    _one_of(_CHECKPOINTING | {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, weight=0),
     *_each("use_cache", torch_empty_cache_steps=(1,)),
     *_each("bf16", weight=0.5),
     # ranks

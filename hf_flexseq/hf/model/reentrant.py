@@ -1,0 +1,100 @@
+"""Layers whose checkpointing is reentrant run again the other way.
+
+Reentrant checkpointing, which is torch's default as soon as options are given, runs the backward of
+a layer inside another backward: exchanges between ranks lose the order that autograd gives them,
+and attention that was kept for the second run is not found. The non-reentrant one has the same
+results, so layers get it while a model is attached.
+
+The Trainer, a callback or a loop may set a layer's function at any time. So it is looked at before
+every planned call, and the former function comes back with `restore`.
+
+A function of the user's own that is told to be reentrant cannot be replaced, and is refused.
+"""
+
+import logging
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_flexseq.hf.model.layer_memory import CHECKPOINT, FLAG, FUNCTION, offloads
+
+logger = logging.getLogger(__name__)
+
+
+def unsuitable_checkpointing(model: nn.Module) -> str | None:
+    """Return why the checkpointed layers of a model cannot run again the non-reentrant way; None
+    if they can."""
+    for module in model.modules():
+        if getattr(module, FLAG, False) and _is_reentrant(module) and not _is_replaceable(module):
+            return (
+                f"{type(module).__name__} is checkpointed by a function of your own that is "
+                "reentrant, which runs attention outside of autograd's order; give it "
+                "use_reentrant=False"
+            )
+    return None
+
+
+class NonReentrant:
+    """The layers of one model that may be checkpointed, which are never so in the reentrant
+    way between `replace` and `restore`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._layers = [module for module in model.modules() if hasattr(module, FLAG)]
+        self._replaced: list[tuple[nn.Module, Any, Any]] = []  # layer, former function, and ours
+
+    def replace(self) -> None:
+        """Replace reentrant functions; the first time one line in the log says so. Raises
+        NotImplementedError for one that cannot be replaced."""
+        reentrant = [layer for layer in self._layers if _is_reentrant(layer)]
+        if not reentrant:
+            return
+        reason = unsuitable_checkpointing(self._model)
+        if reason is not None:
+            raise NotImplementedError(f"{type(self._model).__name__}: {reason}")
+        if not self._replaced:
+            logger.info(
+                "use_reentrant=True: layers of %s are checkpointed with use_reentrant=False, "
+                "which has the same results",
+                type(self._model).__name__,
+            )
+        for layer in reentrant:
+            if _is_replaceable(layer):
+                former = getattr(layer, FUNCTION)
+                ours = _other_way(former)
+                setattr(layer, FUNCTION, ours)
+                self._replaced.append((layer, former, ours))
+
+    def restore(self) -> None:
+        """Give layers their former functions back, unless others have been set since."""
+        for layer, former, ours in reversed(self._replaced):
+            if getattr(layer, FUNCTION, None) is ours:
+                setattr(layer, FUNCTION, former)
+        self._replaced.clear()
+
+
+def _is_reentrant(module: nn.Module) -> bool:
+    """Tell whether a layer's function is torch's checkpoint, or has options as that one has, and
+    is not told to be non-reentrant."""
+    function = getattr(module, FUNCTION, None)
+    if function is checkpoint:
+        return True
+    # transformers binds the options with functools.partial; any other function is not torch's
+    options = getattr(function, "keywords", CHECKPOINT.keywords)
+    return options.get("use_reentrant", True) is not False
+
+
+def _is_replaceable(module: nn.Module) -> bool:
+    """Tell whether the function of a reentrant layer is torch's or transformers' own."""
+    function = getattr(module, FUNCTION)
+    return getattr(function, "func", function) is checkpoint or offloads(module)
+
+
+def _other_way(function: Any) -> Any:
+    """Return the non-reentrant function for a replaceable one, with the same other options."""
+    if function is checkpoint:
+        return CHECKPOINT
+    options = {**function.keywords, "use_reentrant": False}
+    return partial(function.func, *function.args, **options)
