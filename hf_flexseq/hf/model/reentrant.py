@@ -1,9 +1,9 @@
 """Layers whose checkpointing is reentrant run again the other way.
 
-Reentrant checkpointing, which is torch's default as soon as options are given, runs the backward of
-a layer inside another backward: exchanges between ranks lose the order that autograd gives them,
-and attention that was kept for the second run is not found. The non-reentrant one has the same
-results, so layers get it while a model is attached.
+Reentrant checkpointing, which is torch's default as soon as options are given, runs the backward
+of a layer inside another backward: exchanges between ranks lose the order that autograd gives
+them, and attention that was kept for the second run is not found. The non-reentrant one has the
+same results, so layers get it while a model is attached.
 
 The Trainer, a callback or a loop may set a layer's function at any time. So it is looked at before
 every planned call, and the former function comes back with `restore`.
