@@ -77,7 +77,7 @@ _FIGURES = "[figures](differences.md#loss-and-figures)"
 _DATA = "[data and steps](differences.md#data-and-steps)"
 _MODEL = "[model and gradients](differences.md#model-and-gradients)"
 _REENTRANT = "use_reentrant=True runs as False, which has the same results"
-_COMPILE = ("torch_compile=True",)
+_COMPILED = "tests/hf/test_compiled.py"
 _LOADERS = (
     "dispatch_batches=True",
     "split_batches=True",
@@ -130,9 +130,14 @@ TRAINING: dict[str, dict[str, Row]] = {
         "activation_checkpointing_kwargs": Row(WORKS, _REENTRANT, shown="tests/hf/test_checks.py"),
         "gradient_checkpointing": Row(WORKS, "the old name", DRAWS),
         "gradient_checkpointing_kwargs": Row(WORKS, f"the old name; {_REENTRANT}", DRAWS),
-        "torch_compile": Row(REFUSED, shown=DRAWS, refusals=_COMPILE),
-        "torch_compile_backend": Row(REFUSED, "switches torch_compile on", "", _COMPILE),
-        "torch_compile_mode": Row(REFUSED, "switches torch_compile on", "", _COMPILE),
+        "torch_compile": Row(DIFFERS, f"MLPs and norms are compiled: {_MODEL}", _COMPILED),
+        "torch_compile_backend": Row(WORKS, "switches torch_compile on", _COMPILED),
+        "torch_compile_mode": Row(
+            PARTLY,
+            "switches torch_compile on",
+            "",
+            ("torch.compile with CUDA graphs (reduce-overhead, max-autotune)",),
+        ),
         "use_liger_kernel": Row(
             DIFFERS,
             f"head and loss stay ours: {_MODEL}",

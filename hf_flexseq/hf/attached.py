@@ -7,6 +7,7 @@
 | positions and lengths of whole sequences | `model/positions.py` |
 | recurrent layers over a sequence's ranks | `model/recurrent.py` |
 | Liger's norms, MLPs and rotary embeddings, if asked for | `model/liger.py` |
+| MLPs and norms compiled, if asked for | `compiled.py` |
 | NEFTune's noise on embedded tokens, if asked for | `model/neftune.py` |
 | router loss of the whole step | `model/router.py` |
 | gradients of experts on several ranks, where torch divides them twice | `model/experts.py` |
@@ -30,6 +31,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.hf.attention import NAME
+from hf_flexseq.hf.compiled import compiled_regions
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.experts import right_gradients
 from hf_flexseq.hf.model.image_masks import layers_told_causal
@@ -93,6 +95,7 @@ class AttachedModel:
         self._attached.enter_context(on_micro_batches(base))
         if liger is not None:
             self._attached.enter_context(liger_kernels(base, liger))
+        self._attached.enter_context(compiled_regions(base, accelerator))
         self._attached.enter_context(layers.attached())
         self._checkpointing = NonReentrant(base)
         self._attached.callback(self._checkpointing.restore)

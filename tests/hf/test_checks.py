@@ -96,6 +96,7 @@ WRONG_VALUES = [
     ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True: .*it at None"),
     ({"accelerator_config": {"split_batches": True}}, "split_batches=True"),
     ({"cost_model": "no-model"}, "cost_model='no-model' is neither a file nor one of"),
+    ({"torch_compile_mode": "reduce-overhead"}, "reduce-overhead.*'max-autotune-no-cudagraphs'"),
     ({"planner": "static", "sp_degree": 2}, "sp_degree=2 does not divide 1 nodes of 1 ranks"),
     ({"plan_trace": "/"}, "plan_trace='/' is a folder"),
     ({"ddp_timeout": 0}, "ddp_timeout=0: .*more than 0"),
@@ -104,7 +105,6 @@ WRONG_VALUES = [
     ({"sync": "free", "accelerator_config": ACCUMULATION}, FREE),
 ]
 UNSUPPORTED = [
-    ({"torch_compile": True}, "torch_compile=True"),
     ({"optim": "lomo"}, "optim='lomo'.*use adamw_torch"),
     ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise'"),
     ({"ddp_static_graph": True}, "ddp_static_graph=True"),
@@ -233,7 +233,6 @@ STATIC_GRAPH = DistributedDataParallelKwargs(static_graph=True)
     ("given", "kind", "message"),
     [
         ({"gradient_accumulation_steps": 4}, ValueError, "_steps=4.*accumulation=..."),
-        ({"dynamo_backend": "inductor"}, NotImplementedError, "dynamo_backend"),
         ({"kwargs_handlers": [STATIC_GRAPH]}, NotImplementedError, "static_graph"),
     ],
 )

@@ -71,7 +71,9 @@ def test_verdicts_are_explained():
 SETTINGS = {  # by Refusal.setting: what a FlexSeqConfig has
     "optimizers that update weights in the backward (lomo, adalomo, layerwise)": {"optim": "lomo"},
     "average_tokens_across_devices=False": {"average_tokens_across_devices": False},
-    "torch_compile=True": {"torch_compile": True},
+    "torch.compile with CUDA graphs (reduce-overhead, max-autotune)": {
+        "torch_compile_mode": "reduce-overhead"
+    },
     "fused_linear_cross_entropy and cross_entropy in liger_kernel_config": {
         "use_liger_kernel": True,
         "liger_kernel_config": {"cross_entropy": True},

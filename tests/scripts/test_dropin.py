@@ -41,7 +41,7 @@ def test_trains_on_all_ranks_into_one_folder(tmp_path):
 
 class TestsInAClass(unittest.TestCase):
     def test_is_refused(self):
-        make_trainer("unused", torch_compile=True)
+        make_trainer("unused", ddp_static_graph=True)
 
 
 def test_fails(tmp_path):
@@ -68,7 +68,7 @@ def test_is_skipped():
 
 OUTCOMES = {
     "test_trains_on_all_ranks_into_one_folder": ("passed", ""),
-    "TestsInAClass::test_is_refused": ("refused", "torch_compile=True"),
+    "TestsInAClass::test_is_refused": ("refused", "ddp_static_graph=True"),
     "test_fails": ("failed", "ValueError: not one"),
     "test_fails_on_a_rank": ("failed", "rank 0 unused:  | rank 1 failed: AssertionError"),
     "test_makes_no_trainer": ("unused", ""),

@@ -88,7 +88,7 @@ def _candidates(parent: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
     for name, child in parent.named_children():
         path = prefix + name
         is_container = isinstance(child, _CONTAINERS)
-        if _is_experts(name, child) or not (is_container or _takes_one_tensor(child)):
+        if _is_experts(name, child) or not (is_container or takes_one_tensor(child)):
             continue
         if is_container or holds_experts(child):
             yield from _candidates(child, f"{path}.")
@@ -107,7 +107,7 @@ def holds_experts(module: nn.Module) -> bool:
     )
 
 
-def _takes_one_tensor(module: nn.Module) -> bool:
+def takes_one_tensor(module: nn.Module) -> bool:
     """Tell if the forward of a module has one parameter."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]  # not self
     return len(parameters) == 1 and parameters[0].kind is parameters[0].POSITIONAL_OR_KEYWORD

@@ -11,6 +11,8 @@ from accelerate.utils import DistributedType, DynamoBackend, compare_versions
 from hf_flexseq.base.refusals import Refusal, option, refuse
 from hf_flexseq.config import FlexSeqArguments
 
+_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that record them
+
 
 class Setup(NamedTuple):
     """An Accelerator and the options of hf_flexseq."""
@@ -75,6 +77,26 @@ def _stateful_loader(setup: Setup) -> str | None:
     return None
 
 
+def _compiled_elsewhere(setup: Setup) -> str | None:
+    state = setup.accelerator.state
+    if state.dynamo_plugin.backend == DynamoBackend.NO:
+        return None
+    if setup.args.pipeline_parallel_size > 1:
+        return f"torch.compile with pipeline_parallel_size={setup.args.pipeline_parallel_size}"
+    if setup.accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return "torch.compile with ZeRO-3" if state.deepspeed_plugin.zero_stage == 3 else None
+    if setup.accelerator.distributed_type != DistributedType.FSDP or setup.accelerator.is_fsdp2:
+        return None
+    return "torch.compile with FSDP version 1"
+
+
+def _compiled_into_graphs(setup: Setup) -> str | None:
+    plugin = setup.accelerator.state.dynamo_plugin
+    if plugin.backend == DynamoBackend.NO or plugin.mode not in _CUDA_GRAPHS:
+        return None
+    return f"torch.compile in mode {plugin.mode!r}"
+
+
 ACCELERATOR: tuple[Refusal[Setup], ...] = (
     Refusal(
         setting="more processes than accelerate sees",
@@ -131,10 +153,17 @@ ACCELERATOR: tuple[Refusal[Setup], ...] = (
         error=ValueError,
     ),
     Refusal(
-        setting="torch.compile (dynamo_backend)",
-        found=lambda setup: setup.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
-        why="every step has new shapes",
-        instead="leave it at 'no'",
+        setting="torch.compile with a pipeline, ZeRO-3 or FSDP version 1",
+        found=_compiled_elsewhere,
+        why="only modules of a whole model that hold their own weights are compiled",
+        instead="leave torch_compile and dynamo_backend out",
+    ),
+    Refusal(
+        setting="torch.compile with CUDA graphs (reduce-overhead, max-autotune)",
+        found=_compiled_into_graphs,
+        why="every step has new shapes, and each would record a graph of its own",
+        instead="use torch_compile_mode='default' or 'max-autotune-no-cudagraphs'",
+        error=ValueError,
     ),
     Refusal(
         setting="ddp_static_graph=True",

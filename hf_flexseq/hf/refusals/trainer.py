@@ -356,12 +356,6 @@ TRAINER: tuple[Refusal[Any], ...] = (
         instead="save every few steps (save_steps)",
     ),
     Refusal(
-        setting="torch_compile=True",
-        found=_argument("torch_compile"),
-        why="every step has new shapes",
-        instead="set it to False",
-    ),
-    Refusal(
         setting="use_liger_kernel=True without the package",
         found=_missing_liger,
         why="its kernels are not installed",

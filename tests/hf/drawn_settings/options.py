@@ -118,7 +118,8 @@ SOMETIMES: tuple[Option, ...] = (
     *_each(label_smoothing_factor=(0.1,)),
     # refused
     *_each(weight=0.0, average_tokens_across_devices=(False,)),
-    *_each("torch_compile", "auto_find_batch_size", weight=0.0),
+    *_each(weight=0.0, torch_compile_mode=("reduce-overhead",)),
+    *_each("auto_find_batch_size", weight=0.0),
     *_each("ddp_static_graph", weight=0.0),
     # SFT
     *_each(of=("sft", "dpo", "reward"), max_length=(9, 20), pad_to_multiple_of=(8,)),
