@@ -22,9 +22,11 @@ TensorT = TypeVar("TensorT", bound=torch.Tensor)
 BUCKET_BYTES = 64 * 2**20  # per all-reduce: large messages, and little memory for a copy
 
 
-def sum_gradients(parameters: Iterable[nn.Parameter], group: RankGroup, divisor: int = 1) -> None:
+def sum_gradients(
+    parameters: Iterable[nn.Parameter], group: RankGroup | None, divisor: int = 1
+) -> None:
     """Replace the gradient of each parameter by its sum over the group, divided by `divisor`.
-    Collective over the group.
+    Collective over the group. group: None for this rank alone.
 
     A parameter without a gradient counts as zeros. Of a sharded one this rank's rows are summed:
     the ranks of the group must hold the same rows. Gradients are divided before the sum, so that
@@ -41,7 +43,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: RankGroup, divisor:
         flat = bucket[0] if is_alone else torch.cat([own.reshape(-1) for own in bucket])
         if divisor != 1:
             flat.mul_(1 / divisor)
-        group.all_reduce(flat)
+        if group is not None:
+            group.all_reduce(flat)
         if is_alone:
             continue
         sizes = [gradient.numel() for gradient in bucket]

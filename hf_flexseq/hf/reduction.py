@@ -5,6 +5,8 @@ DDP           with the last micro-batch; after it, instead of DDP, where ranks r
 ZeRO, FSDP1   with every micro-batch: waiting would hold the whole model's gradients on every
               rank
 FSDP2         as the step's memory allows (`sharding.py`)
+adapters on   after the last micro-batch (`model/expert_adapters.py`)
+spread experts
 
 DDP reduces in the backward of its last micro-batch. If ranks run different micro-batches, one rank
 is in an all-reduce while another still waits for its share in attention. On gloo both continue. A
@@ -32,7 +34,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -45,6 +47,9 @@ from hf_flexseq.hf.sharding import FsdpPolicies, reduces_each_batch
 from hf_flexseq.plan import Plan
 from hf_flexseq.steps.micro_batches import BeforeLast
 
+if TYPE_CHECKING:
+    from hf_flexseq.hf.model.expert_adapters import ExpertAdapters  # which needs PEFT
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientReduction:
@@ -53,6 +58,9 @@ class GradientReduction:
     accelerator: Accelerator
     communicator: Communicator
     fsdp: FsdpPolicies
+
+    adapters: "ExpertAdapters | None" = None
+    """Adapters on experts that lie on several ranks."""
 
     lockstep: bool
     """True if all ranks run every micro-batch together."""
@@ -63,7 +71,12 @@ class GradientReduction:
     @contextmanager
     def of_step(self, plan: Plan, model: nn.Module) -> Iterator[BeforeLast]:
         """Surround a step; the block gets the surroundings of each micro-batch but the last."""
-        with self._all_micro_batches(model), self.fsdp.of_step(plan, model) as fsdp_before_last:
+        adapters = nullcontext() if self.adapters is None else self.adapters.averaged()
+        with (
+            adapters,
+            self._all_micro_batches(model),
+            self.fsdp.of_step(plan, model) as fsdp_before_last,
+        ):
             yield partial(self._accumulating, model, fsdp_before_last)
 
     def _all_micro_batches(self, model: nn.Module) -> AbstractContextManager[Any]:

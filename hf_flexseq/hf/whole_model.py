@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -30,6 +30,7 @@ from hf_flexseq.hf.attached import AttachedModel
 from hf_flexseq.hf.calibration.choose import RunWide, with_host_bytes
 from hf_flexseq.hf.executors import EngineSetup, base_model, kernel_of, planner_of
 from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.experts import has_adapted_experts
 from hf_flexseq.hf.model.facts import is_fully_sharded, zero_stage
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.positions import needed_columns
@@ -63,6 +64,9 @@ from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.prefetch import ImageReader
 from hf_flexseq.steps.token_columns import LENGTHS, with_token_columns
 from hf_flexseq.steps.trace import Figures, PlanTrace
+
+if TYPE_CHECKING:
+    from hf_flexseq.hf.model.expert_adapters import ExpertAdapters  # which needs PEFT
 
 
 class ModelContexts:
@@ -133,6 +137,7 @@ class WholeModelExecutor:
         self._exchange = RowExchange(setup.communicator)
         self._passes: PlanPasses | None = None  # None: the planner has none
         self._model: AttachedModel | None = None
+        self._adapters: ExpertAdapters | None = None  # of the attached model, if it has any
         self._contexts: ModelContexts | None = None  # of the attached model, from its first step
 
     @property
@@ -183,6 +188,11 @@ class WholeModelExecutor:
         # 1. what the model needs of the ranks, and what it costs
         base = base_model(model)
         check_model(base)
+        self._adapters = None
+        if has_adapted_experts(base):
+            from hf_flexseq.hf.model.expert_adapters import ExpertAdapters
+
+            self._adapters = ExpertAdapters(base, communicator)
         is_ordered = communicator.transport.capabilities.ordered
         self.lockstep = resolve_sync(
             args, base, accelerator, lockstep=lockstep, is_ordered=is_ordered
@@ -439,6 +449,7 @@ class WholeModelExecutor:
             accelerator=self.setup.accelerator,
             communicator=self.setup.communicator,
             fsdp=self.fsdp,
+            adapters=self._adapters,
             lockstep=self.lockstep,
             leaves_tower_out=vision is not None and not step.drawn.images,
         )

@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 from transformers.distributed import DistributedConfig
@@ -124,14 +124,21 @@ class OneProcess:
     """Class of the model."""
     is_training: bool
     """True if the model was in training mode."""
+    adapted: bool
+    """True if there was an adapter on its experts."""
     loss: float
     gradients: dict[str, torch.Tensor]
 
 
-def one_process(model: Any, path: Path, *, router_loss: bool = False) -> OneProcess:
+def one_process(
+    model: Any, path: Path, *, router_loss: bool = False, adapted: bool = False
+) -> OneProcess:
     """Save `model`, a copy of which can be spread over ranks; return loss and gradients. Call it
-    inside `in_float64`."""
+    inside `in_float64`. adapted: True to put an adapter on its experts."""
+    kind = type(model)
     save_model(model, path)
+    if adapted:
+        model = with_adapter(model)
     examples = documents(LENGTHS)
     if router_loss:
         model.set_attn_implementation("eager")
@@ -142,21 +149,45 @@ def one_process(model: Any, path: Path, *, router_loss: bool = False) -> OneProc
         found, gradients = reference_gradients(model, examples, "eager")
     return OneProcess(
         path=path,
-        kind=type(model),
+        kind=kind,
         is_training=model.training,
+        adapted=adapted,
         loss=found,
         gradients=gradients,
     )
 
 
-def one_process_of(family: str, folder: Path, *, router_loss: bool = False) -> OneProcess:
-    """Return `one_process` of the model of a family, with or without a router loss."""
+def one_process_of(
+    family: str, folder: Path, *, router_loss: bool = False, adapted: bool = False
+) -> OneProcess:
+    """Return `one_process` of the model of a family, with or without a router loss and an adapter
+    on its experts."""
     path = folder / f"{family}, router loss: {router_loss}"
     options = {}
     if router_loss:
         options = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
     with in_float64():
-        return one_process(make(family, **options), path, router_loss=router_loss)
+        model = make(family, **options)
+        return one_process(model, path, router_loss=router_loss, adapted=adapted)
+
+
+def with_adapter(model: Any, seed: int = 0) -> Any:
+    """Put LoRA on all experts of a model, by random numbers of a seed; its product is not zero."""
+    torch.manual_seed(seed)
+    names = matrices_of_experts(model)
+    config = LoraConfig(
+        r=2, target_modules=[], target_parameters=names, init_lora_weights=False
+    )
+    return get_peft_model(model, config).train(model.training)
+
+
+def matrices_of_experts(model: Any) -> list[str]:
+    """The ends of the names of all parameters [experts, rows, columns]."""
+    names = set()
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and parameter.ndim == 3:
+            names.add("experts." + name.rpartition(".")[2])
+    return sorted(names)
 
 
 @contextmanager
@@ -183,6 +214,8 @@ def errors_of_steps(
     second one gathers and reduces once. choices: each micro-batch has one for its activations."""
     with in_float64():
         model = spread(wanted.path, wanted.kind, config).train(wanted.is_training)
+        if wanted.adapted:
+            model = with_adapter(model, seed=rank)  # rank 0's values count
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         layers = model.config.get_text_config().num_hidden_layers
@@ -254,6 +287,20 @@ def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 # ---- trainers
 
+ATTENTION = ["q_proj", "v_proj"]
+MATRICES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+# What LoRA is on, by the options of its configuration.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ATTENTION},
+    "experts": {"target_modules": [], "target_parameters": MATRICES},
+    "attention and experts": {"target_modules": ATTENTION, "target_parameters": MATRICES},
+    "experts, whole head": {
+        "target_modules": [],
+        "target_parameters": MATRICES,
+        "modules_to_save": ["lm_head"],
+    },
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
@@ -262,11 +309,19 @@ class Training:
     kind: str
     """"plain", the Trainer of transformers, or TRL's: "sft", "dpo", "grpo"."""
     family: str = "Qwen3Moe"
-    adapter: bool = False
-    """True to train LoRA on attention alone; SFT's."""
+    adapter: str | None = None
+    """A key of ADAPTERS, to train LoRA alone. DPO's reference is the model with its adapter off,
+    or, where the adapter has been trained before, with a copy of it."""
+    is_retrained: bool = False
+    """True for an adapter that has been trained before."""
     steps: int = 10
     batch: int = 4
     """Examples of a step, of all ranks together; GRPO has two prompts for each rank."""
+
+    @property
+    def lora(self) -> dict[str, Any]:
+        """Options of the adapter."""
+        return {} if self.adapter is None else ADAPTERS[self.adapter]
 
     @property
     def is_drawn_by_ranks(self) -> bool:
@@ -287,9 +342,15 @@ def train(
     path = save(training.family, folder)
     kind = AutoModelForCausalLM
     models = []
-    for _ in range(2 if training.kind == "dpo" else 1):
+    has_reference = training.kind == "dpo" and training.adapter is None
+    for _ in range(2 if has_reference else 1):
         models.append(spread(path, kind, config or {}, torch.float32))
-    torch.manual_seed(5)
+    # of a new adapter rank 0's values count
+    is_alike = training.is_drawn_by_ranks or training.is_retrained
+    torch.manual_seed(5 if is_alike else 5 + rank)
+    if training.is_retrained:
+        adapter = LoraConfig(r=2, init_lora_weights=False, **training.lora)
+        models[0] = get_peft_model(models[0], adapter)
     trainer = _trainer(training, config is not None, folder, world_size, *models)
     trained_names = {n for n, p in trainer.model.named_parameters() if p.requires_grad}
     with contextlib.redirect_stdout(io.StringIO()):  # what trainers print at each step
@@ -305,14 +366,23 @@ def _trainer(
     training: Training, is_ours: bool, folder: Path, world_size: int, model: Any, *reference: Any
 ) -> Any:
     batch = training.batch // world_size
+    adapter: dict[str, Any] = {}
+    if training.adapter and not training.is_retrained:
+        adapter["peft_config"] = LoraConfig(r=2, **training.lora)
     if training.kind in ("dpo", "grpo"):
         settings = {"learning_rate": 0.1}
         if training.kind == "grpo":
             batch = 2
             settings["router_aux_loss_coef"] = 0.0  # a mean over batches, which ours is not
-        case = Case(kind=training.kind, steps=training.steps, batch=batch, settings=settings)
+        case = Case(
+            kind=training.kind,
+            steps=training.steps,
+            batch=batch,
+            settings=settings,
+            reference=not training.adapter,
+        )
         others = {"ref_model": reference[0].eval()} if reference else {}
-        return make_trainer(case, is_ours, folder, model=model, **others)
+        return make_trainer(case, is_ours, folder, model=model, **others, **adapter)
     data = {"train_dataset": dataset(72), "eval_dataset": dataset(8)}
     given: dict[str, Any] = {
         "model": model,
@@ -325,7 +395,6 @@ def _trainer(
     }
     if training.kind == "plain":
         return trainer_of(Trainer, folder, **given, **data)
-    if training.adapter:
-        given["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    given |= adapter
     data = {name: Dataset.from_list(rows) for name, rows in data.items()}
     return sft_trainer(SFTTrainer, folder, **given, **data)

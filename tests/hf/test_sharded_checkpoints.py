@@ -46,7 +46,7 @@ STEPS = 2
 FIRST = f"checkpoint-{SAVED_AT}"
 ROWS = 8
 KINDS = {"experts": Qwen3MoeForCausalLM, "dense": LlamaForCausalLM}
-LORA = {"target_modules": ["q_proj", "v_proj"]}
+LORA = experts.ADAPTERS["attention and experts"]
 EP4 = {"fsdp_size": 4, "ep_size": 4}
 EP2 = {"fsdp_size": 2, "ep_size": 2}
 HSDP = {"fsdp_size": 2, "dp_replicate_size": 2}
@@ -99,11 +99,16 @@ def trained(rank, ranks, models, folder, kind, layout, resume=None, options=None
     has_adapter = options.pop("lora", False)
     model = loaded(models / kind, kind, layout, spoilt=resumes and not has_adapter)
     if has_adapter:
-        torch.manual_seed(int(resumes))
-        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA))
+        model = adapted(model, int(resumes))
     trainer = trainer_of(model, folder, ranks, **options)
     trainer.train(resume_from_checkpoint=resume)
     return found(trainer)
+
+
+def adapted(model, seed):
+    """With an adapter by random numbers of a seed."""
+    torch.manual_seed(seed)
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA))
 
 
 def found(trainer):
@@ -141,9 +146,14 @@ def assert_same_bits(wanted, found):
 
 def error(models, kind, wanted, found):
     """Of the update, relative."""
-    before = KINDS[kind].from_pretrained(models / kind).named_parameters()
+    return error_of(KINDS[kind].from_pretrained(models / kind), wanted, found)
+
+
+def error_of(model, wanted, found):
+    """Of the update of `model`, as it was before training."""
+    before = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     as_tensors = [{n: torch.as_tensor(w) for n, w in run[0].items()} for run in (wanted, found)]
-    return update_error({n: p.detach() for n, p in before}, *as_tensors)
+    return update_error(before, *as_tensors)
 
 
 # ---- killed while it saves
@@ -316,16 +326,21 @@ def test_killed_in_any_phase_of_saving_it_goes_on(models, four, two, tmp_path):
 @pytest.mark.processes
 def test_adapters_on_a_sharded_model_go_on(models, tmp_path):
     first = {ranks: str(tmp_path / str(ranks) / FIRST) for ranks in (1, 2)}
-    lora = {"lora": True}
+    # AdamW makes much of the rounding of a gradient that is smaller than its epsilon
+    lora = {"lora": True, "adam_epsilon": 1e-4}
     alone = trained(0, 1, models, tmp_path / "1", "experts", None, None, lora)
     cases = [(models, tmp_path / "2", "experts", EP2, resume, lora) for resume in (None, first[2])]
     cases.append((models, tmp_path / "then", "experts", EP2, first[1], lora))
     whole_run, again, of_one = run_cases(trained, 2, cases)
     assert_same_bits(whole_run, again)
     of_two = trained(0, 1, models, tmp_path / "then", "experts", None, first[2], lora)
-    for name, wanted in whole_run[0][0].items():
-        for other in (alone, of_two, of_one[0]):
-            assert other[0][name] == pytest.approx(wanted, abs=1e-6), name
+    layout = {"fsdp_size": 4, "ep_size": 2}
+    on_four = (models, tmp_path / "then", "experts", layout, first[2], lora)
+    (by_four,) = run_cases(trained, 4, [on_four])
+    before = adapted(loaded(models / "experts", "experts", None), 0)
+    for other in (alone, of_two, of_one[0], by_four[0]):
+        print("ERR", error_of(before, whole_run[0], other))
+        assert error_of(before, whole_run[0], other) < 1e-6
 
 
 def best(rank, ranks, models, folder):

@@ -7,6 +7,7 @@ groups that share sequences, and ranks without tokens, need no change in it.
     ExpertRanks             how experts lie over the ranks
     expert_ranks            reads it from a model
     unsuitable_experts      says why a model would not be exact
+    has_adapted_experts     tells if PEFT has put adapters around them (`expert_adapters.py`)
     right_gradients         corrects the gradients of experts where torch divides them twice
 
 An expert's gradient is a sum over all ranks, which transformers has FSDP2 divide by their number.
@@ -31,9 +32,9 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.hf.model.facts import distributed_config, expert_counts, expert_group_size
 
-_EXPERT_GROUP = "ep"  # transformers' names of dimensions of meshes
+EXPERT_GROUP = "ep"  # transformers' names of dimensions of meshes
 _SAME_EXPERTS = "efsdp"
-_ADAPTED = "base_layer."  # PEFT's name for what an adapter is around
+_ADAPTED = "base_layer"  # PEFT's name of what an adapter is around
 _TRIED_FACTOR = 4.0
 
 _divides_twice: dict[tuple[str, torch.dtype], bool] = {}  # trials by type of device and dtype
@@ -85,14 +86,14 @@ def unsuitable_experts(model: PreTrainedModel) -> str | None:
     if ep_size == 1:
         return None
     names = [name for name, _ in _spread_parameters(model)]
-    adapted = [name for name in names if _ADAPTED in name]
-    if adapted:
-        name = adapted[0].replace(_ADAPTED, "")
-        return (
-            f"ep_size={ep_size} with an adapter on {name}: PEFT adds the adapter "
-            "of all experts to a rank's share of them; leave experts out of "
-            "target_parameters and 'all-linear' out of target_modules, or set ep_size=1"
-        )
+    for name in names:
+        reason = _unsuitable_adapter(model, name)
+        if reason is not None:
+            own_name = ".".join(part for part in name.split(".") if part != _ADAPTED)
+            return (
+                f"ep_size={ep_size} with an adapter on {own_name}: {reason}; leave experts to "
+                "LoRA's target_parameters, or set ep_size=1"
+            )
     if names:
         return None
     rules = [f"{name}: {style}" for name, style in model.ep_plan.items()]
@@ -103,13 +104,39 @@ def unsuitable_experts(model: PreTrainedModel) -> str | None:
     )
 
 
+def has_adapted_experts(model: nn.Module) -> bool:
+    """Tell if PEFT has put an adapter around spread experts."""
+    return any(_ADAPTED in name.split(".") for name, _ in _spread_parameters(model))
+
+
+def _unsuitable_adapter(model: nn.Module, name: str) -> str | None:
+    """Return why an adapter around a spread parameter would not be exact; None if all would."""
+    parts = name.split(".")
+    if _ADAPTED not in parts:
+        return None
+    from hf_flexseq.hf.model.expert_adapters import unsuitable_adapter  # which needs PEFT
+
+    for place, part in enumerate(parts):
+        if part == _ADAPTED:
+            reason = unsuitable_adapter(model.get_submodule(".".join(parts[:place])))
+            if reason is not None:
+                return reason
+    return None
+
+
 def _spread_parameters(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
     """Yield the parameters, with their names, whose experts lie on different ranks: [experts, ...]
-    as a whole."""
+    as a whole. Adapters on them are not among these."""
     for name, parameter in model.named_parameters():
         data: Any = parameter.data
-        if isinstance(data, DTensor) and _EXPERT_GROUP in (data.device_mesh.mesh_dim_names or ()):
+        if isinstance(data, DTensor) and is_spread(data):
             yield name, data
+
+
+def is_spread(data: DTensor) -> bool:
+    """Tell if transformers has spread the experts of a parameter over ranks."""
+    names = data.device_mesh.mesh_dim_names or ()
+    return EXPERT_GROUP in names and _SAME_EXPERTS in names
 
 
 # ---- gradients

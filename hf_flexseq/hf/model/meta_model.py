@@ -28,8 +28,9 @@ FAULTS: tuple[type[Exception], ...] = (
     *(NotImplementedError, ImportError, AssertionError),
 )
 
-# Packages whose modules are not copied: adapters, quantization, and what every model has.
-_NOT_COPIED = ("torch", "transformers", "peft", "bitsandbytes")
+# Packages whose modules are not copied: adapters, also ours, quantization, and what every model
+# has.
+_NOT_COPIED = ("torch", "transformers", "peft", "hf_flexseq", "bitsandbytes")
 
 
 def meta_model(

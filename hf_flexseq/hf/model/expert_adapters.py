@@ -1,0 +1,191 @@
+"""LoRA on experts that transformers has spread over ranks (`target_parameters` of PEFT).
+
+PEFT makes one adapter for all experts of a layer, of any parameter [experts, ...]:
+
+    lora_A  [experts * r, in], by expert       lora_B  [out, r * experts], by number in r
+
+and adds its product to the parameter while the layer runs. On a rank that has some experts only,
+the two do not fit. So the adapter is spread as its experts are:
+
+1. `ExpertAdapters` gives all ranks rank 0's values, and leaves each the rows and columns of its
+   own experts, as DTensors on the mesh of the expert group. PEFT saves these whole, and a whole
+   adapter is read into them. An optimizer that has the parameters already goes on with them.
+2. In a forward, `SpreadParamWrapper` adds the product to what FSDP2 has gathered of the rank's
+   experts.
+3. `ExpertAdapters.averaged` sums gradients over the ranks that have the same experts, and divides them by
+   the number of all ranks, by which FSDP2 divides those of other parameters. Each expert has
+   served the tokens of a whole expert group, which its rank's gradient therefore is a sum over.
+
+Rejected: an adapter of all experts on every rank, of which each uses its own part. It needs as
+many times the memory for weights, gradients and the optimizer as an expert group has ranks.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.reduction import local, sum_gradients
+from hf_flexseq.distributed.transport import RankGroup
+from hf_flexseq.hf.model.experts import EXPERT_GROUP, is_spread
+
+_ADDED_TO = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class SpreadParamWrapper(ParamWrapper):
+    """PEFT's wrapper of a parameter of experts, of which this rank has some."""
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        """Add adapters to the parameter while the layer inside runs its forward, when FSDP2 has
+        gathered the rank's experts."""
+        names = [name for name in active_adapters if name in self.lora_A]
+        layer = self.get_base_layer()
+        forward = layer.forward
+
+        def adapted(*args: Any, **kwargs: Any) -> Any:
+            gathered = layer._parameters[self.parameter_name]
+            layer._parameters[self.parameter_name] = self._adapted(gathered, names)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                layer._parameters[self.parameter_name] = gathered
+
+        layer.forward = adapted
+        try:
+            yield
+        finally:
+            layer.forward = forward
+
+    def _adapted(self, gathered: torch.Tensor, names: list[str]) -> torch.Tensor:
+        """Return this rank's experts with adapters: [own experts, ...]."""
+        weight = local(gathered)
+        for name in names:
+            a = local(self.lora_A[name].weight).to(weight.dtype)  # [own experts * r, in]
+            b = local(self.lora_B[name].weight).to(weight.dtype)  # [out, r * own experts]
+            a = a.reshape(len(weight), -1, a.shape[-1])  # [own experts, r, in]
+            b = b.reshape(len(b), -1, len(weight)).permute(2, 0, 1)  # [own experts, out, r]
+            # [own experts, out, in], or transposed, as the layer has it
+            left, right = (b, a) if self._did_swap_in_out_features else (a.mT, b.mT)
+            with torch.autocast(device_type=weight.device.type, enabled=False):
+                weight = torch.baddbmm(weight, left, right, alpha=self.scaling[name])
+        return weight
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        """Raise NotImplementedError."""
+        raise NotImplementedError(
+            f"an adapter on {self.parameter_name} of experts that DistributedConfig has spread "
+            "over ranks is not merged there: save the adapter, load it with the model in one "
+            "process, and merge it there"
+        )
+
+
+def unsuitable_adapter(wrapper: nn.Module) -> str | None:
+    """Return why `wrapper`, which PEFT has put around spread experts, is none that is spread; None
+    if it is one."""
+    if not isinstance(wrapper, ParamWrapper):
+        return f"PEFT's {type(wrapper).__name__} does not know that ranks have different experts"
+    parameter = wrapper.get_param()
+    if parameter.ndim != 3:
+        return "an adapter of a bias has no part of its own for each expert"
+    if parameter.dtype not in _ADDED_TO:
+        return f"nothing can be added to experts that are quantized ({parameter.dtype})"
+    return None
+
+
+# ---- the adapters of a model
+
+
+class ExpertAdapters:
+    """The adapters on spread experts of one model."""
+
+    def __init__(self, model: nn.Module, communicator: Communicator) -> None:
+        """Spread those that are not spread yet. Collective over the world."""
+        self._communicator = communicator
+        self._weights: list[Any] = []
+        self._group: RankGroup | None = None  # ranks that have the same experts
+        for module in model.modules():
+            if isinstance(module, ParamWrapper) and _expert_group(module) is not None:
+                self._spread(module, _expert_group(module))
+
+    def _spread(self, wrapper: Any, mesh: DeviceMesh) -> None:
+        """Leave a rank its part of the adapters of a parameter. mesh: of its expert group."""
+        wrapper.__class__ = SpreadParamWrapper
+        for name in wrapper.lora_A:
+            by_number: Placement = _StridedShard(1, split_factor=wrapper.r[name])
+            for linear, placement in (
+                (wrapper.lora_A[name], Shard(0)),
+                (wrapper.lora_B[name], by_number),
+            ):
+                _leave_own_part(linear, mesh, placement, self._communicator)
+                self._weights.append(linear.weight)
+        self._group = _ranks_of_same_experts(mesh.size(), self._communicator)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Surround a step; afterwards gradients are those of all ranks' losses, divided by the
+        number of ranks, and added to those from before. Collective over the world."""
+        trained = [weight for weight in self._weights if weight.requires_grad]
+        before = [weight.grad for weight in trained]
+        for weight in trained:
+            weight.grad = None
+        yield
+        sum_gradients(trained, self._group, divisor=self._communicator.world_size)
+        for weight, gradient in zip(trained, before, strict=True):
+            if gradient is not None:
+                weight.grad += gradient
+
+
+def _expert_group(wrapper: Any) -> DeviceMesh | None:
+    """Return the mesh of the ranks over which a wrapped parameter's experts lie; None if they are
+    not spread."""
+    data: Any = wrapper.get_param().data
+    if isinstance(data, DTensor) and is_spread(data):
+        return data.device_mesh[EXPERT_GROUP]
+    return None
+
+
+def _ranks_of_same_experts(ep_size: int, communicator: Communicator) -> RankGroup | None:
+    """Return the group of ranks that have the experts of this one; None if there is no other.
+    Collective over the world at first."""
+    world_size = communicator.world_size
+    if ep_size == world_size:
+        return None
+    parts = [range(first, world_size, ep_size) for first in range(ep_size)]
+    return communicator.transport.open_group(parts)
+
+
+def _leave_own_part(
+    linear: nn.Linear, mesh: DeviceMesh, placement: Placement, communicator: Communicator
+) -> None:
+    """Leave a rank its part of a weight, with rank 0's values, unless that is all it has."""
+    weight = linear.weight
+    if isinstance(weight, DTensor):
+        return
+    everyone = communicator.open_world()
+    assert everyone is not None, "experts are spread over several ranks"
+    with torch.no_grad():
+        everyone.broadcast(weight.data)
+        part = distribute_tensor(weight.data, mesh, [placement], src_data_rank=None)
+    linear.weight = nn.Parameter(part, requires_grad=weight.requires_grad)
+    linear.register_load_state_dict_pre_hook(_take_own_part)
+
+
+def _take_own_part(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Replace a whole weight that is about to be loaded by this rank's part of it."""
+    key = f"{prefix}weight"
+    stored = state.get(key)
+    if stored is None or isinstance(stored, DTensor):
+        return
+    own: Any = module.weight
+    mesh = own.device_mesh
+    state[key] = distribute_tensor(
+        stored.to(mesh.device_type), mesh, own.placements, src_data_rank=None
+    )
