@@ -9,6 +9,7 @@ through the same buckets.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -50,6 +51,23 @@ def sum_gradients(
         sizes = [gradient.numel() for gradient in bucket]
         for gradient, summed in zip(bucket, flat.split(sizes), strict=True):
             gradient.copy_(summed.view_as(gradient))  # [elements] -> the gradient's shape
+
+
+@contextmanager
+def averaged_gradients(
+    parameters: Iterable[nn.Parameter], group: RankGroup | None, divisor: int
+) -> Iterator[None]:
+    """Surround backwards; afterwards the gradients that these have made are summed as by
+    `sum_gradients`, and added to those from before. Collective over the group."""
+    parameters = list(parameters)
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    yield
+    sum_gradients(parameters, group, divisor)
+    for parameter, gradient in zip(parameters, before, strict=True):
+        if gradient is not None:
+            parameter.grad += gradient
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -220,6 +221,13 @@ class FlexSeqEngine:
         """Give models Liger's norms, MLPs and rotary embeddings while they are attached. Called
         before `attach`, for whole models. options: as in `liger_kernel_config`."""
         self.whole_model.liger = options
+
+    def put_adapters_into(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give weights of adapters that `attach` has replaced to an optimizer that was made
+        before. Called while a model is attached; one that accelerate has prepared gets them with
+        the first step."""
+        if isinstance(self.executor, WholeModelExecutor):
+            self.executor.put_adapters_into(optimizer)
 
     def keep_rows_apart(self, reason: str) -> None:
         """Let no rows of training steps share prefixes, because of the loss. Called before any

@@ -5,8 +5,9 @@ DDP           with the last micro-batch; after it, instead of DDP, where ranks r
 ZeRO, FSDP1   with every micro-batch: waiting would hold the whole model's gradients on every
               rank
 FSDP2         as the step's memory allows (`sharding.py`)
-adapters on   after the last micro-batch (`model/expert_adapters.py`)
-spread experts
+adapters      on a model that transformers has sharded: on experts that lie on several ranks after
+              the last micro-batch (`model/expert_adapters.py`), and so in a loop of the user's on
+              other layers, which every rank has whole; the Trainer reduces these itself
 
 DDP reduces in the backward of its last micro-batch. If ranks run different micro-batches, one rank
 is in an all-reduce while another still waits for its share in attention. On gloo both continue. A
@@ -39,16 +40,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_flexseq.base.versions import is_sharded_at_load
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.reduction import sum_gradients
+from hf_flexseq.distributed.reduction import averaged_gradients, sum_gradients
 from hf_flexseq.hf.sharding import FsdpPolicies, reduces_each_batch
 from hf_flexseq.plan import Plan
 from hf_flexseq.steps.micro_batches import BeforeLast
 
 if TYPE_CHECKING:
     from hf_flexseq.hf.model.expert_adapters import ExpertAdapters  # which needs PEFT
+
+OF_TRAINER = "_replicated_grad_hook_registered"  # on a parameter whose gradient it averages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,13 +76,33 @@ class GradientReduction:
     @contextmanager
     def of_step(self, plan: Plan, model: nn.Module) -> Iterator[BeforeLast]:
         """Surround a step; the block gets the surroundings of each micro-batch but the last."""
-        adapters = nullcontext() if self.adapters is None else self.adapters.averaged()
         with (
-            adapters,
+            self._adapters_averaged(),
+            self._whole_parameters_averaged(model),
             self._all_micro_batches(model),
             self.fsdp.of_step(plan, model) as fsdp_before_last,
         ):
             yield partial(self._accumulating, model, fsdp_before_last)
+
+    def _adapters_averaged(self) -> AbstractContextManager[None]:
+        """Return a context for a step, after which gradients of adapters on spread experts are
+        reduced, for the optimizers that accelerate has prepared."""
+        if self.adapters is None:
+            return nullcontext()
+        for optimizer in self.accelerator._optimizers:
+            self.adapters.put_into(optimizer)
+        return self.adapters.averaged()
+
+    def _whole_parameters_averaged(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context for a step, after which gradients of `whole_parameters` are reduced."""
+        parameters = []
+        for parameter in whole_parameters(model):
+            if not hasattr(parameter, OF_TRAINER):
+                parameters.append(parameter)
+        if not parameters:
+            return nullcontext()
+        everyone = self.communicator.open_world()
+        return averaged_gradients(parameters, everyone, self.communicator.world_size)
 
     def _all_micro_batches(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context for all micro-batches of a step."""
@@ -109,6 +134,18 @@ class GradientReduction:
             return nullcontext()
         context: AbstractContextManager[Any] = self.accelerator.no_sync(model)
         return context
+
+
+def whole_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trained parameters that every rank has whole, of a model that transformers has
+    sharded: those of adapters."""
+    if not is_sharded_at_load(model):
+        return []
+    found = []
+    for parameter in model.parameters():
+        if parameter.requires_grad and not isinstance(parameter.data, DTensor):
+            found.append(parameter)
+    return found
 
 
 @contextmanager

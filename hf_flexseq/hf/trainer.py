@@ -228,6 +228,8 @@ class FlexSeqMixin(PartOfModelMixin):
         """Surround training or an evaluation: the models run on planned steps inside."""
         lockstep = self._flexseq_loss.lockstep
         with self.flexseq.attached(self.model, lockstep=lockstep), self._flexseq_loss.attached():
+            if self.optimizer is not None:
+                self.flexseq.put_adapters_into(self.optimizer)  # given by the user
             yield
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -30,13 +31,13 @@ from hf_flexseq.hf.attached import AttachedModel
 from hf_flexseq.hf.calibration.choose import RunWide, with_host_bytes
 from hf_flexseq.hf.executors import EngineSetup, base_model, kernel_of, planner_of
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.experts import has_adapted_experts
+from hf_flexseq.hf.model.experts import adapted_experts
 from hf_flexseq.hf.model.facts import is_fully_sharded, zero_stage
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.model.vision import VisionReader
-from hf_flexseq.hf.reduction import GradientReduction
+from hf_flexseq.hf.reduction import GradientReduction, whole_parameters
 from hf_flexseq.hf.sharding import FsdpPolicies, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.shared_prefixes import reason_not_shared
 from hf_flexseq.hf.sync import resolve_sync
@@ -189,10 +190,14 @@ class WholeModelExecutor:
         base = base_model(model)
         check_model(base)
         self._adapters = None
-        if has_adapted_experts(base):
+        if adapted_experts(base):
             from hf_flexseq.hf.model.expert_adapters import ExpertAdapters
 
             self._adapters = ExpertAdapters(base, communicator)
+        everyone = communicator.open_world() if whole_parameters(base) else None
+        if everyone is not None:
+            for parameter in whole_parameters(base):
+                everyone.broadcast(parameter.data)  # rank 0's values, as the Trainer does
         is_ordered = communicator.transport.capabilities.ordered
         self.lockstep = resolve_sync(
             args, base, accelerator, lockstep=lockstep, is_ordered=is_ordered
@@ -240,6 +245,11 @@ class WholeModelExecutor:
         )
         if self._model.vision is not None:
             communicator.open_world()  # for features of images
+
+    def put_adapters_into(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give weights that `attach` has replaced to an optimizer that was made before."""
+        if self._adapters is not None:
+            self._adapters.put_into(optimizer)
 
     def detach(self) -> None:
         """Give the model its own attention and loss back, and accelerate its DDP handler."""

@@ -11,15 +11,18 @@ gradients  of eight families in float64, with `experts_implementation="eager"`: 
            and 4 ranks and a rank without tokens, and gather and reduce in each micro-batch or
            once. Plain, with checkpointed layers, with choices for activations, and with a router
            loss and checkpointed layers where the family has one. 1e-10 is the bound
-family     the same of a small model of every family of transformers that is taken and has a
-           plan for experts, on two ranks, in evaluation mode, where routers draw no noise
-trainer    weights after ten steps in float32 over the update: the Trainer, and SFT with and
-           without LoRA, DPO and GRPO of TRL. The plain trainer runs in one process with the step
-           as one batch; for GRPO on as many ranks, which draw its completions. SFT and DPO have
-           TRL's router loss, the Trainer and SFT an evaluation. 2e-6 is the bound; so it is for
-           the logged figures, losses of evaluation among them. Families with recurrent layers
-           round more, whether or not their experts are spread: 1e-5. PEFT cannot put adapters on
-           a model in replicas
+adapter    the same of LoRA on all matrices of experts, whose base is frozen: plain, and with
+           checkpointed layers
+family     gradients of a small model of every family of transformers that is taken and has a
+           plan for experts, on two ranks, in evaluation mode, where routers draw no noise; and of
+           LoRA on its experts
+trainer    weights after ten steps in float32 over the update: the Trainer, and SFT, DPO and GRPO
+           of TRL, with and without LoRA, on attention and on experts. The plain trainer runs in
+           one process with the step as one batch; for GRPO on as many ranks, which draw its
+           completions. SFT and DPO have TRL's router loss, the Trainer and SFT an evaluation.
+           2e-6 is the bound; so it is for the logged figures, losses of evaluation among them.
+           Families with recurrent layers round more, whether or not their experts are spread:
+           1e-5. PEFT cannot put adapters on the attention of a model in replicas
 kernel     gradients with each `experts_implementation` that runs on a CPU in float32, bfloat16
            and float16: the largest error against float64, and that of one process with the same
            kernel. Three times as much and 1e-6 are allowed
@@ -120,10 +123,21 @@ def gradients(family: str, layout: str, folder: Path) -> Figures:
     return judged(largest(run_cases(of_steps, ranks, cases, seconds=SECONDS)), BOUND)
 
 
-def one_family(family: Family, folder: Path) -> Figures:
-    """Compare a small model of a family. Raises NotImplementedError for one that is refused
-    whether or not its experts are spread, and what transformers raises where it cannot be
-    built."""
+def adapter(family: str, layout: str, folder: Path) -> Figures:
+    """Compare the gradients of LoRA on experts."""
+    ranks, config = LAYOUTS[layout]
+    plain = one_process_of(family, folder, adapted=())
+    cases: list[tuple[OneProcess, Mapping[str, int], Mapping[str, Any]]] = [
+        (plain, config, {}),
+        (plain, config, {"checkpointing": True}),
+    ]
+    return judged(largest(run_cases(of_steps, ranks, cases, seconds=SECONDS)), BOUND)
+
+
+def one_family(family: Family, folder: Path, *, adapted: bool = False) -> Figures:
+    """Compare a small model of a family; adapted: with LoRA on its experts. Raises
+    NotImplementedError for one that is refused whether or not its experts are spread, and what
+    transformers raises where it cannot be built."""
     with torch.device("meta"):
         check_model(family.kind(default_config(family)))
     options = NEEDED.get(family.name, {}) | WITH_EXPERTS.get(family.name, {})
@@ -132,7 +146,7 @@ def one_family(family: Family, folder: Path) -> Figures:
     model.set_experts_implementation("eager")
     ranks, config = LAYOUTS["2 ranks"]
     with in_float64():
-        wanted = one_process(model, folder / family.name)
+        wanted = one_process(model, folder / family.name, adapted=() if adapted else None)
     found = run_cases(of_steps, ranks, [(wanted, config, {})], seconds=SECONDS)
     return judged(largest(found), BOUND)
 
@@ -148,10 +162,17 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
 TRAININGS = {
     "Trainer": Training(kind="plain"),
     "sft": Training(kind="sft"),
-    "sft with LoRA on attention": Training(kind="sft", adapter=True),
     "dpo": Training(kind="dpo"),
     "grpo": Training(kind="grpo"),
+    "sft with LoRA on attention": Training(kind="sft", adapter="attention"),
+    "sft with LoRA on experts": Training(kind="sft", adapter="experts"),
 }
+BOTH = "attention and experts"
+for _kind in ("sft", "dpo", "grpo"):
+    TRAININGS[f"{_kind} with LoRA on {BOTH}"] = Training(kind=_kind, adapter=BOTH)
+
+# Families whose adapters are compared in all layouts; those of others on two ranks.
+ADAPTED = ("Qwen3Moe", "GptOss", "Mixtral")
 
 
 def trainer(training: Training, layout: str, folder: Path) -> Figures:
@@ -202,11 +223,14 @@ def rows() -> dict[str, Callable[[Path], Figures]]:
     for family in EXPERTS:
         for layout in LAYOUTS:
             found[f"gradients: {family}, {layout}"] = partial(gradients, family, layout)
+            if layout == "2 ranks" or family in ADAPTED:
+                found[f"adapter: {family}, {layout}"] = partial(adapter, family, layout)
     for one in [family for family in families() if expert_rules(family)]:
         found[f"family: {one.name}"] = partial(one_family, one)
+        found[f"family: {one.name} with LoRA"] = partial(one_family, one, adapted=True)
     for name, training in TRAININGS.items():
         for layout in LAYOUTS:
-            if training.adapter and "replicas" in layout:
+            if "attention" in (training.adapter or "") and "replicas" in layout:
                 continue
             found[f"trainer: {name}, {layout}"] = partial(trainer, training, layout)
     for family in EXPERTS:

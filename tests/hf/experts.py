@@ -3,7 +3,7 @@ those of one process. `scripts/benchmarks/experts.py` uses this, too."""
 
 import contextlib
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -124,21 +124,25 @@ class OneProcess:
     """Class of the model."""
     is_training: bool
     """True if the model was in training mode."""
-    adapted: bool
-    """True if there was an adapter on its experts."""
+    adapted: Sequence[str] | None
+    """Modules with an adapter, beside all experts; None without any."""
     loss: float
     gradients: dict[str, torch.Tensor]
 
 
 def one_process(
-    model: Any, path: Path, *, router_loss: bool = False, adapted: bool = False
+    model: Any,
+    path: Path,
+    *,
+    router_loss: bool = False,
+    adapted: Sequence[str] | None = None,
 ) -> OneProcess:
     """Save `model`, a copy of which can be spread over ranks; return loss and gradients. Call it
-    inside `in_float64`. adapted: True to put an adapter on its experts."""
+    inside `in_float64`. adapted: modules to put an adapter on, beside all experts."""
     kind = type(model)
     save_model(model, path)
-    if adapted:
-        model = with_adapter(model)
+    if adapted is not None:
+        model = with_adapter(model, adapted)
     examples = documents(LENGTHS)
     if router_loss:
         model.set_attn_implementation("eager")
@@ -158,10 +162,13 @@ def one_process(
 
 
 def one_process_of(
-    family: str, folder: Path, *, router_loss: bool = False, adapted: bool = False
+    family: str,
+    folder: Path,
+    *,
+    router_loss: bool = False,
+    adapted: Sequence[str] | None = None,
 ) -> OneProcess:
-    """Return `one_process` of the model of a family, with or without a router loss and an adapter
-    on its experts."""
+    """Return `one_process` of the model of a family."""
     path = folder / f"{family}, router loss: {router_loss}"
     options = {}
     if router_loss:
@@ -171,12 +178,15 @@ def one_process_of(
         return one_process(model, path, router_loss=router_loss, adapted=adapted)
 
 
-def with_adapter(model: Any, seed: int = 0) -> Any:
-    """Put LoRA on all experts of a model, by random numbers of a seed; its product is not zero."""
+def with_adapter(model: Any, modules: Sequence[str] = (), *, seed: int = 0) -> Any:
+    """Put LoRA on all experts of a model and on modules, by random numbers of a seed; its product
+    is not zero."""
     torch.manual_seed(seed)
-    names = matrices_of_experts(model)
     config = LoraConfig(
-        r=2, target_modules=[], target_parameters=names, init_lora_weights=False
+        r=2,
+        target_modules=list(modules),
+        target_parameters=matrices_of_experts(model),
+        init_lora_weights=False,
     )
     return get_peft_model(model, config).train(model.training)
 
@@ -214,8 +224,8 @@ def errors_of_steps(
     second one gathers and reduces once. choices: each micro-batch has one for its activations."""
     with in_float64():
         model = spread(wanted.path, wanted.kind, config).train(wanted.is_training)
-        if wanted.adapted:
-            model = with_adapter(model, seed=rank)  # rank 0's values count
+        if wanted.adapted is not None:
+            model = with_adapter(model, wanted.adapted, seed=rank)  # rank 0's values count
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         layers = model.config.get_text_config().num_hidden_layers
@@ -294,11 +304,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ATTENTION},
     "experts": {"target_modules": [], "target_parameters": MATRICES},
     "attention and experts": {"target_modules": ATTENTION, "target_parameters": MATRICES},
-    "experts, whole head": {
-        "target_modules": [],
-        "target_parameters": MATRICES,
-        "modules_to_save": ["lm_head"],
-    },
 }
 
 

@@ -6,16 +6,22 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
+from hf_flexseq import FlexSeqArguments, FlexSeqEngine
+from hf_flexseq.distributed.reduction import local
 from hf_flexseq.hf.model import experts
 from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.expert_adapters import unsuitable_adapter
 from hf_flexseq.hf.model.experts import ExpertRanks, expert_ranks, right_gradients
 from hf_flexseq.hf.sharding import parameter_groups
 from tests.hf.experts import (
+    ATTENTION,
     LAYOUTS,
     Training,
     errors_of_steps,
@@ -24,8 +30,11 @@ from tests.hf.experts import (
     save,
     spread,
     train,
+    with_adapter,
 )
 from tests.hf.objectives import assert_alike
+from tests.hf.test_exactness import own_batches, whole
+from tests.hf.tiny import documents
 from tests.hf.trainers import difference
 from tests.ranks import run_cases, run_ranks
 
@@ -60,15 +69,19 @@ def errors(rank, world_size, wanted, layout, options):
     return errors_of_steps(rank, world_size, wanted, LAYOUTS[layout][1], **options)
 
 
-# By number of ranks: layout, family, whether it has a router loss, options of `errors_of_steps`.
+ROUTER_LOSS = {"router_loss": True}
+ON_EXPERTS, ON_BOTH = {"adapted": ()}, {"adapted": ATTENTION}
+# By number of ranks: layout, family, options of `one_process_of` and of `errors_of_steps`.
 RUNS = {
     2: [
-        ("2 ranks", "GptOss", True, {"checkpointing": True}),
-        ("2 ranks", "Mixtral", False, {"choices": True}),
+        ("2 ranks", "GptOss", ROUTER_LOSS, {"checkpointing": True}),
+        ("2 ranks", "Mixtral", {}, {"choices": True}),
+        ("2 ranks", "GptOss", ON_EXPERTS, {"checkpointing": True, "steps": 1}),
     ],
     4: [
-        ("4 ranks in 2 groups", "Qwen3Moe", True, {"checkpointing": True}),
-        ("2 replicas", "DeepseekV3", False, {"steps": 1}),
+        ("4 ranks in 2 groups", "Qwen3Moe", ROUTER_LOSS, {"checkpointing": True}),
+        ("2 replicas", "DeepseekV3", {}, {"steps": 1}),
+        ("4 ranks in 2 groups", "Qwen3Moe", ON_BOTH, {"steps": 1}),
     ],
 }
 
@@ -76,8 +89,8 @@ RUNS = {
 @pytest.mark.parametrize("world_size", RUNS)
 def test_float64_gradients_equal_one_process(tmp_path, world_size):
     cases = []
-    for layout, family, router_loss, options in RUNS[world_size]:
-        wanted = one_process_of(family, tmp_path, router_loss=router_loss)
+    for layout, family, kind, options in RUNS[world_size]:
+        wanted = one_process_of(family, tmp_path, **kind)
         cases.append((wanted, layout, options))
     for (_, *case), by_rank in zip(cases, run_cases(errors, world_size, cases), strict=True):
         for found in by_rank:
@@ -89,7 +102,8 @@ def test_float64_gradients_equal_one_process(tmp_path, world_size):
 # SFT has a router loss, and evaluates; GRPO generates.
 TRAININGS = (
     Training(kind="sft", steps=2),
-    Training(kind="sft", steps=1, adapter=True),
+    Training(kind="sft", steps=2, adapter="attention and experts"),
+    Training(kind="dpo", steps=1, adapter="attention and experts", is_retrained=True),
     Training(kind="grpo", steps=1),
 )
 
@@ -107,6 +121,46 @@ def test_trainers_equal_the_plain_ones(tmp_path):
             apart = difference(wanted[0], run)
             assert_alike(apart, weights=2e-6)
             assert apart.figures > 15, training
+
+
+# ---- adapters
+
+
+def adapted_before(rank, world_size, path):
+    """With an optimizer that is made before the adapter is spread: the largest change of each
+    matrix of the adapter in two steps, numbers of it on this rank over all, and why it is not
+    merged."""
+    model = with_adapter(spread(path, Qwen3MoeForCausalLM, TWO))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    accelerator = Accelerator(cpu=True)
+    engine = FlexSeqEngine(accelerator, FlexSeqArguments(cost_model="estimate", lookahead=0))
+    for _ in range(2):  # the second one finds the adapter spread
+        engine.attach(model)
+    optimizer = accelerator.prepare(optimizer)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    before = [whole(weight).clone() for weight in weights]
+    own = own_batches(documents([5, 9, 3, 7]), rank, world_size)
+    for step in engine.steps(own, 1):
+        step.backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    pairs = zip(weights, before, strict=True)
+    changes = [float((whole(weight) - former).abs().max()) for weight, former in pairs]
+    shares = {local(weight).numel() / weight.numel() for weight in weights}
+    engine.detach()
+    with pytest.raises(NotImplementedError) as raised:
+        model.merge_adapter()
+    return changes, shares, str(raised.value)
+
+
+def test_an_optimizer_that_is_there_trains_the_spread_adapter(tmp_path):
+    path = save("Qwen3Moe", tmp_path)
+    for changes, shares, refusal in run_ranks(adapted_before, 2, path):
+        assert len(changes) == 8
+        assert min(changes) > 0
+        assert shares == {0.5}
+        assert re.search("proj of experts that DistributedConfig has spread .* in one pr", refusal)
+        assert "\n" not in refusal
 
 
 # ---- torch's division of gradients
@@ -205,7 +259,7 @@ def refusal(rank, world_size, path, config):
 
 
 def test_what_is_not_exact_is_refused_in_one_line(tmp_path):
-    paths = {name: save(name, tmp_path) for name in ("Qwen3Moe", "JetMoe")}
+    paths = {name: save(name, tmp_path) for name in ("Qwen3Moe", "GptOss", "JetMoe")}
     make("KimiLinear").save_pretrained(tmp_path / "published")  # in the form of the hub
     another_plan = {"ep_plan": {"model.layers.*.mlp.experts": "grouped_gemm"}}
     cases = {
@@ -215,9 +269,9 @@ def test_what_is_not_exact_is_refused_in_one_line(tmp_path):
             paths["Qwen3Moe"],
             TWO | another_plan,
         ),
-        "ep_size=2 with an adapter on model.layers.0.mlp.experts.gate_up_proj: ": (
-            paths["Qwen3Moe"],
-            TWO | {"adapted": ["mlp.experts.gate_up_proj"]},
+        r"ep_size=2 with an adapter on model.layers.0.mlp.experts.down_proj_bias: an ada.* bias": (
+            paths["GptOss"],
+            TWO | {"adapted": ["mlp.experts.down_proj_bias"]},
         ),
         # by transformers, at load
         "AllReduceEP needs .* the same batch": (
@@ -236,3 +290,12 @@ def test_what_is_not_exact_is_refused_in_one_line(tmp_path):
             assert re.search(said, line), line
             assert "\n" not in line
     assert refusal(0, 1, save("KimiLinear", tmp_path), {}) is None
+
+
+def test_adapters_of_other_kinds_and_on_quantized_experts_are_refused():
+    layer = nn.Module()
+    layer.experts = nn.Parameter(torch.zeros(2, 3, 4, dtype=torch.int8), requires_grad=False)
+    quantized = get_peft_model(nn.Sequential(layer), LoraConfig(target_parameters=["experts"]))
+    wrapper = quantized.base_model.model[0]
+    assert re.search(r"quantized \(torch.int8\)$", unsuitable_adapter(wrapper))
+    assert unsuitable_adapter(nn.Linear(1, 1)).startswith("PEFT's Linear does not know that")

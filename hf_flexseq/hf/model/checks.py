@@ -26,7 +26,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from hf_flexseq.base.layers import RecurrentShape
 from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.reduction import local
-from hf_flexseq.hf.model.experts import unsuitable_experts
+from hf_flexseq.hf.model.experts import adapted_experts, unsuitable_experts
 from hf_flexseq.hf.model.facts import (
     is_classifier,
     is_tensor_parallel,
@@ -90,6 +90,7 @@ def check_model(model: PreTrainedModel) -> None:
         or _unsuitable_modules(model)
         or unknown_sharding(model)
         or unsuitable_experts(model)
+        or _unsuitable_adapters(model)
         or misplaced_parts(model)
         or divided_ties(model)
         or _unsuitable_layers(model, layers)
@@ -175,6 +176,14 @@ def _unsuitable_router_loss(model: PreTrainedModel) -> str | None:
         else:
             return None
     return f"{OPTION}=True: {reason}; {NO_ROUTER_LOSS}"
+
+
+def _unsuitable_adapters(model: PreTrainedModel) -> str | None:
+    if not adapted_experts(model):
+        return None
+    from hf_flexseq.hf.model.expert_adapters import unsuitable_adapters  # which needs PEFT
+
+    return unsuitable_adapters(model)
 
 
 def _unsuitable_modules(model: PreTrainedModel) -> str | None:

@@ -9,19 +9,19 @@ the two do not fit. So the adapter is spread as its experts are:
 
 1. `ExpertAdapters` gives all ranks rank 0's values, and leaves each the rows and columns of its
    own experts, as DTensors on the mesh of the expert group. PEFT saves these whole, and a whole
-   adapter is read into them. An optimizer that has the parameters already goes on with them.
+   adapter is read into them. An optimizer that was made before gets them (`put_into`).
 2. In a forward, `SpreadParamWrapper` adds the product to what FSDP2 has gathered of the rank's
    experts.
-3. `ExpertAdapters.averaged` sums gradients over the ranks that have the same experts, and divides them by
-   the number of all ranks, by which FSDP2 divides those of other parameters. Each expert has
-   served the tokens of a whole expert group, which its rank's gradient therefore is a sum over.
+3. `ExpertAdapters.averaged` sums gradients over the ranks that have the same experts, and divides
+   them by the number of all ranks, as FSDP2 does with those of other parameters. An expert serves
+   the tokens of its whole expert group, so its rank's gradient is a sum over that group already.
 
 Rejected: an adapter of all experts on every rank, of which each uses its own part. It needs as
 many times the memory for weights, gradients and the optimizer as an expert group has ranks.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -32,11 +32,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.reduction import local, sum_gradients
+from hf_flexseq.distributed.reduction import averaged_gradients, local
 from hf_flexseq.distributed.transport import RankGroup
-from hf_flexseq.hf.model.experts import EXPERT_GROUP, is_spread
+from hf_flexseq.hf.model.experts import ADAPTED, EXPERT_GROUP, adapted_experts, is_spread
+from hf_flexseq.hf.model.facts import expert_group_size
 
 _ADDED_TO = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_FORMER = "_flexseq_former_weight"  # where a layer keeps the parameter that was replaced
 
 
 class SpreadParamWrapper(ParamWrapper):
@@ -87,6 +89,25 @@ class SpreadParamWrapper(ParamWrapper):
         )
 
 
+def unsuitable_adapters(model: nn.Module) -> str | None:
+    """Return why an adapter on spread experts of `model` would not be exact; None if all would."""
+    for name in adapted_experts(model):
+        parts = name.split(".")
+        for place, part in enumerate(parts):
+            if part != ADAPTED:
+                continue
+            wrapper = model.get_submodule(".".join(parts[:place]))
+            reason = unsuitable_adapter(wrapper)
+            if reason is not None:
+                layer = ".".join(one for one in parts[:place] if one != ADAPTED)
+                adapted = getattr(wrapper, "parameter_name", parts[-1])
+                return (
+                    f"ep_size={expert_group_size(model)} with an adapter on {layer}.{adapted}: "
+                    f"{reason}; leave it out, or set ep_size=1"
+                )
+    return None
+
+
 def unsuitable_adapter(wrapper: nn.Module) -> str | None:
     """Return why `wrapper`, which PEFT has put around spread experts, is none that is spread; None
     if it is one."""
@@ -110,6 +131,7 @@ class ExpertAdapters:
         """Spread those that are not spread yet. Collective over the world."""
         self._communicator = communicator
         self._weights: list[Any] = []
+        self._replaced: dict[nn.Parameter, Any] = {}  # weights of now, by those of before
         self._group: RankGroup | None = None  # ranks that have the same experts
         for module in model.modules():
             if isinstance(module, ParamWrapper) and _expert_group(module) is not None:
@@ -124,23 +146,22 @@ class ExpertAdapters:
                 (wrapper.lora_A[name], Shard(0)),
                 (wrapper.lora_B[name], by_number),
             ):
-                _leave_own_part(linear, mesh, placement, self._communicator)
+                if not isinstance(linear.weight, DTensor):
+                    _leave_own_part(linear, mesh, placement, self._communicator)
+                self._replaced[vars(linear)[_FORMER]] = linear.weight
                 self._weights.append(linear.weight)
         self._group = _ranks_of_same_experts(mesh.size(), self._communicator)
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Surround a step; afterwards gradients are those of all ranks' losses, divided by the
-        number of ranks, and added to those from before. Collective over the world."""
+    def put_into(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the spread weights to an optimizer that was made before they were spread."""
+        for group in optimizer.param_groups:
+            group["params"] = [self._replaced.get(one, one) for one in group["params"]]
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context for a step; afterwards gradients are those of all ranks' losses,
+        divided by the number of ranks. Collective over the world."""
         trained = [weight for weight in self._weights if weight.requires_grad]
-        before = [weight.grad for weight in trained]
-        for weight in trained:
-            weight.grad = None
-        yield
-        sum_gradients(trained, self._group, divisor=self._communicator.world_size)
-        for weight, gradient in zip(trained, before, strict=True):
-            if gradient is not None:
-                weight.grad += gradient
+        return averaged_gradients(trained, self._group, self._communicator.world_size)
 
 
 def _expert_group(wrapper: Any) -> DeviceMesh | None:
@@ -165,16 +186,17 @@ def _ranks_of_same_experts(ep_size: int, communicator: Communicator) -> RankGrou
 def _leave_own_part(
     linear: nn.Linear, mesh: DeviceMesh, placement: Placement, communicator: Communicator
 ) -> None:
-    """Leave a rank its part of a weight, with rank 0's values, unless that is all it has."""
+    """Leave a rank its part of a weight, with rank 0's values."""
     weight = linear.weight
-    if isinstance(weight, DTensor):
-        return
     everyone = communicator.open_world()
     assert everyone is not None, "experts are spread over several ranks"
     with torch.no_grad():
         everyone.broadcast(weight.data)
         part = distribute_tensor(weight.data, mesh, [placement], src_data_rank=None)
+        part = part.clone()  # a share of rows is a view of all
     linear.weight = nn.Parameter(part, requires_grad=weight.requires_grad)
+    weight.data = weight.data.new_empty(0)
+    vars(linear)[_FORMER] = weight  # an optimizer may refer to it
     linear.register_load_state_dict_pre_hook(_take_own_part)
 
 

@@ -7,7 +7,7 @@ groups that share sequences, and ranks without tokens, need no change in it.
     ExpertRanks             how experts lie over the ranks
     expert_ranks            reads it from a model
     unsuitable_experts      says why a model would not be exact
-    has_adapted_experts     tells if PEFT has put adapters around them (`expert_adapters.py`)
+    adapted_experts         names those that PEFT has put adapters around (`expert_adapters.py`)
     right_gradients         corrects the gradients of experts where torch divides them twice
 
 An expert's gradient is a sum over all ranks, which transformers has FSDP2 divide by their number.
@@ -34,7 +34,7 @@ from hf_flexseq.hf.model.facts import distributed_config, expert_counts, expert_
 
 EXPERT_GROUP = "ep"  # transformers' names of dimensions of meshes
 _SAME_EXPERTS = "efsdp"
-_ADAPTED = "base_layer"  # PEFT's name of what an adapter is around
+ADAPTED = "base_layer"  # PEFT's name of what an adapter is around
 _TRIED_FACTOR = 4.0
 
 _divides_twice: dict[tuple[str, torch.dtype], bool] = {}  # trials by type of device and dtype
@@ -85,16 +85,7 @@ def unsuitable_experts(model: PreTrainedModel) -> str | None:
     ep_size = expert_group_size(model)
     if ep_size == 1:
         return None
-    names = [name for name, _ in _spread_parameters(model)]
-    for name in names:
-        reason = _unsuitable_adapter(model, name)
-        if reason is not None:
-            own_name = ".".join(part for part in name.split(".") if part != _ADAPTED)
-            return (
-                f"ep_size={ep_size} with an adapter on {own_name}: {reason}; leave experts to "
-                "LoRA's target_parameters, or set ep_size=1"
-            )
-    if names:
+    if next(_spread_parameters(model), None) is not None:
         return None
     rules = [f"{name}: {style}" for name, style in model.ep_plan.items()]
     return (
@@ -104,24 +95,9 @@ def unsuitable_experts(model: PreTrainedModel) -> str | None:
     )
 
 
-def has_adapted_experts(model: nn.Module) -> bool:
-    """Tell if PEFT has put an adapter around spread experts."""
-    return any(_ADAPTED in name.split(".") for name, _ in _spread_parameters(model))
-
-
-def _unsuitable_adapter(model: nn.Module, name: str) -> str | None:
-    """Return why an adapter around a spread parameter would not be exact; None if all would."""
-    parts = name.split(".")
-    if _ADAPTED not in parts:
-        return None
-    from hf_flexseq.hf.model.expert_adapters import unsuitable_adapter  # which needs PEFT
-
-    for place, part in enumerate(parts):
-        if part == _ADAPTED:
-            reason = unsuitable_adapter(model.get_submodule(".".join(parts[:place])))
-            if reason is not None:
-                return reason
-    return None
+def adapted_experts(model: nn.Module) -> list[str]:
+    """Return the names of spread parameters that PEFT has put an adapter around."""
+    return [name for name, _ in _spread_parameters(model) if ADAPTED in name.split(".")]
 
 
 def _spread_parameters(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
