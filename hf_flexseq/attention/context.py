@@ -29,7 +29,7 @@ class SequenceContext:
 
     __slots__ = (
         *("both_ways", "cut", "images", "kept", "memory", "noise", "programs", "row_counts"),
-        *("shard", "target_counts"),
+        *("shard", "target_counts", "virtual_tokens"),
     )
 
     def __init__(
@@ -62,6 +62,8 @@ class SequenceContext:
         """[tokens] How many rows have each token as one with a target; None as above."""
         self.noise: Any = None
         """What adds noise to embedded tokens; None in a run without any."""
+        self.virtual_tokens: Any = None
+        """Which tokens are virtual; None for a model that has no virtual tokens."""
         self.images: Any = None
         """What gives the features of this micro-batch's images; None in a step without any."""
         self.memory = memory

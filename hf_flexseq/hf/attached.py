@@ -9,6 +9,7 @@
 | Liger's norms, MLPs and rotary embeddings, if asked for | `model/liger.py` |
 | MLPs and norms compiled, if asked for | `compiled.py` |
 | NEFTune's noise on embedded tokens, if asked for | `model/neftune.py` |
+| embeddings of PEFT's virtual tokens | `model/prompts.py` |
 | router loss of the whole step | `model/router.py` |
 | gradients of experts on several ranks, where torch divides them twice | `model/experts.py` |
 | features of images | `model/vision.py` |
@@ -42,6 +43,7 @@ from hf_flexseq.hf.model.loss import Total, attach_chunked_loss
 from hf_flexseq.hf.model.meta_model import attention_of_text
 from hf_flexseq.hf.model.neftune import EmbeddingNoise
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
+from hf_flexseq.hf.model.prompts import TrainedPrompt, virtual_tokens_of
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.hf.model.reentrant import NonReentrant
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
@@ -135,6 +137,10 @@ class AttachedModel:
             self._attached.callback(end.remove)
         if has_noise:
             self._attached.callback(EmbeddingNoise(base).detach)
+        self.virtual_tokens = virtual_tokens_of(model)
+        """Virtual tokens that the model puts in front of each sequence."""
+        if self.virtual_tokens:
+            self._attached.callback(TrainedPrompt(model, base).detach)
         for hook in refuse_noise(base):
             self._attached.callback(hook.remove)
 

@@ -377,6 +377,7 @@ class FlexSeqEngine:
             what=what,
             shares_prefixes=shares_prefixes,
             images=self.executor.images,
+            virtual_tokens=self.executor.virtual_tokens,
         )
 
     # ---- running steps

@@ -125,6 +125,10 @@ class Executor(Protocol):
     def images(self) -> ImageReader | None:
         """What reads the images of rows, or refuses them; None for a model of text."""
 
+    @property
+    def virtual_tokens(self) -> int:
+        """Virtual tokens that the attached model puts in front of each sequence."""
+
     def attach(self, model: nn.Module, *, lockstep: bool) -> None:
         """Make `model` run on planned steps. Collective over the world. lockstep: True if
         something outside makes all ranks run every micro-batch together."""

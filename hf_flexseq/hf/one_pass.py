@@ -84,15 +84,16 @@ class LossInOnePass(StepLoss):
     def next_batches(
         self, iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | None]:
-        """Return `num_batches` items, of which the last one is the planned step, and the step's
-        target tokens, a scalar; no item when no rank has data left. Collective over the world."""
+        """Return `num_batches` items, of which the last one is the planned step, and the divisor
+        of the step's loss, a scalar; no item when no rank has data left. Collective over the
+        world."""
         number = self._trainer.state.global_step
         step = self._engine.next_step(iterator, num_batches, first_number=number)
         if number == 0:
             check_first_step(step)
         if step is None:
             return [], None
-        return step_items(step, num_batches), _divisor(step.targets, device)
+        return step_items(step, num_batches), _divisor(step.items, device)
 
     def batches(self, model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
         """Yield every micro-batch of a step, at its last item. Collective over the world."""
@@ -116,7 +117,7 @@ class LossInOnePass(StepLoss):
         self.value = step.final_loss.detach()
         self._raise_noted()
         if self._is_watched:
-            self._means.end_training(_targets_in_order(step), step.tokens)
+            self._means.end_training(_targets_in_order(step), step.real_tokens)
         self._router.note("train")
         self._engine.finish(step)
         if self._trainer.args.logging_nan_inf_filter:
@@ -180,7 +181,8 @@ class LossInOnePass(StepLoss):
             return stock(model, batch, loss_only)
         step = batch.step
         assert step is not None, "an evaluation batch without its step"
-        divisor = _divisor(step.targets, self._trainer.args.device)
+        items = self._evaluated_items(step)
+        divisor = _divisor(items, self._trainer.args.device)
         self._trial.run(step.row, model)
         self._means.begin("eval")
         for micro_batch in self._engine.executor.micro_batches(step, model, trains=False):
@@ -190,8 +192,13 @@ class LossInOnePass(StepLoss):
         if self._is_watched:
             self._means.end_evaluating(_targets_in_order(step))
         self._router.note("eval")
-        self._sum.add(loss, step.targets)
+        self._sum.add(loss, items)
         return loss, None, None
+
+    def _evaluated_items(self, step: Step) -> int:
+        """Return what the plain trainer divides the loss of a batch by: TRL's counts all targets,
+        that of virtual tokens included."""
+        return step.targets if reads_fused_head(self._trainer) else step.items
 
     def _predict_tokens(
         self, tokens: TokenPredictions, model: nn.Module, batch: Any
@@ -237,5 +244,5 @@ def _targets_in_order(step: Step) -> list[int]:
 
 
 def _divisor(targets: int, device: torch.device) -> torch.Tensor:
-    """Return the divisor of a step's loss, a scalar filled on the device: a copy would wait."""
+    """Return a loss's divisor, a scalar filled on the device: a copy would wait."""
     return torch.full((), max(targets, 1), device=device)

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from hf_flexseq.hf.watch import Watch
 from hf_flexseq.steps.collator import shifted
 from hf_flexseq.steps.drawn import Columns, SourceRow
 from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.virtual_tokens import real_tokens, with_virtual_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,8 @@ class LossesOfTwo:
         self._engine = engine
         self._watch = watch
         self._model = model
-        self._columns = _short_columns(row.columns)
+        self._columns = _short_columns(real_tokens(row))
+        self._virtual_tokens = row.virtual_tokens
         dtype = compute_dtype(base_model(trainer.model), trainer.accelerator)
         self._tolerance = _TOLERANCES.get(dtype, _TOLERANCE_OF_16_BITS)
 
@@ -170,9 +172,19 @@ class LossesOfTwo:
         own = {name: value[start:stop] for name, value in self._columns.items()}
         if not is_labelled:
             own["labels"] = torch.full_like(own["labels"], IGNORE_INDEX)
-        inputs = self._engine.whole_model.inputs_alone(SourceRow(columns=own, lengths=lengths))
+        row = SourceRow(columns=own, lengths=lengths)
+        if self._virtual_tokens:
+            row = self._with_virtual_tokens(row, is_labelled=is_labelled)
+        inputs = self._engine.whole_model.inputs_alone(row)
         with nullcontext() if self._watch is None else self._watch.calls(inputs, notes=False):
             return self._computed(compute_loss, inputs)
+
+    def _with_virtual_tokens(self, row: SourceRow, *, is_labelled: bool) -> SourceRow:
+        """Return a row with the virtual tokens that the model puts in front of its sequences. The
+        last of them predicts a sequence's first token, as in a padded batch."""
+        firsts = [own[0] for own in row.columns["input_ids"].split(row.lengths)]
+        labels = [int(first) if is_labelled else IGNORE_INDEX for first in firsts]
+        return with_virtual_tokens(replace(row, first_labels=tuple(labels)), self._virtual_tokens)
 
     def _padded_loss(self, compute_loss: ComputeLoss) -> float:
         """Return the loss of both sequences in a padded batch, [2, tokens]; NaN where the user's

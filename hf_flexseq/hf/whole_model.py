@@ -35,6 +35,7 @@ from hf_flexseq.hf.model.experts import adapted_experts
 from hf_flexseq.hf.model.facts import is_fully_sharded, zero_stage
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.positions import needed_columns
+from hf_flexseq.hf.model.prompts import unsuitable_prompt
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.model.vision import VisionReader
 from hf_flexseq.hf.reduction import GradientReduction, whole_parameters
@@ -172,6 +173,11 @@ class WholeModelExecutor:
         return self._attached_model.keeps_own_loss
 
     @property
+    def virtual_tokens(self) -> int:
+        """Virtual tokens that the attached model puts in front of each sequence."""
+        return self._attached_model.virtual_tokens
+
+    @property
     def _attached_model(self) -> AttachedModel:
         assert self._model is not None, "attach sets the model"
         return self._model
@@ -189,6 +195,9 @@ class WholeModelExecutor:
         # 1. what the model needs of the ranks, and what it costs
         base = base_model(model)
         check_model(base)
+        prompt = unsuitable_prompt(model)
+        if prompt is not None:
+            raise NotImplementedError(f"hf_flexseq does not support {prompt}")
         self._adapters = None
         if adapted_experts(base):
             from hf_flexseq.hf.model.expert_adapters import ExpertAdapters

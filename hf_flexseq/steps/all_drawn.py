@@ -1,6 +1,7 @@
 """What all ranks have drawn for a step, from the numbers that each of them sends.
 
-signature, padding targets, other rows        one number each
+signature, uncounted and padding targets,
+other rows                                    one number each
 lengths, targets, images, blocks, marks       lists, behind their lengths (`in_one_list`)
 """
 
@@ -20,7 +21,8 @@ def numbers_of(row: SourceRow, marks: Sequence[int]) -> list[int]:
     """Return what a rank sends of its row. marks: of the beginnings of its sequences."""
     images = RowImages(placeholders={}) if row.images is None else row.images
     lists = (row.lengths, row.targets, images.numbers, images.block_numbers, marks)
-    return [row.signature, row.padding_targets, row.other_rows, *in_one_list(lists)]
+    counts = (row.uncounted_targets, row.padding_targets, row.other_rows)
+    return [row.signature, *counts, *in_one_list(lists)]
 
 
 def in_one_list(lists: Sequence[Sequence[int]]) -> list[int]:
@@ -33,6 +35,7 @@ def in_one_list(lists: Sequence[Sequence[int]]) -> list[int]:
 class AllDrawn:
     """Sequences and images of all ranks, by rank and in the order of each."""
 
+    uncounted_targets: int = 0
     padding_targets: int = 0
     other_rows: int = 0
     lengths: list[int] = field(default_factory=list)
@@ -52,7 +55,8 @@ class AllDrawn:
     def of(cls, gathered: Sequence[Sequence[int]]) -> "AllDrawn":
         """Read the numbers of all ranks."""
         everyone = cls()
-        for rank, (_, padding_targets, other_rows, *counted) in enumerate(gathered):
+        for rank, (_, uncounted, padding_targets, other_rows, *counted) in enumerate(gathered):
+            everyone.uncounted_targets += uncounted
             everyone.padding_targets += padding_targets
             everyone.other_rows += other_rows
             ends = list(accumulate([LISTS, *counted[:LISTS]]))

@@ -6,7 +6,8 @@ shifted.
 
 Labels are shifted here, inside each sequence, because a sequence may later be cut anywhere:
 `shift_labels[i]` is the target of token i, and the last token of every sequence has none. `labels`
-holds the same, for callers that count it.
+holds the same, for callers that count it. `first_labels` are those of first tokens, which nothing
+predicts but a virtual token in front of them.
 
 A packed example, whose `position_ids` begin again at 0, is taken apart into its sequences.
 
@@ -32,6 +33,7 @@ LENGTHS = "lengths"
 PADDING_TARGETS = "padding_targets"
 OTHER_ROWS = "other_rows"
 IMAGES = "images"
+FIRST_LABELS = "first_labels"
 
 # Batches of which the user's collator makes rows one by one and together: training and evaluation
 # may share it.
@@ -111,7 +113,8 @@ class DataCollatorForFlexSeq:
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a dict of [1, tokens] tensors and `lengths`, a list of int; and, where there are
-        some, the numbers of `padding_targets` and `other_rows` (`whole_batches.py`).
+        some, `first_labels` of each sequence, a list of int, and the numbers of `padding_targets`
+        and `other_rows` (`whole_batches.py`).
 
         Raises ValueError for an example without labels or tokens, positions that fall without
         beginning at 0, a column that is not per token, or masks of targets that the labels do not
@@ -123,8 +126,10 @@ class DataCollatorForFlexSeq:
             own.append(self.of_tokens(example, index, needs_labels=True))
         columns = []
         images = []  # of each sequence
+        first_labels = []
         for index, one in enumerate(own):
             for sequence in _sequences(one, index):
+                first_labels.append(int(sequence["labels"][0]))
                 columns.append(_for_micro_batches(sequence))
                 images.append(one.images)  # none if the example has several sequences
         _check_same_columns(columns)
@@ -133,6 +138,8 @@ class DataCollatorForFlexSeq:
             row = torch.cat([column[name] for column in columns])  # each [tokens] -> [all tokens]
             batch[name] = row.unsqueeze(0)  # -> [1, all tokens]
         batch[LENGTHS] = [len(column["input_ids"]) for column in columns]
+        if any(label != IGNORE_INDEX for label in first_labels):
+            batch[FIRST_LABELS] = first_labels
         if any(images):
             batch[IMAGES] = images
         padding_targets = sum(example.padding_targets for example in own)

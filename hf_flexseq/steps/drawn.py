@@ -21,7 +21,13 @@ from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.plan.blocks import Blocks
 from hf_flexseq.plan.images import ImageSize
-from hf_flexseq.steps.collator import IMAGES, LENGTHS, OTHER_ROWS, PADDING_TARGETS
+from hf_flexseq.steps.collator import (
+    FIRST_LABELS,
+    IMAGES,
+    LENGTHS,
+    OTHER_ROWS,
+    PADDING_TARGETS,
+)
 from hf_flexseq.steps.images import RowImages
 
 Columns = dict[str, torch.Tensor]
@@ -41,6 +47,15 @@ class SourceRow:
 
     lengths: tuple[int, ...]
     """Tokens of each sequence."""
+
+    first_labels: tuple[int, ...] = ()
+    """Label of the first token of each sequence, which nothing in it predicts."""
+
+    virtual_tokens: int = 0
+    """Virtual tokens in front of each sequence (`virtual_tokens.py`)."""
+
+    uncounted_targets: int = 0
+    """Targets that the plain Trainer trains on and does not count: those of virtual tokens."""
 
     padding_targets: int = 0
     """Targets next to padding, which were left out."""
@@ -120,7 +135,7 @@ def _beside(dtypes: Mapping[str, str], others: Mapping[str, str]) -> str:
 
 
 # Entries of a batch besides its columns.
-_COUNTS = {IMAGES, LENGTHS, OTHER_ROWS, PADDING_TARGETS}
+_COUNTS = {FIRST_LABELS, IMAGES, LENGTHS, OTHER_ROWS, PADDING_TARGETS}
 
 
 def source_row(batches: Sequence[Mapping[str, Any]]) -> SourceRow:
@@ -142,14 +157,17 @@ def source_row(batches: Sequence[Mapping[str, Any]]) -> SourceRow:
         rows = [batch[name][0] for batch in batches]  # each [1, tokens] -> [tokens]
         columns[name] = torch.cat(rows).cpu()  # -> [tokens of the step]
     lengths: list[int] = []
+    first_labels: list[int] = []
     images: list[Mapping[str, torch.Tensor]] = []
     for batch in batches:
         lengths += batch[LENGTHS]
+        first_labels += batch.get(FIRST_LABELS) or [IGNORE_INDEX for _ in batch[LENGTHS]]
         images += batch.get(IMAGES) or [{} for _ in batch[LENGTHS]]
     padding_targets = sum(batch.get(PADDING_TARGETS, 0) for batch in batches)
     return SourceRow(
         columns=columns,
         lengths=tuple(lengths),
+        first_labels=tuple(first_labels),
         padding_targets=padding_targets,
         other_rows=sum(batch.get(OTHER_ROWS, 0) for batch in batches),
         given_images=tuple(images) if any(images) else (),
@@ -195,6 +213,9 @@ class DrawnStep:
 
     targets: tuple[int, ...]
     """Tokens with a label, of each sequence of all ranks."""
+
+    uncounted_targets: int = 0
+    """Targets that the plain Trainer does not count, of all ranks."""
 
     padding_targets: int = 0
     """Targets next to padding, which were left out, of all ranks."""

@@ -1,7 +1,8 @@
 """Noise on the embeddings of training steps, for NEFTune (arXiv 2310.05914), that no plan changes.
 
 NEFTune adds uniform noise between -m and m to every number of an embedded token, where
-m = alpha / sqrt(length x hidden size) and the length is that of the token's own sequence.
+m = alpha / sqrt(length x hidden size) and the length is that of the token's own sequence,
+without its virtual tokens, which get no noise.
 
 Here the noise is a function of the run's seed, the number of the optimizer step, the tokens of the
 sequence, the token's place in it, and the channel:
@@ -74,7 +75,7 @@ class NoiseColumns:
             digest.update(np.ascontiguousarray(ids[begin:end]).astype("<i8").tobytes())
             of_sequence = np.frombuffer(digest.digest(), dtype="<u8")  # [1]
             keys[begin:end] = _of_tokens(of_sequence, length)
-            sizes[begin:end] = self._alpha / length**0.5
+            sizes[begin:end] = self._alpha / (length - row.virtual_tokens) ** 0.5
             begin = end
         return replace(row, columns=columns)
 

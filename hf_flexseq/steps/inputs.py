@@ -19,6 +19,8 @@ from hf_flexseq.steps.drawn import Columns
 from hf_flexseq.steps.embedding_noise import KEYS, SIZES, TokenNoise
 from hf_flexseq.steps.exchange import ROW_COUNTS, TARGET_COUNTS
 from hf_flexseq.steps.images import GRID_POSITIONS
+from hf_flexseq.steps.virtual_tokens import NUMBERS as VIRTUAL_NUMBERS
+from hf_flexseq.steps.virtual_tokens import VirtualTokens
 
 Inputs = dict[str, Any]
 
@@ -45,8 +47,8 @@ def inputs_of(
     make_context: Callable[[Shard], SequenceContext],
 ) -> Inputs:
     """Return the keyword arguments of one call of the model: columns [1, tokens] of the shard, or
-    a dummy token, and `seq_ctx`, which has how often tokens count, and their noise. columns: each
-    [tokens] on the CPU."""
+    a dummy token, and `seq_ctx`, which has how often tokens count, their noise, and which of them
+    are virtual. columns: each [tokens] on the CPU."""
     columns = dict(columns)
     row_counts = columns.pop(ROW_COUNTS, None)
     target_counts = columns.pop(TARGET_COUNTS, None)
@@ -54,6 +56,7 @@ def inputs_of(
         shard = with_dummy(shard)
         columns = _dummy_columns(columns)
     inputs: Inputs = {}
+    virtual = columns.pop(VIRTUAL_NUMBERS, None)
     noise_keys, noise_sizes = columns.pop(KEYS, None), columns.pop(SIZES, None)
     grid = columns.pop(GRID_POSITIONS, None)
     for name, value in columns.items():
@@ -70,6 +73,8 @@ def inputs_of(
         context.target_counts = to_device(target_counts, device)
     if noise_keys is not None and noise_sizes is not None:
         context.noise = TokenNoise(to_device(noise_keys, device), to_device(noise_sizes, device))
+    if virtual is not None:
+        context.virtual_tokens = VirtualTokens.of(virtual, device)
     inputs["seq_ctx"] = context
     return inputs
 

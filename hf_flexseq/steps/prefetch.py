@@ -56,6 +56,7 @@ from hf_flexseq.steps.prefixes import candidates, gather_rows, marks_of, units_o
 from hf_flexseq.steps.rank_step import RankStep
 from hf_flexseq.steps.same_images import distinct_images
 from hf_flexseq.steps.screen import beside_bars
+from hf_flexseq.steps.virtual_tokens import with_virtual_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class PrefetchedSteps:
         what: str = "step",
         shares_prefixes: bool = False,
         images: ImageReader | None = None,
+        virtual_tokens: int = 0,
     ) -> None:
         """Nothing is drawn before the first `next`.
 
@@ -112,6 +114,7 @@ class PrefetchedSteps:
         first_number: of the first step. what: a step is called in messages.
         shares_prefixes: whether rows that begin alike may be planned as units; alike on all ranks.
         images: reads the images of a row; None for a model of text.
+        virtual_tokens: number of them that the model puts in front of each sequence.
         """
         self.communicator = communicator
         self._planner = planner
@@ -122,6 +125,7 @@ class PrefetchedSteps:
         self._what = what
         self._shares_prefixes = shares_prefixes
         self._images = images
+        self._virtual_tokens = virtual_tokens
         # of the last `next`
         self._iterator: Batches | None = None
         self._num_batches = 0
@@ -222,7 +226,10 @@ class PrefetchedSteps:
         own = [FAILED]
         cpu_group = self.communicator.cpu_group
         with cpu_group.own_work(f"{self._what} {number}"), Attempt() as drawing:
-            row = self._with_images(source_row(list(islice(self._iterator, self._num_batches))))
+            row = source_row(list(islice(self._iterator, self._num_batches)))
+            if self._virtual_tokens:
+                row = with_virtual_tokens(row, self._virtual_tokens)
+            row = self._with_images(row)
             own = numbers_of(row, marks_of(row) if self._shares_prefixes else [])
 
         # 2. what all ranks have drawn
@@ -245,6 +252,7 @@ class PrefetchedSteps:
             lengths=tuple(everyone.lengths),
             sources=tuple(everyone.sources),
             targets=tuple(everyone.targets),
+            uncounted_targets=everyone.uncounted_targets,
             padding_targets=everyone.padding_targets,
             other_rows=everyone.other_rows,
             images=images,

@@ -27,6 +27,7 @@ class RankStep(Generic[PlanT]):
     __slots__ = (
         "drawn",
         "has_run",
+        "items",
         "loss",
         "number",
         "passes",
@@ -46,6 +47,8 @@ class RankStep(Generic[PlanT]):
         self.plan: PlanT = planned.plan  # of the whole step, over all ranks
         self.row = planned.drawn.row  # what this rank itself drew
         self.targets = sum(planned.drawn.targets)  # tokens with a label, over all ranks
+        # those of them that the plain Trainer divides a loss in training by
+        self.items = self.targets - planned.drawn.uncounted_targets
         self.waited_s = planned.waited_s
         self.stopwatch = Stopwatch(device)
         self.loss: torch.Tensor | None = None  # of this rank, a scalar, as far as it has run
@@ -58,6 +61,11 @@ class RankStep(Generic[PlanT]):
     def tokens(self) -> int:
         """Tokens of the whole step, over all ranks, counted in every row."""
         return sum(self.drawn.lengths)
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens of the whole step without virtual ones, over all ranks."""
+        return self.tokens - self.row.virtual_tokens * len(self.drawn.lengths)
 
     @property
     def final_loss(self) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_flexseq.steps.rank_step import RankStep
+from hf_flexseq.steps.virtual_tokens import real_tokens
 
 
 class StepItem(dict[str, Any]):
@@ -48,5 +49,6 @@ def step_items(step: RankStep[Any], num_batches: int) -> list[StepItem]:
     """Return `num_batches` items, of which the last one holds the step. For the Trainer's token
     counters it has this rank's tokens [1, tokens] and a mask, the others [1, 0]."""
     nothing = torch.empty(1, 0, dtype=torch.int64)
-    own = step.row.columns.get("input_ids", nothing[0]).unsqueeze(0)  # [tokens] -> [1, tokens]
+    ids = real_tokens(step.row).get("input_ids", nothing[0])
+    own = ids.unsqueeze(0)  # [tokens] -> [1, tokens]
     return [*(StepItem.of(nothing, None) for _ in range(num_batches - 1)), StepItem.of(own, step)]

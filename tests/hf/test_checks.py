@@ -11,7 +11,6 @@ import transformers
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
-from peft import PrefixTuningConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 from trl import SFTTrainer
 
@@ -461,14 +460,11 @@ def test_the_trial_of_a_model_leaves_no_trace():
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_compiled_model_and_prompt_learning(tmp_path):
+def test_a_compiled_model(tmp_path):
     model = tiny_llama()
     model.compile()
     with refused("leave out model.compile"):
         make_trainer(tmp_path, model=model)
-    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with refused("prompt learning .* use LoRA"):
-        make_trainer(tmp_path, model=get_peft_model(tiny_llama(), config))
 
 
 def test_the_attention_by_itself_names_the_way_back():

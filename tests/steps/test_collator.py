@@ -20,6 +20,7 @@ NOTHING = {"input_ids": [], "labels": []}
 def test_flattens_and_shifts_inside_each_sequence():
     batch = DataCollatorForFlexSeq()([THREE, TWO])
     assert batch.pop("lengths") == [3, 2]
+    assert batch.pop("first_labels") == [-100, 8]
     assert {name: column.tolist() for name, column in batch.items()} == {
         "input_ids": [[5, 6, 7, 8, 9]],
         "labels": [[6, 7, -100, 9, -100]],
@@ -68,6 +69,9 @@ def test_all_forms_of_the_same_examples_give_the_same_row(other, examples):
     wanted = DataCollatorForFlexSeq()([THREE, TWO])
     found = DataCollatorForFlexSeq(other)(examples)
     assert found.pop("lengths") == wanted.pop("lengths")
+    # some forms have no label for the first token, where nothing predicts it
+    first_labels = wanted.pop("first_labels")
+    assert found.pop("first_labels", first_labels) == first_labels
     for count in ("padding_targets", "other_rows"):  # some have labels of padding
         found.pop(count, None)
     assert found.keys() == wanted.keys()
@@ -111,7 +115,8 @@ def test_takes_a_packed_example_apart_where_its_positions_begin_again():
         apart.append({name: value[start:stop] for name, value in packed.items()})
     batch, wanted = (DataCollatorForFlexSeq()(given) for given in ([packed], apart))
     assert batch["lengths"] == wanted["lengths"] == [3, 2, 1]
-    for name in batch.keys() - {"lengths"}:
+    assert batch["first_labels"] == wanted["first_labels"] == [1, 4, 6]
+    for name in batch.keys() - {"lengths", "first_labels"}:
         assert batch[name].tolist() == wanted[name].tolist(), name
     pixels = torch.ones(1, 2)
     with_images = packed | {"position_ids": list(range(6)), "pixel_values": pixels}

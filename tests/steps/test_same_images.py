@@ -33,7 +33,7 @@ def found_by(rank, world_size, by_rank):
     communicator = join()
     own = RowImages(images=tuple(by_rank[rank]), placeholders={"image": 9})
     counts = [1] * len(own.images)
-    numbers = [0, 0, 0, *in_one_list((counts, counts, own.numbers, [], []))]
+    numbers = [0, 0, 0, 0, *in_one_list((counts, counts, own.numbers, [], []))]
     everyone = AllDrawn.of(communicator.cpu_group.gather_ints(numbers))
     before = host_exchanges(communicator)
     found = distinct_images(

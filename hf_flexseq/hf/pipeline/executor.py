@@ -77,6 +77,7 @@ class StageExecutor:
     reason_not_shared: str | None = "the stages of a pipeline run chunks of rows"
     reason_without_choices: str | None = reason_not_shared
     keeps_own_loss = False
+    virtual_tokens = 0
 
     def __init__(self, setup: EngineSetup, model: PreTrainedModel, *, fsdp: bool = False) -> None:
         """Cut `model` in place, unless it was loaded as a stage. Collective over the world.

@@ -13,6 +13,7 @@ from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.losses import has_fused_head, reads_figures
 from hf_flexseq.hf.model.facts import compute_dtype, is_classifier
 from hf_flexseq.hf.model.loss import ChunkedLoss
+from hf_flexseq.hf.model.prompts import virtual_tokens_of
 from hf_flexseq.hf.model.router import asks_for_router_loss
 
 
@@ -57,6 +58,11 @@ def _stages(case: Predicting) -> str | None:
     return f"pipeline_parallel_size={case.stages}" if case.stages > 1 else None
 
 
+def _virtual_tokens(case: Predicting) -> str | None:
+    count = virtual_tokens_of(case.trainer.model)
+    return f"{count} virtual tokens of PEFT" if count else None
+
+
 def _states(case: Predicting) -> str | None:
     for name in ("output_hidden_states", "output_attentions"):
         if getattr(case.model.config, name, False):
@@ -84,6 +90,12 @@ PREDICTIONS: tuple[Refusal[Predicting], ...] = (
         found=lambda case: has_fused_head(case.trainer) and type(case.trainer).__name__,
         why="its head returns no logits",
         instead=f"use FlexSeqTrainer, or {_LOSS_ONLY}",
+    ),
+    Refusal(
+        setting="prompt tuning and P-tuning",
+        found=_virtual_tokens,
+        why="PEFT has logits of these, too, so that predictions are longer than labels",
+        instead=_LOSS_ONLY,
     ),
     Refusal(
         setting="pipeline_parallel_size above 1",

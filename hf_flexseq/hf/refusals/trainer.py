@@ -28,6 +28,7 @@ from hf_flexseq.hf.losses import (
 from hf_flexseq.hf.model.liger import LOSSES
 from hf_flexseq.hf.model.loss import has_chunkable_loss
 from hf_flexseq.hf.model.own_loss import check_own_loss, own_loss_of
+from hf_flexseq.hf.model.prompts import unsuitable_prompt, virtual_tokens_of
 from hf_flexseq.hf.model.quantized import outlier_threshold
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
@@ -116,13 +117,9 @@ def _tensor_parallelism(trainer: Any) -> str | None:
     return f"tp_size={size}" if size > 1 else None
 
 
-def _prompt_learning(trainer: Any) -> str | None:
-    """Find an adapter of PEFT that puts tokens of its own in front of a sequence."""
-    for adapter in getattr(trainer.model, "peft_config", {}).values():
-        for kind in ("is_prompt_learning", "is_adaption_prompt"):
-            if getattr(adapter, kind, False):
-                return "prompt learning and adaption prompts of PEFT"
-    return None
+def _prompt_on_samples(trainer: Any) -> str | None:
+    count = virtual_tokens_of(trainer.model)
+    return f"{count} virtual tokens of PEFT with {type(trainer).__name__}" if count else None
 
 
 def _smoothing_of_figures(trainer: Any) -> str | None:
@@ -330,10 +327,10 @@ TRAINER: tuple[Refusal[Any], ...] = (
         instead="leave it out",
     ),
     Refusal(
-        setting="prompt learning and adaption prompts of PEFT",
-        found=_prompt_learning,
-        why="they lengthen sequences",
-        instead="use LoRA",
+        setting="prompt learning of PEFT but for prompt tuning and P-tuning",
+        found=lambda one: unsuitable_prompt(one.model),
+        why="virtual tokens stand for tokens of a causal language model, alike in all sequences",
+        instead="use prompt tuning, P-tuning without dropout, or LoRA",
     ),
     Refusal(
         setting="label_smoothing_factor of SFTTrainer",
@@ -410,6 +407,12 @@ ONE_PASS: tuple[Refusal[Any], ...] = (
 )
 
 ON_SAMPLES: tuple[Refusal[Any], ...] = (
+    Refusal(
+        setting="prompt tuning and P-tuning with an objective on samples",
+        found=_prompt_on_samples,
+        why="figures of whole samples have no places for virtual tokens",
+        instead="use LoRA",
+    ),
     Refusal(
         setting="activation_offloading=True with an objective on samples",
         found=_argument("activation_offloading"),

@@ -1,0 +1,311 @@
+"""Prompt tuning and P-tuning through PEFT on two ranks: gradients, weights and figures are those
+of the plain trainers in one process."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from peft import (
+    CPTConfig,
+    MultitaskPromptTuningConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer
+from trl import SFTTrainer
+
+from hf_flexseq import FlexSeqEngine
+from hf_flexseq.hf.model.prompts import unsuitable_prompt
+from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.embedding_noise import SIZES, NoiseColumns
+from hf_flexseq.steps.virtual_tokens import NUMBERS, real_tokens, with_virtual_tokens
+from tests.hf.test_exactness import LENGTHS, own_batches, whole
+from tests.hf.test_mixin import sft_trainer
+from tests.hf.test_trainer import padded
+from tests.hf.tiny import (
+    RandomPlanEngine,
+    documents,
+    refused,
+    relative_errors,
+    tiny_arguments,
+    tiny_llama,
+)
+from tests.hf.trainers import assert_logged_alike, trained, trainer_of, weights_apart
+from tests.ranks import run_cases
+
+CAUSAL = {"task_type": "CAUSAL_LM"}
+LSTM = {"encoder_reparameterization_type": "LSTM"}
+KINDS = {
+    "prompt tuning": (PromptTuningConfig, {}),
+    "P-tuning": (PromptEncoderConfig, {"encoder_hidden_size": 24}),
+    "P-tuning, LSTM": (PromptEncoderConfig, {"encoder_hidden_size": 24, **LSTM}),
+}
+
+
+def make_model(kind, count, **options):
+    """A model of PEFT in float64 with so many virtual tokens, whose embeddings are not small."""
+    config, own = KINDS[kind]
+    config = config(num_virtual_tokens=count, **CAUSAL, **own, **options)
+    model = get_peft_model(tiny_llama(), config).double()
+    with torch.no_grad():
+        for parameter in model.prompt_encoder.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 2)
+    return model
+
+
+def float64_loss(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
+    """transformers' causal loss without its cast to float32."""
+    targets = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    if num_items_in_batch is None:
+        num_items_in_batch = (targets != -100).sum()
+    return total / num_items_in_batch
+
+
+def whole_documents(lengths):
+    """Documents of which every second one has labels for all of its tokens."""
+    examples = documents(lengths)
+    for example in examples[::2]:
+        example["labels"] = list(example["input_ids"])
+    return examples
+
+
+# ---- rows
+
+
+def row_of(*first_labels, **others):
+    """A row of a sequence of three tokens and one of one, with targets for all tokens."""
+    columns = {
+        "input_ids": torch.tensor([7, 8, 9, 5]),
+        "labels": torch.tensor([8, 9, -100, -100]),
+        "position_ids": torch.tensor([0, 1, 2, 0]),
+        **others,
+    }
+    return SourceRow(columns=columns, lengths=(3, 1), first_labels=first_labels)
+
+
+def test_virtual_tokens_stand_in_front_of_each_sequence():
+    row = with_virtual_tokens(row_of(7, -100), 2)
+    found = {name: value.tolist() for name, value in row.columns.items()}
+    assert found == {
+        "input_ids": [0, 0, 7, 8, 9, 0, 0, 5],
+        "labels": [-100, 7, 8, 9, -100, -100, -100, -100],
+        "position_ids": [0, 1, 2, 3, 4, 0, 1, 2],
+        NUMBERS: [1, 2, 0, 0, 0, 1, 2, 0],
+    }
+    assert (row.lengths, row.targets, row.uncounted_targets) == ((5, 3), [3, 0], 1)
+    assert real_tokens(row)["input_ids"].tolist() == [7, 8, 9, 5]
+    assert with_virtual_tokens(SourceRow(columns={}, lengths=()), 2).lengths == ()
+    with pytest.raises(ValueError, match="examples have token_type_ids, of which virtual tokens"):
+        with_virtual_tokens(row_of(token_type_ids=torch.zeros(4)), 2)
+    # the size of noise is that of a sequence without them
+    with_noise = NoiseColumns(3.0, 0).of(row, 0)
+    without = NoiseColumns(3.0, 0).of(row_of(), 0)
+    assert torch.equal(real_tokens(with_noise)[SIZES], without.columns[SIZES])
+
+
+# ---- gradients
+
+
+def wanted_gradients(kind, count, examples):
+    """Loss and gradients of one padded batch by PEFT's own forward."""
+    model = make_model(kind, count)
+    model.get_base_model().loss_function = float64_loss
+    loss = model(**padded(examples)).loss
+    loss.backward()
+    return float(loss), {name: p.grad for name, p in model.prompt_encoder.named_parameters()}
+
+
+def worst_errors(rank, world_size, kind, count, plans, sharding):
+    """The largest relative error of loss and gradients under random plans."""
+    examples = whole_documents(LENGTHS)
+    wanted_loss, wanted = wanted_gradients(kind, count, examples)
+    model = make_model(kind, count)
+    if sharding == "fsdp2":
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    model.train()
+    engine = RandomPlanEngine(Accelerator(cpu=True), world_size)
+    engine.attach(model)
+    wrapped = DistributedDataParallel(model) if sharding == "ddp" else model
+    worst = 0.0
+    for _ in range(plans):
+        batches = own_batches(examples, rank, world_size)
+        (loss,) = [step.backward(wrapped) for step in engine.steps(batches, 2)]
+        torch.distributed.all_reduce(loss)
+        found = {name: whole(p.grad) for name, p in model.prompt_encoder.named_parameters()}
+        found = {name: gradient.clone() for name, gradient in found.items()}
+        model.zero_grad()
+        errors = relative_errors(found, wanted)
+        worst = max(worst, abs(float(loss) / world_size / wanted_loss - 1), *errors.values())
+    with torch.no_grad():  # with its own attention, and virtual tokens of its own
+        other_call = float(model(**padded(examples)).loss)
+    engine.detach()
+    assert other_call == pytest.approx(wanted_loss, rel=1e-6)
+    return worst
+
+
+@pytest.mark.processes
+def test_gradients_are_those_of_peft_under_any_plan():
+    # 20 virtual tokens are shared by all rows
+    cases = [
+        ("prompt tuning", 5, 3, "ddp"),
+        ("P-tuning", 20, 3, "ddp"),
+        ("P-tuning, LSTM", 1, 2, "ddp"),
+        ("P-tuning", 20, 2, "fsdp2"),
+    ]
+    for case, errors in zip(cases, run_cases(worst_errors, 2, cases), strict=True):
+        assert max(errors) < 1e-10, case
+
+
+# ---- trainers
+
+
+class OwnLoss(Trainer):
+    """Has code of the user's, which is tried before the first step."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def make_trainer(base, kind, folder, batch, flexseq, **settings):
+    """A trainer in float64, which evaluates."""
+    model = make_model(kind, 20)
+    if flexseq is None and base is not SFTTrainer:
+        model.get_base_model().loss_function = float64_loss
+    data = whole_documents([1 + (i * i * 7) % 40 for i in range(40)])
+    held_out = whole_documents([3, 1, 12, 30, 7])
+    settings = {
+        "model": model,
+        "train_dataset": Dataset.from_list(data),
+        "eval_dataset": Dataset.from_list(held_out),
+        "per_device_eval_batch_size": 64,  # all of it: the plain trainer averages means of batches
+        "learning_rate": 5.0,
+        "max_steps": 4,
+        "include_num_input_tokens_seen": "non_padding",
+        **settings,
+    }
+    if base is SFTTrainer:
+        return sft_trainer(base, folder, batch, flexseq=flexseq, **settings)
+    return trainer_of(base, folder, batch=batch, flexseq=flexseq, **settings)
+
+
+def run(rank, world_size, base, kind, folder, batch, flexseq, settings):
+    return trained(make_trainer(base, kind, folder, batch, flexseq, **settings), evaluates=True)
+
+
+SPLIT = {"planner": "static", "sp_degree": 2}
+RUNS = {  # by name: trainer, kind, options of hf_flexseq, settings
+    "ten steps": (Trainer, "prompt tuning", SPLIT, {"max_steps": 10}),
+    "sft": (SFTTrainer, "P-tuning", {}, {}),
+    "own loss": (OwnLoss, "prompt tuning", {}, {"accumulation": 2}),
+    "apart": (Trainer, "P-tuning", {"shared_prefixes": "off"}, {"gradient_checkpointing": True}),
+    "one rank each": (Trainer, "P-tuning, LSTM", {"max_tokens_per_rank": 200}, {}),
+    "dft": (SFTTrainer, "prompt tuning", SPLIT, {"loss_type": "dft"}),
+}
+FIGURES = ["loss", "grad_norm", "eval_loss", "num_input_tokens_seen"]
+OF_SFT = ["mean_token_accuracy", "entropy", "eval_entropy", "num_tokens"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "names",
+    [("ten steps", "sft", "own loss"), pytest.param(tuple(RUNS), marks=pytest.mark.nightly)],
+    ids=["some", "all"],
+)
+def test_steps_are_those_of_the_plain_trainers(names, tmp_path):
+    cases = []
+    for name in names:
+        base, kind, flexseq, settings = RUNS[name]
+        batch = 2 // settings.get("accumulation", 1)
+        cases.append((base, kind, tmp_path, batch, flexseq, settings))
+    by_case = run_cases(run, 2, cases, seconds=150)
+    for name, by_rank in zip(names, by_case, strict=True):
+        base, kind, _, settings = RUNS[name]
+        stock = run(0, 1, base, kind, tmp_path, 4, None, settings | {"accumulation": 1})
+        for found in by_rank:
+            assert weights_apart(stock, found) < 1e-8, name
+            figures = FIGURES + (OF_SFT if base is SFTTrainer else [])
+            assert_logged_alike(stock, found, figures, rel=1e-5)
+
+
+def test_a_run_resumes_and_its_adapter_is_one_of_peft(tmp_path):
+    def trainer_in(folder, **settings):
+        plan = {"max_tokens_per_rank": 200}
+        return make_trainer(
+            Trainer, "prompt tuning", folder, 4, plan, save_strategy="steps", **settings
+        )
+
+    straight = trainer_in(tmp_path / "a", save_steps=2)
+    straight.train()
+    again = trainer_in(tmp_path / "b")
+    again.train(str(tmp_path / "a" / "checkpoint-2"))
+    prompts = [one.model.get_prompt(batch_size=1) for one in (straight, again)]
+    assert torch.equal(*prompts)
+    folder = tmp_path / "a" / "checkpoint-4"
+    loaded = PeftModel.from_pretrained(tiny_llama(), folder)
+    assert torch.allclose(loaded.get_prompt(batch_size=1), prompts[0].float())
+    assert list(load_file(folder / "adapter_model.safetensors")) == ["prompt_embeddings"]
+
+
+# ---- what is refused
+
+REFUSED = {
+    "PREFIX_TUNING of PEFT .its keys are in no sequence": PrefixTuningConfig(
+        num_virtual_tokens=4, **CAUSAL
+    ),
+    "MULTITASK_PROMPT_TUNING of PEFT .its virtual tokens depend on the task": (
+        MultitaskPromptTuningConfig(num_virtual_tokens=4, num_tasks=2, **CAUSAL)
+    ),
+    "CPT of PEFT .it weights the loss of tokens": CPTConfig(
+        cpt_token_ids=[1, 2], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2], **CAUSAL
+    ),
+    "P_TUNING of PEFT here .dropout=0.5 of its encoder": PromptEncoderConfig(
+        num_virtual_tokens=4, encoder_hidden_size=8, encoder_dropout=0.5, **LSTM, **CAUSAL
+    ),
+    "PROMPT_TUNING of PEFT here .in PeftModelForFeatureExtraction": PromptTuningConfig(
+        num_virtual_tokens=4, task_type="FEATURE_EXTRACTION"
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_other_prompt_learning_is_refused_by_name(message, tmp_path):
+    model = get_peft_model(tiny_llama(), REFUSED[message])
+    with refused(message):
+        trainer_of(Trainer, tmp_path, flexseq={}, model=model)
+    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
+    with refused(message):
+        engine.attach(model)
+    assert not engine.executor.attached
+
+
+def test_two_adapters_predictions_and_samples_are_refused(tmp_path, monkeypatch):
+    model = make_model("prompt tuning", 4)
+    with monkeypatch.context() as patch:
+        name = "is_distributed_loading_by_transformers"
+        patch.setattr(type(model.get_base_model()), name, True, raising=False)
+        assert "DistributedConfig has sharded the model" in unsuitable_prompt(model)
+    assert unsuitable_prompt(model) is None
+    with refused("4 virtual tokens of PEFT with compute_metrics or predict"):
+        trainer_of(
+            Trainer,
+            tmp_path,
+            flexseq={},
+            model=model,
+            compute_metrics=lambda prediction: {},
+            preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        )
+    with refused("4 virtual tokens of PEFT with FlexTrainer: figures of whole samples"):
+        trainer_of(Trainer, tmp_path, flexseq={}, model=model, compute_loss_func=float64_loss)
+    model.add_adapter("second", PromptTuningConfig(num_virtual_tokens=4, **CAUSAL))
+    with refused("PROMPT_TUNING of PEFT beside other adapters .default, second"):
+        trainer_of(Trainer, tmp_path, flexseq={}, model=model)
