@@ -14,11 +14,13 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from hf_flexseq import FlexSeqArguments, FlexSeqEngine
+from hf_flexseq.cost.analytic import PARAMETER_BYTES
 from hf_flexseq.distributed.reduction import local
 from hf_flexseq.hf.model import experts
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.expert_adapters import unsuitable_adapter
 from hf_flexseq.hf.model.experts import ExpertRanks, expert_ranks, right_gradients
+from hf_flexseq.hf.model.facts import model_facts
 from hf_flexseq.hf.sharding import parameter_groups
 from tests.hf.experts import (
     ATTENTION,
@@ -128,8 +130,8 @@ def test_trainers_equal_the_plain_ones(tmp_path):
 
 def adapted_before(rank, world_size, path):
     """With an optimizer that is made before the adapter is spread: the largest change of each
-    matrix of the adapter in two steps, numbers of it on this rank over all, and why it is not
-    merged."""
+    matrix of the adapter in two steps, numbers of it on this rank over all, whether memory for
+    these is counted, and why it is not merged."""
     model = with_adapter(spread(path, Qwen3MoeForCausalLM, TWO))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     accelerator = Accelerator(cpu=True)
@@ -147,18 +149,25 @@ def adapted_before(rank, world_size, path):
     pairs = zip(weights, before, strict=True)
     changes = [float((whole(weight) - former).abs().max()) for weight, former in pairs]
     shares = {local(weight).numel() / weight.numel() for weight in weights}
+    cost = engine.executor.cost
     engine.detach()
+    frozen = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    here = sum(local(weight).numel() for weight in weights)
+    is_counted = cost.sharded_state_bytes == frozen
+    is_counted &= model_facts(model.get_base_model(), accelerator).adapters == (here, 2 * here)
+    is_counted &= cost.state_bytes >= PARAMETER_BYTES * here
     with pytest.raises(NotImplementedError) as raised:
         model.merge_adapter()
-    return changes, shares, str(raised.value)
+    return changes, shares, is_counted, str(raised.value)
 
 
 def test_an_optimizer_that_is_there_trains_the_spread_adapter(tmp_path):
     path = save("Qwen3Moe", tmp_path)
-    for changes, shares, refusal in run_ranks(adapted_before, 2, path):
+    for changes, shares, is_counted, refusal in run_ranks(adapted_before, 2, path):
         assert len(changes) == 8
         assert min(changes) > 0
         assert shares == {0.5}
+        assert is_counted
         assert re.search("proj of experts that DistributedConfig has spread .* in one pr", refusal)
         assert "\n" not in refusal
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.activations import Activations
-from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.analytic import PARAMETER_BYTES, analytic_cost_model
 from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.cost.sharding import TRIPS, gathered_params, trip_seconds
 from hf_flexseq.distributed.communicator import Communicator
@@ -115,7 +115,7 @@ class CostSubject:
     @cached_property
     def estimate(self) -> CostModel:
         """Computed cost model, memory included."""
-        return analytic_cost_model(
+        cost = analytic_cost_model(
             self.facts.shape_in_training,
             device_spec(self.device, self.topology.ranks_per_node),
             self.topology,
@@ -124,6 +124,14 @@ class CostSubject:
             replicas=self.facts.replicas,
             expert_ranks=self.facts.expert_ranks,
             chunked_loss=self.has_chunked_loss,
+        )
+        # which counts all that is trained as sharded
+        adapters = self.facts.adapters
+        counted = PARAMETER_BYTES * adapters.everywhere * self.facts.replicas
+        return replace(
+            cost,
+            state_bytes=cost.state_bytes + PARAMETER_BYTES * adapters.here,
+            sharded_state_bytes=cost.sharded_state_bytes - counted,
         )
 
     def key(self) -> Mapping[str, object]:

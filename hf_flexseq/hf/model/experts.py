@@ -30,10 +30,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.facts import distributed_config, expert_counts, expert_group_size
+from hf_flexseq.hf.model.facts import (
+    EXPERT_GROUP,
+    distributed_config,
+    expert_counts,
+    expert_group_size,
+)
 
-EXPERT_GROUP = "ep"  # transformers' names of dimensions of meshes
-_SAME_EXPERTS = "efsdp"
+_SAME_EXPERTS = "efsdp"  # transformers' name of a dimension of meshes
 ADAPTED = "base_layer"  # PEFT's name of what an adapter is around
 _TRIED_FACTOR = 4.0
 

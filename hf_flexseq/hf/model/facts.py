@@ -27,7 +27,9 @@ from transformers.modeling_layers import (
 )
 
 from hf_flexseq.base.layers import Reach, RecurrentShape
+from hf_flexseq.base.versions import is_sharded_at_load
 from hf_flexseq.cost.shapes import ExpertShape, HeadShape, ModelShape
+from hf_flexseq.distributed.reduction import local
 from hf_flexseq.hf.model.layer_kinds import (
     Layer,
     LayerKind,
@@ -57,6 +59,21 @@ _HEAD_NORM = ("q_norm", "query_layernorm", "q_layernorm")  # modules that normal
 _NO_ATTENTION = AttentionShape(query_heads=1, kv_heads=1, head_dim=64)
 
 
+EXPERT_GROUP = "ep"  # transformers' name of a mesh's dimension, over which experts are spread
+
+
+class Adapters(NamedTuple):
+    """Elements of adapters that lie beside sharded parameters."""
+
+    here: int = 0
+    """On this rank."""
+    everywhere: int = 0
+    """Of whole adapters."""
+
+
+NO_ADAPTERS = Adapters()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
     """Everything about a model and its training that seconds and memory depend on."""
@@ -81,6 +98,8 @@ class ModelFacts:
     """Copies of the sharded state: more than one in HSDP."""
     expert_ranks: int = 1
     """Neighbouring ranks that hold all experts together."""
+    adapters: Adapters = NO_ADAPTERS
+    """Trained parameters that FSDP does not shard, where transformers has sharded the model."""
 
     @property
     def shape_in_training(self) -> ModelShape:
@@ -121,6 +140,7 @@ def model_facts(
         zero_stage=zero_stage(model, accelerator),
         replicas=replicas(model, accelerator),
         expert_ranks=expert_group_size(model),
+        adapters=_adapters_beside_shards(model),
     )
 
 
@@ -418,6 +438,24 @@ def gathered_itemsize(model: nn.Module, accelerator: Accelerator) -> int:
 def trained_elements(model: nn.Module) -> int:
     """Count the elements of all parameters that get gradients."""
     return sum(elements(p) for p in model.parameters() if p.requires_grad)
+
+
+def _adapters_beside_shards(model: nn.Module) -> Adapters:
+    """Count the trained parameters that FSDP does not shard, where transformers has sharded the
+    model: a rank has them whole, or those of its experts."""
+    found = NO_ADAPTERS
+    if not is_sharded_at_load(model):
+        return found
+    for parameter in model.parameters():
+        if parameter.requires_grad and not _is_sharded_by_fsdp(parameter.data):
+            here = local(parameter).numel()
+            found = Adapters(found.here + here, found.everywhere + elements(parameter))
+    return found
+
+
+def _is_sharded_by_fsdp(data: torch.Tensor) -> bool:
+    """Tell if FSDP shards a parameter of a model that transformers has sharded."""
+    return isinstance(data, DTensor) and data.device_mesh.mesh_dim_names != (EXPERT_GROUP,)
 
 
 def is_classifier(model: nn.Module) -> bool:
