@@ -13,6 +13,8 @@ What only some of these versions have is asked for here, and nowhere else:
     fused_lm_head of SFT                               TRL 1.15 with 'chunked_nll' alone, and rows
                                                                 share no prefixes
     DistillationTrainer outside of trl.experimental    TRL 1.16 refused
+    get_peft_model_state_dict of parts on ranks        PEFT     refused on experts over ranks
+                                                       0.21.1
 
 Versions without a name are those of transformers. Others than the tested ones are not refused.
 `warn_untested` names them once.
@@ -38,6 +40,7 @@ SHARDED_LOAD_FROM = "5.23"
 OFFLOAD_FROM = "5.17"
 IMAGES_FROM = "5.18"
 FUSED_HEAD_FROM = "1.15"  # of TRL
+SPREAD_ADAPTERS_FROM = "0.21.1"  # of PEFT
 
 
 # ---- versions
@@ -99,6 +102,13 @@ def warn_untested() -> None:
 
 
 # ---- names
+
+
+def gathers_adapters() -> bool:
+    """Tell whether PEFT gathers an adapter that ranks share when it saves it."""
+    numbers = re.findall(r"\d+", installed("peft") or "")[:3]
+    wanted = SPREAD_ADAPTERS_FROM.split(".")
+    return [int(number) for number in numbers] >= [int(number) for number in wanted]
 
 
 def is_sharded_at_load(holder: Any) -> bool:

@@ -277,7 +277,7 @@ def main() -> int:
                 worst = last_line(failure)
                 is_refused = worst.startswith(("NotImplementedError", NOT_LOADED))
                 found = {"verdict": "not taken" if is_refused else "FAILS", "worst": worst}
-            except (NotImplementedError, TypeError) as reason:
+            except (NotImplementedError, TypeError, ValueError) as reason:
                 found = {"verdict": "not taken", "worst": last_line(reason)}
             else:
                 errors = [found[key] for key in found.keys() - {"bound", "worst"}]

@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from hf_flexseq import FlexSeqArguments, FlexSeqEngine
+from hf_flexseq.base import versions
 from hf_flexseq.cost.analytic import PARAMETER_BYTES
 from hf_flexseq.distributed.reduction import local
 from hf_flexseq.hf.model import experts
@@ -254,14 +255,18 @@ def test_float16_gradients_are_not_half_as_long(tmp_path):
 
 def refusal(rank, world_size, path, config):
     """The line by which a model is refused when it is loaded or checked. config: of
-    `DistributedConfig`, and the parameters that are adapted."""
-    adapted = config.get("adapted")
-    config = {name: value for name, value in config.items() if name != "adapted"}
+    `DistributedConfig`, the parameters that are adapted, and the version of PEFT."""
+    config = dict(config)
+    adapted = config.pop("adapted", None)
+    found = {"peft": config.pop("peft", None)}
+    real = versions.installed
     try:
-        model = spread(path, AutoModelForCausalLM, config)
-        if adapted:
-            get_peft_model(model, LoraConfig(r=2, target_parameters=adapted))
-        check_model(model)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(versions, "installed", lambda one: found.get(one) or real(one))
+            model = spread(path, AutoModelForCausalLM, config)
+            if adapted:
+                get_peft_model(model, LoraConfig(r=2, target_parameters=adapted))
+            check_model(model)
     except (NotImplementedError, ValueError) as error:
         return str(error)
     return None
@@ -281,6 +286,10 @@ def test_what_is_not_exact_is_refused_in_one_line(tmp_path):
         r"ep_size=2 with an adapter on model.layers.0.mlp.experts.down_proj_bias: an ada.* bias": (
             paths["GptOss"],
             TWO | {"adapted": ["mlp.experts.down_proj_bias"]},
+        ),
+        "gate_up_proj: to save it, it needs peft 0.21.1, and 0.21.0 is installed; leave it out": (
+            paths["Qwen3Moe"],
+            TWO | {"adapted": ["mlp.experts.gate_up_proj"], "peft": "0.21.0"},
         ),
         # by transformers, at load
         "AllReduceEP needs .* the same batch": (

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from hf_flexseq.base.versions import SPREAD_ADAPTERS_FROM, gathers_adapters, needs
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.reduction import averaged_gradients, local
 from hf_flexseq.distributed.transport import RankGroup
@@ -98,6 +99,8 @@ def unsuitable_adapters(model: nn.Module) -> str | None:
                 continue
             wrapper = model.get_submodule(".".join(parts[:place]))
             reason = unsuitable_adapter(wrapper)
+            if reason is None and not gathers_adapters():
+                reason = f"to save it, {needs('peft', SPREAD_ADAPTERS_FROM)}"
             if reason is not None:
                 layer = ".".join(one for one in parts[:place] if one != ADAPTED)
                 adapted = getattr(wrapper, "parameter_name", parts[-1])
