@@ -339,7 +339,6 @@ def test_adapters_on_a_sharded_model_go_on(models, tmp_path):
     (by_four,) = run_cases(trained, 4, [on_four])
     before = adapted(loaded(models / "experts", "experts", None), 0)
     for other in (alone, of_two, of_one[0], by_four[0]):
-        print("ERR", error_of(before, whole_run[0], other))
         assert error_of(before, whole_run[0], other) < 1e-6
 
 
