@@ -1,12 +1,17 @@
-"""Import once, in the parent, what every forked rank would import again."""
+"""Import and try once, in the parent, what every forked rank would import and try again."""
 
 import importlib.util
 
+import torch
+
 import hf_flexseq.hf.trainer  # noqa: F401
+from hf_flexseq.hf.calibration.layer_trial import count_bytes
+from hf_flexseq.hf.model.checks import check_model
 from tests import budget
+from tests.hf.tiny import tiny_llama
 
 if importlib.util.find_spec("torch.nn.modules.linear_cross_entropy"):
-    import torch.nn.modules.linear_cross_entropy  # noqa: F401
+    import torch.nn.modules.linear_cross_entropy
 
 # The quick set forks no rank, and DeepSpeed takes as long to import as a hundred of its tests.
 if importlib.util.find_spec("deepspeed") and not budget.quick:
@@ -16,3 +21,9 @@ if importlib.util.find_spec("deepspeed") and not budget.quick:
     # A shared-memory collective that DeepSpeed would compile on the spot, for minutes; gloo does
     # without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+if not budget.quick:
+    # The first trial of a process loads torch's operations for tensors without memory.
+    model = tiny_llama()
+    check_model(model)
+    count_bytes(model, dtype=torch.float64)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from hf_flexseq.hf.model.equal_models import once_for_equal_models
 from hf_flexseq.hf.model.meta_model import FAULTS, TOKENS, meta_model
 
 ROUTER_LOSS = "load_balancing_loss_func"
@@ -49,6 +50,7 @@ class HeadTrial:
     """Factor of the router loss in the loss of the model."""
 
 
+@once_for_equal_models
 def try_head(model: PreTrainedModel) -> HeadTrial:
     """Call the forward of an empty copy of `model` with labels, and return what it did."""
     watch = _Watch()

@@ -30,7 +30,7 @@ FAULTS: tuple[type[Exception], ...] = (
 
 # Packages whose modules are not copied: adapters, also ours, quantization, and what every model
 # has.
-_NOT_COPIED = ("torch", "transformers", "peft", "hf_flexseq", "bitsandbytes")
+NOT_COPIED = ("torch", "transformers", "peft", "hf_flexseq", "bitsandbytes")
 
 
 def meta_model(
@@ -59,7 +59,7 @@ def copy_users_modules(model: nn.Module, target: nn.Module) -> bool:
         package = kind.__module__.partition(".")[0]
         is_inside = any(name.startswith(f"{outer}.") for outer in copied)
         has_place = name.rpartition(".")[0] in expected  # not inside of an adapter
-        if is_inside or not has_place or package in _NOT_COPIED or kind is expected.get(name):
+        if is_inside or not has_place or package in NOT_COPIED or kind is expected.get(name):
             continue
         target.set_submodule(name, _empty_copy(module).to(torch.bfloat16))
         copied.append(name)

@@ -25,6 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_flexseq.hf.model.equal_models import once_for_equal_models
 from hf_flexseq.hf.model.facts import unsharded_class
 from hf_flexseq.hf.model.meta_model import FAULTS, TOKENS, without_sharding
 from hf_flexseq.hf.model.small import plain_options, small_config
@@ -55,6 +56,7 @@ def text_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+@once_for_equal_models
 def token_wise_places(model: PreTrainedModel) -> frozenset[Place]:
     """Return where layers of the class and configuration of `model` have modules that treat tokens
     alone. Raises UnknownMlps for a model of which no small one can be made."""

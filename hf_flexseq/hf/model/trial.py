@@ -35,6 +35,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.hf.model.calls import Asked, UnsupportedAttention, number_of, read_call
+from hf_flexseq.hf.model.equal_models import once_for_equal_models
 from hf_flexseq.hf.model.facts import unsharded_class
 from hf_flexseq.hf.model.liger import without_liger
 from hf_flexseq.hf.model.meta_model import FAULTS, TOKENS, copy_users_modules, meta_model
@@ -139,6 +140,7 @@ class Trial:
         self.mixers[-1].calls.append(call)
 
 
+@once_for_equal_models
 def try_model(model: PreTrainedModel) -> Trial:
     """Run one forward of an empty copy of `model`, and return what was seen."""
     # Without images no token is in a block, whatever a mask would do with types.
@@ -153,6 +155,7 @@ def try_model(model: PreTrainedModel) -> Trial:
     return of_class
 
 
+@once_for_equal_models
 def try_types(model: PreTrainedModel) -> Trial:
     """Run one forward of an empty copy of `model` on tokens some of which stand for an image,
     without its features, and return what was seen: its masks may show images both ways."""

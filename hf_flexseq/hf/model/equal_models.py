@@ -1,0 +1,79 @@
+"""Trials of equal models run once in a process.
+
+A trial runs a copy that is made from class and configuration. It is made when a trainer is
+constructed, when the model is attached, and for every evaluation; each takes a tenth of a second
+or more. A second trial of an equal model would find the same, unless somebody has put other
+functions into transformers since.
+"""
+
+import sys
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
+
+from transformers import PreTrainedModel
+
+from hf_flexseq.hf.model.facts import unsharded_class
+from hf_flexseq.hf.model.meta_model import NOT_COPIED
+
+Found = TypeVar("Found")
+
+MOST_MODELS = 16
+"""Results that are kept of one trial; those of more models are found anew."""
+
+
+class _Kept(NamedTuple):
+    """A result, with the code that it came from."""
+
+    result: Any
+    code: tuple[Any, ...]
+    """Functions and classes; while they are kept here, no other object has their identity."""
+
+
+def once_for_equal_models(trial: Callable[[PreTrainedModel], Found]) -> Callable[..., Found]:
+    """Let `trial`, whose result depends on a model's class, configuration and code alone, run once
+    for equal models in a process. It runs every time for a model with modules of the user's.
+    Results are shared: nobody may change them."""
+    kept: dict[object, _Kept] = {}
+    lock = threading.RLock()  # threads that are ranks wait for the one that tries
+
+    @wraps(trial)
+    def found(model: PreTrainedModel) -> Found:
+        kinds = {name: unsharded_class(module) for name, module in model.named_modules()}
+        if any(_package(kind) not in NOT_COPIED for kind in kinds.values()):
+            return trial(model)
+        code = _code_of(set(kinds.values()))
+        key = (tuple(kinds.items()), _options_of(model), tuple(map(id, code)))
+        with lock:
+            if key not in kept:
+                if len(kept) >= MOST_MODELS:
+                    kept.clear()
+                kept[key] = _Kept(trial(model), code)
+            result: Found = kept[key].result
+        return result
+
+    return found
+
+
+def _package(kind: type[Any]) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _options_of(model: PreTrainedModel) -> object:
+    """Return what a copy has of the configuration of its model."""
+    return model.config.to_json_string(), getattr(model.config, "_experts_implementation", None)
+
+
+def _code_of(kinds: set[type[Any]]) -> tuple[Any, ...]:
+    """Return the functions and classes that models with these modules run, in one order: those in
+    the files of transformers that define the modules, and those of their classes."""
+    code: list[Any] = []
+    of_transformers = [kind for kind in kinds if _package(kind) == "transformers"]
+    for name in sorted({kind.__module__ for kind in of_transformers}):
+        for value in vars(sys.modules[name]).values():
+            if callable(value):
+                code.append(value)
+            if isinstance(value, type) and value.__module__ == name:
+                code += filter(callable, vars(value).values())
+    return tuple(code)
