@@ -149,7 +149,12 @@ TRAINING: dict[str, dict[str, Row]] = {
             refusals=("fused_linear_cross_entropy and cross_entropy in liger_kernel_config",),
         ),
         **works("use_cache", "torch_empty_cache_steps", "skip_memory_metrics", shown=DRAWS),
-        "auto_find_batch_size": Row(REFUSED, shown=DRAWS, refusals=("auto_find_batch_size=True",)),
+        "auto_find_batch_size": Row(
+            DIFFERS,
+            "lowers max_tokens_per_rank, and leaves the batch as it is: "
+            "[out of memory](out_of_memory.md)",
+            "tests/hf/test_step_memory.py",
+        ),
     },
     "Logging": {
         **works(

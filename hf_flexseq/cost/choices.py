@@ -156,6 +156,14 @@ def most_tokens(cost: CostModel, choice: MemoryChoice, world_size: int) -> int:
     return activations.within_host(int(on_device), choice)
 
 
+def held_at_most(cost: CostModel, tokens: int, world_size: int) -> CostModel:
+    """Return a cost model of ranks with no more memory than model states and `tokens` tokens under
+    the user's own choice take."""
+    states = cost.budget_bytes - cost.free_bytes(world_size)
+    room = (tokens + 0.5) * cost.token_bytes  # half a token, lest one is lost to rounding
+    return replace(cost, budget_bytes=min(cost.budget_bytes, states + room))
+
+
 # ---- which choices there are
 
 

@@ -22,6 +22,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,6 +103,8 @@ class FlexSeqEngine:
         self._on_figures = on_figures
         self.last_figures: Figures | None = None
         """Figures of the last step for which they were gathered, as `plan_line` prints them."""
+        self.running: Step | None = None
+        """The training step that runs, or has failed."""
         self._unread: Step | None = None  # has run, and its figures have not been gathered
         self._watch = NonfiniteWatch(args.on_nonfinite, setup.communicator.rank)
         # Dataloaders may be prepared before a model is attached.
@@ -162,6 +165,7 @@ class FlexSeqEngine:
             self._watch.forget()
             self._notes = DrawnNotes(self.communicator.rank)
             self._unread = None
+            self.running = None
             for steps in self._in_place.values():
                 steps.close()
             self._in_place.clear()
@@ -361,14 +365,10 @@ class FlexSeqEngine:
     ) -> PrefetchedSteps:
         """Return steps planned by rank 0. Collective over the world. planner: makes the
         planner."""
-        made: Planner | None = None
-        with Attempt() as starting:  # a process may be one too many for the machine
-            if self.communicator.rank == 0:
-                made = planner() if planner else self.executor.planner(ahead=lookahead > 0)
-        starting.raise_together(self.communicator.cpu_group.gather_values, "starting the planner")
+        start = planner or partial(self.executor.planner, ahead=lookahead > 0)
         return PrefetchedSteps(
             self.communicator,
-            made,
+            self._started(start),
             lookahead,
             dispatch=self.executor.dispatch,
             check=self.executor.check,
@@ -379,6 +379,24 @@ class FlexSeqEngine:
             images=self.executor.images,
             virtual_tokens=self.executor.virtual_tokens,
         )
+
+    def _started(self, start: Callable[[], Planner]) -> Planner | None:
+        """Return a new planner on rank 0, None elsewhere. Collective over the world."""
+        planner: Planner | None = None
+        with Attempt() as starting:  # a process may be one too many for the machine
+            if self.communicator.rank == 0:
+                planner = start()
+        starting.raise_together(self.communicator.cpu_group.gather_values, "starting the planner")
+        return planner
+
+    def plan_again(self, step: Step) -> Step:
+        """Return the training step that was drawn last with another plan, which knows of a cap
+        that was lowered since, as do all plans to come. Collective over the world. Raises as
+        `next_step` does."""
+        assert self._training is not None, "the step was drawn"
+        ahead = self._training.plans_ahead
+        planner = self._started(partial(self.executor.planner, ahead=ahead))
+        return self._training.plan_again(step, planner)
 
     # ---- running steps
 
@@ -418,7 +436,9 @@ class FlexSeqEngine:
         while the device still works on this one."""
         # The previous optimizer step is done.
         self._watch.settle(skipped=step_was_skipped(self.accelerator))
+        self.running = step
         yield
+        self.running = None
         step.has_run = True
         self._watch.take(step.number, step.final_loss, gradients_of(model, self.accelerator))
         if self._training is not None and not is_last:

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlanSteps, once_each
 from hf_flexseq.hf.executors import Executor
+from hf_flexseq.hf.out_of_memory import noted
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.prefetch import Step
 
@@ -69,7 +70,8 @@ class TrainingItem(LoopItem):
         options: dict[str, Any] = {}
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             options["scale_wrt_gas"] = False
-        with self._executor.setup.communicator.cpu_group.naming_lost():
+        cpu_group = self._executor.setup.communicator.cpu_group
+        with cpu_group.naming_lost(), noted(self._executor, self.step):
             for inputs in self._micro_batches(self.step, model):
                 # DDP, FSDP and DeepSpeed average gradients over ranks, as the loss is.
                 loss = self._loss(model, inputs)
@@ -102,9 +104,10 @@ class EvaluationItem(LoopItem):
         wrapped it."""
         # DDP would exchange buffers in each forward, and ranks run different numbers of them.
         whole = model.module if isinstance(model, DistributedDataParallel) else model
-        for inputs in self._micro_batches(self.step, model):
-            with torch.no_grad():
-                self.step.add(self._loss(whole, inputs))
+        with noted(self._executor, self.step):
+            for inputs in self._micro_batches(self.step, model):
+                with torch.no_grad():
+                    self.step.add(self._loss(whole, inputs))
         self._sum.add(self.step.final_loss, self.step.targets)
         return self.step.final_loss
 

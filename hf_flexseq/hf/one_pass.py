@@ -4,7 +4,7 @@ The Trainer's own `training_step` and `compute_loss` run on each micro-batch of 
 its tokens are, and get the target tokens of the whole step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches
 from hf_flexseq.hf.loaders import BEFORE_END, as_drawn
 from hf_flexseq.hf.losses import reads_fused_head, reads_sums
+from hf_flexseq.hf.out_of_memory import noted
 from hf_flexseq.hf.overrides import IN_PARTS, runs_other_code
 from hf_flexseq.hf.predictions import TokenPredictions, without_metrics
 from hf_flexseq.hf.shared_prefixes import GIVES_SUMS, KEEPS_OWN_LOSS, USERS_CODE
@@ -95,7 +96,9 @@ class LossInOnePass(StepLoss):
             return [], None
         return step_items(step, num_batches), _divisor(step.items, device)
 
-    def batches(self, model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
+    def batches(
+        self, model: nn.Module, batch: Any
+    ) -> Generator[tuple[nn.Module, Any], None, None]:
         """Yield every micro-batch of a step, at its last item. Collective over the world."""
         if not isinstance(batch, StepItem) or not batch.is_as_made:
             raise NotImplementedError(
@@ -185,8 +188,10 @@ class LossInOnePass(StepLoss):
         divisor = _divisor(items, self._trainer.args.device)
         self._trial.run(step.row, model)
         self._means.begin("eval")
-        for micro_batch in self._engine.executor.micro_batches(step, model, trains=False):
-            step.add(self._forward(model, micro_batch, divisor))
+        executor = self._engine.executor
+        with noted(executor, step):
+            for micro_batch in executor.micro_batches(step, model, trains=False):
+                step.add(self._forward(model, micro_batch, divisor))
         loss = step.final_loss
         self._raise_noted()
         if self._is_watched:

@@ -4,7 +4,7 @@ The trainer computes it itself, on its own batches, on the source rank: where th
 drawn. Its calls of a model are answered from planned passes (`objectives/planned.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -60,7 +60,9 @@ class LossOnSourceRank(StepLoss):
         with self.planned.preparing():
             return stock_preparation(batch)
 
-    def batches(self, model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
+    def batches(
+        self, model: nn.Module, batch: Any
+    ) -> Generator[tuple[nn.Module, Any], None, None]:
         """Take a step's next batch; run the step with the last one. Collective over the world."""
         self.value = torch.zeros((), device=self._trainer.args.device)
         if self.planned.drawing.is_complete(batch):

@@ -10,7 +10,7 @@ A trainer takes one of two ways for good (`losses.py`):
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -79,7 +79,9 @@ class StepLoss(ABC):
         return stock_preparation(batch)
 
     @abstractmethod
-    def batches(self, model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
+    def batches(
+        self, model: nn.Module, batch: Any
+    ) -> Generator[tuple[nn.Module, Any], None, None]:
         """Run a step with its last batch: yield each model and batch for the Trainer's
         `training_step`, whose loss the caller adds with `add`. Afterwards `value` is the loss.
         Collective over the world. model: as accelerate has wrapped it."""

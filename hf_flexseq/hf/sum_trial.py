@@ -18,7 +18,6 @@ Rejected: reading the source of the user's code, which may do anything; comparin
 two plans, which would take as long as a step.
 """
 
-import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.overrides import IN_PARTS, WHOLE_SAMPLES
+from hf_flexseq.hf.trainer_numbers import TrainerNumbers
 from hf_flexseq.hf.two_sequences import ComputeLoss, Figures, LossesOfTwo
 from hf_flexseq.hf.watch import Watch
 from hf_flexseq.steps.drawn import SourceRow
@@ -166,15 +166,9 @@ def _stock_loss(trainer: Trainer, engine: FlexSeqEngine) -> ComputeLoss:
 @contextmanager
 def _unchanged(trainer: Trainer) -> Iterator[None]:
     """Restore numbers on the trainer, TRL's metrics and random numbers after the block."""
-    numbers = {}
-    for name, value in vars(trainer).items():
-        if isinstance(value, int | float):
-            numbers[name] = value
-    metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
+    numbers = TrainerNumbers(trainer)
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        vars(trainer).update(numbers)
-        if metrics is not None:
-            trainer._metrics = metrics
+        numbers.restore()

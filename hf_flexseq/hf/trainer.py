@@ -27,7 +27,7 @@ accumulation, clipping, schedules and saving stay the Trainer's own.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -60,6 +60,7 @@ from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
 from hf_flexseq.hf.sharded_at_load import accepted_by_trainer
 from hf_flexseq.hf.source_rank import LossOnSourceRank
 from hf_flexseq.hf.step_loss import StepLoss
+from hf_flexseq.hf.step_memory import StepMemory
 from hf_flexseq.hf.trainer_log import TrainerLog
 from hf_flexseq.hf.training_data import TrainingData
 from hf_flexseq.hf.watch import StepInFront
@@ -138,6 +139,7 @@ class FlexSeqMixin(PartOfModelMixin):
         way = LossOnSourceRank if has_planned_loss(self) else LossInOnePass
         self._flexseq_loss = way(self, self.flexseq)
         self._flexseq_in_front = StepInFront(self, FlexSeqMixin)
+        self._flexseq_memory = StepMemory(self, self.flexseq)
         self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
         self._flexseq_resumed: Resumed | None = None  # the checkpoint that this run resumes from
 
@@ -194,7 +196,7 @@ class FlexSeqMixin(PartOfModelMixin):
         )
         self._flexseq_resumed = resumed
         folder = None if resumed is None else resumed.folder
-        with self._liger_left_out():
+        with self._liger_left_out(), self._flexseq_memory.lowering():
             return super().train(folder, *args, **kwargs)
 
     @contextmanager
@@ -218,6 +220,7 @@ class FlexSeqMixin(PartOfModelMixin):
         else:
             check_factors(resumed.folder, resumed.marker, Factors.of(self), order_of(self))
             self.flexseq.bring_cost(resumed.folder, resumed.marker.get("cost_model"))
+        self._flexseq_memory.take_recorded()
         with cpu_group.naming_lost(), self._attached(), ExitStack() as self._flexseq_loaders:
             output = super()._inner_training_loop(*args, **kwargs)
             self.flexseq.check_finite()
@@ -254,13 +257,21 @@ class FlexSeqMixin(PartOfModelMixin):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Run a whole step with the last of its items, and return its loss, a scalar."""
+        """Run a whole step with the last of its items, and return its loss, a scalar. Where memory
+        runs out it may run again (`step_memory.py`)."""
         self._flexseq_data.check_accumulation()
-        loss = self._flexseq_loss
-        for own_model, batch in loss.batches(model, inputs):
-            loss.add(super().training_step(own_model, batch, num_items_in_batch))
+        for attempt in self._flexseq_memory.attempts(model, inputs):
+            with attempt:
+                self._flexseq_run(model, inputs, num_items_in_batch)
         self._flexseq_in_front.note(model, self.args.gradient_accumulation_steps)
-        return loss.value
+        return self._flexseq_loss.value
+
+    def _flexseq_run(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> None:
+        """Run the batches of a step, each through the Trainer's own `training_step`."""
+        loss = self._flexseq_loss
+        with closing(loss.batches(model, inputs)) as batches:
+            for own_model, batch in batches:
+                loss.add(super().training_step(own_model, batch, num_items_in_batch))
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         self._flexseq_in_front.check(model)

@@ -25,6 +25,7 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention.programs import MicroBatchPrograms
 from hf_flexseq.config import AS_SET
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.choices import held_at_most
 from hf_flexseq.cost.forward import forward_only
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.hf.attached import AttachedModel
@@ -136,6 +137,7 @@ class WholeModelExecutor:
         self.neftune: tuple[float, int] | None = None  # alpha and seed, for attached models
         self._noise: NoiseColumns | None = None  # of the attached model
         self.host_memory_bytes = 0  # for activations of a rank, from `attach` on
+        self._lowered: int | None = None  # by `lower_cap`
         self._exchange = RowExchange(setup.communicator)
         self._passes: PlanPasses | None = None  # None: the planner has none
         self._model: AttachedModel | None = None
@@ -223,7 +225,7 @@ class WholeModelExecutor:
         cost = costs.find(subject)
         if args.host_memory_gib is not None:
             cost = with_host_bytes(cost, self.host_memory_bytes)
-        self.cost = cost
+        self.cost = cost = self._lowered_cost(cost)
         self.tower = costs.find_tower(subject, cost)
         cost.strategies(args.strategy)  # raises for one that it has no figures for
         self._open_blocks(cost)
@@ -297,6 +299,27 @@ class WholeModelExecutor:
 
     # ---- planning
 
+    def lower_cap(self, tokens: int) -> None:
+        """Let plans of planners to come give a rank fewer tokens in a micro-batch: `tokens` where
+        activations are as set for the run, and where a choice keeps fewer of their bytes as many
+        more. A cap that is lower already stays."""
+        self._lowered = min(tokens, self._lowered or tokens)
+        if self.cost is not None:
+            self.cost = self._lowered_cost(self.cost)
+
+    def _lowered_cost(self, cost: CostModel) -> CostModel:
+        """Return a cost model whose memory is lowered with the cap, unless the user has set one
+        in tokens."""
+        if self._lowered is None or self.setup.args.max_tokens_per_rank is not None:
+            return cost
+        return held_at_most(cost, self._lowered, self.setup.communicator.world_size)
+
+    @property
+    def max_tokens_per_rank(self) -> int | None:
+        """The user's cap, or the lowered one; None where memory alone bounds a micro-batch."""
+        cap = self.setup.args.max_tokens_per_rank
+        return cap if cap is None or self._lowered is None else min(cap, self._lowered)
+
     def planner(self, *, ahead: bool) -> Planner:
         """Make the planner of rank 0. ahead: in a process of its own."""
         return self._planner_by(self._known_cost(), ahead=ahead)
@@ -319,17 +342,18 @@ class WholeModelExecutor:
             cost = replace(cost, activations=None)
         # Not earlier: FSDP wraps MLPs after `attach`, and the user may put hooks on them.
         cost = priced_for(cost, self._attached_model.base)
+        options = self.setup.args.plan_options("lockstep" if self.lockstep else "free")
         job = GroupsJob(
             topology=self.setup.communicator.topology,
             cost=cost,
-            options=self.setup.args.plan_options("lockstep" if self.lockstep else "free"),
+            options=replace(options, max_tokens_per_rank=self.max_tokens_per_rank),
             fsdp=self.fsdp.figures,
         )
         return planner_of(job, ahead=ahead)
 
     def check(self, plan: Plan) -> None:
         """Raise ValueError for a plan that would compute something wrong or hang."""
-        check_plan(plan, self.setup.communicator.topology, self.setup.args.max_tokens_per_rank)
+        check_plan(plan, self.setup.communicator.topology, self.max_tokens_per_rank)
 
     def read(self, data: bytes) -> Plan:
         """Return the plan whose `to_bytes` gave `data`."""

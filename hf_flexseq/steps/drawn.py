@@ -20,6 +20,7 @@ import torch
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.plan.blocks import Blocks
+from hf_flexseq.plan.facts import NO_FACTS, StepFacts
 from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.steps.collator import (
     FIRST_LABELS,
@@ -231,6 +232,9 @@ class DrawnStep:
 
     blocks: Blocks = field(default_factory=dict)
     """By sequence the tokens that see both ways."""
+
+    facts: StepFacts = NO_FACTS
+    """What the planner is told besides the lengths."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

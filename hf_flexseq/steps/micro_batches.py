@@ -61,6 +61,7 @@ class RankMicroBatches(RankStep[Plan]):
         "_random",
         "_ready",
         "counts",
+        "current",
         "exchange",
         "images",
         "indices",
@@ -88,6 +89,7 @@ class RankMicroBatches(RankStep[Plan]):
         """
         super().__init__(planned, device)
         self.indices = tuple(indices)
+        self.current: int | None = None  # that the caller runs now
         self.ran: list[int] = []  # those whose losses the caller has been asked for, in order
         self.counts = tuple(counts)
         self._inputs_of = inputs_of
@@ -114,12 +116,14 @@ class RankMicroBatches(RankStep[Plan]):
         if not order:
             return
         for index, following in pairwise(order):
+            self.current = index
             with self.stopwatch.timing(index), before_last():
                 yield index
             self._prepare(following)
-        last = order[-1]
+        self.current = last = order[-1]
         with self.stopwatch.timing(last):
             yield last
+        self.current = None
 
     def begin(self, order: Sequence[int], *, follows: bool = False) -> None:
         """Tell the step's images in which order micro-batches run backward. follows: True if most

@@ -30,6 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -178,6 +179,27 @@ class PrefetchedSteps:
         self._number_of_dispatched = number
         self._set_phase(phase)
 
+    @property
+    def plans_ahead(self) -> bool:
+        """True if steps are planned before they run."""
+        return self._lookahead > 0
+
+    def plan_again(self, step: Step, planner: Planner | None) -> Step:
+        """Return the step that `next` has returned last, dispatched by a plan of another planner,
+        which plans what has been drawn ahead as well. Collective over the world; raises as `next`.
+
+        planner: on rank 0, None elsewhere.
+        """
+        assert self._dispatched is None, "the step after it has been dispatched"
+        if self._planner is not None:
+            self._planner.close()
+        self._planner = planner
+        for drawn in (step.drawn, *self._drawn):
+            self._submit(drawn)
+        again = self._plan_and_dispatch(step.drawn)
+        self._set_phase(f"{self._what} {again.number}")
+        return again
+
     def close(self) -> None:
         """End the planner, and forget the step that was dispatched."""
         self._dispatched = None
@@ -208,6 +230,10 @@ class PrefetchedSteps:
             return None
         drawn = self._drawn.popleft()
         self._next_number += 1
+        return self._plan_and_dispatch(drawn)
+
+    def _plan_and_dispatch(self, drawn: DrawnStep) -> Step:
+        """Dispatch a step whose plan was asked for. Collective over the world."""
         planned = self._plan(drawn)
         if drawn.request == 0:
             with beside_bars():
@@ -259,14 +285,19 @@ class PrefetchedSteps:
             own_images=own_images,
             blocks=everyone.blocks,
         )
-        units = self._units(step, everyone) if self._shares_prefixes else []
+        facts = StepFacts(
+            units=self._units(step, everyone) if self._shares_prefixes else (),
+            later_pairs={sequence: later_pairs(own) for sequence, own in step.blocks.items()},
+            held_tokens=0 if self._images is None else self._images.held_tokens(images),
+        )
         self._next_request += 1
-        self._drawn.append(step)
+        self._drawn.append(replace(step, facts=facts))
+        self._submit(self._drawn[-1])
+
+    def _submit(self, step: DrawnStep) -> None:
+        """Ask rank 0's planner for the plan of a step."""
         if self._planner is not None:
-            held = 0 if self._images is None else self._images.held_tokens(images)
-            pairs = {sequence: later_pairs(own) for sequence, own in step.blocks.items()}
-            facts = StepFacts(units=units, later_pairs=pairs, held_tokens=held)
-            self._planner.submit(step.request, everyone.lengths, facts)
+            self._planner.submit(step.request, list(step.lengths), step.facts)
 
     def _with_images(self, row: SourceRow) -> SourceRow:
         """Return this rank's row with its images read. Raises ValueError for those that the model

@@ -18,14 +18,15 @@ def random_states() -> list[torch.Tensor]:
 def random_numbers_of(states: Sequence[torch.Tensor]) -> Iterator[None]:
     """Draw inside the random numbers that followed on `random_states`, and those of now after."""
     now = random_states()
-    _set(states)
+    set_random_states(states)
     try:
         yield
     finally:
-        _set(now)
+        set_random_states(now)
 
 
-def _set(states: Sequence[torch.Tensor]) -> None:
+def set_random_states(states: Sequence[torch.Tensor]) -> None:
+    """Set the generators to states from `random_states`."""
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1])

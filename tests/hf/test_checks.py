@@ -91,7 +91,6 @@ FREE = "sync='free' needs ranks .* use sync='auto'"
 ACCUMULATION = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 WRONG_VALUES = [
     ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False"),
-    ({"auto_find_batch_size": True}, "auto_find_batch_size=True: max_tokens_per_rank"),
     ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True: .*it at None"),
     ({"accelerator_config": {"split_batches": True}}, "split_batches=True"),
     ({"cost_model": "no-model"}, "cost_model='no-model' is neither a file nor one of"),

@@ -78,7 +78,6 @@ SETTINGS = {  # by Refusal.setting: what a FlexSeqConfig has
         "use_liger_kernel": True,
         "liger_kernel_config": {"cross_entropy": True},
     },
-    "auto_find_batch_size=True": {"auto_find_batch_size": True},
     "dispatch_batches=True": {"accelerator_config": {"dispatch_batches": True}},
     "split_batches=True": {"accelerator_config": {"split_batches": True}},
     "ddp_timeout of 0 and less": {"ddp_timeout": 0},

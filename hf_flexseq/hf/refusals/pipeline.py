@@ -180,6 +180,12 @@ PIPELINE: tuple[Refusal[Staged], ...] = (
         instead="use FlexSeqTrainer",
     ),
     Refusal(
+        setting="auto_find_batch_size=True",
+        found=lambda case: case.trainer.args.auto_find_batch_size,
+        why="a stage holds several chunks at once, as many as the schedule says",
+        instead="set it to False, and max_tokens_per_rank to a lower cap",
+    ),
+    Refusal(
         setting="predict_with_generate=True",
         found=lambda case: getattr(case.trainer.args, "predict_with_generate", False),
         why="a stage alone cannot generate",

@@ -280,13 +280,6 @@ TRAINER: tuple[Refusal[Any], ...] = (
         error=ValueError,
     ),
     Refusal(
-        setting="auto_find_batch_size=True",
-        found=_argument("auto_find_batch_size"),
-        why="max_tokens_per_rank bounds the memory instead",
-        instead="set it to False",
-        error=ValueError,
-    ),
-    Refusal(
         setting="activation_offloading=True of TRL with offload=True of activation checkpointing",
         found=offloading_twice,
         why="both bring the same activations to the host",

@@ -119,7 +119,6 @@ SOMETIMES: tuple[Option, ...] = (
     # refused
     *_each(weight=0.0, average_tokens_across_devices=(False,)),
     *_each(weight=0.0, torch_compile_mode=("reduce-overhead",)),
-    *_each("auto_find_batch_size", weight=0.0),
     *_each("ddp_static_graph", weight=0.0),
     # SFT
     *_each(of=("sft", "dpo", "reward"), max_length=(9, 20), pad_to_multiple_of=(8,)),
