@@ -44,6 +44,7 @@ from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.out_of_memory import CAP, RanOut, add_note, is_out_of_memory
 from hf_flexseq.hf.trainer_numbers import TrainerNumbers
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.prefetch import Step
 from hf_flexseq.steps.random_numbers import random_states, set_random_states
 from hf_flexseq.steps.step_items import StepItem
@@ -158,6 +159,8 @@ class StepMemory:
 
     def _planned_again(self, step: Step, ran_out: RanOut) -> Step:
         """Return a step that has failed, under a lower cap."""
+        assert isinstance(step, RankMicroBatches), "pipelines are refused"
+        step.forget()
         # Autograd keeps the graph of a backward that has failed until the next one.
         torch.zeros((), requires_grad=True).mul(1).backward()
         clear_device_cache(garbage_collection=True)  # errors and frames refer to each other

@@ -147,6 +147,12 @@ class RankMicroBatches(RankStep[Plan]):
             return ready[1]
         return self._inputs_of(index)
 
+    def forget(self) -> None:
+        """Let go of inputs and of encoded images, for a step that is planned again."""
+        self._ready = None
+        self._inputs_of = _forgotten
+        self.images = None
+
     @property
     def last_of_plan(self) -> int:
         """Index of the plan's last micro-batch, which this rank may have no part in."""
@@ -234,3 +240,7 @@ class RankMicroBatches(RankStep[Plan]):
         """Draw inside the random numbers that the first pass of a micro-batch has drawn."""
         with random_numbers_of(self._random.pop(index)):
             yield
+
+
+def _forgotten(index: int) -> Inputs:
+    raise AssertionError("a step that was planned again does not run any more")
