@@ -17,13 +17,14 @@ from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from hf_flexseq.hf.model.layer_memory import CHECKPOINT, FLAG, FUNCTION, offloads
 
 logger = logging.getLogger(__name__)
 
 
-def unsuitable_checkpointing(model: nn.Module) -> str | None:
+def unsuitable_checkpointing(model: PreTrainedModel) -> str | None:
     """Return why the checkpointed layers of a model cannot run again the non-reentrant way; None
     if they can."""
     for module in model.modules():
@@ -40,7 +41,7 @@ class NonReentrant:
     """The layers of one model that may be checkpointed, which are never so in the reentrant
     way between `replace` and `restore`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._layers = [module for module in model.modules() if hasattr(module, FLAG)]
         self._replaced: list[tuple[nn.Module, Any, Any]] = []  # layer, former function, and ours
