@@ -91,58 +91,59 @@ class AttachedModel:
         self.base = base
         self.layers = layers
         self._former_attention: str = base.config._attn_implementation
-        self._attached = ExitStack()  # what `detach` undoes
-        self._attached.callback(setattr, accelerator, "ddp_handler", accelerator.ddp_handler)
-        accelerator.ddp_handler = early_buckets(accelerator.ddp_handler, model)
-        self._attached.enter_context(on_micro_batches(base))
-        if liger is not None:
-            self._attached.enter_context(liger_kernels(base, liger))
-        self._attached.enter_context(compiled_regions(base, accelerator))
-        self._attached.enter_context(layers.attached())
-        self._checkpointing = NonReentrant(base)
-        self._attached.callback(self._checkpointing.restore)
-        self._attached.enter_context(right_gradients(base))
-        self.vision: VisionModel | None = None
-        """How the model takes images, if it does."""
-        self.text_reader: TextReader | None = None
-        """What refuses images where the model could take them elsewhere."""
-        try:
-            self.vision = VisionModel(base)
-        except UnsupportedImages as reason:
-            self.text_reader = reader_of_text(base.config, str(reason))
-        else:
-            self._attached.enter_context(self.vision.attached())
-        total: Total = chunked_cross_entropy_sum
-        if label_smoothing:
-            total = partial(total, smoothing=label_smoothing)
-        self._chunked_loss = attach_chunked_loss(model, total)
-        if self._chunked_loss is not None:
-            self._attached.callback(self._chunked_loss.detach)
-        self.router = RouterLoss(model, base) if asks_for_router_loss(base) else None
-        """Router loss, if the model computes one."""
-        if self.router is not None:
-            self._attached.callback(self.router.detach)
-        self.tiles = MlpTiles(base)
-        """What computes MLPs in tiles, once a plan asks for it."""
-        self._attached.callback(self.tiles.detach)
-        self.token_columns = needed_columns(base)
-        """Columns to dispatch with every token, besides those that were drawn."""
-        self._other_call: tuple[nn.Module, ExitStack] | None = None  # call without `seq_ctx`
-        for entry in {base, base.base_model}:  # the second one is the decoder below the head
-            begin = entry.register_forward_pre_hook(
-                self._begin_call, with_kwargs=True, prepend=True
-            )
-            end = entry.register_forward_hook(self._end_call, always_call=True)
-            self._attached.callback(begin.remove)
-            self._attached.callback(end.remove)
-        if has_noise:
-            self._attached.callback(EmbeddingNoise(base).detach)
-        self.virtual_tokens = virtual_tokens_of(model)
-        """Virtual tokens that the model puts in front of each sequence."""
-        if self.virtual_tokens:
-            self._attached.callback(TrainedPrompt(model, base).detach)
-        for hook in refuse_noise(base):
-            self._attached.callback(hook.remove)
+        with ExitStack() as attached:
+            attached.callback(setattr, accelerator, "ddp_handler", accelerator.ddp_handler)
+            accelerator.ddp_handler = early_buckets(accelerator.ddp_handler, model)
+            attached.enter_context(on_micro_batches(base))
+            if liger is not None:
+                attached.enter_context(liger_kernels(base, liger))
+            attached.enter_context(compiled_regions(base, accelerator))
+            attached.enter_context(layers.attached())
+            self._checkpointing = NonReentrant(base)
+            attached.callback(self._checkpointing.restore)
+            attached.enter_context(right_gradients(base))
+            self.vision: VisionModel | None = None
+            """How the model takes images, if it does."""
+            self.text_reader: TextReader | None = None
+            """What refuses images where the model could take them elsewhere."""
+            try:
+                self.vision = VisionModel(base)
+            except UnsupportedImages as reason:
+                self.text_reader = reader_of_text(base.config, str(reason))
+            else:
+                attached.enter_context(self.vision.attached())
+            total: Total = chunked_cross_entropy_sum
+            if label_smoothing:
+                total = partial(total, smoothing=label_smoothing)
+            self._chunked_loss = attach_chunked_loss(model, total)
+            if self._chunked_loss is not None:
+                attached.callback(self._chunked_loss.detach)
+            self.router = RouterLoss(model, base) if asks_for_router_loss(base) else None
+            """Router loss, if the model computes one."""
+            if self.router is not None:
+                attached.callback(self.router.detach)
+            self.tiles = MlpTiles(base)
+            """What computes MLPs in tiles, once a plan asks for it."""
+            attached.callback(self.tiles.detach)
+            self.token_columns = needed_columns(base)
+            """Columns to dispatch with every token, besides those that were drawn."""
+            self._other_call: tuple[nn.Module, ExitStack] | None = None  # call without `seq_ctx`
+            for entry in {base, base.base_model}:  # the second one is the decoder below the head
+                begin = entry.register_forward_pre_hook(
+                    self._begin_call, with_kwargs=True, prepend=True
+                )
+                end = entry.register_forward_hook(self._end_call, always_call=True)
+                attached.callback(begin.remove)
+                attached.callback(end.remove)
+            if has_noise:
+                attached.callback(EmbeddingNoise(base).detach)
+            self.virtual_tokens = virtual_tokens_of(model)
+            """Virtual tokens that the model puts in front of each sequence."""
+            if self.virtual_tokens:
+                attached.callback(TrainedPrompt(model, base).detach)
+            for hook in refuse_noise(base):
+                attached.callback(hook.remove)
+            self._attached = attached.pop_all()  # what `detach` undoes, as does an error before
 
     def rows_of(self, calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
         """Yield the sequences of all calls as one batch of the engine; nothing without any. Raises

@@ -110,6 +110,48 @@ def test_detached_it_leaves_the_accelerator_as_it_was():
     assert on_two_ranks(before_and_after, *cases) == [[]] * len(cases)
 
 
+def after_a_failure(rank, world_size, kind, place):
+    """What an `attach` that fails in its last call leaves behind."""
+    accelerator = Accelerator(cpu=True, dynamo_backend="aot_eager" if kind == "whole" else "no")
+    model = tiny_llama()
+    engine = engine_of(kind, model, accelerator)
+
+    def state():
+        parts = [sorted(vars(module)) for module in model.modules()]
+        hooks = [
+            (*module._forward_pre_hooks, *module._forward_hooks) for module in model.modules()
+        ]
+        plugin = accelerator.state.dynamo_plugin
+        return parts, hooks, model.config._attn_implementation, plugin.backend
+
+    before = settings(accelerator), state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place, FailsNow(OSError("no room")))
+        with pytest.raises(OSError, match="no room"):
+            engine.attach(model)
+    assert not engine.executor.attached
+    return (settings(accelerator), state()) == before
+
+
+class FailsNow:
+    """Stands for a function, and raises an error."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __call__(self, *args, **kwargs):
+        raise self.error
+
+
+@pytest.mark.processes
+def test_an_attach_that_fails_leaves_model_and_accelerator_as_they_were():
+    cases = [
+        ("whole", "hf_flexseq.hf.attached.refuse_noise"),
+        ("stages", "hf_flexseq.hf.pipeline.executor.PipelineExecutor"),
+    ]
+    assert on_two_ranks(after_a_failure, *cases) == [True, True]
+
+
 def loop_over_stages(rank, world_size):
     model = tiny_llama()
     engine = engine_of("stages", model)

@@ -182,17 +182,19 @@ class StageExecutor:
         calling.raise_together(cpu_group.gather_values, "calling the loss for the first time")
         self._costs_of_run = None
         self.memory_limit = self._room(self.cost)
-        self._attached.enter_context(on_micro_batches(base))
-        self._attached.callback(self._checkpointing.restore)
-        chunked_loss = attach_chunked_loss(base) if self.stage.is_last else None
-        if chunked_loss is not None:
-            self._attached.callback(chunked_loss.detach)
-        of_stages = cpu_group.gather_values(needed_columns(base))
-        self._token_columns = sorted({name for names in of_stages for name in names})
-        self._pipeline = PipelineExecutor(
-            self.stage, self.neighbours, kernel, sharing=self.sharing
-        )
-        self._attached.callback(self._pipeline.detach)
+        with ExitStack() as attached:
+            attached.enter_context(on_micro_batches(base))
+            attached.callback(self._checkpointing.restore)
+            chunked_loss = attach_chunked_loss(base) if self.stage.is_last else None
+            if chunked_loss is not None:
+                attached.callback(chunked_loss.detach)
+            of_stages = cpu_group.gather_values(needed_columns(base))
+            self._token_columns = sorted({name for names in of_stages for name in names})
+            self._pipeline = PipelineExecutor(
+                self.stage, self.neighbours, kernel, sharing=self.sharing
+            )
+            attached.callback(self._pipeline.detach)
+            self._attached = attached.pop_all()
 
     def detach(self) -> None:
         """Undo `attach`. The model stays cut."""
