@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from accelerate import Accelerator
 from torch import nn
+from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel
 
 from hf_flexseq.config import FlexSeqArguments
@@ -187,12 +188,14 @@ def kernel_of(setup: EngineSetup, model: PreTrainedModel, *, whose: str = "") ->
 
 def base_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model, without PEFT's wrapper. Raises ValueError for a model that
-    accelerate has wrapped, NotImplementedError for one of another library."""
+    accelerate has wrapped or compiled, NotImplementedError for one of another library."""
     is_wrapped = isinstance(getattr(model, "module", None), nn.Module)
     if is_wrapped and not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"attach the model before accelerator.prepare wraps it in {type(model).__name__}"
         )
+    if isinstance(model, OptimizedModule):
+        raise ValueError("attach the model before it is compiled by torch.compile or prepare")
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
         raise NotImplementedError(f"expected a transformers model, got {type(base).__name__}")

@@ -464,6 +464,8 @@ def test_a_compiled_model(tmp_path):
     model.compile()
     with refused("leave out model.compile"):
         make_trainer(tmp_path, model=model)
+    with refused("attach the model before it is compiled", ValueError):
+        executors.base_model(torch.compile(tiny_llama()))
 
 
 def test_the_attention_by_itself_names_the_way_back():
