@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForSequenceClassification, masking_utils, modeling_layers
 from transformers.models.llama import modeling_llama
 
 from hf_flexseq.hf.model import equal_models
@@ -58,6 +59,25 @@ def test_other_models_are_tried(tried, monkeypatch):
     assert tried.trial(model) is first
     model.model.layers[0].mlp.act_fn = nn.GELU()
     assert tried.trial(model) is not first
+
+
+def test_changed_base_classes_and_masks_are_seen(tried, monkeypatch):
+    model = LlamaForSequenceClassification(tiny_llama().config)
+    first = tried.trial(model)
+    for place, name in (
+        (modeling_layers.GenericForSequenceClassification, "forward"),
+        (masking_utils, "sliding_window_overlay"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, double(getattr(place, name)))
+            assert tried.trial(model) is not first
+    assert tried.trial(model) is first
+
+
+def test_a_configuration_that_is_not_of_json_is_tried_every_time(tried):
+    model = tiny_llama()
+    model.config.note = lambda: None
+    assert tried.trial(model) is not tried.trial(model)
 
 
 def test_a_model_with_modules_of_the_user_s_is_tried_every_time(tried):

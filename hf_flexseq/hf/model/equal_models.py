@@ -3,7 +3,8 @@
 A trial runs a copy that is made from class and configuration. It is made when a trainer is
 constructed, when the model is attached, and for every evaluation; each takes a tenth of a second
 or more. A second trial of an equal model would find the same, unless somebody has put other
-functions into transformers since.
+functions into transformers since: into the files that define a model's modules and their base
+classes, or the one that makes masks. Other files are not watched.
 """
 
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from hf_flexseq.hf.model.facts import unsharded_class
 from hf_flexseq.hf.model.meta_model import NOT_COPIED
@@ -33,18 +34,19 @@ class _Kept(NamedTuple):
 
 def once_for_equal_models(trial: Callable[[PreTrainedModel], Found]) -> Callable[..., Found]:
     """Let `trial`, whose result depends on a model's class, configuration and code alone, run once
-    for equal models in a process. It runs every time for a model with modules of the user's.
-    Results are shared: nobody may change them."""
+    for equal models in a process. It runs every time for a model with modules of the user's, or
+    with a configuration that JSON cannot tell. Results are shared: nobody may change them."""
     kept: dict[object, _Kept] = {}
     lock = threading.RLock()  # threads that are ranks wait for the one that tries
 
     @wraps(trial)
     def found(model: PreTrainedModel) -> Found:
         kinds = {name: unsharded_class(module) for name, module in model.named_modules()}
-        if any(_package(kind) not in NOT_COPIED for kind in kinds.values()):
+        options = _options_of(model)
+        if options is None or any(_package(kind) not in NOT_COPIED for kind in kinds.values()):
             return trial(model)
         code = _code_of(set(kinds.values()))
-        key = (tuple(kinds.items()), _options_of(model), tuple(map(id, code)))
+        key = (tuple(kinds.items()), options, tuple(map(id, code)))
         with lock:
             if key not in kept:
                 if len(kept) >= MOST_MODELS:
@@ -61,19 +63,26 @@ def _package(kind: type[Any]) -> str:
 
 
 def _options_of(model: PreTrainedModel) -> object:
-    """Return what a copy has of the configuration of its model."""
-    return model.config.to_json_string(), getattr(model.config, "_experts_implementation", None)
+    """Return what a copy has of the configuration of its model; None where a value is none of
+    JSON's."""
+    try:
+        text = model.config.to_json_string()
+    except TypeError:  # such as a function: plain trainers ask for JSON only when they save
+        return None
+    return text, getattr(model.config, "_experts_implementation", None)
 
 
 def _code_of(kinds: set[type[Any]]) -> tuple[Any, ...]:
     """Return the functions and classes that models with these modules run, in one order: those in
-    the files of transformers that define the modules, and those of their classes."""
+    the files of transformers that define the modules and their base classes, those of their
+    classes, and those that make masks."""
+    bases = {base for kind in kinds for base in kind.__mro__}
+    files = {base.__module__ for base in bases if _package(base) == "transformers"}
     code: list[Any] = []
-    of_transformers = [kind for kind in kinds if _package(kind) == "transformers"]
-    for name in sorted({kind.__module__ for kind in of_transformers}):
+    for name in sorted({*files, masking_utils.__name__}):
         for value in vars(sys.modules[name]).values():
             if callable(value):
                 code.append(value)
             if isinstance(value, type) and value.__module__ == name:
-                code += filter(callable, vars(value).values())
+                code += vars(value).values()
     return tuple(code)
