@@ -24,6 +24,7 @@ sample. Such a call uses the model's own attention and loss.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -71,6 +72,24 @@ def on_micro_batches(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(attention_of_text(model, former))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSettings:
+    """What a trainer has set for the models that it trains, besides the options of hf_flexseq."""
+
+    label_smoothing: float = 0.0
+    """As of transformers' `LabelSmoother`, in the loss in chunks."""
+
+    liger: Mapping[str, Any] | None = None
+    """Liger's norms, MLPs and rotary embeddings, as `liger_kernel_config` has them; None without
+    them."""
+
+    noise: tuple[float, int] | None = None
+    """alpha of NEFTune's noise on embedded tokens, and the seed of the run; None without noise."""
+
+    reason_as_set: str | None = None
+    """Why no plan may choose where activations are, in a few words; None if it may."""
+
+
 class AttachedModel:
     """A model that runs planned steps until it is detached."""
 
@@ -80,14 +99,9 @@ class AttachedModel:
         base: PreTrainedModel,
         accelerator: Accelerator,
         layers: LayerMemory,
-        *,
-        label_smoothing: float = 0.0,
-        liger: Mapping[str, Any] | None = None,
-        has_noise: bool = False,
+        settings: ModelSettings,
     ) -> None:
-        """model: may be a PEFT model, with `base` inside. layers: of `base`. label_smoothing: of
-        the loss in chunks. liger: options of its kernels; None without them. has_noise:
-        True if micro-batches bring noise for their embedded tokens."""
+        """model: may be a PEFT model, with `base` inside. layers: of `base`."""
         self.base = base
         self.layers = layers
         self._former_attention: str = base.config._attn_implementation
@@ -95,8 +109,8 @@ class AttachedModel:
             attached.callback(setattr, accelerator, "ddp_handler", accelerator.ddp_handler)
             accelerator.ddp_handler = early_buckets(accelerator.ddp_handler, model)
             attached.enter_context(on_micro_batches(base))
-            if liger is not None:
-                attached.enter_context(liger_kernels(base, liger))
+            if settings.liger is not None:
+                attached.enter_context(liger_kernels(base, settings.liger))
             attached.enter_context(compiled_regions(base, accelerator))
             attached.enter_context(layers.attached())
             self._checkpointing = NonReentrant(base)
@@ -113,8 +127,8 @@ class AttachedModel:
             else:
                 attached.enter_context(self.vision.attached())
             total: Total = chunked_cross_entropy_sum
-            if label_smoothing:
-                total = partial(total, smoothing=label_smoothing)
+            if settings.label_smoothing:
+                total = partial(total, smoothing=settings.label_smoothing)
             self._chunked_loss = attach_chunked_loss(model, total)
             if self._chunked_loss is not None:
                 attached.callback(self._chunked_loss.detach)
@@ -135,7 +149,7 @@ class AttachedModel:
                 end = entry.register_forward_hook(self._end_call, always_call=True)
                 attached.callback(begin.remove)
                 attached.callback(end.remove)
-            if has_noise:
+            if settings.noise is not None:
                 attached.callback(EmbeddingNoise(base).detach)
             self.virtual_tokens = virtual_tokens_of(model)
             """Virtual tokens that the model puts in front of each sequence."""

@@ -34,6 +34,7 @@ from hf_flexseq.config import AS_SET, FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.attached import ModelSettings
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
 from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.hf.loaders import LoaderSettings, batches_on_host
@@ -202,29 +203,10 @@ class FlexSeqEngine:
         assert self._training is None, "steps have been drawn ahead already"
         self._draws_in_place = True
 
-    def keep_activations_as_set(self, reason: str) -> None:
-        """Let no plan choose where activations are, because of what the user has set. Called
-        before `attach`. reason: in a few words, for the log."""
+    def use(self, settings: ModelSettings) -> None:
+        """Attach whole models with these settings from now on; stages of a pipeline have none."""
         if isinstance(self.executor, WholeModelExecutor):
-            self.executor.reason_as_set = reason
-
-    def smooth_labels(self, factor: float) -> None:
-        """Smooth the labels of models by `factor`, as transformers' `LabelSmoother` does. Called
-        before `attach`, with 0 for a pipeline."""
-        if isinstance(self.executor, WholeModelExecutor):
-            self.executor.label_smoothing = factor
-        else:
-            assert not factor, "labels of a pipeline are not smoothed"
-
-    def add_noise(self, alpha: float, seed: int) -> None:
-        """Give models NEFTune's noise on embedded tokens while they train. Called before `attach`,
-        for whole models. seed: of the run."""
-        self.whole_model.neftune = (alpha, seed)
-
-    def use_liger(self, options: Mapping[str, Any]) -> None:
-        """Give models Liger's norms, MLPs and rotary embeddings while they are attached. Called
-        before `attach`, for whole models. options: as in `liger_kernel_config`."""
-        self.whole_model.liger = options
+            self.executor.settings = settings
 
     def put_adapters_into(self, optimizer: torch.optim.Optimizer) -> None:
         """Give weights of adapters that `attach` has replaced to an optimizer that was made

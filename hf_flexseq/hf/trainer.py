@@ -39,6 +39,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_flexseq.config import FlexSeqArguments, arguments_on
 from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.hf.attached import ModelSettings
 from hf_flexseq.hf.collators import flexseq_collator, padded_collator
 from hf_flexseq.hf.data_order import Factors, check_factors, order_of
 from hf_flexseq.hf.dataset_checks import check_labels
@@ -172,18 +173,24 @@ class FlexSeqMixin(PartOfModelMixin):
         )
         engine.keep_loader_settings()
         engine.measure_routers_on(self.train_dataset)
-        if getattr(self.args, "activation_offloading", False):
-            engine.keep_activations_as_set("activation_offloading=True offloads them")
-        if self.args.neftune_noise_alpha is not None:
-            engine.add_noise(self.args.neftune_noise_alpha, self.args.seed)
-            self.neftune_noise_alpha = None  # its own noise would depend on the plan
-        if self.args.use_liger_kernel:
-            engine.use_liger(self.args.liger_kernel_config or {})
-        # a planned loss smooths nothing under the plain Trainer either
-        if not has_planned_loss(self):
-            engine.smooth_labels(self.args.label_smoothing_factor)
-            self.label_smoother = None  # it would make the logits of all tokens
+        engine.use(self._settings_of_model())
         return engine
+
+    def _settings_of_model(self) -> ModelSettings:
+        """Return what is set for the model here, and keep the Trainer from doing the same."""
+        alpha = self.args.neftune_noise_alpha
+        self.neftune_noise_alpha = None  # its own noise would depend on the plan
+        smoothing = 0.0  # a planned loss smooths nothing under the plain Trainer either
+        if not has_planned_loss(self):
+            smoothing = self.args.label_smoothing_factor
+            self.label_smoother = None  # it would make the logits of all tokens
+        offloads = getattr(self.args, "activation_offloading", False)
+        return ModelSettings(
+            label_smoothing=smoothing,
+            liger=(self.args.liger_kernel_config or {}) if self.args.use_liger_kernel else None,
+            noise=None if alpha is None else (alpha, self.args.seed),
+            reason_as_set="activation_offloading=True offloads them" if offloads else None,
+        )
 
     # ---- training
 

@@ -11,7 +11,7 @@ A rank has all of the model, or accelerate gives it what it needs of it (FSDP, Z
 What the model itself is given is in `attached.py`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,13 +22,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
-from hf_flexseq.attention.programs import MicroBatchPrograms
+from hf_flexseq.attention.contexts import ModelContexts
 from hf_flexseq.config import AS_SET
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.choices import held_at_most
 from hf_flexseq.cost.forward import forward_only
 from hf_flexseq.cost.tower import TowerCost
-from hf_flexseq.hf.attached import AttachedModel
+from hf_flexseq.hf.attached import AttachedModel, ModelSettings
 from hf_flexseq.hf.calibration.choose import RunWide, with_host_bytes
 from hf_flexseq.hf.executors import EngineSetup, base_model, kernel_of, planner_of
 from hf_flexseq.hf.model.checks import check_model
@@ -48,9 +48,7 @@ from hf_flexseq.kernels import Kernel
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
-from hf_flexseq.plan.blocks import NO_BLOCKS, Blocks
 from hf_flexseq.plan.layout import PlanLayout
-from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.planner.blocks import exchange_degrees
 from hf_flexseq.planner.passes import passes_of
@@ -72,46 +70,6 @@ if TYPE_CHECKING:
     from hf_flexseq.hf.model.expert_adapters import ExpertAdapters  # which needs PEFT
 
 
-class ModelContexts:
-    """Makes the contexts of one model's micro-batches."""
-
-    def __init__(
-        self,
-        setup: EngineSetup,
-        kernel: Kernel,
-        passes: PlanPasses | None,
-        both_ways: Collection[int] = (),
-    ) -> None:
-        """passes: the planner's passes, if it has any. both_ways: layers that show images both
-        ways."""
-        self._setup = setup
-        self._kernel = kernel
-        self._passes = passes
-        self._both_ways = both_ways
-        self._former_programs: MicroBatchPrograms | None = None  # of the last context
-
-    def __call__(
-        self, shard: Shard, blocks: Blocks = NO_BLOCKS, memory: MemoryChoice | None = None
-    ) -> SequenceContext:
-        """Return a shard's context, with programs for the layers of the previous micro-batch.
-        blocks, memory: see `SequenceContext`."""
-        context = SequenceContext(
-            shard,
-            self._setup.communicator,
-            self._kernel,
-            self._setup.accelerator.device,
-            save_attention_output=self._setup.args.save_attention_output,
-            memory=memory,
-            passes=self._passes,
-            blocks=blocks,
-            both_ways=self._both_ways,
-        )
-        if self._former_programs is not None:
-            context.programs.prepare(self._former_programs.keys)
-        self._former_programs = context.programs
-        return context
-
-
 class WholeModelExecutor:
     """Runs micro-batches of groups on a whole model, as accelerate provides it (FSDP, ZeRO)."""
 
@@ -131,10 +89,7 @@ class WholeModelExecutor:
         self.kernel: Kernel | None = None  # chosen with the first step
         self.fsdp: FsdpPolicies | None = None  # made with the cost model
         self.reason_not_shared: str | None = None  # of the attached model
-        self.reason_as_set: str | None = None  # that the user gives to leave activations alone
-        self.label_smoothing = 0.0  # of the loss of models that are attached
-        self.liger: Mapping[str, Any] | None = None  # options of its kernels in these models
-        self.neftune: tuple[float, int] | None = None  # alpha and seed, for attached models
+        self.settings = ModelSettings()  # of models that are attached
         self._noise: NoiseColumns | None = None  # of the attached model
         self.host_memory_bytes = 0  # for activations of a rank, from `attach` on
         self._lowered: int | None = None  # by `lower_cap`
@@ -167,7 +122,7 @@ class WholeModelExecutor:
         plugin = getattr(self.setup.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.activation_checkpointing:
             return "activation_checkpointing of FSDP is on"
-        return self.reason_as_set or self.layers.reason_without_choices
+        return self.settings.reason_as_set or self.layers.reason_without_choices
 
     @property
     def keeps_own_loss(self) -> bool:
@@ -242,18 +197,10 @@ class WholeModelExecutor:
         # 2. what `detach` undoes
         self.reason_not_shared = reason_not_shared(model, base, args)
         self._noise = None
-        if self.neftune is not None:
-            self._noise = NoiseColumns(*self.neftune)
+        if self.settings.noise is not None:
+            self._noise = NoiseColumns(*self.settings.noise)
             self.reason_not_shared = self.reason_not_shared or "NEFTune's noise is of each row"
-        self._model = AttachedModel(
-            model,
-            base,
-            accelerator,
-            layers,
-            label_smoothing=self.label_smoothing,
-            liger=self.liger,
-            has_noise=self.neftune is not None,
-        )
+        self._model = AttachedModel(model, base, accelerator, layers, self.settings)
         if self._model.vision is not None:
             communicator.open_world()  # for features of images
 
@@ -450,8 +397,20 @@ class WholeModelExecutor:
         if self._contexts is None:
             vision = self._attached_model.vision
             both_ways = () if vision is None else vision.both_ways
-            self._contexts = ModelContexts(self.setup, self.kernel, self._passes, both_ways)
+            self._contexts = self._contexts_by(self.kernel, both_ways)
         return self._contexts
+
+    def _contexts_by(self, kernel: Kernel, both_ways: Collection[int] = ()) -> ModelContexts:
+        """Return a maker of contexts with a model's kernel, whose layers `both_ways` show images
+        both ways."""
+        return ModelContexts(
+            self.setup.communicator,
+            kernel,
+            self.setup.accelerator.device,
+            save_attention_output=self.setup.args.save_attention_output,
+            passes=self._passes,
+            both_ways=both_ways,
+        )
 
     def inputs_alone(self, row: SourceRow) -> Inputs:
         """Return the inputs of a micro-batch of `row`, all on this rank, after a dispatch."""
@@ -536,4 +495,4 @@ class WholeModelExecutor:
         self._attached_model.need_columns(columns)
         if LENGTHS in columns:
             self.reason_not_shared = f"{name} reads the length of the whole row"
-        return ModelContexts(self.setup, kernel, self._passes)
+        return self._contexts_by(kernel)

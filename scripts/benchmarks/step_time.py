@@ -43,7 +43,7 @@ from common import (
 )
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.whole_model import ModelContexts, WholeModelExecutor
+from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.options import PlanOptions
@@ -167,7 +167,11 @@ class OneRank:
         self.executor.lockstep = True
         self.executor.kernel = choose_kernel(CPU, torch.float32, HEAD_DIM)
         self.executor._model = SimpleNamespace(  # of text alone, with no columns of its own
-            base=SimpleNamespace(config=LlamaConfig()), token_columns=(), router=None
+            base=SimpleNamespace(config=LlamaConfig()),
+            token_columns=(),
+            router=None,
+            vision=None,
+            tiles=SimpleNamespace(attach_for=lambda plan: None),
         )
         self.trace = PlanTrace(None, self.communicator)
 
@@ -184,11 +188,11 @@ class OneRank:
             check=self.executor.check,
             read=self.executor.read,
         )
-        contexts = ModelContexts(self.executor.setup, self.executor.kernel, None)
+        contexts = self.executor._contexts_by(self.executor.kernel)
 
-        def timed_context(shard: Any) -> Any:
+        def timed_context(*given: Any, **named: Any) -> Any:
             with clock.timing("contexts"):
-                return contexts(shard)
+                return contexts(*given, **named)
 
         self.executor._contexts = timed_context
         with clock.timing("plan"):

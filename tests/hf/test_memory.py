@@ -18,6 +18,7 @@ from trl import SFTTrainer
 from trl.trainer import sft_trainer as sft_module
 
 from hf_flexseq import FlexSeqEngine
+from hf_flexseq.hf.attached import ModelSettings
 from hf_flexseq.hf.model.layer_memory import LayerMemory, reason_without_choices
 from hf_flexseq.memory.pages import MIB, HostMemoryFull
 from hf_flexseq.memory.store import HostStore
@@ -363,7 +364,7 @@ def test_the_engine_says_why_no_plan_chooses(caplog, settings, reason, then):
     with engine.attached(deep_llama()):
         assert engine.executor.reason_without_choices == reason
         assert engine.executor.host_memory_bytes > MIB
-        engine.keep_activations_as_set("the trainer has one")
+        engine.use(ModelSettings(reason_as_set="the trainer has one"))
         assert engine.executor.reason_without_choices == then
         with caplog.at_level("INFO"):
             engine.next_step(iter(batches(1)), 1)

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 
+from hf_flexseq.hf.attached import ModelSettings
 from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.embedding_noise import KEYS, SIZES, NoiseColumns, TokenNoise
 from hf_flexseq.steps.token_words import TokenWords
@@ -181,7 +182,7 @@ def gradients(rank, world_size, kind, seed, alpha):
         sharded(model)
     engine = RandomPlanEngine(Accelerator(cpu=True), seed)
     if alpha is not None:
-        engine.add_noise(alpha, SEED)
+        engine.use(ModelSettings(noise=(alpha, SEED)))
     engine.attach(model.train())
     wrapped = model if kind == "fsdp2" else DistributedDataParallel(model)
     batches = own_batches(documents(LENGTHS), rank, world_size)
