@@ -7,7 +7,8 @@ runs as it is.
 
 The options are those of accelerate's `TorchDynamoPlugin`, which the Trainer's `torch_compile` sets
 as well. accelerate would compile the whole model when it prepares it, so its plugin is off while
-the model is attached.
+the model is attached. Models that a trainer of TRL's has had prepared in its constructor, to ask
+them beside its own, become the uncompiled ones again.
 """
 
 import logging
@@ -18,7 +19,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DynamoBackend
+from accelerate.utils import (
+    DynamoBackend,
+    extract_model_from_parallel,
+    has_compiled_regions,
+    is_compiled_module,
+)
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -31,6 +37,8 @@ logger = logging.getLogger(__name__)
 # A forward is compiled anew for another width, for one token, and without gradients. After 8
 # times, torch's limit, it would run uncompiled from then on.
 _MOST_VARIANTS = 64
+
+_OTHERS = ("ref_model", "teacher_model")  # of trainers of TRL
 
 
 @contextmanager
@@ -66,6 +74,15 @@ def compiled_regions(model: PreTrainedModel, accelerator: Accelerator) -> Iterat
             del module.forward
         plugin.backend = backend
         limits.recompile_limit = most_variants
+
+
+def leave_others_uncompiled(trainer: Any) -> None:
+    """Give a trainer back the uncompiled models that it asks besides its own, which accelerate has
+    compiled as a whole: its reference or its teacher."""
+    for name in _OTHERS:
+        model = getattr(trainer, name, None)
+        if is_compiled_module(model) or (model is not None and has_compiled_regions(model)):
+            setattr(trainer, name, extract_model_from_parallel(model, keep_torch_compile=False))
 
 
 def _regions(model: PreTrainedModel) -> dict[nn.Module, None]:

@@ -41,6 +41,7 @@ from hf_flexseq.config import FlexSeqArguments, arguments_on
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.attached import ModelSettings
 from hf_flexseq.hf.collators import flexseq_collator, padded_collator
+from hf_flexseq.hf.compiled import leave_others_uncompiled
 from hf_flexseq.hf.data_order import Factors, check_factors, order_of
 from hf_flexseq.hf.dataset_checks import check_labels
 from hf_flexseq.hf.engine import FlexSeqEngine
@@ -125,6 +126,7 @@ class FlexSeqMixin(PartOfModelMixin):
         """Set up after the Trainer's own constructor. Collective over the world."""
         options = flexseq_args or arguments_on(self.args)
         check_trainer(self, options)
+        leave_others_uncompiled(self)
         base = base_model(self.model)
         check_model(base)
         check_loss_of_model(self, base)

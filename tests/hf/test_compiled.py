@@ -10,15 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin, compile_regions
 from torch._dynamo.utils import counters
 from transformers import LlamaForCausalLM
 
-from hf_flexseq.hf.compiled import compiled_regions
+from hf_flexseq.hf.compiled import compiled_regions, leave_others_uncompiled
 from hf_flexseq.hf.tiles import MlpTiles
 from tests.budget import others_nightly
-from tests.hf import test_reach
+from tests.hf import objectives, test_reach
 from tests.hf.by_hand import TWO_NODES, worst_error
+from tests.hf.objectives import Case
 from tests.hf.test_checks import fresh_accelerate, make_trainer  # noqa: F401
 from tests.hf.test_exactness import gradients_under_random_plans
 from tests.hf.test_reach import keep_float64, make_model, plans_across, stays_in_float64  # noqa: F401
@@ -122,6 +123,22 @@ def test_a_trainer_compiles_regions_alone_and_leaves_nothing_behind(tmp_path, co
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert trainer.accelerator.state.dynamo_plugin.backend == DynamoBackend.AOT_EAGER
     assert torch._dynamo.config.recompile_limit == limit
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_accelerate", "compiles_anew")
+def test_a_reference_model_is_not_compiled(tmp_path):
+    settings = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    trainer = objectives.make_trainer(Case(kind="dpo", steps=1, settings=settings), True, tmp_path)
+    trainer.train()
+    assert counters["stats"]["unique_graphs"] >= 2
+    assert type(trainer.ref_model) is LlamaForCausalLM
+    # nor one in compiled parts, nor a teacher
+    model = make_model("Llama")
+    asked = SimpleNamespace(ref_model=compile_regions(model), teacher_model=torch.compile(model))
+    assert asked.ref_model is not model
+    leave_others_uncompiled(asked)
+    assert asked.ref_model is asked.teacher_model is model
 
 
 def test_nothing_is_compiled_unless_asked_for():
