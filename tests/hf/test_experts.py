@@ -132,7 +132,7 @@ def test_trainers_equal_the_plain_ones(tmp_path):
 def adapted_before(rank, world_size, path):
     """With an optimizer that is made before the adapter is spread: the largest change of each
     matrix of the adapter in two steps, numbers of it on this rank over all, whether memory for
-    these is counted, and why it is not merged."""
+    these is counted, why it is not merged, and `losses_of_a_copy`."""
     model = with_adapter(spread(path, Qwen3MoeForCausalLM, TWO))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     accelerator = Accelerator(cpu=True)
@@ -159,16 +159,34 @@ def adapted_before(rank, world_size, path):
     is_counted &= cost.state_bytes >= PARAMETER_BYTES * here
     with pytest.raises(NotImplementedError) as raised:
         model.merge_adapter()
-    return changes, shares, is_counted, str(raised.value)
+    return changes, shares, is_counted, str(raised.value), losses_of_a_copy(model)
+
+
+def losses_of_a_copy(model):
+    """The loss of a row with the adapter that was there, and with a copy that is added later, as
+    TRL adds its reference."""
+    ids = torch.arange(2, 40).unsqueeze(0)
+    losses = []
+    with torch.no_grad():
+        losses.append(float(model(input_ids=ids, labels=ids).loss))
+        model.add_adapter("copy", model.peft_config["default"])
+        weights = dict(model.named_parameters())
+        for name, weight in weights.items():
+            if ".default." in name:
+                weights[name.replace(".default.", ".copy.")].data.copy_(weight.data)
+        model.set_adapter("copy")
+        losses.append(float(model(input_ids=ids, labels=ids).loss))
+    return losses
 
 
 def test_an_optimizer_that_is_there_trains_the_spread_adapter(tmp_path):
     path = save("Qwen3Moe", tmp_path)
-    for changes, shares, is_counted, refusal in run_ranks(adapted_before, 2, path):
+    for changes, shares, is_counted, refusal, losses in run_ranks(adapted_before, 2, path):
         assert len(changes) == 8
         assert min(changes) > 0
         assert shares == {0.5}
         assert is_counted
+        assert losses[1] == losses[0]
         assert re.search("proj of experts that DistributedConfig has spread .* in one pr", refusal)
         assert "\n" not in refusal
 

@@ -9,7 +9,9 @@ the two do not fit. So the adapter is spread as its experts are:
 
 1. `ExpertAdapters` gives all ranks rank 0's values, and leaves each the rows and columns of its
    own experts, as DTensors on the mesh of the expert group. PEFT saves these whole, and a whole
-   adapter is read into them. An optimizer that was made before gets them (`put_into`).
+   adapter is read into them. An optimizer that was made before gets them (`put_into`). An adapter
+   that PEFT adds later is spread at once; ranks with the same experts get the values of the first
+   of them when the model is attached again.
 2. In a forward, `SpreadParamWrapper` adds the product to what FSDP2 has gathered of the rank's
    experts.
 3. `ExpertAdapters.averaged` sums gradients over the ranks that have the same experts, and divides
@@ -45,6 +47,15 @@ _FORMER = "_flexseq_former_weight"  # where a layer keeps the parameter that was
 class SpreadParamWrapper(ParamWrapper):
     """PEFT's wrapper of a parameter of experts, of which this rank has some."""
 
+    def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Add an adapter, and leave this rank its part of it; of one without values yet, and
+        beside experts that FSDP2 has gathered, `ExpertAdapters` does."""
+        super().update_layer(adapter_name, *args, **kwargs)
+        mesh = _expert_group(self)
+        for linear, placement in _parts(self, adapter_name):
+            if mesh is not None and not linear.weight.is_meta:
+                _leave_own_part(linear, mesh, placement)
+
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
         """Add adapters to the parameter while the layer inside runs its forward, when FSDP2 has
@@ -71,6 +82,11 @@ class SpreadParamWrapper(ParamWrapper):
         """Return this rank's experts with adapters: [own experts, ...]."""
         weight = local(gathered)
         for name in names:
+            if not isinstance(self.lora_A[name].weight, DTensor):
+                raise ValueError(
+                    f"the adapter {name!r} was added after the model was attached: attach the "
+                    "model again, as a Trainer does when it trains or evaluates"
+                )
             a = local(self.lora_A[name].weight).to(weight.dtype)  # [own experts * r, in]
             b = local(self.lora_B[name].weight).to(weight.dtype)  # [out, r * own experts]
             a = a.reshape(len(weight), -1, a.shape[-1])  # [own experts, r, in]
@@ -88,6 +104,10 @@ class SpreadParamWrapper(ParamWrapper):
             "over ranks is not merged there: save the adapter, load it with the model in one "
             "process, and merge it there"
         )
+
+
+# By this name PEFT knows a wrapper that takes a further adapter.
+SpreadParamWrapper.__name__ = ParamWrapper.__name__
 
 
 def unsuitable_adapters(model: nn.Module) -> str | None:
@@ -143,17 +163,22 @@ class ExpertAdapters:
     def _spread(self, wrapper: Any, mesh: DeviceMesh) -> None:
         """Leave a rank its part of the adapters of a parameter. mesh: of its expert group."""
         wrapper.__class__ = SpreadParamWrapper
+        self._group = _ranks_of_same_experts(mesh.size(), self._communicator)
         for name in wrapper.lora_A:
-            by_number: Placement = _StridedShard(1, split_factor=wrapper.r[name])
-            for linear, placement in (
-                (wrapper.lora_A[name], Shard(0)),
-                (wrapper.lora_B[name], by_number),
-            ):
+            for linear, placement in _parts(wrapper, name):
+                self._make_alike(linear.weight.data)
                 if not isinstance(linear.weight, DTensor):
-                    _leave_own_part(linear, mesh, placement, self._communicator)
+                    _leave_own_part(linear, mesh, placement)
                 self._replaced[vars(linear)[_FORMER]] = linear.weight
                 self._weights.append(linear.weight)
-        self._group = _ranks_of_same_experts(mesh.size(), self._communicator)
+
+    def _make_alike(self, weight: torch.Tensor) -> None:
+        """Give all ranks rank 0's values of a whole weight, and ranks with the same experts the
+        same ones of a spread weight. Collective over the world."""
+        is_whole = not isinstance(weight, DTensor)
+        ranks = self._communicator.open_world() if is_whole else self._group
+        if ranks is not None:
+            ranks.broadcast(local(weight))
 
     def put_into(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the spread weights to an optimizer that was made before they were spread."""
@@ -186,15 +211,16 @@ def _ranks_of_same_experts(ep_size: int, communicator: Communicator) -> RankGrou
     return communicator.transport.open_group(parts)
 
 
-def _leave_own_part(
-    linear: nn.Linear, mesh: DeviceMesh, placement: Placement, communicator: Communicator
-) -> None:
-    """Leave a rank its part of a weight, with rank 0's values."""
+def _parts(wrapper: Any, name: str) -> Iterator[tuple[nn.Linear, Placement]]:
+    """Yield the two matrices of an adapter, and how each is spread."""
+    yield wrapper.lora_A[name], Shard(0)
+    yield wrapper.lora_B[name], _StridedShard(1, split_factor=wrapper.r[name])
+
+
+def _leave_own_part(linear: nn.Linear, mesh: DeviceMesh, placement: Placement) -> None:
+    """Leave a rank its part of a weight, which all ranks have whole."""
     weight = linear.weight
-    everyone = communicator.open_world()
-    assert everyone is not None, "experts are spread over several ranks"
     with torch.no_grad():
-        everyone.broadcast(weight.data)
         part = distribute_tensor(weight.data, mesh, [placement], src_data_rank=None)
         part = part.clone()  # a share of rows is a view of all
     linear.weight = nn.Parameter(part, requires_grad=weight.requires_grad)
