@@ -26,11 +26,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from accelerate import Accelerator
+from transformers import LlamaForCausalLM
 
 from common import (
     ROOT,
@@ -43,8 +43,9 @@ from common import (
 )
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.calibration.source import CostSource
+from hf_flexseq.hf.executors import EngineSetup
 from hf_flexseq.hf.whole_model import WholeModelExecutor
-from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
@@ -53,12 +54,11 @@ from hf_flexseq.steps.prefetch import PrefetchedSteps
 from hf_flexseq.steps.trace import PlanTrace
 from lengths import DOCUMENTS, WIKIPEDIA, K, batch, common_crawl_like
 from planners import CAP, COST, SETS, LengthSet
+from tiny import tiny_llama_config
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from gpu_checks.stub import StubCpuGroup, StubTransport
 
-CPU = torch.device("cpu")
-HEAD_DIM = 16
 DTYPES = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64}
 PARTS = ("plan", "dispatch", "contexts", "figures")
 COLUMNS = ("ranks x sequences", "steps", *PARTS, "all but contexts", "worst", "rank 0")
@@ -125,11 +125,12 @@ class RecordedCpuGroup(StubCpuGroup):
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
-        self.answer = b""
-        """What rank 0 sends: a plan, behind the line that says so."""
+        self.answer: bytes | None = None
+        """What rank 0 sends: a plan, behind the line that says so. None before the first step,
+        where rank 0 sends what this rank has, too."""
 
     def broadcast_bytes(self, data: bytes) -> bytes:
-        return self.answer
+        return data if self.answer is None else self.answer
 
 
 # ---- one rank
@@ -157,22 +158,16 @@ class OneRank:
         transport = StubTransport(rank, chosen.topology.world_size)
         self.cpu_group = transport.cpu_group = RecordedCpuGroup(chosen.topology.world_size)
         self.communicator = Communicator(chosen.topology, transport=transport)
-        setup = SimpleNamespace(
-            args=FlexSeqArguments(),
+        accelerator = Accelerator(cpu=True)
+        setup = EngineSetup(
+            accelerator=accelerator,
+            args=FlexSeqArguments(cost_model=COST.name),
             communicator=self.communicator,
-            accelerator=SimpleNamespace(device=CPU),
+            costs=CostSource(COST.name, COST, accelerator, self.communicator),
         )
         self.executor = WholeModelExecutor(setup)
-        self.executor.cost = COST
-        self.executor.lockstep = True
-        self.executor.kernel = choose_kernel(CPU, torch.float32, HEAD_DIM)
-        self.executor._model = SimpleNamespace(  # of text alone, with no columns of its own
-            base=SimpleNamespace(config=LlamaConfig()),
-            token_columns=(),
-            router=None,
-            vision=None,
-            tiles=SimpleNamespace(attach_for=lambda plan: None),
-        )
+        self.executor.attach(LlamaForCausalLM(tiny_llama_config()), lockstep=True)
+        self.contexts = self.executor._contexts_of_run()
         self.trace = PlanTrace(None, self.communicator)
 
     def run(self, step: Recorded) -> dict[str, float]:
@@ -188,11 +183,10 @@ class OneRank:
             check=self.executor.check,
             read=self.executor.read,
         )
-        contexts = self.executor._contexts_by(self.executor.kernel)
 
         def timed_context(*given: Any, **named: Any) -> Any:
             with clock.timing("contexts"):
-                return contexts(*given, **named)
+                return self.contexts(*given, **named)
 
         self.executor._contexts = timed_context
         with clock.timing("plan"):
