@@ -14,7 +14,7 @@ import torch
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
-from hf_flexseq.cost.presets import MODELS
+from hf_flexseq.cost.presets import MODELS, load_cost_model
 from tests.programs import ROOT, run_program
 
 BENCHMARKS = ROOT / "scripts/benchmarks"
@@ -167,6 +167,19 @@ def test_steps_of_the_benchmark_of_choices_have_their_tokens_and_their_longest(m
     assert result.planned_s <= worst.seconds
 
 
+def test_plans_for_experts_are_as_fast_as_what_they_are_compared_with(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for name in ("common", "lengths"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    benchmark = module("expert_plans")
+    run = next(benchmark.runs_of(1, 100_000))
+    result = benchmark.result_of(run, load_cost_model("qwen3-30b-a3b-ep8-h100"))
+    assert 0 < result.bound_s <= result.planned_s
+    for other in (result.own, result.ordered, result.single):
+        assert result.planned_s <= other.seconds
+    assert 0 < result.experts < 1
+
+
 def first_cells(name, *options):
     """The first column of what a benchmark prints, and all of it."""
     printed = run_program(BENCHMARKS / f"{name}.py", *options)
@@ -195,6 +208,34 @@ def test_remat_states_the_gain_and_the_memory(monkeypatch):
     assert cells == ["save_attention_output", "True", "False"]
     assert "one document of 64 tokens; 2 pairs" in printed
     assert "faster on the processor" in printed
+
+
+@pytest.mark.processes
+def test_planners_are_compared_with_each_other():
+    options = ["--sets", "documents", "--batches", 1, "--planners", "auto", "static"]
+    cells, printed = first_cells("planners", *options)
+    assert cells == ["lengths", "documents", "documents"]
+    over_bound = [float(line.split("|")[6]) for line in printed.splitlines()[-2:]]
+    assert 1 <= over_bound[0] < over_bound[1]
+
+
+@pytest.mark.processes
+def test_planning_with_shared_prefixes_is_timed_beside_planning_without():
+    cells, _ = first_cells("shared_prefixes", "--planning")
+    assert cells == [
+        "what",
+        *("planning 64 groups of 8 as " + way for way in ("units", "as many sequences", "rows")),
+        "nothing found in 1,000,000 tokens",
+    ]
+
+
+@pytest.mark.processes
+def test_step_time_times_all_that_a_step_does_outside_of_the_model():
+    cells, printed = first_cells("step_time", "--steps", 1, "--only", "64 x 512")
+    assert cells == ["ranks x sequences", "64 x 512"]
+    milliseconds = [float(cell) for cell in printed.splitlines()[-1].split("|")[3:-1]]
+    assert len(milliseconds) == 7
+    assert min(milliseconds) > 0
 
 
 @pytest.mark.slow
