@@ -122,7 +122,7 @@ def main() -> int:
     names = [*attending, *recurrent]
     parser.add_argument("--families", nargs="+", choices=names, metavar="FAMILY")
     parser.add_argument("--hybrids", action="store_true", help="those with recurrent layers")
-    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     asked = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -152,6 +152,8 @@ def main() -> None:
     if asked.out is not None:
         train(asked.tokens[0], asked.out)
         return
+    if min(asked.tokens) <= SHORT:
+        parser.error(f"--tokens {min(asked.tokens)}: give more than the first step's {SHORT}")
     print(f"million.py {' '.join(sys.argv[1:])}\non {machine('torch', 'transformers')}")
     print(f"load {load_average()}\n")
     found = [measured(tokens) for tokens in asked.tokens]

@@ -266,6 +266,8 @@ def main() -> int:
     )
     parser.add_argument("--batches", type=int, default=11, help="for planning time")
     options = parser.parse_args()
+    if options.batches < 2:
+        parser.error(f"--batches {options.batches}: give at least 2, for a percentile")
     write = functools.partial(print, flush=True)
     write(f"pipeline.py {' '.join(sys.argv[1:])}")
     write(f"on {machine('numpy')}")

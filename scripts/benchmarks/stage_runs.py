@@ -137,6 +137,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
     asked = parser.parse_args()
+    if asked.hidden < 128 or asked.hidden % 128:
+        parser.error(f"--hidden {asked.hidden}: give a multiple of 128, two heads that share keys")
     print(f"on {machine('torch', 'transformers')}; load average {load_average()}")
     print(
         f"{asked.layers} layers, {asked.hidden} wide, float32; {asked.steps} steps of {STAGES} "
