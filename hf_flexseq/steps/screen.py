@@ -47,7 +47,8 @@ class DrawnNotes:
             self._warn(
                 "step %d: the data_collator makes %d rows otherwise of a whole batch than of "
                 "each example, as hf_flexseq calls it: it looks at other rows, gives padding "
-                "labels, puts padding before a token that has one, or is random",
+                "labels, puts padding or another example before a token that has one, or is "
+                "random",
                 step.number,
                 step.drawn.other_rows,
             )

@@ -2,8 +2,10 @@
 
 `DataCollatorForFlexSeq` calls another collator with one example at a time, since batches are
 planned by their sequences. The plain Trainer calls it with a whole batch. Both agree unless the
-collator looks at other rows, gives labels to padding, puts padding on the left of a token that has
-a label, or is random.
+collator looks at other rows, gives labels to padding, puts padding or another example in front of a
+token that has a label, or is random.
+
+A collator without padding joins its examples into one row.
 """
 
 import copy
@@ -26,11 +28,34 @@ def other_rows(collate: Collate, examples: Sequence[Mapping[str, Any]]) -> int:
     single examples. The run keeps its random numbers, and the examples stay as they are."""
     with Attempt() as collating, random_numbers_kept():
         together = collate(copy.deepcopy(list(examples)))
-        differing = 0
-        for index, example in enumerate(examples):
-            alone = collate([copy.deepcopy(example)])
-            differing += not _is_same_row(together, index, alone)
+        alone = [collate([copy.deepcopy(example)]) for example in examples]
+        if len(together["input_ids"]) < len(alone):
+            differing = _other_joined_rows(together, alone)
+        else:
+            differing = sum(
+                not _is_same_row(together, index, row) for index, row in enumerate(alone)
+            )
     return 0 if collating.error is not None else differing
+
+
+def _other_joined_rows(together: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many examples stand otherwise in the one row of a batch [1, tokens of all] than
+    alone [1, tokens], or have a label of their first token, which the one before them predicts."""
+    lengths = [row["input_ids"].shape[1] for row in alone]
+    if together["input_ids"].shape != (1, sum(lengths)):
+        return len(alone)
+    differing = 0
+    start = 0
+    for row, length in zip(alone, lengths, strict=True):
+        own = {}
+        for name, value in together.items():
+            if isinstance(value, torch.Tensor) and value.shape == together["input_ids"].shape:
+                own[name] = value[:, start : start + length]  # [1, tokens]
+        labels = own.get("labels")
+        has_first_label = start > 0 and labels is not None and bool(labels[0, 0] != IGNORE_INDEX)
+        differing += has_first_label or not _is_same_row(own, 0, row)
+        start += length
+    return differing
 
 
 def _is_same_row(together: Mapping[str, Any], index: int, alone: Mapping[str, Any]) -> bool:
