@@ -9,8 +9,8 @@ import pytest
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.planner.bound import bound_ns
-from planner.exact import least_lockstep_ns
 from tests.budget import examples
+from tests.planner.exact import least_lockstep_ns
 from tests.plans import planned
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]

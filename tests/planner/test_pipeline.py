@@ -21,9 +21,9 @@ from hf_flexseq.planner.pipeline.greedy import Policy, actions_of, play
 from hf_flexseq.planner.pipeline.orders import interleaved, one_forward_one_backward
 from hf_flexseq.planner.pipeline.pack import chunked_units, first_fit, level_units, whole_units
 from hf_flexseq.planner.pipeline.replicas import make_step_plan
-from pipelines import costs_of, even_cost, pipelined, plan_of, relaxed, stage_cost
-from planner.pipeline_exact import shortest
 from tests.budget import examples, for_seeds
+from tests.pipelines import costs_of, even_cost, pipelined, plan_of, relaxed, stage_cost
+from tests.planner.pipeline_exact import shortest
 
 POLICIES = [
     Policy(first=a, w_first=b, w_delay=c)

@@ -14,8 +14,8 @@ from hf_flexseq.planner.pipeline.cuts import CutWork
 from hf_flexseq.published.infinipipe import checkpointing
 from hf_flexseq.published.infinipipe.checkpointing import CheckpointingTask, solve
 from hf_flexseq.published.infinipipe.chunking import infinipipe_units
-from pipelines import pipelined, stage_cost
 from tests.budget import for_seeds
+from tests.pipelines import pipelined, stage_cost
 
 LINEAR = CutWork(linear=1.0, square=0.0)
 
