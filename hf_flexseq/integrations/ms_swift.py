@@ -14,6 +14,10 @@ of this module there.
 ms-swift's trainer computes the loss, its input and its accuracy from the logits of padded batches.
 `PlannedTrainer` has transformers' own methods in their place; what only ms-swift's loss can do is
 refused.
+
+With `packing` an example is a list of sequences, and with `padding_free` a batch is one row. Rows
+of both have positions that begin again with each sequence, by which `DataCollatorForFlexSeq` takes
+them apart. ms-swift gives no first token a label.
 """
 
 from typing import Any, NamedTuple
@@ -22,6 +26,7 @@ from swift.trainers import Seq2SeqTrainer, TrainerFactory
 from transformers import Trainer
 
 from hf_flexseq.base.refusals import Refusal, option, refuse
+from hf_flexseq.base.versions import FUSED_HEAD_FROM
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.trainer import FlexSeqMixin
 from hf_flexseq.integrations.options import options_in
@@ -53,9 +58,10 @@ class RefusedTrainer:
         if template.task_type == TASK:
             task = f"swift rlhf ({type(args).__name__})"
         raise NotImplementedError(
-            f"hf_flexseq does not support {task} of ms-swift: it plans swift pt and swift sft "
-            "there, and preferences, rewards and GRPO with TRL's own trainers; leave the plugin "
-            "out, or use TRL's trainer with FlexSeqMixin"
+            f"hf_flexseq does not support {task} of ms-swift: its trainer computes the loss from "
+            "the model's outputs for a padded batch, of preferences and GRPO from logits, a whole "
+            "vocabulary for every token; leave the plugin out, or use TRL's trainer with "
+            f"FlexSeqMixin, in an environment with TRL {FUSED_HEAD_FROM} or newer"
         )
 
 
@@ -119,20 +125,6 @@ SETTINGS: tuple[Refusal[_Settings], ...] = (
         found=option("sequence_parallel_size", lambda size: size > 1, holder="template"),
         why="ms-swift would cut sequences itself, by one degree for the run",
         instead="leave it out: hf_flexseq chooses degrees",
-        error=ValueError,
-    ),
-    Refusal(
-        setting="packing",
-        found=option("packing", holder="template"),
-        why="packed rows would be taken for single sequences",
-        instead="leave it out: hf_flexseq packs by itself",
-        error=ValueError,
-    ),
-    Refusal(
-        setting="padding_free",
-        found=option("padding_free", holder="template"),
-        why="the rows of a batch would be taken for one sequence",
-        instead="leave it out: hf_flexseq computes no padding",
         error=ValueError,
     ),
     Refusal(

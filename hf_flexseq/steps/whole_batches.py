@@ -2,8 +2,8 @@
 
 `DataCollatorForFlexSeq` calls another collator with one example at a time, since batches are
 planned by their sequences. The plain Trainer calls it with a whole batch. Both agree unless the
-collator looks at other rows, gives labels to padding, puts padding or another example in front of a
-token that has a label, or is random.
+collator looks at other rows, gives labels to padding, puts padding or another example in front of
+a token that has a label, or is random.
 
 A collator without padding joins its examples into one row.
 """

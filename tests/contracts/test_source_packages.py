@@ -215,8 +215,15 @@ def test_ms_swift_names_the_trainer_of_a_task_and_makes_it_so(sources, version):
         found
     )
     template = files["swift/template/base.py"]
-    for name in ("is_binary_loss_scale", "sequence_parallel_size", "padding_free", "packing"):
+    for name in ("is_binary_loss_scale", "sequence_parallel_size"):
         assert f"self.{name} = " in template, (name, found)
+    # packed rows: examples are lists, positions begin again, and no first token has a label
+    for line in (
+        "batch = sum(batch, start=[])",
+        "packed['position_ids'] = sum((list(range(x)) for x in length), start=[])",
+        "encoded['labels'][0] = -100",
+    ):
+        assert line in template, (line, found)
     assert "def get_base_model(" in template, found
     arguments = files["swift/trainers/arguments.py"]
     for name in ("enable_dft_loss", "enable_channel_loss", "loss_type", "router_aux_loss_coef"):
