@@ -18,8 +18,8 @@ from hf_flexseq.planner.search.repair import repair
 from hf_flexseq.planner.search.targets import starting_candidates
 from hf_flexseq.planner.static import static_micro_batches
 from hf_flexseq.planner.task import PlanTask
-from planner.brute import least_rise_by_search, placed_one_by_one, poured_one_by_one
 from tests.budget import for_seeds
+from tests.planner.brute import least_rise_by_search, placed_one_by_one, poured_one_by_one
 from tests.plans import planned
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
