@@ -19,7 +19,7 @@ from hf_flexseq.plan.pipeline import parse
 from hf_flexseq.planner import make_plan
 from hf_flexseq.view import report
 from hf_flexseq.view.report import data_uri, lengths_text, run_text, step_row, steps_figure
-from pipelines import plan_of
+from tests.pipelines import plan_of
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")

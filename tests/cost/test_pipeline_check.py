@@ -9,7 +9,7 @@ from hf_flexseq.cost.pipeline_check import check, check_memory, check_step
 from hf_flexseq.plan.pipeline import parse
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.plan.shard import Slice
-from pipelines import even_cost, plan_of
+from tests.pipelines import even_cost, plan_of
 
 FIRST = "0F0.0 0F0.1 0F1.0 0I0.1 0I0.0 0W0.1 0W0.0 0B1.0"
 LAST = "1F0.0 1F0.1 1B0.1 1B0.0 1F1.0 1I1.0 1W1.0"

@@ -11,8 +11,8 @@ from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.cost.walk import makespan_ns, peak_bytes, timed
 from hf_flexseq.plan.pipeline import parse
-from pipelines import costs_of, even_cost, pipelined, plan_of, relaxed, stage_cost
 from tests.budget import examples, for_seeds
+from tests.pipelines import costs_of, even_cost, pipelined, plan_of, relaxed, stage_cost
 
 
 def random_plan(rng):
