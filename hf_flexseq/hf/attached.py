@@ -186,6 +186,7 @@ class AttachedModel:
         """Prepare a planned call; for one without `seq_ctx`, restore the model's own attention and
         loss."""
         if kwargs.get("seq_ctx") is not None:
+            self._end_interrupted_call()
             self._checkpointing.replace()
             return
         if self.base.config._attn_implementation != NAME:
@@ -202,6 +203,13 @@ class AttachedModel:
             _, own = self._other_call
             self._other_call = None
             own.close()
+
+    def _end_interrupted_call(self) -> None:
+        """Undo what `_begin_call` has done for a call that an interrupt has ended, such as Ctrl-C
+        in a generation: torch runs no hook after it. A planned call inside of another call is
+        given our attention by its caller."""
+        if self._other_call is not None and self.base.config._attn_implementation != NAME:
+            self._end_call(self._other_call[0], (), None)
 
     def need_columns(self, names: Iterable[str]) -> None:
         """Dispatch more columns, without duplicates, with every token from now on."""

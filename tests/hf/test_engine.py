@@ -4,15 +4,26 @@ it is detached the accelerator is as it was, and what one machine lacks is refus
 from functools import partial
 
 import pytest
+import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from hf_flexseq import FlexSeqEngine
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.hf import executors
+from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.calibration import source
 from hf_flexseq.hf.pipeline.executor import StageExecutor
 from hf_flexseq.hf.whole_model import WholeModelExecutor
-from tests.hf.tiny import batches, tiny_arguments, tiny_llama
+from tests.hf.test_exactness import own_batches
+from tests.hf.tiny import (
+    batches,
+    documents,
+    reference_gradients,
+    relative_errors,
+    taken_gradients,
+    tiny_arguments,
+    tiny_llama,
+)
 from tests.ranks import join, run_cases, run_threads
 
 KINDS = ("whole", "stages")
@@ -168,6 +179,24 @@ def test_a_plain_loop_runs_the_stages_of_the_model_that_their_executor_was_made_
     ((first, last),) = run_cases(loop_over_stages, 2, [()])
     assert first == [0.0] * 3
     assert all(loss > 0 for loss in last)
+
+
+def test_a_step_after_an_interrupted_generation_has_our_attention_again():
+    examples = documents([5, 9, 17, 3])
+    wanted_loss, wanted = reference_gradients(tiny_llama(), examples)
+    model = tiny_llama()
+    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
+    engine.attach(model)
+    ctrl_c = model.model.layers[1].register_forward_pre_hook(FailsNow(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(torch.arange(2, 9).unsqueeze(0), max_new_tokens=3)
+    ctrl_c.remove()
+    (loss,) = [step.backward(model) for step in engine.steps(own_batches(examples, 0, 1), 2)]
+    assert model.config._attn_implementation == NAME
+    engine.detach()
+    assert float(loss) == pytest.approx(wanted_loss, rel=1e-10)  # float32 by its own loss
+    assert max(relative_errors(taken_gradients(model), wanted).values()) < 1e-10
+    assert model.config._attn_implementation == "sdpa"
 
 
 # ---- what one machine lacks
