@@ -25,6 +25,7 @@ from gpu_checks import several, subject
 from gpu_checks.report import Section, Setting, table, this_script, verdict
 from hf_flexseq.distributed.hosts import last_error
 from hf_flexseq.plan import Group, MicroBatch, Plan
+from hf_flexseq.plan.facts import NO_FACTS, StepFacts
 
 LOST_PART = "lost rank"  # the part that every rank runs
 TIMEOUT_S = 20.0  # of the job
@@ -112,8 +113,8 @@ class OneRing:
         self._ranks = tuple(range(ranks))
         self._lengths: dict[int, list[int]] = {}  # by step
 
-    def submit(self, step: int, lengths: list[int]) -> None:
-        """Note the lengths of a step."""
+    def submit(self, step: int, lengths: list[int], facts: StepFacts = NO_FACTS) -> None:
+        """Note the lengths of a step. facts: none, as documents are text that shares nothing."""
         self._lengths[step] = lengths
 
     def wait(self, step: int, seconds: float) -> str | None:

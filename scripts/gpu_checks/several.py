@@ -42,6 +42,7 @@ from hf_flexseq.attention import function as attention_function
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan import Plan
+from hf_flexseq.plan.facts import NO_FACTS, StepFacts
 from hf_flexseq.planner.process.client import Planner
 
 LAYERS = 2
@@ -206,8 +207,8 @@ class RandomPlans:
         self._random = random.Random(seed)
         self._lengths: dict[int, list[int]] = {}  # by step
 
-    def submit(self, step: int, lengths: list[int]) -> None:
-        """Note the lengths of a step."""
+    def submit(self, step: int, lengths: list[int], facts: StepFacts = NO_FACTS) -> None:
+        """Note the lengths of a step. facts: none, as documents are text that shares nothing."""
         self._lengths[step] = lengths
 
     def wait(self, step: int, seconds: float) -> str | None:

@@ -1,6 +1,7 @@
 """scripts/gpu_check.py, rehearsed on a CPU: every part but its lines for CUDA alone."""
 
 import importlib
+import inspect
 import os
 import runpy
 import subprocess
@@ -14,6 +15,7 @@ from hf_flexseq.kernels import fused
 from hf_flexseq.kernels.choose import CANDIDATES
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.fused import TorchFused
+from hf_flexseq.planner.process.client import Planner
 from tests.matching import Launches
 from tests.programs import ROOT
 
@@ -120,6 +122,16 @@ def test_what_is_seen_is_on_the_page(module, name, said):
     assert section.holds
     for words in said:
         assert words in section.text()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("several", "RandomPlans"), ("lost_rank", "OneRing")]
+)
+def test_planners_of_the_checks_are_called_as_all_planners_are(module, name):
+    made = getattr(part(module), name)
+    for method in ("submit", "wait", "result", "close"):
+        wanted = inspect.signature(getattr(Planner, method)).parameters
+        assert inspect.signature(getattr(made, method)).parameters.keys() == wanted.keys()
 
 
 @once_a_week
