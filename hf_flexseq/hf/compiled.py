@@ -65,15 +65,17 @@ def compiled_regions(model: PreTrainedModel, accelerator: Accelerator) -> Iterat
     most_variants = limits.recompile_limit
     limits.recompile_limit = max(most_variants, _MOST_VARIANTS)
     plugin.backend = DynamoBackend.NO
-    for module in regions:
-        module.forward = types.MethodType(forwards[type(module)], module)
+    ours = {module: types.MethodType(forwards[type(module)], module) for module in regions}
+    for module, forward in ours.items():
+        module.forward = forward
     try:
         yield
     finally:
-        for module in regions:
-            del module.forward
         plugin.backend = backend
         limits.recompile_limit = most_variants
+        for module, forward in ours.items():
+            if vars(module).get("forward") is forward:  # else others have replaced it since
+                del module.forward
 
 
 def leave_others_uncompiled(trainer: Any) -> None:

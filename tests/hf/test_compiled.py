@@ -161,3 +161,15 @@ def test_modules_with_a_forward_of_their_own_are_left_alone():
         assert len(compiled(model)) == REGIONS
         assert norm.forward is own
     assert norm.forward is own
+
+
+def test_a_forward_that_was_put_on_a_module_meanwhile_stays():
+    model = make_model("Llama")
+    accelerator = told_to_compile()
+    first, second = (layer.mlp for layer in model.model.layers)
+    with compiled_regions(model, accelerator):
+        own = first.forward = lambda hidden: hidden
+        del second.forward
+    assert first.forward is own
+    assert compiled(model) == [first]
+    assert accelerator.state.dynamo_plugin.backend == DynamoBackend.AOT_EAGER
