@@ -29,6 +29,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import argparse
 import logging
+import math
 import statistics
 import sys
 import tempfile
@@ -392,7 +393,7 @@ def error_table(pairs: list[Pair]) -> str:
         errors = sorted(pair.error for pair in chosen)
         seconds = statistics.median(pair.executed_s for pair in chosen)
         ratio = statistics.median(pair.predicted_s / pair.executed_s for pair in chosen)
-        p90 = errors[int(0.9 * (len(errors) - 1))]
+        p90 = errors[math.ceil(0.9 * len(errors)) - 1]  # at least 90 % are no larger
         row = [name, len(chosen), f"{seconds:.3f}", f"{ratio:.3f}"]
         rows.append([*row, f"{statistics.median(errors):.1%}", f"{p90:.1%}"])
     return table(columns, rows, numbers=(1, 2, 3, 4, 5))
