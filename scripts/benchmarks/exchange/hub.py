@@ -52,6 +52,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "tiny-MistralForCausalLM-0.2": ("Mistral", {"sliding_window": None}, "qwen2_5"),
     "tiny-Lfm2ForCausalLM": ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "lfm2"),
 }
+# Qwen2ForSequenceClassification and others, with one class: a reward.
+REWARD_MODELS = {
+    "tiny-Qwen2ForSequenceClassification-2.5": ("Qwen2", {}, "qwen2_5"),
+    "tiny-Qwen3ForSequenceClassification": ("Qwen3", {"head_dim": 2}, "qwen3"),
+    "tiny-LlamaForSequenceClassification-3.2": ("Llama", {}, "llama3_2"),
+}
 TOKENIZERS_ALONE = {"Qwen/Qwen3-4B": "qwen3"}
 
 END = "<|im_end|>"
@@ -68,10 +74,11 @@ def make_hub(folder: Path) -> None:
     tokenizer = tokenizer_of(lines)
     for name, template in TOKENIZERS_ALONE.items():
         save_tokenizer(tokenizer, folder / name, template)
-    for name, (family, options, template) in MODELS.items():
-        place = folder / OWNER / name
-        save_model(place, family, options, len(tokenizer), tokenizer)
-        save_tokenizer(tokenizer, place, template)
+    for models_of, head in ((MODELS, "CausalLM"), (REWARD_MODELS, "SequenceClassification")):
+        for name, (family, options, template) in models_of.items():
+            place = folder / OWNER / name
+            save_model(place, f"{family}For{head}", family, options, len(tokenizer), tokenizer)
+            save_tokenizer(tokenizer, place, template)
     for name, configurations in datasets_of(lines).items():
         save_dataset(folder / OWNER / name, configurations)
     make_pictures(folder, lines)
@@ -117,9 +124,16 @@ def save_tokenizer(
 
 
 def save_model(
-    place: Path, family: str, options: dict[str, Any], vocabulary: int, tokenizer: Any
+    place: Path,
+    kind: str,
+    family: str,
+    options: dict[str, Any],
+    vocabulary: int,
+    tokenizer: Any,
 ) -> None:
-    """Save a model of random weights."""
+    """Save a model of random weights, of a class `kind` of a family; a classifier of one class."""
+    if kind.endswith("SequenceClassification"):
+        options = options | {"num_labels": 1}
     configuration = getattr(transformers, f"{family}Config")(
         vocab_size=vocabulary,
         eos_token_id=tokenizer.eos_token_id,
@@ -129,7 +143,7 @@ def save_model(
         **options,
     )
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(configuration)
+    model = getattr(transformers, kind)(configuration)
     model.save_pretrained(place)
 
 
@@ -143,10 +157,27 @@ def datasets_of(lines: list[str]) -> dict[str, dict[str, list[dict[str, Any]]]]:
             "standard_language_modeling": [{"text": line} for line in lines],
             "standard_prompt_completion": list(completions(lines)),
             "standard_implicit_prompt_preference": list(preferences(lines)),
+            "standard_preference": [
+                {"prompt": prompt, "chosen": last, "rejected": " perhaps."}
+                for prompt, last in prompts(lines)
+            ],
+            "standard_unpaired_preference": [
+                {"prompt": prompt, "completion": last, "label": number % 2 == 0}
+                for number, (prompt, last) in enumerate(prompts(lines))
+            ],
+            "standard_prompt_only": [{"prompt": prompt} for prompt, _ in prompts(lines)],
             "conversational_language_modeling": [{"messages": talk(line)} for line in lines],
             "conversational_prompt_completion": [
                 {"prompt": talk(line)[:1], "completion": talk(line)[1:]} for line in lines
             ],
+            "conversational_preference": [
+                {"prompt": talk(line)[:1], "chosen": talk(line)[1:], "rejected": doubt()}
+                for line in lines
+            ],
+            "conversational_implicit_prompt_preference": [
+                {"chosen": talk(line), "rejected": talk(line)[:1] + doubt()} for line in lines
+            ],
+            "conversational_prompt_only": [{"prompt": talk(line)[:1]} for line in lines],
         },
         "harmony": {
             "language_modeling": [{"messages": thoughtful(line)} for line in lines],
@@ -159,11 +190,17 @@ def datasets_of(lines: list[str]) -> dict[str, dict[str, list[dict[str, Any]]]]:
     }
 
 
-def completions(lines: list[str]) -> Iterator[dict[str, str]]:
-    """Yield each sentence, its last word as the completion."""
+def prompts(lines: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield each sentence without its last word, and this word."""
     for line in lines:
         prompt, _, last = line.rpartition(" ")
-        yield {"prompt": prompt, "completion": f" {last}"}
+        yield prompt, f" {last}"
+
+
+def completions(lines: list[str]) -> Iterator[dict[str, str]]:
+    """Yield each sentence, its last word as the completion."""
+    for prompt, last in prompts(lines):
+        yield {"prompt": prompt, "completion": last}
 
 
 def preferences(lines: list[str]) -> Iterator[dict[str, str]]:
@@ -176,6 +213,11 @@ def talk(line: str) -> list[dict[str, str]]:
     """Return a question and a sentence of the Zen as its answer."""
     question = f"What does the Zen of Python say about {line.split()[0].lower()}?"
     return [{"role": "user", "content": question}, {"role": "assistant", "content": line}]
+
+
+def doubt() -> list[dict[str, str]]:
+    """Return an answer that is not the Zen's."""
+    return [{"role": "assistant", "content": "Nothing, perhaps."}]
 
 
 def thoughtful(line: str) -> list[dict[str, str | None]]:

@@ -43,7 +43,9 @@ from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 
 PACKAGE = Path(hf_flexseq.__file__).parent
 LIBRARIES = ("transformers", "trl")
-TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")  # of TRL
+TRAINERS = (  # of TRL
+    *("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer"),
+)
 MOST_SECONDS = 120  # that a test may take
 MOST_CHARACTERS = 500  # of an error that are kept
 Outcome = tuple[str, str]  # passed, unused, skipped, refused or failed, and why
