@@ -218,7 +218,7 @@ OF_SFT = ["mean_token_accuracy", "entropy", "eval_entropy", "num_tokens"]
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "names",
-    [("ten steps", "sft", "own loss"), pytest.param(tuple(RUNS), marks=pytest.mark.nightly)],
+    [("ten steps", "sft"), pytest.param(tuple(RUNS), marks=pytest.mark.nightly)],
     ids=["some", "all"],
 )
 def test_steps_are_those_of_the_plain_trainers(names, tmp_path):
