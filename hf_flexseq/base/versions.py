@@ -56,9 +56,11 @@ def installed(package: str) -> str | None:
 
 
 def is_older(package: str, version: str) -> bool:
-    """Tell whether an installed package is older than a version, by its first two numbers."""
+    """Tell whether an installed package is older than a version, by as many numbers as that
+    has."""
     found = installed(package)
-    return found is not None and _release(found) < _release(version)
+    wanted = _numbers(version)
+    return found is not None and _numbers(found)[: len(wanted)] < wanted
 
 
 def needs(package: str, version: str) -> str:
@@ -68,7 +70,11 @@ def needs(package: str, version: str) -> str:
 
 def _release(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version: patches change no interface."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    return _numbers(version)[:2]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
 # ---- the warning
@@ -102,13 +108,6 @@ def warn_untested() -> None:
 
 
 # ---- names
-
-
-def gathers_adapters() -> bool:
-    """Tell whether PEFT gathers an adapter that ranks share when it saves it."""
-    numbers = re.findall(r"\d+", installed("peft") or "")[:3]
-    wanted = SPREAD_ADAPTERS_FROM.split(".")
-    return [int(number) for number in numbers] >= [int(number) for number in wanted]
 
 
 def is_sharded_at_load(holder: Any) -> bool:

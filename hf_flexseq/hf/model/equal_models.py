@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from hf_flexseq.hf.model.facts import unsharded_class
 from hf_flexseq.hf.model.meta_model import NOT_COPIED
+from hf_flexseq.steps.users_code import package
 
 Found = TypeVar("Found")
 
@@ -35,7 +36,8 @@ class _Kept(NamedTuple):
 def once_for_equal_models(trial: Callable[[PreTrainedModel], Found]) -> Callable[..., Found]:
     """Let `trial`, whose result depends on a model's class, configuration and code alone, run once
     for equal models in a process. It runs every time for a model with modules of the user's, or
-    with a configuration that JSON cannot tell. Results are shared: nobody may change them."""
+    whose configuration cannot be written as JSON. Callers share the results and must not change
+    them."""
     kept: dict[object, _Kept] = {}
     lock = threading.RLock()  # threads that are ranks wait for the one that tries
 
@@ -43,7 +45,7 @@ def once_for_equal_models(trial: Callable[[PreTrainedModel], Found]) -> Callable
     def found(model: PreTrainedModel) -> Found:
         kinds = {name: unsharded_class(module) for name, module in model.named_modules()}
         options = _options_of(model)
-        if options is None or any(_package(kind) not in NOT_COPIED for kind in kinds.values()):
+        if options is None or any(package(kind) not in NOT_COPIED for kind in kinds.values()):
             return trial(model)
         code = _code_of(set(kinds.values()))
         key = (tuple(kinds.items()), options, tuple(map(id, code)))
@@ -58,13 +60,9 @@ def once_for_equal_models(trial: Callable[[PreTrainedModel], Found]) -> Callable
     return found
 
 
-def _package(kind: type[Any]) -> str:
-    return kind.__module__.partition(".")[0]
-
-
 def _options_of(model: PreTrainedModel) -> object:
-    """Return what a copy has of the configuration of its model; None where a value is none of
-    JSON's."""
+    """Return what a copy takes from its model's configuration; None if that cannot be written as
+    JSON."""
     try:
         text = model.config.to_json_string()
     except TypeError:  # such as a function: plain trainers ask for JSON only when they save
@@ -77,7 +75,7 @@ def _code_of(kinds: set[type[Any]]) -> tuple[Any, ...]:
     the files of transformers that define the modules and their base classes, those of their
     classes, and those that make masks."""
     bases = {base for kind in kinds for base in kind.__mro__}
-    files = {base.__module__ for base in bases if _package(base) == "transformers"}
+    files = {base.__module__ for base in bases if package(base) == "transformers"}
     code: list[Any] = []
     for name in sorted({*files, masking_utils.__name__}):
         for value in vars(sys.modules[name]).values():

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from hf_flexseq.base.versions import SPREAD_ADAPTERS_FROM, gathers_adapters, needs
+from hf_flexseq.base.versions import SPREAD_ADAPTERS_FROM, is_older, needs
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.reduction import averaged_gradients, local
 from hf_flexseq.distributed.transport import RankGroup
@@ -119,7 +119,7 @@ def unsuitable_adapters(model: nn.Module) -> str | None:
                 continue
             wrapper = model.get_submodule(".".join(parts[:place]))
             reason = unsuitable_adapter(wrapper)
-            if reason is None and not gathers_adapters():
+            if reason is None and is_older("peft", SPREAD_ADAPTERS_FROM):
                 reason = f"to save it, {needs('peft', SPREAD_ADAPTERS_FROM)}"
             if reason is not None:
                 layer = ".".join(one for one in parts[:place] if one != ADAPTED)
@@ -202,7 +202,7 @@ def _expert_group(wrapper: Any) -> DeviceMesh | None:
 
 
 def _ranks_of_same_experts(ep_size: int, communicator: Communicator) -> RankGroup | None:
-    """Return the group of ranks that have the experts of this one; None if there is no other.
+    """Return the group of the ranks with the same experts as this one; None if no other has them.
     Collective over the world at first."""
     world_size = communicator.world_size
     if ep_size == world_size:
