@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from hf_flexseq.base.registry import PLANNERS
-from hf_flexseq.cli.plan import in_steps, placed, planned, read_rows, tower_load
+from hf_flexseq.cli.plan import in_steps, planned, planned_images, read_rows, tower_load
 from hf_flexseq.cli.progress import Progress
 from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.cost.presets import load_cost_model
@@ -277,10 +277,8 @@ def _measure(
 
 def _image_bytes(step: SharedRows, options: Namespace, cost: CostModel) -> int:
     """Return the most bytes that a rank holds for a step's images."""
-    placement = placed(step, options, cost)
-    if placement is None or cost.tower is None:
-        return 0
-    return round(cost.tower.held_bytes(step.images, placement))
+    of_images = planned_images(step, options, cost)
+    return 0 if of_images is None else round(of_images.held_bytes)
 
 
 def _in_groups_s(plan: Plan, step: SharedRows, options: Namespace, cost: CostModel) -> float:

@@ -3,6 +3,7 @@
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hf_flexseq.base.lengths import (
@@ -17,11 +18,12 @@ from hf_flexseq.base.registry import PLANNERS
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import PRESETS, load_cost_model
 from hf_flexseq.plan import Plan
-from hf_flexseq.plan.images import IMAGE, VIDEO, ImagePlacement, ImageSize, TowerLoad
+from hf_flexseq.plan.images import IMAGE, VIDEO, ImagePlan, ImageSize, TowerLoad
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.units import ROOT, Unit
 from hf_flexseq.planner import make_plan
+from hf_flexseq.planner.images import plan_images
 from hf_flexseq.planner.shared import SharedRows
 
 
@@ -140,38 +142,41 @@ def planned(
     sp_degree: int | None = None,
 ) -> Plan:
     """Plan one step as the options say; planners of published systems plan rows by themselves."""
-    held = 0
-    placement = placed(step, options, cost)
-    if placement is not None and cost.tower is not None:
-        held = cost.tower.held_tokens(step.images, placement, cost.token_bytes)
+    of_images = planned_images(step, options, cost)
     return make_plan(
         step.rows,
         options.topology,
         cost,
-        PlanOptions(
-            planner=planner,
-            strategy=options.strategy,
-            sp_degree=sp_degree,
-            max_tokens_per_rank=options.max_tokens_per_rank,
-            sync=options.sync,
-        ),
+        replace(_plan_options(options), planner=planner, sp_degree=sp_degree),
         units=step.units if PLANNERS[planner].takes_units else (),
-        held_tokens=held,
+        held_tokens=0 if of_images is None else of_images.held_tokens(cost.token_bytes),
     )
 
 
 def tower_load(step: SharedRows, options: Namespace, cost: CostModel) -> TowerLoad | None:
     """Return what the tower does in a step; None without images."""
-    placement = placed(step, options, cost)
-    return None if placement is None else TowerLoad.of(placement)
+    of_images = planned_images(step, options, cost)
+    return None if of_images is None else TowerLoad.of(of_images)
 
 
-def placed(step: SharedRows, options: Namespace, cost: CostModel) -> ImagePlacement | None:
-    """Return which rank encodes which images of a step; None without images."""
+def planned_images(step: SharedRows, options: Namespace, cost: CostModel) -> ImagePlan | None:
+    """Return how the images of a step are encoded, whatever plans its sequences; None without
+    images."""
     if not step.images or cost.tower is None:
         return None
     cost.check_images(step.images)
-    return cost.tower.placed(step.images, options.topology.world_size)
+    return plan_images(
+        step.images, step.rows, cost.tower, options.topology, cost, _plan_options(options)
+    )
+
+
+def _plan_options(options: Namespace) -> PlanOptions:
+    """Return the options that all planners of a command have in common."""
+    return PlanOptions(
+        strategy=options.strategy,
+        max_tokens_per_rank=options.max_tokens_per_rank,
+        sync=options.sync,
+    )
 
 
 def summary(made: Plan | PipelinePlan, tower: TowerLoad | None = None) -> str:
@@ -196,6 +201,8 @@ def summary(made: Plan | PipelinePlan, tower: TowerLoad | None = None) -> str:
             f"{made.objective_s + tower.seconds:.3f} s: {seconds} and {tower.seconds:.3f} s "
             f"of the tower (imbalance {tower.imbalance:.3f})"
         )
+        if tower.forwards > 1:
+            seconds += ", which runs forward twice: its graph is not kept"
     return (
         f"{contents}, {len(made.micro_batches)} micro-batch(es) by {made.planner}, "
         f"predicted {seconds}"

@@ -123,7 +123,7 @@ def analytic_cost_model(
         recurrent=_recurrent(shape, device, checkpointing),
         attention_share=shape.attention_count / shape.layers,
         experts=experts,
-        tower=_tower(shape, device, checkpointing),
+        tower=_tower(shape, device, checkpointing, is_sharded=zero_stage == 3),
         activations=activations,
     )
 
@@ -150,7 +150,9 @@ def _activations(shape: ModelShape, device: DeviceSpec, checkpointing: bool) -> 
     )
 
 
-def _tower(shape: ModelShape, device: DeviceSpec, checkpointing: bool) -> TowerCost | None:
+def _tower(
+    shape: ModelShape, device: DeviceSpec, checkpointing: bool, *, is_sharded: bool
+) -> TowerCost | None:
     """Return the vision tower of a model, if it has one."""
     if shape.tower is None:
         return None
@@ -159,6 +161,7 @@ def _tower(shape: ModelShape, device: DeviceSpec, checkpointing: bool) -> TowerC
         flops=device.flops,
         dtype_bytes=shape.dtype_bytes,
         checkpointing=checkpointing,
+        is_sharded=is_sharded,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hf_flexseq.base.values import duration, fields_of, number
+from hf_flexseq.base.values import duration, fields_of, flag, number
 from hf_flexseq.plan.images import ImagePlacement, ImageSize, place_images
 
 # Fewest patches of a token, so that the tokens of any image can be counted.
@@ -58,6 +58,9 @@ class TowerCost:
     """Bytes that a rank holds of the features of one token, with their gradients."""
     patches_per_token: float
     """Patches that are merged into one token of the text model."""
+    is_sharded: bool = False
+    """True if its parameters are gathered in every micro-batch, as under FSDP2 and ZeRO-3: its
+    graph cannot be kept for longer."""
 
     def __post_init__(self) -> None:
         for name in ("patch_s", "pair_s"):
@@ -65,10 +68,17 @@ class TowerCost:
         for name in ("patch_bytes", "token_bytes"):
             number(name, getattr(self, name))
         number("patches_per_token", self.patches_per_token, least=LEAST_PATCHES)
+        flag("is_sharded", self.is_sharded)
 
     @classmethod
     def of(
-        cls, shape: TowerShape, *, flops: float, dtype_bytes: int, checkpointing: bool
+        cls,
+        shape: TowerShape,
+        *,
+        flops: float,
+        dtype_bytes: int,
+        checkpointing: bool,
+        is_sharded: bool = False,
     ) -> "TowerCost":
         """Return the estimated cost of a tower on a device that achieves so many FLOP/s."""
         passes = 1
@@ -85,16 +95,19 @@ class TowerCost:
             patch_bytes=float(numbers * dtype_bytes * shape.is_trained),
             token_bytes=float(shape.row_numbers * dtype_bytes * (2 if shape.is_trained else 1)),
             patches_per_token=shape.patches_per_token,
+            is_sharded=is_sharded,
         )
 
     def to_record(self) -> dict[str, float]:
         """Return the constants as plain JSON values."""
-        return {name: float(value) for name, value in asdict(self).items()}
+        record = {name: float(value) for name, value in asdict(self).items()}
+        return record | {"is_sharded": self.is_sharded}
 
     @classmethod
     def from_record(cls, record: Any) -> "TowerCost":
         """Inverse of `to_record`. Raises ValueError for any other record."""
-        return cls(**fields_of(record, "tower", needed=list(cls.__slots__)))
+        needed = [name for name in cls.__slots__ if name != "is_sharded"]
+        return cls(**fields_of(record, "tower", needed=needed, optional=["is_sharded"]))
 
     def forward_only(self) -> "TowerCost":
         """Return the cost of a tower without a backward, as if it were frozen."""
@@ -106,6 +119,14 @@ class TowerCost:
             pair_s=self.pair_s / TRAINED_PASSES,
             patch_bytes=0.0,
             token_bytes=self.token_bytes / 2,
+        )
+
+    def run_again(self) -> "TowerCost":
+        """Return the cost of a trained tower whose graph is not kept: it runs forward once more
+        before its backward, and holds nothing but features between the two."""
+        passes = (TRAINED_PASSES + 1) / TRAINED_PASSES
+        return replace(
+            self, patch_s=self.patch_s * passes, pair_s=self.pair_s * passes, patch_bytes=0.0
         )
 
     # ---- images
@@ -138,9 +159,3 @@ class TowerCost:
             patches[owner] += image.patches
         tokens = sum(image.tokens for image in images) / world_size
         return max(patches) * self.patch_bytes + tokens * self.token_bytes
-
-    def held_tokens(
-        self, images: Sequence[ImageSize], placement: ImagePlacement, token_bytes: float
-    ) -> int:
-        """Return the tokens of text whose memory `held_bytes` are. token_bytes: of one."""
-        return math.ceil(self.held_bytes(images, placement) / token_bytes)

@@ -72,7 +72,7 @@ class RanOut:
         fullest = max(by_rank) * size
         beside = step.drawn.facts.held_tokens
         free_bytes = cost.free_bytes(communicator.world_size)
-        cap = executor.max_tokens_per_rank
+        cap = executor.planning.max_tokens_per_rank
         if cap is None:  # the memory model counts what is held beside
             cap = max(0, int(free_bytes // cost.token_bytes))
             fullest += beside

@@ -25,11 +25,7 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention.contexts import ModelContexts
 from hf_flexseq.config import AS_SET
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.choices import held_at_most
-from hf_flexseq.cost.forward import forward_only
-from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.hf.attached import AttachedModel, ModelSettings
-from hf_flexseq.hf.calibration.choose import RunWide, with_host_bytes
 from hf_flexseq.hf.executors import EngineSetup, base_model, kernel_of, planner_of
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.experts import adapted_experts
@@ -38,23 +34,18 @@ from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.prompts import unsuitable_prompt
 from hf_flexseq.hf.model.router import RouterLoss
-from hf_flexseq.hf.model.vision import VisionReader
+from hf_flexseq.hf.model_planning import ModelPlanning, VisionReader
 from hf_flexseq.hf.reduction import GradientReduction, whole_parameters
-from hf_flexseq.hf.sharding import FsdpPolicies, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.shared_prefixes import reason_not_shared
 from hf_flexseq.hf.sync import resolve_sync
-from hf_flexseq.hf.tiles import priced_for
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import Shard
-from hf_flexseq.planner.blocks import exchange_degrees
-from hf_flexseq.planner.passes import passes_of
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import GroupsJob
-from hf_flexseq.program.passes import PlanPasses
 from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.drawn import Columns, PlannedStep, SourceRow
 from hf_flexseq.steps.embedding_noise import NoiseColumns
@@ -83,18 +74,15 @@ class WholeModelExecutor:
                 f"pipeline_parallel_size={stages} in a loop of your own: use FlexSeqTrainer, or 1"
             )
         self.setup = setup
-        self.cost: CostModel | None = None
-        self.tower: TowerCost | None = None  # of a model with images
         self.lockstep = False
         self.kernel: Kernel | None = None  # chosen with the first step
-        self.fsdp: FsdpPolicies | None = None  # made with the cost model
         self.reason_not_shared: str | None = None  # of the attached model
         self.settings = ModelSettings()  # of models that are attached
         self._noise: NoiseColumns | None = None  # of the attached model
         self.host_memory_bytes = 0  # for activations of a rank, from `attach` on
         self._lowered: int | None = None  # by `lower_cap`
         self._exchange = RowExchange(setup.communicator)
-        self._passes: PlanPasses | None = None  # None: the planner has none
+        self._planning: ModelPlanning | None = None  # of the model that was attached last
         self._model: AttachedModel | None = None
         self._adapters: ExpertAdapters | None = None  # of the attached model, if it has any
         self._contexts: ModelContexts | None = None  # of the attached model, from its first step
@@ -103,6 +91,17 @@ class WholeModelExecutor:
     def attached(self) -> bool:
         """True between `attach` and `detach`."""
         return self._model is not None
+
+    @property
+    def cost(self) -> CostModel | None:
+        """What the model costs that was attached last; None before."""
+        return None if self._planning is None else self._planning.cost
+
+    @property
+    def planning(self) -> ModelPlanning:
+        """The planning of the model that was attached last."""
+        assert self._planning is not None, "attach sets the planning"
+        return self._planning
 
     @property
     def router(self) -> RouterLoss | None:
@@ -170,28 +169,14 @@ class WholeModelExecutor:
         )
         if is_ordered and not self.lockstep:
             communicator.open_world()  # for gradients: no group is made in a step
-        costs = self.setup.costs
         layers = self._layers_of(base)
-        subject = costs.subject(
+        self._planning = ModelPlanning(
+            self.setup,
             base,
-            save_attention_output=args.save_attention_output,
-            run_wide=RunWide(layers.as_set.in_front(), self.host_memory_bytes),
-        )
-        cost = costs.find(subject)
-        if args.host_memory_gib is not None:
-            cost = with_host_bytes(cost, self.host_memory_bytes)
-        self.cost = cost = self._lowered_cost(cost)
-        self.tower = costs.find_tower(subject, cost)
-        cost.strategies(args.strategy)  # raises for one that it has no figures for
-        self._open_blocks(cost)
-        self._passes = passes_of(args.planner, cost, communicator.topology, lockstep=self.lockstep)
-        if args.max_tokens_per_rank is None:
-            cost.max_tokens_per_rank(communicator.world_size)  # raises where nothing is left
-        self.fsdp = FsdpPolicies(
-            fsdp_figures(base, accelerator, communicator, cost),
-            communicator,
-            cost,
-            over_replicas=reduces_each_batch(accelerator),
+            layers,
+            host_memory_bytes=self.host_memory_bytes,
+            lockstep=self.lockstep,
+            lowered=self._lowered,
         )
 
         # 2. what `detach` undoes
@@ -216,8 +201,7 @@ class WholeModelExecutor:
         self._model.detach()
         self._model = None
         self._contexts = None
-        if self.fsdp is not None:
-            self.fsdp.forget_model()
+        self.planning.fsdp.forget_model()
 
     def _layers_of(self, base: PreTrainedModel) -> LayerMemory:
         """Return the layers of a model, which keep what they are told. Collective over the
@@ -235,15 +219,6 @@ class WholeModelExecutor:
         layers.reason_without_choices = next((one for one in reasons if one is not None), None)
         return layers
 
-    def _open_blocks(self, cost: CostModel) -> None:
-        """Make the groups that exchange heads by a collective, if faster. Collective."""
-        args = self.setup.args
-        communicator = self.setup.communicator
-        degrees = exchange_degrees(
-            cost, communicator.topology, strategy=args.strategy, sp_degree=args.sp_degree
-        )
-        communicator.open_fast_blocks(degrees)
-
     # ---- planning
 
     def lower_cap(self, tokens: int) -> None:
@@ -251,56 +226,29 @@ class WholeModelExecutor:
         activations are as set for the run, and where a choice keeps fewer of their bytes as many
         more. A cap that is lower already stays."""
         self._lowered = min(tokens, self._lowered or tokens)
-        if self.cost is not None:
-            self.cost = self._lowered_cost(self.cost)
-
-    def _lowered_cost(self, cost: CostModel) -> CostModel:
-        """Return a cost model whose memory is lowered with the cap, unless the user has set one
-        in tokens."""
-        if self._lowered is None or self.setup.args.max_tokens_per_rank is not None:
-            return cost
-        return held_at_most(cost, self._lowered, self.setup.communicator.world_size)
-
-    @property
-    def max_tokens_per_rank(self) -> int | None:
-        """The user's cap, or the lowered one; None where memory alone bounds a micro-batch."""
-        cap = self.setup.args.max_tokens_per_rank
-        return cap if cap is None or self._lowered is None else min(cap, self._lowered)
+        if self._planning is not None:
+            self._planning.lower_cap(self._lowered)
 
     def planner(self, *, ahead: bool) -> Planner:
         """Make the planner of rank 0. ahead: in a process of its own."""
-        return self._planner_by(self._known_cost(), ahead=ahead)
+        return planner_of(self._job(), ahead=ahead)
 
     def forward_planner(self) -> Planner:
         """Make the planner of rank 0 for passes that have no backward, in place."""
-        return self._planner_by(forward_only(self._known_cost()), ahead=False)
+        return planner_of(self._job(trains=False), ahead=False)
 
-    def _known_cost(self) -> CostModel:
-        assert self.cost is not None, "attach sets the cost model"
-        return self.cost
-
-    def _known_tower(self) -> TowerCost:
-        assert self.tower is not None, "a model with images has a tower"
-        return self.tower
-
-    def _planner_by(self, cost: CostModel, *, ahead: bool) -> Planner:
-        assert self.fsdp is not None, "attach sets FSDP2's figures"
-        if self.reason_without_choices is not None:
-            cost = replace(cost, activations=None)
+    def _job(self, *, trains: bool = True) -> GroupsJob:
         # Not earlier: FSDP wraps MLPs after `attach`, and the user may put hooks on them.
-        cost = priced_for(cost, self._attached_model.base)
-        options = self.setup.args.plan_options("lockstep" if self.lockstep else "free")
-        job = GroupsJob(
-            topology=self.setup.communicator.topology,
-            cost=cost,
-            options=replace(options, max_tokens_per_rank=self.max_tokens_per_rank),
-            fsdp=self.fsdp.figures,
-        )
-        return planner_of(job, ahead=ahead)
+        base = self._attached_model.base
+        return self.planning.job(base, may_choose=self._may_choose, trains=trains)
+
+    @property
+    def _may_choose(self) -> bool:
+        return self.reason_without_choices is None
 
     def check(self, plan: Plan) -> None:
         """Raise ValueError for a plan that would compute something wrong or hang."""
-        check_plan(plan, self.setup.communicator.topology, self.max_tokens_per_rank)
+        check_plan(plan, self.setup.communicator.topology, self.planning.max_tokens_per_rank)
 
     def read(self, data: bytes) -> Plan:
         """Return the plan whose `to_bytes` gave `data`."""
@@ -320,7 +268,8 @@ class WholeModelExecutor:
             row = self._noise.of(row, planned.drawn.number)
         if planned.drawn.images:
             row = with_image_columns(row, planned.drawn)
-        all_shards = None if self._passes is None else self._passes.shards
+        passes = self.planning.passes
+        all_shards = None if passes is None else passes.shards
         layout = PlanLayout(plan, communicator.rank, all_shards)
         shards = layout.shards
         routes = self._exchange.routes(row, layout, planned.drawn.sources)
@@ -357,19 +306,21 @@ class WholeModelExecutor:
         """Return the images of each micro-batch; None in a step without any. Collective over the
         world."""
         vision = self._attached_model.vision
-        images = planned.drawn.images
-        if vision is None or not images:
+        if vision is None or not planned.drawn.images:
             return None
-        accelerator = self.setup.accelerator
         return images_of_step(
             planned.drawn,
             columns,
             tower=vision,
-            placement=self._known_tower().placed(images, self.setup.communicator.world_size),
             communicator=self.setup.communicator,
-            device=accelerator.device,
-            is_sharded=zero_stage(self._attached_model.base, accelerator) == 3,
+            device=self.setup.accelerator.device,
+            is_sharded=self._is_sharded,
         )
+
+    @property
+    def _is_sharded(self) -> bool:
+        """True if parameters are gathered anew in every micro-batch."""
+        return zero_stage(self._attached_model.base, self.setup.accelerator) == 3
 
     @property
     def takes_images(self) -> bool:
@@ -384,10 +335,10 @@ class WholeModelExecutor:
             return model.text_reader
         return VisionReader(
             model=model.vision,
-            tower=self._known_tower(),
-            token_bytes=self._known_cost().token_bytes,
-            world_size=self.setup.communicator.world_size,
+            planning=self.planning,
+            may_choose=self._may_choose,
             draws_noise=model.vision.draws_noise,
+            tower=replace(self.planning.tower, is_sharded=self._is_sharded),
         )
 
     def _contexts_of_run(self) -> ModelContexts:
@@ -408,7 +359,7 @@ class WholeModelExecutor:
             kernel,
             self.setup.accelerator.device,
             save_attention_output=self.setup.args.save_attention_output,
-            passes=self._passes,
+            passes=self.planning.passes,
             both_ways=both_ways,
         )
 
@@ -443,14 +394,13 @@ class WholeModelExecutor:
         self, step: RankMicroBatches, model: nn.Module
     ) -> AbstractContextManager[BeforeLast]:
         """Surround a step; the block gets the surroundings of each micro-batch but the last."""
-        assert self.fsdp is not None, "attach sets FSDP2's figures"
         vision = self._attached_model.vision
         if vision is not None:
             vision.forget_gradients()
         reduction = GradientReduction(
             accelerator=self.setup.accelerator,
             communicator=self.setup.communicator,
-            fsdp=self.fsdp,
+            fsdp=self.planning.fsdp,
             adapters=self._adapters,
             lockstep=self.lockstep,
             leaves_tower_out=vision is not None and not step.drawn.images,
@@ -459,8 +409,7 @@ class WholeModelExecutor:
 
     def figures(self, step: RankMicroBatches, trace: PlanTrace) -> Figures:
         """Write a finished step's trace; return its figures. Collective over the world."""
-        assert self.cost is not None, "attach sets the cost model"
-        return trace.record(step, self.cost)
+        return trace.record(step, self.planning.cost)
 
     # ---- what a loss on the source ranks needs of the model
 

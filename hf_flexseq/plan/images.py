@@ -12,6 +12,7 @@ of all of them.
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -79,6 +80,25 @@ class ImagePlacement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ImagePlan:
+    """How the images of a step are encoded."""
+
+    placement: ImagePlacement
+    """Where."""
+
+    keeps_graph: bool
+    """False if the graph of a trained tower is not kept from forward to backward: each image then
+    runs forward once more."""
+
+    held_bytes: float
+    """Bytes that the rank which holds most for images holds during the step."""
+
+    def held_tokens(self, token_bytes: float) -> int:
+        """Return the tokens of text whose memory `held_bytes` are. token_bytes: of one."""
+        return math.ceil(self.held_bytes / token_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TowerLoad:
     """What the tower does in a step that has images, in numbers."""
 
@@ -91,18 +111,23 @@ class TowerLoad:
     imbalance: float
     """The most work of a rank over the mean."""
 
+    forwards: int = 1
+    """How often each image runs forward: 2 where the tower's graph is not kept."""
+
     def __post_init__(self) -> None:
         whole("images", self.images, least=1)
         duration("seconds", self.seconds)
         number("imbalance", self.imbalance)
+        whole("forwards", self.forwards, least=1)
 
     @classmethod
-    def of(cls, placement: ImagePlacement) -> "TowerLoad":
-        """Return a placement in numbers."""
+    def of(cls, plan: ImagePlan) -> "TowerLoad":
+        """Return a plan in numbers."""
         return cls(
-            images=len(placement.owners),
-            seconds=placement.seconds,
-            imbalance=placement.imbalance,
+            images=len(plan.placement.owners),
+            seconds=plan.placement.seconds,
+            imbalance=plan.placement.imbalance,
+            forwards=1 if plan.keeps_graph else 2,
         )
 
     def to_record(self) -> dict[str, Any]:
@@ -112,7 +137,8 @@ class TowerLoad:
     @classmethod
     def from_record(cls, record: Any) -> "TowerLoad":
         """Inverse of `to_record`. Raises ValueError for any other record."""
-        return cls(**fields_of(record, "a tower's load", needed=list(cls.__slots__)))
+        needed = ["images", "seconds", "imbalance"]
+        return cls(**fields_of(record, "a tower's load", needed=needed, optional=["forwards"]))
 
 
 def place_images(costs: Sequence[int], world_size: int) -> ImagePlacement:

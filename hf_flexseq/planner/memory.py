@@ -244,15 +244,18 @@ def promise_ns(
     *,
     held_tokens: int = 0,
 ) -> float:
-    """Return the nanoseconds that a step is promised with the best choice; infinite where a
-    sequence fits nowhere. Arguments: as of `make_plan`."""
-    activations = cost.activations
-    assert activations is not None, "only a cost model with activations has choices"
-    cap = most_tokens(cost, activations.as_set, topology.world_size) - held_tokens
-    bounds = bounds_of(cost, topology.world_size, held_tokens)
-    most = max(cap, *(bound.tokens for bound in bounds), 0)
+    """Return the nanoseconds that a step is promised with the best choice, if planners may make
+    one; infinite where a sequence fits nowhere. Arguments: as of `make_plan`, with memory as the
+    only bound on the tokens of a rank."""
+    world = topology.world_size
+    bounds = bounds_of(cost, world, held_tokens) if may_choose(cost, options) else ()
+    try:
+        cap = own_tokens(cost, world, bounds) - held_tokens
+    except ValueError:  # model states leave no room
+        return math.inf
+    most = max((cap, *(bound.tokens for bound in bounds)))
     if most < 1:
-        return np.inf
+        return math.inf
     task = PlanTask(
         lengths=tuple(lengths),
         topology=topology,

@@ -21,7 +21,7 @@ from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.plan.blocks import Blocks
 from hf_flexseq.plan.facts import NO_FACTS, StepFacts
-from hf_flexseq.plan.images import ImageSize
+from hf_flexseq.plan.images import ImagePlan, ImageSize
 from hf_flexseq.steps.collator import (
     FIRST_LABELS,
     IMAGES,
@@ -229,6 +229,9 @@ class DrawnStep:
 
     own_images: tuple[int, ...] = ()
     """Of each image that this rank drew, which of `images` it is."""
+
+    image_plan: ImagePlan | None = None
+    """How the images are encoded; None in a step without any."""
 
     blocks: Blocks = field(default_factory=dict)
     """By sequence the tokens that see both ways."""

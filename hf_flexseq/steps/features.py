@@ -10,8 +10,10 @@ tokens, and gradients back.
 So tower and exchanges are a part of the autograd graph of one micro-batch, the last, and DDP,
 FSDP2 and ZeRO find the tower's gradients where they reduce those of all other parameters. The
 tower's graph is kept from the first to the last micro-batch, also where a pass without gradients
-comes first (`figure_passes.py`). A sharded tower cannot keep it, since its parameters are gathered
-anew in every micro-batch: it runs once more in the last one, with the random numbers that it drew.
+comes first (`figure_passes.py`), or, where the plan says so, made again in the last backward, as
+by activation checkpointing. That of a sharded tower, whose parameters are gathered anew in every
+micro-batch, is kept where the step is a single one. A second run draws the random numbers of the
+first.
 
 A pass of other weights, those of a reference, has features of its own (`of_other_weights`).
 
@@ -28,11 +30,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.plan.images import MODALITIES, ImagePlacement, ImageSize
+from hf_flexseq.plan.images import MODALITIES, ImagePlan, ImageSize
 from hf_flexseq.steps.drawn import Columns, DrawnStep, SourceRow
 from hf_flexseq.steps.images import (
     IMAGE_ROWS,
@@ -106,7 +109,6 @@ def images_of_step(
     columns: Sequence[Columns],
     *,
     tower: Tower,
-    placement: ImagePlacement,
     communicator: Communicator,
     device: torch.device,
     is_sharded: bool,
@@ -115,13 +117,16 @@ def images_of_step(
     over the world.
 
     columns: of each micro-batch, [tokens, ...]; IMAGE_ROWS is taken out of them.
-    tower: its calls are counted. placement: of the images of all ranks. device, is_sharded: see
-        `StepImages`.
+    tower: its calls are counted. device, is_sharded: see `StepImages`.
     """
     images = drawn.images
     own = drawn.row.images
+    plan = drawn.image_plan
     assert own is not None, "the images of a row were read"
-    encoded = send_images(own, drawn.own_images, images, placement, drawn.sources, communicator)
+    assert plan is not None, "a step with images has a plan of them"
+    encoded = send_images(
+        own, drawn.own_images, images, plan.placement, drawn.sources, communicator
+    )
     starts = row_starts(images)
     kinds = np.array([MODALITIES.index(one.modality) for one in images])  # [images]
     kinds_of_step = sorted(set(kinds.tolist()))
@@ -140,7 +145,7 @@ def images_of_step(
         encoded,
         rows,
         images=images,
-        placement=placement,
+        plan=plan,
         calls=tower.calls(encoded),
         communicator=communicator,
         device=device,
@@ -158,7 +163,7 @@ class StepImages:
         rows: Sequence[torch.Tensor],
         *,
         images: Sequence[ImageSize],
-        placement: ImagePlacement,
+        plan: ImagePlan,
         calls: int,
         communicator: Communicator,
         device: torch.device,
@@ -166,18 +171,19 @@ class StepImages:
     ) -> None:
         """Tell every rank which rows of features it has to send. Collective over the world.
 
-        own: the images that this rank encodes, `placement.of_rank`.
+        own: the images that this rank encodes, by the placement of `plan`.
         rows: numbers of the rows that each micro-batch needs, in the order of their use, [rows].
-        images: of all ranks. calls: of the tower, for this rank's images.
+        images: of all ranks. plan: how they are encoded.
+        calls: of the tower, for this rank's images.
         is_sharded: True if the parameters of the tower are gathered in every micro-batch: its
             graph does not outlive one, and all ranks call it equally often.
         """
-        self.placement = placement
+        self.plan = plan
         self.runs = 0
         """Runs of the tower so far."""
         self._own = own
         self._communicator = communicator
-        self._keeps_graph = not is_sharded
+        self._is_sharded = is_sharded
         self._sizes = [len(numbers) for numbers in rows]
         self._modalities = {image.modality for image in images}
 
@@ -185,7 +191,7 @@ class StepImages:
         starts = row_starts(images)
         wanted = torch.cat([torch.empty(0, dtype=torch.int64), *rows]).numpy()
         image = np.searchsorted(starts, wanted, side="right") - 1  # of each row
-        owners = np.array(placement.owners, dtype=np.int64)[image]
+        owners = np.array(plan.placement.owners, dtype=np.int64)[image]
         order = np.argsort(owners, kind="stable")
         self._counts = np.bincount(owners, minlength=communicator.world_size).tolist()
 
@@ -198,7 +204,7 @@ class StepImages:
             torch.from_numpy(wanted[order]).unsqueeze(1), self._counts, counts
         ).squeeze(1)
         places = np.zeros(len(images) + 1, dtype=np.int64)  # of each image among this rank's rows
-        held = placement.of_rank(communicator.rank)
+        held = plan.placement.of_rank(communicator.rank)
         places[held] = np.cumsum([0, *(images[i].tokens for i in held)])[:-1]
         of_image = np.searchsorted(starts, asked.numpy(), side="right") - 1
         served = asked.numpy() - starts[of_image] + places[of_image]
@@ -235,13 +241,13 @@ class StepImages:
         every micro-batch; collective over the world in the first of a pass."""
         trains = torch.is_grad_enabled() and tower.is_trained
         is_last = index == self._last
-        keeps = (trains or (self._follows and tower.is_trained)) and self._keeps_graph
-        if self._encoded is None and (keeps or (trains and is_last)):
-            with torch.enable_grad():
-                self._encoded = self._encode(tower)
         if self._features is None:
-            encoded = self._encoded
-            if encoded is None:
+            if trains or (self._follows and tower.is_trained):
+                with torch.enable_grad():
+                    encoded = self._encoded = self._encode_with_graph(
+                        tower, ends=trains and is_last
+                    )
+            else:
                 with torch.no_grad():
                     encoded = self._encode(tower)
             tower.agree(self._modalities, self._communicator.cpu_group)
@@ -255,6 +261,17 @@ class StepImages:
         leaf = own.detach().requires_grad_()
         self._leaves[index] = leaf
         return leaf
+
+    def _encode_with_graph(self, tower: Tower, *, ends: bool) -> torch.Tensor:
+        """Return this rank's rows, [rows, width], with a graph that is kept or made again in the
+        backward. ends: True if it ends with this micro-batch."""
+        if self.plan.keeps_graph and (ends or not self._is_sharded):
+            return self._encode(tower)
+        # A second run sets the random numbers itself.
+        encoded: torch.Tensor = checkpoint(
+            self._encode, tower, use_reentrant=False, preserve_rng_state=False
+        )
+        return encoded
 
     def _encode(self, tower: Tower) -> torch.Tensor:
         """Run the tower on this rank's images: return their rows, [rows, width]. A second run

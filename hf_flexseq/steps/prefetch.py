@@ -82,8 +82,8 @@ class ImageReader(Protocol):
     def draws_noise(self) -> bool:
         """True if the features of an image differ each time, as under dropout."""
 
-    def held_tokens(self, images: Sequence[ImageSize]) -> int:
-        """Return the tokens whose memory a rank needs for the images of a step."""
+    def planned(self, step: DrawnStep) -> DrawnStep:
+        """Return a step that says how its images are encoded, and what memory they take."""
 
 
 class PrefetchedSteps:
@@ -194,9 +194,9 @@ class PrefetchedSteps:
         if self._planner is not None:
             self._planner.close()
         self._planner = planner
-        for drawn in (step.drawn, *self._drawn):
-            self._submit(drawn)
-        again = self._plan_and_dispatch(step.drawn)
+        drawn = self._submitted(step.drawn)
+        self._drawn = deque(self._submitted(one) for one in self._drawn)
+        again = self._plan_and_dispatch(drawn)
         self._set_phase(f"{self._what} {again.number}")
         return again
 
@@ -288,16 +288,18 @@ class PrefetchedSteps:
         facts = StepFacts(
             units=self._units(step, everyone) if self._shares_prefixes else (),
             later_pairs={sequence: later_pairs(own) for sequence, own in step.blocks.items()},
-            held_tokens=0 if self._images is None else self._images.held_tokens(images),
         )
         self._next_request += 1
-        self._drawn.append(replace(step, facts=facts))
-        self._submit(self._drawn[-1])
+        self._drawn.append(self._submitted(replace(step, facts=facts)))
 
-    def _submit(self, step: DrawnStep) -> None:
-        """Ask rank 0's planner for the plan of a step."""
+    def _submitted(self, step: DrawnStep) -> DrawnStep:
+        """Ask rank 0's planner for the plan of a step; return the step, which says how its images
+        are encoded."""
+        if step.images and self._images is not None:
+            step = self._images.planned(step)
         if self._planner is not None:
             self._planner.submit(step.request, list(step.lengths), step.facts)
+        return step
 
     def _with_images(self, row: SourceRow) -> SourceRow:
         """Return this rank's row with its images read. Raises ValueError for those that the model

@@ -61,7 +61,7 @@ class PlanTrace:
             if step.passes > 1:
                 line["passes"] = step.passes
             if step.images is not None:
-                line["tower"] = TowerLoad.of(step.images.placement).to_record()
+                line["tower"] = TowerLoad.of(step.images.plan).to_record()
             self._file.append(step.number, [line | step.plan.to_record()])
         return step_figures(step, slowest)
 
@@ -119,7 +119,7 @@ def step_figures(step: RankMicroBatches, measured_s: float) -> Figures:
         SPARED: step.plan.tokens_spared,
     }
     if step.images is not None:
-        placement = step.images.placement
+        placement = step.images.plan.placement
         figures[IMAGES] = len(placement.owners)
         figures[IMAGE_IMBALANCE] = placement.imbalance
         figures["predicted_s"] += placement.seconds

@@ -116,10 +116,13 @@ def tower_text(rows: Sequence[StepRow]) -> str:
     if not loads:
         return ""
     seconds = [load.seconds for load in loads]
+    twice = sum(load.forwards > 1 for load in loads)
+    again = f" In {twice:,} steps it runs forward twice, to hold no graph." if twice else ""
     return (
         f"The vision tower encodes {sum(load.images for load in loads):,} images, each on one "
         f"rank, in predicted {sum(seconds) / len(seconds):.3g} s per step with images. The rank "
         f"with the most has {max(load.imbalance for load in loads):.3f}x of the mean at most."
+        f"{again}"
     )
 
 

@@ -19,7 +19,8 @@ COST = PRESETS["qwen3-vl-8b-h100"]
 MACHINE = "--topology 1x8 --cost-model qwen3-vl-8b-h100"
 TOWER = re.compile(
     r"with ([\d,]+) images, .* predicted ([\d.]+) s: ([\d.]+) s \([\d.]+ % above the bound\) "
-    r"and ([\d.]+) s of the tower \(imbalance ([\d.]+)\), planned"
+    r"and ([\d.]+) s of the tower \(imbalance ([\d.]+)\)"
+    r"(?:, which runs forward twice: its graph is not kept)?, planned"
 )
 
 
@@ -68,11 +69,17 @@ def test_a_row_has_the_tokens_of_its_text_and_images_and_the_plan_leaves_room(
     topology = Topology(nodes=1, ranks_per_node=8)
     sizes = [size for row in rows for size in row["images"]]
     # a rank's graph has an eighth of the patches at least, and it holds an eighth of the features
-    features = sum(sizes) / 4 / 8 * COST.tower.token_bytes
-    least = (sum(sizes) / 8 * COST.tower.patch_bytes + features) / COST.token_bytes
+    features = sum(sizes) / 4 / 8 * COST.tower.token_bytes / COST.token_bytes
+    least = features + sum(sizes) / 8 * COST.tower.patch_bytes / COST.token_bytes
+    held = next(
+        tokens
+        for tokens in range(int(least), int(1.1 * least))
+        if make_plan(lengths, topology, COST, held_tokens=tokens).digest() == plan.digest()
+    )
+    assert held
+    # a sequence that needs all of the memory leaves none for the graph
     held = COST.max_tokens_per_rank(8) - most_that_fits(refused, file, rows)
-    assert least <= held <= 1.1 * least
-    assert make_plan(lengths, topology, COST, held_tokens=held).digest() == plan.digest()
+    assert features <= held <= 1.1 * features + 1
 
 
 def most_that_fits(refused, file, rows):

@@ -19,7 +19,15 @@ from tests.costs import simple_cost
 from tests.hf.test_reach import keep_float64
 from tests.hf.tiny import RandomPlanEngine, relative_errors
 from tests.hf.vision import keep_all_float64, tiny_vision_model, vision_examples
-from tests.hf.vision_runs import is_of_tower, rank_batches, sharded, vision_reference, worst_errors
+from tests.hf.vision_runs import (
+    COUNTS,
+    is_of_tower,
+    keep_no_graph,
+    rank_batches,
+    sharded,
+    vision_reference,
+    worst_errors,
+)
 from tests.ranks import join, run_ranks, run_threads
 
 pytestmark = pytest.mark.processes
@@ -63,10 +71,20 @@ def test_steps_of_text_alone_leave_the_tower_without_gradients_and_ddp_in_order(
             assert has_tower == {any(counts)}
 
 
-def tower_runs_with_router_loss(rank, world_size):
+@pytest.mark.parametrize("freeze", [None, "text"])
+def test_a_tower_whose_graph_is_not_kept_runs_again_in_the_last_backward(freeze):
+    case = ("qwen3_vl", "ddp", False, freeze, COUNTS, 2, False)
+    for worst in run_ranks(worst_errors, 2, *case, seconds=100):
+        assert worst["gradients"] < 1e-10
+        assert worst["runs"] == {2}
+
+
+def tower_runs_with_router_loss(rank, world_size, keeps_graph):
     """How often the tower runs in a step of two passes and several micro-batches."""
     with pytest.MonkeyPatch.context() as patch:
         keep_all_float64(patch)
+        if not keeps_graph:
+            keep_no_graph(patch)
         model = tiny_vision_model("qwen3_vl_moe").train()
         model.config.output_router_logits = True
         model.config.text_config.output_router_logits = True
@@ -84,8 +102,10 @@ def tower_runs_with_router_loss(rank, world_size):
         return runs
 
 
-def test_a_tower_runs_once_before_both_passes_of_a_router_loss():
-    assert run_ranks(tower_runs_with_router_loss, 2, seconds=100) == [1, 1]
+@pytest.mark.parametrize("keeps_graph", [True, False])
+def test_a_tower_runs_forward_once_for_both_passes_of_a_router_loss(keeps_graph):
+    runs = 1 if keeps_graph else 2  # with the backward
+    assert run_ranks(tower_runs_with_router_loss, 2, keeps_graph, seconds=100) == [runs, runs]
 
 
 def tower_of_rank(rank, world_size, has_tower):

@@ -12,7 +12,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq import DataCollatorForFlexSeq
+from hf_flexseq.hf import model_planning
 from hf_flexseq.hf.probe import lively_copy
+from hf_flexseq.planner.images import image_plan
 from tests.hf.test_exactness import whole
 from tests.hf.tiny import RandomPlanEngine, relative_errors, taken_gradients
 from tests.hf.vision import called_with, keep_all_float64, tiny_vision_model, vision_examples
@@ -77,10 +79,24 @@ def sharded(model):
     return fully_shard(model)
 
 
-def worst_errors(rank, world_size, name, sharding, checkpointing, freeze, counts, plans):
+def keep_no_graph(patch):
+    """Let plans be made as if memory held no graph of a tower."""
+
+    def planned(images, lengths, tower, topology, cost, options):
+        again = tower.run_again()
+        return image_plan(images, again, topology.world_size, keeps_graph=False)
+
+    patch.setattr(model_planning, "plan_images", planned)
+
+
+def worst_errors(
+    rank, world_size, name, sharding, checkpointing, freeze, counts, plans, keeps_graph=True
+):
     """The largest relative errors of loss and gradients, and the runs of the tower per step."""
     with pytest.MonkeyPatch.context() as patch:
         keep_all_float64(patch)
+        if not keeps_graph:
+            keep_no_graph(patch)
         examples = vision_examples(name, counts, videos=VIDEOS)
         reference = frozen(lively_model(name), freeze)
         wanted_loss, wanted = vision_reference(reference, examples)

@@ -1,10 +1,11 @@
-"""steps/features.py: a sharded tower, which runs once more in the last micro-batch, and gradients
-of an image that many tokens have."""
+"""steps/features.py: a tower that runs twice, in the last micro-batch or its backward, and
+gradients of an image that many tokens have."""
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImageSize
+from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
 from hf_flexseq.steps.features import StepImages
 from hf_flexseq.steps.images import Image
 from tests.ranks import join, run_threads
@@ -23,25 +24,29 @@ class NoisyTower:
 
     def encode(self, images, calls):
         """Features of one image, other ones in every run."""
-        self.made.append(self.weight * torch.rand(TOKENS, WIDTH))
-        return self.made[-1]
+        self.made.append(torch.rand(TOKENS, WIDTH))
+        return self.weight * self.made[-1]
 
     def agree(self, modalities, cpu_group):
         """One rank has nothing to learn."""
 
 
-def features_of_two_micro_batches(rank, world_size):
+def features_of_two_micro_batches(rank, world_size, is_sharded):
     tower = NoisyTower()
     sizes = {"modality": IMAGE, "tokens": TOKENS, "patches": TOKENS, "pairs": 1}
     step = StepImages(
         [Image(sequence=0, arguments={}, **sizes)],
         [torch.arange(4), torch.arange(4, TOKENS)],
         images=[ImageSize(sequence=0, data_bytes=0, **sizes)],
-        placement=ImagePlacement(owners=(0,), stand_ins=(), loads=(1,), cheapest=0),
+        plan=ImagePlan(
+            placement=ImagePlacement(owners=(0,), stand_ins=(), loads=(1,), cheapest=0),
+            keeps_graph=is_sharded,
+            held_bytes=0.0,
+        ),
         calls=1,
         communicator=join(),
         device=torch.device("cpu"),
-        is_sharded=True,
+        is_sharded=is_sharded,
     )
     step.begin(last=1)
     first = step.of_micro_batch(0, tower)
@@ -52,12 +57,13 @@ def features_of_two_micro_batches(rank, world_size):
     return tower, torch.cat([first, last]).detach()
 
 
-def test_a_second_run_of_a_tower_has_the_dropout_of_the_first():
-    ((tower, features),) = run_threads(features_of_two_micro_batches, 1)
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_a_second_run_of_a_tower_has_the_dropout_of_the_first(is_sharded):
+    ((tower, features),) = run_threads(features_of_two_micro_batches, 1, is_sharded)
     assert len(tower.made) == 2
     assert torch.equal(*tower.made)
     assert torch.equal(features, tower.made[0])
-    torch.testing.assert_close(tower.weight.grad, tower.made[0].sum(dim=0).detach())
+    torch.testing.assert_close(tower.weight.grad, tower.made[0].sum(dim=0))
 
 
 class Additions(TorchDispatchMode):
@@ -97,7 +103,11 @@ def gradient_of_a_shared_row(rank, world_size):
         [Image(sequence=0, arguments={}, **sizes)],
         [torch.zeros(600, dtype=torch.int64)],
         images=[ImageSize(sequence=0, data_bytes=0, **sizes)],
-        placement=ImagePlacement(owners=(0,), stand_ins=(), loads=(1,), cheapest=0),
+        plan=ImagePlan(
+            placement=ImagePlacement(owners=(0,), stand_ins=(), loads=(1,), cheapest=0),
+            keeps_graph=True,
+            held_bytes=0.0,
+        ),
         calls=1,
         communicator=join(),
         device=torch.device("cpu"),

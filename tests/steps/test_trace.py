@@ -14,7 +14,7 @@ import torch
 
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.distributed.transport import Capabilities
-from hf_flexseq.plan.images import place_images
+from hf_flexseq.plan.images import ImagePlan, place_images
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.steps import trace as tracing
 from hf_flexseq.steps import trace_file
@@ -97,7 +97,8 @@ def traced(rank, world_size, path):
     """Record a step with three images and one without, on one rank."""
     trace = PlanTrace(str(path), join())
     plan = plan_of_groups((3,), [group(0, 1, 0)], objective_s=2.0)
-    for images in (SimpleNamespace(placement=place_images([5, 3, 4], 2)), None):
+    of_images = ImagePlan(placement=place_images([5, 3, 4], 2), keeps_graph=False, held_bytes=0.0)
+    for images in (SimpleNamespace(plan=of_images), None):
         step = step_of(None, lambda: [0.5])
         step.__dict__.update(plan=plan, images=images, waited_s=0.0, passes=1, tokens=3)
         trace.record(step, PRESETS["qwen3-vl-8b-h100"])
@@ -106,7 +107,12 @@ def traced(rank, world_size, path):
 def test_a_line_has_the_load_of_the_tower_where_there_are_images(tmp_path):
     run_threads(traced, 1, tmp_path / "trace.jsonl")
     first, second = (json.loads(line) for line in (tmp_path / "trace.jsonl").open())
-    assert first["tower"] == {"images": 3, "seconds": 7e-9, "imbalance": 14 / 12}
+    assert first["tower"] == {
+        "images": 3,
+        "seconds": 7e-9,
+        "imbalance": 14 / 12,
+        "forwards": 2,
+    }
     assert "tower" not in second
 
 

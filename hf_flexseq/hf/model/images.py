@@ -4,14 +4,13 @@ Models with towers train on text, where their layers are those of a text model. 
 images is found out in `vision.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedConfig
 
-from hf_flexseq.plan.images import ImageSize
-from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.drawn import DrawnStep, SourceRow
 from hf_flexseq.steps.images import TYPES, RowImages
 
 # Options of a configuration that name the token instead of an image, or of a part of one.
@@ -45,9 +44,9 @@ class TextReader:
         """Return False: there are no features."""
         return False
 
-    def held_tokens(self, images: Sequence[ImageSize]) -> int:
-        """Return 0: there are no images."""
-        return 0
+    def planned(self, step: DrawnStep) -> DrawnStep:
+        """Return a step, which has no images."""
+        return step
 
 
 def reader_of_text(config: PreTrainedConfig, why: str) -> TextReader | None:

@@ -16,7 +16,7 @@ part of a sequence gives the model the rows of its own tokens, and the model its
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -25,7 +25,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
-from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.hf.model.feature_trial import FEATURES, try_features
 from hf_flexseq.hf.model.image_masks import MasksOfImages
@@ -34,7 +33,6 @@ from hf_flexseq.hf.model.meta_model import FAULTS
 from hf_flexseq.hf.model.noise import has_noise
 from hf_flexseq.hf.model.towers import patch_size, tower_parameters
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.feature_form import FeatureForm, fits
@@ -364,30 +362,6 @@ class VisionModel:
         for name, rows in images.features(self).items():
             outputs[name] = self._forms[name].features(rows)
         return args, {**kwargs, FEATURES: outputs}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VisionReader:
-    """Reads images as a model takes them, and counts their memory; see `ImageReader`."""
-
-    model: VisionModel
-    tower: TowerCost
-    token_bytes: float
-    """Bytes of a token of text."""
-    world_size: int
-    draws_noise: bool
-    """See `VisionModel.draws_noise`; looked up once, not in every step."""
-
-    def read(self, row: SourceRow) -> SourceRow:
-        """See `VisionModel.read`."""
-        return self.model.read(row)
-
-    def held_tokens(self, images: Sequence[ImageSize]) -> int:
-        """Return the tokens whose memory the images of a step take on a rank."""
-        if not images:
-            return 0
-        placement = self.tower.placed(images, self.world_size)
-        return self.tower.held_tokens(images, placement, self.token_bytes)
 
 
 # ---- what a model has

@@ -1,0 +1,173 @@
+"""What a whole model costs on its ranks, and the planners that know it.
+
+ModelPlanning    the cost model, what memory leaves for tokens, FSDP2's figures
+"""
+
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedModel
+
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.choices import held_at_most
+from hf_flexseq.cost.forward import forward_only
+from hf_flexseq.cost.tower import TowerCost
+from hf_flexseq.hf.calibration.choose import RunWide, with_host_bytes
+from hf_flexseq.hf.executors import EngineSetup
+from hf_flexseq.hf.model.layer_memory import LayerMemory
+from hf_flexseq.hf.model.vision import VisionModel
+from hf_flexseq.hf.sharding import FsdpPolicies, fsdp_figures, reduces_each_batch
+from hf_flexseq.hf.tiles import priced_for
+from hf_flexseq.plan.options import PlanOptions
+from hf_flexseq.planner.blocks import exchange_degrees
+from hf_flexseq.planner.images import plan_images
+from hf_flexseq.planner.passes import passes_of
+from hf_flexseq.planner.process.jobs import GroupsJob
+from hf_flexseq.program.passes import PlanPasses
+from hf_flexseq.steps.drawn import DrawnStep, SourceRow
+
+
+class ModelPlanning:
+    """What a whole model costs, and what its planners are asked to do.
+
+    cost: of the model. passes: None if the planner has none. fsdp: FSDP2's policies.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        base: PreTrainedModel,
+        layers: LayerMemory,
+        *,
+        host_memory_bytes: int,
+        lockstep: bool,
+        lowered: int | None,
+    ) -> None:
+        """Find what `base` costs, and make the groups that exchange heads by a collective where
+        they are faster. Collective over the world.
+
+        layers: which keep what they are told. host_memory_bytes: for activations of a rank.
+        lockstep: whether all ranks run each micro-batch together. lowered: see `lower_cap`.
+        Raises ValueError for a strategy that the cost model has no figures for, and if the model's
+        state alone is too large.
+        """
+        args = setup.args
+        communicator = setup.communicator
+        self._setup = setup
+        self._sync = "lockstep" if lockstep else "free"
+        self._lowered = lowered
+        costs = setup.costs
+        subject = costs.subject(
+            base,
+            save_attention_output=args.save_attention_output,
+            run_wide=RunWide(layers.as_set.in_front(), host_memory_bytes),
+        )
+        cost = costs.find(subject)
+        if args.host_memory_gib is not None:
+            cost = with_host_bytes(cost, host_memory_bytes)
+        self.cost = cost = self._lowered_cost(cost)
+        self._tower = costs.find_tower(subject, cost)
+        cost.strategies(args.strategy)  # raises for one that it has no figures for
+        degrees = exchange_degrees(
+            cost, communicator.topology, strategy=args.strategy, sp_degree=args.sp_degree
+        )
+        communicator.open_fast_blocks(degrees)
+        self.passes: PlanPasses | None = passes_of(
+            args.planner, cost, communicator.topology, lockstep=lockstep
+        )
+        if args.max_tokens_per_rank is None:
+            cost.max_tokens_per_rank(communicator.world_size)  # raises where nothing is left
+        self.fsdp = FsdpPolicies(
+            fsdp_figures(base, setup.accelerator, communicator, cost),
+            communicator,
+            cost,
+            over_replicas=reduces_each_batch(setup.accelerator),
+        )
+
+    # ---- memory
+
+    def lower_cap(self, tokens: int) -> None:
+        """Let plans of planners to come give a rank fewer tokens in a micro-batch: `tokens` where
+        activations are as set for the run, and where a choice keeps fewer of their bytes as many
+        more."""
+        self._lowered = tokens
+        self.cost = self._lowered_cost(self.cost)
+
+    def _lowered_cost(self, cost: CostModel) -> CostModel:
+        """Return a cost model whose memory is lowered with the cap, unless the user has set one
+        in tokens."""
+        if self._lowered is None or self._setup.args.max_tokens_per_rank is not None:
+            return cost
+        return held_at_most(cost, self._lowered, self._setup.communicator.world_size)
+
+    @property
+    def max_tokens_per_rank(self) -> int | None:
+        """The user's cap, or the lowered one; None where memory alone bounds a micro-batch."""
+        cap = self._setup.args.max_tokens_per_rank
+        return cap if cap is None or self._lowered is None else min(cap, self._lowered)
+
+    # ---- planners
+
+    @property
+    def tower(self) -> TowerCost:
+        """The cost of the tower of a model that has one."""
+        assert self._tower is not None, "a model with images has a tower"
+        return self._tower
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks."""
+        return self._setup.communicator.topology
+
+    @property
+    def options(self) -> PlanOptions:
+        """How to plan."""
+        options = self._setup.args.plan_options(self._sync)
+        return replace(options, max_tokens_per_rank=self.max_tokens_per_rank)
+
+    def cost_of_plans(self, *, may_choose: bool) -> CostModel:
+        """Return the cost model by which steps are planned. may_choose: whether plans may choose
+        where activations are."""
+        return self.cost if may_choose else replace(self.cost, activations=None)
+
+    def job(self, base: PreTrainedModel, *, may_choose: bool, trains: bool = True) -> GroupsJob:
+        """Return what a planner is asked to do.
+
+        base: the model, wrapped as it will run. trains: False for passes that have no backward.
+        """
+        cost = self.cost_of_plans(may_choose=may_choose)
+        if not trains:
+            cost = forward_only(cost)
+        return GroupsJob(
+            topology=self.topology,
+            cost=priced_for(cost, base),
+            options=self.options,
+            fsdp=self.fsdp.figures,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionReader:
+    """Reads images as a model takes them, and plans where they are encoded; see `ImageReader`."""
+
+    model: VisionModel
+    planning: ModelPlanning
+    may_choose: bool
+    """Whether plans may choose where activations are."""
+    draws_noise: bool
+    """See `VisionModel.draws_noise`; looked up once, not in every step."""
+    tower: TowerCost
+    """The cost of the model's tower, as it is sharded."""
+
+    def read(self, row: SourceRow) -> SourceRow:
+        """See `VisionModel.read`."""
+        return self.model.read(row)
+
+    def planned(self, step: DrawnStep) -> DrawnStep:
+        """Return a step that says how its images are encoded, and what memory they take."""
+        cost = self.planning.cost_of_plans(may_choose=self.may_choose)
+        topology = self.planning.topology
+        options = self.planning.options
+        plan = plan_images(step.images, step.lengths, self.tower, topology, cost, options)
+        facts = replace(step.facts, held_tokens=plan.held_tokens(cost.token_bytes))
+        return replace(step, image_plan=plan, facts=facts)

@@ -1,0 +1,68 @@
+"""How the images of a step are encoded: on which ranks, and whether the tower's graph is kept.
+
+The graph of a trained tower is held from the first micro-batch to the last, beside the
+activations of text. Without it an image runs forward once more. What a rank has left for tokens
+decides: a step is planned without the graph where it is promised to take less time so, that
+forward included, and where a sequence fits nowhere beside it. The graph of a sharded tower is kept
+where the step is one micro-batch.
+"""
+
+import math
+from collections.abc import Sequence
+
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.tower import TowerCost
+from hf_flexseq.plan.images import ImagePlan, ImageSize
+from hf_flexseq.plan.options import PlanOptions
+from hf_flexseq.planner.memory import FILLED, promise_ns
+
+# Share of a rank's memory below which a graph is kept without asking what it costs.
+SMALL = 0.05
+
+
+def plan_images(
+    images: Sequence[ImageSize],
+    lengths: Sequence[int],
+    tower: TowerCost,
+    topology: Topology,
+    cost: CostModel,
+    options: PlanOptions,
+) -> ImagePlan:
+    """Return how the images of a step, at least one, are encoded.
+
+    lengths: tokens of each sequence. tower, cost: of the model. options: how the step is planned.
+    Raises ValueError where model states leave no room for a token.
+    """
+    world = topology.world_size
+    kept = image_plan(images, tower, world)
+    if not tower.patch_bytes:
+        return kept
+    again = image_plan(images, tower.run_again(), world, keeps_graph=False)
+    cap = options.max_tokens_per_rank or (
+        cost.max_tokens_per_rank(world) - kept.held_tokens(cost.token_bytes)
+    )
+    if tower.is_sharded and sum(lengths) > FILLED * world * cap:
+        return again
+    if options.max_tokens_per_rank or kept.held_bytes <= SMALL * cost.free_bytes(world):
+        return kept
+
+    def promised_ns(plan: ImagePlan) -> float:
+        held_tokens = plan.held_tokens(cost.token_bytes)
+        text_ns = promise_ns(lengths, topology, cost, options, held_tokens=held_tokens)
+        return text_ns + 1e9 * plan.placement.seconds
+
+    kept_ns = promised_ns(kept)
+    return kept if math.isfinite(kept_ns) and kept_ns <= promised_ns(again) else again
+
+
+def image_plan(
+    images: Sequence[ImageSize], tower: TowerCost, world_size: int, *, keeps_graph: bool = True
+) -> ImagePlan:
+    """Return how images are encoded, the graph of the tower being kept or not."""
+    placement = tower.placed(images, world_size)
+    return ImagePlan(
+        placement=placement,
+        keeps_graph=keeps_graph,
+        held_bytes=tower.held_bytes(images, placement),
+    )
