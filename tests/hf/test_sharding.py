@@ -124,7 +124,7 @@ def fsdp2_run(rank, world_size, folder, config, accumulation, checkpointing, cos
         cost_model=cost_model,
     )
     trainer.train()
-    policies = trainer.flexseq.executor.fsdp.taken
+    policies = trainer.flexseq.executor.planning.fsdp.taken
     return weights_of(model), trainer.state.log_history, len(updates), policies
 
 

@@ -64,7 +64,7 @@ def shared_run(rank, world_size, name, changes):
                     (
                         abs(float(loss) / world_size / wanted_loss - 1),
                         max(errors.values()),
-                        len(item.step.images.placement.owners),
+                        len(item.step.images.plan.placement.owners),
                         item.plan.tokens_spared,
                     )
                 )
