@@ -46,11 +46,17 @@ from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import GroupsJob
+from hf_flexseq.steps.ahead import BesideStep
 from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.drawn import Columns, PlannedStep, SourceRow
 from hf_flexseq.steps.embedding_noise import NoiseColumns
 from hf_flexseq.steps.exchange import RowExchange, united
-from hf_flexseq.steps.features import MicroBatchImages, images_of_step, with_image_columns
+from hf_flexseq.steps.features import (
+    MicroBatchImages,
+    StepImages,
+    images_of_step,
+    with_image_columns,
+)
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
 from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.prefetch import ImageReader
@@ -86,6 +92,7 @@ class WholeModelExecutor:
         self._model: AttachedModel | None = None
         self._adapters: ExpertAdapters | None = None  # of the attached model, if it has any
         self._contexts: ModelContexts | None = None  # of the attached model, from its first step
+        self._beside: BesideStep | None = None  # where a frozen tower encodes images
 
     @property
     def attached(self) -> bool:
@@ -289,7 +296,7 @@ class WholeModelExecutor:
                 made["seq_ctx"].images = images[index]
             return made
 
-        return RankMicroBatches(
+        step = RankMicroBatches(
             planned,
             indices=indices_to_run(shards, lockstep=self.lockstep),
             counts=[shard.tokens for shard in shards],
@@ -299,6 +306,9 @@ class WholeModelExecutor:
             device=device,
             images=None if images is None else images[0].step,
         )
+        if step.images is not None:
+            self._encode_ahead(step, step.images)
+        return step
 
     def _images_of(
         self, planned: PlannedStep, columns: Sequence[Columns]
@@ -316,6 +326,17 @@ class WholeModelExecutor:
             device=self.setup.accelerator.device,
             is_sharded=self._is_sharded,
         )
+
+    def _encode_ahead(self, step: RankMicroBatches, images: StepImages) -> None:
+        """Encode a step's images with a frozen tower, which nothing of the step before changes."""
+        vision = self._attached_model.vision
+        assert vision is not None, "a step with images has a tower"
+        if vision.is_trained or self._is_sharded or vision.draws_noise:
+            return
+        if self._beside is None:
+            self._beside = BesideStep(self.setup.accelerator.device)
+        with self.setup.accelerator.autocast():  # as in the model's forward
+            images.encode_ahead(vision, self._beside, step.stopwatch.timing(step.indices[0]))
 
     @property
     def _is_sharded(self) -> bool:

@@ -1,7 +1,8 @@
 """Features of the images of a step: from the ranks that encode images to those that hold their
 tokens, and gradients back.
 
-    encoded      in the first micro-batch's forward, every rank runs the tower on its images
+    encoded      in the first micro-batch's forward, every rank runs the tower on its images; a
+                 frozen one runs when the step is dispatched (`ahead.py`)
     sent         one exchange over all ranks brings each row to the ranks that need it in the step
     used         every micro-batch takes its rows
     returned     in the last backward of a micro-batch, one exchange brings the gradients of all
@@ -22,8 +23,9 @@ them, and ranks that have nothing to do in it would have to take part.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,6 +38,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.images import MODALITIES, ImagePlan, ImageSize
+from hf_flexseq.steps.ahead import Ahead, BesideStep, Weights
 from hf_flexseq.steps.drawn import Columns, DrawnStep, SourceRow
 from hf_flexseq.steps.images import (
     IMAGE_ROWS,
@@ -57,6 +60,10 @@ class Tower(Protocol):
     @property
     def is_trained(self) -> bool:
         """True if a parameter of it gets gradients; alike on all ranks."""
+
+    @property
+    def weights(self) -> Weights:
+        """What tells if its parameters have been changed."""
 
     def calls(self, images: Sequence[Image]) -> int:
         """Return how often the tower is called for `images`."""
@@ -215,6 +222,7 @@ class StepImages:
         self._last: int | None = None  # the micro-batch that is the last to run backward
         self._follows = False  # a pass with gradients follows on one without
         self._random: list[torch.Tensor] | None = None  # states before the tower's first run
+        self._ahead: Ahead | None = None  # encoded before the step
         self._features: list[torch.Tensor] | None = None  # of each micro-batch, [rows, width]
         self._encoded: torch.Tensor | None = None  # by this rank, [rows, width], with its graph
         self._leaves: dict[int, torch.Tensor] = {}  # features of micro-batches before the last
@@ -229,12 +237,19 @@ class StepImages:
     def of_other_weights(self) -> Iterator[None]:
         """Surround a pass without gradients, of another model or with other adapters: features are
         encoded anew in it, and forgotten after it."""
-        former = self._features, self._encoded
-        self._features = self._encoded = None
+        former = self._features, self._encoded, self._ahead
+        self._features = self._encoded = self._ahead = None
         try:
             yield
         finally:
-            self._features, self._encoded = former
+            self._features, self._encoded, self._ahead = former
+
+    def encode_ahead(
+        self, tower: Tower, beside: BesideStep, timing: AbstractContextManager[None]
+    ) -> None:
+        """Encode this rank's images before the step begins, with a frozen tower that draws no
+        random numbers and has whole parameters. timing: surrounds the work on the device."""
+        self._ahead = beside.encode(partial(self._encode, tower), tower.weights, timing)
 
     def of_micro_batch(self, index: int, tower: Tower) -> torch.Tensor:
         """Return the features of a micro-batch's tokens, [rows, width]. Called in the forward of
@@ -248,8 +263,7 @@ class StepImages:
                         tower, ends=trains and is_last
                     )
             else:
-                with torch.no_grad():
-                    encoded = self._encode(tower)
+                encoded = self._encode_without_graph(tower)
             tower.agree(self._modalities, self._communicator.cpu_group)
             self._features = self._send(encoded.detach())
         own = self._features[index]
@@ -272,6 +286,14 @@ class StepImages:
             self._encode, tower, use_reentrant=False, preserve_rng_state=False
         )
         return encoded
+
+    def _encode_without_graph(self, tower: Tower) -> torch.Tensor:
+        """Return this rank's rows, [rows, width], encoded ahead or now."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.weights == tower.weights:
+            return ahead.take()
+        with torch.no_grad():
+            return self._encode(tower)
 
     def _encode(self, tower: Tower) -> torch.Tensor:
         """Run the tower on this rank's images: return their rows, [rows, width]. A second run

@@ -5,6 +5,7 @@ changes, exactly those outputs change that change in one process."""
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from hf_flexseq.hf.model.vision import VisionModel
@@ -134,3 +135,19 @@ def test_towers_that_normalize_over_images_are_refused():
     )
     with pytest.raises(UnsupportedImages, match="batch norm"):
         VisionModel(emu)
+
+
+def test_noise_of_the_text_alone_leaves_features_the_same():
+    own = FAMILIES["llava"].config
+    quiet = VisionModel(meta_vision_model("llava", **own))
+    text = {**own["text_config"], "attention_dropout": 0.1}
+    text_alone = VisionModel(meta_vision_model("llava", **own | {"text_config": text}))
+    tower = {**own["vision_config"], "attention_dropout": 0.1}
+    of_tower = VisionModel(meta_vision_model("llava", **own | {"vision_config": tower}))
+    found = [model.draws_noise for model in (quiet, text_alone, of_tower)]
+    assert found == [False, False, True]
+    adapted = get_peft_model(
+        meta_vision_model("llava", **own),
+        LoraConfig(lora_dropout=0.1, target_modules=r".*language_model.*q_proj"),
+    )
+    assert not VisionModel(adapted.get_base_model()).draws_noise

@@ -314,3 +314,32 @@ def arriving_is_forgotten(collect):
         collect(self)
 
     return changed
+
+
+# ---- images that are encoded ahead
+
+
+def taken_without_a_wait(take):
+    def changed(self):
+        self.rows.record_stream(torch.cuda.current_stream())
+        return self.rows
+
+    return changed
+
+
+def taken_and_freed(take):
+    """The memory of what was taken is free when its last reference is, whoever still reads it."""
+
+    def changed(self):
+        torch.cuda.current_stream().wait_event(self.done)
+        return self.rows
+
+    return changed
+
+
+def without_a_wait_for_weights(encode):
+    def changed(self, run, weights, timing):
+        self._weights = weights
+        return encode(self, run, weights, timing)
+
+    return changed

@@ -17,6 +17,7 @@ from hf_flexseq.kernels.fused import TorchFused
 from hf_flexseq.kernels.scans import grid
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.steps import inputs, nonfinite, stopwatch
+from hf_flexseq.steps.ahead import Ahead, BesideStep
 from tests.late_device import changes, lanes, scenarios
 
 STRATEGIES = tuple(scenarios.MICRO_BATCHES)
@@ -187,6 +188,12 @@ def in_store(name, change):
     return faults
 
 
+def in_ahead(owner, name, change):
+    """A fault in images that are encoded ahead."""
+    place = f"steps/ahead.py, {owner.__name__}.{name}"
+    return [Fault(place, scenarios.run_ahead, wrapped(owner, name, change))]
+
+
 def in_sent_tensors():
     faults = in_programs(Replay, "post", changes.change_what_is_sent)
     faults[STRATEGIES.index("ulysses")] = Fault(
@@ -243,16 +250,19 @@ KINDS = {
     "freed too early": (
         freed_too_early()
         + in_store("put", changes.free_what_leaves)
-        + in_store("_collect", changes.arriving_is_forgotten)[1:],
+        + in_store("_collect", changes.arriving_is_forgotten)[1:]
+        + in_ahead(Ahead, "take", changes.taken_and_freed),
         "early reuse",
     ),
     "side stream that waits for nothing": (
         in_fused(changes.on_a_side_stream(before=False, after=True))
-        + in_store("_copy", changes.copy_at_once),
+        + in_store("_copy", changes.copy_at_once)
+        + in_ahead(BesideStep, "encode", changes.without_a_wait_for_weights),
         "missing wait|early reuse",
     ),
     "side stream that nobody waits for": (
-        in_fused(changes.on_a_side_stream(before=True, after=False)),
+        in_fused(changes.on_a_side_stream(before=True, after=False))
+        + in_ahead(Ahead, "take", changes.taken_without_a_wait),
         "missing wait",
     ),
     "memory that nobody has written": (unwritten_memory(), "NaN"),

@@ -1,5 +1,7 @@
 """Small runs on the device, free of findings until a fault is planted in one."""
 
+import contextlib
+
 import torch
 
 from hf_flexseq.attention import SequenceContext, recurrent, sequence_parallel_attention
@@ -8,9 +10,11 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import KernelCall
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
+from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.steps.ahead import BesideStep, weights_of
 from hf_flexseq.steps.inputs import inputs_of
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
 from hf_flexseq.steps.stopwatch import Stopwatch
@@ -164,3 +168,25 @@ def run_store_with_other_work(layers=4):
     torch.zeros(30, 8, device=CUDA).add_(1)
     check(handles.pop().take())
     store.close()
+
+
+def run_ahead(steps=4):
+    """Images that a frozen tower encodes beside the end of the step before; its weights change
+    once, in the middle."""
+    beside = BesideStep(CUDA)
+    tower = torch.nn.Parameter(torch.ones(8, 8, device=CUDA), requires_grad=False)
+
+    def encode():
+        return to_device(torch.ones(30, 8), CUDA) @ tower
+
+    total = torch.zeros(30, 8, device=CUDA)
+    for step in range(steps):
+        if step == steps // 2:
+            with torch.no_grad():
+                tower.mul_(2)
+        ahead = beside.encode(encode, weights_of([tower]), contextlib.nullcontext())
+        total.mul_(2)  # the end of the step before
+        rows = ahead.take() * 2
+        del ahead
+        total += rows
+    check(total)

@@ -1,11 +1,14 @@
-"""steps/features.py: a tower that runs twice, in the last micro-batch or its backward, and
-gradients of an image that many tokens have."""
+"""steps/features.py: a tower that runs twice, in the last micro-batch or its backward, or ahead of
+the step; gradients of an image that many tokens have."""
+
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
+from hf_flexseq.steps.ahead import BesideStep, weights_of
 from hf_flexseq.steps.features import StepImages
 from hf_flexseq.steps.images import Image
 from tests.ranks import join, run_threads
@@ -31,22 +34,29 @@ class NoisyTower:
         """One rank has nothing to learn."""
 
 
-def features_of_two_micro_batches(rank, world_size, is_sharded):
-    tower = NoisyTower()
-    sizes = {"modality": IMAGE, "tokens": TOKENS, "patches": TOKENS, "pairs": 1}
-    step = StepImages(
+def step_of_one_image(rows, *, is_sharded=False, keeps_graph=False, tokens=TOKENS):
+    """The images of a step of one rank. rows: of features that each micro-batch needs."""
+    sizes = {"modality": IMAGE, "tokens": tokens, "patches": tokens, "pairs": 1}
+    return StepImages(
         [Image(sequence=0, arguments={}, **sizes)],
-        [torch.arange(4), torch.arange(4, TOKENS)],
+        rows,
         images=[ImageSize(sequence=0, data_bytes=0, **sizes)],
         plan=ImagePlan(
             placement=ImagePlacement(owners=(0,), stand_ins=(), loads=(1,), cheapest=0),
-            keeps_graph=is_sharded,
+            keeps_graph=keeps_graph,
             held_bytes=0.0,
         ),
         calls=1,
         communicator=join(),
         device=torch.device("cpu"),
         is_sharded=is_sharded,
+    )
+
+
+def features_of_two_micro_batches(rank, world_size, is_sharded):
+    tower = NoisyTower()
+    step = step_of_one_image(
+        [torch.arange(4), torch.arange(4, TOKENS)], is_sharded=is_sharded, keeps_graph=is_sharded
     )
     step.begin(last=1)
     first = step.of_micro_batch(0, tower)
@@ -98,21 +108,7 @@ class OneRowTower:
 
 def gradient_of_a_shared_row(rank, world_size):
     tower = OneRowTower()
-    sizes = {"modality": IMAGE, "tokens": 1, "patches": 1, "pairs": 1}
-    step = StepImages(
-        [Image(sequence=0, arguments={}, **sizes)],
-        [torch.zeros(600, dtype=torch.int64)],
-        images=[ImageSize(sequence=0, data_bytes=0, **sizes)],
-        plan=ImagePlan(
-            placement=ImagePlacement(owners=(0,), stand_ins=(), loads=(1,), cheapest=0),
-            keeps_graph=True,
-            held_bytes=0.0,
-        ),
-        calls=1,
-        communicator=join(),
-        device=torch.device("cpu"),
-        is_sharded=False,
-    )
+    step = step_of_one_image([torch.zeros(600, dtype=torch.int64)], keeps_graph=True, tokens=1)
     step.begin(last=0)
     with Additions() as additions:
         step.of_micro_batch(0, tower).sum().backward()
@@ -124,3 +120,63 @@ def test_gradients_of_a_row_that_many_tokens_have_are_added_in_float32():
     assert gradient.dtype == torch.bfloat16
     assert gradient.tolist() == [[600.0] * WIDTH]
     assert dtypes == [torch.float32], "in bfloat16 a GPU counts no further than 256"
+
+
+class FrozenTower:
+    """A frozen tower that counts its runs."""
+
+    is_trained = False
+
+    def __init__(self):
+        self.weight = torch.nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.runs = 0
+
+    @property
+    def weights(self):
+        """What tells if the weight has been changed."""
+        return weights_of([self.weight])
+
+    def encode(self, images, calls):
+        """Features of one image."""
+        self.runs += 1
+        assert not torch.is_grad_enabled()
+        return self.weight * torch.arange(TOKENS).unsqueeze(1)
+
+    def agree(self, modalities, cpu_group):
+        """One rank has nothing to learn."""
+
+
+def encoded_ahead(rank, world_size):
+    """Features of a step, and the runs of its tower, with another tower's pass before."""
+    tower, other = FrozenTower(), FrozenTower()
+    other.weight.mul_(2)
+    step = step_of_one_image([torch.arange(TOKENS)])
+    timed = []
+
+    @contextmanager
+    def timing():
+        yield
+        timed.append(tower.runs)
+
+    step.encode_ahead(tower, BesideStep(torch.device("cpu")), timing())
+    with torch.no_grad(), step.of_other_weights():
+        step.begin(last=0)
+        of_other = step.of_micro_batch(0, other)
+    step.begin(last=0)
+    features = step.of_micro_batch(0, tower)
+    assert (timed, tower.runs, other.runs) == ([1], 1, 1)
+
+    again = step_of_one_image([torch.arange(TOKENS)])
+    again.encode_ahead(tower, BesideStep(torch.device("cpu")), timing())
+    tower.weight.mul_(3)
+    again.begin(last=0)
+    return of_other, features, again.of_micro_batch(0, tower), tower.runs
+
+
+def test_what_was_encoded_ahead_is_used_unless_weights_have_changed():
+    ((of_other, features, changed, runs),) = run_threads(encoded_ahead, 1)
+    rows = torch.arange(TOKENS, dtype=torch.float32).unsqueeze(1).expand(-1, WIDTH)
+    assert torch.equal(of_other, 2 * rows)
+    assert torch.equal(features, rows)
+    assert torch.equal(changed, 3 * rows)
+    assert runs == 3

@@ -1,25 +1,21 @@
 """Random numbers that a model draws while it trains."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig
 
 _NOISE = re.compile("dropout|pdrop|drop_rate|drop_path|jitter")  # in the names of options
 
 
-def has_noise(model: nn.Module, config: PreTrainedConfig) -> bool:
-    """Tell whether `model` draws random numbers in training, by its modules or by `config`."""
-    return dropout_module(model) is not None or noisy_option(config) is not None
-
-
 def dropout_module(model: nn.Module) -> str | None:
     """Return the name of a module that draws dropout; None without one."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            return name
-    return None
+    return next((name for name, module in model.named_modules() if _is_dropout(module)), None)
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
 
 
 def noise_of_module(module: nn.Module) -> str | None:
@@ -28,18 +24,28 @@ def noise_of_module(module: nn.Module) -> str | None:
     name = dropout_module(module)
     if name is not None:
         return f"dropout in {name}" if name else "dropout"
-    for inner in module.modules():
-        for option, value in vars(inner).items():
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if is_number and value > 0 and _NOISE.search(option):
-                return f"{option}={value}"
+    found = (_noisy_attribute(inner) for inner in module.modules())
+    return next((attribute for attribute in found if attribute is not None), None)
+
+
+def _noisy_attribute(module: nn.Module) -> str | None:
+    """Return an attribute of a module, with its value, for noise that it draws by functions."""
+    for option, value in vars(module).items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and value > 0 and _NOISE.search(option):
+            return f"{option}={value}"
     return None
 
 
-def noisy_option(config: PreTrainedConfig) -> str | None:
+def has_noise_of_its_own(module: nn.Module) -> bool:
+    """Tell if a module draws random numbers in training, whatever the modules inside it do."""
+    return _is_dropout(module) or _noisy_attribute(module) is not None
+
+
+def noisy_option(options: Mapping[str, Any]) -> str | None:
     """Return an option, with its value, for noise that models draw by functions: BioGPT's dropout,
-    the jitter of routers; None without one."""
-    pending: list[tuple[str, Any]] = [("config", config.to_dict())]
+    the jitter of routers; None without one. options: of a configuration."""
+    pending: list[tuple[str, Any]] = [("config", options)]
     while pending:
         path, value = pending.pop()
         if isinstance(value, dict):

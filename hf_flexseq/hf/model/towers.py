@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.cost.tower import TowerShape
 from hf_flexseq.hf.model.images import placeholders_of
+from hf_flexseq.hf.model.noise import has_noise_of_its_own, noisy_option
 
 # Names of sizes in configurations of vision models, and a usual tower where they have none.
 _SIZES: dict[str, tuple[tuple[str, ...], int]] = {
@@ -24,12 +25,28 @@ def tower_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of the towers of `model`; [] for a model of text."""
     if not isinstance(model, PreTrainedModel) or model.config.get_text_config() is model.config:
         return []
-    of_text: set[int] = set()
-    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
-    for part in parts:
-        if part is not None:
-            of_text |= {id(parameter) for parameter in part.parameters()}
+    of_text = {id(one) for part in _text_parts(model) for one in part.parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in of_text]
+
+
+def towers_draw_noise(model: PreTrainedModel) -> bool:
+    """Tell if the towers of `model` draw random numbers in training, as for dropout."""
+    of_text = {id(module) for part in _text_parts(model) for module in part.modules()}
+    outside = (module for module in model.modules() if id(module) not in of_text)
+    if any(has_noise_of_its_own(module) for module in outside):
+        return True
+    options = model.config.to_dict()
+    text_config = model.config.get_text_config()
+    for name, value in vars(model.config).items():
+        if value is text_config:
+            options.pop(name, None)
+    return noisy_option(options) is not None
+
+
+def _text_parts(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the text model, the embedding and the head."""
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    return [part for part in parts if part is not None]
 
 
 def tower_shape(model: nn.Module) -> TowerShape | None:

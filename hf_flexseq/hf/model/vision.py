@@ -30,9 +30,9 @@ from hf_flexseq.hf.model.feature_trial import FEATURES, try_features
 from hf_flexseq.hf.model.image_masks import MasksOfImages
 from hf_flexseq.hf.model.images import placeholders_of
 from hf_flexseq.hf.model.meta_model import FAULTS
-from hf_flexseq.hf.model.noise import has_noise
-from hf_flexseq.hf.model.towers import patch_size, tower_parameters
+from hf_flexseq.hf.model.towers import patch_size, tower_parameters, towers_draw_noise
 from hf_flexseq.kernels.upload import to_device
+from hf_flexseq.steps.ahead import Weights, weights_of
 from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.feature_form import FeatureForm, fits
@@ -248,6 +248,11 @@ class VisionModel:
         return any(parameter.requires_grad for parameter in self._tower)
 
     @property
+    def weights(self) -> Weights:
+        """What tells if parameters of the tower have been changed."""
+        return weights_of(self._tower)
+
+    @property
     def _embedding_is_trained(self) -> bool:
         embedding = self._inner.get_input_embeddings()
         return any(parameter.requires_grad for parameter in embedding.parameters())
@@ -265,7 +270,7 @@ class VisionModel:
     @property
     def draws_noise(self) -> bool:
         """True if the tower draws random numbers, as for dropout, each time that it runs."""
-        return has_noise(self._inner, self._inner.config)
+        return towers_draw_noise(self._base)
 
     def calls(self, images: Sequence[Image]) -> int:
         """Return how often the tower is called for `images`."""

@@ -14,6 +14,8 @@ from hf_flexseq.kernels import choose
 from hf_flexseq.kernels.reference import Reference
 from tests.hf.test_trainer import logged
 from tests.hf.tiny import documents, tiny_llama
+from tests.hf.vision import tiny_vision_model, vision_examples
+from tests.hf.vision_runs import frozen
 from tests.late_device.install import ops
 from tests.late_device.on_device.conftest import SETTINGS, AnyCall
 
@@ -117,6 +119,29 @@ def test_predictions_come_in_order(tmp_path):
         made.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
         found[device] = made.predict(documents([5, 9, 30])).predictions
     np.testing.assert_array_equal(found["cuda"], found["cpu"])
+
+
+@pytest.mark.usefixtures("one_kernel")
+def test_a_frozen_tower_encodes_images_ahead(tmp_path):
+    """On a stream of its own, and with losses as on a CPU."""
+    examples = vision_examples("qwen3_vl", [1, 0, 2, 1, 1, 0, 3, 1])
+    found = {}
+    for device in ("cpu", "cuda"):
+        model = frozen(tiny_vision_model("qwen3_vl"), "tower").float()
+        made = FlexSeqTrainer(
+            model=model,
+            args=FlexSeqConfig(
+                **SETTINGS | {"output_dir": str(tmp_path), "max_steps": 3},
+                use_cpu=device == "cpu",
+                lookahead=1,
+            ),
+            train_dataset=examples,
+            data_collator=DataCollatorForFlexSeq(),
+        )
+        made.train()
+        found[device] = logged(made.state.log_history, "loss")
+    assert len(found["cpu"]) == 3
+    assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-4)
 
 
 class Noisy(torch.nn.Linear):

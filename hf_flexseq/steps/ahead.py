@@ -1,0 +1,82 @@
+"""Features of the next step's images, encoded beside the end of the current step.
+
+A frozen tower whose parameters are whole on every rank does not depend on the current step. It
+runs when the next step is dispatched, with all work of the current one launched: on a GPU on a
+stream of its own, so that it fills the time in which a rank waits for the gradients of others.
+
+The stream has memory of its own beside that of the step. Where there is none left, images are
+encoded in the first micro-batch, then and in all steps to come.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+Weights = tuple[tuple[int, int], ...]
+"""Of each parameter its address, and how often it has been changed in place."""
+
+
+def weights_of(parameters: list[torch.nn.Parameter]) -> Weights:
+    """Return what tells if parameters have been changed since."""
+    return tuple((parameter.data_ptr(), parameter._version) for parameter in parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What was encoded ahead."""
+
+    rows: torch.Tensor
+    """[rows, width]"""
+    weights: Weights
+    """Those that it was encoded with."""
+    done: "torch.cuda.Event | None"
+    """Recorded when it is; None on a CPU."""
+
+    def take(self) -> torch.Tensor:
+        """Return the rows for the current stream, [rows, width]."""
+        if self.done is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self.done)
+            self.rows.record_stream(stream)
+        return self.rows
+
+
+class BesideStep:
+    """Encodes images beside the end of a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._weights: Weights | None = None  # of the last run
+        self._has_room = True
+
+    def encode(
+        self,
+        encode: Callable[[], torch.Tensor],
+        weights: Weights,
+        timing: AbstractContextManager[None],
+    ) -> Ahead | None:
+        """Return what `encode` makes, without gradients; None where memory does not suffice.
+
+        weights: of the tower. timing: surrounds the work on the device.
+        """
+        if not self._has_room:
+            return None
+        if self._stream is None:
+            with torch.no_grad(), timing:
+                return Ahead(encode(), weights, None)
+        if weights != self._weights:  # they may still be written
+            self._stream.wait_stream(torch.cuda.current_stream())
+            self._weights = weights
+        try:
+            with torch.cuda.stream(self._stream), torch.no_grad(), timing:
+                rows = encode()
+        except torch.OutOfMemoryError:
+            self._has_room = False
+            logger.info("images are encoded in each step: no memory is left to do it ahead")
+            return None
+        return Ahead(rows, weights, self._stream.record_event())
