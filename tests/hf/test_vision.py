@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from hf_flexseq.hf.model.towers import towers_draw_noise
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.steps.images import UnsupportedImages
 from tests.budget import others_nightly
@@ -139,15 +140,12 @@ def test_towers_that_normalize_over_images_are_refused():
 
 def test_noise_of_the_text_alone_leaves_features_the_same():
     own = FAMILIES["llava"].config
-    quiet = VisionModel(meta_vision_model("llava", **own))
-    text = {**own["text_config"], "attention_dropout": 0.1}
-    text_alone = VisionModel(meta_vision_model("llava", **own | {"text_config": text}))
-    tower = {**own["vision_config"], "attention_dropout": 0.1}
-    of_tower = VisionModel(meta_vision_model("llava", **own | {"vision_config": tower}))
-    found = [model.draws_noise for model in (quiet, text_alone, of_tower)]
-    assert found == [False, False, True]
-    adapted = get_peft_model(
-        meta_vision_model("llava", **own),
-        LoraConfig(lora_dropout=0.1, target_modules=r".*language_model.*q_proj"),
-    )
-    assert not VisionModel(adapted.get_base_model()).draws_noise
+    noisy = {"attention_dropout": 0.1}
+    of_text = {"text_config": own["text_config"] | noisy}
+    of_tower = {"vision_config": own["vision_config"] | noisy}
+    models = [meta_vision_model("llava", **own | changed) for changed in ({}, of_text, of_tower)]
+    assert [towers_draw_noise(model) for model in models] == [False, False, True]
+    of_layers = LoraConfig(lora_dropout=0.1, target_modules=r".*language_model.*q_proj")
+    assert not towers_draw_noise(get_peft_model(models[0], of_layers).get_base_model())
+    of_layers = LoraConfig(lora_dropout=0.1, target_modules=r".*vision_tower.*q_proj")
+    assert towers_draw_noise(get_peft_model(models[1], of_layers).get_base_model())
