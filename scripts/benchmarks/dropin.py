@@ -1,6 +1,7 @@
 """TRL's and transformers' own tests with the Trainer exchanged for its FlexSeq variant.
 
     python scripts/benchmarks/dropin.py --trl FOLDER --transformers FOLDER
+    python scripts/benchmarks/dropin.py --trl FOLDER --images      TRL's tests with images alone
 
 FOLDER holds the sources of the library at a version near the installed one: the wheels do not have
 the tests, and nothing is downloaded here. Without a folder its tests are left out.
@@ -52,6 +53,9 @@ SUITES = {
     ),
 }
 Outcomes = list[dict[str, Any]]  # test, outcome, why and seconds of each
+
+# Of TRL's tests, as for pytest -k: their names, or those of their models.
+WITH_IMAGES = "vlm or vision or multimodal"
 
 MAKE_HUB = "import pathlib, sys; from exchange.hub import make_hub; make_hub(pathlib.Path())"
 
@@ -133,7 +137,14 @@ def drop_in(
         passing = [found["test"] for found in stock if found["outcome"] == "passed"]
         ours = run(exchange=True, tests=passing) if passing else []
         kinds = Counter(found["outcome"] for found in stock)
-        yield {"library": name, "ranks": ranks, "stock": kinds, "ours": ours}
+        left_out = [found for found in stock if found["outcome"] != "passed"]
+        yield {
+            "library": name,
+            "ranks": ranks,
+            "stock": kinds,
+            "left_out": left_out,
+            "ours": ours,
+        }
 
 
 # ---- the page
@@ -148,29 +159,52 @@ def reason(why: str) -> str:
 
 
 def page(results: list[dict[str, Any]]) -> str:
-    """Return the tables: counts, refusals by reason, failures by name."""
+    """Return the tables: counts by file, refusals by reason, failures by name, and why tests do
+    not pass with stock."""
     counts: list[tuple[Any, ...]] = []
     refusals: Counter[tuple[Any, ...]] = Counter()
     failures: list[tuple[Any, ...]] = []
+    left_out: Counter[tuple[Any, ...]] = Counter()
     for result in results:
         where = (result["library"], result["ranks"])
         used = [found for found in result["ours"] if found["outcome"] != "unused"]
-        kinds = Counter(found["outcome"] for found in used)
-        failed = len(used) - kinds["passed"] - kinds["refused"]
-        counts.append((*where, len(used), kinds["passed"], kinds["refused"], failed))
+        by_file: dict[str, Counter[str]] = {}
         for found in used:
+            of_file = by_file.setdefault(file_of(found["test"]), Counter())
+            is_known = found["outcome"] in ("passed", "refused")
+            of_file[found["outcome"] if is_known else "failed"] += 1
             if found["outcome"] == "refused":
                 refusals[(*where, reason(found["why"]))] += 1
-            elif found["outcome"] != "passed":
+            elif not is_known:
                 failures.append((*where, found["test"], found["why"].replace("|", "/")))
+        for file, kinds in by_file.items():
+            numbers = (kinds["passed"], kinds["refused"], kinds["failed"])
+            counts.append((*where, file, kinds.total(), *numbers))
+        for found in result["left_out"]:
+            why = reason(found["why"]).replace("|", "/")
+            left_out[(*where, found["outcome"], why)] += 1
     columns = ("library", "processes")
-    rows = [(*key, number) for key, number in refusals.most_common()]
     parts = [
-        table((*columns, "pass with stock", "pass", "refused", "failed"), counts, range(1, 6)),
-        table((*columns, "refused because", "tests"), rows, (1, 3)),
+        table(
+            (*columns, "file", "pass with stock", "pass", "refused", "failed"),
+            counts,
+            (1, *range(3, 7)),
+        ),
+        table((*columns, "refused because", "tests"), counted(refusals), (1, 3)),
         table((*columns, "failed", "why"), failures, (1,)),
+        table((*columns, "with stock", "why", "tests"), counted(left_out), (1, 4)),
     ]
     return "\n\n".join(parts)
+
+
+def file_of(test: str) -> str:
+    """Return the name of the file that a test is in."""
+    return Path(test.partition("::")[0]).name
+
+
+def counted(found: Counter[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Return rows of a table, the most frequent first, with their numbers."""
+    return [(*key, number) for key, number in found.most_common()]
 
 
 def main() -> None:
@@ -179,7 +213,15 @@ def main() -> None:
     for name in SUITES:
         parser.add_argument(f"--{name}", type=Path, metavar="FOLDER", help=f"sources of {name}")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="processes per test")
-    parser.add_argument("--only", metavar="EXPRESSION", help="tests to run, as for pytest -k")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--only", metavar="EXPRESSION", help="tests to run, as for pytest -k")
+    which.add_argument(
+        "--images",
+        dest="only",
+        action="store_const",
+        const=WITH_IMAGES,
+        help="run TRL's tests with images",
+    )
     asked = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:

@@ -73,7 +73,7 @@ OUTCOMES = {
     "test_fails_on_a_rank": ("failed", "rank 0 unused:  | rank 1 failed: AssertionError"),
     "test_makes_no_trainer": ("unused", ""),
     "test_asks_for_what_is_gone": ("failed", "gone_since is not in the installed version"),
-    "test_is_skipped": ("skipped", ""),
+    "test_is_skipped": ("skipped", "as for a missing package"),
 }
 
 
@@ -111,14 +111,18 @@ def test_the_page_counts_and_names(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     page = runpy.run_path(str(BENCHMARKS / "dropin.py"))["page"]
     outcomes = [
-        ("a", "passed", ""),
-        ("b", "refused", "ValueError: example 3 has no labels: it has"),
-        ("c", "refused", "ValueError: example 0 has no labels: it has"),
-        ("d", "failed", "AssertionError: 1 | 2"),
-        ("e", "unused", ""),
+        ("tests/a.py::a", "passed", ""),
+        ("tests/a.py::b", "refused", "ValueError: example 3 has no labels: it has"),
+        ("tests/a.py::c", "refused", "ValueError: example 0 has no labels: it has"),
+        ("tests/b.py::d", "failed", "AssertionError: 1 | 2"),
+        ("tests/b.py::e", "unused", ""),
     ]
     ours = [dict(zip(("test", "outcome", "why"), one, strict=True)) for one in outcomes]
-    printed = page([{"library": "trl", "ranks": 2, "stock": {}, "ours": ours}])
-    assert "| trl | 2 | 4 | 1 | 2 | 1 |" in printed
+    left_out = [{"test": "f", "outcome": "skipped", "why": "skipped: needs an accelerator"}]
+    result = {"library": "trl", "ranks": 2, "stock": {}, "left_out": left_out, "ours": ours}
+    printed = page([result])
+    assert "| trl | 2 | a.py | 3 | 1 | 2 | 0 |" in printed
+    assert "| trl | 2 | b.py | 1 | 0 | 0 | 1 |" in printed
+    assert "| trl | 2 | skipped | needs an accelerator | 1 |" in printed
     assert "| trl | 2 | an example has no labels | 2 |" in printed
-    assert "| trl | 2 | d | AssertionError: 1 / 2 |" in printed
+    assert "| trl | 2 | tests/b.py::d | AssertionError: 1 / 2 |" in printed

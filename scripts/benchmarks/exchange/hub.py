@@ -177,6 +177,10 @@ def datasets_of(lines: list[str]) -> dict[str, dict[str, list[dict[str, Any]]]]:
             "conversational_implicit_prompt_preference": [
                 {"chosen": talk(line), "rejected": talk(line)[:1] + doubt()} for line in lines
             ],
+            "conversational_unpaired_preference": [
+                {"prompt": talk(line)[:1], "completion": talk(line)[1:], "label": number % 2 == 0}
+                for number, line in enumerate(lines)
+            ],
             "conversational_prompt_only": [{"prompt": talk(line)[:1]} for line in lines],
         },
         "harmony": {

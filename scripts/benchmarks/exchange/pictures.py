@@ -16,9 +16,14 @@ import transformers
 from datasets import Dataset, Features, Image, List, Value
 from transformers import ProcessorMixin
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from exchange.hub import OWNER, SIZES, TEMPLATES, save_dataset_card, talk, tokenizer_of
+from exchange.hub import EXPERTS, OWNER, SIZES, TEMPLATES, save_dataset_card, talk, tokenizer_of
 
 TEXT = {**SIZES, "hidden_size": 16}
 TOKENS = {
@@ -28,8 +33,45 @@ TOKENS = {
     "vision_end_token_id": "<|vision_end|>",
 }
 PICTURE = "<image>"  # of Llava
-SPECIAL = (*TOKENS.values(), PICTURE)
+# Tokens that a tokenizer of Gemma knows by attribute.
+NAMES = {
+    "Gemma3": {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    },
+    "Gemma4": {
+        "image_token": "<|image|>",
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "audio_token": "<|audio|>",
+        "boa_token": "<|audio>",
+        "eoa_token": "<audio|>",
+    },
+}
+TURNS = ("<bos>", "<start_of_turn>", "<end_of_turn>", "<|turn>", "<turn|>")
+SPECIAL = (*TOKENS.values(), PICTURE, *NAMES["Gemma3"].values(), *NAMES["Gemma4"].values(), *TURNS)
+BEGINNING = "system\nYou are a helpful assistant.\nuser\nWhat does the Zen of Python say about"
 MROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LINEAR = {  # Qwen3.5's layers
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0, "mrope_section": [2, 2, 2]},
+}
+CLIP = {
+    "model_type": "clip_vision_model",
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "image_size": 56,
+    "patch_size": 14,
+}
+PINPOINTS = [[56, 56], [56, 112], [112, 56]]
 QWEN = {"depth": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 32}
 
 # name: (family of classes, options of text, options of the tower, chat template)
@@ -55,26 +97,61 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "tiny-LlavaForConditionalGeneration": (
         "Llava",
         {"model_type": "llama"},
-        {
-            "model_type": "clip_vision_model",
-            "num_hidden_layers": 2,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_attention_heads": 4,
-            "image_size": 56,
-            "patch_size": 14,
-        },
+        CLIP,
         "llava_next",
+    ),
+    "tiny-LlavaNextForConditionalGeneration": (
+        "LlavaNext",
+        {"model_type": "mistral", "sliding_window": None},
+        CLIP,
+        "llava_next",
+    ),
+    "tiny-Gemma3ForConditionalGeneration": (
+        "Gemma3",
+        {"head_dim": 4, "query_pre_attn_scalar": 4},
+        {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+        "gemma3",
+    ),
+    "tiny-Gemma4ForConditionalGeneration": (
+        "Gemma4",
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "head_dim": 4,
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 16,
+        },
+        {
+            **CLIP,
+            "model_type": "gemma4_vision",
+            "num_key_value_heads": 4,
+            "head_dim": 4,
+            "patch_size": 4,
+            "position_embedding_size": 630,
+        },
+        "gemma4",
+    ),
+    "tiny-Qwen3_5ForConditionalGeneration-NoThink": (
+        "Qwen3_5",
+        LINEAR,
+        {**QWEN, "out_hidden_size": 16},
+        "qwen3_5_nothink",
+    ),
+    "tiny-Qwen3_5MoeForConditionalGeneration-3.6": (
+        "Qwen3_5Moe",
+        {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16},
+        {**QWEN, "out_hidden_size": 16},
+        "qwen3_6",
     ),
 }
 
 
 def without_videos() -> None:
-    """Let the processors of Qwen's models be made, saved and loaded without one of videos."""
+    """Let processors be made, saved and loaded without those of videos and audio."""
     base = ProcessorMixin.__init__
-    for family in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL"):
+    for family in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Gemma4"):
         processor: Any = getattr(transformers, f"{family}Processor")
         own = processor.__init__
+        others = {"feature_extractor": None} if family == "Gemma4" else {}
 
         def create(
             self: Any,
@@ -82,13 +159,15 @@ def without_videos() -> None:
             tokenizer: Any = None,
             chat_template: Any = None,
             own: Any = own,
-            **others: Any,
+            others: dict[str, Any] = others,
+            **ignored: Any,
         ) -> None:
-            def without(self: Any, images: Any, words: Any, videos: Any, **given: Any) -> None:
-                base(self, images, words, **given)
+            def without(self: Any, *parts: Any, **named: Any) -> None:
+                base(self, image_processor, tokenizer, chat_template=chat_template)
 
+            given = {"image_processor": image_processor, "tokenizer": tokenizer, **others}
             with patch.object(ProcessorMixin, "__init__", without):
-                own(self, image_processor, tokenizer, None, chat_template=chat_template)
+                own(self, video_processor=None, chat_template=chat_template, **given)
 
         processor.__init__ = create
 
@@ -96,10 +175,12 @@ def without_videos() -> None:
 def make_pictures(folder: Path, lines: list[str]) -> None:
     """Fill `folder` with models of images and datasets for them."""
     without_videos()
-    tokenizer = tokenizer_of(lines, SPECIAL)
+    # what all prompts begin with has a few tokens, as with a real tokenizer
+    tokenizer = tokenizer_of([*lines, *[BEGINNING] * len(lines)], SPECIAL)
     tokenizer.padding_side = "left"
     for name, (family, text, tower, template) in MODELS.items():
-        processor = processor_of(family, tokenizer)
+        own = with_names(tokenizer, NAMES[family]) if family in NAMES else tokenizer
+        processor = processor_of(family, own)
         processor.chat_template = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
         place = folder / OWNER / name
         processor.save_pretrained(place)
@@ -109,12 +190,36 @@ def make_pictures(folder: Path, lines: list[str]) -> None:
         save_images(folder / OWNER / name, rows, column="image" if most == 1 else "images")
 
 
+def with_names(tokenizer: Any, names: dict[str, str]) -> Any:
+    """Return a tokenizer that knows tokens of images by the names of attributes."""
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        eos_token=tokenizer.eos_token,
+        pad_token=tokenizer.pad_token,
+        bos_token="<bos>",
+        padding_side="left",
+        extra_special_tokens=names,
+    )
+
+
 def processor_of(family: str, tokenizer: Any) -> Any:
     """Return the processor of a family of models, for small images."""
-    if family == "Llava":
-        size = {"height": 56, "width": 56}
-        images = CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size=size)
-        return transformers.LlavaProcessor(
+    size = {"height": 56, "width": 56}
+    if family == "Gemma3":
+        return transformers.Gemma3Processor(
+            Gemma3ImageProcessorPil(size=size), tokenizer, image_seq_length=4
+        )
+    if family == "Gemma4":
+        return transformers.Gemma4Processor(
+            image_processor=Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70),
+            tokenizer=tokenizer,
+        )
+    if family.startswith("Llava"):
+        options: dict[str, Any] = {"size": {"shortest_edge": 56}, "crop_size": size}
+        images: Any = CLIPImageProcessorPil(**options)
+        if family == "LlavaNext":
+            images = LlavaNextImageProcessorPil(**options, image_grid_pinpoints=PINPOINTS)
+        return getattr(transformers, f"{family}Processor")(
             images,
             tokenizer,
             patch_size=14,
@@ -122,8 +227,10 @@ def processor_of(family: str, tokenizer: Any) -> Any:
             image_token=PICTURE,
             num_additional_image_tokens=1,
         )
-    patch_size = 16 if family == "Qwen3VL" else 14
-    return getattr(transformers, f"{family}Processor")(
+    is_third = family.startswith("Qwen3")
+    patch_size = 16 if is_third else 14
+    kind = "Qwen3VL" if is_third else family
+    return getattr(transformers, f"{kind}Processor")(
         Qwen2VLImageProcessorPil(patch_size=patch_size, min_pixels=56 * 56), tokenizer
     )
 
@@ -135,8 +242,22 @@ def save_model(
     options: dict[str, Any] = {
         name: tokenizer.convert_tokens_to_ids(token) for name, token in TOKENS.items()
     }
-    if family == "Llava":
+    if family.startswith("Llava"):
         options = {"image_token_index": tokenizer.convert_tokens_to_ids(PICTURE)}
+    if family == "LlavaNext":
+        options["image_grid_pinpoints"] = PINPOINTS
+    if family in NAMES:
+        ending = "_index" if family == "Gemma3" else "_id"
+        options = {
+            name + ending: tokenizer.convert_tokens_to_ids(token)
+            for name, token in NAMES[family].items()
+        }
+    if family == "Gemma3":
+        options["mm_tokens_per_image"] = 4
+    if family == "Gemma4":
+        text = {**text, "vocab_size_per_layer_input": len(tokenizer)}
+        options["eoa_token_index"] = options.pop("eoa_token_id")
+        options["audio_config"] = None
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     configuration = getattr(transformers, f"{family}Config")(
         text_config={**TEXT, **text, **ends, "vocab_size": len(tokenizer)},

@@ -143,8 +143,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_protocol(item: pytest.Item) -> bool:
     began = time.monotonic()
-    if evaluate_skip_marks(item):
-        outcome, why = "skipped", ""
+    skipped = evaluate_skip_marks(item)
+    if skipped:
+        outcome, why = "skipped", f"skipped: {skipped.reason}"
     else:
         outcome, why = combined(run_on_ranks(item, item.config.getoption("ranks")))
     seconds = round(time.monotonic() - began, 1)
@@ -255,7 +256,7 @@ def outcome_of(report: pytest.TestReport, call: pytest.CallInfo[None]) -> Outcom
     if report.passed:
         return "passed", ""
     if report.skipped:
-        return "skipped", ""
+        return "skipped", f"skipped: {report.longrepr[2]}" if report.longrepr else ""
     assert call.excinfo is not None, "a test that failed without an exception"
     error = call.excinfo.value
     message = " ".join(f"{type(error).__name__}: {error}".split())[:MOST_CHARACTERS]
