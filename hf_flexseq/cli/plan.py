@@ -18,7 +18,14 @@ from hf_flexseq.base.registry import PLANNERS
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import PRESETS, load_cost_model
 from hf_flexseq.plan import Plan
-from hf_flexseq.plan.images import IMAGE, VIDEO, ImagePlan, ImageSize, TowerLoad
+from hf_flexseq.plan.images import (
+    IMAGE,
+    VIDEO,
+    ImagePlan,
+    ImageSize,
+    TowerLoad,
+    frames_of_parts,
+)
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.units import ROOT, Unit
@@ -104,21 +111,33 @@ def _with_images(
             f"--cost-model one of {able}, or what `flexseq calibrate` writes for a model with one"
         )
     rows = []
-    images = []
+    images: list[ImageSize] = []
     for row, (text, own) in enumerate(pictured):
         tokens = [cost.tower.tokens(one.patches) for one in own]
         rows.append(text + sum(tokens))
         for one, count in zip(own, tokens, strict=True):
-            size = ImageSize(
-                sequence=row,
-                modality=IMAGE if one.frames is None else VIDEO,
-                tokens=count,
-                patches=one.patches,
-                pairs=one.pairs,
-                data_bytes=0,  # no pixels
-            )
-            images.append(size)
+            parts = frames_of_parts(one.frames or 1, one.patches // (one.frames or 1))
+            number = len(images) + len(parts)
+            options.limits.refuse_above("lengths", number, f"has {number:,} images and parts")
+            images += _parts(one, parts, row, count)
     return SharedRows(rows=tuple(rows), images=tuple(images))
+
+
+def _parts(one: Patches, parts: Sequence[int], row: int, tokens: int) -> Iterator[ImageSize]:
+    """Yield an image of a row, or the parts of a video, which ranks encode independently. parts:
+    frames of each. tokens: that stand for all of it."""
+    frames = one.frames or 1
+    stop = 0
+    for count in parts:
+        start, stop = stop, stop + count
+        yield ImageSize(
+            sequence=row,
+            modality=IMAGE if one.frames is None else VIDEO,
+            tokens=tokens * stop // frames - tokens * start // frames,
+            patches=one.patches * count // frames,
+            pairs=one.pairs * count // frames,
+            data_bytes=0,  # no pixels
+        )
 
 
 def in_steps(rows: SharedRows, options: Namespace) -> Iterator[SharedRows]:

@@ -6,6 +6,9 @@ first, each on the rank with the least work so far (longest processing time firs
 on multiprocessing timing anomalies", 1969). Every rank computes the same placement from sizes that
 all ranks know, so nothing is sent for it.
 
+A video whose frames the model encodes independently is divided into parts, each an image of its
+own (`frames_of_parts`), so that a long one can be shared out.
+
 A rank without an image encodes the cheapest one, too, as a *stand-in* whose features nobody reads:
 the parameters of a sharded tower are gathered by all ranks together, and DDP waits for gradients
 of all of them.
@@ -22,10 +25,13 @@ from hf_flexseq.base.values import duration, fields_of, number, whole
 IMAGE, VIDEO = "image", "video"
 MODALITIES = (IMAGE, VIDEO)
 
+PART_PATCHES = 512
+"""Fewest patches of a part of a video: each part costs a few digests and messages more."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSize:
-    """What all ranks know of an image or a video of a step."""
+    """What all ranks know of an image, a video or a part of one, of a step."""
 
     sequence: int
     """Id of the sequence that it belongs to."""
@@ -103,7 +109,7 @@ class TowerLoad:
     """What the tower does in a step that has images, in numbers."""
 
     images: int
-    """Images and videos of the step."""
+    """Images and videos of the step, a divided one as many as its parts."""
 
     seconds: float
     """Predicted seconds of the rank with the most work."""
@@ -139,6 +145,15 @@ class TowerLoad:
         """Inverse of `to_record`. Raises ValueError for any other record."""
         needed = ["images", "seconds", "imbalance"]
         return cls(**fields_of(record, "a tower's load", needed=needed, optional=["forwards"]))
+
+
+def frames_of_parts(frames: int, frame_patches: int) -> list[int]:
+    """Return the frames of each part of a video that may be divided between any two frames: as
+    many parts, nearly equal, as have PART_PATCHES each. frame_patches: of each frame."""
+    fewest = -(-PART_PATCHES // max(1, frame_patches))
+    parts = max(1, frames // fewest)
+    each, more = divmod(frames, parts)
+    return [each + (part < more) for part in range(parts)]
 
 
 def place_images(costs: Sequence[int], world_size: int) -> ImagePlacement:

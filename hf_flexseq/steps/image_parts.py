@@ -75,6 +75,38 @@ def parts_of(tensors: Tensors) -> tuple[list[dict[str, torch.Tensor]], list[int]
     return parts, weights
 
 
+def values_of_video(video: Tensors) -> tuple[tuple[str, int], ...] | None:
+    """Return what is known of a video besides grid and patches, by name: a whole number each, such
+    as how many patches make a token. None if there is anything else."""
+    grid = grid_of(video)
+    values = []
+    for name, value in video.items():
+        if value is grid or name.startswith("pixel_values"):
+            continue
+        if value.numel() != 1 or value.is_floating_point():
+            return None
+        values.append((name, int(value)))
+    return tuple(values)
+
+
+def parts_of_video(video: Tensors, frames: Sequence[int]) -> list[dict[str, torch.Tensor]]:
+    """Return the tensors of consecutive parts of a video with a grid, [1, 3], and the same other
+    values. frames: of each part."""
+    grid = grid_of(video)
+    assert grid is not None, "a video is divided by its grid"
+    frame_patches = int(grid[0, 1:].prod())
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in frames]
+    for name, value in video.items():
+        pieces: Sequence[torch.Tensor] = [value] * len(frames)
+        if value is grid:
+            pieces = [value.new_tensor([[count, *grid[0, 1:].tolist()]]) for count in frames]
+        elif name.startswith("pixel_values"):
+            pieces = value.split([count * frame_patches for count in frames])
+        for part, piece in zip(parts, pieces, strict=True):
+            part[name] = piece
+    return parts
+
+
 def batches_of(images: Sequence[Image]) -> list[list[int]]:
     """Return the indices of images that one call of the tower takes together: those with grids,
     whose patches are rows, and those of equal shapes, but none whose patches stand side by side

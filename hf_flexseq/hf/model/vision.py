@@ -7,7 +7,8 @@ transformers' models for images have a method for each modality, `get_image_feat
 part of a sequence gives the model the rows of its own tokens, and the model itself is unchanged:
 
     read       which tensors of an example belong to which image, how many tokens stand for it, and
-               the positions of all tokens, which the model counts on whole sequences
+               the positions of all tokens, which the model counts on whole sequences; long videos
+               whose frames the model encodes independently are divided into several images
     encode     runs the tower on images, of any sequences
     attached   gives every micro-batch's features to the model, inside its own call, so that
                autocast and the hooks of DDP, FSDP2 and ZeRO hold
@@ -27,6 +28,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.hf.model.feature_trial import FEATURES, try_features
+from hf_flexseq.hf.model.frame_trial import VideoParts
 from hf_flexseq.hf.model.image_masks import MasksOfImages
 from hf_flexseq.hf.model.images import placeholders_of
 from hf_flexseq.hf.model.meta_model import FAULTS
@@ -63,6 +65,7 @@ class VisionModel:
         self._patch = patch_size(base.config)
         self._forms: dict[str, FeatureForm] = {}
         self._agreed: set[str] = set()  # modalities whose form all ranks know
+        self._videos = VideoParts(base)
 
     @property
     def modalities(self) -> list[str]:
@@ -137,7 +140,10 @@ class VisionModel:
                     f"{modality.name}s, and {', '.join(own) or 'no pixels'}: cut examples neither "
                     "in the middle nor without their images"
                 )
-            for part, count in images_in(own, is_part):
+            parts = []
+            for tensors_of_one, count in images_in(own, is_part):
+                parts += self._videos.parts(modality, tensors_of_one, count)
+            for part, count in parts:
                 patches, pairs = self._work_of(part)
                 images.append(
                     Image(

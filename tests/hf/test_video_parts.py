@@ -1,0 +1,203 @@
+"""Videos whose frames a model encodes independently are divided between ranks, with the loss and
+gradients of one process. A trial finds out which models these are."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.qwen3_vl import modeling_qwen3_vl
+
+from hf_flexseq import DataCollatorForFlexSeq
+from hf_flexseq.hf.model import frame_trial
+from hf_flexseq.hf.model.feature_trial import try_features
+from hf_flexseq.hf.model.frame_trial import has_independent_frames
+from hf_flexseq.hf.model.vision import VisionModel
+from hf_flexseq.plan.images import IMAGE, VIDEO
+from hf_flexseq.steps.drawn import source_row
+from tests.budget import others_nightly
+from tests.hf.vision import IMAGES, tiny_vision_model, vision_examples
+from tests.hf.vision_families import FAMILIES
+from tests.hf.vision_runs import COUNTS, VIDEOS, worst_errors
+from tests.ranks import run_cases
+
+PART = "hf_flexseq.plan.images.PART_PATCHES"
+GRID = "video_grid_thw"
+
+
+def a_video(name):
+    """Tensors of a video of a family, those of a drawn example; None without grids."""
+    family = FAMILIES[name]
+    video = {}
+    if family.video is not None:
+        video = IMAGES[family.video](random.Random(0), torch.Generator().manual_seed(0))
+    return video if GRID in video else None
+
+
+WITH_GRIDS = [name for name in FAMILIES if a_video(name) is not None]
+# Frames attend to each other, or tokens are made of several frames.
+DEPENDENT = ("minimax_m3_vl", "kimi_k25", "ernie4_5_vl_moe")
+EVERY_TIME = (*DEPENDENT, "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+DIVIDED = [name for name in WITH_GRIDS if name not in DEPENDENT]
+
+
+# ---- the trial
+
+
+def passes(model, name):
+    """What the trial finds about a model of a family."""
+    (modality,) = [one for one in try_features(model) if one.name == VIDEO]
+    return has_independent_frames(model, modality, a_video(name))
+
+
+@pytest.mark.parametrize("name", others_nightly(WITH_GRIDS, EVERY_TIME))
+def test_the_trial_tells_which_models_encode_frames_independently(name):
+    assert passes(tiny_vision_model(name), name) == (name not in DEPENDENT)
+
+
+def test_frames_that_attend_to_each_other_fail_the_trial(monkeypatch):
+    own = modeling_qwen3_vl.get_vision_attention_seqlens
+
+    def of_whole_videos(grid, *args, **kwargs):
+        joined = torch.stack([torch.ones_like(grid[:, 0]), grid[:, 0] * grid[:, 1], grid[:, 2]])
+        return own(joined.T, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_qwen3_vl, "get_vision_attention_seqlens", of_whole_videos)
+    assert not passes(tiny_vision_model("qwen3_vl"), "qwen3_vl")
+
+
+def test_frames_that_know_their_number_fail_the_trial(monkeypatch):
+    own = modeling_qwen3_vl.Qwen3VLVisionModel.forward
+
+    def with_numbers(self, pixels, grid_thw, **kwargs):
+        frames, *sides = grid_thw[0].tolist()
+        numbers = torch.arange(frames).repeat_interleave(sides[0] * sides[1])
+        return own(self, pixels + numbers.unsqueeze(1), grid_thw, **kwargs)
+
+    monkeypatch.setattr(modeling_qwen3_vl.Qwen3VLVisionModel, "forward", with_numbers)
+    assert not passes(tiny_vision_model("qwen3_vl"), "qwen3_vl")
+
+
+def test_modules_of_the_user_s_own_are_not_tried():
+    class OverFrames(nn.Module):
+        """May do anything."""
+
+    model = tiny_vision_model("qwen3_vl")
+    model.model.visual.blocks[0].mlp = OverFrames()
+    assert not passes(model, "qwen3_vl")
+
+
+# ---- what is read
+
+
+def read_videos(name, *, part_patches, monkeypatch, change=None):
+    """The images of an example with one image and a video, as a model reads them, and the example.
+    change: of the example's tensors."""
+    monkeypatch.setattr(PART, part_patches)
+    (example,) = [e for e in vision_examples(name, [1] * 4, videos=(0, 1, 2, 3)) if is_long(e)][:1]
+    model = VisionModel(tiny_vision_model(name))
+    row = source_row([DataCollatorForFlexSeq()([example | (change or {})])])
+    return model.read(row).images.images, example
+
+
+def is_long(example):
+    return int(example[GRID][0, 0]) == 3
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "video_llama_3"])
+def test_a_video_is_read_as_its_frames_and_an_image_as_it_is(name, monkeypatch):
+    found, example = read_videos(name, part_patches=1, monkeypatch=monkeypatch)
+    image, *frames = found
+    assert image.modality == IMAGE
+    assert [frame.modality for frame in frames] == [VIDEO] * 3
+    _, height, width = example[GRID][0].tolist()
+    for frame in frames:
+        assert frame.arguments[GRID].tolist() == [[1, height, width]]
+        assert (frame.tokens, frame.patches) == (height * width // 4, height * width)
+        assert frame.pairs == (height * width) ** 2
+        others = frame.arguments.keys() - {GRID, "pixel_values_videos"}
+        for other in others:
+            assert torch.equal(frame.arguments[other], example[other])
+    pixels = torch.cat([frame.arguments["pixel_values_videos"] for frame in frames])
+    assert torch.equal(pixels, example["pixel_values_videos"])
+
+
+def test_short_videos_are_not_tried(monkeypatch):
+    monkeypatch.setattr(frame_trial, "has_independent_frames", None)
+    found, _ = read_videos("qwen3_vl", part_patches=512, monkeypatch=monkeypatch)
+    assert len(found) == 2
+
+
+def test_videos_of_models_that_fail_the_trial_stay_whole(monkeypatch):
+    monkeypatch.setattr(frame_trial, "has_independent_frames", lambda *given: False)
+    found, _ = read_videos("qwen3_vl", part_patches=1, monkeypatch=monkeypatch)
+    assert len(found) == 2
+
+
+def test_videos_with_values_that_are_no_whole_numbers_stay_whole(monkeypatch):
+    monkeypatch.setattr(frame_trial, "has_independent_frames", None)
+    seconds = {"video_merge_sizes": torch.tensor([2.0])}
+    found, _ = read_videos(
+        "video_llama_3", part_patches=1, monkeypatch=monkeypatch, change=seconds
+    )
+    assert len(found) == 2
+
+
+# ---- gradients
+
+
+def divided_errors(rank, world_size, name, *case):
+    """As `worst_errors`, with every frame a part, and what the tower encoded on this rank: how
+    many images, and how many frames of videos."""
+    encoded = {IMAGE: 0, VIDEO: 0}
+    own = VisionModel._encode_together
+
+    def counting(self, images):
+        for image in images:
+            encoded[image.modality] += 1
+        return own(self, images)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PART, 1)
+        patch.setattr(VisionModel, "_encode_together", counting)
+        return {**worst_errors(rank, world_size, name, *case), **encoded}
+
+
+def assert_divided(name, by_rank):
+    """Assert the errors of rounding, and that each image and each frame was encoded once."""
+    frames = 0
+    for example in vision_examples(name, COUNTS, videos=VIDEOS):
+        frames += sum(grid[0] for grid in example.get(GRID, torch.empty(0, 3)).tolist())
+    assert frames > len(VIDEOS)
+    assert sum(worst[VIDEO] for worst in by_rank) == frames
+    assert sum(worst[IMAGE] for worst in by_rank) == sum(COUNTS)
+    for worst in by_rank:
+        assert worst["loss"] < 1e-12
+        assert worst["gradients"] < 1e-10
+        assert worst["runs"] == {1}
+        assert max(worst["micro_batches"]) > 1
+        assert worst[VIDEO]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        (2, [("qwen2_vl", None), ("qwen2_5_vl", "tower")]),
+        (3, [("qwen3_vl", None)]),
+    ],
+)
+def test_divided_videos_equal_one_process(world_size, cases):
+    cases = [(name, "ddp", False, freeze, COUNTS, 1) for name, freeze in cases]
+    for case, by_rank in zip(cases, run_cases(divided_errors, world_size, cases), strict=True):
+        assert_divided(case[0], by_rank)
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", DIVIDED)
+def test_all_families_with_grids_of_videos(name, world_size):
+    cases = [(name, "ddp", False, freeze, COUNTS, 1) for freeze in (None, "tower")]
+    for by_rank in run_cases(divided_errors, world_size, cases, seconds=150):
+        assert_divided(name, by_rank)
