@@ -3,9 +3,10 @@
     python scripts/benchmarks/images.py --placements                     modelled: 8 and 64 ranks
     torchrun --nproc_per_node 2 scripts/benchmarks/images.py             measured: steps on two
 
-`--placements` draws 100 steps with long-tailed images on 8 and on 64 ranks, eight sequences a
-rank, and places the images as a step does, by the cost of Qwen3-VL-8B's tower. Imbalance is the
-largest load of a rank over the mean. No placement of whole images is below the largest image over
+`--placements` draws 100 steps with long-tailed images, eight sequences a rank, and 100 with
+long-tailed videos, two sequences a rank, on 8 and on 64 ranks. It places them as a step does, by
+the cost of Qwen3-VL-8B's tower: videos whole, and in the parts that a step divides them into.
+Imbalance is the largest load of a rank over the mean. No placement is below the largest image over
 the mean, which exceeds 1 in some steps: imbalance over the least possible stands beside it, over
 all steps together (sums of largest loads over sums of means), and that of ranks which encode the
 images of the sequences that they drew.
@@ -310,7 +311,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.placements:
         lines, figures = placements_page()
-        print(table(COLUMNS, lines, numbers=range(len(COLUMNS))))
+        print(table(COLUMNS, lines, numbers=range(1, len(COLUMNS))))
         write_record(asked.json, figures)
         return
     torch.set_num_threads(1)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hf_flexseq.plan.images import TowerLoad, place_images
+from hf_flexseq.plan.images import PART_PATCHES, TowerLoad, frames_of_parts, place_images
 
 
 def test_images_go_to_the_rank_with_the_least_work_the_longest_first():
@@ -47,3 +47,18 @@ def test_a_load_is_read_as_it_was_written_and_nothing_else_is():
     ):
         with pytest.raises(ValueError, match=said):
             TowerLoad.from_record(record | change)
+
+
+def test_parts_of_a_video_have_enough_patches_and_nearly_as_many_frames():
+    assert frames_of_parts(1, 10_000) == [1]
+    assert frames_of_parts(7, 10_000) == [1] * 7
+    assert frames_of_parts(3, PART_PATCHES - 1) == [3]
+    assert frames_of_parts(5, PART_PATCHES - 1) == [3, 2]
+    assert frames_of_parts(9, PART_PATCHES // 4) == [5, 4]
+    rng = random.Random(0)
+    for _ in range(200):
+        frames, patches = rng.randint(1, 300), rng.randint(1, 2000)
+        parts = frames_of_parts(frames, patches)
+        assert sum(parts) == frames
+        assert max(parts) - min(parts) <= 1
+        assert len(parts) == 1 or min(parts) * patches >= PART_PATCHES
