@@ -4,7 +4,13 @@ import random
 
 import pytest
 
-from hf_flexseq.plan.images import PART_PATCHES, TowerLoad, frames_of_parts, place_images
+from hf_flexseq.plan.images import (
+    PART_PATCHES,
+    ImagePlan,
+    TowerLoad,
+    frames_of_parts,
+    place_images,
+)
 
 
 def test_images_go_to_the_rank_with_the_least_work_the_longest_first():
@@ -35,9 +41,10 @@ def test_no_rank_has_more_than_the_mean_and_an_image():
 
 
 def test_a_load_is_read_as_it_was_written_and_nothing_else_is():
-    load = TowerLoad.of(place_images([10**9, 3 * 10**9], 2))
+    placement = place_images([10**9, 3 * 10**9], 2)
+    load = TowerLoad.of(ImagePlan(placement=placement, keeps_graph=False, held_bytes=0.0))
     record = load.to_record()
-    assert record == {"images": 2, "seconds": 3.0, "imbalance": 1.5}
+    assert record == {"images": 2, "seconds": 3.0, "imbalance": 1.5, "forwards": 2}
     assert TowerLoad.from_record(record) == load
     for change, said in (
         ({"images": 0}, "images=0: must be at least 1"),
