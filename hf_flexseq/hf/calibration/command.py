@@ -32,6 +32,7 @@ from hf_flexseq.hf.calibration.choose import (
 from hf_flexseq.hf.calibration.expert_copies import ExpertMeshes, expert_modules
 from hf_flexseq.hf.calibration.layer_trial import CountedBytes, count_bytes
 from hf_flexseq.hf.model.facts import ModelFacts, model_shape
+from hf_flexseq.hf.model.towers import trained_parts
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.profiler.design import THOROUGH, Effort
 from hf_flexseq.profiler.estimate import device_spec
@@ -142,6 +143,7 @@ def _facts(
         frozen=False,
         zero_stage=zero_stage,
         expert_ranks=expert_ranks,
+        trained_tower=trained_parts(model),
     )
 
 

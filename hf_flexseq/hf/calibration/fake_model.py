@@ -11,6 +11,9 @@ with.
 
 import copy
 import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,7 +40,7 @@ def own_copy(model: PreTrainedModel, dtype: torch.dtype, mode: FakeTensorMode) -
     is_sharded = any(hasattr(parameter, "ds_numel") for parameter in model.parameters())
     if is_sharded or has_sharded_modules(model):
         raise ValueError("its parameters are sharded")
-    return _fake_copy(model, dtype, mode)
+    return fake_copy(model, dtype, mode)
 
 
 def class_copy(
@@ -49,12 +52,10 @@ def class_copy(
     has_frozen = not all(trained.values())
     for name, parameter in made.named_parameters():
         parameter.requires_grad_(trained.get(name, not has_frozen))
-    return _fake_copy(made, dtype, mode)
+    return fake_copy(made, dtype, mode)
 
 
-def _fake_copy(
-    model: PreTrainedModel, dtype: torch.dtype, mode: FakeTensorMode
-) -> PreTrainedModel:
+def fake_copy(model: PreTrainedModel, dtype: torch.dtype, mode: FakeTensorMode) -> PreTrainedModel:
     """Return a copy in training mode, without checkpointing, made of fake tensors of a mode."""
     memo: dict[int, Any] = {}
     casts = dtype != model.dtype
@@ -79,3 +80,15 @@ def _fake_copy(
             module.gradient_checkpointing = False
     made.config.get_text_config().output_router_logits = False
     return made.train()
+
+
+@contextmanager
+def without_complaints() -> Iterator[None]:
+    """Keep torch from logging an error for an operation that fails on fake tensors."""
+    complaints = logging.getLogger("torch._subclasses.fake_tensor")
+    former = complaints.disabled
+    complaints.disabled = True
+    try:
+        yield
+    finally:
+        complaints.disabled = former

@@ -14,8 +14,8 @@ counting on the device, which takes memory and arithmetic for what shapes alone 
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.lone import LoneTransport
 from hf_flexseq.hf.attached import on_micro_batches
-from hf_flexseq.hf.calibration.fake_model import CPU, class_copy, own_copy
+from hf_flexseq.hf.calibration.fake_model import CPU, class_copy, own_copy, without_complaints
 from hf_flexseq.hf.model.facts import unsharded_class
 from hf_flexseq.hf.model.layer_memory import decoder_of, reason_not_told
 from hf_flexseq.hf.model.loss import attach_chunked_loss
@@ -96,23 +96,11 @@ def count_bytes(
     dtype: of the weights that are computed with. autocast: its dtype; None without. Equal models
     are tried once in a process.
     """
-    key = (_configuration(model), _signature(model), dtype, autocast)
+    key = (_configuration(model), signature_of(model), dtype, autocast)
     if key not in _known:
-        with _without_complaints():
+        with without_complaints():
             _known[key] = _count(model, dtype, autocast)
     return _known[key]
-
-
-@contextmanager
-def _without_complaints() -> Iterator[None]:
-    """Keep torch from logging an error for an operation that fails on fake tensors."""
-    complaints = logging.getLogger("torch._subclasses.fake_tensor")
-    former = complaints.disabled
-    complaints.disabled = True
-    try:
-        yield
-    finally:
-        complaints.disabled = former
 
 
 _known: dict[object, CountedBytes | None] = {}
@@ -180,7 +168,7 @@ class LayerTrial:
         loss = attach_chunked_loss(self.model, stand_in_sum)
         for index, layer in enumerate(self._layers):
             if index not in self._running:
-                layer.forward = _pass_on
+                layer.forward = pass_on
         embedding = self.model.get_input_embeddings()
         embedding.register_forward_hook(_require_grad)  # as below adapters, if all is frozen
         with on_micro_batches(self.model):
@@ -265,7 +253,7 @@ class LayerTrial:
         return inputs_of(shard_alone(lengths, 0), columns, CPU, context)
 
 
-def _pass_on(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def pass_on(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Return the hidden states that a layer is given."""
     return hidden_states
 
@@ -281,7 +269,7 @@ def _require_grad(module: nn.Module, args: Any, output: torch.Tensor) -> torch.T
 def _kinds(layers: Sequence[nn.Module]) -> list[int]:
     """Return the kind of each layer, as a number; those of equal modules are alike."""
     known: dict[object, int] = {}
-    return [known.setdefault(_signature(layer), len(known)) for layer in layers]
+    return [known.setdefault(signature_of(layer), len(known)) for layer in layers]
 
 
 def _configuration(model: PreTrainedModel) -> object:
@@ -296,7 +284,7 @@ def _configuration(model: PreTrainedModel) -> object:
 _SAME_IN_COPIES = ("training", "gradient_checkpointing")
 
 
-def _signature(layer: nn.Module) -> object:
+def signature_of(layer: nn.Module) -> object:
     """Return what layers, or models of one configuration, have in common that keep the same
     bytes."""
     parts: list[object] = []

@@ -38,7 +38,7 @@ from hf_flexseq.hf.model.layer_kinds import (
     layers_of,
     reach_counts,
 )
-from hf_flexseq.hf.model.towers import tower_parameters, tower_shape
+from hf_flexseq.hf.model.towers import tower_parameters, tower_shape, trained_parts
 from hf_flexseq.kernels.kinds import LayerCalls
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names
@@ -100,6 +100,8 @@ class ModelFacts:
     """Neighbouring ranks that hold all experts together."""
     adapters: Adapters = NO_ADAPTERS
     """Trained parameters that FSDP does not shard, where transformers has sharded the model."""
+    trained_tower: tuple[str, ...] = ()
+    """Parts of the tower that get gradients, by `trained_parts`."""
 
     @property
     def shape_in_training(self) -> ModelShape:
@@ -141,6 +143,7 @@ def model_facts(
         replicas=replicas(model, accelerator),
         expert_ranks=expert_group_size(model),
         adapters=_adapters_beside_shards(model),
+        trained_tower=trained_parts(model),
     )
 
 

@@ -1,9 +1,11 @@
-"""The tower of a vision-language model as its cost needs it: its parameters and its sizes.
+"""The tower of a vision-language model as its cost needs it: its parameters, which of them are
+trained, and its sizes.
 
 A tower is all of a model that is neither its text model nor embedding or head: the vision model
 with its projector, and towers of other modalities.
 """
 
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -49,6 +51,51 @@ def _text_parts(model: PreTrainedModel) -> list[nn.Module]:
     return [part for part in parts if part is not None]
 
 
+ADAPTERS = "adapters"
+"""Stands for all adapters in the names of trained parts."""
+_ADAPTED = "base_layer"  # PEFT's name of what an adapter is around,
+_COPIED = "original_module"  # and of what a trained copy is taken instead of
+
+
+def trained_parts(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the outermost modules of the towers whose parameters are all trained,
+    and of single parameters in others; ADAPTERS for those that PEFT has put around modules."""
+    of_tower = {id(parameter) for parameter in tower_parameters(model)}
+    trained = {name: p.requires_grad and id(p) in of_tower for name, p in model.named_parameters()}
+    if not any(trained.values()):
+        return ()
+    return tuple(dict.fromkeys(_parts_of(model, "", trained)))
+
+
+def _parts_of(module: nn.Module, path: str, trained: dict[str, bool]) -> Iterator[str]:
+    """Yield those of a module. path: its name with a dot, "" for the model. trained: by name of a
+    parameter of the model."""
+    own = [value for name, value in trained.items() if name.startswith(path)]
+    if not any(own):
+        return
+    if hasattr(module, _ADAPTED):
+        yield ADAPTERS
+        return
+    if all(own) or hasattr(module, _COPIED):
+        yield path.removesuffix(".")
+        return
+    for name, _ in module.named_parameters(recurse=False):
+        if trained.get(f"{path}{name}"):
+            yield f"{path}{name}"
+    for name, child in module.named_children():
+        yield from _parts_of(child, f"{path}{name}.", trained)
+
+
+def train_tower(model: nn.Module, parts: Collection[str]) -> None:
+    """Let the parameters of the towers of `model` have gradients if they are of some parts, as
+    `trained_parts` names them, and no others."""
+    of_tower = {id(parameter) for parameter in tower_parameters(model)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in of_tower:
+            is_part = any(f"{name}.".startswith(f"{part}.") for part in parts)
+            parameter.requires_grad_(is_part)
+
+
 def tower_shape(model: nn.Module) -> TowerShape | None:
     """Return the sizes of the vision tower of `model`, by its configuration; None without one.
     Those of a usual tower stand for sizes that a configuration does not have."""
@@ -78,6 +125,13 @@ def _has_token_of_images(config: Any) -> bool:
     """Tell if a token stands for parts of images, as in models whose tower has no configuration of
     its own, or is a part of the text model."""
     return config is not None and any(name.startswith("image") for name in placeholders_of(config))
+
+
+def attention_of_tower(config: Any) -> str | None:
+    """Return the name of the implementation of attention in the vision tower."""
+    vision = getattr(config, "vision_config", None)
+    name: str | None = getattr(vision, "_attn_implementation", None)
+    return name
 
 
 def patch_size(config: Any) -> int:

@@ -72,6 +72,10 @@ class VisionModel:
         """Names of what it takes, of `plan.images.MODALITIES`."""
         return list(self._modalities)
 
+    def arguments_of(self, modality: str) -> list[str]:
+        """Return the names of the tensors that examples bring of a modality."""
+        return list(self._modalities[modality].arguments)
+
     # ---- what examples bring
 
     def read(self, row: SourceRow) -> SourceRow:
@@ -144,7 +148,7 @@ class VisionModel:
             for tensors_of_one, count in images_in(own, is_part):
                 parts += self._videos.parts(modality, tensors_of_one, count)
             for part, count in parts:
-                patches, pairs = self._work_of(part)
+                patches, pairs = self.work_of(part)
                 images.append(
                     Image(
                         sequence=sequence,
@@ -168,7 +172,7 @@ class VisionModel:
                 f"for images (it takes {', '.join(sorted(known))}); leave the columns out"
             )
 
-    def _work_of(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    def work_of(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         """Return the patches of an image, and the pairs of patches that attend to each other."""
         grid = grid_of(tensors)
         if grid is not None:
@@ -297,8 +301,14 @@ class VisionModel:
             parts.append(self._encode_together(images[:1]))
         return torch.cat(parts)[:tokens]
 
-    def _encode_together(self, images: Sequence[Image]) -> torch.Tensor:
-        """Return the features of images that one call of the tower takes, [tokens, width]."""
+    def features_of(self, image: Image) -> torch.Tensor:
+        """Return the features of an image, [rows, width], whose tokens are not known yet: as many
+        as there are rows."""
+        _, streams = FeatureForm.of(self._outputs([image]), self._modalities[image.modality].rows)
+        return torch.cat(streams, dim=1)
+
+    def _outputs(self, images: Sequence[Image]) -> Any:
+        """Return what the model's method for features makes of images, in one call."""
         modality = self._modalities[images[0].modality]
         arguments = dict(modality.options)
         for name in images[0].arguments:
@@ -308,7 +318,12 @@ class VisionModel:
                 value = value.to(self._inner.dtype)
             arguments[modality.arguments[name]] = value
         with self._embedding_refused():
-            outputs = getattr(self._inner, modality.method)(**arguments, return_dict=True)
+            return getattr(self._inner, modality.method)(**arguments, return_dict=True)
+
+    def _encode_together(self, images: Sequence[Image]) -> torch.Tensor:
+        """Return the features of images that one call of the tower takes, [tokens, width]."""
+        modality = self._modalities[images[0].modality]
+        outputs = self._outputs(images)
         form, streams = FeatureForm.of(outputs, modality.rows)
         self._forms[modality.name] = form
         counts = [image.tokens for image in images]
