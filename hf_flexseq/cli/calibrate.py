@@ -44,6 +44,7 @@ def _summary(record: dict[str, Any]) -> str:
         "micro-batch",
         *_kinds(cost),
         *_experts(cost),
+        *_tower(record),
         f"GB/s by degree: {speeds}",
         _host(record),
         *_host_memory(cost),
@@ -89,6 +90,29 @@ def _experts(cost: dict[str, Any]) -> list[str]:
         f"experts over {experts['ranks']} ranks: {1e6 * experts['token_s']:.4g} us per token, "
         f"exchanged at {experts['rate'] / 1e9:.3g} GB/s; the busiest rank has "
         f"{experts['imbalance']:.3g} times the mean, assumed: weights are not read"
+    ]
+
+
+def _tower(record: dict[str, Any]) -> list[str]:
+    """Describe the vision tower, in a line."""
+    tower = record["cost_model"].get("tower")
+    if tower is None:
+        return []
+    is_trained = bool(tower["patch_bytes"])
+    errors = record["hold_out"].get("tower")
+    origin = "at the speed of text, since it was not timed"
+    if errors:
+        shares = ", ".join(f"{100 * error:.1f} %" for error in errors)
+        origin = f"off by {shares} on images held out of the fit"
+    constants = "".join(
+        f"{1e3 * tower.get(name, 0.0):.4g} ms per {what}, "
+        for name, what in (("image_s", "image"), ("call_s", "call"))
+    )
+    return [
+        f"vision tower, {'trained' if is_trained else 'frozen'}: "
+        f"{1e6 * tower['patch_s']:.4g} us per patch, {1e12 * tower['pair_s']:.4g} ps per pair, "
+        f"{constants}{tower['patch_bytes'] / 2**10:.4g} KiB per patch, "
+        f"{tower['patches_per_token']:.3g} patches per token; {origin}"
     ]
 
 

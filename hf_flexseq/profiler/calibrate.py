@@ -23,6 +23,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.profiler.design import Effort, make_design
 from hf_flexseq.profiler.fit import ExpertTerms, Terms, fit, price, relative_errors
 from hf_flexseq.profiler.measure import ProbeFactory, device_name, measure
+from hf_flexseq.profiler.tower_runs import tower_errors
 
 MAX_ERROR = 0.5  # mean relative error on other micro-batches above which a fit makes no sense
 
@@ -36,6 +37,8 @@ class Calibration:
     """|predicted - measured| / measured of each micro-batch held out of the fit."""
     tokens: int
     """Tokens of a rank in the largest micro-batch of the deepest copy."""
+    tower_errors: tuple[float, ...] = ()
+    """The same of each run of the tower that was held out; none where it was not timed."""
 
     @property
     def median_error(self) -> float:
@@ -53,6 +56,13 @@ class Calibration:
                 return f"{kind.kind} layers take no measurable time"
         if self.cost.experts is not None and not self.cost.experts.token_s > 0:
             return "experts take no measurable time"
+        if self.tower_errors:
+            assert self.cost.tower is not None, "a tower was timed"
+            if not self.cost.tower.patch_s + self.cost.tower.pair_s > 0:
+                return "the vision tower takes no measurable time"
+            mean = float(np.mean(self.tower_errors))
+            if not mean <= MAX_ERROR:
+                return f"images held out of the fit are off by {mean:.0%} on average"
         mean = float(np.mean(self.errors))
         if not mean <= MAX_ERROR:
             return f"micro-batches held out of the fit are off by {mean:.0%} on average"
@@ -60,11 +70,14 @@ class Calibration:
 
     def to_record(self) -> dict[str, Any]:
         """Return plain JSON values: the cost model and how far it is off."""
-        return {
+        record: dict[str, Any] = {
             "cost_model": self.cost.to_record(),
             "hold_out": {"median": self.median_error, "errors": list(self.errors)},
             "tokens": self.tokens,
         }
+        if self.tower_errors:
+            record["hold_out"]["tower"] = list(self.tower_errors)
+        return record
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Calibration":
@@ -73,6 +86,7 @@ class Calibration:
             cost=CostModel.from_record(record["cost_model"]),
             errors=tuple(record["hold_out"]["errors"]),
             tokens=record["tokens"],
+            tower_errors=tuple(record["hold_out"].get("tower", ())),
         )
 
 
@@ -93,8 +107,11 @@ def calibrate(
     """
     topology = communicator.topology
     model = probes.layers
-    design = make_design(model, shape, estimate, topology, effort)
-    terms = Terms.of(estimate, shape, _expert_terms(estimate, probes))
+    sizes = probes.image_sizes
+    design = make_design(model, shape, estimate, topology, effort, image_sizes=sizes)
+    terms = Terms.of(
+        estimate, shape, _expert_terms(estimate, probes), one_image_size=len(sizes) == 1
+    )
     timings = measure(design, probes, terms, communicator, device=device, rounds=effort.rounds)
 
     def fitted() -> Calibration:
@@ -113,6 +130,7 @@ def calibrate(
             cost=price(seconds, measured, model, model, terms.experts),
             errors=relative_errors(copy, design.mixes, timings.mix_seconds, topology),
             tokens=design.tokens,
+            tower_errors=tower_errors(copy, design.images, timings.image_seconds),
         )
 
     return _on_rank_0(fitted, communicator)

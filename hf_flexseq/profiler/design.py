@@ -13,8 +13,10 @@
    messages. Transfers alone, with many bytes and with none: bandwidths and latency. With recurrent
    layers a group on many tokens: their second pass. Copies leave out experts over ranks, and those
    of one layer run alone: on as many tokens of every rank, on those of one rank, on one rank, and
-   on next to none; and their exchanges alone.
-4. Mixes to test the fit: micro-batches with groups of every measured degree in turn.
+   on next to none; and their exchanges alone. A vision tower runs alone, too, whole, on images of
+   several sizes (`tower_runs.py`).
+4. Mixes to test the fit: micro-batches with groups of every measured degree in turn, and images of
+   other sizes.
 
 A design is plain data, the same on every rank.
 """
@@ -29,6 +31,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.plan import Group, MicroBatch, widest_first
+from hf_flexseq.profiler.tower_runs import ImagesShape, held_out_images, images_s, images_shapes
 
 MOST_TOKENS = 16384  # tokens of a rank in a micro-batch of the deepest copy
 LONGEST = 32768  # tokens of the longest sequence of a copy of one layer
@@ -38,6 +41,7 @@ FEW_TOKENS = 16  # tokens of a rank that take no time; a zigzag has some for bot
 # Shares of the budget by size; the mixes take about the rest.
 DEEP_SHARE = 1 / 3
 LONG_SHARE = 1 / 2
+TOWER_SHARE = 1 / 4  # beside these
 
 SMALL = 50_000_000  # parameters up to which a model is copied whole
 DEEP = 3  # layers of the deepest copy of a larger model, if all its layers are of one type
@@ -121,16 +125,21 @@ class ExpertsShape:
         return max(self.tokens) <= FEW_TOKENS
 
 
+RunShape = ProbeShape | ExpertsShape | ImagesShape
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Design:
     """Everything that a calibration runs."""
 
     copies: tuple[Layers, ...]
     """Layers of each copy of the model, the deepest first."""
-    shapes: tuple[ProbeShape | ExpertsShape, ...]
+    shapes: tuple[RunShape, ...]
     """Runs for the fit."""
     mixes: tuple[ProbeLayout, ...]
     """Micro-batches to test the fit, run by the deepest copy."""
+    images: tuple[ImagesShape, ...]
+    """Runs of the tower to test the fit; none without a tower that can be run."""
     tokens: int
     """Tokens of a rank in the largest micro-batch of the deepest copy."""
     sequence: int
@@ -146,19 +155,26 @@ class Design:
 
 
 def make_design(
-    layers: Layers, shape: ModelShape, estimate: CostModel, topology: Topology, effort: Effort
+    layers: Layers,
+    shape: ModelShape,
+    estimate: CostModel,
+    topology: Topology,
+    effort: Effort,
+    *,
+    image_sizes: Sequence[int] = (),
 ) -> Design:
     """Decide the runs that calibrate a model.
 
     layers, shape: of the whole model. estimate: counts the work. Rings are timed if it knows what
-    a ring moves, and experts alone if it has some on several ranks.
+    a ring moves, and experts alone if it has some on several ranks. image_sizes: patches of the
+    images that its tower can be run on, ascending; none without a tower, or without such images.
     """
     copies = copies_of(layers, shape.params)
     rings = ("ulysses", "zigzag") if estimate.ring_bytes is not None else ("ulysses",)
     expert_ranks = 1 if estimate.experts is None else estimate.experts.ranks
 
     def seconds_of(
-        make: Callable[[int], Sequence[ProbeShape | ExpertsShape]],
+        make: Callable[[int], Sequence[RunShape]],
     ) -> Callable[[int], float]:
         def seconds(size: int) -> float:
             once = sum(estimated_s(one, shape.layers, estimate, topology) for one in make(size))
@@ -173,14 +189,24 @@ def make_design(
     def long_shapes(sequence: int) -> list[ProbeShape]:
         return _long_shapes(copies, sequence, topology, rings)
 
+    def tower_shapes(patches: int) -> list[ImagesShape]:
+        return images_shapes(patches, image_sizes)
+
     # Half of a rank's memory; a token takes less in a copy.
     held = int(estimate.budget_bytes / 2 / estimate.token_bytes)
     tokens = _largest(seconds_of(deep_shapes), MOST_TOKENS, DEEP_SHARE * effort.budget_s)
     longest = max(tokens, min(LONGEST, 1 << held.bit_length() >> 1))
     sequence = _largest(seconds_of(long_shapes), longest, LONG_SHARE * effort.budget_s)
+    patches = 0
+    if image_sizes:
+        most = max(image_sizes)
+        if estimate.tower is not None and estimate.tower.patch_bytes:
+            most = min(most, int(estimate.budget_bytes / 2 / estimate.tower.patch_bytes))
+        patches = _largest(seconds_of(tower_shapes), most, TOWER_SHARE * effort.budget_s)
     return Design(
         copies=copies,
-        shapes=(*deep_shapes(tokens), *long_shapes(sequence)),
+        shapes=(*deep_shapes(tokens), *long_shapes(sequence), *tower_shapes(patches)),
+        images=tuple(held_out_images(tower_shapes(patches))),
         mixes=hold_out_layouts(tokens, topology, rings, effort.held_out),
         tokens=tokens,
         sequence=sequence,
@@ -196,9 +222,12 @@ def _largest(seconds_of: Callable[[int], float], most: int, budget_s: float) -> 
 
 
 def estimated_s(
-    shape: ProbeShape | ExpertsShape, model_layers: int, estimate: CostModel, topology: Topology
+    shape: RunShape, model_layers: int, estimate: CostModel, topology: Topology
 ) -> float:
     """Estimate the seconds of a run. estimate: of a model of `model_layers` layers."""
+    if isinstance(shape, ImagesShape):
+        assert estimate.tower is not None, "only towers are run on images"
+        return images_s(estimate.tower, shape)
     if isinstance(shape, ExpertsShape):
         assert estimate.experts is not None, "only experts over ranks are run alone"
         (experts_ns,) = estimate.experts.groups_ns(shape.tokens)

@@ -15,6 +15,7 @@ Every run is an equation. Its row has the amount of each *term*, its solution th
     and exchanges      expert layer 1
     alone              expert bytes that such a rank sends to others, or receives
                        exchange     exchanges without experts
+    a tower alone      patch, pair, image, tower call: see `tower_runs.py`
 
 Each rank of an expert group does something for its own tokens, which it sends to experts and gets
 back (dispatch), and computes tokens of all of them with its experts. Dispatch is a part of linear
@@ -54,7 +55,9 @@ from hf_flexseq.profiler.design import (
     LayerType,
     ProbeLayout,
     ProbeShape,
+    RunShape,
 )
+from hf_flexseq.profiler.tower_runs import PATCH, ImagesShape, images_row, with_tower
 
 Floats = NDArray[np.float64]
 Term = Hashable
@@ -71,7 +74,7 @@ RING_FACTORS = (0.1, 10.0)
 class Sample:
     """A timed run."""
 
-    shape: ProbeShape | ExpertsShape
+    shape: RunShape
     seconds: float
     """Seconds of forward and backward together."""
 
@@ -122,10 +125,17 @@ class Terms:
     """The model's estimate, whose heads stretch attention under Ulysses."""
     experts: ExpertTerms | None = None
     """Terms of experts; None where every rank computes its own."""
+    one_image_size: bool = False
+    """True if the images of all runs have one size."""
 
     @classmethod
     def of(
-        cls, estimate: CostModel, shape: ModelShape, experts: ExpertTerms | None = None
+        cls,
+        estimate: CostModel,
+        shape: ModelShape,
+        experts: ExpertTerms | None = None,
+        *,
+        one_image_size: bool = False,
     ) -> "Terms":
         """Return a model's terms; without attention a layer moves its hidden states."""
         hidden = float(EXCHANGES * shape.hidden * shape.dtype_bytes)
@@ -135,10 +145,13 @@ class Terms:
             passed_on=(estimate.ring_bytes or 0.0) / layers or hidden,
             estimate=estimate,
             experts=experts,
+            one_image_size=one_image_size,
         )
 
-    def row(self, shape: ProbeShape | ExpertsShape) -> Row:
+    def row(self, shape: RunShape) -> Row:
         """Return the amount of each term of a run."""
+        if isinstance(shape, ImagesShape):
+            return images_row(shape, of_one_size=self.one_image_size)
         if isinstance(shape, ExpertsShape):
             assert self.experts is not None, "only experts over ranks are run alone"
             return self.experts.row(shape)
@@ -258,8 +271,10 @@ def fit(samples: Sequence[Sample], terms: Terms) -> dict[Term, float]:
     return found
 
 
-def _link_of(shape: ProbeShape | ExpertsShape) -> Term | None:
+def _link_of(shape: RunShape) -> Term | None:
     """Return the term of the bytes of a run that is nothing but transfers; None for others."""
+    if isinstance(shape, ImagesShape):
+        return None
     if isinstance(shape, ExpertsShape):
         return None if shape.computes else EXPERT_BYTES
     return None if shape.layers else (shape.strategy, shape.degree)
@@ -305,6 +320,8 @@ def price(
     )
     if experts is not None:
         cost = _with_experts(cost, seconds, experts, experts.layers_of(layers))
+    if PATCH in seconds:
+        cost = with_tower(cost, seconds)
     if "post" not in seconds:  # one rank, which shares nothing
         return cost
     return _with_groups(cost, seconds, depth)

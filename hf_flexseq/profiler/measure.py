@@ -29,10 +29,12 @@ from hf_flexseq.profiler.design import (
     Layers,
     ProbeLayout,
     ProbeShape,
+    RunShape,
     disjoint_blocks,
     in_groups,
 )
 from hf_flexseq.profiler.fit import Sample, Terms
+from hf_flexseq.profiler.tower_runs import ImagesShape
 from hf_flexseq.profiler.transfers import (
     AllToAllRun,
     ExchangeRun,
@@ -64,6 +66,11 @@ class Probe(Protocol):
         `ExpertsShape`."""
         ...
 
+    def run_tower(self, images: int, patches: int) -> Run:
+        """Return a function that runs the vision tower on so many equal images, in one call. Only
+        of a model with `ProbeFactory.image_sizes`. patches: of an image, one of these."""
+        ...
+
 
 class ProbeFactory(Protocol):
     """The maker of copies of a model; all that the profiler uses of the model itself."""
@@ -75,6 +82,12 @@ class ProbeFactory(Protocol):
 
     def expert_layers(self, layers: Layers) -> int:
         """Count the layers with experts over ranks in such a copy."""
+        ...
+
+    @property
+    def image_sizes(self) -> Sequence[int]:
+        """Patches of the images that the model's tower can be run on, ascending, each four times
+        those before; none without a tower, or where it cannot be run."""
         ...
 
     @property
@@ -96,6 +109,8 @@ class Timings:
     """Runs for the fit."""
     mix_seconds: tuple[tuple[float, ...], ...]
     """[mix][rank]: seconds of the micro-batches that test the fit."""
+    image_seconds: tuple[float, ...]
+    """Seconds of the runs of the tower that test the fit, on the mean of the ranks."""
     overlap: float
     """Share of a transfer that computation hides, 0 to 1."""
     nics_per_node: int
@@ -126,7 +141,9 @@ def measure(
     if terms.experts is not None:
         deepest = probes(design.copies[0])
 
-    def run_of(shape: ProbeShape | ExpertsShape) -> Run:
+    def run_of(shape: RunShape) -> Run:
+        if isinstance(shape, ImagesShape):
+            return deepest.run_tower(shape.images, shape.patches)
         if isinstance(shape, ExpertsShape):
             return _experts_run(shape, deepest, probes, terms, communicator, device)
         if shape.layers:
@@ -138,10 +155,11 @@ def measure(
     # 1. runs on many tokens, and the mixes in the same rounds; then those on few, in more rounds
     many = [shape for shape in design.shapes if not shape.has_few_tokens]
     few = [shape for shape in design.shapes if shape.has_few_tokens]
-    mixes = [deepest.run(mix) for mix in design.mixes]
-    of_many = median_seconds([*mixes, *map(run_of, many)], communicator, device, rounds)
+    tests = [*(deepest.run(mix) for mix in design.mixes), *map(run_of, design.images)]
+    of_many = median_seconds([*tests, *map(run_of, many)], communicator, device, rounds)
     of_few = median_seconds([*map(run_of, few)], communicator, device, MORE_ROUNDS * rounds)
-    seconds = [*of_many[len(mixes) :], *of_few]  # [run][rank]
+    of_tests = of_many[: len(tests)]
+    seconds = [*of_many[len(tests) :], *of_few]  # [run][rank]
 
     # 2. the mean over the ranks that had a part in a run
     samples = []
@@ -164,7 +182,8 @@ def measure(
         )
     return Timings(
         samples=tuple(samples),
-        mix_seconds=tuple(tuple(by_rank) for by_rank in of_many[: len(mixes)]),
+        mix_seconds=tuple(tuple(by_rank) for by_rank in of_tests[: len(design.mixes)]),
+        image_seconds=tuple(map(statistics.mean, of_tests[len(design.mixes) :])),
         overlap=overlap,
         nics_per_node=nics_per_node,
         transfer_s=transfer_s,

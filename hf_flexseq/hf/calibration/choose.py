@@ -36,8 +36,10 @@ from hf_flexseq.hf.calibration.expert_copies import ExpertMeshes
 from hf_flexseq.hf.calibration.imbalance import has_tokens, measured_imbalance
 from hf_flexseq.hf.calibration.layer_trial import count_bytes
 from hf_flexseq.hf.calibration.probe import ModelProbes
+from hf_flexseq.hf.calibration.tower_trial import try_tower
 from hf_flexseq.hf.model.facts import ModelFacts, model_facts
 from hf_flexseq.hf.model.loss import has_chunkable_loss
+from hf_flexseq.hf.model.towers import attention_of_tower
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.profiler.cache import cache_path, load_cached, save_whole
 from hf_flexseq.profiler.calibrate import Calibration, calibrate
@@ -230,17 +232,23 @@ def measured(subject: CostSubject, communicator: Communicator, effort: Effort) -
     objection = calibration.objection()
     if objection is not None:
         raise ValueError(f"{objection}; measure on an idle machine")
-    cost = with_tower_of(subject.estimate, calibration.cost)
+    cost = calibration.cost
+    if estimate.tower is not None and not calibration.tower_errors:
+        logger.info("the vision tower was not timed: it is priced at the measured speed of text")
+        cost = with_tower_of(estimate, cost)
     return replace(calibration, cost=with_gathering(cost, subject))
 
 
 def fit_key(facts: ModelFacts, topology: Topology, device: torch.device) -> Mapping[str, object]:
     """Collect everything that a fit depends on, as plain JSON values."""
-    experts = {}  # which older checkpoints do not mention
+    parts: dict[str, object] = {}  # which older checkpoints do not mention
     if facts.expert_ranks > 1:
-        experts["expert_ranks"] = facts.expert_ranks
+        parts["expert_ranks"] = facts.expert_ranks
+    if facts.shape.tower is not None:
+        parts["trained_tower"] = list(facts.trained_tower)
+        parts["attention_of_tower"] = attention_of_tower(facts.config)
     return {
-        **experts,
+        **parts,
         "model": facts.kind.__name__,
         "shape": _shape_key(facts.shape),
         "dtype": str(facts.dtype),
@@ -286,7 +294,6 @@ def with_memory_of(estimate: CostModel, cost: CostModel) -> CostModel:
         state_bytes=estimate.state_bytes,
         sharded_state_bytes=estimate.sharded_state_bytes,
         budget_bytes=estimate.budget_bytes,
-        tower=with_tower_of(estimate, cost).tower,
     )
 
 
@@ -299,8 +306,10 @@ def with_activations(cost: CostModel, activations: Activations | None) -> CostMo
 
 
 def with_counted_bytes(cost: CostModel, subject: CostSubject) -> CostModel:
-    """Return `cost` with what the layers of the subject's model are counted to hold of a token, if
-    they can be, and with what is set for the run."""
+    """Return `cost` with what the layers of the subject's model are counted to hold of a token,
+    and its tower of a patch, if they can be, and with what is set for the run."""
+    if subject.model is not None:
+        cost = with_counted_tower(cost, subject.facts)
     activations = cost.activations
     if subject.model is None or subject.run_wide is None or activations is None:
         return cost
@@ -324,9 +333,24 @@ def with_host_bytes(cost: CostModel, host_bytes: float) -> CostModel:
     return replace(cost, activations=replace(cost.activations, host_bytes=host_bytes))
 
 
+def with_counted_tower(cost: CostModel, facts: ModelFacts) -> CostModel:
+    """Return `cost` with the bytes of the model's tower, and the tokens of its images, as a trial
+    has counted them, if it could."""
+    tried = try_tower(facts)
+    if cost.tower is None or tried is None:
+        return cost
+    tower = replace(
+        cost.tower,
+        patch_bytes=tried.patch_bytes,
+        token_bytes=tried.token_bytes,
+        patches_per_token=tried.patches_per_token,
+    )
+    return replace(cost, tower=tower)
+
+
 def with_tower_of(estimate: CostModel, cost: CostModel) -> CostModel:
-    """Return `cost`, measured on text, with the tower of `estimate` at the measured speed: its
-    patches as slow as tokens in linear layers, its pairs as those of attention."""
+    """Return `cost`, measured on text alone, with the tower of `estimate` at the measured speed:
+    its patches as slow as tokens in linear layers, its pairs as those of attention."""
     tower = estimate.tower
     if tower is None:
         return replace(cost, tower=None)

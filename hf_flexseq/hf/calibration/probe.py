@@ -28,13 +28,16 @@ from hf_flexseq.hf.calibration.expert_copies import (
     leave_out,
     put_over_ranks,
 )
+from hf_flexseq.hf.calibration.tower_trial import TriedTower, try_tower
 from hf_flexseq.hf.model.facts import ModelFacts, layer_calls
 from hf_flexseq.hf.model.layer_kinds import layers_of
 from hf_flexseq.hf.model.loss import attach_chunked_loss
-from hf_flexseq.hf.model.meta_model import without_sharding
+from hf_flexseq.hf.model.meta_model import attention_of_text, without_sharding
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.quantized import quantization_of, quantized
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
+from hf_flexseq.hf.model.towers import ADAPTERS, train_tower
+from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.plan.shard import Shard, make_shard
@@ -75,6 +78,16 @@ class ModelProbes:
             self._expert_layers[kept] = len(expert_modules(empty))
         return self._expert_layers.get(kept, 0)
 
+    @cached_property
+    def _tried(self) -> TriedTower | None:
+        """What is known of the model's tower; None without one, or where it cannot be run."""
+        return try_tower(self._facts)
+
+    @property
+    def image_sizes(self) -> Sequence[int]:
+        """Patches of the images that the tower can be run on, ascending."""
+        return () if self._tried is None else self._tried.patches
+
     @property
     def expert_group(self) -> RankGroup:
         """The expert group of this rank, if experts lie on several ranks."""
@@ -92,7 +105,9 @@ class ModelProbes:
         place: PlaceExperts = leave_as_they_are
         if self._meshes is not None:
             place = partial(put_over_ranks, self._meshes) if with_experts else leave_out
-        return ModelProbe(self._facts, kept, kernel, self._communicator, self._device, place)
+        return ModelProbe(
+            self._facts, kept, kernel, self._communicator, self._device, place, self._tried
+        )
 
 
 class ModelProbe:
@@ -107,9 +122,10 @@ class ModelProbe:
         communicator: Communicator,
         device: torch.device,
         place_experts: PlaceExperts,
+        tried_tower: TriedTower | None,
     ) -> None:
         """kept: indices of the layers of the copy. place_experts: does with its experts what has
-        to be done."""
+        to be done. tried_tower: what is known of its tower; None if that is not run."""
         self.facts = facts
         self.kernel = kernel
         self.communicator = communicator
@@ -124,7 +140,7 @@ class ModelProbe:
             model.train()
             self._experts = place_experts(model)
         # 2. everything that changes its timing in training
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(attention_of_text(model, NAME))
         attach_chunked_loss(model)
         attach_positions(model)
         if facts.checkpointing:
@@ -132,7 +148,9 @@ class ModelProbe:
         if facts.frozen:
             model.requires_grad_(False)
             model.enable_input_require_grads()  # otherwise nothing requires grad
+        train_tower(model, facts.trained_tower)
         self.model = model
+        self._tried = tried_tower
 
     def run(self, layout: ProbeLayout) -> Run:
         """Return a function that runs forward and backward of one micro-batch."""
@@ -176,6 +194,31 @@ class ModelProbe:
                 run()
 
         return forward_backward
+
+    def run_tower(self, images: int, patches: int) -> Run:
+        """Return a function that encodes so many equal images of `patches` patches in one call,
+        with a backward where the tower is trained."""
+        assert self._tried is not None, "the tower can be run"
+        drawn = [self._tried.draw(patches)] * images
+        parts = self.facts.trained_tower
+        if ADAPTERS in parts:  # which the copy does not have: gradients go through it
+            for image in drawn:
+                for value in image.arguments.values():
+                    value.requires_grad_(value.is_floating_point())
+        calls = self._vision.calls(drawn)
+        autocast = self._autocast()
+
+        def forward_backward() -> None:
+            with torch.set_grad_enabled(bool(parts)), autocast:
+                features = self._vision.encode(drawn, calls)
+            if parts:
+                features.sum().backward()
+
+        return forward_backward
+
+    @cached_property
+    def _vision(self) -> VisionModel:
+        return VisionModel(self.model)
 
     def _autocast(self) -> AbstractContextManager[None]:
         """Return autocast as in training, which can be entered again and again."""
