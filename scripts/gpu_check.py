@@ -21,6 +21,7 @@
     host           the host's share of a layer, for one rank of eight
     training       FlexSeqTrainer against the stock Trainer, on packs
     lengths        the same on one sequence a step, of 8,192 to 65,536 tokens
+    images         the same on images: a tower that is trained, or frozen and ahead of the step
 
 The modules in `gpu_checks/` say what each of them holds against what. A part that cannot run here
 says why. A rehearsal shows that the checks run, and nothing of a GPU; its page is written only
@@ -54,6 +55,7 @@ from benchmarks.common import commit, installed
 from gpu_checks import (
     figures,
     fused,
+    images,
     kernels,
     kinds,
     lost_rank,
@@ -94,6 +96,7 @@ PARTS: dict[str, Callable[[Setting], Section]] = {
     "host": figures.host_section,
     "training": training.training_section,
     "lengths": training.lengths_section,
+    "images": images.images_section,
 }
 
 

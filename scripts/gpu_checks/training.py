@@ -13,7 +13,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from transformers import (
     DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     Trainer,
     TrainerCallback,
     TrainerState,
@@ -159,12 +160,45 @@ def train(trainer_name: str, sizes: Sizes, **options: Any) -> dict[str, Any]:
 
     options: for the training arguments.
     """
-    flexseq = trainer_name == "flexseq"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    packed = "flash_attention_2"
+    if FlashAttn().reason_unsupported(Calls(device, torch.bfloat16, HEAD_DIM)):
+        packed = "sdpa"
+    set_seed(0)
+    found = measured(
+        trainer_name == "flexseq",
+        small_llama(sizes, packed),
+        list(examples(sizes)),
+        DataCollatorWithFlattening(),
+        warmup=sizes.warmup,
+        per_device_train_batch_size=sizes.batch,
+        max_steps=sizes.steps,
+        **options,
+    )
+    return {"attention": "flexseq" if trainer_name == "flexseq" else packed} | found
+
+
+def measured(
+    flexseq: bool,
+    model: PreTrainedModel,
+    dataset: list[dict[str, Any]],
+    collator: Callable[..., Any],
+    *,
+    warmup: int,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train in bfloat16 with FlexSeqTrainer or the stock Trainer; return losses, tokens per second
+    and peak memory.
+
+    collator: of the stock Trainer. warmup: steps that are not timed. options: for the training
+    arguments.
+    """
+    clock = Clock(warmup)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         args = (FlexSeqConfig if flexseq else TrainingArguments)(
             output_dir=folder,
-            per_device_train_batch_size=sizes.batch,
-            max_steps=sizes.steps,
             bf16=True,
             logging_steps=1,
             include_num_input_tokens_seen="all",
@@ -173,23 +207,16 @@ def train(trainer_name: str, sizes: Sizes, **options: Any) -> dict[str, Any]:
             disable_tqdm=True,
             **options,
         )
-        set_seed(0)
-        packed = "flash_attention_2"
-        if FlashAttn().reason_unsupported(Calls(args.device, torch.bfloat16, HEAD_DIM)):
-            packed = "sdpa"
-        clock = Clock(sizes.warmup)
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
         trainer = (FlexSeqTrainer if flexseq else Trainer)(
-            model=small_llama(sizes, packed),
+            model=model,
             args=args,
-            train_dataset=list(examples(sizes)),
-            data_collator=DataCollatorForFlexSeq() if flexseq else DataCollatorWithFlattening(),
+            train_dataset=dataset,
+            data_collator=DataCollatorForFlexSeq() if flexseq else collator,
             callbacks=[clock],
         )
         trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    return {"attention": "flexseq" if flexseq else packed, "losses": losses} | clock.measured()
+    return {"losses": losses} | clock.measured()
 
 
 def small_llama(sizes: Sizes, attention: str) -> LlamaForCausalLM:

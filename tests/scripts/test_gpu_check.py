@@ -146,6 +146,13 @@ def test_both_trainers_train_alike():
     assert section.text().count("| ok |") == 2
 
 
+@once_a_week
+def test_images_train_as_with_the_stock_trainer():
+    section = rehearsed("images", "images")
+    assert section.holds, section.text()
+    assert section.text().count("| ok |") == 6
+
+
 def test_on_a_gpu_both_trainers_run_under_fsdp2_too_and_quickly_where_that_is_asked():
     training, report = part("training"), part("report")
     setting = report.Setting(rehearse=False, plans=1, quick=True)
