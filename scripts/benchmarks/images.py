@@ -1,6 +1,7 @@
 """Images of vision-language models: how evenly the tower's work is placed, and seconds of steps.
 
     python scripts/benchmarks/images.py --placements                     modelled: 8 and 64 ranks
+    python scripts/benchmarks/images.py --towers                         measured: towers alone
     torchrun --nproc_per_node 2 scripts/benchmarks/images.py             measured: steps on two
 
 `--placements` draws 100 steps with long-tailed images, eight sequences a rank, and 100 with
@@ -13,7 +14,10 @@ images of the sequences that they drew.
 
 `placements.py` says which images are drawn.
 
-Without the option a small Qwen3-VL is trained on two ranks, in turns, on the same steps:
+`--towers` compares the seconds and the bytes that a calibration predicts for towers with those
+that are measured (`towers.py`).
+
+Without options a small Qwen3-VL is trained on two ranks, in turns, on the same steps:
 
     plain       transformers' Trainer, padded batches
     flexseq     FlexSeqTrainer: every image is encoded once
@@ -54,7 +58,9 @@ from common import argument_parser, load_average, machine, ratios, spread, table
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.plan.images import ImagePlacement, ImageSize
+from hf_flexseq.profiler.design import THOROUGH
 from placements import COLUMNS, MERGED, images_of_sequence, placements_page, sides_of_image
+from towers import BYTE_COLUMNS, TOWER_COLUMNS, towers_page
 
 Example = dict[str, Any]
 
@@ -305,6 +311,10 @@ def steps_page(asked: argparse.Namespace) -> tuple[list[list[str]], list[dict[st
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--placements", action="store_true", help="place images alone")
+    parser.add_argument("--towers", action="store_true", help="calibrate and time towers alone")
+    parser.add_argument(
+        "--budget", type=float, default=THOROUGH.budget_s, help="seconds of a calibration's runs"
+    )
     parser.add_argument("--steps", type=int, default=6, help="of a training, the first untimed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--per-rank", type=int, default=4, help="sequences of a rank and a step")
@@ -316,6 +326,16 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     before = load_average()
+    if asked.towers:
+        lines, of_bytes, figures = towers_page(asked)
+        print(table(TOWER_COLUMNS, lines, numbers=range(2, len(TOWER_COLUMNS))))
+        print()
+        print(table(BYTE_COLUMNS, of_bytes, numbers=range(1, len(BYTE_COLUMNS))))
+        print(
+            f"\n{machine('torch', 'transformers')}; load before {before}; after {load_average()}"
+        )
+        write_record(asked.json, figures)
+        return
     lines, figures = steps_page(asked)
     if int(os.environ["RANK"]) == 0:
         columns = ("case", "lane", "a step", "flexseq / lane", "processors", "flexseq / lane")

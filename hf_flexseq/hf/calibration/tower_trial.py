@@ -119,13 +119,14 @@ def _try(facts: ModelFacts) -> TriedTower:
     if IMAGE not in vision.modalities:
         raise UnsupportedImages(f"{facts.kind.__name__} takes no images")
     trial = TowerTrial(model, vision, mode, facts.autocast)
-    problem: Exception = UnsupportedImages("its images are of a form that is not drawn here")
+    problems = []
     for form in image_forms(facts.config, vision.arguments_of(IMAGE)):
         try:
             return trial.of_form(form, checkpointing=facts.checkpointing)
         except FAULTS as error:
-            problem = error
-    raise problem
+            problems.append(" ".join(str(error).split()))
+    unknown = "its images are of a form that is not drawn here"
+    raise UnsupportedImages("; ".join(dict.fromkeys(problems)) or unknown)
 
 
 class TowerTrial:
