@@ -32,7 +32,7 @@ from hf_flexseq.hf.model.router import TOTALS
 from hf_flexseq.hf.refusals.predictions import as_given, value_parts
 from hf_flexseq.kernels.chunked_loss import chunk_rows
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.steps.calls import Call, in_first_row, joined
+from hf_flexseq.steps.calls import Call, images_in, types_in
 from hf_flexseq.steps.drawn import Columns, SourceRow
 from hf_flexseq.steps.figure_passes import figures_of
 from hf_flexseq.steps.inputs import Inputs
@@ -40,6 +40,9 @@ from hf_flexseq.steps.micro_batches import RankMicroBatches
 
 # Runs the model on a micro-batch, whose loss is divided by a number of target tokens.
 Forward = Callable[[Inputs, torch.Tensor], torch.Tensor]
+
+# Makes the rows of calls of the model.
+RowsOf = Callable[[Sequence[Call]], Iterator[dict[str, Any]]]
 
 # Columns besides the shifted labels: labels as the batch has them, and the targets of all samples.
 _LABELS = "labels_for_metrics_"
@@ -78,7 +81,7 @@ class TokenPredictions:
             self._is_started = True
         predicted = PredictedBatch(self._trainer, batch)
         step = self._engine.step_of(
-            [predicted.row(with_loss=self._with_loss)],
+            predicted.rows(self._engine.whole_model.rows_of, with_loss=self._with_loss),
             number=self._trainer.state.global_step,
             forward_only=True,
         )
@@ -141,22 +144,32 @@ class PredictedBatch:
     """A padded batch, and what was predicted of its tokens."""
 
     def __init__(self, trainer: Any, batch: Mapping[str, Any]) -> None:
-        """Raises ValueError for an unpadded batch, or columns without one value per token."""
+        """Raises ValueError for an unpadded batch, or columns without one value per token that are
+        not of images."""
         ids = batch.get("input_ids")
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or "lengths" in batch:
             raise ValueError(
                 "compute_metrics and predict() want padded batches [batch, tokens] with "
                 "input_ids: leave get_eval_dataloader and get_test_dataloader to the Trainer"
             )
+        images = images_in(batch)
         for name, value in batch.items():
-            if value is not None and getattr(value, "shape", None) != ids.shape:
+            if value is None or name in images:
+                continue
+            if getattr(value, "shape", None) != ids.shape:
                 raise ValueError(
                     f"column {name!r} of a batch is not one value for each of its tokens "
                     f"{tuple(ids.shape)}: drop the column, or set remove_unused_columns=True"
                 )
         self._trainer = trainer
         self._batch = {name: value for name, value in batch.items() if value is not None}
-        self._call = Call(ids, self._batch.get("attention_mask"), self._batch.get("labels"))
+        self._call = Call(
+            ids,
+            self._batch.get("attention_mask"),
+            self._batch.get("labels"),
+            images=images,
+            types=types_in(batch),
+        )
         names = trainer.label_names
         self.has_labels = bool(names) and all(name in self._batch for name in names)
         self.predictions: Any = None
@@ -173,23 +186,26 @@ class PredictedBatch:
         names = self._trainer.label_names
         return as_given([to_device(self._batch[name], device) for name in names])
 
-    def row(self, *, with_loss: bool) -> dict[str, Any]:
-        """Return the sequences of the batch as the engine takes them, with other columns, and no
-        targets in repeated samples. with_loss: True if the loss of all samples is wanted."""
+    def rows(self, rows_of: RowsOf, *, with_loss: bool) -> Iterator[dict[str, Any]]:
+        """Yield the sequences of the batch as the engine takes them, with other columns, and no
+        targets in repeated samples. Raises as `rows_of`, which makes them of the model's calls.
+
+        with_loss: True if the loss of all samples is wanted.
+        """
         call = self._call
         targets = call.in_row(call.targets)  # [tokens]
         call.targets[self._own_samples() :] = IGNORE_INDEX
-        row = joined([call], in_first_row)
-        assert row is not None, "a batch has a sequence at least"
-        for name, value in self._batch.items():
-            if name not in ("input_ids", "attention_mask", "labels"):
-                row[name] = call.in_row(value).unsqueeze(0)
-        if with_loss:
-            row[_TARGETS] = targets.unsqueeze(0)
-        if self.has_labels:
-            for index, name in enumerate(self._trainer.label_names):
-                row[f"{_LABELS}{index}"] = call.in_row(self._batch[name]).unsqueeze(0)
-        return row
+        known = {"input_ids", "attention_mask", "labels", *call.images, *call.types}
+        for row in rows_of([call]):
+            for name, value in self._batch.items():
+                if name not in known:
+                    row[name] = call.in_row(value).unsqueeze(0)
+            if with_loss:
+                row[_TARGETS] = targets.unsqueeze(0)
+            if self.has_labels:
+                for index, name in enumerate(self._trainer.label_names):
+                    row[f"{_LABELS}{index}"] = call.in_row(self._batch[name]).unsqueeze(0)
+            yield row
 
     def _own_samples(self) -> int:
         """Return how many samples of the batch count: those after them were drawn already."""

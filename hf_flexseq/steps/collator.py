@@ -193,8 +193,8 @@ class DataCollatorForFlexSeq:
 
 class PaddedCollator:
     """Collates the same examples into a padded batch, for losses and metrics of whole samples:
-    columns [examples, tokens of the longest], padded on the right, and an `attention_mask`. Either
-    all examples have labels, or none."""
+    columns [examples, tokens of the longest], padded on the right, an `attention_mask`, and the
+    images of all examples. Either all examples have labels, or none."""
 
     def __init__(self, collator: DataCollatorForFlexSeq) -> None:
         self._collator = collator
@@ -206,16 +206,14 @@ class PaddedCollator:
         return getattr(self._collator, name)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return a dict of [examples, tokens] tensors. Raises ValueError as DataCollatorForFlexSeq
-        does, except for missing labels."""
+        """Return a dict of [examples, tokens] tensors, and tensors of images by name. Raises
+        ValueError as DataCollatorForFlexSeq does, except for missing labels, and for images that
+        do not go into one tensor."""
         rows = []
+        images = []
         for index, example in enumerate(examples):
             made = self._collator.of_tokens(example, index, needs_labels=False)
-            if made.images:
-                raise ValueError(
-                    f"example {index} has {', '.join(made.images)}: predictions and losses on "
-                    "whole samples are of examples of text alone; set prediction_loss_only=True"
-                )
+            images.append(made.images)
             row = made.columns
             if len(_starts(row, index)) > 1:
                 raise ValueError(
@@ -233,11 +231,27 @@ class PaddedCollator:
             batch[name] = pad_sequence(
                 values, batch_first=True, padding_value=fillers.get(name, 0)
             )
-        return batch
+        return batch | _joined_images(images)
 
     def _padding_id(self) -> int:
         padding_id = getattr(getattr(self._collator, "tokenizer", None), "pad_token_id", None)
         return 0 if padding_id is None else padding_id
+
+
+def _joined_images(images: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the images of several examples by name, one example's after the other's."""
+    joined = {}
+    for name in sorted({name for own in images for name in own}):
+        tensors = [own[name] for own in images if name in own]
+        shapes = sorted({tuple(one.shape[1:]) for one in tensors})
+        if len(shapes) > 1:
+            raise ValueError(
+                f"{name} of the examples of a batch are of different shapes, {shapes[0]} and "
+                f"{shapes[1]}: for predictions and losses on whole samples give a collator of "
+                "your own, which pads them, or a batch size of 1"
+            )
+        joined[name] = torch.cat(tensors)
+    return joined
 
 
 def _starts(columns: Mapping[str, torch.Tensor], index: int) -> list[int]:

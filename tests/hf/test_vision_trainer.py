@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -15,6 +16,7 @@ from transformers import Trainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqTrainer
 from tests.budget import others_nightly
+from tests.hf.test_metrics import at_tokens, best
 from tests.hf.test_sharding import ZERO
 from tests.hf.test_trainer import logged
 from tests.hf.trainers import (
@@ -177,3 +179,42 @@ def test_a_loss_of_ones_own_on_whole_samples_reads_images(tmp_path):
         assert apart.weights < 2e-6
         assert apart.metrics < 1e-6, apart.metric
         assert not apart.missing
+
+
+# ---- predictions
+
+
+def predictions(rank, world_size, folder, collator, *, flexseq=True):
+    """What metrics are given of examples with images, and without, and the loss."""
+    given = []
+
+    def metrics(evaluated):
+        given.append((evaluated.predictions, evaluated.label_ids))
+        return {}
+
+    examples = vision_examples("qwen3_vl", IMAGES[:7])
+    trainer = trainer_of(
+        FlexSeqTrainer if flexseq else Trainer,
+        folder,
+        model=tiny_vision_model("qwen3_vl"),
+        flexseq={"max_tokens_per_rank": 30} if flexseq else None,
+        data_collator=collator,
+        eval_dataset=examples,
+        per_device_eval_batch_size=8 // world_size,
+        compute_metrics=metrics,
+        preprocess_logits_for_metrics=best,
+        prediction_loss_only=False,
+    )
+    loss = trainer.evaluate()["eval_loss"]
+    ((predicted, labels),) = given
+    lengths = [len(example["input_ids"]) for example in examples]
+    return loss, at_tokens(predicted, lengths), at_tokens(labels, lengths)
+
+
+@pytest.mark.parametrize("collator", [with_pixels, DataCollatorForFlexSeq()])
+def test_metrics_get_the_arrays_of_the_plain_trainer_for_images(tmp_path, collator):
+    """Seven examples on two ranks, one of which draws an example again."""
+    wanted_loss, *wanted = predictions(0, 1, tmp_path, with_pixels, flexseq=False)
+    for loss, *found in run_ranks(predictions, 2, tmp_path, collator, seconds=100):
+        assert all(np.array_equal(*arrays) for arrays in zip(found, wanted, strict=True))
+        assert loss == pytest.approx(wanted_loss, rel=1e-6)  # the plain one in float32

@@ -127,6 +127,17 @@ def test_takes_a_packed_example_apart_where_its_positions_begin_again():
         PaddedCollator(DataCollatorForFlexSeq())([packed])
 
 
+def test_a_padded_batch_has_the_images_of_all_examples():
+    pixels = torch.arange(6.0).reshape(3, 2)
+    examples = [THREE | {"pixel_values": pixels[:1]}, THREE, THREE | {"pixel_values": pixels[1:]}]
+    collator = PaddedCollator(DataCollatorForFlexSeq())
+    batch = collator(examples)
+    assert torch.equal(batch["pixel_values"], pixels)
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == (3, 3)
+    with pytest.raises(ValueError, match=r"pixel_values .* are of different shapes, \(2,\) and"):
+        collator([*examples, THREE | {"pixel_values": torch.ones(1, 5)}])
+
+
 @pytest.mark.parametrize(
     "example, message",
     [
