@@ -79,7 +79,8 @@ class TokenPredictions:
         if not self._is_started:  # the engine has attached it by now, where the model is suitable
             self._chunked = attach_chunked_loss(base_model(self._trainer.model))
             self._is_started = True
-        predicted = PredictedBatch(self._trainer, batch)
+        takes_images = self._engine.whole_model.takes_images
+        predicted = PredictedBatch(self._trainer, batch, takes_images=takes_images)
         step = self._engine.step_of(
             predicted.rows(self._engine.whole_model.rows_of, with_loss=self._with_loss),
             number=self._trainer.state.global_step,
@@ -143,8 +144,10 @@ def without_metrics(row: SourceRow) -> SourceRow:
 class PredictedBatch:
     """A padded batch, and what was predicted of its tokens."""
 
-    def __init__(self, trainer: Any, batch: Mapping[str, Any]) -> None:
-        """Raises ValueError for an unpadded batch, or columns without one value per token that are
+    def __init__(self, trainer: Any, batch: Mapping[str, Any], *, takes_images: bool) -> None:
+        """takes_images: True for a model whose tokens have types because of its images.
+
+        Raises ValueError for an unpadded batch, or columns without one value per token that are
         not of images."""
         ids = batch.get("input_ids")
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or "lengths" in batch:
@@ -168,7 +171,7 @@ class PredictedBatch:
             self._batch.get("attention_mask"),
             self._batch.get("labels"),
             images=images,
-            types=types_in(batch),
+            types=types_in(batch) if takes_images else None,
         )
         names = trainer.label_names
         self.has_labels = bool(names) and all(name in self._batch for name in names)
