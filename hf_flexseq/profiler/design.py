@@ -31,7 +31,13 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.plan import Group, MicroBatch, widest_first
-from hf_flexseq.profiler.tower_runs import ImagesShape, held_out_images, images_s, images_shapes
+from hf_flexseq.profiler.tower_runs import (
+    ImagesShape,
+    held_out_images,
+    images_s,
+    images_shapes,
+    most_patches,
+)
 
 MOST_TOKENS = 16384  # tokens of a rank in a micro-batch of the deepest copy
 LONGEST = 32768  # tokens of the longest sequence of a copy of one layer
@@ -41,7 +47,8 @@ FEW_TOKENS = 16  # tokens of a rank that take no time; a zigzag has some for bot
 # Shares of the budget by size; the mixes take about the rest.
 DEEP_SHARE = 1 / 3
 LONG_SHARE = 1 / 2
-TOWER_SHARE = 1 / 4  # beside these
+TOWER_SHARE = 1 / 4  # beside these,
+MOST_OF_TOWER = 10  # and at most so many budgets for the smallest images; else no runs of a tower
 
 SMALL = 50_000_000  # parameters up to which a model is copied whole
 DEEP = 3  # layers of the deepest copy of a larger model, if all its layers are of one type
@@ -139,7 +146,7 @@ class Design:
     mixes: tuple[ProbeLayout, ...]
     """Micro-batches to test the fit, run by the deepest copy."""
     images: tuple[ImagesShape, ...]
-    """Runs of the tower to test the fit; none without a tower that can be run."""
+    """Runs of the tower to test the fit; none if it is not run."""
     tokens: int
     """Tokens of a rank in the largest micro-batch of the deepest copy."""
     sequence: int
@@ -197,16 +204,18 @@ def make_design(
     tokens = _largest(seconds_of(deep_shapes), MOST_TOKENS, DEEP_SHARE * effort.budget_s)
     longest = max(tokens, min(LONGEST, 1 << held.bit_length() >> 1))
     sequence = _largest(seconds_of(long_shapes), longest, LONG_SHARE * effort.budget_s)
-    patches = 0
+    of_tower: list[ImagesShape] = []
     if image_sizes:
-        most = max(image_sizes)
+        patches = most_patches(image_sizes)
         if estimate.tower is not None and estimate.tower.patch_bytes:
-            most = min(most, int(estimate.budget_bytes / 2 / estimate.tower.patch_bytes))
-        patches = _largest(seconds_of(tower_shapes), most, TOWER_SHARE * effort.budget_s)
+            patches = min(patches, int(estimate.budget_bytes / 2 / estimate.tower.patch_bytes))
+        patches = _largest(seconds_of(tower_shapes), patches, TOWER_SHARE * effort.budget_s)
+        if seconds_of(tower_shapes)(patches) <= MOST_OF_TOWER * effort.budget_s:
+            of_tower = tower_shapes(patches)
     return Design(
         copies=copies,
-        shapes=(*deep_shapes(tokens), *long_shapes(sequence), *tower_shapes(patches)),
-        images=tuple(held_out_images(tower_shapes(patches))),
+        shapes=(*deep_shapes(tokens), *long_shapes(sequence), *of_tower),
+        images=tuple(held_out_images(of_tower)),
         mixes=hold_out_layouts(tokens, topology, rings, effort.held_out),
         tokens=tokens,
         sequence=sequence,

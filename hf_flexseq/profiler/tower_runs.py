@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.tower import TowerCost
 
+MOST_IMAGES = 8  # of a run whose images have one size
+
 PATCH, PAIR, PER_IMAGE, CALL = "patch", "pair", "image", "tower call"
 
 
@@ -39,6 +41,11 @@ class ImagesShape:
     def pairs(self) -> int:
         """Pairs of patches of all images."""
         return self.images * self.patches**2
+
+
+def most_patches(sizes: Sequence[int]) -> int:
+    """Return the most patches of a run. sizes: see `images_shapes`."""
+    return sizes[-1] if len(sizes) > 1 else MOST_IMAGES * sizes[0]
 
 
 def images_shapes(most: int, sizes: Sequence[int]) -> list[ImagesShape]:
@@ -66,13 +73,13 @@ def images_shapes(most: int, sizes: Sequence[int]) -> list[ImagesShape]:
 
 
 def held_out_images(shapes: Sequence[ImagesShape]) -> list[ImagesShape]:
-    """List the runs that test the fit, of images between those of `shapes` in size; as many as
-    half of them where all have one size."""
+    """List the runs that test the fit, of images between those of `shapes` in size; fewer images
+    where all have one size."""
     if not shapes:
         return []
     largest = shapes[0]
     if len({shape.patches for shape in shapes}) == 1:
-        return [replace(largest, images=max(1, largest.images // 2))]
+        return [replace(largest, images=max(1, 3 * largest.images // 4))]
     three_quarters = largest.patches * 9 // 16  # in each direction
     return [
         ImagesShape(images=1, patches=three_quarters),

@@ -60,7 +60,7 @@ from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.plan.images import ImagePlacement, ImageSize
 from hf_flexseq.profiler.design import THOROUGH
 from placements import COLUMNS, MERGED, images_of_sequence, placements_page, sides_of_image
-from towers import BYTE_COLUMNS, TOWER_COLUMNS, towers_page
+from towers import BYTE_COLUMNS, TOWER_COLUMNS, tower_models, towers_page
 
 Example = dict[str, Any]
 
@@ -311,7 +311,12 @@ def steps_page(asked: argparse.Namespace) -> tuple[list[list[str]], list[dict[st
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--placements", action="store_true", help="place images alone")
-    parser.add_argument("--towers", action="store_true", help="calibrate and time towers alone")
+    parser.add_argument(
+        "--towers",
+        nargs="*",
+        choices=tower_models(),
+        help="calibrate and time towers alone: of these models, or of all",
+    )
     parser.add_argument(
         "--budget", type=float, default=THOROUGH.budget_s, help="seconds of a calibration's runs"
     )
@@ -326,7 +331,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     before = load_average()
-    if asked.towers:
+    if asked.towers is not None:
         lines, of_bytes, figures = towers_page(asked)
         print(table(TOWER_COLUMNS, lines, numbers=range(2, len(TOWER_COLUMNS))))
         print()

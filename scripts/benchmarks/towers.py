@@ -128,7 +128,7 @@ def _equal(draw: Callable[[], Tensors]) -> list[Callable[[], list[Tensors]]]:
     return [lambda count=count: [draw() for _ in range(count)] for count in counts]
 
 
-def models() -> dict[str, Model]:
+def tower_models() -> dict[str, Model]:
     """Return the models by what they are like."""
     qwen_text = {**TEXT, "rope_parameters": MROPE}
     qwen3 = {**QWEN_TOWER, "num_position_embeddings": 256, "deepstack_visual_indexes": [1]}
@@ -276,7 +276,9 @@ def towers_page(
     torch.set_num_threads(1)
     random.seed(0)
     lines, of_bytes, figures = [], [], []
-    for name, model in models().items():
+    known = tower_models()
+    for name in asked.towers or known:
+        model = known[name]
         for state in ("trained", "checkpointed", "frozen"):
             one = made(model, state)
             towers = calibrated(one, asked.budget)

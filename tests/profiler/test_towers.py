@@ -33,6 +33,7 @@ from hf_flexseq.profiler.tower_runs import (
     held_out_images,
     images_s,
     images_shapes,
+    most_patches,
     with_tower,
 )
 from tests.budget import others_slow
@@ -91,13 +92,14 @@ def test_a_fit_recovers_the_constants_of_a_tower(changes):
 
 
 def test_where_images_have_one_size_patches_stand_for_all_of_it():
-    shapes = images_shapes(3000, (729,))
+    shapes = images_shapes(most_patches((729,)), (729,))
     found = fitted(shapes)
     assert (found.pair_s, found.image_s) == (0.0, 0.0)
     for images in (1, 3, 7):
         shape = ImagesShape(images=images, patches=729)
         assert images_s(found, shape) == pytest.approx(images_s(TOWER, shape))
-    assert held_out_images(shapes) == [ImagesShape(images=2, patches=729)]
+    assert [shape.images for shape in shapes] == [8, 1]
+    assert held_out_images(shapes) == [ImagesShape(images=6, patches=729)]
 
 
 # ---- the design
@@ -109,7 +111,7 @@ def images_of(design):
 
 def test_runs_of_as_many_patches_differ_in_pairs_and_the_sizes_follow_the_budget():
     largest = []
-    for budget_s in (1e-6, 0.05, 1e6):
+    for budget_s in (1e-3, 0.05, 1e6):
         effort = Effort(budget_s=budget_s)
         design = make_design(MODEL, SHAPE, ESTIMATE, ONE_RANK, effort, image_sizes=SIZES)
         one, four, many, *_, few = images_of(design)
@@ -130,8 +132,11 @@ def test_images_take_no_more_than_half_the_memory():
     assert images_of(design)[0].patches == 1024
 
 
-def test_a_model_whose_tower_does_not_run_has_no_runs_of_images():
-    design = make_design(MODEL, SHAPE, ESTIMATE, ONE_RANK, Effort())
+@pytest.mark.parametrize("sizes, patch_s", [((), 1e-6), (SIZES, 1.0), ((4096,), 1.0)])
+def test_a_tower_that_does_not_run_or_takes_too_long_has_no_runs(sizes, patch_s):
+    slow = dataclasses.replace(ESTIMATE.tower, patch_s=patch_s)
+    estimate = dataclasses.replace(ESTIMATE, tower=slow)
+    design = make_design(MODEL, SHAPE, estimate, ONE_RANK, Effort(), image_sizes=sizes)
     assert not images_of(design)
     assert not design.images
 
