@@ -12,10 +12,11 @@ seconds `slow`; every other test is `quick`. A quick test that starts a process 
 whichever set runs, and says which mark it lacks.
 
 Every test runs on one thread, because ranks are forked and a forked child of a multi-threaded
-parent can hang. What was imported by then is left out of garbage collection: a full collection,
-which accelerate asks for after every training, would walk all of it, and in a forked rank copy
-it, too. And every test finds the process as the first one did: training arguments leave
-environment variables and accelerate's state behind, which ranks forked later would inherit.
+parent can hang. What was imported by then is left out of garbage collection, and again after every
+file: a full collection, which accelerate asks for after every training, would walk all of it. A
+forked rank leaves out all that its parent had (`ranks.py`). And every test finds the process as
+the first one did: training arguments leave environment variables and accelerate's state behind,
+which ranks forked later would inherit.
 """
 
 import contextlib
@@ -80,6 +81,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish() -> None:
+    _leave_out_of_collections()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Tests import others' trainers and models: from one file to the next more is to be left
+    out."""
+    if nextitem is not None and nextitem.path != item.path:
+        _leave_out_of_collections()
+
+
+def _leave_out_of_collections() -> None:
     gc.collect()
     gc.freeze()
 

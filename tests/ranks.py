@@ -12,6 +12,7 @@ results, so that ranks forked later know it, as one process would.
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -119,6 +120,12 @@ def _each_case(rank, world_size, function, cases):
     return results
 
 
+def leave_out_of_collections():
+    """Leave all that a fork has of its parent out of garbage collection. accelerate asks for a full
+    one after every training and evaluation, which would walk and so copy the parent's memory."""
+    gc.freeze()
+
+
 def be_silent():
     """Answer to no rank until all others have called `give_up`."""
     while _given_up(0) < dist.get_world_size() - 1:
@@ -198,6 +205,7 @@ def _died(waiting):
 
 
 def _main(pipe, folder, limits, function, rank, sizes, args, may_die):
+    leave_out_of_collections()
     seconds, group_seconds = limits
     world_size, ranks_per_node = sizes
     # where a rank hangs

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
-OPTIONS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-w")
+OPTIONS = ("-O1", "-std=c++20", "-fPIC", "-shared", "-w")
 
 
 def reason_unavailable() -> str | None:

@@ -3,7 +3,7 @@
 #include <map>
 #include <set>
 #include <stdexcept>
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include "clocks.h"
 
 namespace late {
