@@ -121,8 +121,8 @@ def _each_case(rank, world_size, function, cases):
 
 
 def leave_out_of_collections():
-    """Leave all that a fork has of its parent out of garbage collection. accelerate asks for a full
-    one after every training and evaluation, which would walk and so copy the parent's memory."""
+    """Leave all that a fork has of its parent out of garbage collection. accelerate asks for a
+    full one after every training, which would walk and so copy the parent's memory."""
     gc.freeze()
 
 

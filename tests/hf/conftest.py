@@ -1,5 +1,7 @@
 """Import and try once, in the parent, what every forked rank would import and try again."""
 
+import contextlib
+import importlib
 import importlib.util
 
 import torch
@@ -17,6 +19,14 @@ if importlib.util.find_spec("torch.nn.modules.linear_cross_entropy"):
 if importlib.util.find_spec("deepspeed") and not budget.quick:
     import deepspeed
     import deepspeed.runtime.zero.muon.muon_optimizer
+
+    # What DeepSpeed imports on every rank that has it for the first time.
+    for _name in (
+        "deepspeed.module_inject.auto_ep_layer",
+        "deepspeed.runtime.superoffload.superoffload_stage3",
+    ):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(_name)
 
     # A shared-memory collective that DeepSpeed would compile on the spot, for minutes; gloo does
     # without.

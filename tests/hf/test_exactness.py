@@ -2,6 +2,7 @@
 legal plans of mixed degrees, strategies, packing and micro-batch counts, against one process that
 takes one document at a time. Four ranks are two nodes."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -99,13 +100,21 @@ def gradients_under_random_plans(
     return worst
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_float64_gradients_equal_one_process(world_size):
-    cases = [
-        (sharding, checkpointing, torch.float64, 5 if sharding == "ddp" else 3)
-        for sharding in ("ddp", "fsdp2")
-        for checkpointing in (False, True)
-    ]
+# By number of ranks: sharding, checkpointing. Every pair is there; all else with `-m nightly`.
+SOME = {
+    2: [("ddp", False), ("fsdp2", True)],
+    3: [("ddp", True), ("fsdp2", False)],
+    4: [("ddp", False), ("fsdp2", True)],
+}
+ALL = {ranks: list(itertools.product(("ddp", "fsdp2"), (False, True))) for ranks in SOME}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "runs"),
+    [*SOME.items(), *(pytest.param(*each, marks=pytest.mark.nightly) for each in ALL.items())],
+)
+def test_float64_gradients_equal_one_process(world_size, runs):
+    cases = [(*run, torch.float64, 5 if run[0] == "ddp" else 3) for run in runs]
     options = {"ranks_per_node": 2 if world_size == 4 else None, "seconds": 150}
     for by_rank in run_cases(gradients_under_random_plans, world_size, cases, **options):
         for worst in by_rank:

@@ -1,4 +1,4 @@
-"""Families with layers of several kinds: ten steps of the Trainer on two ranks against ten of the
+"""Families with layers of several kinds: steps of the Trainer on two ranks against those of the
 plain Trainer in one process. `scripts/benchmarks/families.py` takes ten families and every way to
 train them."""
 
@@ -90,5 +90,5 @@ def errors_of_family(folder, way, family, plain=None):
         pytest.param("zero3", "GptOss", marks=pytest.mark.nightly),
     ],
 )
-def test_ten_steps_of_a_family_equal_the_plain_trainer(tmp_path, way, family):
+def test_steps_of_a_family_equal_the_plain_trainer(tmp_path, way, family):
     assert max(errors_of_family(tmp_path, way, family)) < 2e-6

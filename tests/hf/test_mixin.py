@@ -36,10 +36,10 @@ class FlexSeqSFTTrainer(FlexSeqMixin, SFTTrainer):
 
 
 def sft_trainer(cls, folder, batch, *, settings=None, **given):
-    """An SFTTrainer of ten steps on documents as they are. settings: of its SFTConfig."""
+    """An SFTTrainer of five steps on documents as they are. settings: of its SFTConfig."""
     defaults = {
         "max_length": None,
-        "max_steps": 10,
+        "max_steps": 5,
         "gradient_checkpointing": False,
         "dataset_kwargs": {"skip_prepare_dataset": True},
         "bf16": False,

@@ -1,4 +1,4 @@
-"""Ten Trainer steps under DeepSpeed ZeRO-2 and ZeRO-3, under FSDP2 and under HSDP give the plain
+"""Trainer steps under DeepSpeed ZeRO-2 and ZeRO-3, under FSDP2 and under HSDP give the plain
 Trainer's weights.
 
 DeepSpeed takes no float64 parameters, so both sides are float32; the larger learning rate keeps

@@ -127,10 +127,10 @@ def under_random_plans(rank, world_size, sharding, checkpointing, families):
 def test_random_plans_with_units_give_the_gradients_of_one_process(world_size):
     families = (None, "GptOss", "Gemma4 with shared keys", "DeepseekV3")
     hybrids = ("Qwen3Next", "KimiLinear", "Bamba", "Lfm2")
-    cases = [
-        ("ddp", True, (*families, *hybrids)),
-        ("fsdp2", world_size == 4, (*families[:2], *hybrids[:1])),
-    ]
+    under_ddp, under_fsdp2 = (*families, *hybrids), (*families[:2], *hybrids[:1])
+    if world_size == 2:  # each family once
+        under_ddp = tuple(family for family in under_ddp if family not in under_fsdp2)
+    cases = [("ddp", True, under_ddp), ("fsdp2", world_size == 4, under_fsdp2)]
     options = {"ranks_per_node": 2 if world_size == 4 else None, "seconds": 200}
     for by_rank in run_cases(under_random_plans, world_size, cases, **options):
         for worst in by_rank:
@@ -150,7 +150,7 @@ def train_hybrid(rank, world_size, folder, family, checkpointed):
             folder / shared,
             model=make_hybrid(family),
             flexseq={"shared_prefixes": shared, "max_tokens_per_rank": 120},
-            train_dataset=conversations(24, scale=8),
+            train_dataset=conversations(24, scale=4),
             batch=12 // world_size,
             max_steps=2,
             gradient_checkpointing=checkpointed,
@@ -175,7 +175,7 @@ def test_models_with_recurrent_layers_share_prefixes(tmp_path, case):
     for apart, nothing, tokens in run_ranks(train_hybrid, 2, tmp_path, *case, seconds=200):
         assert_alike(apart, weights=1e-10)
         assert nothing == 0
-        assert tokens > 1000
+        assert tokens > 500
 
 
 # ---- losses on whole samples

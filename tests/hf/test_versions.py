@@ -120,7 +120,7 @@ def test_losses_that_read_logits_are_refused(older, tmp_path):
 @pytest.mark.parametrize("options", [{"loss_type": "dft"}, {"use_liger_kernel": True}])
 def test_an_older_sft_trainer_reads_logits_or_sums(older, options, monkeypatch, tmp_path):
     """Sums of TRL's head count a token once that several rows share."""
-    trainer = make_trainer(tmp_path)
+    trainer = make_trainer(tmp_path, cost_model="estimate")
     stock = type(trainer)
     members = {"__module__": "trl", "compute_loss": stock.compute_loss}
     trainer.__class__ = type("SFTTrainer", (stock,), members)

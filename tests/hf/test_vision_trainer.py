@@ -34,7 +34,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
-STEPS, SAVED = 10, 4
+STEPS, SAVED = 5, 2
 IMAGES = [1, 0, 2, 1, 0, 0, 3, 1, 1, 0, 1, 2]  # of each example, again and again
 HELD_OUT = 6
 SETTINGS = {
@@ -115,7 +115,7 @@ def run(rank, world_size, kind, folder):
 
 
 @pytest.mark.parametrize("kind", others_nightly(SETTINGS, tried=["resumed", "zero3"]))
-def test_ten_steps_and_an_evaluation_equal_the_plain_trainers(tmp_path, kind):
+def test_steps_and_an_evaluation_equal_the_plain_trainers(tmp_path, kind):
     by_rank = run_ranks(run, 2, kind, tmp_path / "ours", seconds=120)
     stock = trained(make_trainer(kind, tmp_path / "stock", ours=False), evaluates=True)
     for ours, resumed in by_rank:

@@ -160,14 +160,14 @@ ON_PROCESSES = [pytest.mark.processes, pytest.mark.nightly]
 @pytest.mark.parametrize(
     ("start", "world_size", "degree", "virtual"),
     [
-        (run_threads, 2, 1, 1),
         (run_threads, 3, 1, 1),
-        (run_threads, 4, 1, 1),
         (run_threads, 4, 2, 1),
         (run_threads, 2, 1, 2),
         (run_threads, 2, 1, 3),
-        (run_threads, 3, 1, 2),
         (run_threads, 4, 2, 2),
+        pytest.param(run_threads, 2, 1, 1, marks=pytest.mark.nightly),
+        pytest.param(run_threads, 4, 1, 1, marks=pytest.mark.nightly),
+        pytest.param(run_threads, 3, 1, 2, marks=pytest.mark.nightly),
         pytest.param(run_ranks, 4, 2, 1, marks=ON_PROCESSES),
         pytest.param(run_ranks, 2, 1, 2, marks=ON_PROCESSES),
     ],

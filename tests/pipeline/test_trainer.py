@@ -173,7 +173,7 @@ def evaluated_alone(folder, tied, weights):
     ],
 )
 def test_steps_equal_the_plain_trainer(tmp_path, world_size, stages, tied, options):
-    options = {"batch": 1, "optim": "sgd", "max_steps": 4, **options}
+    options = {"batch": 1, "optim": "sgd", "max_steps": 2, **options}
     common = {key: options[key] for key in ("optim", "max_steps")}
     sequences = 2 * options["batch"] * world_size
     before, wanted, history = plain_weights(tmp_path, sequences, tied, **common)
