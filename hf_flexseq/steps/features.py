@@ -22,10 +22,11 @@ Rejected: an exchange for every micro-batch, since images of one micro-batch are
 them, and ranks that have nothing to do in it would have to take part.
 """
 
+import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -95,6 +96,11 @@ class MicroBatchImages:
         rows = self.step.of_micro_batch(self.index, tower)
         parts = rows.split(list(self.counts.values()))
         return dict(zip(self.counts, parts, strict=True))
+
+    def beside(self) -> "MicroBatchImages":
+        """Return the same images for another model, which runs on the same micro-batches with
+        features of a tower of its own."""
+        return replace(self, step=self.step.beside)
 
 
 def with_image_columns(row: SourceRow, drawn: DrawnStep) -> SourceRow:
@@ -186,8 +192,6 @@ class StepImages:
             graph does not outlive one, and all ranks call it equally often.
         """
         self.plan = plan
-        self.runs = 0
-        """Runs of the tower so far."""
         self._own = own
         self._communicator = communicator
         self._is_sharded = is_sharded
@@ -219,6 +223,12 @@ class StepImages:
         self._served = to_device(torch.from_numpy(served), device)  # [sent] rows of this rank
         self._order = to_device(torch.from_numpy(order), device)  # [needed] rows as they arrive
 
+        self._begin_features()
+
+    def _begin_features(self) -> None:
+        """Have encoded nothing yet."""
+        self.runs = 0
+        """Runs of the tower so far."""
         self._last: int | None = None  # the micro-batch that is the last to run backward
         self._follows = False  # a pass with gradients follows on one without
         self._random: list[torch.Tensor] | None = None  # states before the tower's first run
@@ -226,6 +236,13 @@ class StepImages:
         self._features: list[torch.Tensor] | None = None  # of each micro-batch, [rows, width]
         self._encoded: torch.Tensor | None = None  # by this rank, [rows, width], with its graph
         self._leaves: dict[int, torch.Tensor] = {}  # features of micro-batches before the last
+
+    @cached_property
+    def beside(self) -> "StepImages":
+        """The images for another model; see `MicroBatchImages.beside`."""
+        others = copy.copy(self)
+        others._begin_features()
+        return others
 
     def begin(self, last: int, *, follows: bool = False) -> None:
         """Begin passes over the micro-batches. last: index of the one that is the last to run

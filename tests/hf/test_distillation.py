@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 from trl import DistillationConfig, DistillationTrainer
 from trl.trainer import distillation_trainer
 
@@ -130,18 +129,6 @@ def test_a_loss_with_gradients_that_were_not_foreseen_is_refused(tmp_path):
     trainer.compute_loss = lambda *args, **options: 2 * loss_of(*args, **options)
     with pytest.raises(RuntimeError, match="other gradients of divergence"):
         trainer.train()
-
-
-def test_images_are_refused(tmp_path):
-    class WithImages(FlexSeqDistillation):
-        def _generate_and_score_completions(self, inputs):
-            batch = super()._generate_and_score_completions(inputs)
-            return batch | {"mm_token_type_ids": torch.zeros_like(batch["completion_ids"])}
-
-    trainer = distillation(WithImages, tmp_path)
-    for run in (trainer.train, trainer.evaluate):
-        with refused("mm_token_type_ids: hf_flexseq distills text"):
-            run()
 
 
 def test_a_teacher_that_cannot_be_computed_exactly_is_refused(tmp_path):

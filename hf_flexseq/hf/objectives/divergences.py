@@ -21,7 +21,7 @@ one pass suffices.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -35,10 +35,12 @@ from hf_flexseq.hf.attached import on_micro_batches
 from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.positions import needed_columns
+from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.plan.shard import Shard
-from hf_flexseq.steps.calls import Call, images_in, types_in
+from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.drawn import Columns
+from hf_flexseq.steps.images import UnsupportedImages
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 
@@ -64,6 +66,7 @@ class Divergences:
         }
         self._context_of: Callable[[Shard], SequenceContext] | None = None  # the teacher's
         self._answer: Answer | None = None
+        self._vision: VisionModel | None = None  # the teacher's, where both models take images
         self._redirect = trainer._forward_redirection
 
         # of the micro-batch that runs
@@ -96,7 +99,13 @@ class Divergences:
         self._context_of = executor.beside(self._teacher)
         self._answer = answer
         own = module.ChunkedDivergenceFunction
-        with on_micro_batches(self._teacher):
+        self._vision = None
+        with ExitStack() as attached:
+            attached.enter_context(on_micro_batches(self._teacher))
+            if executor.takes_images:
+                with suppress(UnsupportedImages):  # it distills text
+                    self._vision = VisionModel(self._teacher)
+                    attached.enter_context(self._vision.attached())
             trainer._get_last_hidden_state = self._hidden_states
             trainer._forward_redirection = self._redirected
             module.ChunkedDivergenceFunction = _Divergence(partial(self._divergences, own.apply))
@@ -111,12 +120,17 @@ class Divergences:
     # ---- what TRL's `_compute_loss` gets
 
     def _redirected(
-        self, wrapper: nn.Module, model: nn.Module, method: Callable[..., Any], *args: Any
+        self,
+        wrapper: nn.Module,
+        model: nn.Module,
+        method: Callable[..., Any],
+        *args: Any,
+        **images: Any,
     ) -> Any:
         """Return a method's result, called inside the wrapper's forward if a model runs."""
         if self._row is None:
-            return method(*args)
-        return self._redirect(wrapper, model, method, *args)
+            return method(*args, **images)
+        return self._redirect(wrapper, model, method, *args, **images)
 
     def _hidden_states(
         self,
@@ -146,10 +160,23 @@ class Divergences:
             if name not in (LENGTHS, INDICES) or name in self._needed[is_teacher]:
                 inputs[name] = value
         if is_teacher:
-            assert self._context_of is not None, "a micro-batch runs while the model is attached"
-            inputs["seq_ctx"] = self._context_of(row["seq_ctx"].shard)
+            inputs["seq_ctx"] = self._context_of_teacher(row["seq_ctx"])
         backbone = base_model(model).base_model
         return backbone(**inputs, use_cache=False).last_hidden_state
+
+    def _context_of_teacher(self, of_student: SequenceContext) -> SequenceContext:
+        """Return the teacher's context of a micro-batch. Raises NotImplementedError in a step with
+        images of which the teacher knows nothing, or which its layers show both ways."""
+        assert self._context_of is not None, "a micro-batch runs while the model is attached"
+        context = self._context_of(of_student.shard)
+        if of_student.images is not None:
+            if self._vision is None or self._vision.both_ways:
+                raise NotImplementedError(
+                    f"hf_flexseq distills no images from a {type(self._teacher).__name__}: it "
+                    "takes none here, or shows their tokens both ways; distill text"
+                )
+            context.images = of_student.images.beside()
+        return context
 
     def _divergences(
         self, own: Callable[..., tuple[torch.Tensor, torch.Tensor]], *given: Any
@@ -184,12 +211,6 @@ class Divergences:
             raise NotImplementedError(
                 f"{type(self._trainer).__name__} calls the model itself: hf_flexseq computes "
                 "divergences, as DistillationTrainer's own compute_loss asks for them"
-            )
-        others = [*images_in(given), *types_in(given)]
-        if others:  # of an evaluation; those of training are refused as they are drawn
-            raise NotImplementedError(
-                f"{type(self._trainer).__name__} has samples with {', '.join(others)}: hf_flexseq "
-                "distills text alone; leave images out of the dataset"
             )
         ids, mask = given["input_ids"], given["attention_mask"]
         labels = ids.masked_fill(mask == 0, IGNORE_INDEX)

@@ -82,27 +82,11 @@ def _reward(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
     return Foreseen(Call(batch["input_ids"], batch.get("attention_mask"), None))
 
 
-def _distillation(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
-    """As other samples; raises NotImplementedError for those with images."""
-    for name in batch:
-        if name not in _OF_TEXT:
-            raise NotImplementedError(
-                f"{type(trainer).__name__} has samples with {name}: hf_flexseq distills text "
-                "alone; leave images out of the dataset and of what tools return"
-            )
-    return _rollouts(trainer, batch)
-
-
-_OF_TEXT = (
-    *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"),
-    "num_items_in_batch",
-)
-
 _OF_TRAINERS: dict[str, Callable[[Any, Mapping[str, Any]], Foreseen]] = {
     "DPOTrainer": _dpo,
     "KTOTrainer": _kto,
     "GRPOTrainer": _rollouts,
     "RLOOTrainer": _rollouts,
     "RewardTrainer": _reward,
-    "DistillationTrainer": _distillation,
+    "DistillationTrainer": _rollouts,
 }
