@@ -28,6 +28,7 @@ SHARED = {
     "published_rows",
     "reach_models",
     "tiny",
+    "towers",
 }
 NAMES = sorted({path.stem for path in BENCHMARKS.glob("*.py")} - SHARED)
 

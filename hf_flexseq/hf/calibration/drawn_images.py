@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from hf_flexseq.hf.model.towers import patch_size
 
@@ -45,7 +46,7 @@ class ImageForm:
         return self.tensors_of(math.isqrt(patches))
 
 
-def image_forms(config: Any, names: Collection[str]) -> Iterator[ImageForm]:
+def image_forms(config: PreTrainedConfig, names: Collection[str]) -> Iterator[ImageForm]:
     """Yield the forms that may be those of a model's images, none if its tensors are of another
     kind. names: of the tensors that it takes for images."""
     vision: Any = getattr(config, "vision_config", None)
