@@ -51,7 +51,7 @@ def _dropout(model: nn.Module, base: PreTrainedModel) -> str | None:
 
 
 def _noise(model: nn.Module, base: PreTrainedModel) -> str | None:
-    option = noisy_option(base.config.to_dict())
+    option = noisy_option(base.config)
     return None if option is None else f"{option} adds noise, once for a shared token"
 
 

@@ -1,10 +1,10 @@
 """Random numbers that a model draws while it trains."""
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 _NOISE = re.compile("dropout|pdrop|drop_rate|drop_path|jitter")  # in the names of options
 
@@ -42,9 +42,14 @@ def has_noise_of_its_own(module: nn.Module) -> bool:
     return _is_dropout(module) or _noisy_attribute(module) is not None
 
 
-def noisy_option(options: Mapping[str, Any]) -> str | None:
+def noisy_option(config: PreTrainedConfig, *, of_text: bool = True) -> str | None:
     """Return an option, with its value, for noise that models draw by functions: BioGPT's dropout,
-    the jitter of routers; None without one. options: of a configuration."""
+    the jitter of routers; None without one. of_text: False for options of other parts alone."""
+    options = config.to_dict()
+    if not of_text:
+        text_config = config.get_text_config()
+        for name in [name for name, value in vars(config).items() if value is text_config]:
+            options.pop(name, None)
     pending: list[tuple[str, Any]] = [("config", options)]
     while pending:
         path, value = pending.pop()

@@ -37,12 +37,7 @@ def towers_draw_noise(model: PreTrainedModel) -> bool:
     outside = (module for module in model.modules() if id(module) not in of_text)
     if any(has_noise_of_its_own(module) for module in outside):
         return True
-    options = model.config.to_dict()
-    text_config = model.config.get_text_config()
-    for name, value in vars(model.config).items():
-        if value is text_config:
-            options.pop(name, None)
-    return noisy_option(options) is not None
+    return noisy_option(model.config, of_text=False) is not None
 
 
 def _text_parts(model: PreTrainedModel) -> list[nn.Module]:
