@@ -60,6 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left_out = [item for item in items if item.get_closest_marker(mark)]
             items[:] = [item for item in items if not item.get_closest_marker(mark)]
             config.hook.pytest_deselected(items=left_out)
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
     for item in items:
         marks = ("processes", "slow")
         if all(item.get_closest_marker(mark) is None for mark in marks):

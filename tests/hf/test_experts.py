@@ -23,6 +23,7 @@ from hf_flexseq.hf.model.expert_adapters import unsuitable_adapter
 from hf_flexseq.hf.model.experts import ExpertRanks, expert_ranks, right_gradients
 from hf_flexseq.hf.model.facts import model_facts
 from hf_flexseq.hf.sharding import parameter_groups
+from tests.budget import others_nightly
 from tests.hf.experts import (
     ATTENTION,
     LAYOUTS,
@@ -103,20 +104,23 @@ def test_float64_gradients_equal_one_process(tmp_path, world_size):
 # ---- trainers
 
 # SFT has a router loss, and evaluates; GRPO generates.
-TRAININGS = (
+OFTEN = (
     Training(kind="sft", steps=2),
-    Training(kind="sft", steps=2, adapter="attention and experts"),
     Training(kind="dpo", steps=1, adapter="attention and experts", is_retrained=True),
     Training(kind="grpo", steps=1),
 )
+TRAININGS = (*OFTEN, Training(kind="sft", steps=2, adapter="attention and experts"))
 
 
-def test_trainers_equal_the_plain_ones(tmp_path):
+@pytest.mark.parametrize("trainings", others_nightly([OFTEN, TRAININGS], tried=[OFTEN]))
+def test_trainers_equal_the_plain_ones(tmp_path, trainings):
     """In one process where it can be: ranks draw different completions."""
     save("Qwen3Moe", tmp_path)
-    ours = run_cases(train, 2, [(tmp_path, one, TWO) for one in TRAININGS], seconds=120)
-    by_ranks = [one for one in TRAININGS if one.is_drawn_by_ranks]
-    alone = [one for one in TRAININGS if not one.is_drawn_by_ranks]
+    # a run by ranks comes last, as among the plain ones below
+    trainings = sorted(trainings, key=lambda one: one.is_drawn_by_ranks)
+    ours = run_cases(train, 2, [(tmp_path, one, TWO) for one in trainings], seconds=120)
+    by_ranks = [one for one in trainings if one.is_drawn_by_ranks]
+    alone = [one for one in trainings if not one.is_drawn_by_ranks]
     plain = run_cases(train, 1, [(tmp_path, one, None) for one in alone])
     plain += run_cases(train, 2, [(tmp_path, one, None) for one in by_ranks])
     for training, wanted, found in zip([*alone, *by_ranks], plain, ours, strict=True):

@@ -52,12 +52,17 @@ CASES = {
 }
 
 
+# KTO and GRPO accumulate, and RLOO samples as GRPO does: the others run with `-m nightly`.
+OFTEN = ("dpo", "kto", "reward", "grpo", "sequences", "tokens")
+
+
 @pytest.mark.processes
-def test_two_ranks_train_as_the_plain_trainers_do(tmp_path):
+@pytest.mark.parametrize("names", others_nightly([OFTEN, tuple(CASES)], tried=[OFTEN]))
+def test_two_ranks_train_as_the_plain_trainers_do(tmp_path, names):
     save_inputs(tmp_path)
-    tried = CASES
     if is_older("trl", FUSED_HEAD_FROM):
-        tried = {name: CASES[name] for name in ("reward", "sequences", "tokens")}
+        names = ("reward", "sequences", "tokens")
+    tried = {name: CASES[name] for name in names}
     by_case = run_cases(compare, 2, [(tmp_path, case) for case in tried.values()], seconds=300)
     for (name, case), by_rank in zip(tried.items(), by_case, strict=True):
         for apart in by_rank:

@@ -204,7 +204,9 @@ def under_fsdp2(rank, world_size, plans, nodes, checkpointing, policy):
     ],
 )
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "nodes"), CASES[1:])
+@pytest.mark.parametrize(
+    ("world_size", "nodes"), [CASES[2], pytest.param(*CASES[1], marks=pytest.mark.nightly)]
+)
 def test_plans_end_under_fsdp2_in_lockstep(launches, world_size, nodes, checkpointing, policy):
     seed = SEEDS[checkpointing]
     check_plans(under_fsdp2, launches, seed, world_size, nodes, checkpointing, policy)

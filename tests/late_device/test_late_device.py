@@ -26,6 +26,7 @@ def run_on_device(*names, marks="not nightly"):
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
+@pytest.mark.first
 def test_the_device_finds_what_it_should_and_whole_steps_are_free_of_it():
     run_on_device("rules", "store", "memory", "layers", "planted", "steps", "trainers")
 

@@ -162,7 +162,7 @@ def evaluated_alone(folder, tied, weights):
     [
         (2, 2, True, {"batch": 2, "max_steps": 6}),
         (3, 3, False, {"optim": "adamw_torch"}),
-        (4, 4, True, {"optim": "adamw_torch"}),
+        pytest.param(4, 4, True, {"optim": "adamw_torch"}, marks=pytest.mark.nightly),
         (4, 2, True, {}),
         (4, 2, True, {"optim": "adamw_torch", **FSDP}),
         pytest.param(4, 2, False, {**FSDP, "plans": "own"}, marks=pytest.mark.nightly),

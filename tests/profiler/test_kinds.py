@@ -231,7 +231,7 @@ def test_recurrent_layers_that_take_no_time_make_no_sense():
     "config, kind, share",
     [
         ({"num_hidden_layers": 4, **HYBRID}, "gated_delta", 0.25),
-        (WITHOUT_ATTENTION, "mamba2", 0.0),
+        pytest.param(WITHOUT_ATTENTION, "mamba2", 0.0, marks=pytest.mark.nightly),
     ],
 )
 def test_a_hybrid_is_calibrated(config, kind, share, monkeypatch):

@@ -15,6 +15,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import MODELS, load_cost_model
+from tests.budget import others_nightly
 from tests.programs import ROOT, run_program
 
 BENCHMARKS = ROOT / "scripts/benchmarks"
@@ -239,17 +240,19 @@ def test_step_time_times_all_that_a_step_does_outside_of_the_model():
     assert min(milliseconds) > 0
 
 
+HELD = {"Llama": "all on the host", "Qwen3-MoE": "nothing recomputed"}
+
+
 @pytest.mark.slow
-def test_steps_hold_the_bytes_that_were_counted_of_a_layer_without_memory(monkeypatch):
+@pytest.mark.parametrize("name", others_nightly(HELD, tried=["Llama"]))
+def test_steps_hold_the_bytes_that_were_counted_of_a_layer_without_memory(monkeypatch, name):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.delitem(sys.modules, "common", raising=False)
     counting = module("activation_bytes")
-    found = {}
-    for name, words in (("Llama", "all on the host"), ("Qwen3-MoE", "nothing recomputed")):
-        model = counting.TINY[name]
-        activations = counting.activations_of(counting.made(model), torch.float32)
-        choice = counting.choices_of(activations.layers, tiled=False)[words]
-        few, many = counting.peaks_of_steps(model, choice)
-        tokens = (counting.MORE - 1) * counting.FEW_TOKENS
-        found[name] = (many - few) / tokens / activations.token_bytes(choice)
-    assert found == {name: pytest.approx(1, abs=0.03) for name in found}
+    model = counting.TINY[name]
+    activations = counting.activations_of(counting.made(model), torch.float32)
+    choice = counting.choices_of(activations.layers, tiled=False)[HELD[name]]
+    few, many = counting.peaks_of_steps(model, choice)
+    tokens = (counting.MORE - 1) * counting.FEW_TOKENS
+    found = (many - few) / tokens / activations.token_bytes(choice)
+    assert found == pytest.approx(1, abs=0.03)

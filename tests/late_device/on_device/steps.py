@@ -53,6 +53,7 @@ def lanes_on_streams(monkeypatch, *modules):
 # ---- gpu_check
 
 
+@pytest.mark.nightly
 def test_kernels():
     found = section("kernels", "kernel_errors")
     assert found.holds
