@@ -3,6 +3,7 @@
 A processor of transformers joins the images of all that it is given: patches of one image after
 the other with a row of a grid for each, or images, or tiles of images. Tokens tell where one ends:
 their number is proportional to an image's patches, or equal for images and tiles of one size.
+Other images are told apart if every row that has any has one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,9 +66,15 @@ def parts_of_rows(
     parts, weights = parts_of(tensors)
     rows: list[list[dict[str, torch.Tensor]]] = [[] for _ in tokens]
     with_images = [row for row, count in enumerate(tokens) if count]
-    if len(parts) == 1 and len(with_images) == 1:
-        rows[with_images[0]] = parts
-        return [_joined(of_row) for of_row in rows]
+    if len(parts) == 1:
+        counts = {len(value) for value in tensors.values()}
+        if counts == {len(with_images)}:
+            # As many images as rows that have any: one each, whatever their numbers of tokens are.
+            parts = _pieces(tensors, len(with_images))
+        if len(parts) == len(with_images):
+            for row, part in zip(with_images, parts, strict=True):
+                rows[row] = [part]
+            return [_joined(of_row) for of_row in rows]
     total, left = sum(weights), list(tokens)
     row = 0
     for part, weight in zip(parts, weights, strict=True):
@@ -84,6 +91,12 @@ def parts_of_rows(
         rows[row].append(part)
         left[row] -= count
     return [_joined(of_row) for of_row in rows]
+
+
+def _pieces(tensors: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+    """Return the tensors of each image, whose first dimension is that of images."""
+    split = {name: value.split(1) for name, value in tensors.items()}
+    return [{name: pieces[index] for name, pieces in split.items()} for index in range(count)]
 
 
 def _joined(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

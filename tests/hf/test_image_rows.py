@@ -47,6 +47,16 @@ def test_images_of_one_row_need_not_be_divided():
     assert rows[1].keys() == sizes.keys()
 
 
+def test_images_of_other_sizes_go_to_their_rows_if_each_has_one():
+    sizes = torch.tensor([[8, 8], [4, 8]])
+    tensors = {"pixel_values": torch.arange(2).view(2, 1, 1, 1), "image_sizes": sizes}
+    first, without, last = parts_of_rows(tensors, [4, 0, 3])
+    assert without == {}
+    for index, row in enumerate((first, last)):
+        assert row["pixel_values"].flatten().tolist() == [index]
+        assert row["image_sizes"].tolist() == sizes[index : index + 1].tolist()
+
+
 @pytest.mark.parametrize(
     ("tensors", "tokens"),
     [
@@ -57,10 +67,10 @@ def test_images_of_one_row_need_not_be_divided():
         (
             # sizes say nothing of numbers of tokens
             {
-                "pixel_values": torch.ones(2, 3, 8, 8),
-                "image_sizes": torch.tensor([[8, 8], [4, 8]]),
+                "pixel_values": torch.ones(3, 3, 8, 8),
+                "image_sizes": torch.tensor([[8, 8], [4, 8], [8, 8]]),
             },
-            [4, 2],
+            [4, 6],
         ),
     ],
 )
