@@ -46,7 +46,7 @@ LIBRARIES = ("transformers", "trl")
 TRAINERS = (  # of TRL
     *("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer"),
 )
-MOST_SECONDS = 120  # that a test may take
+MOST_SECONDS = 300  # that a test may take
 MOST_CHARACTERS = 500  # of an error that are kept
 Outcome = tuple[str, str]  # passed, unused, skipped, refused or failed, and why
 
