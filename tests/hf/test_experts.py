@@ -85,15 +85,21 @@ RUNS = {
     4: [
         ("4 ranks in 2 groups", "Qwen3Moe", ROUTER_LOSS, {"checkpointing": True}),
         ("2 replicas", "DeepseekV3", {}, {"steps": 1}),
-        ("4 ranks in 2 groups", "Qwen3Moe", ON_BOTH, {"steps": 1}),
     ],
 }
+ADAPTED = {4: [("4 ranks in 2 groups", "Qwen3Moe", ON_BOTH, {"steps": 1})]}
 
 
-@pytest.mark.parametrize("world_size", RUNS)
-def test_float64_gradients_equal_one_process(tmp_path, world_size):
+@pytest.mark.parametrize(
+    ("world_size", "runs"),
+    [
+        *RUNS.items(),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in ADAPTED.items()),
+    ],
+)
+def test_float64_gradients_equal_one_process(tmp_path, world_size, runs):
     cases = []
-    for layout, family, kind, options in RUNS[world_size]:
+    for layout, family, kind, options in runs:
         wanted = one_process_of(family, tmp_path, **kind)
         cases.append((wanted, layout, options))
     for (_, *case), by_rank in zip(cases, run_cases(errors, world_size, cases), strict=True):

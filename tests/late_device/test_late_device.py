@@ -27,6 +27,7 @@ def run_on_device(*names, marks="not nightly"):
 
 
 @pytest.mark.first
+@pytest.mark.timeout(600)  # it compiles the device where that has not been done
 def test_the_device_finds_what_it_should_and_whole_steps_are_free_of_it():
     run_on_device("rules", "store", "memory", "layers", "planted", "steps", "trainers")
 
