@@ -4,14 +4,14 @@
     python scripts/benchmarks/families.py --families Gemma3 GptOss --ways subclass
     python scripts/benchmarks/families.py --hybrids         models with recurrent layers
 
-Weights after five steps of SGD on two processes are compared with those of the plain Trainer in
+Weights after ten steps of SGD on two processes are compared with those of the plain Trainer in
 one, with `FlexSeqTrainer` (subclass), with the callback and with TRL's SFTTrainer (sft): the
 difference over the update. 2e-6 is the bound, since the loss is float32. zero3 is FlexSeqTrainer
 with checkpointed layers under DeepSpeed's ZeRO-3, where the weights of both sides are float32:
 1e-5 is the bound, since those of the plain Trainer alone differ as much from its float64 ones.
 
 With --hybrids these are the families of `tests/hf/hybrids.py`. transformers computes their scans
-in float32, whatever the dtype of the model. If its own five steps with float64 scans are further
+in float32, whatever the dtype of the model. If its own ten steps with float64 scans are further
 from those than the bound, at most three times that distance is allowed: `float32 scans`. Models
 with experts, whose calls DeepSpeed would have to see alike on all ranks, leave out zero3.
 
@@ -37,6 +37,7 @@ from common import ROOT, argument_parser, machine, table_head, table_row, write_
 sys.path.append(str(ROOT))
 import tests.hf.conftest  # noqa: F401  (lets DeepSpeed compile nothing)
 from hf_flexseq.hf.model.recurrent import mixers
+from tests import budget
 from tests.hf import hybrids
 from tests.hf import test_reach as reach
 from tests.hf.test_families import WAYS, errors_of_family, model_of, plain_family
@@ -67,7 +68,7 @@ def calls_experts_alone(family: str) -> bool:
 
 
 def steps_error(family: str, way: str) -> tuple[float, float]:
-    """Return the largest error of five steps over ranks, and for a hybrid how far float32 in its
+    """Return the largest error of ten steps over ranks, and for a hybrid how far float32 in its
     scans alone takes the plain Trainer's, else 0."""
     said = io.StringIO()  # what trainers print at each step
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(said):
@@ -80,7 +81,7 @@ def steps_error(family: str, way: str) -> tuple[float, float]:
 
 
 def error_of_float32_scans(folder: Path, way: str, family: str, plain: Any) -> float:
-    """Return how far five steps of the plain Trainer are from those with recurrent scans in
+    """Return how far ten steps of the plain Trainer are from those with recurrent scans in
     float64: what rounding to float32 in them makes.
 
     plain: what `plain_family` returned.
@@ -116,6 +117,7 @@ def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def main() -> int:
     """Print a row for each family, and return 1 where a bound is broken."""
+    budget.trainer_steps = 10
     parser = argument_parser(__doc__ or "")
     attending = list(reach.FAMILIES)
     recurrent = list(hybrids.HYBRIDS)

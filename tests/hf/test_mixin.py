@@ -17,6 +17,7 @@ from hf_flexseq import (
     FlexSeqTrainer,
 )
 from hf_flexseq.hf.token_means import TokenMeans
+from tests import budget
 from tests.hf.test_trainer import (
     OPTIONS,
     dataset,
@@ -36,10 +37,10 @@ class FlexSeqSFTTrainer(FlexSeqMixin, SFTTrainer):
 
 
 def sft_trainer(cls, folder, batch, *, settings=None, **given):
-    """An SFTTrainer of five steps on documents as they are. settings: of its SFTConfig."""
+    """An SFTTrainer on documents as they are. settings: of its SFTConfig."""
     defaults = {
         "max_length": None,
-        "max_steps": 5,
+        "max_steps": budget.trainer_steps,
         "gradient_checkpointing": False,
         "dataset_kwargs": {"skip_prepare_dataset": True},
         "bf16": False,

@@ -18,7 +18,8 @@ from transformers.distributed import DistributedConfig
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import PLAIN, FsdpPolicy
 from hf_flexseq.hf.model.checks import check_model
-from tests.hf.test_trainer import STEPS, flexseq_trainer, logged, plain_run, update_error
+from tests import budget
+from tests.hf.test_trainer import flexseq_trainer, logged, plain_run, update_error
 from tests.hf.tiny import SIZES, noting_figures, tiny_llama
 from tests.hf.trainers import weights_of
 from tests.ranks import run_cases
@@ -99,7 +100,7 @@ def test_zero_equals_the_plain_trainer(tmp_path, plain):
     by_case = run_cases(zero_run, 2, cases, seconds=150)
     for (_, accumulation, _), results in zip(runs, by_case, strict=True):
         for found, log, steps in results:
-            assert steps == STEPS
+            assert steps == budget.trainer_steps
             assert_equal_to_plain(found, log, plain(2 * accumulation))
 
 
@@ -159,7 +160,7 @@ def test_fsdp2_equals_the_plain_trainer(tmp_path, plain, world_size):
     by_case = run_cases(fsdp2_run, world_size, cases, seconds=150)
     for (_, _, accumulation, _, cost_model), results in zip(cases, by_case, strict=True):
         for found, log, updates, policies in results:
-            assert updates == STEPS
+            assert updates == budget.trainer_steps
             if cost_model == scarce:
                 assert policies == {PLAIN}
             else:

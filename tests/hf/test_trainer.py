@@ -17,11 +17,11 @@ from hf_flexseq import (
     FlexSeqConfig,
     FlexSeqTrainer,
 )
+from tests import budget
 from tests.hf.ordered import ordered_gloo
 from tests.hf.tiny import documents, noting_figures, tiny_llama, weights
 from tests.ranks import run_cases, run_ranks
 
-STEPS = 5
 OPTIONS = {"max_tokens_per_rank": 40, "lookahead": 2, "cost_model": "estimate"}
 OF_TRAINER = frozenset(inspect.signature(Trainer.__init__).parameters)
 
@@ -38,7 +38,7 @@ def training_arguments(cls, folder, *, batch, accumulation, **options):
         use_cpu=True,
         **{
             "learning_rate": 1e-2,
-            "max_steps": STEPS,
+            "max_steps": budget.trainer_steps,
             "logging_steps": 1,
             "save_strategy": "no",
             **options,
@@ -97,8 +97,9 @@ def plain_run(folder, *, batch, loss=None, size=72, dtype=torch.float64, model=N
     return before, weights(model), trainer.state.log_history
 
 
-def make_trainer(how, model, folder, batch, accumulation, optim, size=72, steps=STEPS):
-    common = {"batch": batch, "accumulation": accumulation, "optim": optim, "max_steps": steps}
+def make_trainer(how, model, folder, batch, accumulation, optim, size=72, steps=None):
+    common = {"batch": batch, "accumulation": accumulation, "optim": optim}
+    common["max_steps"] = steps or budget.trainer_steps
     data = dataset(size)
     if how == "subclass":
         return flexseq_trainer(folder, model=model, train_dataset=data, **common)
