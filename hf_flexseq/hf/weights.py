@@ -37,7 +37,8 @@ from hf_flexseq.checkpoints.shards import read_own
 from hf_flexseq.checkpoints.weight_files import files_by_tensor
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.model.facts import expert_counts, unsharded_class
+from hf_flexseq.hf.model.divided import unsharded_class
+from hf_flexseq.hf.model.facts import expert_counts
 from hf_flexseq.hf.model.sharded_load import misplaced_parts
 from hf_flexseq.steps.users_code import users_method_behind
 

@@ -28,8 +28,8 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.hf.attached import AttachedModel, ModelSettings
 from hf_flexseq.hf.executors import EngineSetup, base_model, kernel_of, planner_of
 from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.divided import is_fully_sharded, zero_stage
 from hf_flexseq.hf.model.experts import adapted_experts
-from hf_flexseq.hf.model.facts import is_fully_sharded, zero_stage
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.prompts import unsuitable_prompt

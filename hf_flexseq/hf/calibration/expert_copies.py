@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.facts import distributed_config, expert_group_size
+from hf_flexseq.hf.model.divided import distributed_config, expert_group_size
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 PlaceExperts = Callable[[PreTrainedModel], "list[SpreadExperts]"]

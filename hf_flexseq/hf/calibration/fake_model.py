@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.facts import has_sharded_modules
+from hf_flexseq.hf.model.divided import has_sharded_modules
 from hf_flexseq.hf.model.meta_model import meta_model
 from hf_flexseq.hf.model.quantized import StandIn, is_quantized
 

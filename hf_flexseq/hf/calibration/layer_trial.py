@@ -36,7 +36,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.lone import LoneTransport
 from hf_flexseq.hf.attached import on_micro_batches
 from hf_flexseq.hf.calibration.fake_model import CPU, class_copy, own_copy, without_complaints
-from hf_flexseq.hf.model.facts import unsharded_class
+from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.layer_memory import decoder_of, reason_not_told
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.meta_model import FAULTS

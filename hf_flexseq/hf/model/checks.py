@@ -26,13 +26,9 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from hf_flexseq.base.layers import RecurrentShape
 from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.reduction import local
+from hf_flexseq.hf.model.divided import is_tensor_parallel, stages, unsharded_class
 from hf_flexseq.hf.model.experts import adapted_experts, unsuitable_experts
-from hf_flexseq.hf.model.facts import (
-    is_classifier,
-    is_tensor_parallel,
-    stages,
-    unsharded_class,
-)
+from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.hf.model.head_trial import try_head
 from hf_flexseq.hf.model.layer_kinds import (
     Layer,

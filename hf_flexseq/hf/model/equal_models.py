@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from transformers import PreTrainedModel, masking_utils
 
-from hf_flexseq.hf.model.facts import unsharded_class
+from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.meta_model import NOT_COPIED
 from hf_flexseq.steps.users_code import package
 

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 
-from hf_flexseq.hf.model.facts import unsharded_class
+from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.mlp_trial import holds_experts
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.base.versions import is_sharded_at_load
-from hf_flexseq.hf.model.facts import unsharded_class
+from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.noise import noise_of_module
 from hf_flexseq.steps.virtual_tokens import VirtualTokens
 

@@ -38,7 +38,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.facts import unsharded_class
+from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.head_trial import ROUTER_LOSS, try_head
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.drawn import Columns

@@ -27,7 +27,7 @@ from hf_flexseq.base.versions import (
     is_sharded_at_load,
     needs,
 )
-from hf_flexseq.hf.model.facts import distributed_config
+from hf_flexseq.hf.model.divided import distributed_config
 
 
 def unknown_sharding(model: nn.Module) -> str | None:

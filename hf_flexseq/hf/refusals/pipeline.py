@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, Trainer
 from hf_flexseq.base.refusals import Refusal, option, refuse
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.losses import has_planned_loss
-from hf_flexseq.hf.model.facts import has_sharded_modules
+from hf_flexseq.hf.model.divided import has_sharded_modules
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.router import NO_ROUTER_LOSS, OPTION, asks_for_router_loss
 from hf_flexseq.hf.model.trial import try_model
