@@ -53,7 +53,6 @@ from hf_flexseq.steps.embedding_noise import NoiseColumns
 from hf_flexseq.steps.exchange import RowExchange, united
 from hf_flexseq.steps.features import (
     MicroBatchImages,
-    StepImages,
     images_of_step,
     with_image_columns,
 )
@@ -296,7 +295,7 @@ class WholeModelExecutor:
                 made["seq_ctx"].images = images[index]
             return made
 
-        step = RankMicroBatches(
+        return RankMicroBatches(
             planned,
             indices=indices_to_run(shards, lockstep=self.lockstep),
             counts=[shard.tokens for shard in shards],
@@ -305,10 +304,8 @@ class WholeModelExecutor:
             routes=routes,
             device=device,
             images=None if images is None else images[0].step,
+            encode_ahead=self._encode_ahead,
         )
-        if step.images is not None:
-            self._encode_ahead(step, step.images)
-        return step
 
     def _images_of(
         self, planned: PlannedStep, columns: Sequence[Columns]
@@ -327,8 +324,10 @@ class WholeModelExecutor:
             is_sharded=self._is_sharded,
         )
 
-    def _encode_ahead(self, step: RankMicroBatches, images: StepImages) -> None:
+    def _encode_ahead(self, step: RankMicroBatches) -> None:
         """Encode a step's images with a frozen tower, which nothing of the step before changes."""
+        if step.images is None:
+            return
         vision = self._attached_model.vision
         assert vision is not None, "a step with images has a tower"
         if vision.is_trained or self._is_sharded or vision.draws_noise:
@@ -336,7 +335,8 @@ class WholeModelExecutor:
         if self._beside is None:
             self._beside = BesideStep(self.setup.accelerator.device)
         with self.setup.accelerator.autocast():  # as in the model's forward
-            images.encode_ahead(vision, self._beside, step.stopwatch.timing(step.indices[0]))
+            timing = step.stopwatch.timing(step.indices[0])
+            step.images.encode_ahead(vision, self._beside, timing)
 
     @property
     def _is_sharded(self) -> bool:

@@ -1,8 +1,9 @@
 """Features of the next step's images, encoded beside the end of the current step.
 
 A frozen tower whose parameters are whole on every rank does not depend on the current step. It
-runs when the next step is dispatched, with all work of the current one launched: on a GPU on a
-stream of its own, so that it fills the time in which a rank waits for the gradients of others.
+runs when the next step has been dispatched, with all work of the current one launched: on a GPU on
+a stream of its own, so that it fills the time in which a rank waits for the gradients of others. A
+step that is not dispatched before its turn, as in evaluations, encodes its images itself.
 
 The stream has memory of its own beside that of the step. Where there is none left, images are
 encoded in the first micro-batch, then and in all steps to come.

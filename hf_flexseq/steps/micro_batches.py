@@ -57,6 +57,7 @@ class RankMicroBatches(RankStep[Plan]):
     """The micro-batches of one plan that this rank runs, with the tokens that it holds in each."""
 
     __slots__ = (
+        "_encode_ahead",
         "_inputs_of",
         "_random",
         "_ready",
@@ -80,12 +81,14 @@ class RankMicroBatches(RankStep[Plan]):
         routes: Routes,
         device: torch.device,
         images: StepImages | None = None,
+        encode_ahead: "Callable[[RankMicroBatches], None] | None" = None,
     ) -> None:
         """indices: in the plan, of the micro-batches that this rank runs, never empty.
         counts: tokens that it holds in each micro-batch of the plan.
         inputs_of: makes the inputs of a micro-batch, by its index.
         exchange, routes: gather figures on the source ranks, and dispatch weights to the tokens.
-        images: of the step, if it has any.
+        images: of the step, if it has any. encode_ahead: encodes them before the step begins, if
+            that can be done.
         """
         super().__init__(planned, device)
         self.indices = tuple(indices)
@@ -96,10 +99,16 @@ class RankMicroBatches(RankStep[Plan]):
         self.exchange = exchange
         self.routes = routes
         self.images = images
+        self._encode_ahead = encode_ahead
         self._random: dict[int, list[torch.Tensor]] = {}  # states before each micro-batch
         # the index and the inputs of the micro-batch to run next
         self._ready: tuple[int, Inputs] | None = None
         self._prepare(self.indices[0])
+
+    def begin_ahead(self) -> None:
+        """Encode the step's images, where the step before it changes nothing of their features."""
+        if self._encode_ahead is not None:
+            self._encode_ahead(self)
 
     # ---- the walk
 

@@ -167,8 +167,10 @@ class PrefetchedSteps:
         dispatched: Future[Step | None] = Future()
         number = self._next_number
         step = None
-        with Attempt() as dispatching:  # what fails here has failed on all ranks together
+        with Attempt() as dispatching:  # what fails here has failed on all ranks together, except
             step = self._dispatch_next()
+            if step is not None:
+                step.begin_ahead()  # which a rank raises alone, when the step's turn comes
         if isinstance(dispatching.error, LostRank):
             raise dispatching.error
         if dispatching.error is not None:

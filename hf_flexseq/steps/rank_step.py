@@ -73,6 +73,9 @@ class RankStep(Generic[PlanT]):
         assert self.loss is not None, "every micro-batch has a loss"
         return self.loss
 
+    def begin_ahead(self) -> None:
+        """Do what can be done of the step while the one before it ends: nothing here."""
+
     def add(self, loss: torch.Tensor) -> None:
         """Add the loss of a micro-batch, a scalar, to that of the step."""
         self.loss = loss if self.loss is None else self.loss + loss

@@ -15,12 +15,14 @@ from hf_flexseq.cost.tower import TowerCost, TowerShape
 from hf_flexseq.hf.calibration.source import CostSource
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.steps.drawn import source_row
+from hf_flexseq.steps.figure_passes import figures_of
 from tests.costs import simple_cost
 from tests.hf.test_reach import keep_float64
 from tests.hf.tiny import RandomPlanEngine, relative_errors
 from tests.hf.vision import keep_all_float64, tiny_vision_model, vision_examples
 from tests.hf.vision_runs import (
     COUNTS,
+    frozen,
     is_of_tower,
     keep_no_graph,
     rank_batches,
@@ -106,6 +108,26 @@ def tower_runs_with_router_loss(rank, world_size, keeps_graph):
 def test_a_tower_runs_forward_once_for_both_passes_of_a_router_loss(keeps_graph):
     runs = 1 if keeps_graph else 2  # with the backward
     assert run_ranks(tower_runs_with_router_loss, 2, keeps_graph, seconds=100) == [runs, runs]
+
+
+def runs_of_a_forward_only_step(rank, world_size):
+    """How often a frozen tower runs where figures of given rows are computed."""
+    model = frozen(tiny_vision_model("qwen3_vl"), "tower")
+    engine = RandomPlanEngine(Accelerator(cpu=True), seed=3)
+    engine.attach(model)
+    rows = rank_batches(vision_examples("qwen3_vl", STEPS[0]), rank, world_size)[:1]
+    step = engine.step_of(iter(rows), number=0, forward_only=True)
+
+    def figures(inputs):
+        return {"logits": model(**inputs).loss.expand(inputs["input_ids"].shape[1])}
+
+    figures_of(step, figures)
+    engine.detach()
+    return step.images.runs
+
+
+def test_a_frozen_tower_runs_once_in_a_step_without_gradients():
+    assert run_ranks(runs_of_a_forward_only_step, 2, seconds=100) == [1, 1]
 
 
 def tower_of_rank(rank, world_size, has_tower):

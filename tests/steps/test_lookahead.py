@@ -139,7 +139,9 @@ def steps_of(rank, lookahead=0, planner=None, *, communicator=None, timeout_s=No
     """Steps that are planned, and dispatched without any exchange."""
 
     def dispatch(planned):
-        return SimpleNamespace(number=planned.drawn.number, drawn=planned.drawn, planned=planned)
+        step = SimpleNamespace(number=planned.drawn.number, drawn=planned.drawn, planned=planned)
+        step.begin_ahead = lambda: None
+        return step
 
     communicator = communicator or join()
     if timeout_s is not None:

@@ -36,7 +36,9 @@ def prefetched_steps(rank, lookahead, *, refused=None, log=None, lost_in=None, *
             raise LostRank("rank 1 is gone")
         communicator.cpu_group.gather_values(["dispatch", drawn.number])
         log.append(f"dispatched {drawn.number} in {communicator.cpu_group.phase}")
-        return SimpleNamespace(number=drawn.number, lengths=drawn.lengths, plan=planned.plan)
+        step = SimpleNamespace(number=drawn.number, lengths=drawn.lengths, plan=planned.plan)
+        step.begin_ahead = lambda: None
+        return step
 
     planner = Refuses(refused)
     return steps_of(
