@@ -2,7 +2,7 @@
 tokens, and gradients back.
 
     encoded      in the first micro-batch's forward, every rank runs the tower on its images; a
-                 frozen one runs when the step is dispatched (`ahead.py`)
+                 frozen one runs when a step is dispatched before its turn (`ahead.py`)
     sent         one exchange over all ranks brings each row to the ranks that need it in the step
     used         every micro-batch takes its rows
     returned     in the last backward of a micro-batch, one exchange brings the gradients of all
@@ -276,9 +276,12 @@ class StepImages:
         if self._features is None:
             if trains or (self._follows and tower.is_trained):
                 with torch.enable_grad():
-                    encoded = self._encoded = self._encode_with_graph(
-                        tower, ends=trains and is_last
-                    )
+                    encoded = self._encode_with_graph(tower, ends=trains and is_last)
+                if not encoded.requires_grad:
+                    # This rank's images need what is frozen alone. It still takes part in the
+                    # exchange of gradients.
+                    encoded.requires_grad_()
+                self._encoded = encoded
             else:
                 encoded = self._encode_without_graph(tower)
             tower.agree(self._modalities, self._communicator.cpu_group)

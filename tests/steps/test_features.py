@@ -76,6 +76,30 @@ def test_a_second_run_of_a_tower_has_the_dropout_of_the_first(is_sharded):
     torch.testing.assert_close(tower.weight.grad, tower.made[0].sum(dim=0))
 
 
+class OfTwoTowers(NoisyTower):
+    """A tower for images that is frozen, beside one for videos that is trained."""
+
+    def encode(self, images, calls):
+        """Features of one image, without a graph."""
+        return torch.rand(TOKENS, WIDTH)
+
+
+def exchanges_of_frozen_features(rank, world_size, keeps_graph):
+    step = step_of_one_image([torch.arange(TOKENS)], keeps_graph=keeps_graph)
+    step.begin(last=0)
+    exchanges = []
+    own = step.gradients
+    step.gradients = lambda *given: exchanges.append(own(*given)) or exchanges[-1]
+    step.of_micro_batch(0, OfTwoTowers()).sum().backward()
+    return len(exchanges)
+
+
+@pytest.mark.parametrize("keeps_graph", [True, False])
+def test_a_rank_whose_images_train_nothing_takes_part_in_the_exchange_of_gradients(keeps_graph):
+    """Others, with a video, wait for it."""
+    assert run_threads(exchanges_of_frozen_features, 1, keeps_graph) == [1]
+
+
 class Additions(TorchDispatchMode):
     """Notes the dtypes in which rows are added to others."""
 
