@@ -114,6 +114,8 @@ def calibrate(
     )
     timings = measure(design, probes, terms, communicator, device=device, rounds=effort.rounds)
 
+    images = design.images if timings.image_seconds else ()
+
     def fitted() -> Calibration:
         seconds = fit(timings.samples, terms)
         measured = replace(
@@ -130,7 +132,7 @@ def calibrate(
             cost=price(seconds, measured, model, model, terms.experts),
             errors=relative_errors(copy, design.mixes, timings.mix_seconds, topology),
             tokens=design.tokens,
-            tower_errors=tower_errors(copy, design.images, timings.image_seconds),
+            tower_errors=tower_errors(copy, images, timings.image_seconds),
         )
 
     return _on_rank_0(fitted, communicator)

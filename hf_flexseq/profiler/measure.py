@@ -10,6 +10,7 @@ where memory is allocated and kernels are chosen, does not count.
     ring_overlap, measured_nics, host_rates
 """
 
+import logging
 import platform
 import statistics
 import time
@@ -21,6 +22,7 @@ from typing import Protocol
 import torch
 
 from hf_flexseq.cost import CostModel
+from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import RankGroup
 from hf_flexseq.profiler.design import (
@@ -43,6 +45,8 @@ from hf_flexseq.profiler.transfers import (
     RingRun,
     own_group,
 )
+
+logger = logging.getLogger(__name__)
 
 Run = Callable[[], object]
 
@@ -110,7 +114,8 @@ class Timings:
     mix_seconds: tuple[tuple[float, ...], ...]
     """[mix][rank]: seconds of the micro-batches that test the fit."""
     image_seconds: tuple[float, ...]
-    """Seconds of the runs of the tower that test the fit, on the mean of the ranks."""
+    """Seconds of the runs of the tower that test the fit, on the mean of the ranks; none where it
+    fails."""
     overlap: float
     """Share of a transfer that computation hides, 0 to 1."""
     nics_per_node: int
@@ -153,9 +158,13 @@ def measure(
         return kind(communicator, ranks, terms.bytes_moved(shape), device)
 
     # 1. runs on many tokens, and the mixes in the same rounds; then those on few, in more rounds
-    many = [shape for shape in design.shapes if not shape.has_few_tokens]
-    few = [shape for shape in design.shapes if shape.has_few_tokens]
-    tests = [*(deepest.run(mix) for mix in design.mixes), *map(run_of, design.images)]
+    shapes, images = design.shapes, design.images
+    if images and not _tower_runs(design, deepest, communicator):
+        shapes = tuple(shape for shape in shapes if not isinstance(shape, ImagesShape))
+        images = ()
+    many = [shape for shape in shapes if not shape.has_few_tokens]
+    few = [shape for shape in shapes if shape.has_few_tokens]
+    tests = [*(deepest.run(mix) for mix in design.mixes), *map(run_of, images)]
     of_many = median_seconds([*tests, *map(run_of, many)], communicator, device, rounds)
     of_few = median_seconds([*map(run_of, few)], communicator, device, MORE_ROUNDS * rounds)
     of_tests = of_many[: len(tests)]
@@ -189,6 +198,19 @@ def measure(
         transfer_s=transfer_s,
         host_rates=host_rates(communicator, device=device, rounds=rounds),
     )
+
+
+def _tower_runs(design: Design, copy: Probe, communicator: Communicator) -> bool:
+    """Tell if the tower of a copy runs on all images of `design`, on every rank. Collective."""
+    with Attempt() as running:
+        for shape in (*design.images, *design.shapes):
+            if isinstance(shape, ImagesShape):
+                copy.run_tower(shape.images, shape.patches)()
+    own = None if running.error is None else repr(running.error)
+    reasons = [one for one in communicator.cpu_group.gather_values(own) if one is not None]
+    if reasons and communicator.rank == 0:
+        logger.warning("the vision tower cannot be timed: %s", reasons[0])
+    return not reasons
 
 
 def _experts_run(

@@ -19,7 +19,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration import choose, drawn_images, tower_trial
 from hf_flexseq.hf.calibration.choose import fit_key, with_counted_tower
 from hf_flexseq.hf.calibration.command import calibrate
-from hf_flexseq.hf.calibration.probe import ModelProbes
+from hf_flexseq.hf.calibration.probe import ModelProbe, ModelProbes
 from hf_flexseq.hf.calibration.tower_trial import try_tower
 from hf_flexseq.hf.model.facts import model_facts
 from hf_flexseq.hf.model.towers import tower_parameters
@@ -303,6 +303,30 @@ def test_a_tower_that_takes_no_drawn_images_is_priced_at_the_speed_of_text(monke
     assert "priced at the measured speed of text" in caplog.text
     assert "does not run on drawn images: its images are of a form" in caplog.text
     assert "at the speed of text, since it was not timed" in _summary(record)
+
+
+@pytest.mark.usefixtures("any_fit_will_do")
+def test_a_tower_that_fails_where_it_is_timed_is_priced_at_the_speed_of_text(monkeypatch, caplog):
+    def fail(self, images, patches):
+        raise torch.OutOfMemoryError("no memory for the images")
+
+    monkeypatch.setattr(ModelProbe, "run_tower", fail)
+    config = {"model_type": "qwen3_vl", **FAMILIES["qwen3_vl"].config}
+    with caplog.at_level(logging.INFO, "hf_flexseq"):
+        record = calibrate(config, dtype="float32", effort=QUICK)
+    assert "tower" not in record["hold_out"]
+    assert record["cost_model"]["tower"]["patch_s"] > 0
+    assert "the vision tower cannot be timed: OutOfMemoryError('no memory" in caplog.text
+    assert "priced at the measured speed of text" in caplog.text
+
+
+def test_images_are_no_larger_than_a_tower_s_table_of_places():
+    model = tiny("gemma4")
+    probes = ModelProbes(facts_of(model), Communicator(), CPU)
+    side = model.config.vision_config.position_embedding_size
+    assert [math.isqrt(patches) for patches in probes.image_sizes] == [4, 8, 16]
+    assert 16 <= side < 32
+    probes(probes.layers).run_tower(1, probes.image_sizes[-1])()
 
 
 @pytest.mark.parametrize(

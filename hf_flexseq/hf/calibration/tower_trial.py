@@ -156,6 +156,8 @@ class TowerTrial:
         with self._running(), torch.no_grad(), layers.watched():
             rows = self._vision.features_of(_image(tensors, 0))
         tokens, row_bytes = len(rows), rows.shape[1] * rows.element_size()
+        with layers.one_of_each_kind():
+            sizes = self._sizes_of(form)
         counted, _ = self._vision.work_of(tensors)
         is_trained = self._vision.is_trained
         patch_bytes = 0.0
@@ -167,11 +169,25 @@ class TowerTrial:
             patch_bytes = held / counted
         return TriedTower(
             form=form,
-            patches=tuple(self._vision.work_of(form.draw(one))[0] for one in form.patches),
+            patches=tuple(self._vision.work_of(form.draw(one))[0] for one in sizes),
             patches_per_token=counted / tokens,
             patch_bytes=patch_bytes,
             token_bytes=float(row_bytes * (2 if is_trained else 1)),
         )
+
+    def _sizes_of(self, form: ImageForm) -> Sequence[int]:
+        """Return the patches of images of a form that the tower takes, ascending: a table of
+        places, for example, ends somewhere."""
+        sizes = list(form.patches)
+        while len(sizes) > 1:
+            try:
+                with self._running(), torch.no_grad():
+                    self._vision.features_of(_image(form.draw(sizes[-1]), 0))
+            except FAULTS:
+                sizes.pop()
+            else:
+                break
+        return sizes
 
     def _saved_of(self, images: Sequence[Image], layers: "_Layers") -> "_Saved":
         """Return the bytes that a forward saves for the backward, without parameters."""
@@ -329,11 +345,23 @@ class _WithoutParameters(TorchDispatchMode):
         options = kwargs or {}
         given = [one for one in tree_leaves((args, options)) if isinstance(one, torch.Tensor)]
         if any(isinstance(one, FakeTensor) for one in given):
+            if func is torch.ops.aten.embedding.default:
+                _check_rows(*args[:2])
             if func is torch.ops.aten.index.Tensor:
                 return func(args[0], _without_masks(args[1]))
             return func(*args, **options)
         with unset_fake_temporarily():
             return func(*args, **options)
+
+
+def _check_rows(table: torch.Tensor, rows: torch.Tensor) -> None:
+    """Raise IndexError for rows that a fake table does not have, which it would not notice."""
+    if isinstance(rows, FakeTensor) or not rows.numel():
+        return
+    with unset_fake_temporarily():
+        last = int(rows.max())
+    if last >= len(table):
+        raise IndexError(f"row {last} of a table of {len(table)}")
 
 
 def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
