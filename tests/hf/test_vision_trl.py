@@ -121,6 +121,9 @@ class Whole:
     kind: str
     """A key of KINDS."""
 
+    family: str = "qwen3_vl"
+    """Of `tests/hf/vision_families.py`."""
+
     accumulation: int = 1
     cap: int = FEW
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -166,6 +169,9 @@ WHOLE = {
         accumulation=2,
         settings={"ref_model": OF_OWN, "activation_checkpointing": True},
     ),
+    "dpo, recurrent layers": Whole(
+        kind="dpo", family="qwen3_5", cap=MANY, settings={"ref_model": OF_OWN}
+    ),
     "dpo, adapters": Whole(kind="dpo", settings={"peft_config": LORA}),
     "kto": Whole(kind="kto", accumulation=2, settings={"ref_model": OF_OWN}),
     "grpo": Whole(kind="grpo"),
@@ -190,7 +196,7 @@ def whole_run(case: Whole, folder: Path, *, ours: bool) -> Run:
     given = {**defaults, **settings, **case.settings}
     for name, value in given.items():
         if value == OF_OWN:
-            given[name] = tiny_vision_model("qwen3_vl", seed=1)
+            given[name] = tiny_vision_model(case.family, seed=1)
             # eager attention makes NaN of padding on the left in float64
             given[name].set_attn_implementation("sdpa")
     trainer = trainer_of(
@@ -199,7 +205,7 @@ def whole_run(case: Whole, folder: Path, *, ours: bool) -> Run:
         config=config,
         flexseq={"max_tokens_per_rank": case.cap} if ours else None,
         accumulation=case.accumulation,
-        model=loaded(folder / "model"),
+        model=loaded(folder / case.family),
         train_dataset=data(24),
         eval_dataset=data(4),
         data_collator=None,
@@ -232,7 +238,8 @@ def compare(
 
 
 def apart_by_rank(names: list[str], folder: Path) -> list[Any]:
-    tiny_vision_model("qwen3_vl").save_pretrained(folder / "model")
+    for family in {WHOLE[name].family for name in names}:
+        tiny_vision_model(family).save_pretrained(folder / family)
     return run_cases(compare, 2, [(name, folder) for name in names], seconds=300)
 
 
@@ -263,7 +270,7 @@ def test_other_losses_on_whole_samples(tmp_path, name):
 
 
 def test_a_teacher_of_text_distills_no_images(tmp_path):
-    tiny_vision_model("qwen3_vl").save_pretrained(tmp_path / "model")
+    tiny_vision_model("qwen3_vl").save_pretrained(tmp_path / "qwen3_vl")
     config = tiny_vision_model("qwen3_vl").config.text_config
     teacher = Qwen3ForCausalLM(Qwen3Config(**config.to_dict() | {"model_type": "qwen3"})).double()
     case = Whole(kind="distillation", settings={"teacher_model": teacher})

@@ -108,6 +108,24 @@ def test_decays_that_leave_nothing_are_exact(kind):
     assert all(x.isfinite().all() for x in grads)
 
 
+@pytest.mark.parametrize("name", ["gated delta", "kimi"])
+def test_small_gradients_of_strong_decays_are_exact(name):
+    # A decay of e ** -17 has gradients of about 1e-8 of the others; float32 would lose them.
+    case = Case(KINDS[name], (70, 5))
+    decays = case.layer[3]
+    with torch.no_grad():
+        decays.fill_(-17.0)
+    (wanted,) = torch.autograd.grad(case.wanted(), decays, (case.dout_rows, case.dfinals))
+    inputs = case.inputs()
+    alone = tuple(None if x is None else x.detach() for x in inputs)
+    _, _, saved = case.scan.forward(alone, case.states.detach())
+    grads, _ = case.scan.backward(case.dout, case.dfinals, alone, saved)
+    through = [(x, dx) for x, dx in zip(inputs, grads, strict=True) if x is not None]
+    (got,) = torch.autograd.grad([x for x, _ in through], decays, [dx for _, dx in through])
+    assert 0 < wanted.norm() < 1e-6
+    assert (got - wanted).norm() < 1e-6 * wanted.norm()
+
+
 @with_package
 @of_all
 def test_a_rank_without_tokens_scans_nothing(kind):
