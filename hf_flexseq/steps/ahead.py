@@ -10,7 +10,7 @@ encoded in the first micro-batch, then and in all steps to come.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -22,9 +22,20 @@ Weights = tuple[tuple[int, int], ...]
 """Of each parameter its address, and how often it has been changed in place."""
 
 
-def weights_of(parameters: list[torch.nn.Parameter]) -> Weights:
-    """Return what tells if parameters have been changed since."""
+def weights_of(parameters: Sequence[torch.nn.Parameter]) -> Weights:
+    """Return what tells if parameters have been changed since, except through their `data`, whose
+    changes torch does not count."""
     return tuple((parameter.data_ptr(), parameter._version) for parameter in parameters)
+
+
+def first_values(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """Return the first value of each parameter, [parameters], which tells of changes through their
+    `data` as well."""
+    firsts = []
+    for parameter in parameters:
+        first = parameter.detach()[(slice(0, 1),) * parameter.dim()]
+        firsts.append(first.reshape(-1))
+    return torch.cat(firsts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,10 @@ class Tower(Protocol):
 
     @property
     def weights(self) -> Weights:
-        """What tells if its parameters have been changed."""
+        """What tells if its parameters have been changed; see `weights_of`."""
+
+    def first_values(self) -> torch.Tensor:
+        """Return the first value of each of its parameters, [parameters]."""
 
     def calls(self, images: Sequence[Image]) -> int:
         """Return how often the tower is called for `images`."""
@@ -233,6 +236,7 @@ class StepImages:
         self._follows = False  # a pass with gradients follows on one without
         self._random: list[torch.Tensor] | None = None  # states before the tower's first run
         self._ahead: Ahead | None = None  # encoded before the step
+        self._values_ahead: torch.Tensor | None = None  # the tower's first values then
         self._features: list[torch.Tensor] | None = None  # of each micro-batch, [rows, width]
         self._encoded: torch.Tensor | None = None  # by this rank, [rows, width], with its graph
         self._leaves: dict[int, torch.Tensor] = {}  # features of micro-batches before the last
@@ -267,6 +271,7 @@ class StepImages:
         """Encode this rank's images before the step begins, with a frozen tower that draws no
         random numbers and has whole parameters. timing: surrounds the work on the device."""
         self._ahead = beside.encode(partial(self._encode, tower), tower.weights, timing)
+        self._values_ahead = tower.first_values()
 
     def of_micro_batch(self, index: int, tower: Tower) -> torch.Tensor:
         """Return the features of a micro-batch's tokens, [rows, width]. Called in the forward of
@@ -311,7 +316,9 @@ class StepImages:
         """Return this rank's rows, [rows, width], encoded ahead or now."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.weights == tower.weights:
-            return ahead.take()
+            assert self._values_ahead is not None, "it was taken with the images"
+            if torch.equal(self._values_ahead, tower.first_values()):
+                return ahead.take()
         with torch.no_grad():
             return self._encode(tower)
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
-from hf_flexseq.steps.ahead import BesideStep, weights_of
+from hf_flexseq.steps.ahead import BesideStep, first_values, weights_of
 from hf_flexseq.steps.features import StepImages
 from hf_flexseq.steps.images import Image
 from tests.ranks import join, run_threads
@@ -160,6 +160,10 @@ class FrozenTower:
         """What tells if the weight has been changed."""
         return weights_of([self.weight])
 
+    def first_values(self):
+        """What tells the same of changes that torch does not count."""
+        return first_values([self.weight])
+
     def encode(self, images, calls):
         """Features of one image."""
         self.runs += 1
@@ -170,7 +174,7 @@ class FrozenTower:
         """One rank has nothing to learn."""
 
 
-def encoded_ahead(rank, world_size):
+def encoded_ahead(rank, world_size, change):
     """Features of a step, and the runs of its tower, with another tower's pass before."""
     tower, other = FrozenTower(), FrozenTower()
     other.weight.mul_(2)
@@ -192,13 +196,18 @@ def encoded_ahead(rank, world_size):
 
     again = step_of_one_image([torch.arange(TOKENS)])
     again.encode_ahead(tower, BesideStep(torch.device("cpu")), timing())
-    tower.weight.mul_(3)
+    change(tower)
     again.begin(last=0)
     return of_other, features, again.of_micro_batch(0, tower), tower.runs
 
 
-def test_what_was_encoded_ahead_is_used_unless_weights_have_changed():
-    ((of_other, features, changed, runs),) = run_threads(encoded_ahead, 1)
+@pytest.mark.parametrize(
+    "change",
+    [lambda tower: tower.weight.mul_(3), lambda tower: tower.weight.data.mul_(3)],
+    ids=["in place", "through data"],
+)
+def test_what_was_encoded_ahead_is_used_unless_weights_have_changed(change):
+    ((of_other, features, changed, runs),) = run_threads(encoded_ahead, 1, change)
     rows = torch.arange(TOKENS, dtype=torch.float32).unsqueeze(1).expand(-1, WIDTH)
     assert torch.equal(of_other, 2 * rows)
     assert torch.equal(features, rows)

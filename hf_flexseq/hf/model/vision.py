@@ -34,7 +34,7 @@ from hf_flexseq.hf.model.images import placeholders_of
 from hf_flexseq.hf.model.meta_model import FAULTS
 from hf_flexseq.hf.model.towers import patch_size, tower_parameters, towers_draw_noise
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.steps.ahead import Weights, weights_of
+from hf_flexseq.steps.ahead import Weights, first_values, weights_of
 from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.feature_form import FeatureForm, fits
@@ -261,6 +261,10 @@ class VisionModel:
     def weights(self) -> Weights:
         """What tells if parameters of the tower have been changed."""
         return weights_of(self._tower)
+
+    def first_values(self) -> torch.Tensor:
+        """Return the first value of each parameter of the tower, [parameters]."""
+        return first_values(self._tower)
 
     @property
     def _embedding_is_trained(self) -> bool:
