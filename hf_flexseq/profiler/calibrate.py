@@ -9,7 +9,7 @@ Bytes per token and memory stay those of the estimate: they are arithmetic, not 
 does whether the device hides what the host does, and the seconds of a first message.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,7 +107,7 @@ def calibrate(
     """
     topology = communicator.topology
     model = probes.layers
-    sizes = probes.image_sizes
+    sizes = _image_sizes(probes, communicator)
     design = make_design(model, shape, estimate, topology, effort, image_sizes=sizes)
     terms = Terms.of(
         estimate, shape, _expert_terms(estimate, probes), one_image_size=len(sizes) == 1
@@ -136,6 +136,13 @@ def calibrate(
         )
 
     return _on_rank_0(fitted, communicator)
+
+
+def _image_sizes(probes: ProbeFactory, communicator: Communicator) -> Sequence[int]:
+    """Return the patches of the images that the tower can be run on, on all ranks; none where it
+    cannot be run on one of them. Collective."""
+    of_ranks = communicator.cpu_group.gather_values(list(probes.image_sizes))
+    return of_ranks[0] if all(sizes == of_ranks[0] for sizes in of_ranks) else ()
 
 
 def _expert_terms(estimate: CostModel, probes: ProbeFactory) -> ExpertTerms | None:

@@ -78,6 +78,11 @@ def test_frames_that_know_their_number_fail_the_trial(monkeypatch):
     assert not passes(tiny_vision_model("qwen3_vl"), "qwen3_vl")
 
 
+def test_a_trial_that_fails_in_any_way_leaves_videos_whole(monkeypatch):
+    monkeypatch.setattr(frame_trial, "_merged", lambda base: 1 // 0)
+    assert not passes(tiny_vision_model("qwen3_vl"), "qwen3_vl")
+
+
 def test_modules_of_the_user_s_own_are_not_tried():
     class OverFrames(nn.Module):
         """May do anything."""

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ from tests.budget import others_slow
 from tests.costs import simple_cost
 from tests.hf.vision import tiny_vision_model
 from tests.hf.vision_families import FAMILIES
+from tests.ranks import join, run_threads
 
 ONE_RANK = Topology(nodes=1, ranks_per_node=1)
 CPU = torch.device("cpu")
@@ -318,6 +320,24 @@ def test_a_tower_that_fails_where_it_is_timed_is_priced_at_the_speed_of_text(mon
     assert record["cost_model"]["tower"]["patch_s"] > 0
     assert "the vision tower cannot be timed: OutOfMemoryError('no memory" in caplog.text
     assert "priced at the measured speed of text" in caplog.text
+
+
+def test_a_trial_that_fails_in_any_way_ends_no_run(monkeypatch, caplog):
+    monkeypatch.setattr(tower_trial, "_known", {})
+    monkeypatch.setattr(VisionModel, "work_of", lambda self, tensors: 1 / 0)
+    with caplog.at_level(logging.INFO, "hf_flexseq"):
+        assert try_tower(facts_of(tiny("qwen3_vl"))) is None
+    assert "does not run on drawn images: division by zero" in caplog.text
+
+
+def sizes_of_rank(rank, world_size, by_rank):
+    probes = SimpleNamespace(image_sizes=by_rank[rank])
+    return profiler._image_sizes(probes, join())
+
+
+def test_ranks_run_a_tower_on_the_same_images_or_on_none():
+    assert run_threads(sizes_of_rank, 2, [SIZES, SIZES]) == [list(SIZES)] * 2
+    assert run_threads(sizes_of_rank, 2, [SIZES, ()]) == [(), ()]
 
 
 def test_images_are_no_larger_than_a_tower_s_table_of_places():

@@ -32,7 +32,7 @@ from hf_flexseq.hf.calibration.drawn_images import ImageForm, image_forms
 from hf_flexseq.hf.calibration.fake_model import CPU, fake_copy, without_complaints
 from hf_flexseq.hf.calibration.layer_trial import pass_on, signature_of
 from hf_flexseq.hf.model.facts import ModelFacts
-from hf_flexseq.hf.model.meta_model import FAULTS, without_sharding
+from hf_flexseq.hf.model.meta_model import without_sharding
 from hf_flexseq.hf.model.towers import ADAPTERS, attention_of_tower, tower_parameters, train_tower
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.plan.images import IMAGE
@@ -88,7 +88,7 @@ def try_tower(facts: ModelFacts) -> TriedTower | None:
         try:
             with without_complaints(), torch.random.fork_rng(devices=[]):
                 _known[key] = _try(facts)
-        except FAULTS as error:  # UnsupportedImages among them
+        except Exception as error:  # a run that would train does not end for it
             _known[key] = " ".join(str(error).split()) or type(error).__name__
     found = _known[key]
     if isinstance(found, str):
@@ -103,7 +103,8 @@ def try_tower(facts: ModelFacts) -> TriedTower | None:
 
 
 def _try(facts: ModelFacts) -> TriedTower:
-    """Try a tower in the first form of images that works. Raises one of FAULTS without any."""
+    """Try a tower in the first form of images that works. Raises UnsupportedImages without any,
+    and whatever making a copy raises."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     config = copy.deepcopy(facts.config)
     if attention_of_tower(config) not in (None, *_ON_SHAPES):
@@ -123,7 +124,7 @@ def _try(facts: ModelFacts) -> TriedTower:
     for form in image_forms(facts.config, vision.arguments_of(IMAGE)):
         try:
             return trial.of_form(form, checkpointing=facts.checkpointing)
-        except FAULTS as error:
+        except Exception as error:
             problems.append(" ".join(str(error).split()))
     unknown = "its images are of a form that is not drawn here"
     raise UnsupportedImages("; ".join(dict.fromkeys(problems)) or unknown)
@@ -147,8 +148,8 @@ class TowerTrial:
         self._own = {_memory_of(one) for one in own}
 
     def of_form(self, form: ImageForm, *, checkpointing: bool) -> TriedTower:
-        """Return what the tower does with images of a form. Raises one of FAULTS for a form that
-        it does not take. checkpointing: True if its layers run again in the backward."""
+        """Return what the tower does with images of a form. Raises what the tower raises for a
+        form that it does not take. checkpointing: True if its layers run again in the backward."""
         able = [patches for patches in form.patches if patches <= _COUNTED_PATCHES]
         patches = able[-1] if able else form.patches[0]
         tensors = form.draw(patches)
@@ -183,7 +184,7 @@ class TowerTrial:
             try:
                 with self._running(), torch.no_grad():
                     self._vision.features_of(_image(form.draw(sizes[-1]), 0))
-            except FAULTS:
+            except Exception:
                 sizes.pop()
             else:
                 break
