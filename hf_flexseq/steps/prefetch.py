@@ -167,10 +167,12 @@ class PrefetchedSteps:
         dispatched: Future[Step | None] = Future()
         number = self._next_number
         step = None
-        with Attempt() as dispatching:  # what fails here has failed on all ranks together, except
+        # What fails in a dispatch has failed on all ranks together; what is begun of the step may
+        # fail on one alone.
+        with Attempt() as dispatching:
             step = self._dispatch_next()
             if step is not None:
-                step.begin_ahead()  # which a rank raises alone, when the step's turn comes
+                step.begin_ahead()
         if isinstance(dispatching.error, LostRank):
             raise dispatching.error
         if dispatching.error is not None:
