@@ -19,6 +19,10 @@ KINDS = "mm_token_type_ids"
 NUMBERS = {name: number for number, name in enumerate(MODALITIES, start=1)}
 """Their numbers in it."""
 
+_SECONDS, _GRIDS_OF_VIDEOS = "second_per_grid_ts", "video_grid_thw"
+"""One of each for every video; positions of Qwen2.5-VL's tokens take the seconds, its tower does
+not."""
+
 
 def images_of_rows(
     call: Call, placeholders: Mapping[str, int], arguments: Mapping[str, Sequence[str]]
@@ -46,6 +50,11 @@ def images_of_rows(
         tokens = is_image.sum(dim=1).tolist()
         for row, part in zip(own, parts_of_rows(tensors, tokens), strict=True):
             row.update(part)
+    if _SECONDS in left:
+        counts = [len(row.get(_GRIDS_OF_VIDEOS, ())) for row in own]
+        if sum(counts) == len(left[_SECONDS]):
+            for row, seconds in zip(own, left.pop(_SECONDS).split(counts), strict=True):
+                row.update({_SECONDS: seconds} if len(seconds) else {})
     if left:
         raise ValueError(
             f"a batch has {', '.join(left)}, and the model does not say to which of its rows they "
