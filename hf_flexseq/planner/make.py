@@ -91,7 +91,7 @@ def make_plan(
     widest = options.widest_degree(topology)
     bounds: tuple[Bound, ...] = ()
     if options.max_tokens_per_rank:  # what the user sets is kept
-        cap = options.max_tokens_per_rank
+        cap, held_tokens = options.max_tokens_per_rank, 0
     else:
         if may_choose(cost, options):
             bounds = bounds_of(cost, world, held_tokens)

@@ -213,6 +213,12 @@ def test_a_refusal_beside_images_does_not_advise_the_planner_that_refuses():
     assert "planner='auto'" not in str(refused.value)
 
 
+def test_images_take_nothing_off_a_cap_of_the_user_s():
+    facts = StepFacts(held_tokens=9)
+    with pytest.raises(PlanInfeasible, match="above max_tokens_per_rank=2. Raise"):
+        make_plan([40], NODE, EIGHT, PlanOptions(max_tokens_per_rank=2), **facts.arguments)
+
+
 @pytest.mark.parametrize(
     "lengths",
     [[15_158, 4292, 5025, 8279, 16_135], [17_254, 14_880, 11_023, 4465]],
