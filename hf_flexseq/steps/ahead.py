@@ -11,7 +11,7 @@ encoded in the first micro-batch, then and in all steps to come.
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -72,15 +72,17 @@ class BesideStep:
         weights: Weights,
         timing: AbstractContextManager[None],
     ) -> Ahead | None:
-        """Return what `encode` makes, without gradients; None where memory does not suffice.
+        """Return what `encode` makes, without gradients; None where memory does not suffice, and
+        where it fails: the step will meet the error in its forward, as other errors.
 
         weights: of the tower. timing: surrounds the work on the device.
         """
         if not self._has_room:
             return None
         if self._stream is None:
-            with torch.no_grad(), timing:
+            with suppress(Exception), torch.no_grad(), timing:
                 return Ahead(encode(), weights, None)
+            return None
         if weights != self._weights:  # they may still be written
             self._stream.wait_stream(torch.cuda.current_stream())
             self._weights = weights
@@ -90,5 +92,7 @@ class BesideStep:
         except torch.OutOfMemoryError:
             self._has_room = False
             logger.info("images are encoded in each step: no memory is left to do it ahead")
+            return None
+        except Exception:
             return None
         return Ahead(rows, weights, self._stream.record_event())

@@ -167,9 +167,7 @@ class PrefetchedSteps:
         dispatched: Future[Step | None] = Future()
         number = self._next_number
         step = None
-        # What fails in a dispatch has failed on all ranks together; what is begun of the step may
-        # fail on one alone.
-        with Attempt() as dispatching:
+        with Attempt() as dispatching:  # what fails here has failed on all ranks together
             step = self._dispatch_next()
             if step is not None:
                 step.begin_ahead()

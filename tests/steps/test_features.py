@@ -1,7 +1,7 @@
 """steps/features.py: a tower that runs twice, in the last micro-batch or its backward, or ahead of
 the step; gradients of an image that many tokens have."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -213,3 +213,13 @@ def test_what_was_encoded_ahead_is_used_unless_weights_have_changed(change):
     assert torch.equal(features, rows)
     assert torch.equal(changed, 3 * rows)
     assert runs == 3
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), ValueError("rows")])
+def test_an_error_ahead_of_a_step_is_that_of_its_forward(error):
+    def encode():
+        raise error
+
+    beside = BesideStep(torch.device("cpu"))
+    assert beside.encode(encode, (), nullcontext()) is None
+    assert beside.encode(lambda: torch.ones(2), (), nullcontext()).take().tolist() == [1, 1]
