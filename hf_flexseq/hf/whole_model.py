@@ -28,7 +28,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.hf.attached import AttachedModel, ModelSettings
 from hf_flexseq.hf.executors import EngineSetup, base_model, kernel_of, planner_of
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.divided import is_fully_sharded, zero_stage
+from hf_flexseq.hf.model.divided import is_fully_sharded, unsharded_class, zero_stage
 from hf_flexseq.hf.model.experts import adapted_experts
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.positions import needed_columns
@@ -315,6 +315,13 @@ class WholeModelExecutor:
         vision = self._attached_model.vision
         if vision is None or not planned.drawn.images:
             return None
+        modalities = {image.modality for image in planned.drawn.images}
+        if len(modalities) > 1 and self._is_sharded and vision.has_separate_towers:
+            raise NotImplementedError(
+                f"{unsharded_class(self._attached_model.base).__name__} has one tower for images "
+                "and one for videos, and ranks gather sharded ones together: train it without "
+                "sharding, or give steps images or videos alone"
+            )
         return images_of_step(
             planned.drawn,
             columns,

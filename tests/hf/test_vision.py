@@ -149,3 +149,9 @@ def test_noise_of_the_text_alone_leaves_features_the_same():
     assert not towers_draw_noise(get_peft_model(models[0], of_layers).get_base_model())
     of_layers = LoraConfig(lora_dropout=0.1, target_modules=r".*vision_tower.*q_proj")
     assert towers_draw_noise(get_peft_model(models[1], of_layers).get_base_model())
+
+
+@pytest.mark.parametrize("name", ["video_llava", "qwen3_vl", "llava_onevision", "llava"])
+def test_models_with_a_tower_for_each_modality_are_known(name):
+    model = VisionModel(meta_vision_model(name, **FAMILIES[name].config))
+    assert model.has_separate_towers == (name == "video_llava")

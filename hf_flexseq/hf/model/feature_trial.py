@@ -53,6 +53,8 @@ class Modality:
     """Field of the features that the forward reads, of ROWS."""
     takes_embedding: bool
     """True if the features are rows of the text's embedding, as of a tower that makes tokens."""
+    parts: frozenset[str]
+    """Names of the modules that the method calls, as it is written."""
 
 
 def try_features(base: PreTrainedModel) -> list[Modality]:
@@ -88,7 +90,8 @@ def _placeholder(config: Any, modality: str) -> int | None:
 def _try(tried: PreTrainedModel, modality: str, placeholder: int) -> Modality:
     """Return how an empty model takes a modality."""
     call = _try_call(tried, modality)
-    method = inspect.unwrap(getattr(type(tried.base_model), call.method))
+    inner = tried.base_model
+    names = inspect.unwrap(getattr(type(inner), call.method)).__code__.co_names
     return Modality(
         name=modality,
         placeholder=placeholder,
@@ -97,7 +100,8 @@ def _try(tried: PreTrainedModel, modality: str, placeholder: int) -> Modality:
         casts=frozenset(call.casts),
         options=call.options,
         rows=_try_reads(tried, modality),
-        takes_embedding="get_input_embeddings" in method.__code__.co_names,
+        takes_embedding="get_input_embeddings" in names,
+        parts=frozenset(n for n in names if isinstance(getattr(inner, n, None), nn.Module)),
     )
 
 

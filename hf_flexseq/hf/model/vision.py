@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from functools import cached_property
+from itertools import combinations
 from typing import Any, NoReturn
 
 import torch
@@ -242,6 +243,12 @@ class VisionModel:
         return images_of_rows(call, placeholders, arguments)
 
     # ---- the tower
+
+    @property
+    def has_separate_towers(self) -> bool:
+        """True if modalities are encoded by modules of which each lacks some of the other's."""
+        parts = [one.parts for one in self._modalities.values() if one.parts]
+        return any(some - others and others - some for some, others in combinations(parts, 2))
 
     @cached_property
     def _tower(self) -> list[nn.Parameter]:

@@ -34,9 +34,11 @@ from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.attached import on_micro_batches
 from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.whole_model import WholeModelExecutor
+from hf_flexseq.plan.images import VIDEO
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.drawn import Columns
@@ -166,14 +168,21 @@ class Divergences:
 
     def _context_of_teacher(self, of_student: SequenceContext) -> SequenceContext:
         """Return the teacher's context of a micro-batch. Raises NotImplementedError in a step with
-        images of which the teacher knows nothing, or which its layers show both ways."""
+        images of which the teacher knows nothing, or which its layers show both ways, and with
+        videos for a teacher of another class: they are divided as the student allows."""
         assert self._context_of is not None, "a micro-batch runs while the model is attached"
         context = self._context_of(of_student.shard)
         if of_student.images is not None:
+            name = unsharded_class(self._teacher).__name__
             if self._vision is None or self._vision.both_ways:
                 raise NotImplementedError(
-                    f"hf_flexseq distills no images from a {type(self._teacher).__name__}: it "
-                    "takes none here, or shows their tokens both ways; distill text"
+                    f"hf_flexseq distills no images from a {name}: it takes none here, or shows "
+                    "their tokens both ways; distill text"
+                )
+            student = base_model(self._trainer.model)
+            if VIDEO in of_student.images.counts and unsharded_class(student).__name__ != name:
+                raise NotImplementedError(
+                    f"hf_flexseq distills no videos from a {name} to another model: distill images"
                 )
             context.images = of_student.images.beside()
         return context
