@@ -18,13 +18,13 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-Weights = tuple[tuple[int, int], ...]
-"""Of each parameter its address, and how often it has been changed in place."""
+Weights = tuple[object, ...]
+"""What features depend on; equal as long as it is the same."""
 
 
 def weights_of(parameters: Sequence[torch.nn.Parameter]) -> Weights:
-    """Return what tells if parameters have been changed since, except through their `data`, whose
-    changes torch does not count."""
+    """Return of each parameter its address, and how often it has been changed in place, except
+    through its `data`, whose changes torch does not count."""
     return tuple((parameter.data_ptr(), parameter._version) for parameter in parameters)
 
 

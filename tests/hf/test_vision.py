@@ -12,6 +12,7 @@ from hf_flexseq.hf.model.towers import towers_draw_noise
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.steps.images import UnsupportedImages
 from tests.budget import others_nightly
+from tests.hf.vision import tiny_vision_model
 from tests.hf.vision_families import ENDS, FAMILIES, IMAGE, IMAGE_ID, TEXT
 from tests.hf.vision_runs import COUNTS, probe_pixel, worst_errors
 from tests.ranks import run_cases
@@ -155,3 +156,17 @@ def test_noise_of_the_text_alone_leaves_features_the_same():
 def test_models_with_a_tower_for_each_modality_are_known(name):
     model = VisionModel(meta_vision_model(name, **FAMILIES[name].config))
     assert model.has_separate_towers == (name == "video_llava")
+
+
+def test_switched_adapters_of_a_tower_are_noticed():
+    of_tower = LoraConfig(target_modules=r".*visual.*qkv")
+    adapted = get_peft_model(tiny_vision_model("qwen3_vl"), of_tower).requires_grad_(False)
+    model = VisionModel(adapted.get_base_model())
+    before = model.weights
+    assert model.weights == before
+    with adapted.disable_adapter():
+        assert model.weights != before
+    assert model.weights == before
+    adapted.add_adapter("other", of_tower)
+    adapted.set_adapter("other")
+    assert model.weights != before

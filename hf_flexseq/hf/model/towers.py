@@ -40,6 +40,18 @@ def towers_draw_noise(model: PreTrainedModel) -> bool:
     return noisy_option(model.config, of_text=False) is not None
 
 
+def adapters_of_towers(model: PreTrainedModel) -> tuple[tuple[tuple[str, ...], bool], ...]:
+    """Return of each of PEFT's layers outside of the text model which adapters are active, and
+    whether they are switched off."""
+    of_text = {id(module) for part in _text_parts(model) for module in part.modules()}
+    found = []
+    for module in model.modules():
+        if id(module) not in of_text and hasattr(module, _ADAPTED):
+            active = getattr(module, "active_adapters", ())
+            found.append((tuple(active), bool(getattr(module, "disable_adapters", False))))
+    return tuple(found)
+
+
 def _text_parts(model: PreTrainedModel) -> list[nn.Module]:
     """Return the text model, the embedding and the head."""
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())

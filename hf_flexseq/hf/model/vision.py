@@ -33,7 +33,12 @@ from hf_flexseq.hf.model.frame_trial import VideoParts
 from hf_flexseq.hf.model.image_masks import MasksOfImages
 from hf_flexseq.hf.model.images import placeholders_of
 from hf_flexseq.hf.model.meta_model import FAULTS
-from hf_flexseq.hf.model.towers import patch_size, tower_parameters, towers_draw_noise
+from hf_flexseq.hf.model.towers import (
+    adapters_of_towers,
+    patch_size,
+    tower_parameters,
+    towers_draw_noise,
+)
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.ahead import Weights, first_values, weights_of
 from hf_flexseq.steps.calls import Call
@@ -266,12 +271,20 @@ class VisionModel:
 
     @property
     def weights(self) -> Weights:
-        """What tells if parameters of the tower have been changed."""
-        return weights_of(self._tower)
+        """What tells if parameters that features depend on have been changed, or adapters
+        switched."""
+        return weights_of(self._read), adapters_of_towers(self._base)
 
     def first_values(self) -> torch.Tensor:
-        """Return the first value of each parameter of the tower, [parameters]."""
-        return first_values(self._tower)
+        """Return the first value of each parameter that features depend on, [parameters]."""
+        return first_values(self._read)
+
+    @property
+    def _read(self) -> list[nn.Parameter]:
+        """The parameters that features depend on."""
+        if not self._takes_embedding:
+            return self._tower
+        return [*self._tower, *self._inner.get_input_embeddings().parameters()]
 
     @property
     def _embedding_is_trained(self) -> bool:
