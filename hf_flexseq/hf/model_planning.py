@@ -154,10 +154,13 @@ class VisionReader:
     planning: ModelPlanning
     may_choose: bool
     """Whether plans may choose where activations are."""
-    draws_noise: bool
-    """See `VisionModel.draws_noise`; looked up once, not in every step."""
     tower: TowerCost
     """The cost of the model's tower, as it is sharded."""
+
+    @property
+    def draws_noise(self) -> bool:
+        """See `VisionModel.draws_noise`."""
+        return self.model.draws_noise
 
     def read(self, row: SourceRow) -> SourceRow:
         """See `VisionModel.read`."""

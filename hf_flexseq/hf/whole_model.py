@@ -365,7 +365,6 @@ class WholeModelExecutor:
             model=model.vision,
             planning=self.planning,
             may_choose=self._may_choose,
-            draws_noise=model.vision.draws_noise,
             tower=replace(self.planning.tower, is_sharded=self._is_sharded),
         )
 

@@ -235,8 +235,8 @@ class StepImages:
         self._last: int | None = None  # the micro-batch that is the last to run backward
         self._follows = False  # a pass with gradients follows on one without
         self._random: list[torch.Tensor] | None = None  # states before the tower's first run
-        self._ahead: Ahead | None = None  # encoded before the step
-        self._values_ahead: torch.Tensor | None = None  # the tower's first values then
+        # what was encoded before the step, and the tower's first values then
+        self._ahead: tuple[Ahead, torch.Tensor] | None = None
         self._features: list[torch.Tensor] | None = None  # of each micro-batch, [rows, width]
         self._encoded: torch.Tensor | None = None  # by this rank, [rows, width], with its graph
         self._leaves: dict[int, torch.Tensor] = {}  # features of micro-batches before the last
@@ -270,8 +270,9 @@ class StepImages:
     ) -> None:
         """Encode this rank's images before the step begins, with a frozen tower that draws no
         random numbers and has whole parameters. timing: surrounds the work on the device."""
-        self._ahead = beside.encode(partial(self._encode, tower), tower.weights, timing)
-        self._values_ahead = tower.first_values()
+        ahead = beside.encode(partial(self._encode, tower), tower.weights, timing)
+        if ahead is not None:
+            self._ahead = ahead, tower.first_values()
 
     def of_micro_batch(self, index: int, tower: Tower) -> torch.Tensor:
         """Return the features of a micro-batch's tokens, [rows, width]. Called in the forward of
@@ -314,10 +315,10 @@ class StepImages:
 
     def _encode_without_graph(self, tower: Tower) -> torch.Tensor:
         """Return this rank's rows, [rows, width], encoded ahead or now."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.weights == tower.weights:
-            assert self._values_ahead is not None, "it was taken with the images"
-            if torch.equal(self._values_ahead, tower.first_values()):
+        before, self._ahead = self._ahead, None
+        if before is not None:
+            ahead, values = before
+            if ahead.weights == tower.weights and torch.equal(values, tower.first_values()):
                 return ahead.take()
         with torch.no_grad():
             return self._encode(tower)

@@ -60,7 +60,7 @@ from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.plan.images import ImagePlacement, ImageSize
 from hf_flexseq.profiler.design import THOROUGH
 from placements import COLUMNS, MERGED, images_of_sequence, placements_page, sides_of_image
-from towers import BYTE_COLUMNS, TOWER_COLUMNS, tower_models, towers_page
+from towers import BYTE_COLUMNS, QWEN3_TOWER, SMALL_TEXT, TOWER_COLUMNS, tower_models, towers_page
 
 Example = dict[str, Any]
 
@@ -159,27 +159,8 @@ def small_model() -> Qwen3VLForConditionalGeneration:
     set_seed(0)
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [6, 5, 5]}
     config = Qwen3VLConfig(
-        text_config={
-            "vocab_size": VOCAB,
-            "hidden_size": 256,
-            "intermediate_size": 768,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 32,
-            "rope_parameters": rope,
-            "max_position_embeddings": 32768,
-        },
-        vision_config={
-            "depth": 4,
-            "hidden_size": 128,
-            "out_hidden_size": 256,
-            "intermediate_size": 512,
-            "num_heads": 4,
-            "patch_size": 4,
-            "num_position_embeddings": 256,
-            "deepstack_visual_indexes": [1],
-        },
+        text_config={**SMALL_TEXT, "vocab_size": VOCAB, "rope_parameters": rope},
+        vision_config=dict(QWEN3_TOWER),
         tie_word_embeddings=True,
         **TOKENS,
     )

@@ -51,8 +51,7 @@ TOWER_COLUMNS = (
 )
 BYTE_COLUMNS = ("model", "patches", "KiB per patch, seen", "counted / seen", "estimated / seen")
 
-TEXT = {
-    "vocab_size": 1024,
+SMALL_TEXT = {
     "hidden_size": 256,
     "intermediate_size": 768,
     "num_hidden_layers": 4,
@@ -60,8 +59,8 @@ TEXT = {
     "num_key_value_heads": 4,
     "head_dim": 32,
     "max_position_embeddings": 32768,
-    "pad_token_id": 0,
 }
+TEXT = {**SMALL_TEXT, "vocab_size": 1024, "pad_token_id": 0}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
 QWEN_TOWER = {
     "depth": 4,
@@ -71,6 +70,7 @@ QWEN_TOWER = {
     "num_heads": 4,
     "patch_size": 4,
 }
+QWEN3_TOWER = {**QWEN_TOWER, "num_position_embeddings": 256, "deepstack_visual_indexes": [1]}
 SIGLIP = {
     "hidden_size": 192,
     "intermediate_size": 768,
@@ -131,7 +131,6 @@ def _equal(draw: Callable[[], Tensors]) -> list[Callable[[], list[Tensors]]]:
 def tower_models() -> dict[str, Model]:
     """Return the models by what they are like."""
     qwen_text = {**TEXT, "rope_parameters": MROPE}
-    qwen3 = {**QWEN_TOWER, "num_position_embeddings": 256, "deepstack_visual_indexes": [1]}
     windows = {**QWEN_TOWER, "window_size": 32, "fullatt_block_indexes": [3]}
     gemma = {"text_config": {**TEXT, "query_pre_attn_scalar": 32}, "image_token_id": 1}
     gemma |= {"vision_config": {**SIGLIP, "image_size": 96, "vision_use_head": False}}
@@ -139,7 +138,9 @@ def tower_models() -> dict[str, Model]:
     smol |= {"vision_config": {**SIGLIP, "hidden_size": 64, "image_size": 64}, "scale_factor": 2}
     return {
         "Qwen3-VL": Model(
-            "qwen3_vl", {"text_config": qwen_text, "vision_config": qwen3, **QWEN_IDS}, _grids()
+            "qwen3_vl",
+            {"text_config": qwen_text, "vision_config": QWEN3_TOWER, **QWEN_IDS},
+            _grids(),
         ),
         "Qwen2.5-VL, windows": Model(
             "qwen2_5_vl",

@@ -9,10 +9,9 @@ Losses must agree to 1 % at every step; tokens per second and peak memory are re
 """
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, set_seed
@@ -20,10 +19,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, set_see
 from gpu_checks.report import Section, Setting, table, verdict
 from gpu_checks.training import losses_agree, measured
 from hf_flexseq.base.versions import IMAGES_FROM, is_older, needs
-from hf_flexseq.cost.tower import TowerCost
-from hf_flexseq.hf import model_planning
-from hf_flexseq.plan.images import ImagePlan, ImageSize
-from hf_flexseq.planner.images import image_plan
+from tests.no_graph import without_graphs
 
 Example = dict[str, Any]
 
@@ -103,7 +99,7 @@ def train(lane: Lane, sizes: Sizes, *, rehearse: bool) -> dict[str, Any]:
     model.accepts_loss_kwargs = True  # so that both divide by the tokens of the step
     if lane.freezes:
         model.model.visual.requires_grad_(False)
-    with nullcontext() if lane.keeps_graph else graph_made_again():
+    with nullcontext() if lane.keeps_graph else without_graphs():
         return measured(
             lane.flexseq,
             model,
@@ -116,17 +112,6 @@ def train(lane: Lane, sizes: Sizes, *, rehearse: bool) -> dict[str, Any]:
             use_cpu=rehearse,
             **lane.options,
         )
-
-
-def graph_made_again() -> AbstractContextManager[Any]:
-    """Plan steps inside the block as if memory held no graph of a tower."""
-
-    def planned(
-        images: Sequence[ImageSize], lengths: Any, tower: TowerCost, topology: Any, *others: Any
-    ) -> ImagePlan:
-        return image_plan(images, tower.run_again(), topology.world_size, keeps_graph=False)
-
-    return patch.object(model_planning, "plan_images", planned)
 
 
 def small_model(sizes: Sizes) -> Qwen3VLForConditionalGeneration:

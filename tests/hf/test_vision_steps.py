@@ -3,6 +3,7 @@ run twice. Ranks of different devices place images alike."""
 
 import gc
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -24,12 +25,12 @@ from tests.hf.vision_runs import (
     COUNTS,
     frozen,
     is_of_tower,
-    keep_no_graph,
     rank_batches,
     sharded,
     vision_reference,
     worst_errors,
 )
+from tests.no_graph import without_graphs
 from tests.ranks import join, run_ranks, run_threads
 
 pytestmark = pytest.mark.processes
@@ -83,10 +84,9 @@ def test_a_tower_whose_graph_is_not_kept_runs_again_in_the_last_backward(freeze)
 
 def tower_runs_with_router_loss(rank, world_size, keeps_graph):
     """How often the tower runs in a step of two passes and several micro-batches."""
-    with pytest.MonkeyPatch.context() as patch:
+    graphs = nullcontext() if keeps_graph else without_graphs()
+    with pytest.MonkeyPatch.context() as patch, graphs:
         keep_all_float64(patch)
-        if not keeps_graph:
-            keep_no_graph(patch)
         model = tiny_vision_model("qwen3_vl_moe").train()
         model.config.output_router_logits = True
         model.config.text_config.output_router_logits = True

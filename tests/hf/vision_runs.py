@@ -3,6 +3,7 @@ model with pixels, one example at a time."""
 
 import copy
 import inspect
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,12 +13,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq import DataCollatorForFlexSeq
-from hf_flexseq.hf import model_planning
 from hf_flexseq.hf.probe import lively_copy
-from hf_flexseq.planner.images import image_plan
 from tests.hf.test_exactness import whole
 from tests.hf.tiny import RandomPlanEngine, relative_errors, taken_gradients
 from tests.hf.vision import called_with, keep_all_float64, tiny_vision_model, vision_examples
+from tests.no_graph import without_graphs
 
 # Images of each example, by the order in which ranks draw them.
 COUNTS = [1, 0, 2, 1, 0, 3, 1, 1, 0, 1]
@@ -79,24 +79,13 @@ def sharded(model):
     return fully_shard(model)
 
 
-def keep_no_graph(patch):
-    """Let plans be made as if memory held no graph of a tower."""
-
-    def planned(images, lengths, tower, topology, cost, options):
-        again = tower.run_again()
-        return image_plan(images, again, topology.world_size, keeps_graph=False)
-
-    patch.setattr(model_planning, "plan_images", planned)
-
-
 def worst_errors(
     rank, world_size, name, sharding, checkpointing, freeze, counts, plans, keeps_graph=True
 ):
     """The largest relative errors of loss and gradients, and the runs of the tower per step."""
-    with pytest.MonkeyPatch.context() as patch:
+    graphs = nullcontext() if keeps_graph else without_graphs()
+    with pytest.MonkeyPatch.context() as patch, graphs:
         keep_all_float64(patch)
-        if not keeps_graph:
-            keep_no_graph(patch)
         examples = vision_examples(name, counts, videos=VIDEOS)
         reference = frozen(lively_model(name), freeze)
         wanted_loss, wanted = vision_reference(reference, examples)

@@ -328,7 +328,8 @@ def taken_without_a_wait(take):
 
 
 def taken_and_freed(take):
-    """The memory of what was taken is free when its last reference is, whoever still reads it."""
+    """The memory of what was taken is freed with its last reference, though work that reads it may
+    not have run yet."""
 
     def changed(self):
         torch.cuda.current_stream().wait_event(self.done)

@@ -33,9 +33,7 @@ def tower_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def towers_draw_noise(model: PreTrainedModel) -> bool:
     """Tell if the towers of `model` draw random numbers in training, as for dropout."""
-    of_text = {id(module) for part in _text_parts(model) for module in part.modules()}
-    outside = (module for module in model.modules() if id(module) not in of_text)
-    if any(has_noise_of_its_own(module) for module in outside):
+    if any(has_noise_of_its_own(module) for module in _modules_outside_text(model)):
         return True
     return noisy_option(model.config, of_text=False) is not None
 
@@ -43,13 +41,18 @@ def towers_draw_noise(model: PreTrainedModel) -> bool:
 def adapters_of_towers(model: PreTrainedModel) -> tuple[tuple[tuple[str, ...], bool], ...]:
     """Return of each of PEFT's layers outside of the text model which adapters are active, and
     whether they are switched off."""
-    of_text = {id(module) for part in _text_parts(model) for module in part.modules()}
     found = []
-    for module in model.modules():
-        if id(module) not in of_text and hasattr(module, _ADAPTED):
+    for module in _modules_outside_text(model):
+        if hasattr(module, _ADAPTED):
             active = getattr(module, "active_adapters", ())
             found.append((tuple(active), bool(getattr(module, "disable_adapters", False))))
     return tuple(found)
+
+
+def _modules_outside_text(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Yield the modules of `model` outside of the text model, the embedding and the head."""
+    of_text = {id(module) for part in _text_parts(model) for module in part.modules()}
+    yield from (module for module in model.modules() if id(module) not in of_text)
 
 
 def _text_parts(model: PreTrainedModel) -> list[nn.Module]:

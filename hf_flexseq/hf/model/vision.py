@@ -301,9 +301,10 @@ class VisionModel:
 
                 safe_set_local_grad(parameter, torch.zeros_like(parameter.ds_tensor))
 
-    @property
+    @cached_property
     def draws_noise(self) -> bool:
-        """True if the tower draws random numbers, as for dropout, each time that it runs."""
+        """True if the tower draws random numbers, as for dropout, each time that it runs; known
+        from the first look on."""
         return towers_draw_noise(self._base)
 
     def calls(self, images: Sequence[Image]) -> int:

@@ -1,0 +1,16 @@
+"""Plans of steps as if memory held no graph of a vision tower."""
+
+from contextlib import AbstractContextManager
+from unittest.mock import patch
+
+from hf_flexseq.hf import model_planning
+from hf_flexseq.planner.images import image_plan
+
+
+def without_graphs() -> AbstractContextManager[object]:
+    """Let plans inside the block keep no graph."""
+
+    def planned(images, lengths, tower, topology, cost, options):
+        return image_plan(images, tower.run_again(), topology.world_size, keeps_graph=False)
+
+    return patch.object(model_planning, "plan_images", planned)
