@@ -3,7 +3,7 @@
 ModelPlanning    the cost model, what memory leaves for tokens, FSDP2's figures
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
@@ -15,16 +15,13 @@ from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.hf.calibration.choose import RunWide, with_host_bytes
 from hf_flexseq.hf.executors import EngineSetup
 from hf_flexseq.hf.model.layer_memory import LayerMemory
-from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.sharding import FsdpPolicies, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.tiles import priced_for
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner.blocks import exchange_degrees
-from hf_flexseq.planner.images import plan_images
 from hf_flexseq.planner.passes import passes_of
 from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.program.passes import PlanPasses
-from hf_flexseq.steps.drawn import DrawnStep, SourceRow
 
 
 class ModelPlanning:
@@ -144,33 +141,3 @@ class ModelPlanning:
             options=self.options,
             fsdp=self.fsdp.figures,
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VisionReader:
-    """Reads images as a model takes them, and plans where they are encoded; see `ImageReader`."""
-
-    model: VisionModel
-    planning: ModelPlanning
-    may_choose: bool
-    """Whether plans may choose where activations are."""
-    tower: TowerCost
-    """The cost of the model's tower, as it is sharded."""
-
-    @property
-    def draws_noise(self) -> bool:
-        """See `VisionModel.draws_noise`."""
-        return self.model.draws_noise
-
-    def read(self, row: SourceRow) -> SourceRow:
-        """See `VisionModel.read`."""
-        return self.model.read(row)
-
-    def planned(self, step: DrawnStep) -> DrawnStep:
-        """Return a step that says how its images are encoded, and what memory they take."""
-        cost = self.planning.cost_of_plans(may_choose=self.may_choose)
-        topology = self.planning.topology
-        options = self.planning.options
-        plan = plan_images(step.images, step.lengths, self.tower, topology, cost, options)
-        facts = replace(step.facts, held_tokens=plan.held_tokens(cost.token_bytes))
-        return replace(step, image_plan=plan, facts=facts)

@@ -13,7 +13,6 @@ What the model itself is given is in `attached.py`.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +27,14 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.hf.attached import AttachedModel, ModelSettings
 from hf_flexseq.hf.executors import EngineSetup, base_model, kernel_of, planner_of
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.divided import is_fully_sharded, unsharded_class, zero_stage
+from hf_flexseq.hf.model.divided import is_fully_sharded
 from hf_flexseq.hf.model.experts import adapted_experts
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.prompts import unsuitable_prompt
 from hf_flexseq.hf.model.router import RouterLoss
-from hf_flexseq.hf.model_planning import ModelPlanning, VisionReader
+from hf_flexseq.hf.model_images import ModelImages
+from hf_flexseq.hf.model_planning import ModelPlanning
 from hf_flexseq.hf.reduction import GradientReduction, whole_parameters
 from hf_flexseq.hf.shared_prefixes import reason_not_shared
 from hf_flexseq.hf.sync import resolve_sync
@@ -46,16 +46,11 @@ from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import GroupsJob
-from hf_flexseq.steps.ahead import BesideStep
 from hf_flexseq.steps.calls import Call
-from hf_flexseq.steps.drawn import Columns, PlannedStep, SourceRow
+from hf_flexseq.steps.drawn import PlannedStep, SourceRow
 from hf_flexseq.steps.embedding_noise import NoiseColumns
 from hf_flexseq.steps.exchange import RowExchange, united
-from hf_flexseq.steps.features import (
-    MicroBatchImages,
-    images_of_step,
-    with_image_columns,
-)
+from hf_flexseq.steps.features import with_image_columns
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
 from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.prefetch import ImageReader
@@ -91,7 +86,7 @@ class WholeModelExecutor:
         self._model: AttachedModel | None = None
         self._adapters: ExpertAdapters | None = None  # of the attached model, if it has any
         self._contexts: ModelContexts | None = None  # of the attached model, from its first step
-        self._beside: BesideStep | None = None  # where a frozen tower encodes images
+        self._images: ModelImages | None = None  # of the attached model, if it takes any
 
     @property
     def attached(self) -> bool:
@@ -193,7 +188,9 @@ class WholeModelExecutor:
             self.reason_not_shared = self.reason_not_shared or "NEFTune's noise is of each row"
         self._model = AttachedModel(model, base, accelerator, layers, self.settings)
         if self._model.vision is not None:
-            communicator.open_world()  # for features of images
+            self._images = ModelImages(
+                self.setup, base, self._model.vision, self._planning, may_choose=self._may_choose
+            )
 
     def put_adapters_into(self, optimizer: torch.optim.Optimizer) -> None:
         """Give weights that `attach` has replaced to an optimizer that was made before."""
@@ -206,6 +203,7 @@ class WholeModelExecutor:
             return
         self._model.detach()
         self._model = None
+        self._images = None
         self._contexts = None
         self.planning.fsdp.forget_model()
 
@@ -281,7 +279,7 @@ class WholeModelExecutor:
         routes = self._exchange.routes(row, layout, planned.drawn.sources)
         columns = self._exchange.dispatch(row.columns, routes, united)
 
-        images = self._images_of(planned, columns)
+        images = None if self._images is None else self._images.of_step(planned, columns)
         model.tiles.attach_for(plan)
 
         # 2. what the model is called with; beyond the first micro-batch it is made while they run
@@ -304,69 +302,20 @@ class WholeModelExecutor:
             routes=routes,
             device=device,
             images=None if images is None else images[0].step,
-            encode_ahead=self._encode_ahead,
+            encode_ahead=None if self._images is None else self._images.encode_ahead,
         )
-
-    def _images_of(
-        self, planned: PlannedStep, columns: Sequence[Columns]
-    ) -> list[MicroBatchImages] | None:
-        """Return the images of each micro-batch; None in a step without any. Collective over the
-        world."""
-        vision = self._attached_model.vision
-        if vision is None or not planned.drawn.images:
-            return None
-        modalities = {image.modality for image in planned.drawn.images}
-        if len(modalities) > 1 and self._is_sharded and vision.has_separate_towers:
-            raise NotImplementedError(
-                f"{unsharded_class(self._attached_model.base).__name__} has one tower for images "
-                "and one for videos, and ranks gather sharded ones together: train it without "
-                "sharding, or give steps images or videos alone"
-            )
-        return images_of_step(
-            planned.drawn,
-            columns,
-            tower=vision,
-            communicator=self.setup.communicator,
-            device=self.setup.accelerator.device,
-            is_sharded=self._is_sharded,
-        )
-
-    def _encode_ahead(self, step: RankMicroBatches) -> None:
-        """Encode a step's images with a frozen tower, which nothing of the step before changes."""
-        if step.images is None:
-            return
-        vision = self._attached_model.vision
-        assert vision is not None, "a step with images has a tower"
-        if vision.is_trained or self._is_sharded or vision.draws_noise:
-            return
-        if self._beside is None:
-            self._beside = BesideStep(self.setup.accelerator.device)
-        with self.setup.accelerator.autocast():  # as in the model's forward
-            timing = step.stopwatch.timing(step.indices[0])
-            step.images.encode_ahead(vision, self._beside, timing)
-
-    @property
-    def _is_sharded(self) -> bool:
-        """True if parameters are gathered anew in every micro-batch."""
-        return zero_stage(self._attached_model.base, self.setup.accelerator) == 3
 
     @property
     def takes_images(self) -> bool:
         """True if the attached model takes images here."""
-        return self._attached_model.vision is not None
+        return self._images is not None
 
     @property
     def images(self) -> ImageReader | None:
         """What reads the images of rows, or refuses them; None for a model of text."""
-        model = self._attached_model
-        if model.vision is None:
-            return model.text_reader
-        return VisionReader(
-            model=model.vision,
-            planning=self.planning,
-            may_choose=self._may_choose,
-            tower=replace(self.planning.tower, is_sharded=self._is_sharded),
-        )
+        if self._images is None:
+            return self._attached_model.text_reader
+        return self._images
 
     def _contexts_of_run(self) -> ModelContexts:
         """Return the maker of contexts; the first step chooses its kernel. Collective."""
