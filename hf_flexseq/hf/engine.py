@@ -36,7 +36,7 @@ from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attached import ModelSettings
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
-from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
+from hf_flexseq.hf.finished import FinishedSteps
 from hf_flexseq.hf.loaders import LoaderSettings, batches_on_host
 from hf_flexseq.hf.loop import Evaluation, TrainingItem
 from hf_flexseq.hf.model.own_loss import check_own_loss
@@ -46,10 +46,9 @@ from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
-from hf_flexseq.steps.nonfinite import NonfiniteWatch
 from hf_flexseq.steps.prefetch import PrefetchedSteps, Step
 from hf_flexseq.steps.screen import DrawnNotes
-from hf_flexseq.steps.trace import Figures, PlanTrace
+from hf_flexseq.steps.trace import Figures
 
 logger = logging.getLogger(__name__)
 
@@ -93,21 +92,18 @@ class FlexSeqEngine:
         self.accelerator = accelerator
         self.args = args
         self.communicator = setup.communicator
-        self._trace = PlanTrace(args.plan_trace, setup.communicator)
         self.executor = executor(setup)
+        self._finished = FinishedSteps(
+            accelerator, setup.communicator, self.executor, args, on_figures=on_figures
+        )
         self._costs = setup.costs
         self._training: PrefetchedSteps | None = None
         self._in_place: dict[bool, PrefetchedSteps] = {}  # of calls: with a backward, without one
         self._draws_in_place = False  # training steps, though `lookahead` says otherwise
         self._reason_not_shared: str | None = None  # of the loss, for training steps
         self._notes = DrawnNotes(setup.communicator.rank)
-        self._on_figures = on_figures
-        self.last_figures: Figures | None = None
-        """Figures of the last step for which they were gathered, as `plan_line` prints them."""
         self.running: Step | None = None
         """The training step that runs, or has failed."""
-        self._unread: Step | None = None  # has run, and its figures have not been gathered
-        self._watch = NonfiniteWatch(args.on_nonfinite, setup.communicator.rank)
         # Dataloaders may be prepared before a model is attached.
         self._loader_settings = LoaderSettings(accelerator)
 
@@ -115,6 +111,11 @@ class FlexSeqEngine:
     def cost(self) -> CostModel | None:
         """The cost model of the attached model."""
         return self.executor.cost
+
+    @property
+    def last_figures(self) -> Figures | None:
+        """Figures of the last step for which they were gathered, as `plan_line` prints them."""
+        return self._finished.last_figures
 
     def bring_cost(self, checkpoint: str | None, record: Any) -> None:
         """Offer the cost model of the checkpoint that the run resumes from, for the next `attach`.
@@ -163,9 +164,8 @@ class FlexSeqEngine:
             self.executor.detach()
         finally:
             self._loader_settings.restore()
-            self._watch.forget()
+            self._finished.forget()
             self._notes = DrawnNotes(self.communicator.rank)
-            self._unread = None
             self.running = None
             for steps in self._in_place.values():
                 steps.close()
@@ -416,13 +416,12 @@ class FlexSeqEngine:
     def _training_step(self, step: Step, model: nn.Module, *, is_last: bool) -> Iterator[None]:
         """Surround a training step; then look for NaN and infinity, and dispatch the next step
         while the device still works on this one."""
-        # The previous optimizer step is done.
-        self._watch.settle(skipped=step_was_skipped(self.accelerator))
+        self._finished.settle()  # the previous optimizer step is done
         self.running = step
         yield
         self.running = None
         step.has_run = True
-        self._watch.take(step.number, step.final_loss, gradients_of(model, self.accelerator))
+        self._finished.look_at(step, model)
         if self._training is not None and not is_last:
             self._training.prefetch()
 
@@ -444,17 +443,11 @@ class FlexSeqEngine:
         `check_finite` and `gather_figures` wait. Raises FloatingPointError as `check_finite` does,
         for the previous step.
         """
-        due: Step | None = step
-        if step.stopwatch.is_behind:
-            due, self._unread = self._unread, step
-        self._gather(due)
-        self.communicator.cpu_group.phase = f"what follows on step {step.number}"
+        self._finished.add(step)
 
     def gather_figures(self) -> None:
         """Gather postponed figures. Collective over the world."""
-        due, self._unread = self._unread, None
-        if due is not None:
-            self._gather(due)
+        self._finished.gather_figures()
 
     def check_finite(self) -> None:
         """Check, after an optimizer step, that nothing in it was NaN or infinite, and gather all
@@ -463,21 +456,4 @@ class FlexSeqEngine:
         Raises FloatingPointError on all ranks alike, or warns if `on_nonfinite` says so. A step
         that fp16's loss scaling has skipped does not count.
         """
-        self._watch.settle(skipped=step_was_skipped(self.accelerator))
-        due, self._unread = self._unread, None
-        self._gather(due)
-
-    def _gather(self, due: Step | None) -> None:
-        """Gather NaN reports, and the figures of a step that is due. Collective over the world."""
-        cpu_group = self.communicator.cpu_group
-        own = self._watch.report()
-        if due is None:
-            self._watch.judge(cpu_group.gather_values(own))
-            return
-        cpu_group.phase = f"step {due.number}, gathering its figures"
-        due.remark = own
-        figures = self.executor.figures(due, self._trace)
-        self.last_figures = figures
-        if self._on_figures is not None:
-            self._on_figures(due.number, figures)
-        self._watch.judge(due.remarks)
+        self._finished.check()

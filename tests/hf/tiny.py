@@ -139,13 +139,13 @@ def relative_errors(found, wanted, floor_of=None):
 def noting_figures(trainer):
     """The figures of each step that a trainer makes from now on, those of the log and others."""
     engine, found = trainer.flexseq, []
-    note = engine._on_figures
+    note = engine._finished._on_figures
 
     def both(number, figures):
         found.append(figures)
         note(number, figures)
 
-    engine._on_figures = both
+    engine._finished._on_figures = both
     return found
 
 
