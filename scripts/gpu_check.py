@@ -28,12 +28,13 @@ says why. A rehearsal shows that the checks run, and nothing of a GPU; its page 
 where --out says so.
 
 Every part is a process of its own: one that crashes, hangs or runs out of time is a line of the
-page, and the next part runs. Parts that time nothing run side by side, before the others. The page
-is a dated file under --out, written again after every part, and printed at the end; a .log beside
-it has all that failed parts said. The last line of the page sums it up for an issue. All parts
-together take 30 minutes at most, or as many as --minutes says; what has not run by then says so.
-Exits with 0 when all checks hold, 1 when one does not or did not run in time, and 2 without a CUDA
-GPU.
+page, and the next part runs. Parts that time nothing run side by side, before the others, which
+run in the order of --parts. The page is a dated file under --out, written again after every part,
+and printed at the end; a .log beside it has all that failed parts said. The last line of the page
+sums it up for an issue. All parts together take 30 minutes at most, or as many as --minutes says.
+A share of them is kept for every part (`SHARES`), and one that needs less leaves the rest to those
+after it; a part that had no time says so. Exits with 0 when all checks hold, 1 when one does not
+or did not run in time, and 2 without a CUDA GPU.
 """
 
 import argparse
@@ -45,32 +46,29 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.common import commit, installed
-from gpu_checks import (
-    figures,
-    fused,
-    images,
-    kernels,
-    kinds,
-    lost_rank,
-    one_device,
-    recurrent,
-    several,
-    training,
+from gpu_checks.report import (
+    LOST_PART,
+    RANKS_PART,
+    TRAIN_PART,
+    Section,
+    Setting,
+    launch,
+    this_script,
 )
-from gpu_checks.report import Section, Setting, launch, this_script
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts/benchmarks/results"
 PLANS, QUICK_PLANS = 200, 8  # for every way of running them
 MINUTES, QUICK_MINUTES = 30.0, 5.0  # of all parts together
-MOST_SHARE = 1 / 2  # of all minutes, after which one part is given up
 PACKAGES = (
     *("hf_flexseq", "torch", "triton", "transformers", "accelerate", "flash-attn"),
     *("flash-attn-3", "flash-attn-4", "fla-core", "causal-conv1d", "liger-kernel"),
@@ -79,25 +77,32 @@ PACKAGES = (
 # Parts that time nothing, and take little memory.
 UNTIMED = frozenset(("kernels", "kinds", "recurrent", "threads", "pipelines"))
 
-PARTS: dict[str, Callable[[Setting], Section]] = {
-    "kernels": kernels.kernel_errors_section,
-    "fused": fused.fused_section,
-    "speeds": kernels.kernel_seconds_section,
-    "kinds": kinds.kinds_section,
-    "recurrent": recurrent.recurrent_section,
-    "scans": recurrent.scans_section,
-    "threads": one_device.plans_section,
-    "pipelines": one_device.pipelines_section,
-    "several": several.plans_section,
-    "hsdp": several.hsdp_section,
-    "lost": lost_rank.lost_rank_section,
-    "calibration": figures.calibration_section,
-    "memory": figures.memory_section,
-    "host": figures.host_section,
-    "training": training.training_section,
-    "lengths": training.lengths_section,
-    "images": images.images_section,
+# Where each part is; a process imports that of its own part, and no other.
+PARTS = {
+    "kernels": "kernels.kernel_errors_section",
+    "fused": "fused.fused_section",
+    "speeds": "kernels.kernel_seconds_section",
+    "kinds": "kinds.kinds_section",
+    "recurrent": "recurrent.recurrent_section",
+    "scans": "recurrent.scans_section",
+    "threads": "one_device.plans_section",
+    "pipelines": "one_device.pipelines_section",
+    "several": "several.plans_section",
+    "hsdp": "several.hsdp_section",
+    "lost": "lost_rank.lost_rank_section",
+    "calibration": "figures.calibration_section",
+    "memory": "figures.memory_section",
+    "host": "figures.host_section",
+    "training": "training.training_section",
+    "lengths": "training.lengths_section",
+    "images": "images.images_section",
 }
+
+# How the minutes are kept for parts, relative to each other; those that run side by side take the
+# largest of theirs. Guesses, from an H100 where a part has run there.
+SHARES = {"several": 6, "hsdp": 3, "lost": 2, "scans": 3, "calibration": 3, "training": 5}
+SHARES |= {"lengths": 4, "images": 5, "recurrent": 9, "threads": 8, "pipelines": 4}
+LEAST_GPUS = {"several": 2, "hsdp": 4, "lost": 2}  # other parts need one
 
 
 def main() -> int:
@@ -118,21 +123,39 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
     page = Page(setting, asked.parts, folder)
     minutes = asked.minutes or (QUICK_MINUTES if asked.quick else MINUTES)
+    stages = stages_of(asked.parts)
     end = time.monotonic() + 60 * minutes
+    for number, stage in enumerate(stages):
+        kept = 60 * minutes * kept_share(stages, number + 1, setting.processes)
+        limit = end - kept - time.monotonic()
 
-    def run(name: str) -> None:
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        seconds = min(60 * minutes * MOST_SHARE, end - time.monotonic())
-        page.add(name, section_of(name, setting, seconds))
+        def run(name: str, limit: float = limit) -> None:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            page.add(name, section_of(name, setting, limit))
 
-    untimed = [name for name in asked.parts if name in UNTIMED]
-    with ThreadPoolExecutor(max(1, len(untimed))) as pool:
-        list(pool.map(run, untimed))
-    for name in asked.parts:
-        if name not in UNTIMED:
-            run(name)
+        with ThreadPoolExecutor(len(stage)) as pool:
+            list(pool.map(run, stage))
     print(page.text(), end="")
     return 0 if page.holds else 1
+
+
+def stages_of(parts: Sequence[str]) -> list[list[str]]:
+    """Return what runs side by side, one after the other: first all parts that time nothing."""
+    untimed = [name for name in parts if name in UNTIMED]
+    stages = [[name] for name in parts if name not in UNTIMED]
+    return [untimed, *stages] if untimed else stages
+
+
+def kept_share(stages: Sequence[Sequence[str]], first: int, processes: int) -> float:
+    """Return the share of all minutes that is kept for the stages from the first of them on.
+
+    processes: GPUs of this machine; what needs more ends at once.
+    """
+    shares = []
+    for stage in stages:
+        can_run = [name for name in stage if LEAST_GPUS.get(name, 1) <= processes]
+        shares.append(max((SHARES.get(name, 1) for name in can_run), default=0))
+    return sum(shares[first:]) / max(sum(shares), 1)
 
 
 class Page:
@@ -223,15 +246,20 @@ def parser() -> argparse.ArgumentParser:
 
 def run_part(asked: argparse.Namespace, setting: Setting) -> None:
     """Run one part, or one process of a part, which prints its findings as JSON."""
-    match asked.part:
-        case several.RANKS_PART:
-            several.run_ranks(setting, asked.sharding)
-        case lost_rank.LOST_PART:
-            lost_rank.run_rank(setting)
-        case training.TRAIN_PART:
-            training.run_training(setting, asked.trainer)
-        case name:
-            print(json.dumps(PARTS[name](setting).to_record()))
+    if asked.part == RANKS_PART:
+        function_of("several.run_ranks")(setting, asked.sharding)
+    elif asked.part == LOST_PART:
+        function_of("lost_rank.run_rank")(setting)
+    elif asked.part == TRAIN_PART:
+        function_of("training.run_training")(setting, asked.trainer)
+    else:
+        print(json.dumps(function_of(PARTS[asked.part])(setting).to_record()))
+
+
+def function_of(place: str) -> Any:
+    """Return a function of the checks. place: its module and its name."""
+    module, name = place.split(".")
+    return getattr(import_module(f"gpu_checks.{module}"), name)
 
 
 def heading(setting: Setting) -> list[str]:

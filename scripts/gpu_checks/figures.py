@@ -70,6 +70,7 @@ TINY = {  # in a rehearsal
     "max_position_embeddings": 4096,
 }
 BRIEF = Effort(budget_s=0.05, rounds=1, held_out=2)  # in a rehearsal
+QUICK = Effort(held_out=8)
 
 MEMORY_TOKENS = (16384, 32768)
 HOST_TOKENS = 2048  # of the rank
@@ -87,7 +88,7 @@ def calibration_section(setting: Setting) -> Section:
         record = calibrate(
             {"model_type": "llama", **sizes},
             dtype="float32" if setting.rehearse else "bfloat16",
-            effort=BRIEF if setting.rehearse else THOROUGH,
+            effort=BRIEF if setting.rehearse else QUICK if setting.quick else THOROUGH,
         )
     except ValueError as error:  # a fit that is off by half and more
         line = f"{error}: {_judged(setting, False)}."

@@ -8,6 +8,7 @@
 Losses must agree to 1 % at every step; tokens per second and peak memory are reported.
 """
 
+import copy
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, set_seed
 
 from gpu_checks.report import Section, Setting, table, verdict
-from gpu_checks.training import losses_agree, measured
+from gpu_checks.training import losses_agree, measured, options_of
 from hf_flexseq.base.versions import IMAGES_FROM, is_older, needs
 from tests.no_graph import without_graphs
 
@@ -80,8 +81,9 @@ def images_section(setting: Setting) -> Section:
     rows = []
     holds = True
     wanted: list[float] = []
+    model, dataset = small_model(sizes), list(examples(sizes))
     for lane in LANES:
-        found = train(lane, sizes, rehearse=setting.rehearse)
+        found = train(lane, model, dataset, sizes, setting)
         if not lane.flexseq:
             wanted = found["losses"]
         agrees = losses_agree(found["losses"], wanted)
@@ -93,23 +95,30 @@ def images_section(setting: Setting) -> Section:
     return Section(title=title, lines=table(columns, rows), holds=holds)
 
 
-def train(lane: Lane, sizes: Sizes, *, rehearse: bool) -> dict[str, Any]:
-    """Train a new model in one way; return what was measured."""
-    model = small_model(sizes)
+def train(
+    lane: Lane,
+    model: Qwen3VLForConditionalGeneration,
+    dataset: list[Example],
+    sizes: Sizes,
+    setting: Setting,
+) -> dict[str, Any]:
+    """Train a copy of a model in one way; return what was measured."""
+    model = copy.deepcopy(model)
     model.accepts_loss_kwargs = True  # so that both divide by the tokens of the step
     if lane.freezes:
         model.model.visual.requires_grad_(False)
+    own = options_of("flexseq" if lane.flexseq else "stock", setting)
     with nullcontext() if lane.keeps_graph else without_graphs():
         return measured(
             lane.flexseq,
             model,
-            list(examples(sizes)),
+            dataset,
             one_row,
             warmup=sizes.warmup,
             per_device_train_batch_size=1,
             gradient_accumulation_steps=sizes.batch,
             max_steps=sizes.steps,
-            use_cpu=rehearse,
+            **own,
             **lane.options,
         )
 

@@ -22,12 +22,11 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from gpu_checks import several, subject
-from gpu_checks.report import Section, Setting, table, this_script, verdict
+from gpu_checks.report import LOST_PART, Section, Setting, table, this_script, verdict
 from hf_flexseq.distributed.hosts import last_error
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.facts import NO_FACTS, StepFacts
 
-LOST_PART = "lost rank"  # the part that every rank runs
 TIMEOUT_S = 20.0  # of the job
 MARGIN_S = 30.0  # for a watchdog that looks now and then
 START_S = 600.0  # until the rank is killed

@@ -4,13 +4,14 @@ convolutions.
     recurrent    their errors, with ranks that are threads
     scans        milliseconds of a scan over several ranks beside one
 
-The truth is the same layer in float32, on one rank. One rank in 16 bits has an error against it,
-too; several ranks may have 1.3 times that. States travel in float32, so what ranks add is the
-rounding of what a kernel is given.
+The truth is the same layer in float32, on one rank, by torch's operations. One rank in 16 bits has
+an error against it, too; several ranks may have 1.3 times that. States travel in float32, so what
+ranks add is the rounding of what a kernel is given. Kernels take the first of their configurations
+that runs (`tuning.py`).
 
 Seconds are those of a whole document on one rank, forward and backward, and of the two summaries
 that a rank of several makes: the end state with the transition in the forward, and the gradient of
-the state before it in the backward.
+the state before it in the backward. Kernels are tuned first, except in a quick run.
 """
 
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 
 from gpu_checks.kernels import median_s
 from gpu_checks.report import Section, Setting, table, verdict
+from gpu_checks.tuning import compiled_side_by_side, first_configurations
 from hf_flexseq.attention import SequenceContext, recurrent
 from hf_flexseq.attention.recurrent.scan import run_scan
 from hf_flexseq.base.topology import Topology
@@ -49,10 +51,11 @@ def recurrent_section(setting: Setting) -> Section:
     holds = True
     for kind in KINDS:
         true = _on_ranks(setting, kind, "local", torch.float32)
-        alone = _error(_on_ranks(setting, kind, "local", torch.bfloat16), true)
-        errors = []
-        for strategy in STRATEGIES:
-            errors.append(_error(_on_ranks(setting, kind, strategy, torch.bfloat16), true))
+        with first_configurations():
+            alone = _error(_on_ranks(setting, kind, "local", torch.bfloat16), true)
+            errors = []
+            for strategy in STRATEGIES:
+                errors.append(_error(_on_ranks(setting, kind, strategy, torch.bfloat16), true))
         is_close = max(errors) <= MOST_OF_ONE_RANK * alone
         holds = holds and is_close
         ratios = [f"{error / alone:.2f}" for error in errors]
@@ -69,13 +72,15 @@ def recurrent_section(setting: Setting) -> Section:
 def scans_section(setting: Setting) -> Section:
     """Time a scan of a long document, and the summaries that ranks who share it make."""
     rows = []
-    for kind in KINDS[1:]:
-        seconds = [f"{1e3 * one:.1f}" for one in _seconds(setting, kind)]
-        rows.append([kind, _chosen(setting, kind), *seconds])
+    with first_configurations() if setting.quick else compiled_side_by_side():
+        for kind in KINDS[1:]:
+            seconds = [f"{1e3 * one:.1f}" for one in _seconds(setting, kind)]
+            rows.append([kind, _chosen(setting, kind), *seconds])
     tokens = SHORT_LONG if setting.rehearse else LONG
+    how = "not tuned" if setting.quick else "tuned"
     return Section(
         title=f"Scans: ms of a document of {tokens:,} tokens, forward and backward, and of its "
-        "summaries",
+        f"summaries; kernels {how}",
         lines=table(["layer", "scan", "ms", "summary", "backward"], rows),
     )
 

@@ -16,6 +16,8 @@ from hf_flexseq.distributed.hosts import last_error
 
 SCRIPT = Path(__file__).resolve().parents[1] / "gpu_check.py"
 NOT_RUN = "Not run: "
+# Processes of parts: a rank of plans, a rank of which one is killed, a row of trainers.
+RANKS_PART, LOST_PART, TRAIN_PART = "ranks", "lost rank", "train"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

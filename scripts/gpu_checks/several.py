@@ -35,7 +35,16 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
 from gpu_checks import subject
-from gpu_checks.report import Section, Setting, launch, table, this_script, torchrun, verdict
+from gpu_checks.report import (
+    RANKS_PART,
+    Section,
+    Setting,
+    launch,
+    table,
+    this_script,
+    torchrun,
+    verdict,
+)
 from gpu_checks.subject import Gradients, Precision
 from hf_flexseq import FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.attention import function as attention_function
@@ -47,7 +56,6 @@ from hf_flexseq.planner.process.client import Planner
 
 LAYERS = 2
 WARM_UP = 3  # plans before the host may no longer wait
-RANKS_PART = "ranks"  # the part that every rank of a launch runs
 HSDP = "HSDP"
 LEAST_FOR_HSDP = 4
 LIMIT_S = 3600.0  # of one launch

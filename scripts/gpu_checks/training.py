@@ -1,12 +1,13 @@
 """A small Llama: FlexSeqTrainer against the stock Trainer.
 
-    training    on long-tailed lengths, packed, plain and under accelerate's FSDP2, each in a
-                process of its own
+    training    on long-tailed lengths, packed; under accelerate's FSDP2, too, each in a process
+                of its own
     lengths     on one sequence a step, of 8,192 to 65,536 tokens
 
 Losses must agree to 1 % at every step; tokens per second and peak memory are reported.
 """
 
+import gc
 import json
 import math
 import random
@@ -29,12 +30,20 @@ from transformers import (
     set_seed,
 )
 
-from gpu_checks.report import SCRIPT, Section, Setting, launch, table, this_script, verdict
+from gpu_checks.report import (
+    SCRIPT,
+    TRAIN_PART,
+    Section,
+    Setting,
+    launch,
+    table,
+    this_script,
+    verdict,
+)
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.kernels.capabilities import Calls
 from hf_flexseq.kernels.flash_attn import FlashAttn
 
-TRAIN_PART = "train"  # the part that one row of the table runs
 FSDP2 = SCRIPT.parents[1] / "recipes/accelerate_configs/fsdp2.yaml"
 HEAD_DIM = 128
 VOCAB = 8192
@@ -56,6 +65,7 @@ class Sizes(NamedTuple):
     """Whether all sequences are as long as the longest; else lengths are long-tailed."""
 
 
+TRAINERS = ("stock", "flexseq")
 FULL = Sizes(layers=12, hidden=1024, longest=8192, batch=8, steps=20, warmup=5)
 SHORT = Sizes(layers=1, hidden=128, longest=64, batch=2, steps=3, warmup=1)
 QUICK_STEPS = 10
@@ -65,22 +75,38 @@ STEPS, WARMUP = 6, 2  # there
 
 def training_section(setting: Setting) -> Section:
     """Train in all ways, and compare the losses with those of the stock Trainer."""
-    runs = {name: launch(command) for name, command in train_commands(setting).items()}
+    runs = {}
+    for name in TRAINERS:
+        try:
+            runs[name] = train(name, _sizes(setting), **options_of(name, setting))
+        except (RuntimeError, ValueError, OSError) as error:
+            runs[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    gc.collect()
+    if not setting.rehearse:
+        torch.cuda.empty_cache()
+    runs |= {name: launch(command) for name, command in fsdp_commands(setting).items()}
     return section_of(runs, _sizes(setting))
 
 
-def train_commands(setting: Setting) -> dict[str, list[str]]:
-    """Return a command for every row of the table; on a CPU accelerate has no FSDP2."""
-    launchers = {"": [sys.executable]}
-    if not setting.rehearse:
-        accelerate = ["-m", "accelerate.commands.launch", f"--config_file={FSDP2}"]
-        launchers[", FSDP2"] = [sys.executable, *accelerate, "--num_processes=1"]
+def fsdp_commands(setting: Setting) -> dict[str, list[str]]:
+    """Return a command for every row under accelerate's FSDP2, which it has not on a CPU."""
+    if setting.rehearse:
+        return {}
+    accelerate = ["-m", "accelerate.commands.launch", f"--config_file={FSDP2}"]
+    launcher = [sys.executable, *accelerate, "--num_processes=1"]
     commands = {}
-    for how, launcher in launchers.items():
-        for trainer in ("stock", "flexseq"):
-            arguments = this_script(TRAIN_PART, setting, "--trainer", trainer)
-            commands[trainer + how] = [*launcher, *arguments]
+    for trainer in TRAINERS:
+        arguments = this_script(TRAIN_PART, setting, "--trainer", trainer)
+        commands[f"{trainer}, FSDP2"] = [*launcher, *arguments]
     return commands
+
+
+def options_of(trainer_name: str, setting: Setting) -> dict[str, Any]:
+    """Return training arguments of a trainer: a quick run does not measure a cost model first."""
+    options: dict[str, Any] = {"use_cpu": True} if setting.rehearse else {}
+    if trainer_name == "flexseq" and setting.quick:
+        options["cost_model"] = "estimate"
+    return options
 
 
 def section_of(runs: dict[str, dict[str, Any]], sizes: Sizes) -> Section:
@@ -117,7 +143,6 @@ def lengths_section(setting: Setting) -> Section:
     """Train on one sequence a step, of every length, with both trainers in turns."""
     short = setting.rehearse
     lengths = SHORT_LENGTHS if short else LENGTHS
-    options = {"use_cpu": True} if short else {}
     sizes = SHORT if short else FULL
     rows = []
     holds = True
@@ -125,8 +150,7 @@ def lengths_section(setting: Setting) -> Section:
         alone = sizes._replace(
             longest=tokens, batch=1, steps=STEPS, warmup=WARMUP, one_length=True
         )
-        stock = train("stock", alone, **options)
-        flexseq = train("flexseq", alone, **options)
+        stock, flexseq = (train(one, alone, **options_of(one, setting)) for one in TRAINERS)
         agrees = losses_agree(flexseq["losses"], stock["losses"])
         holds = holds and agrees
         ratio = flexseq["tokens_per_s"] / stock["tokens_per_s"]
@@ -144,8 +168,8 @@ def lengths_section(setting: Setting) -> Section:
 
 def run_training(setting: Setting, trainer_name: str) -> None:
     """Train in one way, and print what was measured as JSON."""
-    options = {"use_cpu": True} if setting.rehearse else {}
-    print(json.dumps(train(trainer_name, _sizes(setting), **options)))
+    found = train(trainer_name, _sizes(setting), **options_of(trainer_name, setting))
+    print(json.dumps(found))
 
 
 def _sizes(setting: Setting) -> Sizes:

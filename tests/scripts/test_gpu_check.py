@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import itertools
 import os
 import runpy
 import subprocess
@@ -156,11 +157,132 @@ def test_images_train_as_with_the_stock_trainer():
 def test_on_a_gpu_both_trainers_run_under_fsdp2_too_and_quickly_where_that_is_asked():
     training, report = part("training"), part("report")
     setting = report.Setting(rehearse=False, plans=1, quick=True)
-    commands = training.train_commands(setting)
-    assert list(commands) == ["stock", "flexseq", "stock, FSDP2", "flexseq, FSDP2"]
+    commands = training.fsdp_commands(setting)
+    assert list(commands) == ["stock, FSDP2", "flexseq, FSDP2"]
     assert training.FSDP2.exists()
     assert f"--config_file={training.FSDP2}" in commands["flexseq, FSDP2"]
     assert training._sizes(setting) == training.FULL._replace(steps=training.QUICK_STEPS)
+    assert training.options_of("flexseq", setting) == {"cost_model": "estimate"}
+    assert training.options_of("stock", setting) == {}
+    slow = report.Setting(rehearse=False, plans=1)
+    assert training.options_of("flexseq", slow) == {}
+
+
+def test_a_trainer_that_fails_is_a_row_and_the_other_one_runs(monkeypatch):
+    training = part("training")
+
+    def fails(name, sizes, **options):
+        if name == "flexseq":
+            raise RuntimeError("no kernel\nin many words")
+        return {"attention": "sdpa", "losses": [1.0, 0.5], "tokens_per_s": 3.0, "peak_gib": 0.0}
+
+    monkeypatch.setattr(training, "train", fails)
+    section = rehearsed("training", "training")
+    assert not section.holds
+    assert "| flexseq | FAILED: RuntimeError: no kernel |" in section.lines
+    assert any(line.startswith("| stock | sdpa | 3 ") for line in section.lines)
+
+
+# ---- time
+
+
+def test_minutes_are_kept_for_every_part_that_can_run_here():
+    command = importlib.import_module("gpu_check")
+    stages = command.stages_of(list(command.PARTS))
+    assert set(stages[0]) == command.UNTIMED
+    assert [name for stage in stages for name in stage if len(stage) == 1] == [
+        name for name in command.PARTS if name not in command.UNTIMED
+    ]
+    kept = [command.kept_share(stages, first, 1) for first in range(len(stages) + 1)]
+    own = [before - after for before, after in itertools.pairwise(kept)]
+    assert kept[0] == pytest.approx(1)
+    assert kept[-1] == 0
+    for stage, share in zip(stages, own, strict=True):
+        can_run = stage[0] not in command.LEAST_GPUS
+        assert (share > 0.02) == can_run, stage
+    # alone, a part has all of the time
+    assert command.kept_share(command.stages_of(["images"]), 1, 1) == 0
+
+
+@pytest.mark.processes  # git
+def test_a_part_that_hangs_takes_no_time_of_those_after_it(monkeypatch, capsys):
+    command, report = importlib.import_module("gpu_check"), part("report")
+    limits = {}
+
+    def hangs(name, setting, seconds):
+        limits[name] = seconds
+        return report.Section(title=name, lines=("fine",))
+
+    monkeypatch.setattr(command, "section_of", hangs)
+    words = ["--rehearse", "--minutes", "10", "--parts", "images", "scans", "kernels"]
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words])
+    assert command.main() == 0
+    assert list(limits) == ["kernels", "images", "scans"]
+    shares = [command.SHARES.get(name, 1) for name in limits]
+    after = [sum(shares[number + 1 :]) for number in range(3)]
+    wanted = [600 * (1 - left / sum(shares)) for left in after]
+    assert list(limits.values()) == pytest.approx(wanted, abs=5)
+
+
+@pytest.mark.processes
+def test_parts_that_train_nothing_load_no_trainer():
+    modules = "gpu_check, gpu_checks.kernels, gpu_checks.fused, gpu_checks.kinds"
+    code = f"import sys, {modules}, gpu_checks.recurrent; sys.exit('transformers' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(SCRIPT.parent)))}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_every_part_and_every_process_of_one_is_there():
+    command = importlib.import_module("gpu_check")
+    places = [*command.PARTS.values(), "several.run_ranks", "lost_rank.run_rank"]
+    assert all(callable(command.function_of(place)) for place in places)
+
+
+@pytest.fixture
+def tuned_kernel():
+    """A tuned kernel of three configurations, of which the first one needs too much memory, and
+    what was asked of it: a configuration and whether it is to be compiled only."""
+    autotuner = pytest.importorskip("triton.runtime.autotuner")
+    errors = importlib.import_module("triton.runtime.errors")
+    asked = []
+
+    class Kernel:
+        def run(self, x, *, grid, warmup, BLOCK, **options):
+            asked.append((BLOCK, warmup))
+            if not warmup and BLOCK == 1:
+                raise errors.OutOfResources(2, 1, "shared memory")
+            return x, BLOCK
+
+        @staticmethod
+        def fn():
+            """Only its name is used."""
+
+    configs = [autotuner.Config({"BLOCK": block}) for block in (1, 2, 3)]
+    tuner = autotuner.Autotuner(
+        Kernel(), ["x"], configs, [], None, None, do_bench=lambda call, quantiles: [call() or 0.0]
+    )
+    return tuner, asked
+
+
+def test_a_tuned_kernel_takes_the_first_configuration_that_fits(tuned_kernel):
+    tuner, asked = tuned_kernel
+    with part("tuning").first_configurations():
+        assert tuner.run(7, grid=(1,), warmup=False) == (7, 2)
+    assert asked == [(1, False), (2, False)]
+    tuner.configs = tuner.configs[:1]
+    with (
+        part("tuning").first_configurations(),
+        pytest.raises(RuntimeError, match="no configuration of fn fits"),
+    ):
+        tuner.run(7, grid=(1,), warmup=False)
+
+
+def test_all_configurations_are_compiled_before_one_is_timed(tuned_kernel):
+    tuner, asked = tuned_kernel
+    with part("tuning").compiled_side_by_side():
+        assert tuner.run(7, grid=(1,), warmup=False) == (7, 2)
+    assert sorted(asked[:3]) == [(1, True), (2, True), (3, True)]
+    assert asked[3:] == [(1, False), (2, False), (3, False), (2, False)]
 
 
 # ---- what is wrong is found
