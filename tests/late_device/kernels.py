@@ -1,6 +1,6 @@
-"""Operators that torch has for CUDA alone: FlashAttention, cuDNN's dense attention, and products
-of 16-bit factors into float32 sums. Each checks what the real one asks for, and says which memory
-it uses.
+"""Operators that torch has for CUDA alone: FlashAttention, cuDNN's dense attention, products of
+16-bit factors into float32 sums, and gradients of convolutions. Each checks what the real one asks
+for, and says which memory it uses.
 
 FlashAttention's forward is the project's reference kernel. Its backward rounds where
 FlashAttention-2 does: probabilities and their gradients are factors of 16 bits, and gradients of
@@ -26,6 +26,7 @@ def register():
         "_scaled_dot_product_cudnn_attention": _cudnn_forward,
         "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
         "_fused_sdp_choice": lambda *args, **options: MATH,
+        "convolution_backward": _convolution_backward,
         "mm.dtype": _mm,
         "mm.dtype_out": _mm_out,
         "addmm.dtype": _addmm,
@@ -197,6 +198,21 @@ def _dense_call(q, k, v, dropout, causal, scale):
 def _rows(x):
     """[1, heads, n, D] of the device -> [n, heads, D], the host's view."""
     return ops.cpu(x)[0].transpose(0, 1)
+
+
+# ---- convolutions
+
+
+def _convolution_backward(dout, x, weight, bias_sizes, *options):
+    """Compute the gradients of x, weight and bias, None for those not asked for. In three
+    dimensions torch's own operator looks for a kernel by the device of its inputs."""
+    asked = options[-1]  # one bool for each of the three
+    ops.touch("convolution_backward", [dout, x, weight], [])
+    given = (ops.cpu(tensor) for tensor in (dout, x, weight))
+    gradients = torch.ops.aten.convolution_backward(*given, bias_sizes, *options)
+    wanted = [x for x, is_asked in zip(gradients, asked, strict=True) if is_asked]
+    made = iter(_made("convolution_backward", wanted))
+    return tuple(next(made) if is_asked else None for is_asked in asked)
 
 
 # ---- products

@@ -29,11 +29,15 @@ def run_on_device(*names, marks="not nightly"):
 @pytest.mark.first
 @pytest.mark.timeout(600)  # it compiles the device where that has not been done
 def test_the_device_finds_what_it_should_and_whole_steps_are_free_of_it():
-    run_on_device("rules", "store", "memory", "layers", "planted", "steps", "trainers")
+    run_on_device(
+        *("rules", "store", "memory", "layers", "planted", "steps", "trainers", "choices")
+    )
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["layers", "steps", "trainers", "families", "objectives"])
+@pytest.mark.parametrize(
+    "name", ["layers", "steps", "trainers", "choices", "families", "objectives"]
+)
 def test_longer_steps_are_free_of_it_too(name):
     run_on_device(name, marks="nightly")

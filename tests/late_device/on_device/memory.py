@@ -7,6 +7,7 @@ import torch
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.layer_memory import LayerMemory
+from hf_flexseq.hf.tiles import MlpTiles
 from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.memory.pages import MIB
 from hf_flexseq.memory.store import HostStore
@@ -33,7 +34,7 @@ def model_of():
 
 
 def held_and_gradients(model, **choice):
-    """Bytes on the device between forward and backward, and gradients."""
+    """Bytes on the device between forward and backward, and gradients; the host does not wait."""
     shard = make_shard(one_group(range(1), 1, "local"), (TOKENS,), 0)
     chosen = MemoryChoice(**choice)
     seq_ctx = SequenceContext(shard, Communicator(), Reference(), CUDA, memory=chosen)
@@ -44,11 +45,13 @@ def held_and_gradients(model, **choice):
     held = []
     with layers.attached():
         for _ in range(2):  # programs are made in the first
+            torch.cuda.set_sync_debug_mode("error")
             before = torch.cuda.memory_allocated()
             out = model.model(input_ids=ids, position_ids=ids, seq_ctx=seq_ctx, use_cache=False)
             held.append(torch.cuda.memory_allocated() - before)
             out.last_hidden_state.square().sum().backward()
             del out
+            torch.cuda.set_sync_debug_mode("default")
         found = gradients(model)
         check(*found.values())
     return held[1], found
@@ -73,3 +76,16 @@ def test_what_is_chosen_is_what_is_on_the_device():
         found.append(of_choice)
     for one in found:
         assert all(torch.equal(one[name], gradient) for name, gradient in wanted.items())
+
+
+def test_mlps_in_tiles_have_the_same_gradients_and_hold_less():
+    model = model_of()
+    _, wanted = held_and_gradients(model)
+    tiles = MlpTiles(model)
+    tiles.attach()
+    whole, _ = held_and_gradients(model)
+    held, found = held_and_gradients(model, mlp_tiles=4)
+    tiles.detach()
+    assert held < whole
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient)

@@ -143,11 +143,40 @@ def test_calibration(monkeypatch):
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.usefixtures("in_torch")
-def test_training_as_the_stock_trainer_does():
+@pytest.mark.parametrize("name", ["training", "lengths"])
+def test_training_as_the_stock_trainer_does(monkeypatch, name):
     training = part("training")
-    stock = training.train("stock", training.SHORT)
-    flexseq = training.train("flexseq", training.SHORT, cost_model="estimate")
-    assert training.losses_agree(flexseq["losses"], stock["losses"])
+    monkeypatch.setattr(training, "options_of", on_device(training.options_of))
+    assert section("training", name).holds
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.usefixtures("in_torch")
+def test_images(monkeypatch):
+    images = part("images")
+    monkeypatch.setattr(images, "options_of", on_device(images.options_of))
+    found = section("images", "images")
+    assert found.holds, found.text()
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("in_torch")
+def test_scans():
+    """Nothing is judged."""
+    lines = section("recurrent", "scans").lines
+    assert sum("| chunked |" in line for line in lines) == 3
+
+
+def on_device(options_of):
+    """Training arguments of a rehearsal, but for its device; costs are estimated."""
+
+    def options(trainer, setting):
+        found = options_of(trainer, setting)
+        del found["use_cpu"]
+        return found | ({"cost_model": "estimate"} if trainer == "flexseq" else {})
+
+    return options
 
 
 def test_the_environment_says_so():

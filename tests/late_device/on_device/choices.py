@@ -1,0 +1,149 @@
+"""What a run may choose besides, on the device: losses and parameters are those of a CPU, and
+nothing is found."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
+from tests.hf.test_shared_prefixes import conversations
+from tests.hf.test_step_memory import RunsOut, cap_after
+from tests.hf.test_trainer import logged
+from tests.hf.test_video_parts import PART
+from tests.hf.tiny import documents, tiny_llama
+from tests.hf.vision import tiny_vision_model, vision_examples
+from tests.hf.vision_runs import VIDEOS, frozen
+from tests.late_device.install import ops
+from tests.late_device.on_device.conftest import SETTINGS
+from tests.no_graph import without_graphs
+
+LENGTHS = [5, 33, 8, 21, 60, 2, 9, 17, 30, 4, 12, 50]
+IMAGES = [1, 0, 2, 1, 1, 0]
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("in_torch", "one_kernel")]
+
+
+def with_adapter():
+    """A Llama with adapters that are not zero."""
+    targets = ["q_proj", "v_proj", "down_proj"]
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    torch.manual_seed(0)
+    return get_peft_model(tiny_llama(torch.float32), config)
+
+
+def with_tower():
+    return tiny_vision_model("qwen3_vl").float()
+
+
+def on_videos():
+    return vision_examples("qwen3_vl", IMAGES, videos=VIDEOS)
+
+
+def text():
+    return documents(LENGTHS)
+
+
+def images():
+    return vision_examples("qwen3_vl", IMAGES)
+
+
+# What a run has: a model, a dataset, and options, of which two are changes of the package.
+RUNS = {
+    "adapters": (with_adapter, text, {}),
+    "compiled": (
+        lambda: tiny_llama(torch.float32),
+        text,
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    ),
+    "a tower": (with_tower, images, {}),
+    "a tower made again": (with_tower, images, {"keeps_graph": False}),
+    "a tower made again beside frozen text": (
+        lambda: frozen(with_tower(), "text"),
+        images,
+        {"keeps_graph": False},
+    ),
+    "frames of videos": (with_tower, on_videos, {"part_patches": 1}),
+    "shared prefixes": (
+        lambda: tiny_llama(torch.float32),
+        lambda: conversations(24),
+        {"shared_prefixes": "auto", "max_tokens_per_rank": 128},
+    ),
+    "shared prefixes, checkpointed": (
+        lambda: tiny_llama(torch.float32),
+        lambda: conversations(24),
+        {"shared_prefixes": "auto", "max_tokens_per_rank": 128, "gradient_checkpointing": True},
+    ),
+}
+EVERY_TIME = ("a tower made again", "shared prefixes, checkpointed")
+
+
+def trained(folder, name, *, use_cpu):
+    """Losses and parameters of two steps."""
+    make_model, make_rows, options = RUNS[name]
+    options = dict(options)
+    with ExitStack() as stack:
+        if not options.pop("keeps_graph", True):
+            stack.enter_context(without_graphs())
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        if "part_patches" in options:
+            patch.setattr(PART, options.pop("part_patches"))
+        settings = SETTINGS | {"output_dir": str(folder), "max_steps": 2, "use_cpu": use_cpu}
+        settings |= {
+            "optim": "sgd",
+            "learning_rate": 0.1,
+        }  # updates are in proportion to gradients
+        made = FlexSeqTrainer(
+            model=make_model(),
+            args=FlexSeqConfig(**settings | options),
+            train_dataset=make_rows(),
+            data_collator=DataCollatorForFlexSeq(),
+        )
+        ops.reset_counts()
+        made.train()
+    parameters = {name: p.detach().cpu() for name, p in made.model.named_parameters()}
+    return logged(made.state.log_history, "loss"), parameters
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in EVERY_TIME else pytest.param(name, marks=pytest.mark.nightly)
+        for name in RUNS
+    ],
+)
+def test_it_trains_as_on_a_cpu(tmp_path, name):
+    losses, wanted = trained(tmp_path, name, use_cpu=True)
+    found_losses, found = trained(tmp_path, name, use_cpu=False)
+    assert len(losses) == 2
+    assert ops.counts()["copies to the host"] == 2  # flags of what is not finite, once a step
+    assert found_losses == pytest.approx(losses, rel=1e-5)
+    for parameter, value in wanted.items():
+        torch.testing.assert_close(found[parameter], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_that_ran_out_of_memory_runs_again(tmp_path):
+    """With the losses of a run under the lower cap."""
+
+    def losses(name, cap, *failing):
+        fault = RunsOut(*failing, where="backward")
+        settings = SETTINGS | {"output_dir": str(tmp_path / name), "max_steps": 2}
+        made = FlexSeqTrainer(
+            model=tiny_llama(torch.float32),
+            args=FlexSeqConfig(
+                **settings | {"max_tokens_per_rank": cap, "auto_find_batch_size": True}
+            ),
+            train_dataset=text(),
+            data_collator=DataCollatorForFlexSeq(),
+            callbacks=[fault],
+        )
+        with fault.planted():
+            made.train()
+        assert fault.times == 1 - len(failing)
+        return logged(made.state.log_history, "loss")
+
+    found = losses("failed", 100, 0)
+    cap = cap_after(tmp_path / "failed")
+    assert cap < 100
+    assert found == losses("lower", cap)
