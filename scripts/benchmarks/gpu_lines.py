@@ -53,8 +53,9 @@ FOLDER = ROOT / "build/gpu_lines"
 # packages that are installed apart.
 RUNS = (
     ("tests/attention", "tests/cli", "tests/distributed", "tests/kernels", "tests/late_device")
-    + ("tests/profiler", "tests/scripts/test_gpu_check.py", "tests/steps")
-    + ("tests/hf/test_reduction.py", "tests/hf/test_trainer.py", "tests/hf/test_sharding.py"),
+    + ("tests/memory", "tests/profiler", "tests/scripts/test_gpu_check.py", "tests/steps")
+    + ("tests/hf/test_reduction.py", "tests/hf/test_trainer.py", "tests/hf/test_sharding.py")
+    + ("tests/hf/test_sharded_checkpoints.py",),
     ("-m", "nightly", "tests/late_device", "tests/scripts/test_gpu_check.py"),
 )
 OF_PACKAGES = ("-m", "kernels", "tests/kernels/test_chunked_loss.py", "tests/kernels/scans")
@@ -108,7 +109,9 @@ FUNCTIONS = {
         *("Segments.cu_seqlens_q", "Segments.cu_seqlens_k"),
         *("Segments.has_keyless", "Segments.place"),
     ),
+    "memory/store.py": ("free_cached_pinned_memory",),
     "profiler/estimate.py": ("_known_gpu",),
+    "scripts/gpu_checks/several.py": ("_guarded",),
 }
 
 # Conditions, as `ast` writes them, that hold on a GPU alone, or over NCCL alone.
@@ -124,13 +127,15 @@ ASKS = "|".join(
 ASKS_IN = {
     "distributed/all_to_all.py": r"block is not None",
     "distributed/connect.py": r"\('nccl', 'cuda'\)|\['nccl', 'cuda'\]",
-    "hf/engine.py": r"^due is not None",
+    "hf/finished.py": r"^due is not None",
     "kernels/capabilities.py": r"^self\.oldest",
     "kernels/choose.py": r"_NOT_USED",
     "kernels/chunked_loss.py": r"reason_without_liger is None",
     "kernels/scans/choose.py": r"reason is None",
     "steps/random_numbers.py": r"len\(states\) > 1",
     "steps/nonfinite.py": r"self\._copied is not None",
+    "memory/store.py": r"self\._copies is not None|\.copied is not None",
+    "steps/ahead.py": r"self\.done is not None",
     "steps/stopwatch.py": r"self\._events",
 }
 # Conditions that hold everywhere else.
@@ -138,9 +143,35 @@ ASKS_NOT = "|".join(
     (
         *(r"(== 'cpu'|!= 'cuda')$", r"^not torch\.cuda\.is_available\(\)$", r"not on_gpu"),
         *(r"not is_ordered", r"not self\.oldest", r"keyless_lse == -torch\.inf"),
-        r"(?<!not )\bsetting\.rehearse$",
+        *(r"(?<!not )\bsetting\.rehearse$", r"^self\._(stream|copies) is None\b"),
     )
 )
+# Names that only CUDA has, in statements that all devices run: conditions, which ask for one, and
+# expressions with an alternative. A test finds every other statement with such a name in the
+# definition above.
+NAMES = "|".join(
+    (
+        *(r"torch\.cuda\.", r"\brecord_(stream|event)\b", r"\bwait_(stream|event)\b"),
+        *(r"\bpin_memory\b", r"\b_host_emptyCache\b", r"\btorch\.accelerator\b"),
+    )
+)
+ON_ALL = {
+    "cli/environment.py": r"for index in range\(torch\.cuda\.device_count",
+    "distributed/connect.py": r"if torch\.cuda\.is_available",
+    "distributed/hosts.py": r"device_count\(\) or CPU_RANKS",
+    "hf/calibration/command.py": r"Accelerator\(cpu=not torch",
+    "hf/prove/command.py": r"Accelerator\(cpu=not torch",
+    "memory/pages.py": r"pin_memory=self\._pinned",
+    "memory/store.py": r"if is_gpu else None",
+    "profiler/transfers.py": r"pin_memory=is_pinned",
+    "steps/ahead.py": r"if device\.type == 'cuda' else None",
+    "steps/nonfinite.py": r"self\._copied: .* = None",
+    "steps/random_numbers.py": r"if torch\.cuda\.is_available",
+    "steps/stopwatch.py": r"self\._events: .* = \[\]",
+    "scripts/gpu_check.py": r"if .*not torch\.cuda\.is_available",
+    "scripts/gpu_checks/report.py": r"return 2 if self\.rehearse else",
+    "scripts/gpu_checks/training.py": r"if torch\.cuda\.is_available|if not setting\.rehearse",
+}
 
 
 class Line(NamedTuple):

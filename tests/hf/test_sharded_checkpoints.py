@@ -33,7 +33,7 @@ from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER, inspect, is_torn
 from hf_flexseq.checkpoints.optimizer import FOLDER
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf import saving
+from hf_flexseq.hf import saving, weights
 from hf_flexseq.hf.sharded_at_load import accepted_by_trainer
 from hf_flexseq.hf.weights import load_weights
 from tests.hf import experts
@@ -595,3 +595,10 @@ def test_no_checkpoint_goes_on_with_a_part_of_its_state(two):
         for line, said in zip(lines, CHANGES.values(), strict=True):
             assert re.search(said, line), line
             assert "\n" not in line
+
+
+def test_weights_that_are_resumed_lie_on_the_rank_s_own_gpu(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    of_gpus = SimpleNamespace(get_mesh=lambda name: SimpleNamespace(device_type="cuda"))
+    place = weights._same_meshes(SimpleNamespace(_mesh_manager=of_gpus))
+    assert place(object, "config") == ("config", torch.device("cuda", 3), of_gpus)

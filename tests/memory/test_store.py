@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_flexseq.memory import machine
 from hf_flexseq.memory.pages import GIB, MIB, HostMemoryFull, page_bytes_of
-from hf_flexseq.memory.store import HostStore
+from hf_flexseq.memory.store import HostStore, free_cached_pinned_memory
 
 CPU = torch.device("cpu")
 LAYERS = 6
@@ -238,3 +238,11 @@ def test_a_container_has_less_than_its_machine(monkeypatch, tmp_path):
     used.write_text("400000\n")
     assert machine.total_bytes() == 1000000
     assert machine.available_bytes() == 600000
+
+
+def test_pinned_memory_that_torch_keeps_is_given_back(monkeypatch):
+    """By a function of CUDA builds."""
+    calls = []
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append(1), raising=False)
+    free_cached_pinned_memory()
+    assert calls == [1]

@@ -97,7 +97,7 @@ def test_a_statement_of_several_lines_ran_if_one_of_them_did(lines, monkeypatch,
 
 def test_the_definition_names_what_there_is(lines):
     for name in {*lines.MODULES, *lines.SHARED, *lines.FUNCTIONS, *lines.ASKS_IN}:
-        path = lines.PACKAGE / name
+        path = (lines.ROOT if name.startswith("scripts/") else lines.PACKAGE) / name
         assert lines.gpu_lines(path), name
         there = dict(lines.functions(ast.parse(path.read_text())))
         named = {*lines.FUNCTIONS.get(name, ()), *lines.SHARED.get(name, ())}
@@ -115,6 +115,27 @@ def test_every_condition_that_names_cuda_is_in_the_definition(lines):
             if number not in inside and re.search(r"cuda|nccl|is_available", condition):
                 known = re.search(lines.ASKS_NOT, condition)
                 assert known or lines.asks(condition, also), (path, condition)
+
+
+def test_every_statement_that_names_cuda_is_in_the_definition_or_runs_on_all_devices(lines):
+    on_all = set()
+    for path in lines.files():
+        name = lines.name_of(path)
+        inside = {one.number for one in lines.gpu_lines(path)}
+        for statement in heads_of(lines, path):
+            text = ast.unparse(statement).split("\n")[0]
+            if statement.lineno in inside or not re.search(lines.NAMES, text):
+                continue
+            assert re.search(lines.ON_ALL.get(name, "$."), text), (name, text)
+            on_all.add(name)
+    assert on_all == lines.ON_ALL.keys()
+
+
+def heads_of(lines, path):
+    """The statements of all functions of a module, of which compound ones count by their first
+    line."""
+    for _, function in lines.functions(ast.parse(path.read_text())):
+        yield from lines.inside(function.body)
 
 
 def conditions_of(path):

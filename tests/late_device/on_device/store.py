@@ -1,7 +1,10 @@
-"""Tensors that go to the host and come back on a stream of their own."""
+"""Work on streams of its own: tensors that go to the host and come back, images ahead."""
+
+import contextlib
 
 import torch
 
+from hf_flexseq.steps.ahead import BesideStep
 from tests.late_device import scenarios
 from tests.late_device.install import ops
 from tests.memory.test_store import backward, forward, make_store
@@ -33,3 +36,16 @@ def test_a_graph_that_is_dropped_while_tensors_come_back():
     assert store.used_bytes == 0
     torch.zeros(300, 4, 4, dtype=torch.float64, device=CUDA)
     store.close()
+
+
+def test_images_are_encoded_in_their_step_once_memory_has_run_out():
+    beside = BesideStep(CUDA)
+    calls = []
+
+    def encode():
+        calls.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    for _ in range(2):
+        assert beside.encode(encode, (), contextlib.nullcontext()) is None
+    assert len(calls) == 1
