@@ -103,7 +103,7 @@ def probe_model(
         attach: Gives a model its attention and its positions; None does what a trainer does.
     """
     twin = lively_copy(model, torch.float64)
-    sequences = _sequences(twin.config.get_text_config())
+    sequences = _sequences(twin.config)
     changed = [_with_change(sequences, change) for change in changes]
 
     # 1. one process
@@ -169,12 +169,15 @@ def lively_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def usual_tokens(config: Any) -> list[int]:
-    """Return all tokens of a model's vocabulary except the special ones."""
+    """Return all tokens of a model's vocabulary except the special ones, such as those that stand
+    for images."""
     special = set()
-    for name, value in vars(config).items():
-        if name.endswith("token_id"):
-            special.update(value if isinstance(value, list) else [value])
-    return [token for token in range(config.vocab_size) if token not in special]
+    of_text = config.get_text_config()
+    for one in (config, of_text):
+        for name, value in vars(one).items():
+            if name.endswith(("_id", "_index")):
+                special.update(value if isinstance(value, list) else [value])
+    return [token for token in range(of_text.vocab_size) if token not in special]
 
 
 def _sequences(config: Any) -> list[torch.Tensor]:

@@ -107,6 +107,23 @@ SMALL: dict[str, Any] = {
     "encoder_ffn_dim": 24,
     "output_dim": 32,
 }
+# Further ones of towers, and of models that have one: images of a few patches.
+SMALL_TOWER: dict[str, Any] = {
+    "patch_size": 4,
+    "image_size": 16,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [1],
+    "global_attn_indexes": [1],
+    "insert_layer_id": 0,
+    "window_size": 16,
+    "max_image_size": 32,
+    "img_max_token_num": 64,
+    "mm_tokens_per_image": 4,
+    "projection_dim": 32,
+    "projector_hidden_size": 32,
+    "image_grid_pinpoints": [[16, 16], [16, 32], [32, 16], [32, 32]],
+}
 # Those of them that a configuration keeps at None where it has them so.
 OPTIONAL = (
     "q_lora_rank",
@@ -126,7 +143,17 @@ SIZES: dict[str, dict[str, Any]] = {
     "falcon_h1": {"head_dim": 8},
     "helium": {"head_dim": 8},
     "longcat_flash": {"head_dim": 8},
+    "llama4_vision_model": {
+        "intermediate_size": 128,  # of hidden states whose pixels are shuffled
+        "vision_output_dim": 48,
+        "projector_input_dim": 48,
+        "projector_output_dim": 48,
+    },
+    "aria": {"projector_patch_to_query_dict": {16: 6}},
+    "lfm2_vl": {"downsample_factor": 2},
+    "vipllava": {"vision_feature_layers": [-2, -1]},
 }
+TEXT_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
 
 
 # What a saved configuration has that its class does not take, or that a small model does not have.
@@ -152,19 +179,20 @@ def small_config(
     near: leave out the layers of full attention, if there are others.
     """
     cls = kind.config_class
-    return cls(**(_small_options(cls, options, near=near) | SIZES.get(cls.model_type, {})))
+    return cls(**_small_options(cls, options, near=near))
 
 
 def _small_options(
-    cls: type[PreTrainedConfig], options: dict[str, Any], *, near: bool
+    cls: type[PreTrainedConfig], options: dict[str, Any], *, near: bool, is_tower: bool = False
 ) -> dict[str, Any]:
     """Return options of a small configuration, of the towers beside a decoder as well."""
     fields = {field.name for field in dataclasses.fields(cls)}
     base = cls(**options)
+    has_towers = base.get_text_config() is not base
     small = dict(options)
-    for name, value in SMALL.items():
+    for name, value in (SMALL | SMALL_TOWER if is_tower or has_towers else SMALL).items():
         if name in fields or name in options:
-            small[name] = value
+            small[name] = _as_many(value, vars(base).get(name))
 
     # 1. what a family does not have it does not get
     for name in OPTIONAL:
@@ -178,6 +206,8 @@ def _small_options(
             small[name] = None if value is None or name == "eos_token_id" else 1
         if name.endswith(("dropout", "pdrop", "dropout_prob")) and name != "token_dropout":
             small[name] = 0.0
+    if has_towers:
+        small |= _tokens_of_parts(base, fields)
     if "kv_lora_rank" in fields:
         small["num_key_value_heads"] = SMALL["num_attention_heads"]
 
@@ -201,9 +231,31 @@ def _small_options(
         if isinstance(part, PreTrainedConfig):
             given = options.get(name)
             given = plain_options(given) if isinstance(given, dict) else {}
-            small[name] = _small_options(type(part), given, near=near)
+            of_tower = is_tower or part is not base.get_text_config()
+            small[name] = _small_options(type(part), given, near=near, is_tower=of_tower)
             small[name]["model_type"] = part.model_type
-    return small
+    return small | SIZES.get(cls.model_type, {})
+
+
+def _as_many(value: Any, base: Any) -> Any:
+    """Return a size as often as the option has numbers, such as a patch's height and width."""
+    if isinstance(base, (list, tuple)) and base and isinstance(value, int):
+        return [value] * len(base)
+    return value
+
+
+def _tokens_of_parts(base: PreTrainedConfig, fields: Collection[str]) -> dict[str, int]:
+    """Return the tokens around and instead of images, videos and sounds, each another one, from
+    the end of the vocabulary."""
+    tokens: dict[str, int] = {}
+    known: dict[str, int] = {}  # by what two options may call by one name each
+    for name in sorted(fields):
+        is_token = name.endswith(("_token_id", "_token_index", "_start_id", "_end_id"))
+        is_token = is_token or name.endswith("newline_id")
+        if is_token and name not in TEXT_TOKENS and isinstance(vars(base).get(name), int):
+            what = name.removesuffix("_index").removesuffix("_id")
+            tokens[name] = known.setdefault(what, SMALL["vocab_size"] - 1 - len(known))
+    return tokens
 
 
 def small_model(
