@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 600.0  # after which the ranks are ended
+PATHS = ("/", "./", "../", "~")  # how the path of a folder begins
 COLUMNS = ("plan", "groups", "loss off by", "worst gradient off by", "of", "")
 
 
@@ -22,6 +23,12 @@ def prove(options: Namespace) -> int:
 
     Returns the exit status: 0 if the model is proven, else 1.
     """
+    name = options.model
+    if (name.startswith(PATHS) or name.endswith(".json")) and not Path(name).exists():
+        raise ValueError(
+            f"{name} does not exist: give a folder or a config.json that does, a name on the Hub, "
+            "or a class of transformers"
+        )
     if "RANK" in os.environ:
         record = _of_this_rank(options)
         if int(os.environ["RANK"]) != 0:
@@ -90,7 +97,7 @@ def holds(record: dict[str, Any]) -> bool:
     planted fault was found."""
     steps = [step for step in record["steps"].values() if "not_run" not in step]
     return bool(
-        record["learned"]
+        all(record["learned"].values())
         and steps
         and all(step["holds"] for step in steps)
         and not record["changes"]
@@ -104,12 +111,16 @@ def holds(record: dict[str, Any]) -> bool:
 def page_of(record: dict[str, Any]) -> str:
     """Return the table and the verdict."""
     nodes, ranks_per_node = record["ranks"]
+    sets = ", ".join(
+        f"{what} ({len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens)"
+        for what, lengths in record["documents"].items()
+    )
     lines = [
         f"{record['model']} of {record['origin']}, {record['parameters']:,} parameters, "
         f"{record['dtype']}, on {nodes} x {ranks_per_node} ranks ({record['device']})",
-        f"one optimizer step of {len(record['documents'])} documents of "
-        f"{min(record['documents'])} to {max(record['documents'])} tokens; allowed: loss "
-        f"{record['bounds']['loss']:.1e}, gradients {record['bounds']['gradient']:.1e}",
+        f"one optimizer step of {sets}",
+        f"allowed: loss {record['bounds']['loss']:.1e}, gradients "
+        f"{record['bounds']['gradient']:.1e}",
         "",
         *_table([COLUMNS, *(_row(name, step) for name, step in record["steps"].items())]),
         "",
@@ -126,8 +137,11 @@ def page_of(record: dict[str, Any]) -> str:
     lines += [
         f"  NOT FOUND: {name}" for name, is_found in record["faults"].items() if not is_found
     ]
-    if not record["learned"]:
-        lines.append("NOTHING TRAINED: all gradients are 0")
+    lines += [
+        f"NOTHING TRAINED on {what}: all gradients are 0"
+        for what, learned in record["learned"].items()
+        if not learned
+    ]
     lines += [f"not proven: {what}" for what in record["not_proven"]]
     lines.append("PROVEN" if holds(record) else "NOT PROVEN")
     return "\n".join(lines)

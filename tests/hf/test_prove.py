@@ -1,5 +1,6 @@
 """`flexseq prove`: what is sound is proven, and errors of training that others' users reported are
-found. Errors inside of a model are planted in `test_probe.py`."""
+found. Errors inside of a model are planted in `test_probe.py`, those of images, router losses and
+memory in `test_prove_errors.py`."""
 
 import json
 
@@ -14,8 +15,18 @@ from hf_flexseq.hf import probe
 from hf_flexseq.hf.model.facts import model_shape
 from hf_flexseq.hf.model.small import plain_options, small_model
 from hf_flexseq.hf.prove import command
-from hf_flexseq.hf.prove.command import difference, planted_faults
-from hf_flexseq.hf.prove.trained import LONGEST, Step, documents, step_alone, tokens_per_rank
+from hf_flexseq.hf.prove.documents import (
+    IMAGE_COUNTS,
+    LONGEST,
+    documents,
+    drawn_images,
+    image_documents,
+    tokens_per_rank,
+)
+from hf_flexseq.hf.prove.subject import with_router_loss
+from hf_flexseq.hf.prove.trained import call_alone, step_alone
+from hf_flexseq.steps.differences import Step, difference, planted_faults
+from hf_flexseq.steps.images import UnsupportedImages
 from tests.budget import others_nightly
 from tests.ranks import run_ranks
 
@@ -137,6 +148,73 @@ def test_a_step_has_several_micro_batches(rows):
     assert 2 * limit >= LONGEST
 
 
+# ---- images, and router losses
+
+
+def vision_model(name, options=None):
+    return probe.lively_copy(
+        small_model(getattr(transformers, name), options or {}), torch.float64
+    )
+
+
+FORMS = {
+    "Qwen3VLForConditionalGeneration": ["image_grid_thw"],
+    "LlavaForConditionalGeneration": ["pixel_values"],
+    "Mistral3ForConditionalGeneration": ["image_sizes"],
+    "Idefics3ForConditionalGeneration": ["pixel_attention_mask"],
+    "LlavaOnevisionForConditionalGeneration": ["image_sizes"],
+    "Lfm2VlForConditionalGeneration": ["spatial_shapes"],
+}
+
+
+@pytest.mark.parametrize("name", others_nightly(FORMS, tried=list(FORMS)[:2]))
+def test_images_are_drawn_in_the_form_that_a_model_takes(name):
+    model = vision_model(name)
+    form = drawn_images(model, call_alone)
+    assert set(FORMS[name]) <= form.draw(0).keys()
+    rows = image_documents(form, IMAGE_COUNTS, 2)
+    counts = []  # of tokens that stand for images
+    for row in rows:
+        counts.append(sum(token == form.placeholder for token in row["input_ids"]))
+        is_part = [token == form.placeholder for token in row["input_ids"]]
+        assert not any(
+            part and label >= 0 for part, label in zip(is_part, row["labels"], strict=True)
+        )
+    assert [bool(count) for count in counts] == [bool(count) for count in IMAGE_COUNTS]
+    first, second = rows[0]["input_ids"], rows[1]["input_ids"]
+    shared = first.index(form.placeholder) + counts[1]
+    assert first[:shared] == second[:shared]
+    step = step_alone(model, rows)
+    of_tower = [name for name in step.gradients if "vis" in name and "pos" not in name]
+    assert any(step.gradients[name].any() for name in of_tower)
+
+
+def test_models_whose_images_cannot_be_drawn_say_why():
+    for options, reason in (
+        ({}, "its configuration has no vision_config"),
+        ({"vision_config": {"model_type": "gemma4_vision"}}, None),
+    ):
+        model = vision_model("Gemma4ForConditionalGeneration", options)
+        if reason is None:
+            assert "image_position_ids" in drawn_images(model, call_alone).draw(0)
+            continue
+        with pytest.raises(UnsupportedImages, match=reason):
+            drawn_images(model, call_alone)
+
+
+def test_the_router_loss_is_that_of_all_documents_and_as_large_as_the_other():
+    model = vision_model("MixtralForCausalLM")
+    rows = documents(model.config, 2)
+    routed = with_router_loss(model)
+    assert routed.facts.coefficient == 1.0
+    without, with_loss = (
+        step_alone(model, rows),
+        step_alone(routed.model, rows, router=routed.facts),
+    )
+    assert with_loss.loss - without.loss > 0.5  # about 1 where experts are balanced, and more
+    assert difference(with_loss, without).gradient > 0.1
+
+
 # ---- on ranks
 
 
@@ -144,15 +222,27 @@ def proven(rank, world_size, name):
     return command.prove(name)
 
 
-MODELS = ("LlamaForCausalLM", "Qwen3_5ForCausalLM")
+MEMORY = "auto, least memory"
+# By model, further steps that are trained.
+TITLES = {
+    "LlamaForCausalLM": (MEMORY,),
+    "Qwen3_5ForCausalLM": (MEMORY,),
+    "Qwen3VLMoeForConditionalGeneration": (
+        *(MEMORY, "auto, router loss", "auto, one image"),
+        *("auto, images", "zigzag, images", "balanced, images", "ulysses, images"),
+    ),
+    "Gemma3ForConditionalGeneration": ("auto, images", "ulysses, images"),
+}
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", others_nightly(MODELS, tried=["LlamaForCausalLM"]))
+@pytest.mark.parametrize("name", others_nightly(list(TITLES), tried=["LlamaForCausalLM"]))
 def test_a_sound_model_is_proven_on_two_ranks(name):
     record = run_ranks(proven, 2, name)[0]
     assert page.holds(record)
-    assert {"auto", "zigzag", "balanced", "ulysses"} == record["steps"].keys()
+    assert {"auto", "zigzag", "balanced", "ulysses"} <= record["steps"].keys()
+    for title in TITLES[name]:
+        assert record["steps"][title]["holds"]
     shown = page.page_of(json.loads(json.dumps(record)))
     assert shown.endswith("\nPROVEN")
     record["steps"]["zigzag"]["holds"] = False
@@ -162,9 +252,19 @@ def test_a_sound_model_is_proven_on_two_ranks(name):
 
 def test_what_cannot_be_proven_is_told_in_one_line(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("RANK", "0")
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    (unknown / "config.json").write_text('{"model_type": "unheard-of"}')
     for name, message in (
+        ("./no-such-folder", "./no-such-folder does not exist: give a folder"),
+        ("LlamaConfig", "LlamaConfig is no class of models: give the folder"),
+        ("LlamaModel", "LlamaModel has no head that predicts tokens: name the"),
+        (str(unknown), "model type `unheard-of`"),
+        ("LlamaForSequenceClassification", "has no head that predicts tokens: name the"),
+        ("Qwen2AudioForConditionalGeneration", "its forward computes a loss of its own"),
+        ("LlamaForCausalLM", "1 rank shares nothing with others, and two are needed"),
         ("MambaForCausalLM", "MambaForCausalLM: it has layers of the kinds linear_attention"),
-        (str(tmp_path), f"Unrecognized model in {tmp_path}"),
+        (str(tmp_path), f"{tmp_path} has no configuration that transformers"),
         ("BltForCausalLM", "BltForCausalLM cannot be made small (ValueError: with narrow layers"),
     ):
         assert main(["prove", name]) == 2

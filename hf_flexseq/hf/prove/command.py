@@ -4,84 +4,72 @@
 
 1. model      a small one with the same kinds of layers, and random weights; or the whole one
 2. steps      one optimizer step of FlexSeqTrainer for each plan, against the same step without
-              hf_flexseq: loss, and every gradient
+              hf_flexseq: loss, and every gradient; on text, on images where the model takes them,
+              with its router loss where it has one, and with activations recomputed, on the host
+              and in tiles
 3. changes    `probe_model`: one token is changed, and exactly the outputs that depend on it change
-4. control    the step without hf_flexseq against itself in less precision
+4. control    the steps without hf_flexseq against themselves in less precision
 5. faults     that were made on purpose, and must be found
-
-Gradients are compared, not losses: a loss agrees to many digits where a gradient is wrong. The
-error of a parameter is ||found - wanted|| / ||wanted||, with 1e-3 of the largest norm of all
-parameters as the smallest divisor, below which no digits are left.
 """
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from accelerate import Accelerator
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from hf_flexseq.base.registry import STRATEGIES
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.base.versions import TESTED, installed, untested
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
-from hf_flexseq.hf.model.small import plain_options, small_model
+from hf_flexseq.hf.model.layer_memory import reason_without_choices
+from hf_flexseq.hf.model.router import RouterFacts, UnknownRouterLoss
+from hf_flexseq.hf.model.towers import tower_parameters
+from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.probe import lively_copy, probe_model
-from hf_flexseq.hf.prove.trained import (
-    Gradients,
-    Step,
+from hf_flexseq.hf.prove.documents import (
+    IMAGE_COUNTS,
+    ONE_IMAGE,
+    Rows,
     documents,
-    plans_of,
-    step_alone,
-    step_of_trainer,
+    drawn_images,
+    image_documents,
 )
-
-FLOOR = 1e-3  # of the largest norm of a gradient
-LEAST_FAULT = 0.01  # relative error that is planted, where the bounds are narrow
-TIMES_BOUND = 2.0  # planted error over the bound, in 16 bits
-
-
-class Bounds(NamedTuple):
-    """How far a step may be from the one without hf_flexseq."""
-
-    loss: float
-    """Relative error of the loss."""
-    gradient: float
-    """Error of any gradient."""
-
-
-class Difference(NamedTuple):
-    """How far a step is from another one."""
-
-    loss: float
-    """Relative error of the loss."""
-    gradient: float
-    """Largest error of a gradient."""
-    parameter: str
-    """Name of the parameter with that error; "" without gradients."""
-    missing: tuple[str, ...]
-    """Parameters that have a gradient in one step alone."""
-
-    def within(self, bounds: Bounds) -> bool:
-        """Return True if nothing is missing and no error is above its bound or NaN."""
-        is_close = self.loss <= bounds.loss and self.gradient <= bounds.gradient
-        return is_close and not self.missing
-
-    def to_record(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return {**self._asdict(), "missing": list(self.missing)}
-
+from hf_flexseq.hf.prove.subject import (
+    has_experts,
+    model_of,
+    with_router_loss,
+    without_router_loss,
+)
+from hf_flexseq.hf.prove.trained import call_alone, plans_of, step_alone, step_of_trainer
+from hf_flexseq.hf.tiles import find_mlps
+from hf_flexseq.plan.blocks import SEE_BLOCKS
+from hf_flexseq.plan.memory import MemoryChoice
+from hf_flexseq.steps.differences import (
+    Bounds,
+    Difference,
+    Step,
+    difference,
+    has_learned,
+    planted_faults,
+)
+from hf_flexseq.steps.images import UnsupportedImages
 
 # Norms, softmax and rotary embeddings of transformers compute in float32, whatever the dtype.
 FLOAT64 = Bounds(loss=1e-6, gradient=1e-4)
 FLOAT64_SCANS = Bounds(loss=1e-5, gradient=1e-3)  # scans do so, too, and add up many terms
 FLOAT32 = Bounds(loss=1e-4, gradient=1e-3)
 TIMES_CONTROL = 2.0  # that 16 bits on ranks may be as far from float32 as on one process
-# What transformers raises for configurations that no model can be built from.
-_BUILDING_FAILS = (ImportError, AttributeError, KeyError, TypeError, ValueError, RuntimeError)
 CHANGES = ((0, 19), (2, 1))  # (sequence, token) that the probe changes
+AUTO: dict[str, Any] = {}  # options of the plan that the planner chooses
+TILES = 3  # of an MLP
+RINGS = tuple(strategy for strategy in STRATEGIES[1:] if strategy not in SEE_BLOCKS)
 
 
 class Precision(NamedTuple):
@@ -93,6 +81,28 @@ class Precision(NamedTuple):
     control: str
 
 
+class Subject(NamedTuple):
+    """What steps are trained on, and the step without hf_flexseq."""
+
+    model: PreTrainedModel
+    rows: Rows
+    wanted: Step
+    control: Difference
+    """Of the same step in less precision."""
+    has_learned: bool
+    """True if any gradient is not 0, and any of the tower in a step with images."""
+
+
+class Case(NamedTuple):
+    """A step of FlexSeqTrainer."""
+
+    subject: str
+    options: dict[str, Any]
+    """Of its plan."""
+    memory: MemoryChoice | None = None
+    """For its activations; None for what the plan says."""
+
+
 def prove(name: str, *, whole: bool = False) -> dict[str, Any]:
     """Compare steps and changes, and return the record, plain JSON values, on every rank.
     Collective over the world.
@@ -101,46 +111,43 @@ def prove(name: str, *, whole: bool = False) -> dict[str, Any]:
     stands for its default configuration. whole: the model itself with its weights, instead of a
     small one; it has to fit into one process, and changes of tokens are not tried.
 
-    Raises ValueError or NotImplementedError for a model that cannot be built, that is refused, or
-    that cannot be made small.
+    Raises OSError, ValueError or NotImplementedError for a model that cannot be built, that is
+    refused, or that cannot be made small, and on a single rank of a CPU.
     """
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
+    model, origin = model_of(name, whole=whole)
+    without_router_loss(model)
+    check_model(model)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     topology = Communicator().topology
     on_gpu = accelerator.device.type == "cuda"
+    if topology.world_size == 1 and not on_gpu:
+        raise ValueError(
+            "1 rank shares nothing with others, and two are needed: leave out --ranks, or give "
+            "--ranks 2"
+        )
     precision = _precision(on_gpu=on_gpu, whole=whole)
-    model, origin = _model(name, whole=whole)
-    check_model(model)
     probed = model
     model = model.to(precision.dtype) if whole else lively_copy(model, precision.dtype)
     model = model.to(accelerator.device)
-    config = model.config.get_text_config()
-    rows = documents(config, topology.world_size)
 
-    wanted = step_alone(model, rows)
-    control = difference(_control(model, rows, precision), wanted)
+    left = _not_proven(model, topology, on_gpu=on_gpu, whole=whole)
+    subjects = dict(_subjects(model, topology, precision, left))
+    control = max((one.control for one in subjects.values()), key=lambda one: one.gradient)
     bounds = _bounds(model, precision, control.gradient)
     steps: dict[str, dict[str, Any]] = {}
-    for plan, options in plans_of(topology).items():
-        try:
-            run = step_of_trainer(model, rows, topology, options, bf16=precision.bf16)
-        except (ValueError, NotImplementedError) as error:
-            if plan == "auto":
-                raise
-            steps[plan] = {"not_run": " ".join(str(error).split())}
-            continue
-        apart = difference(run.step, wanted)
-        steps[plan] = {
-            "groups": run.groups,
-            "units": run.units,
-            "has_trained": run.has_trained,
-            "difference": apart.to_record(),
-            "holds": run.has_trained and apart.within(bounds),
-        }
+    for title, case in _cases(model, topology, subjects, left).items():
+        subject = subjects[case.subject]
+        steps[title] = _compared(subject, case, topology, bounds, bf16=precision.bf16)
+        if "not_run" in steps[title] and title == "auto":
+            raise ValueError(steps[title]["not_run"])
     changes: list[str] | None = None
     if not whole and accelerator.is_main_process:
-        changes = probe_model(probed, changes=CHANGES, gradients=False)
+        try:
+            changes = probe_model(probed, changes=CHANGES, gradients=False)
+        except NotImplementedError as error:  # of a model whose mask depends on its images
+            left.append(f"which outputs the change of a token changes: {error}")
     return {
         "model": type(model).__name__,
         "origin": origin,
@@ -148,100 +155,134 @@ def prove(name: str, *, whole: bool = False) -> dict[str, Any]:
         "ranks": [topology.nodes, topology.ranks_per_node],
         "device": accelerator.device.type,
         "dtype": "bfloat16" if precision.bf16 else str(precision.dtype).removeprefix("torch."),
-        "documents": [len(row["input_ids"]) for row in rows],
-        "learned": has_learned(wanted),
+        "documents": {what: _lengths(one.rows) for what, one in subjects.items()},
+        "learned": {what: one.has_learned for what, one in subjects.items()},
         "bounds": bounds._asdict(),
         "control": {"what": precision.control, **control.to_record()},
         "steps": steps,
         "changes": changes,
-        "faults": planted_faults(wanted, bounds),
-        "not_proven": _not_proven(model, on_gpu=on_gpu, whole=whole),
+        "faults": planted_faults(subjects[TEXT].wanted, bounds),
+        "not_proven": left,
     }
 
 
-# ---- differences
+def _lengths(rows: Rows) -> list[int]:
+    return [len(row["input_ids"]) for row in rows]
 
 
-def difference(found: Step, wanted: Step) -> Difference:
-    """Return how far the step `found` is from the step `wanted`."""
-    loss = abs(found.loss - wanted.loss) / max(abs(wanted.loss), 1e-12)
-    missing = tuple(sorted(found.gradients.keys() ^ wanted.gradients.keys()))
-    errors = errors_of(found.gradients, wanted.gradients)
-    # NaN is never the largest, so it is looked for first.
-    worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]), default="")
-    return Difference(loss, errors.get(worst, 0.0), worst, missing)
+# ---- what is trained
+
+TEXT, ROUTER, IMAGES, IMAGE = "text", "router loss", "images", "one image"
 
 
-def errors_of(found: Gradients, wanted: Gradients) -> dict[str, float]:
-    """Return the error of each parameter that both steps have."""
-    floor = FLOOR * max((float(gradient.norm()) for gradient in wanted.values()), default=0.0)
-    errors = {}
-    for name in wanted.keys() & found.keys():
-        size = max(float(wanted[name].norm()), floor, 1e-300)
-        errors[name] = float((found[name] - wanted[name]).norm()) / size
-    return dict(sorted(errors.items()))
-
-
-def has_learned(step: Step) -> bool:
-    """Return True if any gradient is not 0: two steps that compute nothing agree."""
-    return any(bool(gradient.any()) for gradient in step.gradients.values())
-
-
-def planted_faults(step: Step, bounds: Bounds) -> dict[str, bool]:
-    """Return faults of a step that were made on purpose, and whether the comparison finds each.
-
-    Errors of 1 % are planted, or of twice the bounds where those are wide, as in 16 bits.
-    """
-    factor = 1 + max(LEAST_FAULT, TIMES_BOUND * bounds.gradient)
-    loss_factor = 1 + max(LEAST_FAULT, TIMES_BOUND * bounds.loss)
-    largest = max(step.gradients, key=lambda name: float(step.gradients[name].norm()))
-    scaled = {**step.gradients, largest: factor * step.gradients[largest]}
-    halved = {name: gradient / 2 for name, gradient in step.gradients.items()}
-    without = {name: step.gradients[name] for name in step.gradients if name != largest}
-    faults: Mapping[str, Step] = {
-        f"the gradient of {largest} times {factor:.3g}": step._replace(gradients=scaled),
-        "all gradients halved, as by a mean over two ranks": step._replace(gradients=halved),
-        f"no gradient of {largest}": step._replace(gradients=without),
-        f"the loss times {loss_factor:.3g}": step._replace(loss=loss_factor * step.loss),
-        "NaN in one gradient": step._replace(
-            gradients={**step.gradients, largest: step.gradients[largest] * torch.nan}
-        ),
-    }
-    return {name: not difference(fault, step).within(bounds) for name, fault in faults.items()}
-
-
-# ---- the model
-
-
-def _model(name: str, *, whole: bool) -> tuple[PreTrainedModel, str]:
-    """Return the model to prove, on the CPU in float32, and what it is made of."""
-    if whole:
-        kind = transformers.AutoModelForCausalLM
-        return kind.from_pretrained(name, trust_remote_code=False, dtype=torch.float32), name
-    named = getattr(transformers, name, None) if name.isidentifier() else None
-    if isinstance(named, type) and issubclass(named, PreTrainedModel):
-        return _small(named, {}), f"the default configuration of {name}"
-    # None would prompt on the terminal before running a model's own code
-    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(
-            f"model_type={config.model_type!r} is not a causal language model of transformers"
-        )
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return _small(kind, plain_options(config.to_diff_dict())), name
-
-
-def _small(kind: type[PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
+def _subjects(
+    model: PreTrainedModel, topology: Topology, precision: Precision, left: list[str]
+) -> Iterator[tuple[str, Subject]]:
+    """Yield what is trained, by name. left: gets a line for what the model does not have here."""
+    rows = documents(model.config, topology.world_size)
+    yield TEXT, _subject(model, rows, precision)
+    if has_experts(model):
+        try:
+            routed = with_router_loss(model)
+        except UnknownRouterLoss as reason:
+            left.append(f"a router loss: {reason}")
+        else:
+            yield ROUTER, _subject(routed.model, rows, precision, router=routed.facts)
+    if not _has_tower(model):
+        return
     try:
-        return small_model(kind, options)
-    except NotImplementedError as error:  # layers of an unknown kind
-        raise NotImplementedError(f"{kind.__name__}: {error}") from error
-    except _BUILDING_FAILS as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"{kind.__name__} cannot be made small ({reason}): give the folder or config.json of "
-            "a model that can be built, or prove the model itself with --whole"
-        ) from error
+        drawn = drawn_images(model, call_alone)
+    except UnsupportedImages as reason:
+        left.append(f"images: the comparison is on text alone, for {reason}")
+        return
+    left.append("videos, and images of other sizes and numbers")
+    for what, counts in ((IMAGES, IMAGE_COUNTS), (IMAGE, ONE_IMAGE)):
+        pictured = image_documents(drawn, counts, topology.world_size)
+        yield what, _subject(model, pictured, precision, has_images=True)
+
+
+def _has_tower(model: PreTrainedModel) -> bool:
+    return model.config.get_text_config() is not model.config
+
+
+def _subject(
+    model: PreTrainedModel,
+    rows: Rows,
+    precision: Precision,
+    *,
+    router: RouterFacts | None = None,
+    has_images: bool = False,
+) -> Subject:
+    """Return what is trained, with its step without hf_flexseq."""
+    wanted = step_alone(model, rows, router=router)
+    control = difference(_control(model, rows, precision, router), wanted)
+    learned = has_learned(wanted)
+    if has_images:
+        of_tower = {id(parameter) for parameter in tower_parameters(model)}
+        names = [name for name, one in model.named_parameters() if id(one) in of_tower]
+        learned = any(bool(wanted.gradients[name].any()) for name in names)
+    return Subject(model, rows, wanted, control, learned)
+
+
+def _cases(
+    model: PreTrainedModel, topology: Topology, subjects: dict[str, Subject], left: list[str]
+) -> dict[str, Case]:
+    """Return the steps to train, by title."""
+    cases = {plan: Case(TEXT, options) for plan, options in plans_of(topology).items()}
+    reason = reason_without_choices(model)
+    if reason is None:
+        cases["auto, least memory"] = Case(TEXT, AUTO, _least_memory(model, left))
+    else:
+        left.append(f"activations recomputed, on the host or in tiles: {reason}")
+    if ROUTER in subjects:
+        cases[f"auto, {ROUTER}"] = Case(ROUTER, AUTO)
+    if IMAGES in subjects:
+        see_both_ways = VisionModel(model).both_ways
+        if see_both_ways:
+            left.append("rings with images, whose tokens see each other both ways: they refuse it")
+        for plan, options in plans_of(topology).items():
+            if not (see_both_ways and plan in RINGS):
+                cases[f"{plan}, {IMAGES}"] = Case(IMAGES, options)
+        cases[f"auto, {IMAGE}"] = Case(IMAGE, AUTO)
+    return cases
+
+
+def _least_memory(model: PreTrainedModel, left: list[str]) -> MemoryChoice:
+    """Return the choice that uses every lever: all layers are recomputed, with inputs on the host,
+    and of some the attention."""
+    layers = model.config.get_text_config().num_hidden_layers
+    on_host = -(-layers // 2)
+    found = find_mlps(model)
+    if not found.mlps:
+        left.append(f"MLPs in tiles: {found.reasons[0]}")
+    return MemoryChoice(
+        recomputed_layers=layers,
+        inputs_on_host=layers,
+        outputs_on_host=on_host,
+        outputs_recomputed=(layers - on_host) // 2,
+        mlp_tiles=TILES if found.mlps else 1,
+    )
+
+
+def _compared(
+    subject: Subject, case: Case, topology: Topology, bounds: Bounds, *, bf16: bool
+) -> dict[str, Any]:
+    """Train a step on all ranks, and return how far it is from the one without hf_flexseq.
+    Collective over the world."""
+    try:
+        run = step_of_trainer(
+            subject.model, subject.rows, topology, case.options, bf16=bf16, memory=case.memory
+        )
+    except (ValueError, NotImplementedError) as error:
+        return {"not_run": " ".join(str(error).split())}
+    apart = difference(run.step, subject.wanted)
+    return {
+        "groups": run.groups,
+        "units": run.units,
+        "has_trained": run.has_trained,
+        "difference": apart.to_record(),
+        "holds": run.has_trained and apart.within(bounds),
+    }
 
 
 # ---- precision
@@ -255,13 +296,15 @@ def _precision(*, on_gpu: bool, whole: bool) -> Precision:
     return Precision(torch.float64, False, "float32 on one process, from float64")
 
 
-def _control(model: PreTrainedModel, rows: list[dict[str, list[int]]], own: Precision) -> Step:
+def _control(
+    model: PreTrainedModel, rows: Rows, own: Precision, router: RouterFacts | None
+) -> Step:
     """Return the step without hf_flexseq in less precision."""
     if own.bf16:
-        return step_alone(model, rows, autocast=torch.bfloat16)
+        return step_alone(model, rows, autocast=torch.bfloat16, router=router)
     if own.dtype == torch.float64:
-        return step_alone(copy.deepcopy(model).to(torch.float32), rows)
-    return step_alone(model, rows)
+        return step_alone(copy.deepcopy(model).to(torch.float32), rows, router=router)
+    return step_alone(model, rows, router=router)
 
 
 def _bounds(model: PreTrainedModel, precision: Precision, control: float) -> Bounds:
@@ -275,19 +318,31 @@ def _bounds(model: PreTrainedModel, precision: Precision, control: float) -> Bou
 # ---- what is left
 
 
-def _not_proven(model: PreTrainedModel, *, on_gpu: bool, whole: bool) -> list[str]:
-    """Return what the comparison cannot see, a line each."""
-    config = model.config
-    left = ["sharded parameters: FSDP, ZeRO-2 and ZeRO-3 (ranks have whole models here)"]
+def _not_proven(
+    model: PreTrainedModel, topology: Topology, *, on_gpu: bool, whole: bool
+) -> list[str]:
+    """Return what no comparison here sees, a line each."""
+    left = []
+    if topology.world_size == 1:
+        left.append("anything between ranks: there is 1 (start several)")
     if not whole:
         left.append(
             "the widths, the number of layers and the weights of the model itself (--whole)"
         )
+    else:
+        left.append("which outputs the change of a token changes (leave out --whole)")
     if not on_gpu:
-        left.append("kernels of GPUs, and NCCL (run it on GPUs)")
-    if getattr(config.get_text_config(), "output_router_logits", None) is not None:
-        left.append("the router loss of experts")
-    if getattr(config, "vision_config", None) is not None:
-        left.append("images: the comparison is on text")
+        left.append("16 bits, kernels of GPUs, and NCCL (run it on GPUs)")
+    left.append("sharded parameters, FSDP and DeepSpeed's ZeRO: ranks have whole models here")
+    if has_experts(model):
+        left.append("experts over ranks, ep_size: every rank has all experts here")
+    left.append("adapters such as LoRA, and frozen or quantized weights: all weights are trained")
+    left.append("pipelines: pipeline_parallel_size is 1")
+    left.append("other losses than next-token loss, as of TRL's trainers or of your own")
+    for package in TESTED:
+        tested = untested(package)
+        if tested is not None:
+            left.append(f"{package} {installed(package)}: tested versions are {tested}")
     left.append("dropout: it is 0 here")
+    left.append("later steps, evaluation, saving and resuming: one step is trained")
     return left

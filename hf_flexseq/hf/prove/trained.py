@@ -1,22 +1,15 @@
 """One optimizer step of FlexSeqTrainer on all ranks, and the same step without hf_flexseq.
 
 The step without it knows nothing of this project: transformers' own attention on one document at a
-time, the cross-entropy of all target tokens divided by their number, and torch's backward.
-
-The documents have the lengths at which mistakes show:
-
-    long          shared by all ranks under every plan, of a length that no degree divides
-    one token     has no target
-    prompt        begins as the long one does, which may be computed once for both; most labels are
-                  ignored, so that documents count by their targets
-    no target     all labels are ignored
-    others        shorter than the number of ranks, equal to a window, packed beside each other
+time, with its pixels, the cross-entropy of all target tokens divided by their number, the router
+loss of transformers over all tokens, and torch's backward.
 """
 
 import copy
 import json
-import random
+import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,29 +19,16 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.probe import usual_tokens
+from hf_flexseq.hf.model.head_trial import ROUTER_LOSS
+from hf_flexseq.hf.model.router import OPTION, RouterFacts
+from hf_flexseq.hf.prove.documents import Rows, tokens_per_rank
 from hf_flexseq.hf.trainer import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.kernels import lse_dtype
+from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
+from hf_flexseq.steps.differences import Gradients, Step
 
-LENGTHS = (41, 23, 14, 3, 1, 11, 9, 12, 2, 13, 7, 5)
-LONGEST = max(LENGTHS)
-PROMPT, NO_TARGET = 1, 6  # indices of the documents with these labels
-PROMPT_TOKENS = 17
-COMMON_TOKENS = 19  # of the long document and of the prompt
-
-Rows = list[dict[str, list[int]]]
-Gradients = dict[str, torch.Tensor]
 LEARNING_RATE = 0.01
-
-
-class Step(NamedTuple):
-    """What an optimizer step makes of a model."""
-
-    loss: float
-    """Mean loss over all target tokens."""
-    gradients: Gradients
-    """Gradient of each trainable parameter by name, on the CPU in float64; 0 where none is."""
 
 
 class PlannedRun(NamedTuple):
@@ -63,62 +43,64 @@ class PlannedRun(NamedTuple):
     """True if the optimizer changed a weight."""
 
 
-# ---- documents
-
-
-def documents(config: Any, world_size: int) -> Rows:
-    """Return as many documents for each rank, the same on every rank and in every run.
-
-    config: of the model's text; no document has its special tokens.
-    """
-    usual = usual_tokens(config)
-    drawn = random.Random(0)
-    rows: Rows = []
-    count = -(-len(LENGTHS) // world_size) * world_size
-    for index in range(count):
-        length = LENGTHS[index % len(LENGTHS)]
-        ids = [drawn.choice(usual) for _ in range(length)]
-        if index == PROMPT:
-            ids[:COMMON_TOKENS] = rows[0]["input_ids"][:COMMON_TOKENS]
-        labels = list(ids)
-        if index == PROMPT:
-            labels[:PROMPT_TOKENS] = [IGNORE_INDEX] * PROMPT_TOKENS
-        if index == NO_TARGET:
-            labels = [IGNORE_INDEX] * length
-        rows.append({"input_ids": ids, "labels": labels})
-    return rows
-
-
-def tokens_per_rank(rows: Rows, world_size: int) -> int:
-    """Return a limit with which a step has several micro-batches, and the longest document is
-    shared by all ranks."""
-    total = sum(len(row["input_ids"]) for row in rows)
-    return max(-(-LONGEST // world_size), -(-total // (3 * world_size))) + 1
-
-
 # ---- without hf_flexseq
 
 
-def step_alone(model: PreTrainedModel, rows: Rows, *, autocast: torch.dtype | None = None) -> Step:
-    """Return one step of a copy of a model on this process alone."""
+def step_alone(
+    model: PreTrainedModel,
+    rows: Rows,
+    *,
+    autocast: torch.dtype | None = None,
+    router: RouterFacts | None = None,
+) -> Step:
+    """Return one step of a copy of a model on this process alone. router: of the router loss that
+    is added; None for none."""
     twin = copy.deepcopy(model).train()
     twin.set_attn_implementation("eager")
     device = next(twin.parameters()).device
     targets = sum(_targets(row) for row in rows)
     total = 0.0
+    losses = []
+    routed = []  # of each row, by layer [tokens, experts]
     for row in rows:
-        ids = torch.tensor([row["input_ids"]], device=device)  # [1, tokens]
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            logits = twin(input_ids=ids, use_cache=False).logits[0]  # [tokens, vocabulary]
+            outputs = call_alone(twin, row, **({OPTION: True} if router else {}))
+        logits = outputs.logits[0]  # [tokens, vocabulary]
         labels = torch.tensor([*row["labels"][1:], IGNORE_INDEX], device=device)  # [tokens]
         wide = logits.to(lse_dtype(logits.dtype))
         loss = F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="sum") / targets
-        loss.backward()
         total += float(loss.detach())
+        if router is None:
+            loss.backward()
+        else:
+            losses.append(loss)
+            routed.append(outputs.router_logits)
+    if router is not None:
+        layers = tuple(torch.cat(of_layer) for of_layer in zip(*routed, strict=True))
+        theirs = getattr(sys.modules[type(model).__module__], ROUTER_LOSS)
+        added = router.coefficient * theirs(layers, layers[0].shape[-1], router.top_k)
+        total += float(added.detach())
+        torch.stack([*losses, added.to(losses[0].dtype)]).sum().backward()
     return Step(total, gradients_of(twin))
 
 
-def _targets(row: dict[str, list[int]]) -> int:
+def call_alone(model: PreTrainedModel, row: dict[str, Any], **options: Any) -> Any:
+    """Return what a model makes of one document alone, as transformers' processors have it
+    called."""
+    device = next(model.parameters()).device
+    ids = torch.tensor([row["input_ids"]], device=device)  # [1, tokens]
+    given: dict[str, torch.Tensor] = {}
+    for name, value in row.items():
+        if isinstance(value, torch.Tensor):  # of images
+            dtype = model.dtype if value.is_floating_point() else value.dtype
+            given[name] = value.to(device, dtype)
+        elif name not in ("input_ids", "labels"):  # of each token, in documents with images
+            given[name] = torch.tensor([value], device=device)
+            given["attention_mask"] = torch.ones_like(ids)
+    return model(input_ids=ids, use_cache=False, **given, **options)
+
+
+def _targets(row: dict[str, Any]) -> int:
     return sum(label != IGNORE_INDEX for label in row["labels"][1:])
 
 
@@ -166,10 +148,17 @@ class _Gradients(TrainerCallback):
 
 
 def step_of_trainer(
-    model: PreTrainedModel, rows: Rows, topology: Topology, plan: dict[str, Any], *, bf16: bool
+    model: PreTrainedModel,
+    rows: Rows,
+    topology: Topology,
+    plan: dict[str, Any],
+    *,
+    bf16: bool,
+    memory: MemoryChoice | None = None,
 ) -> PlannedRun:
     """Train one step of a copy of a model on all ranks. Collective over the world.
 
+    memory: what all micro-batches choose for their activations; None for what the plan says.
     Raises ValueError or NotImplementedError, on all ranks, for what hf_flexseq refuses.
     """
     twin = copy.deepcopy(model)
@@ -206,11 +195,25 @@ def step_of_trainer(
             callbacks=[taken],
         )
         trainer.remove_callback(PrinterCallback)
+        if memory is not None:
+            _choose(trainer, memory)
         loss = trainer.train().training_loss
         lines = trace.read_text().splitlines() if trace.exists() else []
     after = [parameter.detach().cpu() for parameter in twin.parameters()]
     changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     return PlannedRun(Step(loss, taken.found), _groups(lines), _units(lines), changed)
+
+
+def _choose(trainer: FlexSeqTrainer, memory: MemoryChoice) -> None:
+    """Have all micro-batches of a trainer choose alike for their activations."""
+    executor = trainer.flexseq.executor
+    dispatch = executor.dispatch
+
+    def with_choice(planned: Any) -> Any:
+        chosen = tuple(replace(one, memory=memory) for one in planned.plan.micro_batches)
+        return dispatch(replace(planned, plan=replace(planned.plan, micro_batches=chosen)))
+
+    executor.dispatch = with_choice  # type: ignore[method-assign]
 
 
 def _units(lines: list[str]) -> int:

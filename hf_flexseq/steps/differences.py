@@ -1,0 +1,105 @@
+"""How far an optimizer step is from another one, and errors that must be found.
+
+Gradients are compared, not losses: a loss agrees to many digits where a gradient is wrong. The
+error of a parameter is ||found - wanted|| / ||wanted||, with 1e-3 of the largest norm of all
+parameters as the smallest divisor, below which no digits are left.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+Gradients = dict[str, torch.Tensor]
+
+FLOOR = 1e-3  # of the largest norm of a gradient
+LEAST_FAULT = 0.01  # relative error that is planted, where the bounds are narrow
+TIMES_BOUND = 2.0  # planted error over the bound, in 16 bits
+
+
+class Step(NamedTuple):
+    """What an optimizer step makes of a model."""
+
+    loss: float
+    """Mean loss over all target tokens."""
+    gradients: Gradients
+    """Gradient of each trainable parameter by name, on the CPU in float64; 0 where none is."""
+
+
+class Bounds(NamedTuple):
+    """How far a step may be from the one without hf_flexseq."""
+
+    loss: float
+    """Relative error of the loss."""
+    gradient: float
+    """Error of any gradient."""
+
+
+class Difference(NamedTuple):
+    """How far a step is from another one."""
+
+    loss: float
+    """Relative error of the loss."""
+    gradient: float
+    """Largest error of a gradient."""
+    parameter: str
+    """Name of the parameter with that error; "" without gradients."""
+    missing: tuple[str, ...]
+    """Parameters that have a gradient in one step alone."""
+
+    def within(self, bounds: Bounds) -> bool:
+        """Return True if nothing is missing and no error is above its bound or NaN."""
+        is_close = self.loss <= bounds.loss and self.gradient <= bounds.gradient
+        return is_close and not self.missing
+
+    def to_record(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {**self._asdict(), "missing": list(self.missing)}
+
+
+def difference(found: Step, wanted: Step) -> Difference:
+    """Return how far the step `found` is from the step `wanted`."""
+    loss = abs(found.loss - wanted.loss) / max(abs(wanted.loss), 1e-12)
+    missing = tuple(sorted(found.gradients.keys() ^ wanted.gradients.keys()))
+    errors = errors_of(found.gradients, wanted.gradients)
+    # NaN is never the largest, so it is looked for first.
+    worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]), default="")
+    return Difference(loss, errors.get(worst, 0.0), worst, missing)
+
+
+def errors_of(found: Gradients, wanted: Gradients) -> dict[str, float]:
+    """Return the error of each parameter that both steps have."""
+    floor = FLOOR * max((float(gradient.norm()) for gradient in wanted.values()), default=0.0)
+    errors = {}
+    for name in wanted.keys() & found.keys():
+        size = max(float(wanted[name].norm()), floor, 1e-300)
+        errors[name] = float((found[name] - wanted[name]).norm()) / size
+    return dict(sorted(errors.items()))
+
+
+def has_learned(step: Step) -> bool:
+    """Return True if any gradient is not 0: two steps that compute nothing agree."""
+    return any(bool(gradient.any()) for gradient in step.gradients.values())
+
+
+def planted_faults(step: Step, bounds: Bounds) -> dict[str, bool]:
+    """Return faults of a step that were made on purpose, and whether the comparison finds each.
+
+    Errors of 1 % are planted, or of twice the bounds where those are wide, as in 16 bits.
+    """
+    factor = 1 + max(LEAST_FAULT, TIMES_BOUND * bounds.gradient)
+    loss_factor = 1 + max(LEAST_FAULT, TIMES_BOUND * bounds.loss)
+    largest = max(step.gradients, key=lambda name: float(step.gradients[name].norm()))
+    scaled = {**step.gradients, largest: factor * step.gradients[largest]}
+    halved = {name: gradient / 2 for name, gradient in step.gradients.items()}
+    without = {name: step.gradients[name] for name in step.gradients if name != largest}
+    faults: Mapping[str, Step] = {
+        f"the gradient of {largest} times {factor:.3g}": step._replace(gradients=scaled),
+        "all gradients halved, as by a mean over two ranks": step._replace(gradients=halved),
+        f"no gradient of {largest}": step._replace(gradients=without),
+        f"the loss times {loss_factor:.3g}": step._replace(loss=loss_factor * step.loss),
+        "NaN in one gradient": step._replace(
+            gradients={**step.gradients, largest: step.gradients[largest] * torch.nan}
+        ),
+    }
+    return {name: not difference(fault, step).within(bounds) for name, fault in faults.items()}

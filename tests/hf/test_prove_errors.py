@@ -1,0 +1,205 @@
+"""Errors that others' users reported, planted into a step on ranks one after the other: the
+comparison of `flexseq prove` finds each. Errors inside of attention are planted in
+`test_probe.py`, errors of losses and labels in `test_prove.py`."""
+
+import pytest
+import torch
+from transformers import Qwen3MoeForCausalLM, Qwen3VLForConditionalGeneration
+
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.hf.model import router
+from hf_flexseq.hf.model.small import small_model
+from hf_flexseq.hf.probe import lively_copy
+from hf_flexseq.hf.prove import command
+from hf_flexseq.memory import store, tiles
+from hf_flexseq.steps import features, images
+from hf_flexseq.steps.feature_form import FeatureForm
+from tests.ranks import run_ranks
+
+VISION, EXPERTS = Qwen3VLForConditionalGeneration, Qwen3MoeForCausalLM
+IMAGES, ONE_IMAGE = "zigzag, images", "auto, one image"
+MEMORY, ROUTER = "auto, least memory", "auto, router loss"
+TWO = Topology(nodes=1, ranks_per_node=2)
+
+
+# ---- errors: functions that patch, on every rank
+
+
+def of_next_image(patch, rank):
+    """A token has the features of the next token that stands for a part of an image."""
+    number = images.image_rows
+
+    def wrong(*given):
+        rows = number(*given)
+        is_part = rows != images.NO_ROW
+        rows[is_part] = rows[is_part].roll(1)
+        return rows
+
+    patch.setattr(images, "image_rows", wrong)
+
+
+def of_another_sequence(patch, rank):
+    """A sequence has the images of another one."""
+    number = images.image_rows
+
+    def wrong(ids, own, numbers, of_all):
+        return number(ids, own, [*numbers[1:], *numbers[:1]], of_all)
+
+    patch.setattr(images, "image_rows", wrong)
+
+
+def scaled_by_ranks(patch, rank):
+    """The gradients of features are added up over ranks twice."""
+    gradients = features.StepImages.gradients
+    patch.setattr(features.StepImages, "gradients", lambda *given: 2 * gradients(*given))
+
+
+def lost_without_images(patch, rank):
+    """The tower gets no gradients from tokens on ranks that encode no image."""
+    gradients = features.StepImages.gradients
+
+    def wrong(step, index, gradient):
+        if rank not in step.plan.placement.owners:
+            step._leaves.clear()
+            gradient = 0 * gradient
+        return gradients(step, index, gradient)
+
+    patch.setattr(features.StepImages, "gradients", wrong)
+
+
+def restarted_positions(patch, rank):
+    """Positions in time, height and width begin anew inside of a sequence."""
+    columns = features.image_columns
+
+    def wrong(*given):
+        made = columns(*given)
+        return {**made, images.GRID_POSITIONS: made[images.GRID_POSITIONS] % 16}
+
+    patch.setattr(features, "image_columns", wrong)
+
+
+def positions_of_text(patch, rank):
+    """Positions count tokens, in images as well."""
+    columns = features.image_columns
+
+    def wrong(given, *others):
+        made = columns(given, *others)
+        axes = made[images.GRID_POSITIONS].shape[1]
+        counted = given["position_ids"].unsqueeze(1).expand(-1, axes)
+        return {**made, images.GRID_POSITIONS: counted}
+
+    patch.setattr(features, "image_columns", wrong)
+
+
+def layers_without_features(patch, rank):
+    """Layers get none of the features that belong to them."""
+    give = FeatureForm.features
+
+    def wrong(form, rows):
+        first = rows.shape[1] - sum(form.widths[1:])
+        return give(form, torch.cat([rows[:, :first], 0 * rows[:, first:]], dim=1))
+
+    patch.setattr(FeatureForm, "features", wrong)
+
+
+def mean_of_means(patch, rank):
+    """The router loss is a mean of the means of micro-batches."""
+    share = router.RouterLoss.share
+
+    def mean(counts, probabilities, top_k):
+        rows, own = counts.sum() / top_k, float(probabilities.detach().sum()) / MOE_LAYERS
+        weights = counts.shape[0] * counts / rows / MOE_LAYERS / max(own, 1)
+        return (weights.to(probabilities.dtype) * probabilities).sum() / 4
+
+    def wrong(self):
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(router, "router_loss", mean)
+            return share(self)
+
+    patch.setattr(router.RouterLoss, "share", wrong)
+
+
+def last_tile_dropped(patch, rank):
+    """The last tile of an MLP is not computed."""
+    cut = tiles._pieces
+
+    def wrong(x, count):
+        pieces = list(cut(x, count))
+        return [*pieces[:-1], 0 * pieces[-1]] if len(pieces) > 1 else pieces
+
+    patch.setattr(tiles, "_pieces", wrong)
+
+
+def input_of_another_layer(patch, rank):
+    """The host gives back what another layer has put."""
+    take, put = store.HostTensor.take, store.HostStore.put
+    former = []
+
+    def noting(self, tensor):
+        former.append(tensor.detach().clone())
+        return put(self, tensor)
+
+    def wrong(self):
+        taken = take(self)
+        return next(one for one in former if one.shape == taken.shape)
+
+    patch.setattr(store.HostStore, "put", noting)
+    patch.setattr(store.HostTensor, "take", wrong)
+
+
+MOE_LAYERS = 4
+ERRORS = {
+    of_next_image: (VISION, ONE_IMAGE),
+    of_another_sequence: (VISION, IMAGES),
+    scaled_by_ranks: (VISION, IMAGES),
+    lost_without_images: (VISION, ONE_IMAGE),
+    restarted_positions: (VISION, IMAGES),
+    positions_of_text: (VISION, IMAGES),
+    layers_without_features: (VISION, IMAGES),
+    last_tile_dropped: (VISION, MEMORY),
+    input_of_another_layer: (VISION, MEMORY),
+    mean_of_means: (EXPERTS, ROUTER),
+}
+TRIED = (of_next_image, lost_without_images, last_tile_dropped)  # in every run
+
+
+# ---- on ranks
+
+
+def compared(rank, world_size, kind, planted):
+    """What is said of each step: of that without an error, then of the others. planted: pairs of
+    an error, None for none, and the title of a step."""
+    model = lively_copy(small_model(kind, {}), torch.float64)
+    precision = command._precision(on_gpu=False, whole=False)
+    subjects = dict(command._subjects(model, TWO, precision, []))
+    cases = command._cases(model, TWO, subjects, [])
+    found = []
+    for error, title in planted:
+        case = cases[title]
+        with pytest.MonkeyPatch.context() as patch:
+            if error is not None:
+                error(patch, rank)
+            subject = subjects[case.subject]
+            found.append(command._compared(subject, case, TWO, command.FLOAT64, bf16=False))
+    return found
+
+
+def assert_found(kind, errors):
+    titles = dict.fromkeys(ERRORS[error][1] for error in errors)
+    planted = [*((None, title) for title in titles), *((one, ERRORS[one][1]) for one in errors)]
+    for found in run_ranks(compared, 2, kind, planted, seconds=200):
+        for (error, title), step in zip(planted, found, strict=True):
+            assert step.get("has_trained"), (error, title, step)
+            assert step["holds"] == (error is None), (error, title, step["difference"])
+
+
+@pytest.mark.processes
+def test_errors_of_images_and_memory_are_found():
+    assert_found(VISION, TRIED)
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", [VISION, EXPERTS])
+def test_every_planted_error_is_found(kind):
+    assert_found(kind, [error for error, (of_kind, _) in ERRORS.items() if of_kind is kind])
