@@ -4,9 +4,9 @@
     python scripts/benchmarks/objectives.py --only grpo --ranks 2
 
 Every row trains twice on gloo ranks, with the same data, seeds and batches per rank: DPO, KTO,
-Reward, GRPO and RLOO of TRL and the Trainer on classification heads, without and with FlexSeqMixin
-in front. Sequences have 5 to 39 tokens; a rank may hold 60 in a micro-batch, so that steps have
-several and most sequences can be shared.
+Reward, GRPO, RLOO and Distillation of TRL, the Trainer on classification heads, and the Trainer
+with a loss of a user's own, without and with FlexSeqMixin in front. Sequences have 1 to 60 tokens;
+a rank may hold 60 in a micro-batch, so that steps have several and most sequences can be shared.
 
 weights    the difference of all weights over the plain trainer's update. 2e-6 is the bound where
            the trainer computes in float32, as TRL does with log-probabilities, and 1e-7 where it
@@ -195,7 +195,7 @@ def rows() -> dict[str, Case]:
         ten[f"{kind}: checkpointed layers"] = {"kind": kind, "settings": CHECKPOINTED}
     for name, options in ten.items():
         found[name] = Case(**{"steps": 10, **options})
-    for kind in ("dpo", "kto", "reward", "grpo", "rloo"):
+    for kind in BOUNDS:
         for sharding in ("zero1", "zero2", "zero3", "fsdp2"):
             found[f"{kind}: {sharding}"] = Case(
                 kind=kind, sharding=sharding, steps=4, dtype=torch.float32
@@ -220,7 +220,7 @@ def halved(case: Case) -> Case:
 
 def padded(case: Case) -> Case:
     """Return a case whose rows are padded to multiples of 16."""
-    return replace(case, settings={**case.settings, "pad_to_multiple_of": 16})
+    return replace(case, multiple=16)
 
 
 def is_bfloat16(case: Case) -> bool:
@@ -235,7 +235,7 @@ def in_float32(case: Case) -> Case:
 
 def couples(case: Case) -> bool:
     """Tell if the loss of an example depends on the others of its batch."""
-    return case.kind == "kto" or "aot" in str(case.settings.get("loss_type"))
+    return case.kind in ("kto", "tokens") or "aot" in str(case.settings.get("loss_type"))
 
 
 # ---- running them

@@ -22,7 +22,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     DataCollatorForTokenClassification,
     DataCollatorWithPadding,
-    LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
@@ -31,6 +30,8 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 from trl import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -44,13 +45,14 @@ from trl import (
 )
 
 from hf_flexseq import FlexSeqArguments
-from tests.hf.test_trainer import training_arguments
-from tests.hf.tiny import VOCAB, tiny_llama, with_torch_norms
+from tests.hf.test_trainer import dataset, padded, training_arguments
+from tests.hf.tiny import VOCAB, loadable, tiny_llama
 from tests.hf.trainers import (
     Difference,
     Run,
     difference,
     flexseq_class,
+    loss_of_squares,
     trained,
     word_tokenizer,
 )
@@ -69,8 +71,10 @@ BOUNDS = {
     "reward": FLOAT64_BOUND,
     "grpo": FLOAT32_BOUND,
     "rloo": FLOAT32_BOUND,
+    "distillation": FLOAT32_BOUND,
     "sequences": FLOAT64_BOUND,
     "tokens": FLOAT64_BOUND,
+    "own": FLOAT64_BOUND,
 }
 
 
@@ -101,6 +105,9 @@ class Case:
 
     evaluates: bool = False
     """Whether an evaluation follows."""
+
+    multiple: int | None = None
+    """What rows are padded to multiples of, if they are."""
 
     sharding: str = "ddp"
     """"fsdp2", sharded at load, or a stage of ZeRO: "zero1", "zero2", "zero3". These are in
@@ -190,23 +197,24 @@ def classes_metrics(prediction: Any) -> dict[str, float]:
 # ---- models
 
 
-class TorchNormLlama(LlamaForCausalLM):
-    """The model of `tiny_llama`, which transformers can load."""
+HEADS = {  # of classification: the class, and its labels
+    "reward": (LlamaForSequenceClassification, 1),
+    "sequences": (LlamaForSequenceClassification, 3),
+    "tokens": (LlamaForTokenClassification, 3),
+}
 
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        with_torch_norms(self)
 
-
-def classifier(cls: Any, labels: int, dtype: torch.dtype) -> Any:
+def classifier(cls: Any, labels: int, dtype: torch.dtype = torch.float64) -> Any:
     """A model of the size of `tiny_llama` with a classification head."""
     return tiny_llama(dtype, cls=cls, num_labels=labels, pad_token_id=0, classifier_dropout=0.0)
 
 
 def save_inputs(folder: Path) -> None:
-    """Save `tiny_llama` under a folder, for trainers that load their reference by its name, and
-    data, for those that precompute what a reference gives on it."""
+    """Save models under a folder, `tiny_llama` for trainers that load their reference by its name,
+    too; and data, for those that precompute what a reference gives on it."""
     tiny_llama().save_pretrained(folder / "model")
+    for name, (cls, labels) in HEADS.items():
+        classifier(cls, labels).save_pretrained(folder / name)
     for name, make in DATA.items():
         for rows in (ROWS, EVALUATED):
             make(rows).save_to_disk(folder / f"{name}-{rows}")
@@ -219,13 +227,26 @@ def data_of(name: str, case: Case, path: Path, rows: int) -> Dataset:
     return DATA[name](rows)
 
 
-def causal_model(case: Case, path: Path) -> Any:
-    """The trained model of a case. path: of `save_inputs`."""
+def sharded(cls: Any, path: Path, dtype: torch.dtype) -> Any:
+    """A saved model, sharded by FSDP2 at load."""
+    shards = DistributedConfig(fsdp_size=torch.distributed.get_world_size())
+    return loadable(cls).from_pretrained(path, dtype=dtype, distributed_config=shards)
+
+
+def classifying_model(case: Case, path: Path) -> Any:
+    """The trained model of a case with a classification head. path: of the saved model."""
+    cls, labels = HEADS[case.kind]
     if case.sharding == "fsdp2":
-        shards = DistributedConfig(fsdp_size=torch.distributed.get_world_size())
-        return TorchNormLlama.from_pretrained(path, dtype=case.dtype, distributed_config=shards)
+        return sharded(cls, path.parent / case.kind, case.dtype)
+    return classifier(cls, labels, case.dtype)
+
+
+def causal_model(case: Case, path: Path) -> Any:
+    """The trained model of a case. path: of the saved model."""
+    if case.sharding == "fsdp2":
+        return sharded(LlamaForCausalLM, path, case.dtype)
     if case.kind in ("grpo", "rloo"):
-        model: Any = TorchNormLlama.from_pretrained(path, dtype=case.dtype)
+        model: Any = loadable(LlamaForCausalLM).from_pretrained(path, dtype=case.dtype)
     else:
         model = tiny_llama(case.dtype)
     if case.adapter != "retrained":
@@ -265,6 +286,8 @@ def make_trainer(
         "gradient_checkpointing": False,
         **case.settings,
     }
+    if case.multiple is not None and config.func is not TrainingArguments:
+        settings["pad_to_multiple_of"] = case.multiple
     if case.sharding.startswith("zero"):
         import deepspeed  # which takes long
 
@@ -296,7 +319,7 @@ def _preferences(config: Any, cls: Any, data: str, **defaults: Any) -> Any:
             "processing_class": word_tokenizer(),
         }
         if cls is RewardTrainer:
-            model = model or classifier(LlamaForSequenceClassification, 1, case.dtype)
+            model = model or classifying_model(case, path)
         elif case.reference and case.adapter is None:
             arguments["ref_model"] = tiny_llama(case.dtype, seed=1, **case.changes)
         arguments["model"] = model or causal_model(case, path)
@@ -320,18 +343,41 @@ def _rolling_out(config: Any, cls: Any) -> Any:
     return of_case
 
 
-def _classes(head: Any, collator: Any, *, tokens: bool) -> Any:
+def _classes(collator: Any, *, tokens: bool) -> Any:
     def of_case(case: Case, path: Path, model: Any) -> Any:
         arguments = {
-            "model": model or classifier(head, 3, case.dtype),
+            "model": model or classifying_model(case, path),
             "train_dataset": classified(case.rows, tokens=tokens),
             "eval_dataset": classified(7, tokens=tokens),
-            "data_collator": collator(word_tokenizer()),
+            "data_collator": collator(word_tokenizer(), pad_to_multiple_of=case.multiple),
             "compute_metrics": classes_metrics,
         }
         return partial(TrainingArguments, per_device_eval_batch_size=2), Trainer, arguments
 
     return of_case
+
+
+def _own_loss(case: Case, path: Path, model: Any) -> Any:
+    arguments = {
+        "model": model or causal_model(case, path),
+        "train_dataset": dataset(case.rows),
+        "eval_dataset": dataset(EVALUATED),
+        "data_collator": partial(padded, multiple=case.multiple or 1),
+        "compute_loss_func": loss_of_squares,
+    }
+    return partial(TrainingArguments, prediction_loss_only=True), Trainer, arguments
+
+
+def _distillation(case: Case, path: Path, model: Any) -> Any:
+    arguments = {
+        "model": model or causal_model(case, path),
+        "teacher_model": tiny_llama(case.dtype, seed=1),
+        "train_dataset": prompts(case.rows),
+        "eval_dataset": prompts(4),
+        "processing_class": word_tokenizer(),
+    }
+    defaults = {"max_completion_length": 12, "beta": 0.5}
+    return partial(DistillationConfig, **defaults), DistillationTrainer, arguments
 
 
 ARGUMENTS = {
@@ -340,10 +386,10 @@ ARGUMENTS = {
     "reward": _preferences(RewardConfig, RewardTrainer, "pairs"),
     "grpo": _rolling_out(GRPOConfig, GRPOTrainer),
     "rloo": _rolling_out(RLOOConfig, RLOOTrainer),
-    "sequences": _classes(LlamaForSequenceClassification, DataCollatorWithPadding, tokens=False),
-    "tokens": _classes(
-        LlamaForTokenClassification, DataCollatorForTokenClassification, tokens=True
-    ),
+    "distillation": _distillation,
+    "sequences": _classes(DataCollatorWithPadding, tokens=False),
+    "tokens": _classes(DataCollatorForTokenClassification, tokens=True),
+    "own": _own_loss,
 }
 
 

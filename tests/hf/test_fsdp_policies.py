@@ -27,10 +27,10 @@ from tests.hf.test_exactness import LENGTHS, own_batches, sharded, whole
 from tests.hf.tiny import (
     RandomPlanEngine,
     documents,
+    loadable,
     reference_gradients,
     relative_errors,
     tiny_llama,
-    with_torch_norms,
 )
 from tests.ranks import run_cases
 
@@ -53,14 +53,6 @@ SCATTER = "_reduce_scatter_base_.default"
 ALL_REDUCE = "allreduce_.default"
 
 
-class TorchNormLlama(LlamaForCausalLM):
-    """The model of `tiny_llama`, which transformers can load."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        with_torch_norms(self)
-
-
 class Collectives(TorchDispatchMode):
     """Counts the collectives that start inside of it, by the names of their operations."""
 
@@ -76,7 +68,7 @@ class Collectives(TorchDispatchMode):
 
 def loaded(folder, **config):
     """The model that `tiny_llama` has saved, sharded at load."""
-    model = TorchNormLlama.from_pretrained(
+    model = loadable(LlamaForCausalLM).from_pretrained(
         folder, dtype=torch.float64, distributed_config=DistributedConfig(**config)
     )
     return model.train()

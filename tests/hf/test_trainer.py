@@ -56,9 +56,10 @@ def flexseq_trainer(folder, *, kind=FlexSeqTrainer, batch=2, accumulation=1, **s
     return kind(model=model, args=args, **{"train_dataset": dataset(), **given})
 
 
-def padded(examples):
-    """The collator of the plain run: right padding and a mask."""
+def padded(examples, multiple=1):
+    """The collator of the plain run: right padding, to a multiple, and a mask."""
     width = max(len(e["input_ids"]) for e in examples)
+    width += -width % multiple
 
     def pad(name, value):
         return torch.tensor([e[name] + [value] * (width - len(e[name])) for e in examples])

@@ -23,6 +23,7 @@ from tests.hf.trainers import (
     assert_logged_alike,
     difference,
     distance,
+    loss_of_squares,
     trained,
     trainer_of,
     weights_apart,
@@ -144,17 +145,6 @@ def test_steps_and_an_evaluation_equal_the_plain_trainers(tmp_path, kind):
 # ---- a loss of the user's own, on whole samples
 
 
-def of_squares(outputs, labels, num_items_in_batch=None):
-    """The mean square of samples' log-probabilities."""
-    found = getattr(outputs, "log_probs", None)
-    if found is None:
-        of_all = outputs.logits[:, :-1].double().log_softmax(-1)
-        targets = labels[:, 1:]
-        found = of_all.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        found = found.masked_fill(targets == -100, 0)
-    return found.sum(dim=1).square().mean() / 100
-
-
 def own_losses(rank, world_size, folder):
     """How far ours is from the plain Trainer on the same rank."""
     found = []
@@ -170,7 +160,7 @@ def own_losses(rank, world_size, folder):
             data_collator=with_pixels,
             train_dataset=examples,
             eval_dataset=examples[:4],
-            compute_loss_func=of_squares,
+            compute_loss_func=loss_of_squares,
             prediction_loss_only=True,
         )
         found.append(trained(trainer, evaluates=True))

@@ -56,6 +56,18 @@ def with_torch_norms(model):
     return model
 
 
+def loadable(cls):
+    """A class of models of `tiny_llama`, which transformers can load."""
+
+    class Loadable(cls):
+        def __init__(self, config):
+            super().__init__(config)
+            with_torch_norms(self)
+
+    Loadable.__name__ = cls.__name__  # by which transformers chooses the loss
+    return Loadable
+
+
 def torch_norm(norm):
     return torch.nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon)
 
