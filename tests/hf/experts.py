@@ -16,14 +16,19 @@ from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    Trainer,
+)
 from transformers.distributed import DistributedConfig
 from trl import SFTTrainer
 
 from hf_flexseq.cost.sharding import PLAIN, FsdpPolicy
 from hf_flexseq.plan import Plan
 from tests.hf.hybrids import HYBRIDS, make_hybrid
-from tests.hf.objectives import Case, make_trainer
+from tests.hf.objectives import HEADS, Case, make_trainer
 from tests.hf.test_exactness import LENGTHS, own_batches, whole
 from tests.hf.test_fsdp_policies import figures_for
 from tests.hf.test_mixin import sft_trainer
@@ -71,11 +76,17 @@ def make(family: str, **others: Any) -> Any:
     return maker(family, **{**EXPERTS.get(family, {}), **others})
 
 
-def save(family: str, folder: Path) -> Path:
-    """Save the model of `make`, unless it is there; return where."""
-    path = folder / family
+def save(training: "Training", folder: Path) -> Path:
+    """Save the model of a training, unless it is there; return where."""
+    path = folder / f"{training.family}, {training.labels} labels"
     if not path.exists():
-        save_model(make(family), path)
+        model = make(training.family)
+        if training.labels:
+            model.config.num_labels = training.labels
+            model.config.pad_token_id = 0
+            model.config.classifier_dropout = 0.0
+            model = training.auto_class.from_config(model.config)
+        save_model(model, path)
     return path
 
 
@@ -312,7 +323,7 @@ class Training:
     """A trainer of ten steps in float32 on a mixture of experts."""
 
     kind: str
-    """"plain", the Trainer of transformers, or TRL's: "sft", "dpo", "grpo"."""
+    """"plain", the Trainer of transformers, TRL's "sft", or a kind of `objectives.Case`."""
     family: str = "Qwen3Moe"
     adapter: str | None = None
     """A key of ADAPTERS, to train LoRA alone. DPO's reference is the model with its adapter off,
@@ -321,7 +332,7 @@ class Training:
     """True for an adapter that has been trained before."""
     steps: int = 10
     batch: int = 4
-    """Examples of a step, of all ranks together; GRPO has two prompts for each rank."""
+    """Examples of a step, of all ranks together, where it is not of ranks: those have two each."""
 
     @property
     def lora(self) -> dict[str, Any]:
@@ -329,9 +340,29 @@ class Training:
         return {} if self.adapter is None else ADAPTERS[self.adapter]
 
     @property
-    def is_drawn_by_ranks(self) -> bool:
-        """True if the plain trainer has to run on as many ranks, which draw completions."""
-        return self.kind == "grpo"
+    def has_reference(self) -> bool:
+        """True if the trainer is given a reference model."""
+        return self.kind in ("dpo", "kto") and self.adapter is None
+
+    @property
+    def labels(self) -> int:
+        """Labels of a classification head; 0 for a language model."""
+        return HEADS[self.kind][1] if self.kind in HEADS else 0
+
+    @property
+    def auto_class(self) -> Any:
+        """What loads the model."""
+        if not self.labels:
+            return AutoModelForCausalLM
+        if self.kind == "tokens":
+            return AutoModelForTokenClassification
+        return AutoModelForSequenceClassification
+
+    @property
+    def is_of_ranks(self) -> bool:
+        """True if the plain trainer has to run on as many ranks: they draw completions, or losses
+        depend on a rank's own batch."""
+        return self.kind not in ("plain", "sft", "dpo", "reward")
 
 
 def train(
@@ -344,14 +375,12 @@ def train(
     """Train on this rank the model that `save` has saved. config: of `DistributedConfig`; None for
     the plain trainer, with a whole model. An adapter is all that is returned where one is trained.
     Collective over the world."""
-    path = save(training.family, folder)
-    kind = AutoModelForCausalLM
+    path = save(training, folder)
     models = []
-    has_reference = training.kind == "dpo" and training.adapter is None
-    for _ in range(2 if has_reference else 1):
-        models.append(spread(path, kind, config or {}, torch.float32))
+    for _ in range(2 if training.has_reference else 1):
+        models.append(spread(path, training.auto_class, config or {}, torch.float32))
     # of a new adapter rank 0's values count
-    is_alike = training.is_drawn_by_ranks or training.is_retrained
+    is_alike = training.is_of_ranks or training.is_retrained
     torch.manual_seed(5 if is_alike else 5 + rank)
     if training.is_retrained:
         adapter = LoraConfig(r=2, init_lora_weights=False, **training.lora)
@@ -374,10 +403,11 @@ def _trainer(
     adapter: dict[str, Any] = {}
     if training.adapter and not training.is_retrained:
         adapter["peft_config"] = LoraConfig(r=2, **training.lora)
-    if training.kind in ("dpo", "grpo"):
+    if training.kind not in ("plain", "sft"):
         settings = {"learning_rate": 0.1}
-        if training.kind == "grpo":
+        if training.is_of_ranks:
             batch = 2
+        if training.kind in ("grpo", "rloo", "kto"):
             settings["router_aux_loss_coef"] = 0.0  # a mean over batches, which ours is not
         case = Case(
             kind=training.kind,

@@ -52,7 +52,7 @@ def ranks_of(rank, world_size, path, config):
 
 
 def test_a_model_tells_how_its_experts_lie_over_the_ranks(tmp_path):
-    path = save("Qwen3Moe", tmp_path)
+    path = save(Training(kind="plain"), tmp_path)
     configs = [config for ranks, config in LAYOUTS.values() if ranks == 4]
     cases = [(path, config) for config in (*configs, {"fsdp_size": 4})]
     *by_config, without = run_cases(ranks_of, 4, cases)
@@ -121,12 +121,12 @@ TRAININGS = (*OFTEN, Training(kind="sft", steps=2, adapter="attention and expert
 @pytest.mark.parametrize("trainings", others_nightly([OFTEN, TRAININGS], tried=[OFTEN]))
 def test_trainers_equal_the_plain_ones(tmp_path, trainings):
     """In one process where it can be: ranks draw different completions."""
-    save("Qwen3Moe", tmp_path)
+    save(Training(kind="plain"), tmp_path)
     # a run by ranks comes last, as among the plain ones below
-    trainings = sorted(trainings, key=lambda one: one.is_drawn_by_ranks)
+    trainings = sorted(trainings, key=lambda one: one.is_of_ranks)
     ours = run_cases(train, 2, [(tmp_path, one, TWO) for one in trainings], seconds=120)
-    by_ranks = [one for one in trainings if one.is_drawn_by_ranks]
-    alone = [one for one in trainings if not one.is_drawn_by_ranks]
+    by_ranks = [one for one in trainings if one.is_of_ranks]
+    alone = [one for one in trainings if not one.is_of_ranks]
     plain = run_cases(train, 1, [(tmp_path, one, None) for one in alone])
     plain += run_cases(train, 2, [(tmp_path, one, None) for one in by_ranks])
     for training, wanted, found in zip([*alone, *by_ranks], plain, ours, strict=True):
@@ -190,7 +190,7 @@ def losses_of_a_copy(model):
 
 
 def test_an_optimizer_that_is_there_trains_the_spread_adapter(tmp_path):
-    path = save("Qwen3Moe", tmp_path)
+    path = save(Training(kind="plain"), tmp_path)
     for changes, shares, is_counted, refusal, losses in run_ranks(adapted_before, 2, path):
         assert len(changes) == 8
         assert min(changes) > 0
@@ -239,7 +239,7 @@ def factors_inside(rank, world_size, path, dtype, is_mended):
 
 def test_gradients_are_corrected_where_torch_divides_them_twice(tmp_path):
     """A torch that no longer does so is found out here, too: it needs no correction."""
-    path = save("Qwen3Moe", tmp_path)
+    path = save(Training(kind="plain"), tmp_path)
     once, root = ({2.0}, {None}), ({2.0**0.5}, {None})
     wanted = {
         (torch.float64, False): root,
@@ -272,7 +272,7 @@ def float16_norms(rank, world_size, path):
 
 
 def test_float16_gradients_are_not_half_as_long(tmp_path):
-    path = save("Qwen3Moe", tmp_path)
+    path = save(Training(kind="plain"), tmp_path)
     for stock, corrected in run_ranks(float16_norms, 2, path):
         assert stock == pytest.approx(0.5, rel=0.02)
         assert corrected == pytest.approx(1.0, rel=0.02)

@@ -526,7 +526,7 @@ def mixed_up(rank, ranks, path, folder):
 
 @pytest.mark.processes
 def test_rows_that_transformers_would_mix_up_are_read_right(tmp_path):
-    path = experts.save("KimiLinear", tmp_path)
+    path = experts.save(experts.Training(kind="plain", family="KimiLinear"), tmp_path)
     assert run_ranks(mixed_up, 2, path, tmp_path / "saved") == [True, True]
 
 
