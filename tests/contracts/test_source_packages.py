@@ -155,6 +155,16 @@ def test_delta_rules_take_states_and_lengths_by_these_names(sources, version, pa
     assert "state_v_first" in parameters, found
 
 
+@pytest.mark.parametrize("version", ["0.6.0", NEWEST])
+def test_gated_linear_attention_takes_states_and_lengths_by_these_names(sources, version):
+    # what Mamba 2 runs
+    files, found = sources("fla-core", version)
+    parameters = signature(files, "fla/ops/simple_gla/chunk.py", "chunk_simple_gla")
+    assert parameters[:4] == ["q", "k", "v", "g"], found
+    wanted = FLA_OPTIONS - {"use_qk_l2norm_in_kernel"} | {"scale", "state_v_first"}
+    assert set(parameters) >= wanted, found
+
+
 def test_the_compilers_that_the_delta_rules_refuse_are_those_that_are_not_used(sources):
     files, found = sources("fla-core", NEWEST)
     text = files["fla/ops/common/chunk_o.py"]

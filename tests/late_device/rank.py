@@ -2,7 +2,7 @@
 tests.late_device.rank JOB [OPTIONS]`. It prints what rank 0 has found as JSON, on the last line.
 
     trainer    three steps of FlexSeqTrainer; OPTIONS, as JSON, are those of its configuration,
-               and `fsdp` for accelerate's FSDP2
+               `fsdp` for accelerate's FSDP2, and `images` for a Qwen3-VL on images and videos
     several    the part of gpu_check that needs several GPUs; OPTIONS name the sharding
 """
 
@@ -24,6 +24,8 @@ from hf_flexseq.kernels import choose  # noqa: E402
 from hf_flexseq.kernels.fused import TorchFused  # noqa: E402
 from hf_flexseq.kernels.reference import Reference  # noqa: E402
 from tests.hf.tiny import documents, tiny_llama  # noqa: E402
+from tests.hf.vision import tiny_vision_model, vision_examples  # noqa: E402
+from tests.hf.vision_runs import VIDEOS  # noqa: E402
 from tests.late_device import nccl  # noqa: E402
 from tests.late_device.install import ops  # noqa: E402
 from tests.late_device.on_device.conftest import SETTINGS, AnyCall  # noqa: E402
@@ -48,10 +50,15 @@ def train(folder, options):
     settings = SETTINGS | {"output_dir": folder, "max_steps": 3}
     if options.get("use_cpu"):
         settings["ddp_backend"] = "gloo"
+    model = tiny_llama(torch.float32)
+    rows = documents([5, 90, 8, 21, 60, 2, 9, 17, 30, 4, 12, 50] * 3)
+    if options.pop("images", False):
+        model = tiny_vision_model("qwen3_vl").float()
+        rows = vision_examples("qwen3_vl", [1, 0, 2, 0, 1, 0, 3, 1, 1, 0, 0, 1], videos=VIDEOS)
     trainer = FlexSeqTrainer(
-        model=tiny_llama(torch.float32),
+        model=model,
         args=FlexSeqConfig(**settings | options),
-        train_dataset=documents([5, 90, 8, 21, 60, 2, 9, 17, 30, 4, 12, 50] * 3),
+        train_dataset=rows,
         data_collator=DataCollatorForFlexSeq(),
     )
     trainer.train()

@@ -61,9 +61,9 @@ def run_job(job, *options, world_size=2):
 
 
 @functools.cache
-def on_cpus():
-    """The losses over gloo."""
-    found = run_job("trainer", json.dumps({"use_cpu": True}))
+def on_cpus(images):
+    """The losses over gloo. images: see `rank.py`."""
+    found = run_job("trainer", json.dumps({"use_cpu": True, "images": images}))
     assert found["transport"] == "GlooTransport"
     return found
 
@@ -82,12 +82,14 @@ JOBS = {
     "DDP, zigzag": {"strategy": "zigzag", **SHARED},
     "DDP, ulysses": {"strategy": "ulysses", **SHARED},
     "a pipeline": {"pipeline_parallel_size": 2},
+    "images, DDP": {"images": True},
+    "images, FSDP2": {"images": True, "fsdp": True, "gradient_checkpointing": True},
 }
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_trainer_has_the_losses_of_cpus(name):
-    wanted = on_cpus()
+    wanted = on_cpus(JOBS[name].get("images", False))
     found = run_job("trainer", json.dumps(JOBS[name]))
     assert found["transport"] == "NcclTransport"
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
