@@ -157,6 +157,16 @@ class LateNccl(dist.ProcessGroup):
             "ncclBroadcast", tensors, tensors, lambda: self._gloo.broadcast(views, options)
         )
 
+    def scatter(self, outputs, inputs, options):
+        own = [ops.cpu(x) for x in outputs]
+        of_ranks = [[ops.cpu(x) for x in of_input] for of_input in inputs]
+        return self._collective(
+            "ncclScatter",
+            [x for of_input in inputs for x in of_input],
+            outputs,
+            lambda: self._gloo.scatter(own, of_ranks, options),
+        )
+
     def allgather(self, outputs, inputs, options=None):
         own = [ops.cpu(x) for x in inputs]
         all_of = [[ops.cpu(x) for x in of_input] for of_input in outputs]

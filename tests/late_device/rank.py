@@ -31,13 +31,13 @@ from tests.late_device.install import ops  # noqa: E402
 from tests.late_device.on_device.conftest import SETTINGS, AnyCall  # noqa: E402
 from tests.programs import ROOT  # noqa: E402
 
-FSDP2 = {
+FSDP2 = {  # as in recipes/accelerate_configs/fsdp2.yaml
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
 }
 
 
