@@ -119,8 +119,7 @@ def page_of(record: dict[str, Any]) -> str:
         f"{record['model']} of {record['origin']}, {record['parameters']:,} parameters, "
         f"{record['dtype']}, on {nodes} x {ranks_per_node} ranks ({record['device']})",
         f"one optimizer step of {sets}",
-        f"allowed: loss {record['bounds']['loss']:.1e}, gradients "
-        f"{record['bounds']['gradient']:.1e}",
+        "allowed: " + _allowed(record["bounds"]),
         "",
         *_table([COLUMNS, *(_row(name, step) for name, step in record["steps"].items())]),
         "",
@@ -145,6 +144,17 @@ def page_of(record: dict[str, Any]) -> str:
     lines += [f"not proven: {what}" for what in record["not_proven"]]
     lines.append("PROVEN" if holds(record) else "NOT PROVEN")
     return "\n".join(lines)
+
+
+def _allowed(bounds: dict[str, dict[str, float]]) -> str:
+    """Return how far steps may be from those on one process: once where all may be as far."""
+    allowed: dict[str, list[str]] = {}
+    for what, bound in bounds.items():
+        words = f"loss {bound['loss']:.1e}, gradients {bound['gradient']:.1e}"
+        allowed.setdefault(words, []).append(what)
+    if len(allowed) == 1:
+        return next(iter(allowed))
+    return "; ".join(f"{words} ({', '.join(whats)})" for words, whats in allowed.items())
 
 
 def _changes(wrong: list[str]) -> str:

@@ -148,6 +148,12 @@ def test_a_step_has_several_micro_batches(rows):
     assert 2 * limit >= LONGEST
 
 
+def test_a_model_that_loses_digits_may_be_as_far_as_its_float32_and_no_further(llama):
+    precision = command._precision(on_gpu=False, whole=False)
+    bounds = [command._bounds(llama, precision, control).gradient for control in (1e-6, 3e-4, 1)]
+    assert bounds == [1e-4, 3e-4, 1e-3]
+
+
 # ---- images, and router losses
 
 
@@ -225,8 +231,9 @@ def proven(rank, world_size, name):
 MEMORY = "auto, least memory"
 # By model, further steps that are trained.
 TITLES = {
-    "LlamaForCausalLM": (MEMORY,),
-    "Qwen3_5ForCausalLM": (MEMORY,),
+    "LlamaForCausalLM": (MEMORY, "auto, FSDP2"),
+    "Qwen3_5ForCausalLM": (MEMORY, "auto, FSDP2"),
+    "Qwen3MoeForCausalLM": ("auto, FSDP2", "auto, experts over ranks", "auto, router loss"),
     "Qwen3VLMoeForConditionalGeneration": (
         *(MEMORY, "auto, router loss", "auto, one image"),
         *("auto, images", "zigzag, images", "balanced, images", "ulysses, images"),

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3MoeForCausalLM, Qwen3VLForConditionalGeneration
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.hf.model import router
+from hf_flexseq.hf.model import experts, router
 from hf_flexseq.hf.model.small import small_model
 from hf_flexseq.hf.probe import lively_copy
 from hf_flexseq.hf.prove import command
@@ -147,6 +147,11 @@ def input_of_another_layer(patch, rank):
     patch.setattr(store.HostTensor, "take", wrong)
 
 
+def experts_divided_twice(patch, rank):
+    """Gradients of experts that are spread over ranks are divided by their number twice."""
+    patch.setattr(experts, "_is_divided_twice", lambda mesh, dtype: False)
+
+
 MOE_LAYERS = 4
 ERRORS = {
     of_next_image: (VISION, ONE_IMAGE),
@@ -159,6 +164,7 @@ ERRORS = {
     last_tile_dropped: (VISION, MEMORY),
     input_of_another_layer: (VISION, MEMORY),
     mean_of_means: (EXPERTS, ROUTER),
+    experts_divided_twice: (EXPERTS, "auto, experts over ranks"),
 }
 TRIED = (of_next_image, lost_without_images, last_tile_dropped)  # in every run
 
@@ -180,7 +186,7 @@ def compared(rank, world_size, kind, planted):
             if error is not None:
                 error(patch, rank)
             subject = subjects[case.subject]
-            found.append(command._compared(subject, case, TWO, command.FLOAT64, bf16=False))
+            found.append(command._compared(subject, case, TWO, bf16=False))
     return found
 
 

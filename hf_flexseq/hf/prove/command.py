@@ -24,7 +24,13 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.base.versions import TESTED, installed, untested
+from hf_flexseq.base.versions import (
+    SHARDED_LOAD_FROM,
+    TESTED,
+    installed,
+    is_older,
+    untested,
+)
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
@@ -89,6 +95,7 @@ class Subject(NamedTuple):
     wanted: Step
     control: Difference
     """Of the same step in less precision."""
+    bounds: Bounds
     has_learned: bool
     """True if any gradient is not 0, and any of the tower in a step with images."""
 
@@ -101,6 +108,8 @@ class Case(NamedTuple):
     """Of its plan."""
     memory: MemoryChoice | None = None
     """For its activations; None for what the plan says."""
+    sharding: dict[str, int] | None = None
+    """Options of DistributedConfig; None for whole models."""
 
 
 def prove(name: str, *, whole: bool = False) -> dict[str, Any]:
@@ -116,6 +125,7 @@ def prove(name: str, *, whole: bool = False) -> dict[str, Any]:
     """
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     model, origin = model_of(name, whole=whole)
     without_router_loss(model)
     check_model(model)
@@ -135,11 +145,10 @@ def prove(name: str, *, whole: bool = False) -> dict[str, Any]:
     left = _not_proven(model, topology, on_gpu=on_gpu, whole=whole)
     subjects = dict(_subjects(model, topology, precision, left))
     control = max((one.control for one in subjects.values()), key=lambda one: one.gradient)
-    bounds = _bounds(model, precision, control.gradient)
     steps: dict[str, dict[str, Any]] = {}
     for title, case in _cases(model, topology, subjects, left).items():
         subject = subjects[case.subject]
-        steps[title] = _compared(subject, case, topology, bounds, bf16=precision.bf16)
+        steps[title] = _compared(subject, case, topology, bf16=precision.bf16)
         if "not_run" in steps[title] and title == "auto":
             raise ValueError(steps[title]["not_run"])
     changes: list[str] | None = None
@@ -157,11 +166,11 @@ def prove(name: str, *, whole: bool = False) -> dict[str, Any]:
         "dtype": "bfloat16" if precision.bf16 else str(precision.dtype).removeprefix("torch."),
         "documents": {what: _lengths(one.rows) for what, one in subjects.items()},
         "learned": {what: one.has_learned for what, one in subjects.items()},
-        "bounds": bounds._asdict(),
+        "bounds": {what: one.bounds._asdict() for what, one in subjects.items()},
         "control": {"what": precision.control, **control.to_record()},
         "steps": steps,
         "changes": changes,
-        "faults": planted_faults(subjects[TEXT].wanted, bounds),
+        "faults": planted_faults(subjects[TEXT].wanted, subjects[TEXT].bounds),
         "not_proven": left,
     }
 
@@ -221,7 +230,8 @@ def _subject(
         of_tower = {id(parameter) for parameter in tower_parameters(model)}
         names = [name for name, one in model.named_parameters() if id(one) in of_tower]
         learned = any(bool(wanted.gradients[name].any()) for name in names)
-    return Subject(model, rows, wanted, control, learned)
+    bounds = _bounds(model, precision, control.gradient)
+    return Subject(model, rows, wanted, control, bounds, learned)
 
 
 def _cases(
@@ -234,6 +244,7 @@ def _cases(
         cases["auto, least memory"] = Case(TEXT, AUTO, _least_memory(model, left))
     else:
         left.append(f"activations recomputed, on the host or in tiles: {reason}")
+    cases |= _sharded_cases(model, topology, left)
     if ROUTER in subjects:
         cases[f"auto, {ROUTER}"] = Case(ROUTER, AUTO)
     if IMAGES in subjects:
@@ -244,6 +255,24 @@ def _cases(
             if not (see_both_ways and plan in RINGS):
                 cases[f"{plan}, {IMAGES}"] = Case(IMAGES, options)
         cases[f"auto, {IMAGE}"] = Case(IMAGE, AUTO)
+    return cases
+
+
+def _sharded_cases(model: PreTrainedModel, topology: Topology, left: list[str]) -> dict[str, Case]:
+    """Return the steps of a model that transformers shards when it loads it, by title."""
+    ranks = topology.world_size
+    # On GPUs it would compute in 16 bits in another way than whole models do.
+    is_tried = model.device.type == "cpu" and topology.nodes == 1
+    if not is_tried or is_older("transformers", SHARDED_LOAD_FROM):
+        left.append("sharded parameters, FSDP and DeepSpeed's ZeRO: ranks have whole models here")
+        if has_experts(model):
+            left.append("experts over ranks, ep_size: every rank has all experts here")
+        return {}
+    left.append("DeepSpeed's ZeRO-1, -2 and -3, and images or router losses of sharded models")
+    cases = {"auto, FSDP2": Case(TEXT, AUTO, sharding={"fsdp_size": ranks})}
+    if has_experts(model):
+        sharding = {"fsdp_size": ranks, "ep_size": ranks}
+        cases["auto, experts over ranks"] = Case(TEXT, AUTO, sharding=sharding)
     return cases
 
 
@@ -264,14 +293,18 @@ def _least_memory(model: PreTrainedModel, left: list[str]) -> MemoryChoice:
     )
 
 
-def _compared(
-    subject: Subject, case: Case, topology: Topology, bounds: Bounds, *, bf16: bool
-) -> dict[str, Any]:
+def _compared(subject: Subject, case: Case, topology: Topology, *, bf16: bool) -> dict[str, Any]:
     """Train a step on all ranks, and return how far it is from the one without hf_flexseq.
     Collective over the world."""
     try:
         run = step_of_trainer(
-            subject.model, subject.rows, topology, case.options, bf16=bf16, memory=case.memory
+            subject.model,
+            subject.rows,
+            topology,
+            case.options,
+            bf16=bf16,
+            memory=case.memory,
+            sharding=case.sharding,
         )
     except (ValueError, NotImplementedError) as error:
         return {"not_run": " ".join(str(error).split())}
@@ -281,7 +314,7 @@ def _compared(
         "units": run.units,
         "has_trained": run.has_trained,
         "difference": apart.to_record(),
-        "holds": run.has_trained and apart.within(bounds),
+        "holds": run.has_trained and apart.within(subject.bounds),
     }
 
 
@@ -312,7 +345,9 @@ def _bounds(model: PreTrainedModel, precision: Precision, control: float) -> Bou
         return Bounds(loss=1e-2, gradient=TIMES_CONTROL * control)
     if precision.dtype == torch.float32:
         return FLOAT32
-    return FLOAT64_SCANS if recurrent_kinds(model.config.get_text_config()) else FLOAT64
+    own = FLOAT64_SCANS if recurrent_kinds(model.config.get_text_config()) else FLOAT64
+    # A model that loses digits where it computes in float32 has no more of them in float64.
+    return own._replace(gradient=max(own.gradient, min(control, FLOAT32.gradient)))
 
 
 # ---- what is left
@@ -333,9 +368,6 @@ def _not_proven(
         left.append("which outputs the change of a token changes (leave out --whole)")
     if not on_gpu:
         left.append("16 bits, kernels of GPUs, and NCCL (run it on GPUs)")
-    left.append("sharded parameters, FSDP and DeepSpeed's ZeRO: ranks have whole models here")
-    if has_experts(model):
-        left.append("experts over ranks, ep_size: every rank has all experts here")
     left.append("adapters such as LoRA, and frozen or quantized weights: all weights are trained")
     left.append("pipelines: pipeline_parallel_size is 1")
     left.append("other losses than next-token loss, as of TRL's trainers or of your own")

@@ -9,17 +9,24 @@ import copy
 import json
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
+from transformers.distributed import DistributedConfig
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.distributed.reduction import local
 from hf_flexseq.hf.model.head_trial import ROUTER_LOSS
+from hf_flexseq.hf.model.meta_model import FAULTS
 from hf_flexseq.hf.model.router import OPTION, RouterFacts
 from hf_flexseq.hf.prove.documents import Rows, tokens_per_rank
 from hf_flexseq.hf.trainer import FlexSeqConfig, FlexSeqTrainer
@@ -105,13 +112,16 @@ def _targets(row: dict[str, Any]) -> int:
 
 
 def gradients_of(model: torch.nn.Module) -> Gradients:
-    """Return the gradients of all trainable parameters, by the names that the user knows."""
+    """Return the gradients of all trainable parameters, by the names that the user knows.
+    Collective over the world for a sharded model."""
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             gradient = (
                 parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             )
+            if isinstance(gradient, DTensor):
+                gradient = gradient.full_tensor()
             found[name.removeprefix("module.")] = gradient.detach().to("cpu", torch.float64)
     return found
 
@@ -155,17 +165,20 @@ def step_of_trainer(
     *,
     bf16: bool,
     memory: MemoryChoice | None = None,
+    sharding: Mapping[str, int] | None = None,
 ) -> PlannedRun:
     """Train one step of a copy of a model on all ranks. Collective over the world.
 
     memory: what all micro-batches choose for their activations; None for what the plan says.
+    sharding: options of DistributedConfig, of a copy that is sharded when it is loaded; None for
+    whole models. All ranks must then see one file system.
     Raises ValueError or NotImplementedError, on all ranks, for what hf_flexseq refuses.
     """
-    twin = copy.deepcopy(model)
-    before = [parameter.detach().cpu().clone() for parameter in twin.parameters()]
     taken = _Gradients()
     world_size = topology.world_size
     with tempfile.TemporaryDirectory() as folder:
+        twin = copy.deepcopy(model) if sharding is None else _sharded(model, sharding, folder)
+        before = [local(parameter.detach()).cpu().clone() for parameter in twin.parameters()]
         trace = Path(folder) / "plans.jsonl"
         args = FlexSeqConfig(
             output_dir=folder,
@@ -199,9 +212,34 @@ def step_of_trainer(
             _choose(trainer, memory)
         loss = trainer.train().training_loss
         lines = trace.read_text().splitlines() if trace.exists() else []
-    after = [parameter.detach().cpu() for parameter in twin.parameters()]
+    after = [local(parameter.detach()).cpu() for parameter in twin.parameters()]
     changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     return PlannedRun(Step(loss, taken.found), _groups(lines), _units(lines), changed)
+
+
+def _sharded(model: PreTrainedModel, sharding: Mapping[str, int], folder: str) -> PreTrainedModel:
+    """Return a copy of a model that transformers shards when it loads it. Collective over the
+    world. folder: of this rank; that of rank 0 is used."""
+    (shared,) = broadcast_object_list([folder])
+    if PartialState().is_main_process:
+        # In the published form transformers cannot shard the experts of every family.
+        model.save_pretrained(shared, save_original_format=False)
+    PartialState().wait_for_everyone()
+    try:
+        twin = type(model).from_pretrained(
+            shared,
+            dtype=model.dtype,
+            experts_implementation="eager",
+            distributed_config=DistributedConfig(**sharding),
+        )
+    except FAULTS as error:  # alike on all ranks
+        raise NotImplementedError(f"transformers cannot load it in shards: {error}") from error
+    finally:
+        PartialState().wait_for_everyone()  # before rank 0 removes the folder
+    for buffer in twin.buffers():  # which transformers makes in float32, whatever the dtype
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(model.dtype)
+    return twin
 
 
 def _choose(trainer: FlexSeqTrainer, memory: MemoryChoice) -> None:
