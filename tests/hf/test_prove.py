@@ -245,7 +245,7 @@ TITLES = {
 @pytest.mark.processes
 @pytest.mark.parametrize("name", others_nightly(list(TITLES), tried=["LlamaForCausalLM"]))
 def test_a_sound_model_is_proven_on_two_ranks(name):
-    record = run_ranks(proven, 2, name)[0]
+    record = run_ranks(proven, 2, name, seconds=300)[0]
     assert page.holds(record)
     assert {"auto", "zigzag", "balanced", "ulysses"} <= record["steps"].keys()
     for title in TITLES[name]:
