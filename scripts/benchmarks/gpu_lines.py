@@ -141,7 +141,7 @@ ASKS_IN = {
 # Conditions that hold everywhere else.
 ASKS_NOT = "|".join(
     (
-        *(r"(== 'cpu'|!= 'cuda')$", r"^not torch\.cuda\.is_available\(\)$", r"not on_gpu"),
+        *(r"(== 'cpu'|!= 'cuda')$", r"^not torch\.cuda\.is_available\(\)$", r"^not on_gpu$"),
         *(r"not is_ordered", r"not self\.oldest", r"keyless_lse == -torch\.inf"),
         *(r"(?<!not )\bsetting\.rehearse$", r"^self\._(stream|copies) is None\b"),
     )

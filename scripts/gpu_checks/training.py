@@ -82,7 +82,7 @@ def training_section(setting: Setting) -> Section:
         except (RuntimeError, ValueError, OSError) as error:
             runs[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     gc.collect()
-    if not setting.rehearse:
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
     runs |= {name: launch(command) for name, command in fsdp_commands(setting).items()}
     return section_of(runs, _sizes(setting))

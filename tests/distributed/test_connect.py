@@ -54,6 +54,18 @@ def test_a_device_gets_the_transport_of_its_own_backend(monkeypatch, backends, d
 
 
 @pytest.mark.parametrize(
+    ("backends", "kind"), [(NCCL, NcclTransport), ({"cpu": "gloo"}, GlooTransport)]
+)
+def test_without_a_device_it_is_the_rank_s_gpu_where_the_job_has_a_backend_for_it(
+    monkeypatch, backends, kind
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    start(monkeypatch, **backends)
+    assert isinstance(connect(), kind)
+
+
+@pytest.mark.parametrize(
     ("backends", "device", "message"),
     [
         ({"cpu": "gloo"}, CUDA, "no backend for tensors on cuda.*cuda:nccl,cpu:gloo"),

@@ -184,12 +184,13 @@ def on_a_side_stream(*, before, after, recorded=True):
             if before:
                 side.wait_stream(here)
             with torch.cuda.stream(side):
-                operation(self, *args)
+                result = operation(self, *args)
             if recorded:
                 for x in _tensors(args):
                     x.record_stream(side)
             if after:
                 here.wait_stream(side)
+            return result
 
         return changed
 

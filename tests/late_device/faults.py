@@ -18,6 +18,7 @@ from hf_flexseq.kernels.scans import grid
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.steps import inputs, nonfinite, stopwatch
 from hf_flexseq.steps.ahead import Ahead, BesideStep
+from hf_flexseq.steps.features import StepImages
 from tests.late_device import changes, lanes, scenarios
 
 STRATEGIES = tuple(scenarios.MICRO_BATCHES)
@@ -194,6 +195,13 @@ def in_ahead(owner, name, change):
     return [Fault(place, scenarios.run_ahead, wrapped(owner, name, change))]
 
 
+def in_features(*, before, after):
+    """A fault in the exchanges of features and their gradients."""
+    change = changes.on_a_side_stream(before=before, after=after)
+    plant = wrapped(StepImages, "_exchanged", change)
+    return [Fault("StepImages._exchanged", scenarios.run_images, plant)]
+
+
 def in_sent_tensors():
     faults = in_programs(Replay, "post", changes.change_what_is_sent)
     faults[STRATEGIES.index("ulysses")] = Fault(
@@ -257,12 +265,14 @@ KINDS = {
     "side stream that waits for nothing": (
         in_fused(changes.on_a_side_stream(before=False, after=True))
         + in_store("_copy", changes.copy_at_once)
-        + in_ahead(BesideStep, "encode", changes.without_a_wait_for_weights),
+        + in_ahead(BesideStep, "encode", changes.without_a_wait_for_weights)
+        + in_features(before=False, after=True),
         "missing wait|early reuse",
     ),
     "side stream that nobody waits for": (
         in_fused(changes.on_a_side_stream(before=True, after=False))
-        + in_ahead(Ahead, "take", changes.taken_without_a_wait),
+        + in_ahead(Ahead, "take", changes.taken_without_a_wait)
+        + in_features(before=True, after=False),
         "missing wait",
     ),
     "memory that nobody has written": (unwritten_memory(), "NaN"),

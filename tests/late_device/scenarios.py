@@ -1,6 +1,7 @@
 """Small runs on the device, free of findings until a fault is planted in one."""
 
 import contextlib
+from types import SimpleNamespace
 
 import torch
 
@@ -13,8 +14,11 @@ from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan import MicroBatch
+from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.steps.ahead import BesideStep, weights_of
+from hf_flexseq.steps.features import StepImages
+from hf_flexseq.steps.images import Image
 from hf_flexseq.steps.inputs import inputs_of
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
 from hf_flexseq.steps.stopwatch import Stopwatch
@@ -191,3 +195,34 @@ def run_ahead(steps=4):
         del ahead
         total += rows
     check(total)
+
+
+def run_images(rows=8, width=6):
+    """Features of an image of each of two ranks, which the other one uses, and their gradients."""
+    sizes = {"modality": IMAGE, "tokens": rows, "patches": rows, "pairs": rows}
+    placement = ImagePlacement(owners=(0, 1), stand_ins=(), loads=(1, 1), cheapest=0)
+
+    def run(transport):
+        communicator = Communicator(Topology(nodes=1, ranks_per_node=2), transport=transport)
+        rank = transport.rank
+        weight = torch.ones(width, device=CUDA, requires_grad=True)
+        tower = SimpleNamespace(
+            is_trained=True,
+            encode=lambda images, calls: torch.ones(rows, width, device=CUDA) * weight,
+            agree=lambda modalities, cpu_group: None,
+        )
+        step = StepImages(
+            [Image(sequence=rank, arguments={}, **sizes)],
+            [torch.arange(rows) + rows * (1 - rank)],
+            images=[ImageSize(sequence=one, data_bytes=1, **sizes) for one in range(2)],
+            plan=ImagePlan(placement=placement, keeps_graph=True, held_bytes=0.0),
+            calls=1,
+            communicator=communicator,
+            device=CUDA,
+            is_sharded=False,
+        )
+        step.begin(0)
+        (step.of_micro_batch(0, tower) * 2).sum().backward()
+        return weight.grad
+
+    check(*LateHub(2).run(run))

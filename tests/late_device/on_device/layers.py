@@ -84,3 +84,4 @@ def test_what_else_is_run_without_a_finding():
     scenarios.run_scan()
     scenarios.run_stopwatch()
     scenarios.run_nonfinite()
+    scenarios.run_images()
