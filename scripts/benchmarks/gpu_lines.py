@@ -164,7 +164,7 @@ ON_ALL = {
     "memory/pages.py": r"pin_memory=self\._pinned",
     "memory/store.py": r"if is_gpu else None",
     "profiler/transfers.py": r"pin_memory=is_pinned",
-    "steps/ahead.py": r"if device\.type == 'cuda' else None",
+    "steps/ahead.py": r"if device\.type == \"cuda\" else None",
     "steps/nonfinite.py": r"self\._copied: .* = None",
     "steps/random_numbers.py": r"if torch\.cuda\.is_available",
     "steps/stopwatch.py": r"self\._events: .* = \[\]",
