@@ -1,16 +1,25 @@
 """Import and try once, in the parent, what every forked rank would import and try again."""
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 
+import accelerate.utils.imports
 import torch
 
 import hf_flexseq.hf.trainer  # noqa: F401
 from hf_flexseq.hf.calibration.layer_trial import count_bytes
 from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.mlp_trial import token_wise_places
 from tests import budget
 from tests.hf.tiny import tiny_llama
+
+# accelerate reads the metadata of packages every time that it is asked for one, which it asks
+# itself several times in a step. None is installed while tests run.
+accelerate.utils.imports._is_package_available = functools.cache(
+    accelerate.utils.imports._is_package_available
+)
 
 if importlib.util.find_spec("torch.nn.modules.linear_cross_entropy"):
     import torch.nn.modules.linear_cross_entropy
@@ -36,4 +45,5 @@ if not budget.quick:
     # The first trial of a process loads torch's operations for tensors without memory.
     model = tiny_llama()
     check_model(model)
+    token_wise_places(model)
     count_bytes(model, dtype=torch.float64)

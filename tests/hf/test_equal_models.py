@@ -5,7 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForSequenceClassification, masking_utils, modeling_layers
+from transformers import (
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    masking_utils,
+    modeling_layers,
+)
 from transformers.models.llama import modeling_llama
 
 from hf_flexseq.hf.model import equal_models
@@ -30,6 +35,22 @@ def test_equal_models_share_a_result(tried):
     found = tried.trial(tiny_llama())
     assert tried.trial(tiny_llama().double().eval()) is found
     assert len(tried.models) == 1
+
+
+def test_what_no_forward_reads_is_no_difference(tried, monkeypatch):
+    """A trainer sets the ends of sequences to its tokenizer's, and use_cache. And when a class is
+    first given another attention, transformers notes on it that it can be."""
+    model = tiny_llama()
+    for name in list(vars(LlamaForCausalLM)):
+        if name.endswith("_cached_value"):
+            monkeypatch.delattr(LlamaForCausalLM, name)
+    before = set(vars(LlamaForCausalLM))
+    found = tried.trial(model)
+    model.config.eos_token_id = 7
+    model.config.use_cache = not model.config.use_cache
+    model.set_attn_implementation("eager")
+    assert set(vars(LlamaForCausalLM)) - before
+    assert tried.trial(model) is found
 
 
 def double(function):

@@ -7,6 +7,7 @@ functions into transformers since: into the files that define a model's modules 
 classes, or the one that makes masks. Other files are not watched.
 """
 
+import json
 import sys
 import threading
 from collections.abc import Callable
@@ -23,6 +24,14 @@ Found = TypeVar("Found")
 
 MOST_MODELS = 16
 """Results that are kept of one trial; those of more models are found anew."""
+
+_OTHER_OPTIONS = ("bos_token_id", "eos_token_id", "use_cache")
+"""Entries of configurations that change no trial: no forward reads the first two, and a trial sets
+the last. Trainers set them after the first trial, to those of their tokenizer and arguments."""
+
+_NOTED_ON_CLASSES = "_cached_value"
+"""How names of attributes end in which transformers notes what a class can do, when a model of it
+is first given another attention: no code of a model."""
 
 
 class _Kept(NamedTuple):
@@ -67,7 +76,14 @@ def _options_of(model: PreTrainedModel) -> object:
         text = model.config.to_json_string()
     except TypeError:  # such as a function: plain trainers ask for JSON only when they save
         return None
-    return text, getattr(model.config, "_experts_implementation", None)
+    options = json.loads(text, object_hook=_without_others)
+    return json.dumps(options), getattr(model.config, "_experts_implementation", None)
+
+
+def _without_others(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return entries of a configuration, or of one inside of it, without
+    those that change no trial."""
+    return {name: value for name, value in entries.items() if name not in _OTHER_OPTIONS}
 
 
 def _code_of(kinds: set[type[Any]]) -> tuple[Any, ...]:
@@ -82,5 +98,7 @@ def _code_of(kinds: set[type[Any]]) -> tuple[Any, ...]:
             if callable(value):
                 code.append(value)
             if isinstance(value, type) and value.__module__ == name:
-                code += vars(value).values()
+                for attribute, own in vars(value).items():
+                    if not attribute.endswith(_NOTED_ON_CLASSES):
+                        code.append(own)
     return tuple(code)

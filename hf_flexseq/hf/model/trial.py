@@ -184,6 +184,7 @@ def _run(
         if copies_users_modules:
             has_users_modules = copy_users_modules(model, tried)
         tried.config.get_text_config().output_router_logits = False  # it needs numbers
+        tried.config.get_text_config().use_cache = False
         for module in tried.modules():
             if type(module).__name__.endswith("Experts"):
                 module.forward = _trial_experts
