@@ -103,10 +103,17 @@ class MicroBatchPrograms:
         return tuple(self._bound)
 
     @property
+    def computes(self) -> bool:
+        """False with a stand-in for a kernel, which makes tensors and computes nothing
+        (`profiler/live_bytes.py`): neither do recurrent layers then, block by block of rows."""
+        found: bool = getattr(self._kernel, "computes", True)
+        return found
+
+    @property
     def grid(self) -> ChunkGrid:
         """The chunks in which recurrent layers go through this rank's segments."""
-        device = self._uploads.device
-        return self.once("grid", lambda lengths: ChunkGrid(lengths, device))
+        device, computes = self._uploads.device, self.computes
+        return self.once("grid", lambda lengths: ChunkGrid(lengths, device, computes=computes))
 
     def once(self, name: Hashable, make: Callable[[tuple[int, ...]], Made]) -> Made:
         """Return the result of `make` for the lengths of this rank's segments, cached by name."""

@@ -22,14 +22,14 @@ BLOCK_ROWS = {"cpu": 64, "cuda": 1 << 14}
 
 
 def causal_convolution_of_rows(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, computes: bool = True
 ) -> torch.Tensor:
     """Return the convolution of one sequence, [tokens, channels], with zeros before its start.
 
     x: [tokens, channels]. weight: [channels, W], the last column for a row itself. bias:
-    [channels].
+    [channels]. computes: False to make and keep tensors alone, and to compute no block of rows.
     """
-    out: torch.Tensor = _Convolution.apply(x, weight, bias)
+    out: torch.Tensor = _Convolution.apply(x, weight, bias, computes)
     return out
 
 
@@ -38,16 +38,21 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        computes: bool,
     ) -> torch.Tensor:
         """Return out [tokens, channels]."""
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
+        ctx.computes = computes
         wide = lse_dtype(x.dtype)
         taps = weight.t().to(wide).contiguous()  # [channels, W] -> [W, channels]
         width = taps.shape[0]
         out = torch.empty_like(x)
-        for start, stop in _blocks(x):
+        for start, stop in _blocks(x) if computes else ():
             rows = x[max(0, start - width + 1) : stop].to(wide)
             own = rows.shape[0] - (stop - start)  # rows before the block
             total = rows[own:] * taps[width - 1]
@@ -72,7 +77,7 @@ class _Convolution(torch.autograd.Function):
         dx = torch.empty_like(x)
         dtaps = torch.zeros_like(taps)
         dbias = torch.zeros_like(taps[0])
-        for start, stop in _blocks(x):
+        for start, stop in _blocks(x) if ctx.computes else ():
             rows = x[start:stop].to(wide)
             grads = dout[start : stop + width - 1].to(wide)  # those that read these rows
             total = grads[: stop - start] * taps[width - 1]
@@ -86,7 +91,7 @@ class _Convolution(torch.autograd.Function):
                 dbias += grads[: stop - start].sum(0)
             dx[start:stop] = total
         dweight = dtaps.t().to(weight.dtype)  # [W, channels] -> [channels, W]
-        return dx, dweight, dbias.to(weight.dtype) if ctx.has_bias else None
+        return dx, dweight, dbias.to(weight.dtype) if ctx.has_bias else None, None
 
 
 def _blocks(x: torch.Tensor) -> list[tuple[int, int]]:

@@ -109,6 +109,9 @@ class StandInKernel:
 
     name = "stand-in"
     wide_gradients = False
+    computes = False
+    """Nor do recurrent layers in blocks of rows: what they make of a block does not grow with the
+    tokens, and takes dozens of operations for every 64 of them."""
 
     def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`: -> out [Tq, H, D], lse [H, Tq]."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -13,6 +14,10 @@ from transformers import (
 
 from hf_flexseq.hf.calibration import layer_trial
 from hf_flexseq.hf.calibration.layer_trial import count_bytes
+from hf_flexseq.kernels.convolution import causal_convolution_of_rows
+from hf_flexseq.kernels.scans import kimi
+from hf_flexseq.kernels.scans.grid import CHUNK, ChunkGrid
+from hf_flexseq.profiler.live_bytes import LiveBytes
 from tests.ranks import run_ranks
 
 SIZES = {
@@ -153,3 +158,31 @@ def test_what_a_forked_rank_has_counted_is_known_afterwards(monkeypatch):
     counted, _ = run_ranks(count_in_half_precision, 2)
     monkeypatch.delattr(layer_trial, "LayerTrial")
     assert count_bytes(llama(), dtype=torch.float16) == counted
+
+
+def convolved(grid):
+    x, weight = (torch.randn(size, requires_grad=True) for size in ((grid.tokens, 6), (6, 4)))
+    return causal_convolution_of_rows(x, weight, None, computes=grid.computes)
+
+
+def decayed(grid):
+    q, k, v, g = (torch.randn(grid.tokens, 1, 6, requires_grad=True) for _ in range(4))
+    beta = torch.randn(grid.tokens, 1, requires_grad=True)
+    return sum(x.sum() for x in kimi.chunk_inputs(q, k, v, g, beta, grid, l2norm=True))
+
+
+@pytest.mark.parametrize("run", [convolved, decayed])
+def test_blocks_of_rows_need_not_be_computed_to_count_what_lives(run):
+    """Operations that are left out make nothing that grows with the tokens."""
+    found = []
+    for computes in (True, False):
+        with FakeTensorMode():
+            grid = ChunkGrid([11 * CHUNK], torch.device("cpu"), computes=computes)
+            tracker = LiveBytes(11)
+            with tracker:
+                out = run(grid)
+                kept, peak = tracker.live, tracker.take_peak()
+                out.sum().backward()
+                found.append((kept, peak, tracker.take_peak()))
+    assert found[0] == found[1]
+    assert found[0][0] > 0

@@ -32,7 +32,7 @@ def causal_convolution(
     number of tokens.
     """
     check_rows(x, seq_ctx)
-    out = causal_convolution_of_rows(x, weight, bias)
+    out = causal_convolution_of_rows(x, weight, bias, computes=seq_ctx.programs.computes)
     if weight.shape[1] > 1 and x.shape[0]:
         out = _with_firsts(out, x, weight, bias, seq_ctx)
     return out

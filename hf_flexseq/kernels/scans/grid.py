@@ -43,15 +43,20 @@ class ChunkGrid:
         "_steps_of",
         "chunk",
         "chunks",
+        "computes",
         "counts",
         "device",
         "order",
         "tokens",
     )
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        """Number the chunks. lengths: tokens of each segment, in the order of the rows."""
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device, *, computes: bool = True
+    ) -> None:
+        """Number the chunks. lengths: tokens of each segment, in the order of the rows. computes:
+        False to make and keep tensors alone, where a scan computes a few chunks at a time."""
         self.chunk = CHUNK
+        self.computes = computes
         self.device = device
         self.tokens = sum(lengths)
         counts = -(-np.array(lengths, dtype=np.int64) // CHUNK)  # chunks of each segment

@@ -59,7 +59,7 @@ def chunk_inputs(
     beta = grid.to_chunks(beta).unsqueeze(-1)  # [N, H, C, 1]
     sums = g.cumsum(-2)  # [N, H, C, K]
 
-    attn, products = _Products.apply(q, k, sums)
+    attn, products = _Products.apply(q, k, sums, grid.computes)
     system = products * beta
     decayed = sums.exp()
     sides = torch.cat((v, k * decayed), dim=-1) * beta
@@ -81,16 +81,17 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, sums: torch.Tensor
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, sums: torch.Tensor, computes: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return products of queries and of keys with keys: [N, H, C, K] -> 2 x [N, H, C, C]."""
+        ctx.computes = computes
         x = torch.stack((q, k), dim=2).flatten(0, 1)  # [N x H, 2, C, K]
         sums = sums.flatten(0, 1)  # [N x H, C, K]
         ctx.save_for_backward(x, sums)
         ctx.shape = q.shape
         tokens = x.shape[2]
         out = x.new_zeros(*x.shape[:3], tokens)  # [N x H, 2, C, C]
-        for some in _some(x):
+        for some in _some(x) if computes else ():
             for start, stop in _blocks(tokens):
                 before, own = slice(0, start), slice(start, stop)
                 left = x[some, :, own]  # [n, 2, b, K]
@@ -109,14 +110,14 @@ class _Products(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, of_queries: torch.Tensor, of_keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of q, k and sums, [N, H, C, K]."""
         x, sums = ctx.saved_tensors
         tokens = x.shape[2]
         dout = torch.stack((of_queries, of_keys), dim=2).flatten(0, 1)  # [N x H, 2, C, C]
         dx = torch.empty_like(x)  # of the left factors
         dright = torch.zeros_like(sums)  # of the keys on the right
-        for some in _some(x):
+        for some in _some(x) if ctx.computes else ():
             for start, stop in _blocks(tokens):
                 before, own = slice(0, start), slice(start, stop)
                 left, right = x[some, :, own], x[some, 1, own]  # [n, 2, b, K], [n, b, K]
@@ -140,7 +141,7 @@ class _Products(torch.autograd.Function):
                 dx[some, :, own] = dleft
         dsums = (x * dx).sum(1) - x[:, 1] * dright
         dq, dk = dx.unbind(1)
-        return dq.view(ctx.shape), (dk + dright).view(ctx.shape), dsums.view(ctx.shape)
+        return dq.view(ctx.shape), (dk + dright).view(ctx.shape), dsums.view(ctx.shape), None
 
 
 def _some(x: torch.Tensor) -> Iterator[slice]:
