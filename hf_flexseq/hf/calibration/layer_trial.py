@@ -37,6 +37,7 @@ from hf_flexseq.distributed.lone import LoneTransport
 from hf_flexseq.hf.attached import on_micro_batches
 from hf_flexseq.hf.calibration.fake_model import CPU, class_copy, own_copy, without_complaints
 from hf_flexseq.hf.model.divided import unsharded_class
+from hf_flexseq.hf.model.equal_models import text_of
 from hf_flexseq.hf.model.layer_memory import decoder_of, reason_not_told
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.meta_model import FAULTS
@@ -276,8 +277,7 @@ def _configuration(model: PreTrainedModel) -> object:
     """Return what a copy has of the configuration of its model."""
     config = copy.deepcopy(model.config)
     config.get_text_config().output_router_logits = False
-    config.get_text_config().use_cache = False
-    return config.to_json_string(), getattr(config, "_experts_implementation", None)
+    return text_of(config), getattr(config, "_experts_implementation", None)
 
 
 # Switches that every copy has alike: it is in training mode, without checkpointing.

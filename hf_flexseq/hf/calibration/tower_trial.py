@@ -31,6 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_flexseq.hf.calibration.drawn_images import ImageForm, image_forms
 from hf_flexseq.hf.calibration.fake_model import CPU, fake_copy, without_complaints
 from hf_flexseq.hf.calibration.layer_trial import pass_on, signature_of
+from hf_flexseq.hf.model.equal_models import text_of
 from hf_flexseq.hf.model.facts import ModelFacts
 from hf_flexseq.hf.model.meta_model import without_sharding
 from hf_flexseq.hf.model.towers import ADAPTERS, attention_of_tower, tower_parameters, train_tower
@@ -81,7 +82,7 @@ def try_tower(facts: ModelFacts) -> TriedTower | None:
     if facts.shape.tower is None:
         return None
     key = (
-        *(facts.kind, facts.config.to_json_string(), facts.checkpointing, facts.trained_tower),
+        *(facts.kind, text_of(facts.config), facts.checkpointing, facts.trained_tower),
         *(facts.dtype_in_training, facts.autocast, attention_of_tower(facts.config)),
     )
     if key not in _known:

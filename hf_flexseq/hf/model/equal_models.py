@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.meta_model import NOT_COPIED
@@ -73,11 +73,16 @@ def _options_of(model: PreTrainedModel) -> object:
     """Return what a copy takes from its model's configuration; None if that cannot be written as
     JSON."""
     try:
-        text = model.config.to_json_string()
+        text = text_of(model.config)
     except TypeError:  # such as a function: plain trainers ask for JSON only when they save
         return None
-    options = json.loads(text, object_hook=_without_others)
-    return json.dumps(options), getattr(model.config, "_experts_implementation", None)
+    return text, getattr(model.config, "_experts_implementation", None)
+
+
+def text_of(config: PreTrainedConfig) -> str:
+    """Return the options of a configuration that may change a trial. Raises TypeError where they
+    cannot be written as JSON."""
+    return json.dumps(json.loads(config.to_json_string(), object_hook=_without_others))
 
 
 def _without_others(entries: dict[str, Any]) -> dict[str, Any]:
