@@ -246,7 +246,7 @@ def run_of(rank: int, world_size: int, case: Case, is_ours: bool, folder: Path) 
     datasets.disable_progress_bars()
     transformers.logging.set_verbosity_error()
     with contextlib.redirect_stdout(io.StringIO()):  # what trainers print at each step
-        return run_case(case, is_ours, folder)
+        return run_case(replace(case, lookahead=4), is_ours, folder)
 
 
 def trained(world_size: int, case: Case, is_ours: bool, folder: Path) -> Run:

@@ -109,6 +109,9 @@ class Case:
     multiple: int | None = None
     """What rows are padded to multiples of, if they are."""
 
+    lookahead: int = 0
+    """Steps that ours plans ahead, in a process of its own, which takes a while to start."""
+
     sharding: str = "ddp"
     """"fsdp2", sharded at load, or a stage of ZeRO: "zero1", "zero2", "zero3". These are in
     float32."""
@@ -302,7 +305,8 @@ def make_trainer(
     if case.adapter == "new":
         given["peft_config"] = lora_config()
     if is_ours:
-        given.setdefault("flexseq_args", FlexSeqArguments(**OPTIONS))
+        options = {**OPTIONS, "lookahead": case.lookahead}
+        given.setdefault("flexseq_args", FlexSeqArguments(**options))
         cls = is_ours if isinstance(is_ours, type) else flexseq_class(cls)
     for name, values in case.columns.items():
         rows = arguments["train_dataset"]

@@ -30,6 +30,7 @@ SPANNING = Case(
     kind="grpo",
     accumulation=2,
     steps=6,
+    lookahead=4,
     settings={"steps_per_generation": 4, "num_iterations": 2},
 )
 
@@ -99,9 +100,8 @@ def test_two_ranks_train_as_the_plain_trainer_does(tmp_path):
     between = {"eval_strategy": "steps", "eval_steps": 3}
     evaluated = replace(SPANNING, steps=5, settings={**SPANNING.settings, **between})
     # a step of two generation batches, and at the epoch's end one of fewer batches
-    uneven = Case(
-        kind="grpo", accumulation=3, steps=4, rows=16, settings={"steps_per_generation": 4}
-    )
+    common = {"kind": "grpo", "lookahead": 4, "settings": {"steps_per_generation": 4}}
+    uneven = Case(accumulation=3, steps=4, rows=16, **common)
     for by_rank in run_cases(compare, 2, [(tmp_path, evaluated), (tmp_path, uneven)]):
         for apart in by_rank:
             assert apart.figures > 20

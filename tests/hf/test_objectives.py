@@ -43,9 +43,9 @@ CASES = {
     "dpo": Case(kind="dpo", steps=2, evaluates=True),
     "dpo, accumulated": Case(kind="dpo", steps=2, accumulation=2, settings={"loss_type": "ipo"}),
     # the last step ends an epoch that does not fill it: KTO's loss leaves out who has repeats
-    "kto": Case(kind="kto", accumulation=2, rows=21, evaluates=True),
+    "kto": Case(kind="kto", accumulation=2, rows=21, evaluates=True, lookahead=4),
     "reward": Case(kind="reward", steps=2, evaluates=True, settings=CENTERED, columns=MARGINS),
-    "grpo": Case(kind="grpo", accumulation=2, evaluates=True, settings=ADAPTIVE),
+    "grpo": Case(kind="grpo", steps=2, accumulation=2, evaluates=True, settings=ADAPTIVE),
     "rloo": Case(kind="rloo", steps=2, accumulation=2),
     "sequences": Case(kind="sequences", steps=2, evaluates=True),
     "tokens": Case(kind="tokens", steps=2, accumulation=2, evaluates=True),
@@ -76,9 +76,8 @@ def test_two_ranks_train_as_the_plain_trainers_do(tmp_path, names):
 def losses(rank, world_size, folder, kind, killed, resume):
     """Of every step; saves come every two steps."""
     datasets.disable_progress_bars()
-    case = Case(
-        kind=kind, steps=4, accumulation=2, settings={"save_strategy": "steps", "save_steps": 2}
-    )
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    case = Case(kind=kind, steps=4, accumulation=2, lookahead=4, settings=saves)
     callbacks = [KilledAfter(3)] if killed else None
     trainer = make_trainer(case, True, folder, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
