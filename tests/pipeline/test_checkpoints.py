@@ -27,7 +27,7 @@ from tests.ranks import run_cases, run_ranks
 
 pytestmark = pytest.mark.processes
 
-OPTIONS = {"optim": "adamw_torch", "max_steps": 4, "weight_decay": 0.1}
+OPTIONS = {"optim": "adamw_torch", "max_steps": 2, "weight_decay": 0.1}
 STALE = (  # of earlier runs, with and without a pipeline
     "model.safetensors",
     "optimizer.pt",
@@ -40,7 +40,7 @@ STALE = (  # of earlier runs, with and without a pipeline
 
 
 def run_from(folder, ranks, stages, options=None, *, tied=True, resume=None):
-    """The weights of a run, which saves after three steps and at its end, or goes on from there.
+    """The weights of a run, which saves after each of its two steps, or goes on from the first.
     The sequences per step stay the same: two ranks draw twice as many each as four."""
     options = {**OPTIONS, "batch": 4 // ranks, **(options or {})}
     return joined(run_ranks(saved_run, ranks, folder, stages, tied, options, resume))
@@ -111,25 +111,25 @@ def test_resumed_on_any_number_of_stages_it_goes_on_as_before(tmp_path, first, t
     """By ranks, stages and options."""
     before = {n: p.detach() for n, p in model_of(True).named_parameters()}
     weights = run_from(tmp_path, *first)
-    check_weights(tmp_path / "checkpoint-4", weights)
+    check_weights(tmp_path / "checkpoint-2", weights)
     wanted = {n: torch.as_tensor(p) for n, p in weights.items()}
     for case in then:
-        found = run_from(tmp_path, *case, resume=f"{tmp_path}/checkpoint-3")
+        found = run_from(tmp_path, *case, resume=f"{tmp_path}/checkpoint-1")
         assert update_error(before, wanted, found) < 1e-8, case
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    model_of(True).save_pretrained(tmp_path / "checkpoint-3")
+    model_of(True).save_pretrained(tmp_path / "checkpoint-1")
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model.safetensors"}}
-    (tmp_path / "checkpoint-3" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "checkpoint-1" / "model.safetensors.index.json").write_text(json.dumps(index))
     message = r"ValueError: .* has no model.embed_tokens.weight, model.layers.\d"
     with pytest.raises(AssertionError, match=message):
-        run_from(tmp_path, 2, 2, resume=f"{tmp_path}/checkpoint-3")
+        run_from(tmp_path, 2, 2, resume=f"{tmp_path}/checkpoint-1")
 
 
 def run_of_layers(rank, world_size, folder, layers, resume=None):
     model = model_of(False, num_hidden_layers=layers)
-    trainer = make_trainer(model, folder, 2, save_strategy="steps", save_steps=3, **SAVED)
+    trainer = make_trainer(model, folder, 2, save_strategy="steps", save_steps=1, **SAVED)
     trainer.train(resume_from_checkpoint=resume)
 
 
@@ -138,7 +138,7 @@ def test_stages_refuse_the_state_of_more_layers_than_they_have_together(tmp_path
     run_ranks(run_of_layers, 2, tmp_path, LAYERS)
     message = r"has optimizer state of model.layers.2\S+, .* which this run does"
     with pytest.raises(AssertionError, match=message):
-        run_ranks(run_of_layers, 2, tmp_path, LAYERS - 1, f"{tmp_path}/checkpoint-3")
+        run_ranks(run_of_layers, 2, tmp_path, LAYERS - 1, f"{tmp_path}/checkpoint-1")
 
 
 # ---- models that are loaded stage by stage

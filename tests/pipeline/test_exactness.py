@@ -20,6 +20,7 @@ from hf_flexseq.pipeline.executor import PipelineExecutor, _ChunkRun
 from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.pipeline.ulysses import Sharing
+from tests.budget import others_nightly
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.matching import Launches
 from tests.pipeline.plans import random_pipeline_plan
@@ -162,11 +163,11 @@ ON_PROCESSES = [pytest.mark.processes, pytest.mark.nightly]
     [
         (run_threads, 3, 1, 1),
         (run_threads, 4, 2, 1),
-        (run_threads, 2, 1, 2),
         (run_threads, 2, 1, 3),
         (run_threads, 4, 2, 2),
         pytest.param(run_threads, 2, 1, 1, marks=pytest.mark.nightly),
         pytest.param(run_threads, 4, 1, 1, marks=pytest.mark.nightly),
+        pytest.param(run_threads, 2, 1, 2, marks=pytest.mark.nightly),
         pytest.param(run_threads, 3, 1, 2, marks=pytest.mark.nightly),
         pytest.param(run_ranks, 4, 2, 1, marks=ON_PROCESSES),
         pytest.param(run_ranks, 2, 1, 2, marks=ON_PROCESSES),
@@ -201,7 +202,11 @@ def steps(rank, world_size, virtual, plans):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launches", Launches)
+@pytest.mark.parametrize(
+    "launches",
+    # by lane the steps above are carried out, too
+    others_nightly(Launches, tried=[Launches.BY_TAG, Launches.ONE_QUEUE]),
+)
 def test_steps_never_hang_however_posts_are_carried_out(launches):
     found = run_threads(steps, *RING, 2, launches=launches, seed=0)
     assert found == [2] * RING[0]
