@@ -134,8 +134,8 @@ def assert_exact(by_rank):
         (2, CASES[::2]),
         (3, CASES[1::2]),
         pytest.param(4, CASES, marks=pytest.mark.slow),
-        pytest.param(8, CASES[::2], marks=pytest.mark.slow),
-        *(pytest.param(n, CASES, marks=pytest.mark.nightly) for n in (5, 6, 7)),
+        pytest.param(8, CASES[::4], marks=pytest.mark.slow),
+        *(pytest.param(n, CASES, marks=pytest.mark.nightly) for n in (5, 6, 7, 8)),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )

@@ -162,7 +162,10 @@ def test_units_are_exact_on_one_rank():
     assert_exact(run_threads(run_case, 1, ["local"], CASES), alone=True)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_units_are_exact_under_every_strategy(world_size):
     assert_exact(run_threads(run_case, world_size, SHARED, CASES, seconds=100))
 

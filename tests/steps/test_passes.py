@@ -235,7 +235,7 @@ def errors_of(rank, world_size, cases, wanted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.nightly), 3, 4])
 def test_gradients_of_any_loss_equal_one_process(world_size):
     cases = cases_of(world_size)
     wanted = [

@@ -199,7 +199,10 @@ def test_units_are_exact_on_one_rank():
     assert_exact(run_threads(run_case, 1, ["local"], cases, seconds=100), alone=True)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_units_are_exact_under_every_strategy(world_size):
     cases = [*CASES, *ONE_BY_ONE[world_size::3]]
     assert_exact(run_threads(run_case, world_size, SHARED, cases, seconds=200))
