@@ -31,7 +31,7 @@ def evaluating_trainer(folder, batch, held_out, model=None, **options):
         eval_dataset=held_out,
         per_device_eval_batch_size=batch,
         max_steps=2,
-        **options,
+        **{"lookahead": 0, **options},
     )
 
 
@@ -80,14 +80,15 @@ def evaluate_then_train(rank, world_size, folder, first, bf16):
     return weights(model)
 
 
+# In float64 an evaluation comes before the training in the test above, too.
 @pytest.mark.processes
-def test_evaluating_first_does_not_change_training(tmp_path):
-    cases = [(tmp_path, first, bf16) for bf16 in (False, True) for first in (True, False)]
-    results = run_cases(evaluate_then_train, 2, cases, seconds=120)
-    for with_evaluation, without in (results[:2], results[2:]):
-        for name, wanted in without[0].items():
-            for found in (*with_evaluation, without[1]):
-                assert (found[name] == wanted).all(), name
+@pytest.mark.parametrize("bf16", others_nightly([False, True], tried=[True]))
+def test_evaluating_first_does_not_change_training(tmp_path, bf16):
+    cases = [(tmp_path, first, bf16) for first in (True, False)]
+    with_evaluation, without = run_cases(evaluate_then_train, 2, cases, seconds=120)
+    for name, wanted in without[0].items():
+        for found in (*with_evaluation, without[1]):
+            assert (found[name] == wanted).all(), name
 
 
 # ---- a loop of its own

@@ -13,6 +13,7 @@ from transformers import Trainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine, FlexSeqTrainer
 from hf_flexseq.hf.loaders import LongestLoader, batches_on_host
+from tests.budget import others_nightly
 from tests.hf.test_mixin import tokenizer
 from tests.hf.test_trainer import (
     flexseq_trainer,
@@ -79,11 +80,17 @@ def train(rank, world_size, folder, case, planned):
     return before, weights(model), logged(trainer.state.log_history, "num_input_tokens_seen")
 
 
+# Reductions in every micro-batch are compared in tests/hf/test_fsdp_policies.py, too.
+SELDOM = ("reduced in every micro-batch",)
+OFTEN = tuple(case for case in CASES if case not in SELDOM)
+
+
 @pytest.mark.processes
-def test_same_weights_as_the_plain_trainer_on_two_ranks(tmp_path):
-    cases = [(tmp_path, case, planned) for case in CASES for planned in (False, True)]
+@pytest.mark.parametrize("names", others_nightly([OFTEN, SELDOM], tried=[OFTEN]))
+def test_same_weights_as_the_plain_trainer_on_two_ranks(tmp_path, names):
+    cases = [(tmp_path, case, planned) for case in names for planned in (False, True)]
     results = run_cases(train, 2, cases, seconds=300)
-    for case, plain, ours in zip(CASES, results[::2], results[1::2], strict=True):
+    for case, plain, ours in zip(names, results[::2], results[1::2], strict=True):
         before, wanted, seen = plain[0]
         for _, found, found_seen in ours:
             assert update_error(before, wanted, found) < 1e-8, case

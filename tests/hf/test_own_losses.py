@@ -16,6 +16,7 @@ from hf_flexseq.hf.objectives.heads import TokenFigures, figures_of_logits
 from hf_flexseq.hf.objectives.outputs import PlannedOutput
 from hf_flexseq.hf.one_pass import LossInOnePass
 from hf_flexseq.kernels import token_outputs as kernel
+from tests.budget import others_nightly
 from tests.hf.test_checks import OwnLoss
 from tests.hf.test_exactness import whole
 from tests.hf.test_metrics import scaled
@@ -195,11 +196,16 @@ def train(rank, world_size, name, flexseq, folder):
     return trained(trainer), trainer.evaluate()["eval_loss"]
 
 
+# What is accumulated is the function, too, over more batches.
+OFTEN = ("accumulated", "class", "scaled")
+
+
 @pytest.mark.processes
-def test_own_losses_train_as_the_plain_trainer_does(tmp_path):
-    cases = [(name, flexseq, tmp_path) for name in CASES for flexseq in (None, {})]
+@pytest.mark.parametrize("names", others_nightly([OFTEN, ("function",)], tried=[OFTEN]))
+def test_own_losses_train_as_the_plain_trainer_does(tmp_path, names):
+    cases = [(name, flexseq, tmp_path) for name in names for flexseq in (None, {})]
     by_case = run_cases(train, 2, cases)
-    for name, wanted, found in zip(CASES, by_case[::2], by_case[1::2], strict=True):
+    for name, wanted, found in zip(names, by_case[::2], by_case[1::2], strict=True):
         for (stock, evaluation), (ours, own_evaluation) in zip(wanted, found, strict=True):
             assert weights_apart(stock, ours) < 1e-9, name
             assert_logged_alike(stock, ours, ["loss"], rel=1e-6)

@@ -81,7 +81,7 @@ def compare(rank, world_size, folder, settings):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_the_sft_trainer_s_weights_and_figures_are_those_of_the_rows(tmp_path, world_size):
     cases = [(tmp_path, settings) for settings in CASES.values()]
     by_case = run_cases(compare, world_size, cases, seconds=200)
