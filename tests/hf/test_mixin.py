@@ -59,8 +59,8 @@ def lora_llama():
 
 
 def make_trainer(kind, ours, folder, batch):
-    """A trainer of five steps."""
-    settings = {"flexseq": {} if ours else None, "batch": batch, "max_steps": 5}
+    """A trainer of three steps."""
+    settings = {"flexseq": {} if ours else None, "batch": batch}
     if kind == "lora":
         model = lora_llama()
         if not ours:

@@ -70,7 +70,7 @@ def zero_run(
         learning_rate=LEARNING_RATE,
         deepspeed=config,
         gradient_checkpointing=checkpointing,
-        **settings,
+        **{"lookahead": 0, **settings},
     )
     steps = noting_figures(trainer)
     trainer.train()
@@ -123,6 +123,7 @@ def fsdp2_run(rank, world_size, folder, config, accumulation, checkpointing, cos
         learning_rate=LEARNING_RATE,
         gradient_checkpointing=checkpointing,
         cost_model=cost_model,
+        lookahead=0,
     )
     trainer.train()
     policies = trainer.flexseq.executor.planning.fsdp.taken

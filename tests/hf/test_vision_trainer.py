@@ -35,7 +35,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
-STEPS, SAVED = 5, 2
+STEPS, SAVED = 3, 1
 IMAGES = [1, 0, 2, 1, 0, 0, 0, 0, 1, 0, 1, 2]  # of each example, again and again
 HELD_OUT = 8  # so one of the steps has no image
 SETTINGS = {

@@ -95,7 +95,7 @@ def sft_run(rank: int, world_size: int, name: str, folder: Path) -> Run:
         data_collator=None,
         processing_class=vision_processor(),
         max_length=None,
-        max_steps=5,
+        max_steps=3,
         bf16=False,
         train_sampling_strategy="sequential",
         **(defaults | case.settings),
