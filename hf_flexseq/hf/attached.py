@@ -182,20 +182,24 @@ class AttachedModel:
         """Restore the model's attention and loss, and accelerate's DDP handler."""
         self._attached.close()
 
-    def _begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Prepare a planned call; for one without `seq_ctx`, restore the model's own attention and
-        loss."""
+    def _begin_call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Prepare a planned call, which makes no cache unless it is asked for one; for a call
+        without `seq_ctx`, restore the model's own attention and loss."""
         if kwargs.get("seq_ctx") is not None:
             self._end_interrupted_call()
             self._checkpointing.replace()
-            return
+            # The Trainer's use_cache=False does not reach a text model with options of its own.
+            return args, {"use_cache": False, **kwargs}
         if self.base.config._attn_implementation != NAME:
-            return
+            return None
         own = ExitStack()
         own.enter_context(self.own_attention())
         if self._chunked_loss is not None:
             own.enter_context(self._chunked_loss.disabled())
         self._other_call = (module, own)
+        return None
 
     def _end_call(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
         """Undo what `_begin_call` of the same module has done for a call without `seq_ctx`."""

@@ -142,6 +142,26 @@ def test_steps_and_an_evaluation_equal_the_plain_trainers(tmp_path, kind):
     assert images == {step: sum(counts[4 * step : 4 * step + 4]) for step in range(STEPS)}
 
 
+def test_a_text_model_with_options_of_its_own_makes_no_cache(tmp_path):
+    """Recurrent layers would be asked for their last state; the Trainer's option does not reach
+    them."""
+    found = []
+    for flexseq in (None, {"max_tokens_per_rank": 30}):
+        trainer = trainer_of(
+            Trainer,
+            tmp_path,
+            model=tiny_vision_model("qwen3_5"),
+            flexseq=flexseq,
+            data_collator=with_pixels if flexseq is None else DataCollatorForFlexSeq(),
+            train_dataset=vision_examples("qwen3_5", IMAGES),
+            train_sampling_strategy="sequential",
+            max_steps=2,
+        )
+        assert trainer.model.config.get_text_config().use_cache
+        found.append(trained(trainer))
+    assert weights_apart(*found) < 2e-6
+
+
 # ---- a loss of the user's own, on whole samples
 
 
