@@ -47,6 +47,7 @@ from hf_flexseq.hf.prove.documents import (
     drawn_images,
     image_documents,
 )
+from hf_flexseq.hf.prove.pinned import pin_routers
 from hf_flexseq.hf.prove.subject import (
     has_experts,
     model_of,
@@ -143,6 +144,8 @@ def prove(name: str, *, whole: bool = False) -> dict[str, Any]:
     model = model.to(accelerator.device)
 
     left = _not_proven(model, topology, on_gpu=on_gpu, whole=whole)
+    if precision.bf16 and has_experts(model):
+        left.append(_pinned(model))
     subjects = dict(_subjects(model, topology, precision, left))
     control = max((one.control for one in subjects.values()), key=lambda one: one.gradient)
     steps: dict[str, dict[str, Any]] = {}
@@ -173,6 +176,13 @@ def prove(name: str, *, whole: bool = False) -> dict[str, Any]:
         "faults": planted_faults(subjects[TEXT].wanted, subjects[TEXT].bounds),
         "not_proven": left,
     }
+
+
+def _pinned(model: PreTrainedModel) -> str:
+    """Have tokens choose the experts of a model, and return what that leaves unproven."""
+    if pin_routers(model):
+        return "which experts a token goes to: here it alone decides, since 16 bits change some"
+    return "which experts a token goes to: no router was found, and 16 bits may change some"
 
 
 def _lengths(rows: Rows) -> list[int]:
