@@ -29,6 +29,8 @@ def prove(options: Namespace) -> int:
             f"{name} does not exist: give a folder or a config.json that does, a name on the Hub, "
             "or a class of transformers"
         )
+    if options.json is not None:
+        _check_file(Path(options.json))
     if "RANK" in os.environ:
         record = _of_this_rank(options)
         if int(os.environ["RANK"]) != 0:
@@ -43,6 +45,12 @@ def prove(options: Namespace) -> int:
         return 0
     print(page_of(record))
     return 0 if holds(record) else 1
+
+
+def _check_file(path: Path) -> None:
+    """Raise ValueError for a file that cannot be written, before minutes of work for it."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"--json {path} is no file in a folder that exists: make it first")
 
 
 def _of_this_rank(options: Namespace) -> dict[str, Any]:

@@ -5,7 +5,7 @@ error of a parameter is ||found - wanted|| / ||wanted||, with 1e-3 of the larges
 parameters as the smallest divisor, below which no digits are left.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,9 +62,21 @@ def difference(found: Step, wanted: Step) -> Difference:
     loss = abs(found.loss - wanted.loss) / max(abs(wanted.loss), 1e-12)
     missing = tuple(sorted(found.gradients.keys() ^ wanted.gradients.keys()))
     errors = errors_of(found.gradients, wanted.gradients)
-    # NaN is never the largest, so it is looked for first.
-    worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]), default="")
+    worst = max(errors, key=lambda name: _as_error(errors[name]), default="")
     return Difference(loss, errors.get(worst, 0.0), worst, missing)
+
+
+def furthest(differences: Sequence[Difference]) -> Difference:
+    """Return the largest loss error and the largest gradient error of several ranks, with all that
+    is missing on any."""
+    loss = max((one.loss for one in differences), key=_as_error)
+    worst = max(differences, key=lambda one: _as_error(one.gradient))
+    missing = sorted({name for one in differences for name in one.missing})
+    return worst._replace(loss=loss, missing=tuple(missing))
+
+
+def _as_error(value: float) -> tuple[bool, float]:
+    return value != value, value  # NaN, which is never the largest, is looked for first
 
 
 def errors_of(found: Gradients, wanted: Gradients) -> dict[str, float]:

@@ -257,6 +257,12 @@ def test_a_sound_model_is_proven_on_two_ranks(name):
     assert "DIFFERS" in page.page_of(record)
 
 
+def test_a_record_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path):
+    for path in (tmp_path, tmp_path / "none" / "record.json"):
+        assert main(["prove", "LlamaForCausalLM", "--json", str(path)]) == 2
+        assert f"--json {path} is no file in a folder" in capsys.readouterr().err
+
+
 def test_what_cannot_be_proven_is_told_in_one_line(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("RANK", "0")
     unknown = tmp_path / "unknown"

@@ -10,7 +10,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.hf.model import experts, router
 from hf_flexseq.hf.model.small import small_model
 from hf_flexseq.hf.probe import lively_copy
-from hf_flexseq.hf.prove import command
+from hf_flexseq.hf.prove import command, trained
 from hf_flexseq.memory import store, tiles
 from hf_flexseq.steps import features, images
 from hf_flexseq.steps.feature_form import FeatureForm
@@ -152,7 +152,36 @@ def experts_divided_twice(patch, rank):
     patch.setattr(experts, "_is_divided_twice", lambda mesh, dtype: False)
 
 
+def reduced_on_one_rank(patch, rank):
+    """One rank alone has the right gradients, and the other the double of them."""
+    before_step = trained._Gradients.on_pre_optimizer_step
+
+    def wrong(*given, model, **others):
+        for parameter in model.parameters() if rank == 1 else ():
+            parameter.grad *= 2
+        before_step(*given, model=model, **others)
+
+    patch.setattr(trained._Gradients, "on_pre_optimizer_step", wrong)
+
+
+def left_whole(patch, rank):
+    """transformers does not shard the model."""
+    load = EXPERTS.from_pretrained.__func__
+
+    def wrong(kind, folder, *, distributed_config, **options):
+        return load(kind, folder, **options)
+
+    patch.setattr(EXPERTS, "from_pretrained", classmethod(wrong))
+
+
+def left_everywhere(patch, rank):
+    """transformers shards the model, and spreads no experts."""
+    make = trained.DistributedConfig
+    patch.setattr(trained, "DistributedConfig", lambda fsdp_size, ep_size=1: make(fsdp_size=2))
+
+
 MOE_LAYERS = 4
+SHARDED, SPREAD = "auto, FSDP2", "auto, experts over ranks"
 ERRORS = {
     of_next_image: (VISION, ONE_IMAGE),
     of_another_sequence: (VISION, IMAGES),
@@ -164,9 +193,17 @@ ERRORS = {
     last_tile_dropped: (VISION, MEMORY),
     input_of_another_layer: (VISION, MEMORY),
     mean_of_means: (EXPERTS, ROUTER),
-    experts_divided_twice: (EXPERTS, "auto, experts over ranks"),
+    experts_divided_twice: (EXPERTS, SPREAD),
+    reduced_on_one_rank: (VISION, ONE_IMAGE),
+    left_whole: (EXPERTS, SHARDED),
+    left_everywhere: (EXPERTS, SPREAD),
 }
-TRIED = (of_next_image, lost_without_images, last_tile_dropped)  # in every run
+NOT_RUN = {
+    left_whole: "transformers has left parameters whole on every rank",
+    left_everywhere: "transformers has left all experts on every rank",
+}
+# In every run.
+TRIED = (of_next_image, lost_without_images, last_tile_dropped, reduced_on_one_rank)
 
 
 # ---- on ranks
@@ -195,6 +232,9 @@ def assert_found(kind, errors):
     planted = [*((None, title) for title in titles), *((one, ERRORS[one][1]) for one in errors)]
     for found in run_ranks(compared, 2, kind, planted, seconds=200):
         for (error, title), step in zip(planted, found, strict=True):
+            if error in NOT_RUN:
+                assert step == {"not_run": NOT_RUN[error]}
+                continue
             assert step.get("has_trained"), (error, title, step)
             assert step["holds"] == (error is None), (error, title, step["difference"])
 
@@ -202,6 +242,14 @@ def assert_found(kind, errors):
 @pytest.mark.processes
 def test_errors_of_images_and_memory_are_found():
     assert_found(VISION, TRIED)
+
+
+def test_a_model_that_transformers_leaves_whole_is_not_trained_as_a_sharded_one(
+    monkeypatch, tmp_path
+):
+    left_whole(monkeypatch, rank=0)
+    with pytest.raises(NotImplementedError, match=NOT_RUN[left_whole]):
+        trained._sharded(small_model(EXPERTS, {}), {"fsdp_size": 2}, str(tmp_path))
 
 
 @pytest.mark.nightly

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
 from hf_flexseq.base.registry import STRATEGIES
@@ -63,6 +64,7 @@ from hf_flexseq.steps.differences import (
     Difference,
     Step,
     difference,
+    furthest,
     has_learned,
     planted_faults,
 )
@@ -304,8 +306,8 @@ def _least_memory(model: PreTrainedModel, left: list[str]) -> MemoryChoice:
 
 
 def _compared(subject: Subject, case: Case, topology: Topology, *, bf16: bool) -> dict[str, Any]:
-    """Train a step on all ranks, and return how far it is from the one without hf_flexseq.
-    Collective over the world."""
+    """Train a step on all ranks, and return how far it is from the one without hf_flexseq, on the
+    rank that is furthest from it. Collective over the world."""
     try:
         run = step_of_trainer(
             subject.model,
@@ -318,13 +320,16 @@ def _compared(subject: Subject, case: Case, topology: Topology, *, bf16: bool) -
         )
     except (ValueError, NotImplementedError) as error:
         return {"not_run": " ".join(str(error).split())}
-    apart = difference(run.step, subject.wanted)
+    # Ranks may have different gradients, and so different weights after the step.
+    by_rank = gather_object([(difference(run.step, subject.wanted), run.has_trained)])
+    apart = furthest([one for one, _ in by_rank])
+    has_trained = all(trained for _, trained in by_rank)
     return {
         "groups": run.groups,
         "units": run.units,
-        "has_trained": run.has_trained,
+        "has_trained": has_trained,
         "difference": apart.to_record(),
-        "holds": run.has_trained and apart.within(subject.bounds),
+        "holds": has_trained and apart.within(subject.bounds),
     }
 
 

@@ -25,6 +25,7 @@ from transformers.distributed import DistributedConfig
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.reduction import local
+from hf_flexseq.hf.model.experts import expert_ranks
 from hf_flexseq.hf.model.head_trial import ROUTER_LOSS
 from hf_flexseq.hf.model.meta_model import FAULTS
 from hf_flexseq.hf.model.router import OPTION, RouterFacts
@@ -236,6 +237,10 @@ def _sharded(model: PreTrainedModel, sharding: Mapping[str, int], folder: str) -
         raise NotImplementedError(f"transformers cannot load it in shards: {error}") from error
     finally:
         PartialState().wait_for_everyone()  # before rank 0 removes the folder
+    if any(not isinstance(parameter, DTensor) for parameter in twin.parameters()):
+        raise NotImplementedError("transformers has left parameters whole on every rank")
+    if sharding.get("ep_size", 1) > 1 and expert_ranks(twin) is None:
+        raise NotImplementedError("transformers has left all experts on every rank")
     for buffer in twin.buffers():  # which transformers makes in float32, whatever the dtype
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(model.dtype)
