@@ -40,6 +40,7 @@ or did not run in time, and 2 without a CUDA GPU.
 import argparse
 import datetime
 import json
+import math
 import shlex
 import shutil
 import subprocess
@@ -224,16 +225,16 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--out", type=Path, help="folder of the page")
-    made.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    made.add_argument("--parts", nargs="+", action=_Once, choices=list(PARTS), default=list(PARTS))
     made.add_argument(
         "--plans",
-        type=int,
+        type=_more_than_none(int),
         help=f"random plans for every way of running them ({PLANS}; with --quick {QUICK_PLANS})",
     )
     made.add_argument("--quick", action="store_true", help="few plans and rounds, in 5 minutes")
     made.add_argument(
         "--minutes",
-        type=float,
+        type=_more_than_none(float),
         help=f"of all parts together ({MINUTES:g}; with --quick {QUICK_MINUTES:g})",
     )
     made.add_argument("--rehearse", action="store_true", help="on a CPU, with small sizes")
@@ -242,6 +243,27 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sharding", help=argparse.SUPPRESS)
     made.add_argument("--trainer", help=argparse.SUPPRESS)
     return made
+
+
+class _Once(argparse.Action):
+    """Takes each of several values once, in the order given."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, list(dict.fromkeys(values)))
+
+
+def _more_than_none(kind: type[int] | type[float]) -> Any:
+    """Return what reads a number above 0."""
+
+    def number(text: str) -> int | float:
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+        return value
+
+    return number
 
 
 def run_part(asked: argparse.Namespace, setting: Setting) -> None:

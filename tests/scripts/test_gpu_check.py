@@ -50,6 +50,15 @@ def rehearsed(module, name):
 # ---- the command
 
 
+def test_parts_run_once_and_numbers_are_above_0(capsys):
+    parser = runpy.run_path(str(SCRIPT))["parser"]()
+    assert parser.parse_args(["--parts", "scans", "host", "scans"]).parts == ["scans", "host"]
+    for words in (["--minutes", "0"], ["--minutes", "nan"], ["--plans", "-1"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+        assert f"{words[0]}: expected a number above 0, got {words[1]}" in capsys.readouterr().err
+
+
 def test_without_a_gpu_it_says_so_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
