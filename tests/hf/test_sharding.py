@@ -52,6 +52,7 @@ def zero_run(
     checkpointing,
     make=small_llama,
     batch=2,
+    lookahead=0,
     **settings,
 ):
     """Weights; log, with the figures of all steps behind it; and how often DeepSpeed stepped its
@@ -70,7 +71,8 @@ def zero_run(
         learning_rate=LEARNING_RATE,
         deepspeed=config,
         gradient_checkpointing=checkpointing,
-        **{"lookahead": 0, **settings},
+        lookahead=lookahead,
+        **settings,
     )
     steps = noting_figures(trainer)
     trainer.train()
@@ -94,17 +96,19 @@ def assert_equal_to_plain(found, log, plain):
 
 
 def test_zero_equals_the_plain_trainer(tmp_path, plain):
-    # stage, accumulation, checkpointing
-    runs = [(2, 2, False), (3, 3, True)]
-    cases = [(tmp_path, *run, small_llama, 1) for run in runs]
+    # stage, accumulation, checkpointing, and the steps that are planned ahead
+    runs = [(2, 2, False, 0), (3, 3, True, 2)]
+    cases = [(tmp_path, *run, small_llama, 1, ahead) for *run, ahead in runs]
     by_case = run_cases(zero_run, 2, cases, seconds=150)
-    for (_, accumulation, _), results in zip(runs, by_case, strict=True):
+    for (_, accumulation, *_), results in zip(runs, by_case, strict=True):
         for found, log, steps in results:
             assert steps == budget.trainer_steps
             assert_equal_to_plain(found, log, plain(2 * accumulation))
 
 
-def fsdp2_run(rank, world_size, folder, config, accumulation, checkpointing, cost_model):
+def fsdp2_run(
+    rank, world_size, folder, config, accumulation, checkpointing, lookahead, cost_model
+):
     """Weights, log, optimizer steps and the policies taken under FSDP2, sharded by transformers at
     load."""
     model = LlamaForCausalLM.from_pretrained(
@@ -123,7 +127,7 @@ def fsdp2_run(rank, world_size, folder, config, accumulation, checkpointing, cos
         learning_rate=LEARNING_RATE,
         gradient_checkpointing=checkpointing,
         cost_model=cost_model,
-        lookahead=0,
+        lookahead=lookahead,
     )
     trainer.train()
     policies = trainer.flexseq.executor.planning.fsdp.taken
@@ -142,10 +146,11 @@ class CountedUpdates(TrainerCallback):
 
 FSDP2 = {"fsdp_size": 2}
 HSDP = {"fsdp_size": 2, "dp_replicate_size": 2}
-# By number of ranks: configuration, accumulation, checkpointing, whether memory is scarce.
+# By number of ranks: configuration, accumulation, checkpointing, steps that are planned ahead, and
+# whether memory is scarce.
 FSDP2_RUNS = {
-    2: [(FSDP2, 3, False, False), (FSDP2, 2, True, True)],
-    4: [(HSDP, 1, True, False)],
+    2: [(FSDP2, 3, False, 2, False), (FSDP2, 2, True, 0, True)],
+    4: [(HSDP, 1, True, 0, False)],
 }
 
 
@@ -159,7 +164,7 @@ def test_fsdp2_equals_the_plain_trainer(tmp_path, plain, world_size):
         for *others, is_scarce in FSDP2_RUNS[world_size]
     ]
     by_case = run_cases(fsdp2_run, world_size, cases, seconds=150)
-    for (_, _, accumulation, _, cost_model), results in zip(cases, by_case, strict=True):
+    for (_, _, accumulation, *_, cost_model), results in zip(cases, by_case, strict=True):
         for found, log, updates, policies in results:
             assert updates == budget.trainer_steps
             if cost_model == scarce:
