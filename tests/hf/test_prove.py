@@ -14,7 +14,7 @@ from hf_flexseq.cli import prove as page
 from hf_flexseq.hf import probe
 from hf_flexseq.hf.model.facts import model_shape
 from hf_flexseq.hf.model.small import plain_options, small_model
-from hf_flexseq.hf.prove import command
+from hf_flexseq.hf.prove import command, subject
 from hf_flexseq.hf.prove.documents import (
     IMAGE_COUNTS,
     LONGEST,
@@ -257,6 +257,12 @@ def test_a_sound_model_is_proven_on_two_ranks(name):
     assert "DIFFERS" in page.page_of(record)
 
 
+def test_options_that_fit_each_other_no_longer_when_they_are_small_are_told():
+    options = {"rope_parameters": 3}
+    with pytest.raises(ValueError, match="cannot be made small .StrictDataclassFieldValid"):
+        subject._small(transformers.LlamaForCausalLM, options)
+
+
 def test_a_record_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path):
     for path in (tmp_path, tmp_path / "none" / "record.json"):
         assert main(["prove", "LlamaForCausalLM", "--json", str(path)]) == 2
@@ -268,11 +274,14 @@ def test_what_cannot_be_proven_is_told_in_one_line(monkeypatch, capsys, tmp_path
     unknown = tmp_path / "unknown"
     unknown.mkdir()
     (unknown / "config.json").write_text('{"model_type": "unheard-of"}')
+    uneven = tmp_path / "uneven.json"
+    uneven.write_text('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 5}')
     for name, message in (
         ("./no-such-folder", "./no-such-folder does not exist: give a folder"),
         ("LlamaConfig", "LlamaConfig is no class of models: give the folder"),
         ("LlamaModel", "LlamaModel has no head that predicts tokens: name the"),
         (str(unknown), "model type `unheard-of`"),
+        (str(uneven), "The hidden size (64) is not a multiple of the number of attention heads"),
         ("LlamaForSequenceClassification", "has no head that predicts tokens: name the"),
         ("Qwen2AudioForConditionalGeneration", "its forward computes a loss of its own"),
         ("LlamaForCausalLM", "1 rank shares nothing with others, and two are needed"),

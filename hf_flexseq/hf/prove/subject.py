@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -23,7 +24,10 @@ from hf_flexseq.hf.model.router import OPTION, RouterFacts, UnknownRouterLoss, r
 from hf_flexseq.hf.model.small import plain_options, small_model
 
 # What transformers raises for configurations that no model can be built from.
-_BUILDING_FAILS = (ImportError, AttributeError, KeyError, TypeError, ValueError, RuntimeError)
+_BUILDING_FAILS = (
+    *(ImportError, AttributeError, KeyError, TypeError, ValueError, RuntimeError),
+    StrictDataclassError,  # of options that do not fit each other
+)
 _WANTED = (
     "give the folder or the name of a model, a config.json, or a class such as LlamaForCausalLM"
 )
@@ -57,7 +61,7 @@ def _config_of(name: str) -> PreTrainedConfig:
     try:
         # None would prompt on the terminal before running a model's own code
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, *_BUILDING_FAILS) as error:
         reason = " ".join(str(error).split()).split(". ")[0].rstrip(".")
         raise ValueError(
             f"{name} has no configuration that transformers {transformers.__version__} can read "
@@ -88,7 +92,7 @@ def _small(kind: type[PreTrainedModel], options: dict[str, Any]) -> PreTrainedMo
     except NotImplementedError as error:  # layers of an unknown kind
         raise NotImplementedError(f"{kind.__name__}: {error}") from error
     except _BUILDING_FAILS as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
             f"{kind.__name__} cannot be made small ({reason}): give the folder or config.json of "
             "a model that can be built, or prove the model itself with --whole"
