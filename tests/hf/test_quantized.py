@@ -36,12 +36,13 @@ FOUR = {
 
 
 def save_model(folder):
+    """Save what `load` quantizes, or skip the test, which a rank could not do."""
+    pytest.importorskip("bitsandbytes")
     tiny_llama(torch.float32, **SIZES).save_pretrained(folder / "model")
 
 
 def load(folder, bits):
     """The saved model with quantized layers, in float32 otherwise; 32 bits leave it as it is."""
-    pytest.importorskip("bitsandbytes")
     quantization = None
     if bits < 32:
         options = FOUR if bits == 4 else {"load_in_8bit": True}
