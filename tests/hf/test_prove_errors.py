@@ -202,8 +202,7 @@ NOT_RUN = {
     left_whole: "transformers has left parameters whole on every rank",
     left_everywhere: "transformers has left all experts on every rank",
 }
-# In every run.
-TRIED = (of_next_image, lost_without_images, last_tile_dropped, reduced_on_one_rank)
+TRIED = (of_next_image, last_tile_dropped, reduced_on_one_rank)  # in every run
 
 
 # ---- on ranks

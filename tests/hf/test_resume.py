@@ -90,7 +90,7 @@ def losses(rank, world_size, folder, kind, killed, resume, batch=1, rows=9, **op
     [
         pytest.param("ddp", ("at a step", "while saving"), marks=reads_optimizer_on_cpus),
         ("zero3", ("at a step",)),
-        ("pipeline", ("while saving",)),
+        pytest.param("pipeline", ("while saving",), marks=pytest.mark.nightly),
     ],
 )
 def test_a_killed_run_resumes_with_the_same_losses(tmp_path, kind, kills):

@@ -154,7 +154,7 @@ FSDP2_RUNS = {
 }
 
 
-@pytest.mark.parametrize("world_size", FSDP2_RUNS)
+@pytest.mark.parametrize("world_size", budget.others_nightly(FSDP2_RUNS, tried=[2]))
 def test_fsdp2_equals_the_plain_trainer(tmp_path, plain, world_size):
     tiny_llama(torch.float32).save_pretrained(tmp_path / "model")
     scarce = str(tmp_path / "cost.json")

@@ -17,7 +17,6 @@ import torch
 
 from hf_flexseq.kernels.fused import TorchFused
 from hf_flexseq.plan.head_layout import HeadLayout
-from tests.budget import others_nightly
 from tests.kernels.fused_cases import HEAD_RANGES, ROWS, added, gathered, merged, normal, packed
 
 TORCH = TorchFused()
@@ -135,8 +134,9 @@ def test_every_operation_is_one_launch(fused, triton_fused, monkeypatch):
     assert counts == [1, 2, 3, 5]  # packing and unpacking
 
 
+@pytest.mark.kernels
 @pytest.mark.processes
-@pytest.mark.parametrize("architecture", others_nightly(SHARED_BYTES, tried=[90]))
+@pytest.mark.parametrize("architecture", SHARED_BYTES)
 def test_the_kernels_compile_once_for_all_numbers_of_rows_and_spill_nothing(
     triton_fused, tmp_path, architecture
 ):

@@ -102,7 +102,7 @@ def check_weights(checkpoint, weights):
     [
         pytest.param((2, 2), [(4, 2), (1, 1)], marks=pytest.mark.nightly),
         pytest.param((1, 1), [(2, 2)], marks=pytest.mark.nightly),
-        ((1, 1), [(4, 2, FSDP)]),
+        pytest.param((1, 1), [(4, 2, FSDP)], marks=pytest.mark.nightly),
         ((4, 2, FSDP), [(2, 2)]),
         ((2, 2, TWO_PER_RANK), [(2, 2)]),
     ],
