@@ -157,14 +157,15 @@ class Divergences:
 
     def _run(self, model: nn.Module, row: Inputs, *, is_teacher: bool) -> torch.Tensor:
         """Run a model without its head on a micro-batch -> [1, tokens, width]."""
-        inputs = {}
+        inputs: dict[str, Any] = {}
         for name, value in row.items():
             if name not in (LENGTHS, INDICES) or name in self._needed[is_teacher]:
                 inputs[name] = value
         if is_teacher:
             inputs["seq_ctx"] = self._context_of_teacher(row["seq_ctx"])
+        inputs["use_cache"] = False
         backbone = base_model(model).base_model
-        return backbone(**inputs, use_cache=False).last_hidden_state
+        return backbone(**inputs).last_hidden_state
 
     def _context_of_teacher(self, of_student: SequenceContext) -> SequenceContext:
         """Return the teacher's context of a micro-batch. Raises NotImplementedError in a step with
