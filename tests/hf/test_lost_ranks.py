@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.distributed.transport import LostRank
-from tests.budget import others_nightly
 from tests.hf.test_nonfinite import make_trainer
 from tests.hf.tiny import documents, tiny_arguments, tiny_llama
 from tests.ranks import be_silent, give_up, run_ranks
@@ -141,10 +140,12 @@ def lost_in_a_forward(rank, world_size, kind, folder, dies):
 
 @pytest.mark.parametrize(
     ("kind", "dies"),
-    others_nightly(
-        [("ddp", True), ("fsdp2", False), ("zero", True), ("pipeline", True)],
-        tried=[("ddp", True), ("zero", True), ("pipeline", True)],
-    ),
+    [
+        ("ddp", True),
+        pytest.param("fsdp2", False, marks=pytest.mark.nightly),
+        ("zero", True),
+        ("pipeline", True),
+    ],
 )
 def test_the_other_names_the_rank_that_is_lost_in_a_forward(tmp_path, kind, dies):
     if kind == "fsdp2":
