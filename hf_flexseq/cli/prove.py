@@ -149,6 +149,11 @@ def page_of(record: dict[str, Any]) -> str:
         for what, learned in record["learned"].items()
         if not learned
     ]
+    lines += [
+        f"not proven: {name}, which has not run"
+        for name, step in record["steps"].items()
+        if "not_run" in step
+    ]
     lines += [f"not proven: {what}" for what in record["not_proven"]]
     lines.append("PROVEN" if holds(record) else "NOT PROVEN")
     return "\n".join(lines)

@@ -252,6 +252,10 @@ def test_a_sound_model_is_proven_on_two_ranks(name):
         assert record["steps"][title]["holds"]
     shown = page.page_of(json.loads(json.dumps(record)))
     assert shown.endswith("\nPROVEN")
+    assert "which has not run" not in shown
+    without = {**record, "steps": record["steps"] | {MEMORY: {"not_run": "it is refused"}}}
+    shown = page.page_of(without)
+    assert f"\nnot proven: {MEMORY}, which has not run\n" in shown
     record["steps"]["zigzag"]["holds"] = False
     assert not page.holds(record)
     assert "DIFFERS" in page.page_of(record)

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3MoeForCausalLM, Qwen3VLForConditionalGeneration
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.hf.model import experts, router
+from hf_flexseq.hf.model import experts, layer_memory, router
 from hf_flexseq.hf.model.small import small_model
 from hf_flexseq.hf.probe import lively_copy
 from hf_flexseq.hf.prove import command, trained
@@ -147,6 +147,21 @@ def input_of_another_layer(patch, rank):
     patch.setattr(store.HostTensor, "take", wrong)
 
 
+def run_again_on_something_else(patch, rank):
+    """A layer that runs again in the backward is given another input there."""
+    run = layer_memory.checkpoint
+
+    def wrong(function, *args, **options):
+        factors = iter((1.0, 1.1))
+
+        def computed(hidden, *others):
+            return function(next(factors) * hidden, *others)
+
+        return run(computed, *args, **options)
+
+    patch.setattr(layer_memory, "checkpoint", wrong)
+
+
 def experts_divided_twice(patch, rank):
     """Gradients of experts that are spread over ranks are divided by their number twice."""
     patch.setattr(experts, "_is_divided_twice", lambda mesh, dtype: False)
@@ -192,6 +207,7 @@ ERRORS = {
     layers_without_features: (VISION, IMAGES),
     last_tile_dropped: (VISION, MEMORY),
     input_of_another_layer: (VISION, MEMORY),
+    run_again_on_something_else: (VISION, MEMORY),
     mean_of_means: (EXPERTS, ROUTER),
     experts_divided_twice: (EXPERTS, SPREAD),
     reduced_on_one_rank: (VISION, ONE_IMAGE),
