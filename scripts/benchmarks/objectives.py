@@ -200,7 +200,8 @@ def rows() -> dict[str, Case]:
             found[f"{kind}: {sharding}"] = Case(
                 kind=kind, sharding=sharding, steps=4, dtype=torch.float32
             )
-    for kind in BOUNDS:
+    # Autocast does not reach the loss of TRL's DistillationTrainer.
+    for kind in (one for one in BOUNDS if one != "distillation"):
         found[f"{kind}: bfloat16"] = Case(
             kind=kind, steps=1, dtype=torch.float32, settings={"bf16": True}
         )
