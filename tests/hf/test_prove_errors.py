@@ -162,6 +162,11 @@ def run_again_on_something_else(patch, rank):
     patch.setattr(layer_memory, "checkpoint", wrong)
 
 
+def choices_ignored(patch, rank):
+    """Layers do as they are set for the run, whatever the plan says."""
+    patch.setattr(layer_memory.LayerMemory, "_begin", lambda self, decoder, args, kwargs: None)
+
+
 def experts_divided_twice(patch, rank):
     """Gradients of experts that are spread over ranks are divided by their number twice."""
     patch.setattr(experts, "_is_divided_twice", lambda mesh, dtype: False)
@@ -208,6 +213,7 @@ ERRORS = {
     last_tile_dropped: (VISION, MEMORY),
     input_of_another_layer: (VISION, MEMORY),
     run_again_on_something_else: (VISION, MEMORY),
+    choices_ignored: (VISION, MEMORY),
     mean_of_means: (EXPERTS, ROUTER),
     experts_divided_twice: (EXPERTS, SPREAD),
     reduced_on_one_rank: (VISION, ONE_IMAGE),
@@ -215,6 +221,7 @@ ERRORS = {
     left_everywhere: (EXPERTS, SPREAD),
 }
 NOT_RUN = {
+    choices_ignored: "nothing has gone to the host, which every layer should use",
     left_whole: "transformers has left parameters whole on every rank",
     left_everywhere: "transformers has left all experts on every rank",
 }

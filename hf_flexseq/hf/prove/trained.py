@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
@@ -31,6 +31,7 @@ from hf_flexseq.hf.model.meta_model import FAULTS
 from hf_flexseq.hf.model.router import OPTION, RouterFacts
 from hf_flexseq.hf.prove.documents import Rows, tokens_per_rank
 from hf_flexseq.hf.trainer import FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
@@ -153,9 +154,14 @@ class _Gradients(TrainerCallback):
 
     def __init__(self) -> None:
         self.found: Gradients = {}
+        self.executor: WholeModelExecutor | None = None  # of a step that chooses for activations
+        self.has_used_host = False
+        """True if that executor has brought any to the host."""
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self.found = gradients_of(given["model"])
+        if self.executor is not None and self.executor.layers.store is not None:
+            self.has_used_host = self.executor.layers.store.peak_bytes > 0
 
 
 def step_of_trainer(
@@ -210,8 +216,10 @@ def step_of_trainer(
         )
         trainer.remove_callback(PrinterCallback)
         if memory is not None:
-            _choose(trainer, memory)
+            taken.executor = _choose(trainer, memory)
         loss = trainer.train().training_loss
+        if memory is not None and not any(gather_object([taken.has_used_host])):
+            raise NotImplementedError("nothing has gone to the host, which every layer should use")
         lines = trace.read_text().splitlines() if trace.exists() else []
     after = [local(parameter.detach()).cpu() for parameter in twin.parameters()]
     changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -247,9 +255,10 @@ def _sharded(model: PreTrainedModel, sharding: Mapping[str, int], folder: str) -
     return twin
 
 
-def _choose(trainer: FlexSeqTrainer, memory: MemoryChoice) -> None:
-    """Have all micro-batches of a trainer choose alike for their activations."""
-    executor = trainer.flexseq.executor
+def _choose(trainer: FlexSeqTrainer, memory: MemoryChoice) -> WholeModelExecutor:
+    """Have all micro-batches of a trainer choose alike for their activations; return what runs
+    them."""
+    executor = trainer.flexseq.whole_model
     dispatch = executor.dispatch
 
     def with_choice(planned: Any) -> Any:
@@ -257,6 +266,7 @@ def _choose(trainer: FlexSeqTrainer, memory: MemoryChoice) -> None:
         return dispatch(replace(planned, plan=replace(planned.plan, micro_batches=chosen)))
 
     executor.dispatch = with_choice  # type: ignore[method-assign]
+    return executor
 
 
 def _units(lines: list[str]) -> int:
