@@ -1,8 +1,8 @@
 """Bounds on how long Triton's tuned kernels compile.
 
 A tuned kernel is compiled with each of its configurations before the fastest is known. Those of
-flash-linear-attention that a recurrent layer runs have 412 together, some 1.0 s of a processor each, one after
-the other. Here
+flash-linear-attention that a recurrent layer runs have 412 together, 1.0 s of a processor each,
+one after the other. Here
 
     first_configurations    takes the first configuration of each that the GPU has room for: what
                             it computes is judged, and how fast it is is not
