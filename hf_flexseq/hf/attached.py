@@ -185,13 +185,15 @@ class AttachedModel:
     def _begin_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Prepare a planned call, which makes no cache unless it is asked for one; for a call
-        without `seq_ctx`, restore the model's own attention and loss."""
+        """Prepare a planned call, in which the decoder makes no cache unless it is asked for one;
+        for a call without `seq_ctx`, restore the model's own attention and loss."""
         if kwargs.get("seq_ctx") is not None:
             self._end_interrupted_call()
             self._checkpointing.replace()
+            if module is not self.base.base_model or kwargs.get("use_cache") is not None:
+                return None
             # The Trainer's use_cache=False does not reach a text model with options of its own.
-            return args, {"use_cache": False, **kwargs}
+            return args, {**kwargs, "use_cache": False}
         if self.base.config._attn_implementation != NAME:
             return None
         own = ExitStack()

@@ -301,7 +301,10 @@ def refusal(rank, world_size, path, config):
 
 
 def test_what_is_not_exact_is_refused_in_one_line(tmp_path):
-    paths = {name: save(name, tmp_path) for name in ("Qwen3Moe", "GptOss", "JetMoe")}
+    paths = {
+        name: save(Training(kind="plain", family=name), tmp_path)
+        for name in ("Qwen3Moe", "GptOss", "JetMoe")
+    }
     make("KimiLinear").save_pretrained(tmp_path / "published")  # in the form of the hub
     another_plan = {"ep_plan": {"model.layers.*.mlp.experts": "grouped_gemm"}}
     cases = {
@@ -335,7 +338,7 @@ def test_what_is_not_exact_is_refused_in_one_line(tmp_path):
         for line in by_rank:
             assert re.search(said, line), line
             assert "\n" not in line
-    assert refusal(0, 1, save("KimiLinear", tmp_path), {}) is None
+    assert refusal(0, 1, save(Training(kind="plain", family="KimiLinear"), tmp_path), {}) is None
 
 
 def test_adapters_of_other_kinds_and_on_quantized_experts_are_refused():
