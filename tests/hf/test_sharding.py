@@ -12,17 +12,19 @@ from dataclasses import replace
 import deepspeed
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import FalconH1ForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
 from transformers.distributed import DistributedConfig
+from transformers.models.falcon_h1.modeling_falcon_h1 import compute_mup_vector
 
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import PLAIN, FsdpPolicy
 from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.small import small_model
 from tests import budget
 from tests.hf.test_trainer import flexseq_trainer, logged, plain_run, update_error
 from tests.hf.tiny import SIZES, noting_figures, tiny_llama
 from tests.hf.trainers import weights_of
-from tests.ranks import run_cases
+from tests.ranks import run_cases, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -214,3 +216,27 @@ def test_tied_weights_that_the_ranks_do_not_divide_are_refused(tmp_path):
     for losses, refusal in whole:
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert refusal is None
+
+
+def buffers_of_falcon(rank, world_size, folder):
+    """Whether transformers gives them to a whole model and to a sharded one, and what hf_flexseq
+    says of the latter."""
+    whole, sharded = (
+        FalconH1ForCausalLM.from_pretrained(folder, distributed_config=config)
+        for config in (None, DistributedConfig(fsdp_size=world_size))
+    )
+    wanted = compute_mup_vector(whole.config)
+    is_right = [
+        torch.equal(model.model.layers[0].mamba.mup_vector, wanted) for model in (whole, sharded)
+    ]
+    with pytest.raises(NotImplementedError) as refused:
+        check_model(sharded)
+    check_model(whole)
+    return is_right, str(refused.value)
+
+
+def test_buffers_that_transformers_leaves_unwritten_are_refused(tmp_path):
+    small_model(FalconH1ForCausalLM, {}).save_pretrained(tmp_path)
+    for is_right, line in run_ranks(buffers_of_falcon, 2, tmp_path):
+        assert is_right == [True, False], "transformers is right now: allow this"
+        assert "leaves model.layers.0.mamba.mup_vector unwritten" in line

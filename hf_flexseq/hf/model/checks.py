@@ -46,7 +46,12 @@ from hf_flexseq.hf.model.router import (
     asks_for_router_loss,
     router_facts,
 )
-from hf_flexseq.hf.model.sharded_load import divided_ties, misplaced_parts, unknown_sharding
+from hf_flexseq.hf.model.sharded_load import (
+    divided_ties,
+    misplaced_parts,
+    unknown_sharding,
+    unwritten_buffers,
+)
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, Call, MixerRun, Trial, try_model
 from hf_flexseq.steps.users_code import nonlinear_gradient_hooks, users_accumulation_hooks
 
@@ -88,6 +93,7 @@ def check_model(model: PreTrainedModel) -> None:
         or unsuitable_experts(model)
         or _unsuitable_adapters(model)
         or misplaced_parts(model)
+        or unwritten_buffers(model)
         or divided_ties(model)
         or _unsuitable_layers(model, layers)
         or _unsuitable_hooks(model)

@@ -13,6 +13,9 @@ so that the model computes something else than its checkpoint.
 and the head with the rest of the model, and ties them afterwards. So FSDP2 manages one parameter
 twice. A rank with fewer rows than others has its share padded, by each of the two in a buffer of
 its own. The optimizer changes one of these; the other is gathered for its module as it was loaded.
+
+**Buffers that no checkpoint has.** transformers computes some of Falcon H1 from the configuration,
+for models that it does not shard alone. Those of a sharded one are memory that nobody has written.
 """
 
 from typing import Any
@@ -28,6 +31,8 @@ from hf_flexseq.base.versions import (
     needs,
 )
 from hf_flexseq.hf.model.divided import distributed_config
+
+_UNWRITTEN = ".mup_vector"
 
 
 def unknown_sharding(model: nn.Module) -> str | None:
@@ -77,6 +82,19 @@ def _sharded_along(model: nn.Module, dim: int, pattern: str) -> str | None:
             shards = data.device_mesh.size(mesh_dim)
             if shards > 1 and getattr(placement, "dim", None) == dim % data.ndim:
                 return name
+    return None
+
+
+def unwritten_buffers(model: nn.Module) -> str | None:
+    """Return which buffer of `model` was left unwritten; None if none was."""
+    if not is_sharded_at_load(model):
+        return None
+    for name, _ in model.named_buffers():
+        if name.endswith(_UNWRITTEN):
+            return (
+                f"transformers leaves {name} unwritten in a model that it shards at load; leave "
+                "distributed_config out, and set fsdp in the training arguments"
+            )
     return None
 
 
