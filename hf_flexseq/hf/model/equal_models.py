@@ -86,8 +86,7 @@ def text_of(config: PreTrainedConfig) -> str:
 
 
 def _without_others(entries: dict[str, Any]) -> dict[str, Any]:
-    """Return entries of a configuration, or of one inside of it, without
-    those that change no trial."""
+    """Return the entries of a configuration, or of one inside it, that may change a trial."""
     return {name: value for name, value in entries.items() if name not in _OTHER_OPTIONS}
 
 

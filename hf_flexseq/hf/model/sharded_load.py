@@ -14,8 +14,8 @@ and the head with the rest of the model, and ties them afterwards. So FSDP2 mana
 twice. A rank with fewer rows than others has its share padded, by each of the two in a buffer of
 its own. The optimizer changes one of these; the other is gathered for its module as it was loaded.
 
-**Buffers that no checkpoint has.** transformers computes some of Falcon H1 from the configuration,
-for models that it does not shard alone. Those of a sharded one are memory that nobody has written.
+**Buffers that no checkpoint has.** transformers computes those of Falcon H1 from the
+configuration, but only for models that it does not shard. In a sharded model it never writes them.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ from hf_flexseq.base.versions import (
 )
 from hf_flexseq.hf.model.divided import distributed_config
 
-_UNWRITTEN = ".mup_vector"
+_UNWRITTEN = ".mup_vector"  # how the names of such buffers end
 
 
 def unknown_sharding(model: nn.Module) -> str | None:

@@ -52,18 +52,21 @@ def _noting(tokens: list[torch.Tensor]) -> Any:
 
 
 def _pin(router: nn.Module, counts: tuple[int, int], tokens: list[torch.Tensor]) -> None:
-    experts, active = counts
+    shifts = _shifts(router.weight.detach().to(torch.float32), *counts)  # [experts, width]
 
     def shift(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, *others = args  # [..., width] of all tokens
-        with torch.no_grad():
-            weight = module.weight.to(torch.float32)  # [experts, width]
-            margin = MARGIN * weight.norm(dim=1).max()
-            first = tokens[0] % experts  # [tokens]
-            chosen = (first[:, None] + torch.arange(active, device=first.device)) % experts
-            wanted = torch.zeros(len(first), experts, device=first.device)
-            wanted.scatter_(1, chosen, float(margin))
-            shifts = wanted @ torch.linalg.pinv(weight).T  # [tokens, width]
-        return (hidden + shifts.view(hidden.shape).to(hidden.dtype), *others)
+        own = shifts[tokens[0] % len(shifts)]  # [tokens, width]
+        return (hidden + own.view(hidden.shape).to(hidden.dtype), *others)
 
     router.register_forward_pre_hook(shift)
+
+
+def _shifts(weight: torch.Tensor, experts: int, active: int) -> torch.Tensor:
+    """Return by the first of the experts that are chosen what makes a router choose them,
+    [experts, width]. weight: of the router, [experts, width]."""
+    every = torch.arange(experts, device=weight.device)
+    chosen = (every[:, None] + every[:active]) % experts  # [experts, active]
+    wanted = torch.zeros(experts, experts, device=weight.device)
+    wanted.scatter_(1, chosen, float(MARGIN * weight.norm(dim=1).max()))
+    return wanted @ torch.linalg.pinv(weight).T
