@@ -50,7 +50,7 @@ def prove(options: Namespace) -> int:
 def _check_file(path: Path) -> None:
     """Raise ValueError for a file that cannot be written, before minutes of work for it."""
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError(f"--json {path} is no file in a folder that exists: make it first")
+        raise ValueError(f"--json {path} cannot be written: name a file in a folder that exists")
 
 
 def _of_this_rank(options: Namespace) -> dict[str, Any]:

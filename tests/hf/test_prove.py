@@ -270,7 +270,8 @@ def test_options_that_fit_each_other_no_longer_when_they_are_small_are_told():
 def test_a_record_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path):
     for path in (tmp_path, tmp_path / "none" / "record.json"):
         assert main(["prove", "LlamaForCausalLM", "--json", str(path)]) == 2
-        assert f"--json {path} is no file in a folder" in capsys.readouterr().err
+        said = f"--json {path} cannot be written: name a file in a folder that exists"
+        assert said in capsys.readouterr().err
 
 
 def test_what_cannot_be_proven_is_told_in_one_line(monkeypatch, capsys, tmp_path):
@@ -282,7 +283,7 @@ def test_what_cannot_be_proven_is_told_in_one_line(monkeypatch, capsys, tmp_path
     uneven.write_text('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 5}')
     for name, message in (
         ("./no-such-folder", "./no-such-folder does not exist: give a folder"),
-        ("LlamaConfig", "LlamaConfig is no class of models: give the folder"),
+        ("LlamaConfig", "LlamaConfig is not a class of models: give the folder"),
         ("LlamaModel", "LlamaModel has no head that predicts tokens: name the"),
         (str(unknown), "model type `unheard-of`"),
         (str(uneven), "The hidden size (64) is not a multiple"),

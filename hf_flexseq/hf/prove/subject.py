@@ -49,7 +49,7 @@ def model_of(name: str, *, whole: bool) -> tuple[PreTrainedModel, str]:
             )
         return _small(named, {}), f"the default configuration of {name}"
     if isinstance(named, type):
-        raise ValueError(f"{name} is no class of models: {_WANTED}")
+        raise ValueError(f"{name} is not a class of models: {_WANTED}")
     config = _config_of(name)
     kind = _kind_of(config, name)
     if whole:
