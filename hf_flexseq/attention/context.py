@@ -28,8 +28,8 @@ class SequenceContext:
     """
 
     __slots__ = (
-        *("both_ways", "cut", "images", "kept", "memory", "noise", "programs", "row_counts"),
-        *("shard", "target_counts", "virtual_tokens"),
+        *("both_ways", "calls", "cut", "images", "kept", "memory", "noise", "programs"),
+        *("row_counts", "shard", "target_counts", "virtual_tokens"),
     )
 
     def __init__(
@@ -56,6 +56,8 @@ class SequenceContext:
         """
         self.shard = shard
         self.both_ways = both_ways
+        self.calls: list[Any] | None = None
+        """Modules that have called attention in the forward that runs; None outside of one."""
         self.row_counts: torch.Tensor | None = None
         """[tokens] How many rows have each token; None where no rows share tokens."""
         self.target_counts: torch.Tensor | None = None

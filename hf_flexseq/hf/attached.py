@@ -3,6 +3,7 @@
 | attached | by |
 |---|---|
 | attention of the plan's groups | `attention.py`, registered with transformers |
+| a count of its calls in every forward | `model/call_count.py` |
 | loss in chunks, inside the head's own call | `model/loss.py` |
 | positions and lengths of whole sequences | `model/positions.py` |
 | recurrent layers over a sequence's ranks | `model/recurrent.py` |
@@ -35,6 +36,7 @@ from transformers import PreTrainedModel
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.compiled import compiled_regions
 from hf_flexseq.hf.model.buckets import early_buckets
+from hf_flexseq.hf.model.call_count import counted_calls
 from hf_flexseq.hf.model.experts import right_gradients
 from hf_flexseq.hf.model.image_masks import layers_told_causal
 from hf_flexseq.hf.model.images import TextReader, reader_of_text
@@ -57,8 +59,11 @@ from hf_flexseq.steps.images import UnsupportedImages
 
 
 @contextmanager
-def on_micro_batches(model: PreTrainedModel) -> Iterator[None]:
-    """Give a model our attention, recurrent layers and positions inside the block."""
+def on_micro_batches(
+    model: PreTrainedModel, layers: Mapping[int, nn.Module] | None = None
+) -> Iterator[None]:
+    """Give a model our attention, recurrent layers and positions inside the block. layers: of a
+    stage, by number; None for a whole model."""
     former = model.config._attn_implementation
     model.set_attn_implementation(attention_of_text(model, NAME))
     try:
@@ -66,6 +71,7 @@ def on_micro_batches(model: PreTrainedModel) -> Iterator[None]:
             attach_positions(model),
             RecurrentFunctions(model).attached(),
             layers_told_causal(model),
+            counted_calls(model, layers),
         ):
             yield
     finally:

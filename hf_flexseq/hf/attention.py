@@ -49,6 +49,8 @@ def flexseq_attention(
             "model directly or to generate, first do "
             "model.set_attn_implementation('sdpa')"
         )
+    if seq_ctx.calls is not None:
+        seq_ctx.calls.append(module)
     asked = read_call(module, attention_mask, {"dropout": dropout, **kwargs})
     qkv = packed_rows(query, key, value)
     given = qkv if asked.sinks is None else (*qkv, asked.sinks)

@@ -41,7 +41,8 @@ from hf_flexseq.hf.loaders import LoaderSettings, batches_on_host
 from hf_flexseq.hf.loop import Evaluation, TrainingItem
 from hf_flexseq.hf.model.own_loss import check_own_loss
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
-from hf_flexseq.hf.shared_prefixes import KEEPS_OWN_LOSS, OFF
+from hf_flexseq.hf.shared_prefixes import KEEPS_OWN_LOSS, OFF, USERS_CODE
+from hf_flexseq.hf.sum_trial import LoopLoss, SumTrial
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.steps.inputs import Inputs
@@ -155,6 +156,7 @@ class FlexSeqEngine:
     def _attach(self, model: nn.Module, *, lockstep: bool) -> None:
         """Attach a model whose own loss function is unused or has been checked."""
         self.executor.attach(model, lockstep=lockstep)
+        self._trial = SumTrial(LoopLoss(model, self.accelerator), self.executor)
         self._loader_settings.change()
 
     def detach(self) -> None:
@@ -318,14 +320,17 @@ class FlexSeqEngine:
         no step follows it; RuntimeError when the loop continues without a step's backward.
         """
         self._check_attached()
-        if self.executor.keeps_own_loss:
+        self._trial.look()
+        if self._trial.has_code:
+            self.keep_rows_apart(USERS_CODE)
+        elif self.executor.keeps_own_loss:
             self.keep_rows_apart(KEEPS_OWN_LOSS)
         with batches_on_host(dataloader):
             iterator = iter(dataloader)
             while (
                 step := self.next_step(iterator, accumulation, first_number=first_number)
             ) is not None:
-                item = TrainingItem(step, self.executor, self.micro_batches)
+                item = TrainingItem(step, self.executor, self._trial, self.micro_batches)
                 yield item
                 item.check_has_run()
                 self.finish(step)
@@ -334,7 +339,9 @@ class FlexSeqEngine:
     def evaluation(self, dataloader: Iterable[Mapping[str, Any]]) -> Evaluation:
         """Return one pass over a prepared dataloader, collated by `DataCollatorForFlexSeq`,
         without gradients: its steps have a `forward` instead of a `backward`."""
-        return Evaluation(dataloader, self.evaluation_steps, self.executor)
+        self._check_attached()
+        self._trial.look()
+        return Evaluation(dataloader, self.evaluation_steps, self.executor, self._trial)
 
     def _prefetched(
         self,

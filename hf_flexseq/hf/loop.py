@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlanSteps, once_each
 from hf_flexseq.hf.executors import Executor
 from hf_flexseq.hf.out_of_memory import noted
+from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.prefetch import Step
 
@@ -35,11 +36,14 @@ MicroBatches = Callable[[Step, nn.Module], Iterator[Inputs]]
 class LoopItem:
     """A planned step, as a hand-written loop gets it."""
 
-    __slots__ = ("_executor", "_micro_batches", "step")
+    __slots__ = ("_executor", "_micro_batches", "_trial", "step")
 
-    def __init__(self, step: Step, executor: Executor, micro_batches: MicroBatches) -> None:
+    def __init__(
+        self, step: Step, executor: Executor, trial: SumTrial, micro_batches: MicroBatches
+    ) -> None:
         self.step = step
         self._executor = executor
+        self._trial = trial
         self._micro_batches = micro_batches
 
     @property
@@ -72,6 +76,7 @@ class TrainingItem(LoopItem):
             options["scale_wrt_gas"] = False
         cpu_group = self._executor.setup.communicator.cpu_group
         with cpu_group.naming_lost(), noted(self._executor, self.step):
+            self._trial.run(self.step.row, model)
             for inputs in self._micro_batches(self.step, model):
                 # DDP, FSDP and DeepSpeed average gradients over ranks, as the loss is.
                 loss = self._loss(model, inputs)
@@ -93,9 +98,11 @@ class EvaluationItem(LoopItem):
 
     __slots__ = ("_sum",)
 
-    def __init__(self, step: Step, executor: Executor, sum_of_all: EvaluationLoss) -> None:
+    def __init__(
+        self, step: Step, executor: Executor, trial: SumTrial, sum_of_all: EvaluationLoss
+    ) -> None:
         """sum_of_all: gets the loss of the step when it runs."""
-        super().__init__(step, executor, partial(executor.micro_batches, trains=False))
+        super().__init__(step, executor, trial, partial(executor.micro_batches, trains=False))
         self._sum = sum_of_all
 
     def forward(self, model: nn.Module) -> torch.Tensor:
@@ -105,6 +112,7 @@ class EvaluationItem(LoopItem):
         # DDP would exchange buffers in each forward, and ranks run different numbers of them.
         whole = model.module if isinstance(model, DistributedDataParallel) else model
         with noted(self._executor, self.step):
+            self._trial.run(self.step.row, whole)
             for inputs in self._micro_batches(self.step, model):
                 with torch.no_grad():
                     self.step.add(self._loss(whole, inputs))
@@ -119,13 +127,14 @@ class Evaluation:
     dataloader: Iterable[Mapping[str, Any]]
     plan_steps: PlanSteps
     executor: Executor
+    trial: SumTrial
     _sum: EvaluationLoss = field(default_factory=EvaluationLoss, init=False)
 
     def __iter__(self) -> Iterator[EvaluationItem]:
         """Yield the steps, each sample once. Collective over the world."""
         self._sum = EvaluationLoss()
         for step in once_each(self.dataloader, self.plan_steps):
-            yield EvaluationItem(step, self.executor, self._sum)
+            yield EvaluationItem(step, self.executor, self.trial, self._sum)
 
     def mean_loss(self) -> float:
         """Return the mean loss over all targets so far; nan without any. Collective."""

@@ -48,11 +48,12 @@ class LossInOnePass(StepLoss):
         self.lockstep = self._is_watched
         self._watch = Watch(trainer, users_methods(trainer, IN_PARTS))
         self._changes_step = users_method(trainer, "training_step") is not None
-        self._trial = SumTrial(trainer, engine, self._watch)
+        self._trial = SumTrial(trainer, engine.executor, self._watch)
         self._router = AddedRouterLoss(trainer)
         self._sum = EvaluationLoss()  # of the evaluation that runs
         self._means = TokenMeans(trainer)
         self._losses = StepLosses()
+        self._is_attached_anew = False  # no step has been drawn since
         self._step: Step | None = None  # whose micro-batches are run
 
     def check_datasets(self, *, resumes: bool) -> None:
@@ -64,21 +65,25 @@ class LossInOnePass(StepLoss):
         """Surround training or an evaluation: micro-batches get their shares of a router loss, and
         SFTTrainer the outputs of its head for all rows."""
         executor = self._engine.executor
-        if executor.trainer_hooks is None:  # a stage alone has no loss to try
-            self._trial.look()
-        has_fused_head = reads_fused_head(self._trainer)
-        if self._trial.has_code or (self._is_watched and not has_fused_head):
-            self._engine.keep_rows_apart(USERS_CODE)
-        elif executor.keeps_own_loss and not has_fused_head:
-            self._engine.keep_rows_apart(KEEPS_OWN_LOSS)
-        elif reads_sums(self._trainer):
-            self._engine.keep_rows_apart(GIVES_SUMS)
+        self._is_attached_anew = True
+        self._look()
         with ExitStack() as around:
-            if has_fused_head:
+            if reads_fused_head(self._trainer):
                 around.enter_context(outputs_of_rows(self._trainer.model))
             if executor.router is not None:
                 around.enter_context(self._router.adding(executor.router))
             yield
+
+    def _look(self) -> None:
+        """Find the code of the user's that there is now, and whether rows may share prefixes."""
+        self._trial.look()
+        has_fused_head = reads_fused_head(self._trainer)
+        if self._trial.has_code or (self._is_watched and not has_fused_head):
+            self._engine.keep_rows_apart(USERS_CODE)
+        elif self._engine.executor.keeps_own_loss and not has_fused_head:
+            self._engine.keep_rows_apart(KEEPS_OWN_LOSS)
+        elif reads_sums(self._trainer):
+            self._engine.keep_rows_apart(GIVES_SUMS)
 
     # ---- training
 
@@ -88,6 +93,9 @@ class LossInOnePass(StepLoss):
         """Return `num_batches` items, of which the last one is the planned step, and the divisor
         of the step's loss, a scalar; no item when no rank has data left. Collective over the
         world."""
+        if self._is_attached_anew:  # callbacks have come between
+            self._is_attached_anew = False
+            self._look()
         number = self._trainer.state.global_step
         step = self._engine.next_step(iterator, num_batches, first_number=number)
         if number == 0:

@@ -11,6 +11,13 @@ loss runs code of the user's (`users_code.py`), these losses are computed once, 
 on a few tokens of the first step and on each rank alone. The padded batch has no `seq_ctx`: the
 model runs it with its own attention and loss.
 
+Which tokens of a sequence lie side by side is the plan's choice, too, so nothing but attention may
+look at them. If each token is a sequence by itself, attention sees no other one, and the order of
+tokens must not matter.
+
+The code is looked at when the first step begins: a callback may bring some in on_train_begin.
+Afterwards each step compares the modules of the model and their forwards with the first one's.
+
 If the trainer computes its loss on whole samples, only the model is tried: the squares of its
 head's figures add up in the same way.
 
@@ -19,31 +26,53 @@ two plans, which would take as long as a step.
 """
 
 import logging
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer
 
 from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.agreement import Attempt
-from hf_flexseq.hf.engine import FlexSeqEngine
+from hf_flexseq.hf.executors import Executor
+from hf_flexseq.hf.model.call_count import replaced_attention
+from hf_flexseq.hf.model.equal_models import code_of_model
 from hf_flexseq.hf.overrides import IN_PARTS, WHOLE_SAMPLES
 from hf_flexseq.hf.trainer_numbers import TrainerNumbers
 from hf_flexseq.hf.two_sequences import ComputeLoss, Figures, LossesOfTwo
 from hf_flexseq.hf.watch import Watch
+from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.users_code import (
     library_method,
     users_forward_hooks,
     users_methods,
-    users_modules,
 )
 
 logger = logging.getLogger(__name__)
+
+
+class LoopLoss:
+    """The loss of a hand-written loop, as what a trial asks of a trainer: the model's own."""
+
+    def __init__(self, model: nn.Module, accelerator: Accelerator) -> None:
+        self.model = model
+        self.accelerator = accelerator
+        self.args = accelerator  # of which a trial reads the device
+        self.compute_loss_context_manager = nullcontext
+
+    def compute_loss(self, model: nn.Module, inputs: Inputs, **given: Any) -> Any:
+        """Return the model's loss, a scalar."""
+        return model(**inputs, use_cache=False, **given).loss
+
+    def _prepare_inputs(self, inputs: Inputs) -> Inputs:
+        return inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +85,26 @@ class UsersCode:
     """Modules of the model, and hooks on them."""
 
     @classmethod
-    def of(cls, trainer: Trainer) -> "UsersCode":
+    def of(cls, trainer: Trainer | LoopLoss) -> "UsersCode":
         """Find the user's code on a trainer and on its model."""
-        model = trainer.model
+        model: Any = trainer.model
         return cls(
             methods=tuple(users_methods(trainer, IN_PARTS)),
-            of_model=(*users_modules(model), *users_forward_hooks(model)),
+            of_model=(*code_of_model(model), *users_forward_hooks(model)),
         )
+
+
+def _forwards(model: nn.Module) -> list[Any]:
+    """Return the classes of a model's modules, what these run as forwards, and what the files of
+    the classes have besides."""
+    found: list[Any] = []
+    for module in model.modules():
+        kind = type(module)
+        found += (kind, kind.forward, module.__dict__.get("forward"))
+    for file in {kind.__module__ for kind in found[::3]}:
+        if file.startswith("transformers.models."):
+            found += vars(sys.modules[file]).values()
+    return found
 
 
 _NO_CODE = UsersCode((), ())
@@ -72,14 +114,15 @@ class SumTrial:
     """Tries the user's code of one trainer, each time that it has changed."""
 
     def __init__(
-        self, trainer: Trainer, engine: FlexSeqEngine, watch: Watch | None = None
+        self, trainer: Trainer | LoopLoss, executor: Executor, watch: Watch | None = None
     ) -> None:
         """watch: of the calls of a loss in one pass."""
         self._trainer: Any = trainer
-        self._engine = engine
+        self._executor = executor
         self._watch = watch
         self._code = _NO_CODE
         self._passed = _NO_CODE
+        self._forwards: list[Any] | None = None  # of all modules, when the code was looked at
         self._is_due = False  # on all ranks alike
         self.has_code_anywhere = False
         """True if a rank has found code of the user's; alike on all ranks."""
@@ -90,8 +133,12 @@ class SumTrial:
         return bool(self._code.methods or self._code.of_model)
 
     def look(self) -> None:
-        """Find out which code of the user's there is now. All ranks do so together."""
+        """Find out which code of the user's there is now; a stage of a model has none to try. All
+        ranks do so together."""
+        if not isinstance(self._executor, WholeModelExecutor):
+            return
         self._code = UsersCode.of(self._trainer)
+        self._forwards = _forwards(self._trainer.model)
         self._is_due = True
 
     def run(self, row: SourceRow, model: nn.Module, figures: Figures | None = None) -> None:
@@ -100,11 +147,16 @@ class SumTrial:
 
         row: what this rank has drawn for a step. model: as accelerate has wrapped it.
         figures: what a loss on whole samples reads of a micro-batch; None for a loss in one pass.
-        Raises NotImplementedError, on all ranks, where the loss depends on the plan.
+        Raises NotImplementedError, on all ranks, where the loss depends on the plan, and for code
+        that has come into the model after its first step.
         """
-        if not self._is_due:
+        if self._forwards is None:
             return
-        cpu_group = self._engine.communicator.cpu_group
+        if not self._is_due:
+            self._refuse_later_code()
+            return
+        self.look()  # on_step_begin may have brought some
+        cpu_group = self._executor.setup.communicator.cpu_group
         is_new = self._code != self._passed
         own = [is_new and bool(self._code.of_model), is_new and bool(self._code.methods)]
         of_ranks = cpu_group.gather_ints([*map(int, own), len(row.lengths), int(self.has_code)])
@@ -118,7 +170,8 @@ class SumTrial:
             return  # a rank has drawn nothing: the next step will do
         self._is_due = False
         with Attempt() as trying, _unchanged(self._trainer):
-            losses = LossesOfTwo(self._trainer, self._engine, self._watch, row, model)
+            assert isinstance(self._executor, WholeModelExecutor), "a stage has no loss to try"
+            losses = LossesOfTwo(self._trainer, self._executor, self._watch, row, model)
             if has_model_code:
                 self._try_model(losses, figures)
             if has_methods:
@@ -126,12 +179,31 @@ class SumTrial:
         trying.raise_together(cpu_group.gather_values, "trying if the loss is a sum over tokens")
         self._passed = self._code
 
+    def _refuse_later_code(self) -> None:
+        """Raise NotImplementedError for modules and forwards of the user's that `look` has not
+        seen: other ranks run the step already, so that nothing can be tried."""
+        forwards = _forwards(self._trainer.model)
+        if forwards == self._forwards:
+            return
+        self._forwards = forwards
+        model = self._trainer.model
+        attention = replaced_attention(model)
+        if attention is not None:
+            raise NotImplementedError(attention)
+        new = [what for what in code_of_model(model) if what not in self._code.of_model]
+        if new:
+            raise NotImplementedError(
+                f"{listed(new)} came into the model while it trains, so nobody knows whether it "
+                "keeps sequences apart: put it in before train(), or in the callback event "
+                "on_train_begin"
+            )
+
     def _try_model(self, losses: LossesOfTwo, figures: Figures | None) -> None:
         """Raise NotImplementedError where modules or hooks mix sequences."""
         if figures is not None:
             found = losses.of_figures(figures)
         else:
-            found = losses.of(_stock_loss(self._trainer, self._engine))
+            found = losses.of(_stock_loss(self._trainer, self._executor))
         if found is not None and not found.add_up:
             raise NotImplementedError(
                 f"{listed(self._code.of_model)}: {found}; tokens of one sequence change the "
@@ -150,10 +222,10 @@ class SumTrial:
             )
 
 
-def _stock_loss(trainer: Trainer, engine: FlexSeqEngine) -> ComputeLoss:
+def _stock_loss(trainer: Trainer, executor: Executor) -> ComputeLoss:
     """Return `compute_loss` without the user's overrides, plus the share of any router loss."""
     compute_loss = library_method(trainer, "compute_loss")
-    router = engine.executor.router
+    router = executor.router
     if router is None:
         return compute_loss
 

@@ -1,4 +1,5 @@
-"""Compute the loss of two short sequences apart, in one row, and as rows of a padded batch.
+"""Compute the loss of two short sequences apart, in one row, and as rows of a padded batch; and of
+their tokens, each of which sees itself alone, in two orders.
 
 `sum_trial.py` compares them. All of it runs on one rank alone, without gradients.
 """
@@ -17,10 +18,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.model.facts import compute_dtype
 from hf_flexseq.hf.watch import Watch
+from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.steps.collator import shifted
 from hf_flexseq.steps.drawn import Columns, SourceRow
 from hf_flexseq.steps.inputs import Inputs
@@ -32,6 +33,7 @@ TOKENS = (5, 4)
 """Tokens of the two sequences."""
 ITEMS = 8
 """Divisor of the losses."""
+_MOVED = [4 * index % sum(TOKENS) for index in range(sum(TOKENS))]  # another order of all tokens
 
 # How far L(A and B) may be from L(A) + L(B), as a part of it: rounding of the arithmetic.
 # Losses are often in float32 under a model in float64.
@@ -56,17 +58,25 @@ class Found:
     """Loss of both as the rows of a padded batch."""
     unlabelled: float
     """Loss of both in one row, without any label."""
+    by_itself: float
+    """Loss of all tokens in one row, each a sequence by itself at its own position."""
+    moved: float
+    """The same of another order of tokens."""
     tolerance: float
 
     @property
     def add_up(self) -> bool:
-        """True if the loss of both is the sum of their losses in either form, or not finite."""
-        return self.unlabelled == 0 and all(map(self._is_sum, (self.together, self.padded)))
+        """True if the loss of both is the sum of their losses in either form, or not finite, and
+        no order of tokens matters outside of attention."""
+        sums = all(map(self._is_sum, (self.together, self.padded)))
+        return self.unlabelled == 0 and sums and self._is_alike(self.by_itself, self.moved)
 
     def _is_sum(self, loss: float) -> bool:
-        total = self.first + self.second
-        size = abs(self.first) + abs(self.second) + abs(loss)
-        return not math.isfinite(size) or abs(loss - total) <= self.tolerance * size
+        return self._is_alike(loss, self.first, self.second)
+
+    def _is_alike(self, loss: float, *parts: float) -> bool:
+        size = abs(loss) + sum(map(abs, parts))
+        return not math.isfinite(size) or abs(loss - sum(parts)) <= self.tolerance * size
 
     def __str__(self) -> str:
         if self.unlabelled != 0:
@@ -74,6 +84,11 @@ class Found:
         loss, where = self.together, "in one row"
         if self._is_sum(loss):
             loss, where = self.padded, "in a padded batch, as the plain Trainer has them"
+        if self._is_sum(loss):
+            return (
+                f"tokens that see themselves alone have the loss {self.by_itself:.6g}, and "
+                f"{self.moved:.6g} in another order"
+            )
         return (
             f"two sequences have the losses {self.first:.6g} and {self.second:.6g} apart, but "
             f"{loss:.6g} {where}"
@@ -86,13 +101,13 @@ class LossesOfTwo:
     def __init__(
         self,
         trainer: Trainer,
-        engine: FlexSeqEngine,
+        executor: WholeModelExecutor,
         watch: Watch | None,
         row: SourceRow,
         model: nn.Module,
     ) -> None:
         self._trainer: Any = trainer
-        self._engine = engine
+        self._executor = executor
         self._watch = watch
         self._model = model
         self._columns = _short_columns(real_tokens(row))
@@ -145,6 +160,8 @@ class LossesOfTwo:
                     together=once,
                     padded=math.nan if padded is None else padded(),
                     unlabelled=0.0 if unlabelled is None else unlabelled(0, TOKENS),
+                    by_itself=loss(0, (1,) * sum(TOKENS)),
+                    moved=loss(0, (1,) * sum(TOKENS), is_moved=True),
                     tolerance=self._tolerance,
                 )
             differs = abs(once - again) > self._tolerance * (abs(once) + abs(again))
@@ -166,16 +183,18 @@ class LossesOfTwo:
         lengths: tuple[int, ...],
         *,
         is_labelled: bool = True,
+        is_moved: bool = False,
     ) -> float:
-        """Return the loss of sequences that begin at token `start` of the columns."""
-        stop = start + sum(lengths)
-        own = {name: value[start:stop] for name, value in self._columns.items()}
+        """Return the loss of sequences that begin at token `start` of the columns. is_moved: True
+        for all tokens in another order."""
+        tokens = _MOVED if is_moved else slice(start, start + sum(lengths))
+        own = {name: value[tokens] for name, value in self._columns.items()}
         if not is_labelled:
             own["labels"] = torch.full_like(own["labels"], IGNORE_INDEX)
         row = SourceRow(columns=own, lengths=lengths)
         if self._virtual_tokens:
             row = self._with_virtual_tokens(row, is_labelled=is_labelled)
-        inputs = self._engine.whole_model.inputs_alone(row)
+        inputs = self._executor.inputs_alone(row)
         with nullcontext() if self._watch is None else self._watch.calls(inputs, notes=False):
             return self._computed(compute_loss, inputs)
 
@@ -189,7 +208,7 @@ class LossesOfTwo:
     def _padded_loss(self, compute_loss: ComputeLoss) -> float:
         """Return the loss of both sequences in a padded batch, [2, tokens]; NaN where the user's
         code or the model cannot compute it, which is not needed for planned steps."""
-        if self._engine.executor.router is not None:
+        if self._executor.router is not None:
             return math.nan  # the model would add a router loss of the batch
         batch: Inputs = {}
         for name, value in self._columns.items():
@@ -211,7 +230,7 @@ class LossesOfTwo:
         """Return the loss that a function gives of inputs, without gradients."""
         trainer = self._trainer
         items = torch.full((), ITEMS, device=trainer.args.device)
-        router = self._engine.executor.router
+        router = self._executor.router
         with ExitStack() as around:
             around.enter_context(torch.no_grad())
             around.enter_context(trainer.compute_loss_context_manager())

@@ -15,7 +15,7 @@ Where ranks share the chunk (`ulysses.py`), both zones are inside an exchange of
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -78,7 +78,9 @@ def programs_of_layouts(kernel: Kernel, sharing: Sharing | None) -> FindPrograms
 class ChunkContext:
     """A chunk on a stage. A plain class, as `SequenceContext` is, and for the same reason."""
 
-    __slots__ = ("_cut", "_lengths", "carry", "checkpointed", "programs", "states", "tokens")
+    __slots__ = (
+        *("_cut", "_lengths", "calls", "carry", "checkpointed", "programs", "states", "tokens"),
+    )
 
     def __init__(
         self,
@@ -102,6 +104,8 @@ class ChunkContext:
         sharing: with whom this rank shares the chunk's tokens; None when it has all
         find_programs: `programs_of_layouts` of the stage; None makes programs for this chunk alone
         """
+        self.calls: list[Any] | None = None
+        """Modules that have called attention in the forward that runs; None outside of one."""
         self.carry = carry
         self.states = StateCarry() if states is None else states
         self.checkpointed = checkpointed
@@ -241,6 +245,11 @@ class ChunkInLayer:
         self._layer = layer
         self._calls = 0
         self._replay: Hook | None = None  # that runs now; None in the forward
+
+    @property
+    def calls(self) -> list[Any] | None:
+        """Modules that have called attention, as the chunk has them."""
+        return self.chunk.calls
 
     def of_layer(self, layer: int | None, *, keeps_grad: bool) -> "LayerChunk":
         """Return the context of attention; see `ChunkContext.of_layer`."""

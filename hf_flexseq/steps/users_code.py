@@ -4,10 +4,12 @@
     a hook           on a module, a parameter, or all modules
     a module         whose class is not of a known library
 
-Code is distinguished by the package that its function or class was defined in.
+Code is distinguished by the package that its function or class was defined in. A decorator counts
+as code, too: `functools.wraps` gives a function the name of another one, but not its globals.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -46,10 +48,16 @@ _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 def is_known(code: Any) -> bool:
-    """Tell if a function or class was defined by a library, and not by the user."""
+    """Tell if a function or class was defined by a library, and not by the user, and so was all
+    that decorates it."""
     while isinstance(code, partial):
         code = code.func
     code = getattr(code, "__func__", code)  # of a bound method
+    while inspect.isfunction(code) and hasattr(code, "__wrapped__"):
+        home = code.__globals__.get("__name__", "").partition(".")[0]
+        if home not in _KNOWN_PACKAGES and home not in sys.stdlib_module_names:
+            return False
+        code = code.__wrapped__
     if callable(code) and not isinstance(code, type):
         code = inspect.unwrap(code)
     return package(code) in _KNOWN_PACKAGES
@@ -121,13 +129,20 @@ def _function(member: Any) -> Any:
 
 
 def users_modules(model: nn.Module) -> Iterator[str]:
-    """Yield a description, such as `layers.0 (MyLayer)`, of each module of the user's."""
+    """Yield a description, such as `layers.0 (MyLayer)`, of each module of the user's, and of each
+    forward that the user has put on a module or on a library's class."""
+    classes: dict[type, bool] = {}  # True if forward is a library's
     for name, module in model.named_modules():
+        kind = type(module)
         own_forward = vars(module).get("forward")
-        if not is_known(type(module)):
-            yield f"{name or 'the model'} ({type(module).__name__})"
+        if not is_known(kind):
+            yield f"{name or 'the model'} ({kind.__name__})"
         elif own_forward is not None and not is_known(own_forward):
             yield f"forward of {name or 'the model'}"
+        elif kind not in classes:
+            classes[kind] = is_known(kind.forward)
+            if not classes[kind]:
+                yield f"{kind.__name__}.forward"
 
 
 def users_forward_hooks(model: nn.Module) -> Iterator[str]:

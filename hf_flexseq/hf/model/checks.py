@@ -26,6 +26,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from hf_flexseq.base.layers import RecurrentShape
 from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.reduction import local
+from hf_flexseq.hf.model.call_count import replaced_attention, replaced_forward
 from hf_flexseq.hf.model.divided import is_tensor_parallel, stages, unsharded_class
 from hf_flexseq.hf.model.experts import adapted_experts, unsuitable_experts
 from hf_flexseq.hf.model.facts import is_classifier
@@ -37,7 +38,7 @@ from hf_flexseq.hf.model.layer_kinds import (
     layers_of,
 )
 from hf_flexseq.hf.model.positions import unsuitable_count, unsuitable_positions
-from hf_flexseq.hf.model.recurrent import RecurrentCall, replaced_mixer
+from hf_flexseq.hf.model.recurrent import RecurrentCall, mixers
 from hf_flexseq.hf.model.reentrant import unsuitable_checkpointing
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
@@ -202,12 +203,16 @@ def _unsuitable_modules(model: PreTrainedModel) -> str | None:
             "otherwise than one, also without hf_flexseq; leave the embeddings out of "
             "target_modules"
         )
-    replaced = replaced_mixer(model)
-    if replaced is not None:
-        return (
-            f"{replaced} has a forward that is not its own, as kernels from the hub leave it, so "
-            "what it calls is not known; load the model without use_kernels"
-        )
+    attention = replaced_attention(model)
+    if attention is not None:
+        return attention
+    for mixer in mixers(model):
+        forward = replaced_forward(mixer.module)
+        if forward is not None:
+            return (
+                f"{mixer.name} runs {forward}, as kernels from the hub leave it, so what it calls "
+                "is not known; load the model without use_kernels"
+            )
     return None
 
 

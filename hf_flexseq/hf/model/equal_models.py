@@ -7,10 +7,11 @@ functions into transformers since: into the files that define a model's modules 
 classes, or the one that makes masks. Other files are not watched.
 """
 
+import inspect
 import json
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.meta_model import NOT_COPIED
-from hf_flexseq.steps.users_code import package
+from hf_flexseq.steps.users_code import is_known, package, users_modules
 
 Found = TypeVar("Found")
 
@@ -91,18 +92,39 @@ def _without_others(entries: dict[str, Any]) -> dict[str, Any]:
 
 
 def _code_of(kinds: set[type[Any]]) -> tuple[Any, ...]:
-    """Return the functions and classes that models with these modules run, in one order: those in
-    the files of transformers that define the modules and their base classes, those of their
-    classes, and those that make masks."""
+    """Return the functions and classes that models with these modules run, in one order."""
+    return tuple(code for _, _, code in _named_code(kinds))
+
+
+def code_of_model(model: PreTrainedModel) -> list[str]:
+    """Return descriptions of the user's modules in a model, and of the user's functions in place
+    of the library's that its modules run, without duplicates."""
+    return list(dict.fromkeys((*users_modules(model), *_replaced_code(model))))
+
+
+def _replaced_code(model: PreTrainedModel) -> Iterator[str]:
+    """Yield the names of functions and classes of the user's that stand in place of a library's
+    in the files of transformers that define the modules of `model`."""
+    kinds = {unsharded_class(module) for module in model.modules()}
+    others = {*sys.stdlib_module_names, "numpy"}
+    for file, name, code in _named_code(kinds):
+        is_of_family = file.startswith("transformers.models.") or file == masking_utils.__name__
+        is_code = inspect.isroutine(code) or inspect.isclass(code)
+        if is_of_family and is_code and package(code) not in others and not is_known(code):
+            yield name
+
+
+def _named_code(kinds: set[type[Any]]) -> Iterator[tuple[str, str, Any]]:
+    """Yield (file, name, code) of the functions and classes that models with these modules run, in
+    one order: those in the files of transformers that define the modules and their base classes,
+    those of their classes, and those that make masks."""
     bases = {base for kind in kinds for base in kind.__mro__}
     files = {base.__module__ for base in bases if package(base) == "transformers"}
-    code: list[Any] = []
-    for name in sorted({*files, masking_utils.__name__}):
-        for value in vars(sys.modules[name]).values():
+    for file in sorted({*files, masking_utils.__name__}):
+        for name, value in vars(sys.modules[file]).items():
             if callable(value):
-                code.append(value)
-            if isinstance(value, type) and value.__module__ == name:
+                yield file, name, value
+            if isinstance(value, type) and value.__module__ == file:
                 for attribute, own in vars(value).items():
                     if not attribute.endswith(_NOTED_ON_CLASSES):
-                        code.append(own)
-    return tuple(code)
+                        yield file, f"{name}.{attribute}", own

@@ -50,8 +50,9 @@ def meta_model(
     return result.to(dtype).train()
 
 
-def copy_users_modules(model: nn.Module, target: nn.Module) -> bool:
-    """Copy the user's modules in `model` into its meta model `target`; True if there were any."""
+def copy_users_modules(model: PreTrainedModel, target: PreTrainedModel) -> bool:
+    """Copy the user's modules in `model` into its meta model `target`, whose configuration they
+    read if they read the model's; True if there were any."""
     expected = {name: type(module) for name, module in target.named_modules()}
     copied: list[str] = []
     for name, module in model.named_modules():
@@ -61,14 +62,19 @@ def copy_users_modules(model: nn.Module, target: nn.Module) -> bool:
         has_place = name.rpartition(".")[0] in expected  # not inside of an adapter
         if is_inside or not has_place or package in NOT_COPIED or kind is expected.get(name):
             continue
-        target.set_submodule(name, _empty_copy(module).to(torch.bfloat16))
+        copied_module = _empty_copy(module, model.config, target.config).to(torch.bfloat16)
+        target.set_submodule(name, copied_module)
         copied.append(name)
     return bool(copied)
 
 
-def _empty_copy(module: nn.Module) -> nn.Module:
-    """Return a copy of a module with empty parameters and buffers."""
-    empty: dict[int, torch.Tensor] = {}
+def _empty_copy(module: nn.Module, config: Any, other: Any) -> nn.Module:
+    """Return a copy of a module with empty parameters and buffers, and another configuration in
+    place of its model's."""
+    empty: dict[int, Any] = {
+        id(config): other,
+        id(config.get_text_config()): other.get_text_config(),
+    }
     for parameter in module.parameters():
         shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         empty[id(parameter)] = nn.Parameter(shape, requires_grad=False)

@@ -110,23 +110,6 @@ def _functions_of(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
     return tuple(found.values())
 
 
-def replaced_mixer(model: nn.Module) -> str | None:
-    """Return the name of a mixer whose forward is not its class's, as with hub kernels."""
-    for mixer in mixers(model):
-        own = vars(mixer.module).get("forward")
-        if own is None:
-            continue
-        forward = inspect.unwrap(own)
-        forward = getattr(forward, "__func__", forward)
-        if not any(
-            forward is inspect.unwrap(vars(cls)["forward"])
-            for cls in type(mixer.module).__mro__
-            if "forward" in vars(cls)
-        ):
-            return mixer.name
-    return None
-
-
 # ---- attaching
 
 

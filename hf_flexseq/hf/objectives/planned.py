@@ -63,7 +63,7 @@ class PlannedLoss:
         self.drawing = Drawing(trainer, engine, self._head)
         self.answers = Answers(trainer, engine, self._head)
         self._is_attached = False
-        self._trial = SumTrial(trainer, engine)
+        self._trial = SumTrial(trainer, engine.executor)
         where = users_method(trainer, "training_step")
         self._watch = None if where is None else Watch(trainer, [where])
         self._loss: _SourceLoss | None = None  # of the step that runs

@@ -183,7 +183,7 @@ class StageExecutor:
         self._costs_of_run = None
         self.memory_limit = self._room(self.cost)
         with ExitStack() as attached:
-            attached.enter_context(on_micro_batches(base))
+            attached.enter_context(on_micro_batches(base, self.stage.own_layers))
             attached.callback(self._checkpointing.restore)
             chunked_loss = attach_chunked_loss(base) if self.stage.is_last else None
             if chunked_loss is not None:

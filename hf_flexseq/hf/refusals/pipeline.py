@@ -11,11 +11,12 @@ from hf_flexseq.base.refusals import Refusal, option, refuse
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.losses import has_planned_loss
 from hf_flexseq.hf.model.divided import has_sharded_modules
+from hf_flexseq.hf.model.equal_models import code_of_model
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.router import NO_ROUTER_LOSS, OPTION, asks_for_router_loss
 from hf_flexseq.hf.model.trial import try_model
 from hf_flexseq.hf.refusals.checkpointing import offloads
-from hf_flexseq.steps.users_code import users_forward_hooks
+from hf_flexseq.steps.users_code import is_known, users_forward_hooks
 
 ONE_STAGE = "set pipeline_parallel_size=1"
 
@@ -110,6 +111,13 @@ def _ulysses_without_degree(case: Staged) -> str | None:
 def _router_loss(case: Staged) -> str | None:
     is_asked = isinstance(case.model, PreTrainedModel) and asks_for_router_loss(case.model)
     return f"{OPTION}=True" if is_asked else None
+
+
+def _own_code(case: Staged) -> str | None:
+    # What a class of the user's own consists of is a part of it.
+    if not isinstance(case.model, PreTrainedModel) or not is_known(type(case.model)):
+        return None
+    return next(iter(code_of_model(case.model)), None)
 
 
 def _second_attention(case: Staged) -> str | None:
@@ -246,6 +254,12 @@ PIPELINE: tuple[Refusal[Staged], ...] = (
         found=lambda case: next(users_forward_hooks(case.model), None),
         why="stages run chunks of sequences",
         instead=f"remove the hook, or {ONE_STAGE}",
+    ),
+    Refusal(
+        setting="modules and functions of your own in a library's model",
+        found=_own_code,
+        why="nothing can try on a stage whether they keep sequences apart",
+        instead=f"take them out, or {ONE_STAGE}",
     ),
     Refusal(
         setting="model_init",
