@@ -120,7 +120,13 @@ each intended difference once, and [differences](differences.md) gives the reaso
 every place for such code in transformers 5.23 and TRL 1.16.
 
 Code counts as yours if it is defined outside of the known packages. So a function that you assign
-to a trainer, or to a class of transformers, counts as well.
+to a trainer, to a class or to a file of transformers counts as well, and so does a decorator.
+
+Attention of a library's model must stay as its class has it. Another `forward`, from you or from a
+library, is refused whenever it comes. Every forward also counts the calls of attention, layer by
+layer, and refuses one that has not called it as a model of this class and configuration does.
+A layer that was copied within a model has a configuration of its own, for example: give it
+`layer.self_attn.config = model.config`.
 
 ## The trial
 
@@ -130,14 +136,16 @@ it is a sum over tokens divided by `num_items_in_batch`:
     L(A and B in one row) = L(A) + L(B) = L(A and B as rows of a padded batch)
 
 and a row without labels has the loss 0. If your code takes part in the loss, these losses are
-computed on nine tokens before the first step. Such code is a method marked below, your own module
-or `forward`, or a hook. So `compute_loss` is called twelve additional times. If the losses
-disagree, training ends with an error that shows the numbers. A class that sets
-`flexseq_loss_on_whole_samples = True` gets [whole samples](objectives/own.md) instead, for any
-loss.
+computed on nine tokens before the first step. A plan may also cut a sequence anywhere, so only
+attention may read neighbouring tokens. The trial makes each token a sequence of its own, and their
+order must not matter. Such code is a method marked below, your own module or `forward`, or a hook.
+So `compute_loss` is called sixteen additional times. If the losses disagree, training ends with an
+error that shows the numbers. A class that sets `flexseq_loss_on_whole_samples = True` gets [whole
+samples](objectives/own.md) instead, for any loss.
 
-A trial on nine tokens cannot detect a module that mixes tokens within one sequence, which a plan
-may cut. Nor can it detect code that changes its behaviour later in training.
+The trial sees code that is there when the first step begins: put yours in before `train()`, or in
+`on_train_begin`. Modules and functions that come later are refused. The trial cannot detect code
+that changes its behaviour later in training.
 
 ## Calls of the model between steps
 
@@ -165,7 +173,7 @@ def page_text() -> str:
     lines += [
         "",
         f"A [pipeline](pipelines.md) also refuses these: {pipelines}, every `compute_loss` except "
-        "the Trainer's, and forward hooks.",
+        "the Trainer's, forward hooks, and modules of your own in a library's model.",
         "",
         f"For a model that `DistributedConfig` has sharded, {replaced} are replaced "
         "([checkpoints](reliability.md#models-that-distributedconfig-has-sharded)). Overrides in "
