@@ -140,7 +140,9 @@ computed on nine tokens before the first step. A plan may also cut a sequence an
 attention may read neighbouring tokens. The trial makes each token a sequence of its own, and their
 order must not matter. Such code is a method marked below, your own module or `forward`, or a hook.
 So `compute_loss` is called sixteen additional times. If the losses disagree, training ends with an
-error that shows the numbers. A class that sets `flexseq_loss_on_whole_samples = True` gets [whole
+error that shows the numbers. On several ranks the plain loss is computed, too, and the log names a
+loss that differs from it by [the number of ranks](objectives/own.md#a-compute_loss-in-a-subclass)
+alone. A class that sets `flexseq_loss_on_whole_samples = True` gets [whole
 samples](objectives/own.md) instead, for any loss.
 
 The trial sees code that is there when the first step begins: put yours in before `train()`, or in

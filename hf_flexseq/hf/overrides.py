@@ -33,6 +33,9 @@ from hf_flexseq.steps.users_code import (
 
 WHOLE_SAMPLES = "flexseq_loss_on_whole_samples = True"
 
+# what makes up for the mean of gradients over ranks; `Trainer.compute_loss` ends with it
+RANKS_FACTOR = "* self.accelerator.num_processes"
+
 
 class Standing(Enum):
     """Treatment of an override."""
@@ -90,7 +93,9 @@ RULES = (
         names=("compute_loss",),
         in_one_pass=Standing.IN_PARTS,
         on_samples=Standing.CALLED,
-        why="its loss must be a sum over tokens that is divided by num_items_in_batch",
+        why="its loss must be a sum over tokens that is divided by num_items_in_batch; "
+        "super().compute_loss also multiplies it by the ranks, of whose gradients the mean is "
+        f"taken, so a loss of the model's own needs {RANKS_FACTOR}",
     ),
     Rule(
         names=(

@@ -42,9 +42,9 @@ from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.executors import Executor
 from hf_flexseq.hf.model.call_count import replaced_attention
 from hf_flexseq.hf.model.equal_models import code_of_model
-from hf_flexseq.hf.overrides import IN_PARTS, WHOLE_SAMPLES
+from hf_flexseq.hf.overrides import IN_PARTS, RANKS_FACTOR, WHOLE_SAMPLES
 from hf_flexseq.hf.trainer_numbers import TrainerNumbers
-from hf_flexseq.hf.two_sequences import ComputeLoss, Figures, LossesOfTwo
+from hf_flexseq.hf.two_sequences import ComputeLoss, Figures, Found, LossesOfTwo
 from hf_flexseq.hf.watch import Watch
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.steps.drawn import SourceRow
@@ -214,11 +214,35 @@ class SumTrial:
     def _try_methods(self, losses: LossesOfTwo) -> None:
         """Raise NotImplementedError if methods of the trainer make the loss depend on the plan."""
         found = losses.of(self._trainer.compute_loss)
-        if found is not None and not found.add_up:
+        if found is None:
+            return
+        if not found.add_up:
             raise NotImplementedError(
                 f"{listed(self._code.methods)}: {found}; the loss is not a sum over tokens "
-                "divided by num_items_in_batch: pass num_items_in_batch on to the model or to "
-                f"super().compute_loss and add no other term, or set {WHOLE_SAMPLES} in the class"
+                "divided by num_items_in_batch: pass num_items_in_batch on to "
+                "super().compute_loss, or to the model, whose loss takes the factor "
+                f"{RANKS_FACTOR}, and add no other term; or set {WHOLE_SAMPLES} in the class"
+            )
+        self._compare_with_plain(losses, found)
+
+    def _compare_with_plain(self, losses: LossesOfTwo, found: Found) -> None:
+        """Warn of a loss that is the plain one but for the factor that makes up for the mean of
+        gradients over ranks. The plain Trainer takes it as it is, too."""
+        accelerator = self._trainer.accelerator
+        ranks = accelerator.num_processes
+        plain = losses.of(library_method(self._trainer, "compute_loss"))
+        if plain is None or ranks == 1 or not accelerator.is_main_process:
+            return
+        if abs(ranks * found.together - plain.together) <= found.tolerance * plain.together:
+            logger.warning(
+                "%s: two sequences have the loss %.6g, and %.6g without it, so loss and gradients "
+                "of each step are divided by the %d ranks, as under the plain Trainer. Unless you "
+                "mean it, return loss %s, as Trainer.compute_loss does",
+                listed(self._code.methods),
+                found.together,
+                plain.together,
+                ranks,
+                RANKS_FACTOR,
             )
 
 

@@ -1,6 +1,7 @@
 """Code of the user's own in the way of a loss in one pass: what leaves the loss a sum over tokens
 trains as under the plain Trainer, and everything else is refused with one line."""
 
+import logging
 from functools import partial
 
 import pytest
@@ -22,9 +23,10 @@ from hf_flexseq.steps.users_code import (
 from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer
 from tests.hf.test_overrides import OPTIONS, make
 from tests.hf.test_own_losses import Focal
-from tests.hf.test_trainer import dataset, float64_loss, padded
+from tests.hf.test_trainer import dataset, float64_loss, logged, padded
 from tests.hf.tiny import VOCAB, refused, tiny_llama
 from tests.hf.trainers import assert_logged_alike, trained, weights_apart
+from tests.ranks import run_cases
 
 
 def refuses_to_train(base, folder, said, *, model=None):
@@ -151,6 +153,69 @@ def test_what_leaves_the_loss_a_sum_trains_as_under_the_plain_trainer(tmp_path, 
         runs.append(trained(trainer))
     assert weights_apart(*runs) < 1e-8
     assert_logged_alike(*runs, ["loss"], rel=rel)
+
+
+class WithoutRanks:
+    """In front of a trainer: a loss of the model's, without the factor of ranks."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class WithRanks(WithoutRanks):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs) * self.accelerator.num_processes
+
+
+class HalfOfSuper:
+    """As `WithoutRanks` on two ranks."""
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs) / 2
+
+
+def loss_and_factors(rank, world_size, in_front, base, how, folder):
+    """The loss of the first step, and of which losses the log says that ranks are missing."""
+    cls = base if in_front is None else type("Mine", (in_front, base), {})
+    said = []
+
+    def note(record):
+        said.append(record.getMessage())
+        return False
+
+    log = logging.getLogger("hf_flexseq.hf.sum_trial")
+    log.addFilter(note)
+    if base is SFTTrainer:
+        flexseq = None if how == "stock" else {}
+        trainer = sft_trainer(cls, folder, 2, flexseq=flexseq, settings={"max_steps": 1})
+    else:
+        trainer = make(cls, folder, how=how, max_steps=1, eval_strategy="no")
+    trainer.train()
+    log.removeFilter(note)
+    (loss,) = logged(trainer.state.log_history, "loss")
+    return loss, said
+
+
+@pytest.mark.processes
+def test_a_loss_that_is_the_plain_one_but_for_the_ranks_trains_as_stock_and_is_told_so(tmp_path):
+    fronts = [None, WithRanks, WithoutRanks]
+    cases = [(one, Trainer, how, tmp_path) for how in ("stock", "mixin") for one in fronts]
+    for how in ("stock", "mixin"):
+        cases += [(one, SFTTrainer, how, tmp_path) for one in (None, HalfOfSuper)]
+    results = run_cases(loss_and_factors, 2, cases, seconds=150)
+    for (in_front, base, how, _), by_rank in zip(cases, results, strict=True):
+        plain = results[0 if base is Trainer else 6][0][0]
+        is_short = in_front in (WithoutRanks, HalfOfSuper)
+        for rank, (loss, said) in enumerate(by_rank):
+            assert loss == pytest.approx(plain / 2 if is_short else plain, rel=1e-5), in_front
+            if how == "mixin" and is_short and rank == 0:
+                (line,) = said
+                assert line.startswith(f"{in_front.__name__}.compute_loss: two sequences have")
+                assert "divided by the 2 ranks" in line
+                assert "return loss * self.accelerator.num_processes" in line
+            else:
+                assert said == [], "one rank speaks, and only where the factor is missing"
 
 
 class Means(Trainer):
