@@ -1,6 +1,7 @@
 """Trainers whose loss is computed on whole samples: the plain trainer's weights and figures on two
 ranks, what cannot be computed exactly is refused in one line, and the model is left as it was."""
 
+import math
 from contextlib import nullcontext
 
 import datasets
@@ -32,6 +33,7 @@ from tests.hf.objectives import (
 from tests.hf.test_resume import KilledAfter
 from tests.hf.test_trainer import logged
 from tests.hf.tiny import VOCAB, refused, tiny_llama
+from tests.hf.trainers import distance, trained
 from tests.ranks import run_cases, run_ranks
 from tests.versions import reads_log_probabilities
 
@@ -68,6 +70,46 @@ def test_two_ranks_train_as_the_plain_trainers_do(tmp_path, names):
         for apart in by_rank:
             assert apart.figures > 15, name
             assert_alike(apart, weights=BOUNDS[case.kind])
+
+
+# ---- a policy that is its reference
+
+# wide enough that products round differently with the number of their rows
+WIDE = {"hidden_size": 96, "intermediate_size": 200, "num_hidden_layers": 3}
+
+
+def as_before(rank, world_size, folder, kind, is_ours, adapter, settings):
+    """How far weights are from the start after two steps of AdamW, and what the first step logs.
+    All samples have the same reward, and sequences are longer than a rank's cap."""
+    datasets.disable_progress_bars()
+    settings = {"optim": "adamw_torch", "learning_rate": 1e-3, **settings}
+    given = {"reward_funcs": lambda completions, **given: [1.0] * len(completions)}
+    if kind == "dpo":
+        given = {name: tiny_llama(torch.float32, **WIDE) for name in ("model", "ref_model")}
+    case = Case(kind=kind, steps=2, settings=settings, adapter=adapter, dtype=torch.float32)
+    run = trained(make_trainer(case, is_ours, folder, **given))
+    return distance(run.weights, run.start), run.log[0]
+
+
+@reads_log_probabilities
+@pytest.mark.processes
+def test_a_policy_that_is_its_reference_has_no_gradient_of_rounding(tmp_path):
+    save_inputs(tmp_path)
+    tiny_llama(torch.float32, **WIDE).save_pretrained(tmp_path / "model")
+    long = {"max_completion_length": 70}
+    again = {"num_iterations": 2, "steps_per_generation": 2}
+    kinds = [("grpo", None, long), ("grpo", "new", long | again), ("rloo", None, long)]
+    cases = [(one[0], is_ours, *one[1:]) for one in kinds for is_ours in (False, True)]
+    cases += [("dpo", True, None, {})]
+    by_case = run_cases(as_before, 2, [(tmp_path, *case) for case in cases], seconds=200)
+    *rolled_out, preferences = by_case
+    for case, by_rank in zip(cases, rolled_out, strict=False):
+        for moved, first in by_rank:
+            assert (moved, first["loss"], first["kl"]) == (0.0, 0.0, 0.0), case
+    for moved, first in preferences:
+        assert moved > 0
+        assert first["rewards/margins"] == 0.0
+        assert first["loss"] == pytest.approx(math.log(2), rel=1e-7)
 
 
 # ---- resumed

@@ -69,7 +69,7 @@ class Answers:
         self, step: RankMicroBatches, model: nn.Module, role: str, calls: Sequence[Call]
     ) -> None:
         """Run a model forward, and note its results for the calls. Collective over the world."""
-        figures = self._figures(step, model)
+        figures = self.figures(step, model)
         for call, own in zip(calls, self.split(figures, calls), strict=True):
             self.note(role, call, own)
 
@@ -77,7 +77,7 @@ class Answers:
         """Keep what a model gives for a call; figures: of its tokens, each [tokens, ...]."""
         self._results.append(_Result(role, call, figures))
 
-    def _figures(self, step: RankMicroBatches, model: nn.Module) -> Columns:
+    def figures(self, step: RankMicroBatches, model: nn.Module) -> Columns:
         """Run a model forward, and return the figures of this rank's tokens and totals."""
         return figures_of(step, partial(self._head.forward, model), self._head.totals)
 
@@ -190,7 +190,7 @@ class Answers:
                 forward_only=True,
             )
             with self._engine.whole_model.planned_attention():
-                found = self._figures(step, model)
+                found = self.figures(step, model)
             (figures,) = self.split(found, [call])
         return self._head.answer(call, figures, given)
 

@@ -13,6 +13,11 @@
 Where these gradients are known beforehand (`divergences.py`), one pass does for 4 and 6, and 5
 comes last.
 
+GRPO asks for the reference when it generates, and gets results that round otherwise than those of
+the step's plan. Their difference is all that the KL term has where policy and reference are the
+same: its gradient, exactly 0 for the plain trainer, would be 1e-9, of which AdamW makes whole
+steps. So 3 computes them anew while both models give the same bits on one plan.
+
 In an evaluation, and where a loss asks for something that was not foreseen, a call is planned and
 run when it comes (`answers.py`).
 """
@@ -47,6 +52,10 @@ from hf_flexseq.steps.training_mode import in_training_mode
 from hf_flexseq.steps.users_code import users_method
 
 
+# of GRPO's batches: log-probabilities by the reference, [samples, tokens of completions]
+_OF_REFERENCE = "ref_per_token_logps"
+
+
 class PlannedLoss:
     """Computes a trainer's loss, and its gradients, on planned results."""
 
@@ -63,6 +72,7 @@ class PlannedLoss:
         self.drawing = Drawing(trainer, engine, self._head)
         self.answers = Answers(trainer, engine, self._head)
         self._is_attached = False
+        self._equals_reference = True  # unless a step has shown otherwise; alike on all ranks
         self._trial = SumTrial(trainer, engine.executor)
         where = users_method(trainer, "training_step")
         self._watch = None if where is None else Watch(trainer, [where])
@@ -76,7 +86,7 @@ class PlannedLoss:
         if self._is_attached:
             yield
             return
-        self._is_attached = True
+        self._is_attached = self._equals_reference = True
         policy = base_model(self._trainer.model)
         self.answers.begin()
         hooks = self._head.attach()
@@ -124,12 +134,14 @@ class PlannedLoss:
                 if not isinstance(self._head, Divergences):  # whose figures are of two models
                     self._trial.run(step.row, model, self._figures)
                 self._foresee(step, model, calls)
+                of_reference = self._renew_reference(step, model, batches, calls)
                 # 4. to 6.
                 self._loss = loss = _SourceLoss(self, model, batches, calls)
                 with self._engine.passes(step, model, is_last=is_last) as before_last:
                     passes = FigurePasses(step, loss, before_last)
                     weights = loss.weights()
                     figures = passes.first() if weights is None else passes.only(weights)
+                    self._compare_with_reference(figures, of_reference)
                     yield from loss.batches(figures)
                     gradients = loss.gradients(figures)
                     if weights is None:
@@ -188,6 +200,36 @@ class PlannedLoss:
             self.answers.run(step, reference, REFERENCE, [own.policy for own in calls])
             if others_step is not None:
                 self.answers.run(others_step, reference, REFERENCE, others)
+
+    def _renew_reference(
+        self,
+        step: RankMicroBatches,
+        model: nn.Module,
+        batches: Sequence[Any],
+        calls: Sequence[Foreseen],
+    ) -> torch.Tensor | None:
+        """Put log-probabilities by the reference on the step's plan into GRPO's batches, and return
+        those of all drawn tokens, [tokens] on the CPU. Collective over the world. Do nothing, and
+        return None, where the models are known to differ, or batches have none."""
+        if not self._equals_reference or _OF_REFERENCE not in batches[0]:
+            return None
+        with reference_of(self._trainer, model) as reference:
+            figures = self.answers.figures(step, reference)
+        policy = [own.policy for own in calls]
+        for batch, call, own in zip(
+            batches, policy, self.answers.split(figures, policy), strict=True
+        ):
+            length = batch[_OF_REFERENCE].shape[1]
+            batch[_OF_REFERENCE] = self._head.answer(call, own, {}).log_probs[:, -length:]
+        return figures[self._head.main]
+
+    def _compare_with_reference(self, figures: Columns, found: torch.Tensor | None) -> None:
+        """Note if policy and reference still give the same. Collective over the world. found: what
+        `_renew_reference` has returned."""
+        if found is not None:
+            is_equal = torch.equal(figures[self._head.main], found)
+            of_ranks = self._engine.communicator.cpu_group.gather_ints([int(is_equal)])
+            self._equals_reference = all(of_rank[0] for of_rank in of_ranks)
 
 
 class _SourceLoss:
