@@ -44,7 +44,7 @@ from hf_flexseq.hf.model.call_count import replaced_attention
 from hf_flexseq.hf.model.equal_models import code_of_model
 from hf_flexseq.hf.overrides import IN_PARTS, RANKS_FACTOR, WHOLE_SAMPLES
 from hf_flexseq.hf.trainer_numbers import TrainerNumbers
-from hf_flexseq.hf.two_sequences import ComputeLoss, Figures, Found, LossesOfTwo
+from hf_flexseq.hf.two_sequences import ComputeLoss, Figures, LossesOfTwo
 from hf_flexseq.hf.watch import Watch
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.steps.drawn import SourceRow
@@ -212,7 +212,8 @@ class SumTrial:
             )
 
     def _try_methods(self, losses: LossesOfTwo) -> None:
-        """Raise NotImplementedError if methods of the trainer make the loss depend on the plan."""
+        """Raise NotImplementedError if methods of the trainer make the loss depend on the plan;
+        warn if they leave out of the plain loss what makes up for the mean over ranks."""
         found = losses.of(self._trainer.compute_loss)
         if found is None:
             return
@@ -223,11 +224,6 @@ class SumTrial:
                 "super().compute_loss, or to the model, whose loss takes the factor "
                 f"{RANKS_FACTOR}, and add no other term; or set {WHOLE_SAMPLES} in the class"
             )
-        self._compare_with_plain(losses, found)
-
-    def _compare_with_plain(self, losses: LossesOfTwo, found: Found) -> None:
-        """Warn of a loss that is the plain one but for the factor that makes up for the mean of
-        gradients over ranks. The plain Trainer takes it as it is, too."""
         accelerator = self._trainer.accelerator
         ranks = accelerator.num_processes
         plain = losses.of(library_method(self._trainer, "compute_loss"))
@@ -236,13 +232,9 @@ class SumTrial:
         if abs(ranks * found.together - plain.together) <= found.tolerance * plain.together:
             logger.warning(
                 "%s: two sequences have the loss %.6g, and %.6g without it, so loss and gradients "
-                "of each step are divided by the %d ranks, as under the plain Trainer. Unless you "
-                "mean it, return loss %s, as Trainer.compute_loss does",
-                listed(self._code.methods),
-                found.together,
-                plain.together,
-                ranks,
-                RANKS_FACTOR,
+                "are divided by the %d ranks, as under the plain Trainer. Unless you mean it, "
+                "return loss %s, as Trainer.compute_loss does",
+                *(listed(self._code.methods), found.together, plain.together, ranks, RANKS_FACTOR),
             )
 
 

@@ -13,10 +13,10 @@
 Where these gradients are known beforehand (`divergences.py`), one pass does for 4 and 6, and 5
 comes last.
 
-GRPO asks for the reference when it generates, and gets results that round otherwise than those of
-the step's plan. Their difference is all that the KL term has where policy and reference are the
-same: its gradient, exactly 0 for the plain trainer, would be 1e-9, of which AdamW makes whole
-steps. So 3 computes them anew while both models give the same bits on one plan.
+GRPO asks for the reference when it generates, and gets results that round otherwise than on the
+plan of the step. Where policy and reference are the same, its KL term would have gradients of this
+difference instead of 0, of which AdamW makes whole steps. So 3 computes the reference anew as long
+as both give the same bits on one plan.
 
 In an evaluation, and where a loss asks for something that was not foreseen, a call is planned and
 run when it comes (`answers.py`).
@@ -43,6 +43,7 @@ from hf_flexseq.hf.objectives.reference import attached_reference, reference_of
 from hf_flexseq.hf.objectives.trainers import Foreseen
 from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.hf.watch import Watch
+from hf_flexseq.steps.calls import Call
 from hf_flexseq.steps.drawn import Columns
 from hf_flexseq.steps.figure_passes import FigurePasses, check_known
 from hf_flexseq.steps.inputs import Inputs
@@ -50,7 +51,6 @@ from hf_flexseq.steps.logged_loss import filtered
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.training_mode import in_training_mode
 from hf_flexseq.steps.users_code import users_method
-
 
 # of GRPO's batches: log-probabilities by the reference, [samples, tokens of completions]
 _OF_REFERENCE = "ref_per_token_logps"
@@ -128,20 +128,24 @@ class PlannedLoss:
             # 1., 2. batches, and one plan for all of them
             batches = self.drawing.prepared_batches()
             calls = self.drawing.foreseen(batches)
-            step = self.drawing.planned_step([own.policy for own in calls])
+            policy_calls = [own.policy for own in calls]
+            step = self.drawing.planned_step(policy_calls)
             # 3. whatever is asked without gradients, before the first pass keeps a graph
             with self._engine.whole_model.planned_attention():
                 if not isinstance(self._head, Divergences):  # whose figures are of two models
                     self._trial.run(step.row, model, self._figures)
                 self._foresee(step, model, calls)
-                of_reference = self._renew_reference(step, model, batches, calls)
+                reference = self._renew_reference(step, model, batches, policy_calls)
                 # 4. to 6.
                 self._loss = loss = _SourceLoss(self, model, batches, calls)
                 with self._engine.passes(step, model, is_last=is_last) as before_last:
                     passes = FigurePasses(step, loss, before_last)
                     weights = loss.weights()
                     figures = passes.first() if weights is None else passes.only(weights)
-                    self._compare_with_reference(figures, of_reference)
+                    if reference:
+                        same = torch.equal(figures["log_probs"], reference["log_probs"])
+                        of_ranks = self._engine.communicator.cpu_group.gather_ints([int(same)])
+                        self._equals_reference = all(of_rank[0] for of_rank in of_ranks)
                     yield from loss.batches(figures)
                     gradients = loss.gradients(figures)
                     if weights is None:
@@ -202,34 +206,20 @@ class PlannedLoss:
                 self.answers.run(others_step, reference, REFERENCE, others)
 
     def _renew_reference(
-        self,
-        step: RankMicroBatches,
-        model: nn.Module,
-        batches: Sequence[Any],
-        calls: Sequence[Foreseen],
-    ) -> torch.Tensor | None:
-        """Put log-probabilities by the reference on the step's plan into GRPO's batches, and return
-        those of all drawn tokens, [tokens] on the CPU. Collective over the world. Do nothing, and
-        return None, where the models are known to differ, or batches have none."""
+        self, step: RankMicroBatches, model: nn.Module, batches: Sequence[Any], calls: list[Call]
+    ) -> Columns:
+        """Put the reference's log-probabilities on the step's plan into GRPO's batches. Return the
+        figures of all drawn tokens, each [tokens] on the CPU; none for other trainers, or where
+        policy and reference are known to differ. Collective over the world."""
         if not self._equals_reference or _OF_REFERENCE not in batches[0]:
-            return None
+            return {}
         with reference_of(self._trainer, model) as reference:
             figures = self.answers.figures(step, reference)
-        policy = [own.policy for own in calls]
-        for batch, call, own in zip(
-            batches, policy, self.answers.split(figures, policy), strict=True
-        ):
+        parts = self.answers.split(figures, calls)
+        for batch, call, own in zip(batches, calls, parts, strict=True):
             length = batch[_OF_REFERENCE].shape[1]
             batch[_OF_REFERENCE] = self._head.answer(call, own, {}).log_probs[:, -length:]
-        return figures[self._head.main]
-
-    def _compare_with_reference(self, figures: Columns, found: torch.Tensor | None) -> None:
-        """Note if policy and reference still give the same. Collective over the world. found: what
-        `_renew_reference` has returned."""
-        if found is not None:
-            is_equal = torch.equal(figures[self._head.main], found)
-            of_ranks = self._engine.communicator.cpu_group.gather_ints([int(is_equal)])
-            self._equals_reference = all(of_rank[0] for of_rank in of_ranks)
+        return figures
 
 
 class _SourceLoss:
