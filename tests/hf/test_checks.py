@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTTrainer
 
 from hf_flexseq import (
+    DataCollatorForFlexSeq,
     FlexSeqArguments,
     FlexSeqCallback,
     FlexSeqConfig,
@@ -375,6 +376,35 @@ CHUNKS = {"layer_types": ["full_attention", "chunked_attention"], "attention_chu
 def test_configurations_without_a_meaning(name, config, message):
     with refused(message, ValueError):
         check_model(meta_model(name, **config))
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Qwen3"])
+def test_a_model_without_some_of_its_layers_is_told_what_to_set(name):
+    torch.manual_seed(0)
+    cls = getattr(transformers, f"{name}ForCausalLM")
+    types = [*MIXED, *MIXED]
+    more = {"num_hidden_layers": 4, "head_dim": 8, "use_sliding_window": True}
+    sizes = {**SIZES, **more, "layer_types": types, "sliding_window": 4}
+    model = cls(cls.config_class(**sizes))
+    model.model.layers = model.model.layers[1:3]
+    with refused("its layer 0 has layer_idx=1: .* set layer_idx in each of them to its place"):
+        check_model(model)
+    for place, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = place
+    model.config.num_hidden_layers = 2
+    with refused(r"\(2\) must be equal .* `layer_types` \(4\): .* set both in", ValueError):
+        check_model(model)
+    model.config.num_hidden_layers, model.config.layer_types = 4, types[1:3]
+    with refused(r"\(4\) must be equal .* `layer_types` \(2\): .* set both in", ValueError):
+        check_model(model)
+
+    model.config.num_hidden_layers = 2
+    examples = documents([3, 17, 9, 30], seed=1)
+    wanted = float(tiny.reference_loss(model, examples))
+    engine = FlexSeqEngine(Accelerator(cpu=True), tiny.tiny_arguments())
+    with engine.attached(model):
+        for step in engine.steps([DataCollatorForFlexSeq()(examples)]):
+            assert float(step.backward(model)) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_a_call_that_contradicts_the_configuration():

@@ -27,6 +27,7 @@ from hf_flexseq.base.layers import RecurrentShape
 from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.reduction import local
 from hf_flexseq.hf.model.call_count import replaced_attention, replaced_forward
+from hf_flexseq.hf.model.calls import number_of
 from hf_flexseq.hf.model.divided import is_tensor_parallel, stages, unsharded_class
 from hf_flexseq.hf.model.experts import adapted_experts, unsuitable_experts
 from hf_flexseq.hf.model.facts import is_classifier
@@ -37,6 +38,7 @@ from hf_flexseq.hf.model.layer_kinds import (
     UnknownLayers,
     layers_of,
 )
+from hf_flexseq.hf.model.layer_memory import decoder_of
 from hf_flexseq.hf.model.positions import unsuitable_count, unsuitable_positions
 from hf_flexseq.hf.model.recurrent import RecurrentCall, mixers
 from hf_flexseq.hf.model.reentrant import unsuitable_checkpointing
@@ -75,6 +77,13 @@ def check_model(model: PreTrainedModel) -> None:
     """Raise NotImplementedError for an inexact model, ValueError for a wrong configuration."""
     config = model.config.get_text_config()
     name = unsharded_class(model).__name__
+    try:
+        config.validate_layer_type()
+    except ValueError as error:
+        raise ValueError(
+            f"{name}: {error}: where layers were removed or added, set both in model.config to "
+            "what is there, as in config.layer_types = [config.layer_types[i] for i in kept]"
+        ) from error
     reason = _unsuitable_kind(model)
     layers: Sequence[Layer] = ()
     if reason is None:
@@ -88,6 +97,7 @@ def check_model(model: PreTrainedModel) -> None:
         reason
         or _unsuitable_options(config, has_masks_of_images=config is not model.config)
         or _unsuitable_router_loss(model)
+        or _misnumbered_layer(model)
         or unsuitable_positions(model, config)
         or _unsuitable_modules(model)
         or unknown_sharding(model)
@@ -163,6 +173,18 @@ def _unsuitable_options(config: Any, *, has_masks_of_images: bool) -> str | None
     of_layers = ("all",) if has_masks_of_images else ("all", True)
     if getattr(config, "use_bidirectional_attention", None) in of_layers:
         return "use_bidirectional_attention is set: attention in both directions is not available"
+    return None
+
+
+def _misnumbered_layer(model: PreTrainedModel) -> str | None:
+    """Return that a layer is not numbered by its place: it would be taken for another one."""
+    for place, layer in enumerate(getattr(decoder_of(model), "layers", ())):
+        numbers = {number_of(module) for module in layer.modules()} - {None}
+        if numbers and place not in numbers:
+            return (
+                f"its layer {place} has layer_idx={numbers.pop()}: where layers were removed, "
+                "moved or copied, set layer_idx in each of them to its place, from 0 on"
+            )
     return None
 
 
