@@ -59,19 +59,19 @@ def main() -> None:
     model.train()
     # (3) steps, not batches
     for index, step in enumerate(engine.steps(dataloader, accumulation=ACCUMULATION)):
-        loss = step.backward(model)  # (4) forward and backward of the whole step
+        step.backward(model)  # (4) forward and backward of the whole step
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        mean = accelerator.reduce(loss, "mean")
+        loss = step.mean_loss()  # (5) over all target tokens of the step, on every rank
         accelerator.print(
-            f"step {index:2d}  loss {mean:.3f}  groups by degree {step.plan.degrees()}"
+            f"step {index:2d}  loss {loss:.3f}  groups by degree {step.plan.degrees()}"
         )
         if index + 1 == STEPS:
             break
 
     model.eval()
-    evaluation = engine.evaluation(held_out)  # (5) steps without a backward
+    evaluation = engine.evaluation(held_out)  # (6) steps without a backward
     for step in evaluation:
         step.forward(model)
     accelerator.print(f"held-out loss {evaluation.mean_loss():.3f}")  # over all target tokens

@@ -56,7 +56,7 @@ class EvaluationLoss:
 
     def mean(self, communicator: Communicator) -> float:
         """Return the mean loss over all targets of all ranks. Collective over the world."""
-        total = self._sum.cpu()
+        total = self._sum.cpu().clone()  # asked again, it is still of this rank
         communicator.cpu_group.all_reduce(total)  # [] -> []
         if not self._targets:
             return math.nan

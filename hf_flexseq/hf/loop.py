@@ -1,7 +1,8 @@
 """The steps of a hand-written loop: in training, and in evaluation.
 
     for step in engine.steps(dataloader):
-        loss = step.backward(model)
+        step.backward(model)
+        print(step.mean_loss())
         ...
 
     evaluation = engine.evaluation(held_out)
@@ -51,6 +52,13 @@ class LoopItem:
         """The plan of the whole step, over all ranks."""
         return self.step.plan
 
+    def mean_loss(self) -> float:
+        """Return the loss of this step, which has run: the mean over all its target tokens, nan
+        without any. Collective over the world."""
+        own = EvaluationLoss()
+        own.add(self.step.final_loss, self.step.targets)
+        return own.mean(self._executor.setup.communicator)
+
     def _loss(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
         """Return this rank's share of a micro-batch's loss, a scalar."""
         outputs = model(**inputs, use_cache=False, num_items_in_batch=max(self.step.targets, 1))
@@ -68,8 +76,8 @@ class TrainingItem(LoopItem):
 
     def backward(self, model: nn.Module) -> torch.Tensor:
         """Run forward and backward of the whole step. Return this rank's share of the loss, a
-        detached scalar: loss and gradients are means over ranks, and over the step's target
-        tokens."""
+        detached scalar: its mean over ranks is `mean_loss`. Gradients are those of the mean over
+        the step's target tokens."""
         accelerator = self._executor.setup.accelerator
         options: dict[str, Any] = {}
         if accelerator.distributed_type == DistributedType.DEEPSPEED:

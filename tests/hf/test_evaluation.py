@@ -120,7 +120,12 @@ def loop(rank, world_size, folder, evaluates):
         if not evaluates:
             return
         evaluation = engine.evaluation(held_out)
-        assert all(not step.forward(wrapped).requires_grad for step in evaluation)
+        sums, targets = 0.0, 0
+        for step in evaluation:
+            assert not step.forward(wrapped).requires_grad
+            sums += step.mean_loss() * step.step.targets
+            targets += step.step.targets
+        assert sums / targets == pytest.approx(evaluation.mean_loss(), rel=1e-10)
         found.append((evaluation.mean_loss(), float(of_one_process(model))))
 
     evaluate()
