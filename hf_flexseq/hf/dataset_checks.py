@@ -5,21 +5,27 @@ that they would have to read completely and random ones. `check_first_step` chec
 step. All ranks have the same datasets and draw the same steps, so they raise together.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.utils import is_datasets_available
 
+from hf_flexseq.base.values import listed
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.steps.collator import LENGTHS, DataCollatorForFlexSeq
+from hf_flexseq.steps.known_columns import dropped_columns
 from hf_flexseq.steps.rank_step import RankStep
+from hf_flexseq.steps.users_code import is_known
+from hf_flexseq.steps.virtual_tokens import NUMBERS as VIRTUAL_NUMBERS
 from hf_flexseq.steps.whole_batches import random_numbers_kept
 
 logger = logging.getLogger(__name__)
@@ -86,6 +92,44 @@ def check_first_step(step: RankStep[Any] | None) -> None:
             "sequence's first token is never predicted); if this holds for all steps, check the "
             "label masks",
             len(step.plan.lengths),
+        )
+
+
+# ---- columns that nothing reads
+
+
+def dropped_in(trainer: Trainer) -> Iterator[str]:
+    """Yield a line for each dataset whose first example has columns that say something of its
+    tokens and that the Trainer, or a library's collator, drops."""
+    own = getattr(trainer.data_collator, "example_collator", None)
+    for name, dataset in _datasets(trainer):
+        if not _is_map_style(dataset) or not len(dataset):
+            continue
+        dropped: list[str] = []
+        with Attempt(), random_numbers_kept():  # an error is raised again when it is drawn
+            example = dict(dataset[0])
+            made = _read_columns(example, trainer)
+            if own is not None and is_known(own):
+                made = own([dict(made)])
+            dropped = dropped_columns(example, made)
+        if dropped:
+            yield (
+                f"{listed(dropped)} of {name} is dropped before the model, as without hf_flexseq: "
+                f"by remove_unused_columns={trainer.args.remove_unused_columns}, or by the "
+                "data_collator"
+            )
+
+
+def unread_columns(model: nn.Module, step: RankStep[Any]) -> Iterator[str]:
+    """Yield a line for columns of a step that are no arguments of a library's model, whose loss
+    does not read them either."""
+    loss = getattr(model, "loss_function", model)
+    names = step.row.columns.keys() - {"input_ids", "labels", "position_ids", VIRTUAL_NUMBERS}
+    unread = sorted(names - inspect.signature(type(model).forward).parameters.keys())
+    if unread and is_known(loss):
+        yield (
+            f"nothing reads {listed(unread)} of the examples: {type(model).__name__}.forward has "
+            "no such argument; drop it, or read it in a compute_loss"
         )
 
 

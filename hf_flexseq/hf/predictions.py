@@ -170,6 +170,7 @@ class PredictedBatch:
             ids,
             self._batch.get("attention_mask"),
             self._batch.get("labels"),
+            shift_labels=self._batch.get("shift_labels"),
             images=images,
             types=types_in(batch) if takes_images else None,
         )
@@ -198,7 +199,8 @@ class PredictedBatch:
         call = self._call
         targets = call.in_row(call.targets)  # [tokens]
         call.targets[self._own_samples() :] = IGNORE_INDEX
-        known = {"input_ids", "attention_mask", "labels", *call.images, *call.types}
+        known = {"input_ids", "attention_mask", "labels", "shift_labels"}
+        known |= {*call.images, *call.types}
         for row in rows_of([call]):
             for name, value in self._batch.items():
                 if name not in known:

@@ -1,15 +1,18 @@
 """What the log of a Trainer gets besides the Trainer's own entries.
 
-remarks        where code of the user's sees something else than under the plain Trainer
+remarks        where code of the user's sees something else than under the plain Trainer, and
+               columns of the data that nothing reads
 figures        of the steps since the last entry, as means
 predictions    a warning if measured seconds are far from the predicted ones
 """
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import Trainer
 
+from hf_flexseq.hf.dataset_checks import dropped_in
 from hf_flexseq.hf.overrides import remarks
 from hf_flexseq.steps.screen import Predictions, beside_bars
 from hf_flexseq.steps.trace import Figures, logged_figures, plan_line
@@ -29,11 +32,14 @@ class TrainerLog:
         self._predictions = Predictions(cost_model)
 
     def say_remarks(self) -> None:
-        """Log each remark on the user's code once."""
-        if not self._trainer.is_world_process_zero():
-            return
-        for line in remarks(self._trainer):
-            if line not in self._said:
+        """Log each remark on the user's code, and on columns that are dropped, once."""
+        if self._trainer.is_world_process_zero():
+            self.say((*remarks(self._trainer), *dropped_in(self._trainer)))
+
+    def say(self, lines: Iterable[str]) -> None:
+        """Log each of some lines once, on rank 0."""
+        for line in lines:
+            if line not in self._said and self._trainer.is_world_process_zero():
                 self._said.add(line)
                 logger.warning("%s", line)
 

@@ -25,7 +25,7 @@ _HARMLESS = {
     "past_key_values",
     "margin",  # of a pair: TRL hands it to reward models, which ignore it
 }
-_READ = {"input_ids", "attention_mask", "labels"}
+_READ = {"input_ids", "attention_mask", "labels", "shift_labels"}
 
 Images = Mapping[str, torch.Tensor]  # tensors of some images, by name
 
@@ -41,11 +41,13 @@ class Call:
         attention_mask: torch.Tensor | None,
         labels: torch.Tensor | None,
         *,
+        shift_labels: torch.Tensor | None = None,
         images: Images | None = None,
         types: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """ids: [B, S]. attention_mask: [B, S], 1 for tokens and 0 around them; None: all are.
         labels: [B, S], of the tokens themselves; None where the model predicts no tokens.
+        shift_labels: [B, S], the targets, where a batch has them besides labels.
         images: see `images_in`. types: see `types_in`.
 
         Raises ValueError for a mask that does more than to mark padding.
@@ -61,7 +63,9 @@ class Call:
             self.mask = attention_mask.bool()
         self.targets = torch.full_like(ids, IGNORE_INDEX)
         """[B, S] the label that each token predicts, IGNORE_INDEX for none."""
-        if labels is not None:
+        if shift_labels is not None:
+            self.targets = shift_labels.masked_fill(~self.mask, IGNORE_INDEX)
+        elif labels is not None:
             # the next token's label, and none where padding is next
             self.targets[:, :-1] = labels[:, 1:].masked_fill(~self.mask[:, 1:], IGNORE_INDEX)
         self.lengths = _checked_lengths(self.mask)
@@ -86,10 +90,17 @@ class Call:
             raise NotImplementedError("a loss calls the model with past_key_values: give tokens")
         if given.get("input_ids") is None:
             raise NotImplementedError("a loss calls the model without input_ids")
+        targets = given.get("shift_labels") if of_tokens else None
+        if targets is not None and (targets[:, -1] != IGNORE_INDEX).any():
+            raise NotImplementedError(
+                "a loss calls the model with shift_labels that give the last token of a row a "
+                "target, and reads figures of all tokens but the last: make it -100"
+            )
         return cls(
             given["input_ids"],
             given.get("attention_mask"),
             given.get("labels") if of_tokens else None,
+            shift_labels=targets,
             images=images,
             types=types,
         )

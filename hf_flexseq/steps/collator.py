@@ -5,17 +5,20 @@ shifted.
  -> input_ids, labels, shift_labels, position_ids  [1, 5]   and   lengths [3, 2]
 
 Labels are shifted here, inside each sequence, because a sequence may later be cut anywhere:
-`shift_labels[i]` is the target of token i, and the last token of every sequence has none. `labels`
-holds the same, for callers that count it. `first_labels` are those of first tokens, which nothing
-predicts but a virtual token in front of them.
+`shift_labels[i]` is the target of token i, and the last token of every sequence has none, unless
+the example has `shift_labels` itself. `labels` holds the same, for callers that count it.
+`first_labels` are those of first tokens, which nothing predicts but a virtual token in front of
+them.
 
-A packed example, whose `position_ids` begin again at 0, is taken apart into its sequences.
+A packed example is taken apart into its sequences where its `position_ids` begin again at 0, or
+where another column divides it (`known_columns.py`).
 
 What is not per token, and belongs to images or videos of an example, stays as the processor made
 it, in `images`: a dict of tensors for each sequence.
 
 A padded batch may have targets next to its padding: labels of padding, and, after padding on the
-left, a label of a sequence's first token. They are left out, and `padding_targets` counts them.
+left, a label of a sequence's first token, which in a packed row the sequence before it predicts.
+They are left out, and `padding_targets` counts them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +28,16 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.steps.known_columns import (
+    DIVIDING,
+    FOLLOWING,
+    SHIFT_LABELS,
+    agree,
+    next_tokens,
+    sequence_numbers,
+    shifted,
+    starts_of,
+)
 from hf_flexseq.steps.loss_masks import MASKS, check_masks, column_tensor, masks_without_labels
 from hf_flexseq.steps.users_code import is_known
 from hf_flexseq.steps.whole_batches import other_rows
@@ -39,17 +52,8 @@ FIRST_LABELS = "first_labels"
 # may share it.
 COMPARED = 8
 
-# Columns that collators add for attention implementations that read the limits of sequences from
-# their batch.
-_MADE_FOR_OTHERS = (
-    "seq_lengths",
-    "seq_idx",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-)
-
+# Labels in a row that are the next token, and not their own, before they count as shifted.
+_BY_CHANCE = 2
 
 # Beginnings of the names that processors of transformers give to what belongs to images, and
 # names of other kinds.
@@ -88,8 +92,9 @@ class DataCollatorForFlexSeq:
             example.
 
     Padding, on either side, is cut off where an `attention_mask` marks it. An example whose
-    `position_ids` begin again at 0 is packed: each of its sequences becomes one of its own, as the
-    plain Trainer's attention treats them.
+    `position_ids` begin again at 0, or which has `cu_seq_lens_q`, `cu_seqlens` or `seq_lengths`,
+    is packed: each of its sequences becomes one of its own, as the plain Trainer's attention
+    treats them. Where an example has `shift_labels`, these are the targets.
 
     What is asked of this collator and is not here, such as the `tokenizer` that a Trainer saves,
     is asked of the other.
@@ -102,6 +107,7 @@ class DataCollatorForFlexSeq:
     ) -> None:
         self.example_collator = example_collator
         self._to_compare = COMPARED  # batches, with what it makes of each as a whole
+        self._next_tokens = 0  # labels so far that are known to be shifted already
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the other collator; called for those that this one lacks."""
@@ -116,9 +122,9 @@ class DataCollatorForFlexSeq:
         some, `first_labels` of each sequence, a list of int, and the numbers of `padding_targets`
         and `other_rows` (`whole_batches.py`).
 
-        Raises ValueError for an example without labels or tokens, positions that fall without
-        beginning at 0, a column that is not per token, or masks of targets that the labels do not
-        follow.
+        Raises ValueError for an example without labels or tokens, labels that are shifted already,
+        positions that fall without beginning at 0, a column that is not per token, or masks of
+        targets that the labels do not follow.
         """
         differing = self._other_rows(examples)
         own = []
@@ -127,10 +133,13 @@ class DataCollatorForFlexSeq:
         columns = []
         images = []  # of each sequence
         first_labels = []
+        padding_targets = sum(example.padding_targets for example in own)
         for index, one in enumerate(own):
-            for sequence in _sequences(one, index):
-                first_labels.append(int(sequence["labels"][0]))
-                columns.append(_for_micro_batches(sequence))
+            for number, sequence in enumerate(_sequences(one, index)):
+                has_targets = SHIFT_LABELS in sequence  # and labels that may be shifted
+                first_labels.append(IGNORE_INDEX if has_targets else int(sequence["labels"][0]))
+                padding_targets += number > 0 and first_labels[-1] != IGNORE_INDEX
+                columns.append(_for_micro_batches(sequence, self.targets_of(sequence, index)))
                 images.append(one.images)  # none if the example has several sequences
         _check_same_columns(columns)
         batch: dict[str, Any] = {}
@@ -142,7 +151,6 @@ class DataCollatorForFlexSeq:
             batch[FIRST_LABELS] = first_labels
         if any(images):
             batch[IMAGES] = images
-        padding_targets = sum(example.padding_targets for example in own)
         if _pads_left(self.example_collator):
             padding_targets += _shorter_with_first_label(own)
         if padding_targets:
@@ -150,6 +158,29 @@ class DataCollatorForFlexSeq:
         if differing:
             batch[OTHER_ROWS] = differing
         return batch
+
+    def targets_of(self, columns: Mapping[str, torch.Tensor], index: int) -> torch.Tensor:
+        """Return the targets of a sequence's columns, each [tokens]: `shift_labels`, or shifted
+        labels. Raises ValueError for labels that are shifted already, or contradict the others."""
+        labels, given = columns["labels"], columns.get(SHIFT_LABELS)
+        if given is not None:
+            if agree(given, labels) or agree(given, shifted(labels)):
+                return given
+            raise ValueError(
+                f"shift_labels of example {index} contradict its labels: shift_labels[i], the "
+                "target of token i, is neither labels[i + 1] nor, where labels are shifted "
+                "already, labels[i]; drop one of both columns"
+            )
+        found = next_tokens(columns["input_ids"], labels)
+        self._next_tokens = 0 if found is None else self._next_tokens + found
+        if self._next_tokens > _BY_CHANCE:
+            raise ValueError(
+                f"labels of example {index} are shifted already: each is the next token of "
+                "input_ids, so the model would learn the token after the next; give labels of the "
+                "tokens themselves, such as a copy of input_ids, or say that they are targets: "
+                "example['shift_labels'] = example['labels'], with remove_unused_columns=False"
+            )
+        return shifted(labels)
 
     def _other_rows(self, examples: Sequence[Mapping[str, Any]]) -> int:
         """Return how many rows the user's collator makes otherwise of a whole batch; 0 after the
@@ -215,16 +246,19 @@ class PaddedCollator:
             made = self._collator.of_tokens(example, index, needs_labels=False)
             images.append(made.images)
             row = made.columns
-            if len(_starts(row, index)) > 1:
+            if len(starts_of(row, index)) > 1:
                 raise ValueError(
                     f"position_ids of example {index} begin again: it is packed, and predictions "
                     "and losses on whole samples are of one sequence each; give every sequence as "
                     "an example of its own"
                 )
+            if "labels" in row:
+                self._collator.targets_of(row, index)  # checks them
             row["attention_mask"] = torch.ones_like(row["input_ids"])
             rows.append(row)
         _check_same_columns(rows)
-        fillers = {"labels": IGNORE_INDEX, "input_ids": self._padding_id()}
+        fillers = {"labels": IGNORE_INDEX, SHIFT_LABELS: IGNORE_INDEX}
+        fillers["input_ids"] = self._padding_id()
         batch = {}
         for name in rows[0]:
             values = [row[name] for row in rows]  # each [tokens]
@@ -254,21 +288,6 @@ def _joined_images(images: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, to
     return joined
 
 
-def _starts(columns: Mapping[str, torch.Tensor], index: int) -> list[int]:
-    """Return at which tokens the sequences of an example begin. columns: each [tokens]."""
-    positions = columns.get("position_ids")
-    if positions is None:
-        return [0]
-    falls = (positions.diff() < 1).nonzero().flatten() + 1  # tokens
-    if positions[falls].any():
-        raise ValueError(
-            f"position_ids of example {index} neither rise nor begin at 0 again: its sequences "
-            "would attend to each other; let the positions of each begin at 0, or give each as an "
-            "example of its own"
-        )
-    return [0, *falls.tolist()]
-
-
 def _sequences(example: _Example, index: int) -> list[dict[str, torch.Tensor]]:
     """Return the columns of each sequence of an example, which has several if it is packed.
 
@@ -276,7 +295,7 @@ def _sequences(example: _Example, index: int) -> list[dict[str, torch.Tensor]]:
     sequence of its own, as under the plain Trainer.
     """
     columns = example.columns
-    starts = _starts(columns, index)
+    starts = starts_of(columns, index)
     if len(starts) == 1:
         return [columns]
     if example.images:
@@ -292,11 +311,12 @@ def _sequences(example: _Example, index: int) -> list[dict[str, torch.Tensor]]:
     return sequences
 
 
-def _for_micro_batches(columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the columns of a micro-batch, each [tokens], with the labels shifted."""
+def _for_micro_batches(
+    columns: dict[str, torch.Tensor], targets: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the columns of a micro-batch, each [tokens], with targets for labels."""
     columns.setdefault("position_ids", torch.arange(columns["input_ids"].numel()))
-    columns["labels"] = shifted(columns["labels"])
-    columns["shift_labels"] = columns["labels"]
+    columns["labels"] = columns[SHIFT_LABELS] = targets
     return columns
 
 
@@ -310,34 +330,28 @@ def _check_same_columns(columns: Sequence[Mapping[str, torch.Tensor]]) -> None:
             )
 
 
-def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """Return each token's target, [tokens] -> [tokens]: the next label, none for the last."""
-    none = labels.new_full((1,), IGNORE_INDEX)
-    return torch.cat((labels[1:], none))
-
-
 # ---- columns of one example
 
 
 def _only_row(batch: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return a batch's only row, each [1, tokens] -> [tokens], without others' columns."""
+    """Return a batch's only row, each [1, tokens] -> [tokens]."""
     if not isinstance(batch, Mapping):
         raise ValueError(
             f"the collator made a {type(batch).__name__} of example {index}, not a batch of "
             "columns; hf_flexseq does not support trainers that make their samples in "
             "training_step, as for reinforcement learning"
         )
-    columns = {name: value for name, value in batch.items() if name not in _MADE_FOR_OTHERS}
-    tokens = columns["input_ids"].shape[-1] if "input_ids" in columns else 0
-    for name, value in columns.items():
+    as_made = {name for name in batch if is_of_images(name) or name in (*DIVIDING, *FOLLOWING)}
+    tokens = batch["input_ids"].shape[-1] if "input_ids" in batch else 0
+    for name, value in batch.items():
         shape = getattr(value, "shape", None)
-        if shape != (1, tokens) and not is_of_images(name):
+        if shape != (1, tokens) and name not in as_made:
             raise ValueError(
                 f"the collator made column {name!r} of example {index}, given alone, with shape "
                 f"{shape and tuple(shape)} instead of {(1, tokens)}; hf_flexseq moves one value "
                 "per token and column"
             )
-    return {name: value if is_of_images(name) else value[0] for name, value in columns.items()}
+    return {name: value if name in as_made else value[0] for name, value in batch.items()}
 
 
 def is_of_images(name: str) -> bool:
@@ -354,7 +368,7 @@ def _tensors(
     columns = {}
     images = {}
     for name, value in example.items():
-        if value is None or isinstance(value, str):
+        if value is None or isinstance(value, str) or name in FOLLOWING:
             continue
         tensor = column_tensor(name, value, index)
         if not is_of_images(name):
@@ -362,6 +376,8 @@ def _tensors(
         elif tensor.numel():  # else the example has none
             images[name] = tensor
     tokens = columns["input_ids"].numel()
+    for name in columns.keys() & set(DIVIDING):
+        columns[name] = sequence_numbers(name, columns[name], tokens, index)
     for name, value in columns.items():
         if value.shape != (tokens,):
             raise ValueError(
@@ -370,7 +386,7 @@ def _tensors(
                 "remove_unused_columns=True"
             )
     # A dataset may store integers of any width: embeddings and losses take int64.
-    for name in {"input_ids", "labels"} & set(columns):
+    for name in {"input_ids", "labels", SHIFT_LABELS} & set(columns):
         columns[name] = columns[name].long()
     return columns, images
 
@@ -408,14 +424,16 @@ def _without_padding(
     if stop - start != marked.numel() or (mask > 1).any():
         raise ValueError(
             f"attention_mask of example {index} does more than to mark padding (1 for tokens, 0 "
-            "around them): give every sequence as an example of its own, without other masks"
+            "around them): give every sequence as an example of its own, without other masks, or "
+            "position_ids that begin at 0 again in each"
         )
     kept = {name: value[start:stop] for name, value in columns.items()}
     if "labels" not in columns or marked.numel() == mask.numel():
         return kept, 0
     # A batch has no target for its first token; a sequence has none for its own.
-    targets = (columns["labels"][1:] != IGNORE_INDEX).sum()
-    return kept, int(targets - (kept["labels"][1:] != IGNORE_INDEX).sum())
+    first, name = (0, SHIFT_LABELS) if SHIFT_LABELS in columns else (1, "labels")
+    targets = (columns[name][first:] != IGNORE_INDEX).sum()
+    return kept, int(targets - (kept[name][first:] != IGNORE_INDEX).sum())
 
 
 # ---- padding that the plain Trainer's batches have

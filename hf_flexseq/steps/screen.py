@@ -60,7 +60,8 @@ class DrawnNotes:
             self._warn(
                 "step %d leaves out %d targets beside padding: the plain Trainer would train "
                 "on labels where attention_mask is 0, and on a first token predicted from "
-                "padding on its left; %d targets of tokens stay (said once)",
+                "padding on its left or from another sequence of its row; %d targets of tokens "
+                "stay (said once)",
                 step.number,
                 step.drawn.padding_targets,
                 step.targets,

@@ -116,6 +116,8 @@ def test_takes_a_packed_example_apart_where_its_positions_begin_again():
     batch, wanted = (DataCollatorForFlexSeq()(given) for given in ([packed], apart))
     assert batch["lengths"] == wanted["lengths"] == [3, 2, 1]
     assert batch["first_labels"] == wanted["first_labels"] == [1, 4, 6]
+    # the plain Trainer has targets of the two first tokens that another sequence is in front of
+    assert batch.pop("padding_targets") == 2
     for name in batch.keys() - {"lengths", "first_labels"}:
         assert batch[name].tolist() == wanted[name].tolist(), name
     pixels = torch.ones(1, 2)
@@ -191,6 +193,130 @@ def test_refuses_a_collator_that_makes_no_batch():
     with pytest.raises(ValueError, match=message) as raised:
         DataCollatorForFlexSeq(lambda examples: examples)([TWO])
     assert "\n" not in str(raised.value)
+
+
+# ---- targets that are shifted already
+
+FOUR, NEXT = [10, 11, 12, 13], [11, 12, 13, 14]
+AHEAD = {"input_ids": FOUR, "labels": NEXT, "shift_labels": NEXT}  # as accelerate's examples
+MASKED = {"input_ids": FOUR, "labels": FOUR, "shift_labels": [-100, 12, 13, -100]}
+
+
+def one_row(examples):
+    """A collator of one example, as most of users are."""
+    return {name: torch.tensor([value]) for name, value in examples[0].items()}
+
+
+@pytest.mark.parametrize("other", [None, one_row])
+@pytest.mark.parametrize(
+    ("example", "targets"),
+    [
+        (AHEAD, NEXT),
+        (MASKED, [-100, 12, 13, -100]),
+        (AHEAD | {"labels": [-100, 12, 13, 14]}, NEXT),  # the masks may differ, as under stock
+        (pad(AHEAD, 2, 0), NEXT),
+        (pad(AHEAD, 0, 2), NEXT),
+        (AHEAD | {"position_ids": [0, 1, 0, 1]}, NEXT),
+        (AHEAD | {"cu_seqlens": np.array([0, 1, 4], np.int32)}, NEXT),
+        # labels that are not shifted, though some are the next token
+        ({"input_ids": [7, 7, 7, 7], "labels": [7, 7, 7, 7]}, [7, 7, 7, -100]),
+        ({"input_ids": [1, 2, 1, 2], "labels": [-100, 2, 1, 2]}, [2, 1, 2, -100]),
+        ({"input_ids": FOUR, "labels": [11, 12, 5, -100]}, [12, 5, -100, -100]),
+        ({"input_ids": FOUR, "labels": [11, 12, -100, 9]}, [12, -100, 9, -100]),
+    ],
+)
+def test_targets_are_those_that_were_given_or_labels_shifted_once(example, targets, other):
+    batch = DataCollatorForFlexSeq(other)([example])
+    assert batch["labels"].tolist() == batch["shift_labels"].tolist() == [targets]
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ({"input_ids": FOUR, "labels": NEXT}, "labels of example 0 are shifted already"),
+        ({"input_ids": [7, *FOUR], "labels": [-100, *NEXT]}, "labels of example 0 are shifted al"),
+        ({"input_ids": [7, 7, 8, 8, 9, 3], "labels": [7, 8, 8, 9, 3, 1]}, "are shifted already"),
+        (pad({"input_ids": FOUR, "labels": NEXT}, 2, 0), "labels of example 0 are shifted alrea"),
+        (MASKED | {"shift_labels": [12, 13, 14, 15]}, "shift_labels of example 0 contradict its"),
+    ],
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_labels_that_would_be_shifted_twice_are_refused(example, message, padded):
+    collator = DataCollatorForFlexSeq()
+    with pytest.raises(ValueError, match=message) as raised:
+        (PaddedCollator(collator) if padded else collator)([example])
+    assert "\n" not in str(raised.value)
+
+
+def test_short_answers_are_judged_together():
+    """One label says little: chance is excluded when several examples in a row agree."""
+    shifted_already = []
+    for answer in (20, 21, 22):
+        shifted_already.append({"input_ids": [5, 6, answer], "labels": [-100, answer, -100]})
+    other = {"input_ids": [5, 6, 7], "labels": [-100, 5, -100]}
+    DataCollatorForFlexSeq()([*shifted_already[:2], other, *shifted_already[:2]])
+    collator = DataCollatorForFlexSeq()
+    collator(shifted_already[:2])
+    with pytest.raises(ValueError, match="labels of example 0 are shifted already"):
+        collator(shifted_already[2:])
+
+
+def test_a_padded_batch_keeps_targets_beside_labels():
+    short = {name: values[:2] for name, values in AHEAD.items()}
+    batch = PaddedCollator(DataCollatorForFlexSeq())([AHEAD, short])
+    wanted = [NEXT, [11, 12, -100, -100]]
+    assert batch["labels"].tolist() == batch["shift_labels"].tolist() == wanted
+
+
+# ---- columns that divide a row
+
+SIX = {"input_ids": [*FOUR, 20, 21], "labels": [*FOUR, -100, 21]}
+APART = [{n: v[:4] for n, v in SIX.items()}, {n: v[4:] for n, v in SIX.items()}]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"cu_seq_lens_q": [0, 4, 6], "cu_seq_lens_k": [0, 4, 6], "max_length_q": 4},
+        {"cu_seqlens": np.array([0, 4, 6, 6])},  # some packers fill it up to a fixed size
+        {"seq_lengths": [4, 2]},
+        {"seq_lengths": [4, 2], "seq_idx": [0, 0, 0, 0, 1, 1]},
+        {"position_ids": [0, 1, 2, 3, 0, 1], "segment_ids": [1, 1, 1, 1, 2, 2]},
+    ],
+)
+def test_a_row_is_taken_apart_where_its_columns_say(columns):
+    batch, wanted = (DataCollatorForFlexSeq()(given) for given in ([SIX | columns], APART))
+    assert batch.keys() == wanted.keys()
+    assert batch["lengths"] == wanted["lengths"]
+    for name in ("input_ids", "labels", "position_ids"):
+        assert torch.equal(batch[name], wanted[name])
+
+
+def test_fixed_positions_of_a_packed_row_are_kept():
+    """As of packers that place their sequences anywhere in a longer context."""
+    positions = [5, 6, 7, 8, 9, 10]
+    batch = DataCollatorForFlexSeq()([SIX | {"position_ids": positions, "cu_seqlens": [0, 4, 6]}])
+    assert batch["lengths"] == [4, 2]
+    assert batch["position_ids"].tolist() == [positions]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"cu_seqlens": [0, 4, 7]}, r"cu_seqlens of example 0 is \[0, 4, 7\], which does not div"),
+        ({"cu_seqlens": [4, 6]}, r"cu_seqlens of example 0 is \[4, 6\], which does not divide"),
+        ({"cu_seqlens": [0, 4, 2, 6]}, "which does not divide its 6 tokens"),
+        ({"seq_lengths": [4, 1]}, "seq_lengths of example 0 .* which does not divide its 6 tok"),
+        ({"seq_idx": [0, 0, 0, 0, 1, 1]}, "seq_idx of example 0 begins a sequence at token 4"),
+        (
+            {"cu_seq_lens_q": [0, 4, 6], "position_ids": [0, 1, 0, 1, 2, 3]},
+            "position_ids of example 0 begins a sequence at token 2, where nothing else divides",
+        ),
+    ],
+)
+def test_columns_that_divide_a_row_otherwise_are_refused(columns, message):
+    with pytest.raises(ValueError, match=message):
+        DataCollatorForFlexSeq()([SIX | columns])
 
 
 # ---- masks of targets

@@ -8,8 +8,8 @@ import torch
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.plan.units import Node
-from hf_flexseq.steps.collator import shifted
 from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.known_columns import shifted
 from hf_flexseq.steps.prefixes import (
     RowTokens,
     candidates,

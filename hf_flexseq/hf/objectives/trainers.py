@@ -35,7 +35,7 @@ class Foreseen:
 def foreseen(trainer: Trainer, batch: Mapping[str, Any], head: Head) -> Foreseen:
     """Return the calls that the loss of `trainer` will make on a batch."""
     if reads_figures(trainer):
-        read = ("input_ids", "attention_mask", "labels")
+        read = ("input_ids", "attention_mask", "labels", "shift_labels")
         given = {name: batch[name] for name in read if name in batch}
         return Foreseen(head.read({**given, **images_in(batch), **types_in(batch)}))
     for cls in type(trainer).__mro__:
