@@ -219,8 +219,8 @@ class DataArguments(CorpusArguments):
     text_column: str = field(
         default="text",
         metadata={
-            "help": "Column with the text; without it, `messages` or `prompt` and "
-            "`completion` are used."
+            "help": "Column with the text; without it `messages`, `prompt` and `completion`, "
+            "alpaca's columns or sharegpt's `conversations` are used."
         },
     )
     max_length: int = field(
@@ -247,6 +247,9 @@ class DataArguments(CorpusArguments):
             f"a column {self.text_column!r} (text_column)": (self.text_column,),
             "messages": ("messages",),
             "prompt and completion": ("prompt", "completion"),
+            # as `other_forms.py` writes them
+            "instruction and output (alpaca)": ("prompt", "completion"),
+            "conversations (sharegpt)": ("messages",),
         }
 
     def kinds(self, column: str) -> tuple[str, ...]:

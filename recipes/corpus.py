@@ -7,6 +7,8 @@ A document is a row in one of three forms:
                               targets
     prompt, completion        two columns; only the completion is a target
 
+Rows of alpaca and sharegpt are written in these forms (`other_forms.py`).
+
 `pairs.py` and `prompts.py` say what documents of preference tuning and reinforcement learning are.
 """
 
@@ -21,6 +23,7 @@ from datasets import Dataset, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 
 from arguments import CorpusArguments
+from other_forms import in_own_form
 from rows import broken_line, check_rows, is_blank
 
 STDLIB = "python-stdlib"
@@ -50,11 +53,11 @@ def load_documents(
     made: what returns those corpora that are made and not loaded. Raises ValueError, OSError, or
     an error of `datasets`, for what cannot be loaded or is no corpus.
     """
-    train = _load_split(args, args.dataset_split, made)
+    train = in_own_form(_load_split(args, args.dataset_split, made), args)
     columns = document_columns(train, args)
     check_rows(train, columns, args)
     if args.held_out_split:
-        held_out = _load_split(args, args.held_out_split, made)
+        held_out = in_own_form(_load_split(args, args.held_out_split, made), args)
         check_rows(held_out, document_columns(held_out, args), args)
     else:
         count = len(train)

@@ -380,10 +380,12 @@ def _tensors(
         columns[name] = sequence_numbers(name, columns[name], tokens, index)
     for name, value in columns.items():
         if value.shape != (tokens,):
+            advice = "drop the column, or set remove_unused_columns=True"
+            if name == "attention_mask":  # as of LongAlign's packed rows
+                advice = "name the limits of the sequences in a packed row cu_seqlens"
             raise ValueError(
                 f"column {name!r} of example {index} has shape {tuple(value.shape)}, not one "
-                f"value for each of its {tokens} tokens; drop the column, or set "
-                "remove_unused_columns=True"
+                f"value for each of its {tokens} tokens; {advice}"
             )
     # A dataset may store integers of any width: embeddings and losses take int64.
     for name in {"input_ids", "labels", SHIFT_LABELS} & set(columns):

@@ -141,6 +141,62 @@ def test_data_that_is_not_there_is_not_looked_for_on_the_hub(name):
         loaded(name)
 
 
+# ---- forms of other tools
+
+ALPACA = {"instruction": "Add the numbers.", "input": "1 1", "output": "2"}
+TASK = "Below is an instruction that describes a task"  # the words of stanford_alpaca's train.py
+ANSWER = "Write a response that appropriately completes the request.\n\n### Instruction:\n"
+WITH_INPUT = {
+    "prompt": f"{TASK}, paired with an input that provides further context. {ANSWER}"
+    "Add the numbers.\n\n### Input:\n1 1\n\n### Response:",
+    "completion": "2",
+}
+WITHOUT_INPUT = {
+    "prompt": f"{TASK}. {ANSWER}Add the numbers.\n\n### Response:",
+    "completion": "2",
+}
+TURNS = [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        (ALPACA, WITH_INPUT),
+        (ALPACA | {"input": ""}, WITHOUT_INPUT),
+        ({"instruction": "Add the numbers.", "output": "2"}, WITHOUT_INPUT),
+        ({"conversations": TURNS, "id": "a"}, {"messages": TALK}),
+        ({"conversations": TALK}, {"messages": TALK}),
+        (
+            {"conversations": TURNS, "system": "Be brief."},
+            {"messages": [{"role": "system", "content": "Be brief."}, *TALK]},
+        ),
+        ({"text": "as it is", **ALPACA}, {"text": "as it is", **ALPACA}),
+    ],
+)
+def test_rows_of_alpaca_and_sharegpt_are_written_in_our_forms(row, wanted, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    train, _ = loaded(path, held_out_fraction=0.0)
+    assert train[0] == wanted
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([ALPACA, ALPACA | {"output": None}], "nothing in column 'completion' of 1 of its 2 rows"),
+        ([ALPACA | {"history": "x"}], "has alpaca's columns and history, which .* no place for"),
+        ([{"conversations": [{"from": "me", "value": "a"}]}], "from 'me', not from one of system"),
+        ([{"conversations": TURNS}, {"conversations": None}], "nothing in column 'messages' of 1"),
+        ([{"body": "x"}], r"nor instruction and output \(alpaca\), nor conversations \(sharegpt"),
+    ],
+)
+def test_rows_of_other_tools_that_cannot_be_written_are_refused(rows, message, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=message):
+        loaded(path, held_out_fraction=0.0)
+
+
 # ---- rows
 
 ARGS = DataArguments(dataset="my.jsonl")

@@ -149,6 +149,7 @@ def test_a_padded_batch_has_the_images_of_all_examples():
         (NOTHING, "example 1 has no tokens: filter empty examples out"),
         (pad(NOTHING, 0, 3), "example 1 has no tokens"),
         (THREE | {"labels": [6, 7]}, r"column 'labels' of example 1 has shape \(2,\)"),
+        (THREE | {"attention_mask": [0, 1, 3, 3]}, "name the limits of .* packed row cu_seqlens"),
         (THREE | {"weight": 3}, r"'weight' of example 1 has shape \(\), not one value for each"),
         ({n: [v] for n, v in THREE.items()}, r"'input_ids' of example 1 has shape \(1, 3\)"),
         (THREE | {"messages": [{"role": "user"}]}, "'messages' of example 1 cannot be a tensor"),

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.hf.model.trial import Count
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
+from hf_flexseq.steps.users_code import is_known
 
 # Modules that count positions with the help of a cache, which can tell them where they are:
 # `torch.arange(tokens) + cache.get_seq_length(layer)`.
@@ -97,10 +98,14 @@ def unsuitable_count(counts: Sequence[Count]) -> str | None:
             continue
         if is_classifier(count.module):  # it looks for the last token, which we give it
             continue
-        kind = type(count.module).__name__
+        kind = type(count.module)
+        packed = ""
+        if not is_known(kind):
+            packed = "; packed rows with cu_seqlens or seq_lengths need no module of their own"
         return (
-            f"{count.name or 'the model'} ({kind}) counts positions itself, in {count.where}: "
-            f"{count.text}; part of a sequence would begin at 0, so take them from position_ids"
+            f"{count.name or 'the model'} ({kind.__name__}) counts positions itself, in "
+            f"{count.where}: {count.text}; part of a sequence would begin at 0, so take them from "
+            f"position_ids{packed}"
         )
     return None
 
