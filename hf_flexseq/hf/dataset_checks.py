@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.utils import is_datasets_available
@@ -20,6 +19,8 @@ from transformers.utils import is_datasets_available
 from hf_flexseq.base.values import listed
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.hf.executors import base_model
+from hf_flexseq.hf.sum_trial import NO_CODE, UsersCode
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.steps.collator import LENGTHS, DataCollatorForFlexSeq
 from hf_flexseq.steps.known_columns import dropped_columns
@@ -79,9 +80,10 @@ def check_sides(trainer: Trainer, args: FlexSeqArguments) -> None:
             _check_room(name, dataset, longest, trainer, args, _longest_row)
 
 
-def check_first_step(step: RankStep[Any] | None) -> None:
-    """Raise ValueError without a first step; warn if it has no labels, which may be intended.
-    step: the same on all ranks; None if no rank has drawn an example."""
+def check_first_step(step: RankStep[Any] | None, trainer: Trainer) -> None:
+    """Raise ValueError without a first step; warn if it has no labels, which may be intended, or
+    columns that nothing reads. step: the same on all ranks; None if no rank has drawn an
+    example."""
     if step is None:
         raise ValueError(
             "no rank drew an example: train_dataset is empty, or all of it was filtered out"
@@ -93,9 +95,17 @@ def check_first_step(step: RankStep[Any] | None) -> None:
             "label masks",
             len(step.plan.lengths),
         )
-
-
-# ---- columns that nothing reads
+    model = base_model(trainer.model)
+    names = step.row.columns.keys() - {"input_ids", "labels", "position_ids", VIRTUAL_NUMBERS}
+    unread = sorted(names - inspect.signature(type(model).forward).parameters.keys())
+    is_library = is_known(getattr(model, "loss_function", model))
+    if unread and is_library and UsersCode.of(trainer) == NO_CODE:
+        logger.warning(
+            "nothing reads %s of the examples: %s.forward has no such argument; drop it, or read "
+            "it in a compute_loss",
+            listed(unread),
+            type(model).__name__,
+        )
 
 
 def dropped_in(trainer: Trainer) -> Iterator[str]:
@@ -118,19 +128,6 @@ def dropped_in(trainer: Trainer) -> Iterator[str]:
                 f"by remove_unused_columns={trainer.args.remove_unused_columns}, or by the "
                 "data_collator"
             )
-
-
-def unread_columns(model: nn.Module, step: RankStep[Any]) -> Iterator[str]:
-    """Yield a line for columns of a step that are no arguments of a library's model, whose loss
-    does not read them either."""
-    loss = getattr(model, "loss_function", model)
-    names = step.row.columns.keys() - {"input_ids", "labels", "position_ids", VIRTUAL_NUMBERS}
-    unread = sorted(names - inspect.signature(type(model).forward).parameters.keys())
-    if unread and is_known(loss):
-        yield (
-            f"nothing reads {listed(unread)} of the examples: {type(model).__name__}.forward has "
-            "no such argument; drop it, or read it in a compute_loss"
-        )
 
 
 # ---- the datasets of a trainer

@@ -13,10 +13,9 @@ from torch import nn
 from transformers import Trainer
 
 from hf_flexseq.hf.added_router_loss import AddedRouterLoss
-from hf_flexseq.hf.dataset_checks import check_examples, check_first_step, unread_columns
+from hf_flexseq.hf.dataset_checks import check_examples, check_first_step
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches
-from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.loaders import BEFORE_END, as_drawn
 from hf_flexseq.hf.losses import reads_fused_head, reads_sums
 from hf_flexseq.hf.out_of_memory import noted
@@ -100,7 +99,7 @@ class LossInOnePass(StepLoss):
         number = self._trainer.state.global_step
         step = self._engine.next_step(iterator, num_batches, first_number=number)
         if number == 0:
-            check_first_step(step)
+            check_first_step(step, self._trainer)
         if step is None:
             return [], None
         return step_items(step, num_batches), _divisor(step.items, device)
@@ -119,7 +118,6 @@ class LossInOnePass(StepLoss):
         if step is None:
             return
         self._trial.run(step.row, model)
-        self._name_unread(step)
         self._means.begin("train")
         with self._in_training_mode(model):
             inputs = self._engine.micro_batches(step, model, is_last=self._is_last_step)
@@ -170,11 +168,6 @@ class LossInOnePass(StepLoss):
         if self._trial.has_code_anywhere:
             self._watch.raise_together(self._engine.communicator.cpu_group)
 
-    def _name_unread(self, step: Step) -> None:
-        """Name the columns of a step that its model ignores, unless other code may read them."""
-        if not self._trial.has_code:
-            self._trainer._flexseq_log.say(unread_columns(base_model(self._trainer.model), step))
-
     # ---- evaluation
 
     @contextmanager
@@ -202,7 +195,6 @@ class LossInOnePass(StepLoss):
         items = self._evaluated_items(step)
         divisor = _divisor(items, self._trainer.args.device)
         self._trial.run(step.row, model)
-        self._name_unread(step)
         self._means.begin("eval")
         executor = self._engine.executor
         with noted(executor, step):

@@ -107,7 +107,7 @@ def _forwards(model: nn.Module) -> list[Any]:
     return found
 
 
-_NO_CODE = UsersCode((), ())
+NO_CODE = UsersCode((), ())
 
 
 class SumTrial:
@@ -120,9 +120,9 @@ class SumTrial:
         self._trainer: Any = trainer
         self._executor = executor
         self._watch = watch
-        self._code = _NO_CODE
-        self._passed = _NO_CODE
         self._forwards: list[Any] | None = None  # of all modules, when the code was looked at
+        self._code = NO_CODE
+        self._passed = NO_CODE
         self._is_due = False  # on all ranks alike
         self.has_code_anywhere = False
         """True if a rank has found code of the user's; alike on all ranks."""

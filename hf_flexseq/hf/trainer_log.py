@@ -1,13 +1,12 @@
 """What the log of a Trainer gets besides the Trainer's own entries.
 
 remarks        where code of the user's sees something else than under the plain Trainer, and
-               columns of the data that nothing reads
+               columns that are dropped
 figures        of the steps since the last entry, as means
 predictions    a warning if measured seconds are far from the predicted ones
 """
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 from transformers import Trainer
@@ -33,13 +32,10 @@ class TrainerLog:
 
     def say_remarks(self) -> None:
         """Log each remark on the user's code, and on columns that are dropped, once."""
-        if self._trainer.is_world_process_zero():
-            self.say((*remarks(self._trainer), *dropped_in(self._trainer)))
-
-    def say(self, lines: Iterable[str]) -> None:
-        """Log each of some lines once, on rank 0."""
-        for line in lines:
-            if line not in self._said and self._trainer.is_world_process_zero():
+        if not self._trainer.is_world_process_zero():
+            return
+        for line in (*remarks(self._trainer), *dropped_in(self._trainer)):
+            if line not in self._said:
                 self._said.add(line)
                 logger.warning("%s", line)
 

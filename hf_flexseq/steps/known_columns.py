@@ -28,8 +28,8 @@ DIVIDING = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_lengths")
 FOLLOWING = ("max_length_q", "max_length_k")
 _NUMBERING = ("seq_idx", "segment_ids")
 
-# Columns that may have another shape than one value per token, and say something nevertheless.
-_OF_EXAMPLES = ("sample_weight", "weight", "weights", "advantages", "inputs_embeds", "label")
+# Columns of another shape that say something of an example's tokens.
+_OF_EXAMPLES = (*DIVIDING, *FOLLOWING, "sample_weight", "weight", "inputs_embeds", "label")
 # Values that say nothing, by column: tokenizers make such columns unasked.
 _SAYS_NOTHING = {"attention_mask": 1, "token_type_ids": 0}
 
@@ -37,21 +37,19 @@ _SAYS_NOTHING = {"attention_mask": 1, "token_type_ids": 0}
 def dropped_columns(example: Mapping[str, Any], made: Mapping[str, Any]) -> list[str]:
     """Return the columns of an example that say something of its tokens, besides input_ids and
     labels, and that are not in what the Trainer, or a library's collator, has `made` of it."""
+    # labels are made of masks (`loss_masks.py`), and positions of lengths
+    used = {"input_ids", "labels", *(MASKS if "labels" not in example else ())}
+    used |= {"seq_lengths"} if "position_ids" in made else set()
     dropped = []
-    tokens = len(example.get("input_ids", ()))
-    for name in example.keys() - {"input_ids", "labels"}:
+    for name in example.keys() - used:
         value, own = example[name], made.get(name)
+        speaks = name in _OF_EXAMPLES and value is not None
         is_row = isinstance(value, Sized) and not isinstance(value, str)
-        if is_row and tokens and len(value) == tokens:
+        if is_row and len(value) == len(example.get("input_ids", ())):
             speaks = any(one != _SAYS_NOTHING.get(name) for one in value)
-        else:
-            speaks = name in (*DIVIDING, *FOLLOWING, *_OF_EXAMPLES) and value is not None
-        # labels are made of masks (`loss_masks.py`), and positions of lengths
-        is_read = "labels" in made and name in MASKS and "labels" not in example
-        is_read |= "position_ids" in made and name == "seq_lengths"
-        if isinstance(own, torch.Tensor) and is_row:
-            is_read |= own.flatten()[: len(value)].tolist() == [*value]
-        if speaks and not is_read and own is not value:
+            if isinstance(own, torch.Tensor) and [*own.flatten()[: len(value)]] == [*value]:
+                own = value
+        if speaks and own is not value:
             dropped.append(name)
     return sorted(dropped)
 
