@@ -38,6 +38,9 @@ import torch
 from tests import budget
 
 torch.set_num_threads(1)
+# Fake tensors have a CUDA build of torch on a machine without a GPU take it that there is one. Its
+# autograd then starts a thread for the device, after which a forked rank has no backward.
+torch._C._ensureCUDADeviceGuardSet = lambda: None
 # For all that tests start, too: a thread that wakes up does not push aside one that runs. Tests of
 # several ranks on two cores spend 0.6 of the system time then. Linux alone has it.
 with contextlib.suppress(AttributeError, PermissionError):

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from hf_flexseq.base.versions import TESTED, installed
 from hf_flexseq.steps.images import UnsupportedImages
 
 OF_LAYERS = "deepstack_features"
@@ -29,8 +30,14 @@ class GivenFeatures:
         """Called for fields that were not given."""
         raise UnsupportedImages(
             f"a model's forward reads {name} of the features of its images, which hf_flexseq does "
-            "not send to other ranks: train it on text alone"
+            "not send to other ranks: train it on text alone (with transformers "
+            f"{installed('transformers')}; tested: {' to '.join(TESTED['transformers'])})"
         )
+
+    def to_tuple(self) -> tuple["GivenFeatures"]:
+        """Return the features in a tuple, as one value, since their number of fields is not the
+        model's. From transformers 5.24 on an output holds them, and `output[0]` calls this."""
+        return (self,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@ plan, to rounding: float64, random legal plans that cut images anywhere, against
 takes one example at a time through the model's own forward, with pixels. And where one pixel
 changes, exactly those outputs change that change in one process."""
 
+import functools
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -16,11 +18,12 @@ from tests.hf.vision import tiny_vision_model
 from tests.hf.vision_families import ENDS, FAMILIES, IMAGE, IMAGE_ID, TEXT
 from tests.hf.vision_runs import COUNTS, probe_pixel, worst_errors
 from tests.ranks import run_cases
+from tests.versions import skip_where_the_plain_model_fails
 
 pytestmark = pytest.mark.processes
 
 # Grids and features of layers; rows that the forward projects, and experts; masks both ways.
-EVERY_TIME = ("qwen3_vl", "llama4", "gemma3")
+EVERY_TIME = ("qwen3_vl", "fuyu", "llama4", "gemma3")
 FEW = [0, 0, 0, 2, 0, 0, 0, 1, 0, 0]  # images of which some ranks draw none
 
 
@@ -38,6 +41,7 @@ def assert_exact(case, by_rank):
 
 @pytest.mark.parametrize("name", others_nightly(list(FAMILIES), EVERY_TIME))
 def test_families_equal_one_process(name):
+    skip_where_the_plain_model_fails(name)
     case = (name, "ddp", False, None, COUNTS, 1)
     (by_rank,) = run_cases(worst_errors, 2, [case], seconds=120)
     assert_exact(case, by_rank)
@@ -46,6 +50,7 @@ def test_families_equal_one_process(name):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_under_fsdp2_with_checkpointing(name):
+    skip_where_the_plain_model_fails(name)
     case = (name, "fsdp2", True, None, COUNTS, 2)
     (by_rank,) = run_cases(worst_errors, 2, [case], seconds=120)
     assert_exact(case, by_rank)
@@ -53,6 +58,7 @@ def test_families_under_fsdp2_with_checkpointing(name):
 
 @pytest.mark.parametrize("name", others_nightly(list(FAMILIES), EVERY_TIME[:1]))
 def test_a_pixel_changes_what_it_changes_in_one_process(name):
+    skip_where_the_plain_model_fails(name)
     (by_rank,) = run_cases(probe_pixel, 2, [(name,)], seconds=120)
     for found in by_rank:
         assert found["changed"]
@@ -127,6 +133,22 @@ def test_forwards_that_read_more_than_rows_are_refused():
     )
     with pytest.raises(UnsupportedImages, match="reads visual_indicator_features"):
         VisionModel(ovis)
+
+
+def test_a_forward_that_fails_before_it_reads_features_is_refused_with_its_error(monkeypatch):
+    llava = meta_vision_model("llava", **FAMILIES["llava"].config)
+    forward = type(llava.model).forward
+
+    @functools.wraps(forward)
+    def changed(self, *args, mm_encoder_outputs=None, **kwargs):
+        if mm_encoder_outputs is not None:
+            raise AttributeError("features have no all_rows")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(llava.model), "forward", changed)
+    end = "it must read one; the trial ended with AttributeError: features have no all_rows"
+    with pytest.raises(UnsupportedImages, match=f"reads none of pooler_output .*{end}"):
+        VisionModel(llava)
 
 
 def test_towers_that_normalize_over_images_are_refused():

@@ -2,15 +2,20 @@
 the step; gradients of an image that many tokens have."""
 
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.utils import ModelOutput
 
+from hf_flexseq.base.versions import TESTED
 from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
 from hf_flexseq.steps.ahead import BesideStep, first_values, weights_of
+from hf_flexseq.steps.feature_form import FeatureForm
 from hf_flexseq.steps.features import StepImages
-from hf_flexseq.steps.images import Image
+from hf_flexseq.steps.images import Image, UnsupportedImages
 from tests.ranks import join, run_threads
 
 TOKENS, WIDTH = 6, 3
@@ -223,3 +228,37 @@ def test_an_error_ahead_of_a_step_is_that_of_its_forward(error):
     beside = BesideStep(torch.device("cpu"))
     assert beside.encode(encode, (), nullcontext()) is None
     assert beside.encode(lambda: torch.ones(2), (), nullcontext()).take().tolist() == [1, 1]
+
+
+# ---- features as a forward reads them
+
+
+@dataclass
+class OutputWithImages(ModelOutput):
+    """An output that has the features, as those of transformers 5.24."""
+
+    last_hidden_state: Any = None
+    image_outputs: Any = None
+
+    def to_tuple(self):
+        """Called where a part is read by its number."""
+        return tuple(
+            value.to_tuple() if name == "image_outputs" else value for name, value in self.items()
+        )
+
+
+def test_an_output_that_has_the_features_is_read_by_number():
+    rows = torch.rand(TOKENS, WIDTH)
+    given = FeatureForm("pooler_output", False, 0, (WIDTH,)).features(rows)
+    output = OutputWithImages(last_hidden_state=rows + 1, image_outputs=given)
+    assert torch.equal(output[0], rows + 1)
+    assert torch.equal(output["image_outputs"].pooler_output, rows)
+
+
+def test_a_field_that_is_not_sent_is_refused_with_the_tested_versions(monkeypatch):
+    """Where the installed version is not among them, that is the likeliest cause."""
+    monkeypatch.setattr("hf_flexseq.steps.feature_form.installed", lambda package: "5.99.0")
+    given = FeatureForm("pooler_output", False, 0, (WIDTH,)).features(torch.rand(TOKENS, WIDTH))
+    tested = f"with transformers 5.99.0; tested: 5.16.1 to {TESTED['transformers'][1]}"
+    with pytest.raises(UnsupportedImages, match=f"reads masks of .*text alone .{tested}"):
+        given.masks  # noqa: B018

@@ -12,7 +12,7 @@ training refuse every other field as well (`feature_form.GivenFeatures`).
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from hf_flexseq.base.versions import IMAGES_FROM, is_older, needs
 from hf_flexseq.hf.model.meta_model import FAULTS, meta_model
 from hf_flexseq.plan.images import MODALITIES
-from hf_flexseq.steps.feature_form import OF_LAYERS
+from hf_flexseq.steps.feature_form import OF_LAYERS, GivenFeatures
 from hf_flexseq.steps.images import TYPES, UnsupportedImages
 
 FEATURES = "mm_encoder_outputs"
@@ -188,7 +188,7 @@ def _note_argument(
 # ---- what is read
 
 
-class _Noting:
+class _Noting(GivenFeatures):
     """Features whose fields are noted when they are read."""
 
     def __init__(self, is_list: bool, width: int) -> None:
@@ -205,10 +205,13 @@ def _try_reads(tried: PreTrainedModel, modality: str) -> str:
     """Return which of ROWS the forward of an empty model reads of features. Raises
     UnsupportedImages if it reads others than those that can be sent."""
     read = []
+    end = ""
     for is_list in (False, True):
         noting = _Noting(is_list, tried.config.get_text_config().hidden_size)
-        with suppress(*FAULTS):  # It counts rows, and an empty model has no numbers.
+        try:
             _run(tried, {FEATURES: {modality: noting}})
+        except FAULTS as error:  # It counts rows, and an empty model has no numbers.
+            end = f"; the trial ended with {type(error).__name__}: {' '.join(str(error).split())}"
         read += noting.read
     others = sorted(set(read) - {*ROWS, OF_LAYERS})
     rows = sorted(set(read) & set(ROWS))
@@ -221,7 +224,7 @@ def _try_reads(tried: PreTrainedModel, modality: str) -> str:
     if len(rows) != 1:
         raise UnsupportedImages(
             f"the forward of {name} reads {' and '.join(rows) or 'none'} of {' and '.join(ROWS)}, "
-            f"the rows of features of {modality}s; it must read one"
+            f"the rows of features of {modality}s; it must read one{end}"
         )
     return rows[0]
 
