@@ -92,13 +92,13 @@ def untested(package: str) -> str | None:
 
 
 @functools.cache
-def warn_untested() -> None:
+def warn_untested(*unused: str) -> None:
     """Log one warning, in the process's first call, that names all packages outside of the tested
-    versions."""
+    versions. unused: packages that the run does not use, which are not named."""
     outside = []
     for package in TESTED:
         tested = untested(package)
-        if tested is not None:
+        if tested is not None and package not in unused:
             outside.append(f"{package} {installed(package)} (tested: {tested})")
     if outside:
         logger.warning(

@@ -66,6 +66,7 @@ class FlexSeqEngine:
         timeout: timedelta | None = None,
         executor: Callable[[EngineSetup], Executor] = WholeModelExecutor,
         on_figures: Callable[[int, Figures], None] | None = None,
+        uses_trl: bool = False,
     ) -> None:
         """Connect the ranks. Collective over the world.
 
@@ -76,13 +77,14 @@ class FlexSeqEngine:
             timeout: Of every exchange of that one; None takes the timeout of the job's group.
             executor: Makes what runs the steps.
             on_figures: Gets the number and the figures of each step as soon as they are known.
+            uses_trl: True for a trainer of TRL's, whose version has to be a tested one.
 
         Raises ValueError or NotImplementedError for an accelerator, a cost model, a degree or a
         plan trace that cannot work.
         """
         check_accelerator(accelerator, args)
         if accelerator.is_main_process:
-            warn_untested()
+            warn_untested(*([] if uses_trl else ["trl"]))
         setup = EngineSetup.of(accelerator, args, communicator, timeout=timeout)
         args.plan_options().check_on(setup.communicator.topology)
         with Attempt() as looking:  # ranks may have machines of different sizes

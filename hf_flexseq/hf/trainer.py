@@ -68,6 +68,7 @@ from hf_flexseq.hf.training_data import TrainingData
 from hf_flexseq.hf.watch import StepInFront
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
+from hf_flexseq.steps.users_code import package
 
 # What FlexSeqMixin overrides; a test holds that the Trainer has it. Much of it is not public.
 OVERRIDDEN = (
@@ -172,6 +173,7 @@ class FlexSeqMixin(PartOfModelMixin):
             timeout=timeout,
             executor=executor,
             on_figures=self._flexseq_log.note,
+            uses_trl=any(package(cls) == "trl" for cls in type(self).__mro__),
         )
         engine.keep_loader_settings()
         engine.measure_routers_on(self.train_dataset)

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+from trl import SFTTrainer
 
 from hf_flexseq.base import versions
 from hf_flexseq.hf.losses import reads_logits_of_all_tokens, reads_sums
@@ -18,7 +19,9 @@ from hf_flexseq.hf.refusals.trainer import check_trainer
 from hf_flexseq.hf.shared_prefixes import GIVES_SUMS
 from hf_flexseq.steps.images import UnsupportedImages
 from tests.hf.test_checks import make_trainer
+from tests.hf.test_mixin import sft_trainer
 from tests.hf.tiny import SIZES, refused
+from tests.hf.trainers import trainer_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,6 +88,19 @@ def test_versions_outside_of_the_tested_ones_are_named_in_one_warning(older, cap
     assert f"trl 1.2.0 (tested: {named['trl']})" in record.message
     assert "peft" not in record.message  # a patch changes no interface
     assert "accelerate" not in record.message
+
+
+@pytest.mark.parametrize("is_of_trl", [False, True])
+def test_trl_is_named_for_its_own_trainers_alone(older, caplog, tmp_path, is_of_trl):
+    """ms-swift needs TRL below 1.0, of which its trainer of next-token loss uses nothing."""
+    older(trl="1.99.0")
+    versions.warn_untested.cache_clear()
+    with caplog.at_level(logging.WARNING, "hf_flexseq"):
+        if is_of_trl:
+            sft_trainer(SFTTrainer, tmp_path, 2, flexseq={})
+        else:
+            trainer_of(Trainer, tmp_path, flexseq={})
+    assert ("trl 1.99.0 (tested: 1.9.0 to" in caplog.text) == is_of_trl
 
 
 def test_tested_versions_are_not_named(older, caplog):
