@@ -78,7 +78,7 @@ MODEL = {
     "loss_type": (LOGGED, "if it changes the divisor of the plain Trainer's loss"),
     "set_attn_implementation": (
         HONOURED,
-        "the implementation set before training serves calls between steps, and is restored "
+        "the implementation that was set last serves calls between steps, and is restored "
         "afterwards",
     ),
 }

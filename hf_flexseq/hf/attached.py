@@ -20,10 +20,10 @@
 | DDP buckets with early reduction | `model/buckets.py` |
 
 A call without `seq_ctx` is outside of planned steps, for example when a callback generates a
-sample. Such a call uses the model's own attention and loss.
+sample. Such a call uses the model's own attention and loss (`AttentionByCall`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -58,24 +58,106 @@ from hf_flexseq.steps.calls import Call, in_first_row, joined
 from hf_flexseq.steps.images import UnsupportedImages
 
 
+class AttentionByCall:
+    """Gives a model our attention in planned calls, which have `seq_ctx`, its own in all others.
+
+    Others come between planned ones, to a trained model as well as to a reference.
+    """
+
+    def __init__(self, base: PreTrainedModel) -> None:
+        self._base = base
+        self._own: str = base.config._attn_implementation
+        self._other_call: tuple[nn.Module, ExitStack] | None = None  # call without `seq_ctx`
+        self.in_others: list[Callable[[], AbstractContextManager[None]]] = []
+        """Further surroundings of calls without `seq_ctx`."""
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Look at all calls of the model inside the block."""
+        self._set(NAME)
+        with ExitStack() as attached:
+            for entry in {self._base, self._base.base_model}:  # and the decoder below the head
+                begin = entry.register_forward_pre_hook(
+                    self._begin_call, with_kwargs=True, prepend=True
+                )
+                end = entry.register_forward_hook(self._end_call, always_call=True)
+                attached.callback(begin.remove)
+                attached.callback(end.remove)
+            try:
+                yield
+            finally:
+                if self._base.config._attn_implementation == NAME:
+                    self._set(self._own)
+
+    def _begin_call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Restore our attention for a planned call, the model's own for one without `seq_ctx`."""
+        if kwargs.get("seq_ctx") is not None:
+            self._end_interrupted_call()
+            self._set(NAME)
+        elif self._base.config._attn_implementation == NAME:
+            own = ExitStack()
+            own.enter_context(self.own())
+            for surroundings in self.in_others:
+                own.enter_context(surroundings())
+            self._other_call = (module, own)
+
+    def _end_call(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+        """Undo what `_begin_call` of the same module has done for a call without `seq_ctx`."""
+        if self._other_call is not None and self._other_call[0] is module:
+            _, own = self._other_call
+            self._other_call = None
+            own.close()
+
+    def _end_interrupted_call(self) -> None:
+        """Undo what `_begin_call` has done for a call that an interrupt has ended, such as Ctrl-C
+        in a generation: torch runs no hook after it. A planned call inside of another call is
+        given our attention by its caller."""
+        if self._other_call is not None and self._base.config._attn_implementation != NAME:
+            self._end_call(self._other_call[0], (), None)
+
+    def own(self) -> AbstractContextManager[None]:
+        """Restore the model's own attention inside a block, for generation."""
+        return self._chosen(self._own)
+
+    def planned(self) -> AbstractContextManager[None]:
+        """Use our attention inside a block, even within `own`."""
+        return self._chosen(NAME)
+
+    @contextmanager
+    def _chosen(self, name: str) -> Iterator[None]:
+        former = self._base.config._attn_implementation
+        self._set(name)
+        try:
+            yield
+        finally:
+            self._set(former)
+
+    def _set(self, name: str) -> None:
+        """Change the model's attention, of which the user may have chosen another meanwhile."""
+        current = self._base.config._attn_implementation
+        if current != NAME:
+            self._own = current
+        if current != name:
+            self._base.set_attn_implementation(attention_of_text(self._base, name))
+
+
 @contextmanager
 def on_micro_batches(
     model: PreTrainedModel, layers: Mapping[int, nn.Module] | None = None
-) -> Iterator[None]:
-    """Give a model our attention, recurrent layers and positions inside the block. layers: of a
-    stage, by number; None for a whole model."""
-    former = model.config._attn_implementation
-    model.set_attn_implementation(attention_of_text(model, NAME))
-    try:
-        with (
-            attach_positions(model),
-            RecurrentFunctions(model).attached(),
-            layers_told_causal(model),
-            counted_calls(model, layers),
-        ):
-            yield
-    finally:
-        model.set_attn_implementation(attention_of_text(model, former))
+) -> Iterator[AttentionByCall]:
+    """Give a model our attention, recurrent layers and positions inside the block, for planned
+    calls. layers: of a stage, by number; None for a whole model."""
+    attention = AttentionByCall(model)
+    with (
+        attention.attached(),
+        attach_positions(model),
+        RecurrentFunctions(model).attached(),
+        layers_told_causal(model),
+        counted_calls(model, layers),
+    ):
+        yield attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,11 +192,11 @@ class AttachedModel:
         """model: may be a PEFT model, with `base` inside. layers: of `base`."""
         self.base = base
         self.layers = layers
-        self._former_attention: str = base.config._attn_implementation
         with ExitStack() as attached:
             attached.callback(setattr, accelerator, "ddp_handler", accelerator.ddp_handler)
             accelerator.ddp_handler = early_buckets(accelerator.ddp_handler, model)
-            attached.enter_context(on_micro_batches(base))
+            self.attention = attached.enter_context(on_micro_batches(base))
+            """Attention of the model, of its own or ours."""
             if settings.liger is not None:
                 attached.enter_context(liger_kernels(base, settings.liger))
             attached.enter_context(compiled_regions(base, accelerator))
@@ -138,6 +220,7 @@ class AttachedModel:
             self._chunked_loss = attach_chunked_loss(model, total)
             if self._chunked_loss is not None:
                 attached.callback(self._chunked_loss.detach)
+                self.attention.in_others.append(self._chunked_loss.disabled)
             self.router = RouterLoss(model, base) if asks_for_router_loss(base) else None
             """Router loss, if the model computes one."""
             if self.router is not None:
@@ -147,14 +230,11 @@ class AttachedModel:
             attached.callback(self.tiles.detach)
             self.token_columns = needed_columns(base)
             """Columns to dispatch with every token, besides those that were drawn."""
-            self._other_call: tuple[nn.Module, ExitStack] | None = None  # call without `seq_ctx`
-            for entry in {base, base.base_model}:  # the second one is the decoder below the head
+            for entry in {base, base.base_model}:
                 begin = entry.register_forward_pre_hook(
                     self._begin_call, with_kwargs=True, prepend=True
                 )
-                end = entry.register_forward_hook(self._end_call, always_call=True)
                 attached.callback(begin.remove)
-                attached.callback(end.remove)
             if settings.noise is not None:
                 attached.callback(EmbeddingNoise(base).detach)
             self.virtual_tokens = virtual_tokens_of(model)
@@ -191,58 +271,16 @@ class AttachedModel:
     def _begin_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Prepare a planned call, in which the decoder makes no cache unless it is asked for one;
-        for a call without `seq_ctx`, restore the model's own attention and loss."""
-        if kwargs.get("seq_ctx") is not None:
-            self._end_interrupted_call()
-            self._checkpointing.replace()
-            if module is not self.base.base_model or kwargs.get("use_cache") is not None:
-                return None
-            # The Trainer's use_cache=False does not reach a text model with options of its own.
-            return args, {**kwargs, "use_cache": False}
-        if self.base.config._attn_implementation != NAME:
+        """Prepare a planned call, in which the decoder makes no cache unless it is asked for
+        one."""
+        if kwargs.get("seq_ctx") is None:
             return None
-        own = ExitStack()
-        own.enter_context(self.own_attention())
-        if self._chunked_loss is not None:
-            own.enter_context(self._chunked_loss.disabled())
-        self._other_call = (module, own)
-        return None
-
-    def _end_call(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
-        """Undo what `_begin_call` of the same module has done for a call without `seq_ctx`."""
-        if self._other_call is not None and self._other_call[0] is module:
-            _, own = self._other_call
-            self._other_call = None
-            own.close()
-
-    def _end_interrupted_call(self) -> None:
-        """Undo what `_begin_call` has done for a call that an interrupt has ended, such as Ctrl-C
-        in a generation: torch runs no hook after it. A planned call inside of another call is
-        given our attention by its caller."""
-        if self._other_call is not None and self.base.config._attn_implementation != NAME:
-            self._end_call(self._other_call[0], (), None)
+        self._checkpointing.replace()
+        if module is not self.base.base_model or kwargs.get("use_cache") is not None:
+            return None
+        # The Trainer's use_cache=False does not reach a text model with options of its own.
+        return args, {**kwargs, "use_cache": False}
 
     def need_columns(self, names: Iterable[str]) -> None:
         """Dispatch more columns, without duplicates, with every token from now on."""
         self.token_columns = tuple(dict.fromkeys((*self.token_columns, *names)))
-
-    def own_attention(self) -> AbstractContextManager[None]:
-        """Restore the model's own attention inside a block, for generation."""
-        return self._attention(self._former_attention)
-
-    def planned_attention(self) -> AbstractContextManager[None]:
-        """Use our attention inside a block, even within `own_attention`."""
-        return self._attention(NAME)
-
-    @contextmanager
-    def _attention(self, name: str) -> Iterator[None]:
-        former = self.base.config._attn_implementation
-        if former == name:
-            yield
-            return
-        self.base.set_attn_implementation(attention_of_text(self.base, name))
-        try:
-            yield
-        finally:
-            self.base.set_attn_implementation(attention_of_text(self.base, former))

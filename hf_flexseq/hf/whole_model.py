@@ -395,11 +395,11 @@ class WholeModelExecutor:
 
     def own_attention(self) -> AbstractContextManager[None]:
         """Give the attached model its own attention back inside the block, to generate with."""
-        return self._attached_model.own_attention()
+        return self._attached_model.attention.own()
 
     def planned_attention(self) -> AbstractContextManager[None]:
         """Use our attention inside the block, even within `own_attention`."""
-        return self._attached_model.planned_attention()
+        return self._attached_model.attention.planned()
 
     def beside(self, model: PreTrainedModel) -> Callable[[Shard], SequenceContext]:
         """Return what makes the contexts of another model, which runs on the micro-batches of the

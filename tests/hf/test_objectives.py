@@ -7,8 +7,10 @@ from contextlib import nullcontext
 import datasets
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
+from datasets import load_from_disk
 from peft import get_peft_model
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from trl import DPOTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
@@ -33,7 +35,7 @@ from tests.hf.objectives import (
 from tests.hf.test_resume import KilledAfter
 from tests.hf.test_trainer import logged
 from tests.hf.tiny import VOCAB, refused, tiny_llama
-from tests.hf.trainers import distance, trained
+from tests.hf.trainers import difference, distance, trained
 from tests.ranks import run_cases, run_ranks
 from tests.versions import reads_log_probabilities
 
@@ -289,6 +291,62 @@ def test_an_adapter_that_is_off_can_be_told(tmp_path, adapter):
     with adapter_off(model):
         assert adapter_state(model) != on
     assert adapter_state(model) == on
+
+
+# ---- other models between steps
+
+
+class BetweenSteps(TrainerCallback):
+    """After each step asks the reference or the teacher for a loss, after it has been given
+    another attention; and evaluates another set, if there is one."""
+
+    def __init__(self, attention, others=None):
+        self.attention, self.others, self.found = attention, others, []
+
+    def on_step_end(self, args, state, control, **given):
+        other = getattr(self.trainer, "teacher_model", None) or self.trainer.ref_model
+        if self.attention is not None:
+            self.trainer.accelerator.unwrap_model(other).set_attn_implementation(self.attention)
+        with torch.no_grad():
+            self.found.append(float(other(**padded_call()).loss))
+        if self.others is not None:
+            self.found.append(self.trainer.evaluate(load_from_disk(self.others))["eval_loss"])
+
+
+def asked_between_steps(rank, world_size, folder, kind, attention, others, settings):
+    """Stock and ours: how far apart, and what each has found between its steps."""
+    datasets.disable_progress_bars()
+    case = Case(kind=kind, steps=2, settings=settings)
+    options = FlexSeqArguments(**{**OPTIONS, "max_tokens_per_rank": 32}, lookahead=0)
+    runs, found = [], []
+    for given in ({}, {"flexseq_args": options}):
+        asks = BetweenSteps(attention, others)
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        torch.manual_seed(5)
+        asks.trainer = make_trainer(case, bool(given), folder, callbacks=[asks], **given)
+        runs.append(trained(asks.trainer))
+        found.append(asks.found)
+    return difference(*runs), *found
+
+
+@reads_log_probabilities
+@pytest.mark.processes
+def test_other_models_have_their_own_attention_between_steps(tmp_path):
+    save_inputs(tmp_path)
+    precomputed = {"precompute_ref_log_probs": True, "per_device_eval_batch_size": 2}
+    cases = [
+        ("kto", "eager", None, {}),
+        ("grpo", None, None, {}),
+        ("distillation", "sdpa", None, {}),
+        ("dpo", None, str(tmp_path / "pairs-6"), precomputed),
+    ]
+    by_case = run_cases(asked_between_steps, 2, [(tmp_path, *case) for case in cases], seconds=200)
+    for (kind, *_), by_rank in zip(cases, by_case, strict=True):
+        for apart, wanted, found in by_rank:
+            assert apart.weights < BOUNDS[kind], kind
+            assert len(found) >= 2
+            assert found == pytest.approx(wanted, rel=1e-6), kind
 
 
 # ---- the model afterwards
