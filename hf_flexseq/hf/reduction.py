@@ -27,6 +27,9 @@ A step without images leaves the tower of a vision-language model unused on all 
 DDP would wait. Without `find_unused_parameters` such a step is reduced in the same way, on any
 transport, and the tower keeps no gradients.
 
+DDP reduces the parameters that were trained when it was made. Once others are, because some were
+frozen or unfrozen since, steps are reduced in the same way. FSDP2 looks at the flags itself.
+
 Rejected: DDP's own reducer, in a backward that all ranks run after the last micro-batch. It needs
 one more forward of the model, and has nothing left to overlap with.
 """
@@ -36,9 +39,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -105,15 +110,31 @@ class GradientReduction:
         return averaged_gradients(parameters, everyone, self.communicator.world_size)
 
     def _all_micro_batches(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context for all micro-batches of a step."""
-        if not isinstance(model, DistributedDataParallel):
+        """Return a context for all micro-batches of a step. Raises NotImplementedError for
+        parameters frozen or unfrozen under a wrapper that has to reduce them itself."""
+        is_ddp = isinstance(model, DistributedDataParallel)
+        has_changed = _trains_others(model)
+        if has_changed and (model._comm_hooks if is_ddp else self._reduces_as_made):
+            raise NotImplementedError(
+                "parameters were frozen or unfrozen after the model was prepared, of which "
+                "DeepSpeed, FSDP1 and a communication hook of DDP learn nothing: leave "
+                "requires_grad as it was, or use FSDP2, or DDP without a hook"
+            )
+        if not is_ddp:
             return nullcontext()
         is_ordered = self.communicator.transport.capabilities.ordered
         takes_all = not model.find_unused_parameters and not model._comm_hooks
-        waits_for_tower = self.leaves_tower_out and takes_all
-        if waits_for_tower or (is_ordered and not self.lockstep):
-            return instead_of_ddp(model, self.communicator, used_alone=waits_for_tower)
+        is_partial = has_changed or (self.leaves_tower_out and takes_all)
+        if is_partial or (is_ordered and not self.lockstep):
+            return instead_of_ddp(model, self.communicator, used_alone=is_partial)
         return nullcontext()
+
+    @property
+    def _reduces_as_made(self) -> bool:
+        """True if the model is wrapped for the parameters that are trained at first."""
+        is_fsdp = self.accelerator.distributed_type == DistributedType.FSDP
+        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        return is_deepspeed or (is_fsdp and not self.accelerator.is_fsdp2)
 
     @contextmanager
     def _accumulating(self, model: nn.Module, fsdp_before_last: BeforeLast) -> Iterator[None]:
@@ -134,6 +155,25 @@ class GradientReduction:
             return nullcontext()
         context: AbstractContextManager[Any] = self.accelerator.no_sync(model)
         return context
+
+
+def _trains_others(model: nn.Module) -> bool:
+    """Return True if other parameters are trained than those that DDP was made for, or any other
+    wrapper had in its first step."""
+    parameters = list(model.parameters())
+    flags = [parameter.requires_grad for parameter in parameters]
+    if model not in _first_flags:
+        _first_flags[model] = flags
+        if isinstance(model, DistributedDataParallel):
+            known: set[nn.Parameter] = set()
+            for bucket in model.reducer._get_zeros_like_grad_buckets():  # torch has no other way
+                known.update(bucket.parameters())
+            _first_flags[model] = [parameter in known for parameter in parameters]
+    return flags != _first_flags[model]
+
+
+# Which parameters of wrapped models are trained as far as their wrappers know.
+_first_flags: WeakKeyDictionary[nn.Module, list[bool]] = WeakKeyDictionary()
 
 
 def whole_parameters(model: nn.Module) -> list[nn.Parameter]:

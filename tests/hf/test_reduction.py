@@ -1,6 +1,8 @@
 """Reducing DDP's gradients once, after the last micro-batch of the plan, equals one process and
 what DDP does by itself."""
 
+import math
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -14,7 +16,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.reduction import instead_of_ddp
 from tests.hf.ordered import ordered_gloo
 from tests.hf.test_checks import make_trainer
-from tests.hf.test_exactness import LENGTHS, own_batches
+from tests.hf.test_exactness import LENGTHS, own_batches, sharded, whole
 from tests.hf.test_trainer import OPTIONS
 from tests.hf.tiny import (
     RandomPlanEngine,
@@ -137,6 +139,67 @@ def test_a_parameter_that_no_rank_has_used_keeps_no_gradient():
         assert gradients[0] == {"always": 3.0, "sometimes": 1.0, "never": 0.0}
 
 
+# ---- parameters that are frozen and unfrozen in training
+
+FROZEN_BY_STEP = (
+    ("layers.0",),  # as when the model was wrapped
+    (),
+    ("mlp", "embed_tokens"),
+    ("layers.1",),  # as many as at first
+    ("layers.0",),
+)
+
+
+def freeze(model, parts):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in parts))
+
+
+def errors_of_changes(rank, world_size, wrap, is_ordered, steps, sync):
+    """The largest relative error of a gradient in steps with these parts frozen; inf where one of
+    a frozen parameter is found. The model is attached twice."""
+    examples = documents(LENGTHS)
+    _, wanted = reference_gradients(tiny_llama(torch.float64), examples)
+    model = tiny_llama(torch.float64)
+    freeze(model, FROZEN_BY_STEP[0])
+    worst = 0.0
+    with ordered_gloo(is_ordered):
+        engine = RandomPlanEngine(Accelerator(cpu=True), seed=world_size, sync=sync)
+        engine.attach(model)
+        wrapped = wrap(model)
+        for number, frozen in enumerate(steps):
+            freeze(model, frozen)
+            if number == 2:
+                engine.detach()
+                engine.attach(model)
+            for step in engine.steps(own_batches(examples, rank, world_size), 2):
+                step.backward(wrapped)
+            found, expected = {}, {}
+            for name, parameter in model.named_parameters():
+                if not parameter.requires_grad:
+                    worst = worst if parameter.grad is None else math.inf
+                    continue
+                found[name], expected[name] = whole(parameter.grad), wanted[name]
+            worst = max(worst, *relative_errors(found, expected, floor_of=wanted).values())
+            model.zero_grad()
+        engine.detach()
+    return worst
+
+
+CHANGES = (
+    (DistributedDataParallel, False, FROZEN_BY_STEP, "free"),
+    (DistributedDataParallel, True, FROZEN_BY_STEP, "lockstep"),
+    (DistributedDataParallel, True, FROZEN_BY_STEP[1:], "free"),
+    (DistributedDataParallel, False, FROZEN_BY_STEP[3:], "lockstep"),
+    (sharded, False, FROZEN_BY_STEP, "lockstep"),
+)
+
+
+def test_frozen_and_unfrozen_parameters_have_the_gradients_of_one_process():
+    for case, errors in zip(CHANGES, run_cases(errors_of_changes, 2, CHANGES), strict=True):
+        assert max(errors) < 1e-10, case
+
+
 # ---- refused, or in lockstep
 
 
@@ -175,6 +238,10 @@ def late_hook(rank, world_size):
             else:
                 for step in steps:
                     step.backward(wrapped)
+                freeze(model, ["layers.0"])
+                frozen = "parameters were frozen or unfrozen.*hook.*leave requires_grad as it was"
+                with pytest.raises(NotImplementedError, match=frozen):
+                    next(engine.steps(own_batches(documents(LENGTHS), 0, 1))).backward(wrapped)
             engine.detach()
     return {n: p.grad.numpy() for n, p in model.named_parameters()}
 
