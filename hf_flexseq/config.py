@@ -20,7 +20,7 @@ AS_SET = "as_set"
 ACTIVATION_MEMORY = ("auto", AS_SET)
 
 # Optimizer steps that may be planned ahead: their token ids stay in memory.
-MAX_LOOKAHEAD = 1 << 16
+LOOKAHEAD, MAX_LOOKAHEAD = 4, 1 << 16  # steps planned ahead unless the user chooses, and at most
 
 # Options of the previous release, and removed values as `name='value'`, with their replacement. An
 # entry stays for one release.
@@ -93,12 +93,13 @@ class FlexSeqArguments:
             )
         },
     )
-    lookahead: int = field(
-        default=4,
+    lookahead: int | None = field(
+        default=None,
         metadata={
             "help": (
                 "Number of optimizer steps planned ahead of the running one; 0 plans each step "
-                "when it is needed."
+                "when it is needed. None is 4 if the code of libraries alone makes the samples "
+                "and runs between steps, else 0: samples may depend on how far training has come."
             )
         },
     )
@@ -209,7 +210,8 @@ class FlexSeqArguments:
             self.host_memory_gib = number("host_memory_gib", self.host_memory_gib)
         advice = "give `auto`, `estimate`, a preset's name or a path"
         self.cost_model = _path("cost_model", self.cost_model, advice)
-        whole("lookahead", self.lookahead, least=0, most=MAX_LOOKAHEAD)
+        if self.lookahead is not None:
+            whole("lookahead", self.lookahead, least=0, most=MAX_LOOKAHEAD)
         if self.plan_trace is not None:
             self.plan_trace = _path("plan_trace", self.plan_trace, "give a path")
         flag("save_attention_output", self.save_attention_output)

@@ -13,7 +13,7 @@ from hf_flexseq.config import REMOVED, FlexSeqArguments
 def test_defaults_are_valid_and_documented():
     arguments = FlexSeqArguments()
     assert (arguments.planner, arguments.strategy, arguments.sync) == ("auto",) * 3
-    assert arguments.lookahead == 4
+    assert arguments.lookahead is None
     assert all(f.metadata["help"] for f in fields(FlexSeqArguments))
     assert len(fields(FlexSeqArguments)) <= 15
 

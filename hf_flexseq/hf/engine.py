@@ -30,7 +30,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from hf_flexseq.base.versions import warn_untested
-from hf_flexseq.config import AS_SET, FlexSeqArguments
+from hf_flexseq.config import AS_SET, LOOKAHEAD, FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
@@ -38,6 +38,7 @@ from hf_flexseq.hf.attached import ModelSettings
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
 from hf_flexseq.hf.finished import FinishedSteps
 from hf_flexseq.hf.loaders import LoaderSettings, batches_on_host
+from hf_flexseq.hf.lookahead import any_draws_in_place, own_code_of_data
 from hf_flexseq.hf.loop import Evaluation, TrainingItem
 from hf_flexseq.hf.model.own_loss import check_own_loss
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
@@ -236,7 +237,9 @@ class FlexSeqEngine:
         self._check_attached()
         if self._training is None:
             self._say_who_keeps_activations()
-            lookahead = 0 if self._draws_in_place else self.args.lookahead
+            lookahead = self.args.lookahead
+            if self._draws_in_place or lookahead is None:
+                lookahead = 0 if self._draws_in_place else LOOKAHEAD
             shares = self._shares_prefixes()
             self._training = self._prefetched(lookahead, first_number, shares_prefixes=shares)
         step = self._training.next(iterator, num_batches)
@@ -327,6 +330,9 @@ class FlexSeqEngine:
             self.keep_rows_apart(USERS_CODE)
         elif self.executor.keeps_own_loss:
             self.keep_rows_apart(KEEPS_OWN_LOSS)
+        if self.args.lookahead is None and self._training is None:
+            found = own_code_of_data(dataloader)
+            self._draws_in_place = any_draws_in_place(found, self.communicator)
         with batches_on_host(dataloader):
             iterator = iter(dataloader)
             while (

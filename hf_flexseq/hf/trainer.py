@@ -3,7 +3,7 @@
 `FlexSeqMixin` goes in front of any Trainer. Its changes, method by method:
 
 * `get_batch_samples`: plans an optimizer step and dispatches its tokens, ahead unless the data may
-  follow training (`shared_state.py`). It returns as many items as asked for, because the Trainer
+  follow training (`lookahead.py`). It returns as many items as asked for, because the Trainer
   counts them; all but the last are empty.
 * `training_step`: runs the micro-batches of the plan, each through the Trainer's own
   `training_step`.

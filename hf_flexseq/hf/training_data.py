@@ -10,8 +10,8 @@ from transformers.trainer_utils import has_length
 
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.loaders import LongestLoader, batches_on_host
+from hf_flexseq.hf.lookahead import draws_in_place
 from hf_flexseq.hf.losses import rolls_out
-from hf_flexseq.hf.shared_state import draws_in_place
 
 
 class EpochBatches:
@@ -91,7 +91,7 @@ class TrainingData:
     def _choose_lookahead(self) -> None:
         """Draw steps ahead if that changes nothing. Collective over the world. By now callbacks
         have seen the beginning of training."""
-        if not self._engine.args.lookahead or rolls_out(self._trainer):
+        if self._engine.args.lookahead == 0 or rolls_out(self._trainer):
             return
         loader = self._trainer.callback_handler.train_dataloader
         if draws_in_place(self._trainer, loader, self._engine.communicator):

@@ -72,7 +72,7 @@ def _accumulation(setup: Setup) -> str | None:
 
 
 def _stateful_loader(setup: Setup) -> str | None:
-    if setup.loaders.use_stateful_dataloader and setup.args.lookahead:
+    if setup.loaders.use_stateful_dataloader and setup.args.lookahead != 0:
         return f"use_stateful_dataloader=True with lookahead={setup.args.lookahead}"
     return None
 
