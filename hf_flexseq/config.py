@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from os import PathLike, fspath
 from typing import Any, Self
 
+from hf_flexseq.base.refusals import together
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES, entry_of
 from hf_flexseq.base.values import MAX_RANKS, flag, number, one_of, quoted, whole
 from hf_flexseq.plan import options as plan_options
@@ -201,25 +202,30 @@ class FlexSeqArguments:
     def __post_init__(self) -> None:
         for name in ("planner", "strategy"):
             refuse_removed(f"{name}={getattr(self, name)!r}")
-        one_of("sync", self.sync, SYNCS)
-        self.plan_options()
-        one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
-        one_of("shared_prefixes", self.shared_prefixes, SHARED_PREFIXES)
-        one_of("activation_memory", self.activation_memory, ACTIVATION_MEMORY)
-        if self.host_memory_gib is not None:
-            self.host_memory_gib = number("host_memory_gib", self.host_memory_gib)
+        memory = self.host_memory_gib
+        together(
+            lambda: one_of("sync", self.sync, SYNCS),
+            self.plan_options,
+            lambda: one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE),
+            lambda: one_of("shared_prefixes", self.shared_prefixes, SHARED_PREFIXES),
+            lambda: one_of("activation_memory", self.activation_memory, ACTIVATION_MEMORY),
+            lambda: memory is None or number("host_memory_gib", memory),
+            self._check_lookahead,
+            lambda: flag("save_attention_output", self.save_attention_output),
+            self._check_pipeline,
+        )
         advice = "give `auto`, `estimate`, a preset's name or a path"
         self.cost_model = _path("cost_model", self.cost_model, advice)
-        if self.lookahead is not None:
-            whole("lookahead", self.lookahead, least=0, most=MAX_LOOKAHEAD)
         if self.plan_trace is not None:
             self.plan_trace = _path("plan_trace", self.plan_trace, "give a path")
-        flag("save_attention_output", self.save_attention_output)
-        self._check_pipeline()
         # A mixin (TrainingArguments) has checks of its own.
         following: Any = getattr(super(), "__post_init__", None)
         if following is not None:
             following()
+
+    def _check_lookahead(self) -> None:
+        if self.lookahead is not None:
+            whole("lookahead", self.lookahead, least=0, most=MAX_LOOKAHEAD)
 
     def plan_options(self, sync: str = "lockstep") -> PlanOptions:
         """Return the options of planning. Raises ValueError for contradicting options.
@@ -250,7 +256,7 @@ class FlexSeqArguments:
             )
         if self.pipeline_parallel_size > 1 and self.host_memory_gib is not None:
             raise ValueError(
-                f"host_memory_gib={self.host_memory_gib:g}: the stages of a pipeline keep nothing "
+                f"host_memory_gib={self.host_memory_gib}: the stages of a pipeline keep nothing "
                 "on the host; leave it out, or set pipeline_parallel_size=1"
             )
 

@@ -19,9 +19,10 @@ INTRODUCTION = """\
 
 hf_flexseq raises an error when a trainer or an engine is made if training would not be exact, or
 if a setting would have no effect. The error names the setting, its value, the reason and what to
-change. The tables below list these errors. Other pages list refused [models](models.md), your own
-methods, hooks and callbacks ([what you may override](overrides.md)), and all [options of
-transformers and TRL](arguments.md).
+change. Several settings are named in one error, with a numbered line for each. The tables below
+list these errors. Other pages list refused [models](models.md), your own methods, hooks and
+callbacks ([what you may override](overrides.md)), and all [options of transformers and
+TRL](arguments.md).
 """
 
 TABLES: dict[str, tuple[Refusal[Any], ...]] = {

@@ -58,6 +58,15 @@ def test_refuses_nonsense(chosen, message):
         FlexSeqArguments(**chosen)
 
 
+def test_all_mistakes_are_named_at_once():
+    wrong = {"planner": "fastest", "strategy": "ring", "sync": "loose", "lookahead": -1}
+    wrong |= {"max_tokens_per_rank": 0, "on_nonfinite": "skip", "pipeline_parallel_size": 0}
+    with pytest.raises(ValueError, match="^7 reasons to refuse this:\n1. ") as raised:
+        FlexSeqArguments(**wrong)
+    for name in wrong:
+        assert name in str(raised.value)
+
+
 @pytest.mark.parametrize(
     "chosen",
     [

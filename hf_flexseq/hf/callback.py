@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from hf_flexseq.base.refusals import REFUSED
 from hf_flexseq.config import FlexSeqArguments, arguments_on
 from hf_flexseq.hf.trainer import FlexSeqMixin
 
@@ -29,7 +30,7 @@ class FlexSeqCallback(TrainerCallback):
         trainer.__class__ = type(f"FlexSeq{former.__name__}", (FlexSeqMixin, former), {})
         try:
             trainer._setup_flexseq(args or _arguments_or_defaults(trainer.args))
-        except (ValueError, NotImplementedError):
+        except REFUSED:
             trainer.__class__ = former
             raise
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from transformers import Trainer
 
+from hf_flexseq.base.refusals import raise_all
 from hf_flexseq.base.values import listed
 from hf_flexseq.base.versions import is_sharded_at_load
 from hf_flexseq.hf.losses import has_planned_loss
@@ -185,31 +186,31 @@ def runs_other_code(trainer: Any) -> bool:
 
 
 def check_overrides(trainer: Any, *, pipeline_parallel_size: int) -> None:
-    """Raise NotImplementedError for the first override of the user's that would be ignored."""
+    """Raise NotImplementedError for overrides of the user's that would be ignored."""
+    ignored = []
     on_samples = has_planned_loss(trainer)
     for rule in RULES:
         standing = rule.on_samples if on_samples else rule.in_one_pass
         if standing is Standing.REFUSED:
             for where in users_methods(trainer, rule.names):
-                raise NotImplementedError(
-                    f"{where} would be ignored, since {rule.why}: {rule.instead}"
-                )
+                ignored.append(f"{where} would be ignored, since {rule.why}: {rule.instead}")
     if pipeline_parallel_size > 1:
         for where in users_methods(trainer, REFUSED_IN_PIPELINES):
-            raise NotImplementedError(
+            ignored.append(
                 f"{where} would not be called with pipeline_parallel_size="
                 f"{pipeline_parallel_size}, whose stages do this themselves: remove it, or set "
                 "pipeline_parallel_size=1"
             )
     if is_sharded_at_load(trainer):
         for name in OF_SHARDED_CHECKPOINTS:
-            ignored = users_method_behind(trainer, name)
-            if ignored is not None:
-                raise NotImplementedError(
-                    f"{ignored} would not be called for a model that DistributedConfig has "
+            behind = users_method_behind(trainer, name)
+            if behind is not None:
+                ignored.append(
+                    f"{behind} would not be called for a model that DistributedConfig has "
                     "sharded, whose checkpoints hf_flexseq writes and reads: remove it, or "
                     "override the method in a subclass of FlexSeqTrainer or FlexSeqMixin"
                 )
+    raise_all([NotImplementedError(reason) for reason in ignored])
 
 
 def remarks(trainer: Any) -> Iterator[str]:

@@ -37,6 +37,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+from hf_flexseq.base.refusals import together
 from hf_flexseq.config import FlexSeqArguments, arguments_on
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.attached import ModelSettings
@@ -55,6 +56,9 @@ from hf_flexseq.hf.overrides import OF_PART_OF_MODEL
 from hf_flexseq.hf.part_of_model import PartOfModelMixin
 from hf_flexseq.hf.pipeline.constructor import arguments_by_name, with_own_stage
 from hf_flexseq.hf.pipeline.executor import stage_executor_for
+from hf_flexseq.hf.pipeline.fsdp import check_fsdp
+from hf_flexseq.hf.refusals.accelerator import check_accelerator
+from hf_flexseq.hf.refusals.pipeline import check_pipeline_trainer
 from hf_flexseq.hf.refusals.predictions import check_predictions, wants_predictions
 from hf_flexseq.hf.refusals.trainer import check_loss_of_model, check_trainer
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint
@@ -126,13 +130,9 @@ class FlexSeqMixin(PartOfModelMixin):
     def _setup_flexseq(self, flexseq_args: FlexSeqArguments | None) -> None:
         """Set up after the Trainer's own constructor. Collective over the world."""
         options = flexseq_args or arguments_on(self.args)
-        check_trainer(self, options)
+        self._flexseq_check(options)
         leave_others_uncompiled(self)
         base = base_model(self.model)
-        check_model(base)
-        check_loss_of_model(self, base)
-        if wants_predictions(self, predicts=False):
-            check_predictions(self, options.pipeline_parallel_size)
         # Of models whose class says otherwise, a head that divides by the step's items was found.
         if not is_classifier(base):
             self.model_accepts_loss_kwargs = True
@@ -147,6 +147,23 @@ class FlexSeqMixin(PartOfModelMixin):
         self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
         self._flexseq_resumed: Resumed | None = None  # the checkpoint that this run resumes from
 
+    def _flexseq_check(self, options: FlexSeqArguments) -> None:
+        """Raise all that hf_flexseq refuses of this trainer and its model."""
+        stages = options.pipeline_parallel_size
+        checks: list[Callable[[], object]] = [
+            lambda: check_trainer(self, options),
+            lambda: check_accelerator(self.accelerator, options, self.args),
+            lambda: check_model(base_model(self.model)),
+            lambda: check_loss_of_model(self, base_model(self.model)),
+        ]
+        if wants_predictions(self, predicts=False):
+            checks.append(lambda: check_predictions(self, stages))
+        if stages > 1:
+            checks += [lambda: check_fsdp(self), lambda: check_pipeline_trainer(self, options)]
+        if not has_planned_loss(self) or reads_figures(self):  # else TRL's own
+            checks.append(lambda: check_labels(self, flexseq_collator(self.data_collator)))
+        together(*checks)
+
     def _choose_collators(self) -> None:
         """Wrap the user's collator to plan batches; keep one that makes the plain Trainer's."""
         self._flexseq_padded = self.data_collator
@@ -155,7 +172,6 @@ class FlexSeqMixin(PartOfModelMixin):
             return  # TRL's own collators, of pairs and prompts
         collator = flexseq_collator(self.data_collator)
         self._flexseq_padded = padded_collator(self.data_collator, collator)
-        check_labels(self, collator)
         self.data_collator = self._flexseq_padded if on_samples else collator
 
     def _make_engine(self, options: FlexSeqArguments) -> FlexSeqEngine:
@@ -163,7 +179,7 @@ class FlexSeqMixin(PartOfModelMixin):
         does not give to the job's group."""
         executor: Callable[[EngineSetup], Executor] = WholeModelExecutor
         if options.pipeline_parallel_size > 1:
-            executor = stage_executor_for(self, options)
+            executor = stage_executor_for(self)
         timeout = None
         if self.args.ddp_timeout != TrainingArguments.ddp_timeout:
             timeout = timedelta(seconds=self.args.ddp_timeout)

@@ -18,13 +18,14 @@ Rejected: a trainer class from `get_trainer_cls`, which takes the place of axolo
 and which its builder for reinforcement learning calls without a model.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
-from pydantic import BaseModel, field_validator, model_validator
+from pydantic import BaseModel, model_validator
 
-from hf_flexseq.base.refusals import Refusal, option, refuse
+from hf_flexseq.base.refusals import Refusal, above_one, option, refuse, same_step, together
 from hf_flexseq.base.values import listed
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older, needs
 from hf_flexseq.config import FlexSeqArguments
@@ -52,8 +53,9 @@ def flexseq_arguments(block: Mapping[str, Any] | None) -> FlexSeqArguments:
 # ---- settings of axolotl that are refused
 
 
-def _above_one(name: str) -> Any:
-    return option(name, lambda value: value is not None and value > 1)
+def _degrees(cfg: Any) -> dict[str, int]:
+    names = ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size")
+    return above_one(cfg, *names)
 
 
 def _loss_plugin(cfg: Any) -> str | None:
@@ -80,14 +82,12 @@ def _attention(cfg: Any) -> str | None:
 
 
 def _any_of(*names: str) -> Any:
-    """Return a function that finds the first of some settings that is on."""
+    """Return a function that finds which of some settings are on."""
 
-    def found(cfg: Any) -> str | None:
-        for name in names:
-            value = getattr(cfg, name, None)
-            if value:
-                return f"{name}: {str(value).lower() if value is True else value}"
-        return None
+    def found(cfg: Any) -> str:
+        values = {name: getattr(cfg, name, None) for name in names}
+        on = {name: "true" if value is True else value for name, value in values.items() if value}
+        return ", ".join(f"{name}: {value}" for name, value in on.items())
 
     return found
 
@@ -97,17 +97,21 @@ CONFIGURATION: tuple[Refusal[Any], ...] = (
         setting="sample_packing, eval_sample_packing, batch_flattening",
         found=_any_of("sample_packing", "eval_sample_packing", "batch_flattening"),
         why="its sampler fixes which sequences share a row, and plans choose that for each step",
-        instead="leave it out, and let micro_batch_size count sequences",
+        instead="leave it out, and let micro_batch_size count sequences: sequence_len / the mean "
+        "tokens of a sequence times as many keep the tokens of a step",
         error=ValueError,
     ),
     Refusal(
-        setting="context_parallel_size, tensor_parallel_size above 1",
-        found=lambda cfg: (
-            _above_one("context_parallel_size")(cfg) or _above_one("tensor_parallel_size")(cfg)
-        ),
+        setting="context_parallel_size, sequence_parallel_degree, tensor_parallel_size above 1",
+        found=lambda cfg: ", ".join(f"{name}={size}" for name, size in _degrees(cfg).items()),
         why="plans choose the ranks that share a sequence, out of all ranks",
-        instead="leave it out",
+        instead="leave it out, with ring_attn_func",
         error=ValueError,
+        keeps=lambda cfg: same_step(
+            math.prod(_degrees(cfg).values()),
+            None if cfg.sample_packing else cfg,  # whose rows become sequences
+            batch="micro_batch_size",
+        ),
     ),
     Refusal(
         setting="the plugins for cut cross-entropy, distillation and diffusion",
@@ -139,8 +143,11 @@ CONFIGURATION: tuple[Refusal[Any], ...] = (
         error=ValueError,
     ),
     Refusal(
-        setting="activation_offloading, layer_offloading",
-        found=_any_of("activation_offloading", "layer_offloading"),
+        setting="activation_offloading, layer_offloading, gradient_checkpointing: offload",
+        found=lambda cfg: (
+            _any_of("activation_offloading", "layer_offloading")(cfg)
+            or option("gradient_checkpointing", lambda value: "offload" in str(value))(cfg)
+        ),
         why="it bypasses activation checkpointing, and plans do not know of it",
         instead="leave it out: activation_memory of flexseq brings activations to the host",
         error=ValueError,
@@ -180,21 +187,12 @@ class FlexSeqInput(BaseModel):
     flexseq: dict[str, Any] | None = None
     """Options of `FlexSeqArguments` by their names."""
 
-    @field_validator("flexseq")
-    @classmethod
-    def check_flexseq_options(cls, block: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Raise ValueError for options that are unknown or wrong."""
-        try:
-            flexseq_arguments(block)
-        except NotImplementedError as error:
-            raise ValueError(str(error)) from error
-        return block
-
     @model_validator(mode="after")
-    def check_flexseq_contradictions(self) -> "FlexSeqInput":
-        """Raise ValueError for settings of axolotl that contradict planned steps."""
+    def check_flexseq(self) -> "FlexSeqInput":
+        """Raise ValueError for options that are unknown or wrong, and for settings of axolotl that
+        contradict planned steps."""
         try:
-            refuse(CONFIGURATION, self)
+            together(lambda: flexseq_arguments(self.flexseq), lambda: refuse(CONFIGURATION, self))
         except NotImplementedError as error:
             raise ValueError(str(error)) from error
         return self

@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 from swift.trainers import Seq2SeqTrainer, TrainerFactory
 from transformers import Trainer
 
-from hf_flexseq.base.refusals import Refusal, option, refuse
+from hf_flexseq.base.refusals import Refusal, option, refuse, same_step, together
 from hf_flexseq.base.versions import FUSED_HEAD_FROM
 from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.trainer import FlexSeqMixin
 from hf_flexseq.integrations.options import options_in
 
@@ -80,7 +81,10 @@ class PlannedTrainer(FlexSeqMixin, TransformersLoss):
     def __init__(self, *, model: Any, args: Any, template: Any, **named: Any) -> None:
         """Raises NotImplementedError or ValueError for settings that would train otherwise."""
         assert _options is not None, "register comes before"
-        refuse(SETTINGS, _Settings(model, args, template))
+        together(
+            lambda: refuse(SETTINGS, _Settings(model, args, template)),
+            lambda: check_model(template.get_base_model(model)),
+        )
         _read_router_loss(template.get_base_model(model).config, args.router_aux_loss_coef)
         if args.gradient_checkpointing:
             # ms-swift replaces torch's checkpoint by one that is reentrant unless told otherwise
@@ -126,6 +130,7 @@ SETTINGS: tuple[Refusal[_Settings], ...] = (
         why="ms-swift would cut sequences itself, by one degree for the run",
         instead="leave it out: hf_flexseq chooses degrees",
         error=ValueError,
+        keeps=lambda case: same_step(case.template.sequence_parallel_size, case.args),
     ),
     Refusal(
         setting="loss_scale with weights other than 0 and 1",

@@ -22,7 +22,7 @@ import trl
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
-from hf_flexseq.base.values import did_you_mean, one_line, quoted
+from hf_flexseq.base.values import LINE, did_you_mean, one_line, quoted
 from hf_flexseq.config import FlexSeqArguments, refuse_removed
 from hf_flexseq.hf.trainer import FlexSeqMixin
 
@@ -138,7 +138,7 @@ def planning(name: str, options: FlexSeqArguments) -> Iterator[None]:
 def end_with(message: str) -> NoReturn:
     """End the process; the first one of each machine says why."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {one_line(message)}", file=sys.stderr)
+        print(f"error: {one_line(message, 10 * LINE)}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -6,6 +6,7 @@ contradictions. `check_on` refuses options that do not fit the ranks.
 
 from dataclasses import dataclass
 
+from hf_flexseq.base.refusals import together
 from hf_flexseq.base.registry import PLANNERS, STRATEGIES, entry_of
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.base.values import MAX_RANKS, MAX_TOKENS_PER_RANK, one_of, quoted, whole
@@ -29,20 +30,17 @@ class PlanOptions:
     """"lockstep" if all ranks run every micro-batch together, "free" if they meet in groups."""
 
     def __post_init__(self) -> None:
-        entry_of("planner", self.planner, PLANNERS)
-        one_of("strategy", self.strategy, ("auto", *STRATEGIES))
-        one_of("sync", self.sync, SYNCS)
-        if self.max_tokens_per_rank is not None:
-            whole(
-                "max_tokens_per_rank",
-                self.max_tokens_per_rank,
-                least=1,
-                most=MAX_TOKENS_PER_RANK,
-            )
-        self._check_degree()
+        cap, most = self.max_tokens_per_rank, MAX_TOKENS_PER_RANK
+        together(
+            self._check_planner,
+            lambda: one_of("strategy", self.strategy, ("auto", *STRATEGIES)),
+            lambda: one_of("sync", self.sync, SYNCS),
+            lambda: cap is None or whole("max_tokens_per_rank", cap, least=1, most=most),
+        )
 
-    def _check_degree(self) -> None:
-        """Raise ValueError if `sp_degree` contradicts the planner or the strategy."""
+    def _check_planner(self) -> None:
+        """Raise ValueError for an unknown planner, or if `sp_degree` contradicts it."""
+        entry_of("planner", self.planner, PLANNERS)
         if self.planner != "static":
             if self.sp_degree is not None:
                 raise ValueError(

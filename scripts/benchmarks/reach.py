@@ -197,27 +197,30 @@ def verdict_on(family: Family, checkpoint: Checkpoint | None) -> tuple[str, str]
             model = family.kind(config)
     except BUILDING_FAILS as error:
         return NOT_BUILT, f"{type(error).__name__}: {one_line(error)}"
-    changed = []
-    reason = refusal_of(model)
-    while reason is not None:
-        option = reason.split("=")[0]
-        if option not in SETTINGS or option in changed:
-            return REFUSED, reason
-        setattr(model.config.get_text_config(), option, SETTINGS[option])
-        changed.append(option)
-        reason = refusal_of(model)
+    changed: list[str] = []
+    while reasons := refusals_of(model):
+        options = [reason.split("=")[0] for reason in reasons]
+        known = [option for option in options if option in SETTINGS and option not in changed]
+        if not known:
+            return REFUSED, "; ".join(reasons)
+        for option in known:
+            setattr(config.get_text_config(), option, SETTINGS[option])
+        changed += known
+        with torch.device("meta"):
+            model = family.kind(config)
     if changed:
         return SETTING, ", ".join(f"{option}={SETTINGS[option]}" for option in changed)
     return TAKEN, ""
 
 
-def refusal_of(model: transformers.PreTrainedModel) -> str | None:
-    """Return the reason why a model is not taken; None if it is."""
+def refusals_of(model: transformers.PreTrainedModel) -> list[str]:
+    """Return the reasons why a model is not taken; [] if it is."""
+    name = f"{type(model).__name__}: "
     try:
         check_model(model)
-    except (NotImplementedError, ValueError) as reason:
-        return one_line(reason).removeprefix(f"{type(model).__name__}: ")
-    return None
+    except (NotImplementedError, ValueError) as error:
+        return [line.partition(name)[2] for line in str(error).splitlines() if name in line]
+    return []
 
 
 # What transformers raises for default configurations that no model can be built from.

@@ -38,7 +38,7 @@ from reach import (
     TAKEN,
     in_process,
     one_line,
-    refusal_of,
+    refusals_of,
 )
 from reach_models import Family
 
@@ -178,8 +178,8 @@ def verdict_on(family: Family) -> tuple[str, str, str]:
             model = family.kind(config)
     except BUILDING_FAILS as error:
         return "", NOT_BUILT, f"{type(error).__name__}: {one_line(error)}"
-    of_text = refusal_of(model)
-    if of_text is not None:
+    of_text = "; ".join(refusals_of(model))
+    if of_text:
         return of_text, REFUSED, of_text
     try:
         vision = VisionModel(model)

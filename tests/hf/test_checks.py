@@ -1,17 +1,19 @@
 """Wrong settings raise one clear line when a trainer, an engine or a callback is made; what works
 is let through."""
 
+import re
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
-from transformers import Trainer, TrainingArguments
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from trl import SFTTrainer
 
 from hf_flexseq import (
@@ -151,8 +153,8 @@ def test_settings_that_work(tmp_path, settings):
     assert make_trainer(tmp_path, **settings).flexseq.args.lookahead is None
 
 
-def plain_trainer(folder, **given):
-    args = arguments(folder, TrainingArguments)
+def plain_trainer(folder, *, settings=(), **given):
+    args = arguments(folder, TrainingArguments, **dict(settings))
     return Trainer(model=tiny_llama(), args=args, train_dataset=DATA, **given)
 
 
@@ -162,6 +164,57 @@ def test_several_gpus_in_one_process(tmp_path):
     with pytest.raises(ValueError, match="n_gpu=2: .*accelerate launch"):
         FlexSeqCallback(trainer)
     assert type(trainer) is Trainer, "a trainer that was refused stays what it was"
+
+
+class GenerativeTrainer(FlexSeqMixin, Seq2SeqTrainer):
+    """As tools for fine-tuning make it: for scores of generated text."""
+
+    def prediction_step(self, *args, **kwargs):
+        return super().prediction_step(*args, **kwargs)
+
+    def get_batch_samples(self, *args, **kwargs):
+        return super().get_batch_samples(*args, **kwargs)
+
+
+def test_all_that_is_refused_is_said_in_one_launch(tmp_path):
+    model = tiny_llama(torch.float32, attention_dropout=0.1)
+    model.compile()
+    settings = {"accelerator_config": {"split_batches": True}, "optim": "lomo"}
+    settings |= {"average_tokens_across_devices": False, "torch_compile_mode": "max-autotune"}
+    args = arguments(tmp_path, Seq2SeqTrainingArguments, **settings)
+    unlabelled = [{"input_ids": row["input_ids"]} for row in DATA]
+    wrong = {"train_dataset": unlabelled, "compute_metrics": lambda predictions: {}}
+    with pytest.raises(NotImplementedError) as raised:
+        GenerativeTrainer(model, args, flexseq_args=FlexSeqArguments(), **wrong)
+    head, *lines = str(raised.value).splitlines()
+    assert head == f"{len(lines)} reasons to refuse this:"
+    assert [line.split(". ")[0] for line in lines] == [f"{n + 1}" for n in range(len(lines))]
+    wanted = [
+        "average_tokens_across_devices=False: .*; set it to True",
+        "optim='lomo': .*; use adamw_torch",
+        "get_batch_samples would be ignored, .*: change samples in the dataset",
+        "prediction_step would be ignored, .*: override compute_loss or evaluation_loop",
+        "split_batches=True: .*; leave it at False",
+        "torch.compile in mode 'max-autotune': .*; use torch_compile_mode=",
+        "LlamaForCausalLM: attention_dropout=0.1: .*; load the model with from_pretrained",
+        "LlamaForCausalLM: it is compiled, .*; leave out model.compile",
+        "whole logits for compute_metrics .*: give preprocess_logits_for_metrics",
+        r"train_dataset has the columns \['input_ids'\] but no labels: give `labels`",
+    ]
+    for line, message in zip(lines, wanted, strict=True):
+        assert re.search(message, line), line
+
+
+def test_mistakes_alone_are_a_value_error(tmp_path):
+    settings = {"average_tokens_across_devices": False, "ddp_timeout": -1, "sync": "free"}
+    with pytest.raises(ValueError, match="^4 reasons") as raised:
+        make_trainer(tmp_path, cls=OwnLoss, data=[{"input_ids": [1]}], **settings)
+    assert not isinstance(raised.value, NotImplementedError)
+    trainer = plain_trainer(tmp_path)
+    trainer.args.ddp_timeout, trainer.args._n_gpu = -1, 2
+    with pytest.raises(ValueError, match="(?s)n_gpu=2.*ddp_timeout=-1"):
+        FlexSeqCallback(trainer)
+    assert type(trainer) is Trainer
 
 
 @pytest.mark.parametrize(
@@ -250,6 +303,35 @@ def test_other_parallelism_over_the_same_ranks(size):
         FlexSeqEngine(accelerator, FlexSeqArguments())
 
 
+@pytest.mark.parametrize(
+    ("sizes", "batch", "accumulation", "wanted"),
+    [
+        ({"cp_size": 2}, 4, 2, (4, 1)),
+        ({"sp_size": 4}, 2, 6, (1, 3)),
+        ({"cp_size": 2, "sp_size": 2}, 8, 1, (2, 1)),
+        ({"sp_size": 4}, 1, 2, (1, 1)),
+    ],
+)
+def test_the_batch_that_keeps_the_tokens_of_a_step(tmp_path, sizes, batch, accumulation, wanted):
+    """A step has as many sequences as under the plain Trainer, which divides by the sizes."""
+    given = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+    trainer = plain_trainer(tmp_path, settings=given)
+    args, accelerator = trainer.args, trainer.accelerator
+    all_sizes = {"cp_size": 1, "sp_size": 1, "tp_size": 1, **sizes}
+    accelerator.state.parallelism_config = SimpleNamespace(**all_sizes)
+    message = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    with refused(message, ValueError) as raised:
+        check_accelerator(accelerator, FlexSeqArguments(), args)
+    said = str(raised.value)
+    found = re.search(r"batch_size=(\d+) and gradient_accumulation_steps=(\d+) (keep|are)", said)
+    assert tuple(map(int, found.groups()[:2])) == wanted
+    world = SimpleNamespace(world_size=8, gradient_accumulation_steps=accumulation)
+    before = trainer.get_total_train_batch_size(world)
+    after = 8 * np.prod(wanted)
+    assert after == before * (1 if found[3] == "keep" else 2)
+    assert found[3] == "keep" or said.endswith("are the nearest: 2 times the tokens of a step")
+
+
 def test_a_stateful_dataloader_with_lookahead():
     accelerator = Accelerator(cpu=True)
     accelerator.dataloader_config.use_stateful_dataloader = True
@@ -325,7 +407,11 @@ SOFTCAP = "layer 0 asks for softcap=None, but its configuration says softcap=3.0
         ("Doge", {}, "DogeAttention asks for a mask of its own"),
         ("DeepseekV32", {}, "layers of the kinds (indexed|deepseek_sparse)_attention"),
         ("Nemotron", {"head_dim": 8}, "NemotronAttention is not given the keyword arguments of"),
-        ("Llama", {"attention_dropout": 0.1}, "0.1: .* set config.attention_dropout=0"),
+        (
+            "Llama",
+            {"attention_dropout": 0.1},
+            r"0.1: .* from_pretrained\(..., attention_dropout=0",
+        ),
         ("GPT2", {"kind": "LMHeadModel", "n_embd": 32, "n_head": 4}, "attn_pdrop=0.1"),
         ("DeepseekV3", ROUTER | LATENT, "does not add a load_balancing_loss_func"),
         ("Mixtral", ROUTER | CLASSES | EXPERTS, "=True: classifiers have no router loss"),
@@ -340,6 +426,55 @@ def test_models_that_cannot_be_trained(name, config, message):
     with refused(message) as raised:
         check_model(meta_model(name, **config))
     assert type(raised.value) is NotImplementedError
+
+
+GPT2 = {"kind": "LMHeadModel", "n_embd": 32, "n_head": 4, "n_layer": 2}
+CODE = {"n_embd": 32, "n_head": 4, "n_layer": 2}
+RANDOM = {  # the option by name, and the model with a value of it
+    "gpt2": ("attn_pdrop", "GPT2", GPT2),
+    "gpt_bigcode": ("attn_pdrop", "GPTBigCode", CODE),
+    "llama": ("attention_dropout", "Llama", {"attention_dropout": 0.1}),
+    "opt": ("layerdrop", "OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32, "layerdrop": 0.1}),
+    "biogpt": ("layerdrop", "BioGpt", {"layerdrop": 0.1, **NO_DROPOUT}),
+}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode", "llama"])
+def test_dropout_in_attention_is_what_the_modules_have(name, tmp_path):
+    option, kind, config = RANDOM[name]
+    model = meta_model(kind, **config).to_empty(device="cpu")
+    setattr(model.config, option, 0.0)  # which no module reads again
+    with refused(rf"{option}=0.1: .* load the model with from_pretrained\(..., {option}=0\)"):
+        check_model(model)
+    setattr(model.config, option, 0.1)
+    model.save_pretrained(tmp_path)
+    check_model(type(model).from_pretrained(tmp_path, **{option: 0.0}))
+    for module in model.modules():
+        for attribute in ("attn_dropout", "attention_dropout"):
+            if hasattr(module, attribute):
+                dropout = getattr(module, attribute)
+                is_number = isinstance(dropout, float)
+                setattr(module if is_number else dropout, attribute if is_number else "p", 0.0)
+    check_model(model)  # whatever the configuration says
+
+
+@pytest.mark.parametrize("name", ["opt", "biogpt"])
+def test_layers_that_are_left_out_at_random_are_named(name):
+    option, kind, config = RANDOM[name]
+    model = meta_model(kind, **config)
+    setattr(model.config, option, 0.0)
+    with refused(rf"{option}=0.1: ranks .* from_pretrained\(..., {option}=0\)"):
+        check_model(model)
+
+
+def test_reasons_of_a_model_that_do_not_follow_from_each_other_are_said_together():
+    config = {"layerdrop": 0.1, "ffn_dim": 48, "word_embed_proj_dim": 32}
+    model = meta_model("OPT", attention_dropout=0.2, **config)
+    model.model.decoder.layers[1].self_attn = Mixing()
+    with pytest.raises(NotImplementedError, match="(?s)^3 reasons") as raised:
+        check_model(model)
+    for message in ("attention_dropout=0.2", "layerdrop=0.1", "its layer 1 does not call"):
+        assert f"OPTForCausalLM: {message}" in str(raised.value)
 
 
 class WithoutItems(transformers.LlamaForCausalLM):

@@ -133,7 +133,7 @@ def test_a_loss_with_gradients_that_were_not_foreseen_is_refused(tmp_path):
 
 def test_a_teacher_that_cannot_be_computed_exactly_is_refused(tmp_path):
     teacher = large_teacher()
-    teacher.config.attention_dropout = 0.1
+    teacher.model.layers[0].self_attn.attention_dropout = 0.1
     with refused("attention_dropout=0"):
         distillation(FlexSeqDistillation, tmp_path, teacher_model=teacher)
 

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 from safetensors.numpy import load_file
 
 from hf_flexseq.base import versions
@@ -33,11 +34,22 @@ class Configuration(BaseModel):
     eval_sample_packing: bool | None = None
     context_parallel_size: int | None = None
     tensor_parallel_size: int | None = None
+    sequence_parallel_degree: int | None = None
+    micro_batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    gradient_checkpointing: bool | str | None = None
     activation_offloading: bool | str | None = None
     tiled_mlp: bool | None = None
     attn_implementation: str | None = None
     rl: str | None = None
     chunked_cross_entropy: bool | None = None
+
+    @model_validator(mode="after")
+    def check_context_parallel_size(self):
+        """As axolotl's own check where the package is missing."""
+        if (self.context_parallel_size or self.sequence_parallel_degree or 1) > 1:
+            raise ImportError("ring_flash_attn is not installed")
+        return self
 
 
 @pytest.fixture
@@ -105,6 +117,8 @@ def test_wrong_options_are_refused_when_the_file_is_read(read, block, message):
         ({"context_parallel_size": 2}, "context_parallel_size=2: plans choose the ranks"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"activation_offloading": "legacy"}, "activation_offloading: legacy"),
+        ({"sequence_parallel_degree": 2}, "sequence_parallel_degree=2: plans choose the ranks"),
+        ({"gradient_checkpointing": "offload"}, "gradient_checkpointing='offload': it bypasses"),
         ({"tiled_mlp": True}, "tiled_mlp: true"),
         ({"attn_implementation": "sage"}, "attn_implementation: sage"),
         ({"chunked_cross_entropy": True}, "chunked_cross_entropy: true"),
@@ -119,6 +133,41 @@ def test_settings_that_contradict_plans_are_refused_when_the_file_is_read(read, 
     with pytest.raises(ValidationError, match=message) as raised:
         read(flexseq={}, **keys)
     assert len(raised.value.errors()) == 1
+
+
+CUT = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
+LONG_CONTEXT = {
+    "plugins": [PLUGIN, CUT],
+    "sample_packing": True,
+    "eval_sample_packing": True,
+    "sequence_parallel_degree": 4,
+    "tiled_mlp": True,
+    "activation_offloading": "legacy",
+    "gradient_accumulation_steps": 8,
+}
+
+
+def test_all_that_a_file_has_to_change_is_said_at_once(read):
+    with pytest.raises(ValidationError) as raised:
+        read(flexseq={"planner": "nobody"}, **LONG_CONTEXT)
+    (error,) = raised.value.errors()
+    head, *lines = error["msg"].splitlines()
+    assert head.endswith("6 reasons to refuse this:")
+    wanted = [
+        "planner must be one of",
+        "sample_packing: true, eval_sample_packing: true: .*sequence_len / the mean tokens",
+        "sequence_parallel_degree=4: .*a batch or accumulation divided by 4 keeps the tokens",
+        f"the plugin {CUT}: .*; leave the plugin out",
+        "tiled_mlp: true: .*; leave it out",
+        "activation_offloading: legacy: .*; leave it out",
+    ]
+    for line, message in zip(lines, wanted, strict=True):
+        assert re.search(message, line), line
+
+
+def test_the_batch_that_keeps_the_tokens_of_a_step(read):
+    with pytest.raises(ValidationError, match=r"micro_batch_size=1 and .*_steps=2 keep the tok"):
+        read(context_parallel_size=4, gradient_accumulation_steps=8)
 
 
 def test_objectives_name_the_version_of_trl_that_they_need(read, monkeypatch):

@@ -17,6 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer
 
 from bpe import train_bpe
 from hf_flexseq import DataCollatorForFlexSeq
+from tests.hf.tiny import tiny_llama
 from tests.programs import ROOT
 
 MODULE = "hf_flexseq.integrations.ms_swift"
@@ -38,8 +39,9 @@ def module(monkeypatch):
     sys.modules.pop(MODULE, None)
 
 
-def settings(args=(), template=(), *, multimodal=False):
+def settings(args=(), template=(), *, multimodal=False, llama=()):
     """What ms-swift makes a trainer of, by default with nothing that is refused."""
+    llama = dict(llama)
     default = {"sequence_parallel_size": 1, "is_binary_loss_scale": True}
     default |= {"_loss_scale": "default", "task_type": "causal_lm"}
     model = SimpleNamespace(
@@ -48,7 +50,9 @@ def settings(args=(), template=(), *, multimodal=False):
     return {
         "model": model,
         "args": SimpleNamespace(**dict(args)),
-        "template": SimpleNamespace(**{**default, **dict(template)}),
+        "template": SimpleNamespace(
+            **{**default, "get_base_model": lambda given: tiny_llama(**llama), **dict(template)}
+        ),
     }
 
 
@@ -80,6 +84,21 @@ def test_what_ms_swift_alone_can_compute_is_refused(module, given, message):
     module.register()
     with pytest.raises((NotImplementedError, ValueError), match=f"does not support .*{message}"):
         module.PlannedTrainer(**settings(**given))
+
+
+def test_settings_and_model_are_refused_together(module):
+    module.register()
+    args = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    wrong = {"args": args | {"enable_dft_loss": True}, "llama": {"attention_dropout": 0.1}}
+    with pytest.raises(NotImplementedError, match="^3 reasons") as raised:
+        module.PlannedTrainer(**settings(template={"sequence_parallel_size": 4}, **wrong))
+    _, first, second, third = str(raised.value).splitlines()
+    assert "sequence_parallel_size=4" in first
+    assert first.endswith(
+        "per_device_train_batch_size=2 and gradient_accumulation_steps=1 keep the tokens of a step"
+    )
+    assert "enable_dft_loss=True" in second
+    assert "attention_dropout=0.1" in third
 
 
 @pytest.mark.parametrize(("task", "said"), [("seq_cls", "'seq_cls'"), ("causal_lm", "swift rlhf")])

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 import transformers
 import trl
-from accelerate.utils import ParallelismConfig
+from accelerate.utils import DynamoBackend, ParallelismConfig
 from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
+from hf_flexseq import FlexSeqArguments
 from hf_flexseq.base.refusals import refuse
 from hf_flexseq.hf.refusals import trainer as refusals
-from hf_flexseq.hf.refusals.accelerator import ACCELERATOR
+from hf_flexseq.hf.refusals.accelerator import ACCELERATOR, Setup
 from hf_flexseq.hf.refusals.trainer import MODEL, ON_SAMPLES, TRAINER, TrainerOfModel
 from tests.hf.test_checks import OwnLoss, fresh_accelerate, make_trainer  # noqa: F401
 from tests.hf.tiny import tiny_llama
@@ -129,12 +130,12 @@ def loaders(**settings):
         distributed_type=SimpleNamespace(value="NO"),
         gradient_accumulation_steps=1,
         parallelism_config=settings.pop("parallelism_config", None),
+        state=SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO)),
+        ddp_handler=None,
+        mixed_precision="no",
+        dataloader_config=SimpleNamespace(**usual | settings),
     )
-    return SimpleNamespace(
-        accelerator=accelerator,
-        loaders=SimpleNamespace(**usual | settings),
-        args=SimpleNamespace(lookahead=4),
-    )
+    return Setup(accelerator, FlexSeqArguments())
 
 
 CASES = {  # by Refusal.setting: the table, and a case in it

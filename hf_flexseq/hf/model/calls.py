@@ -56,7 +56,7 @@ def read_call(
     if not is_masked and _is_causal(module, keywords) is False:
         unsupported.append("attention in both directions")
     if keywords.get("dropout"):
-        unsupported.append("dropout in attention")
+        unsupported.append("dropout in attention, which modules keep from when they were made")
     for name in _REFUSED_KEYWORDS:
         if keywords.get(name) is not None:
             unsupported.append(name)

@@ -16,7 +16,7 @@ The configuration comes first, since it gives reasons in words that a user can a
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_flexseq.base.layers import RecurrentShape
+from hf_flexseq.base.refusals import raise_all
 from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.reduction import local
 from hf_flexseq.hf.model.call_count import replaced_attention, replaced_forward
@@ -58,13 +59,12 @@ from hf_flexseq.hf.model.sharded_load import (
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, Call, MixerRun, Trial, try_model
 from hf_flexseq.steps.users_code import nonlinear_gradient_hooks, users_accumulation_hooks
 
-# Options of the configuration that must not be set, and the reason.
+# Options of randomness that is refused, by their names in different models.
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_LAYERDROP = ("layerdrop", "decoder_layerdrop")
+
+# Other options of the configuration that must not be set, and the reason.
 _REFUSED_OPTIONS = {
-    "attention_dropout": "dropout in attention is not available; set config.attention_dropout=0",
-    "attn_pdrop": "dropout in attention is not available; set config.attn_pdrop=0",
-    "attention_probs_dropout_prob": (
-        "dropout in attention is not available; set config.attention_probs_dropout_prob=0"
-    ),
     "alibi": "biases of attention by distance are not available",
     "z_loss_coefficient": (
         "a loss on the size of logits is a mean over a rank's tokens; set "
@@ -74,9 +74,10 @@ _REFUSED_OPTIONS = {
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise NotImplementedError for an inexact model, ValueError for a wrong configuration."""
-    config = model.config.get_text_config()
+    """Raise NotImplementedError for an inexact model, ValueError for a wrong configuration, with
+    all reasons that do not follow from each other."""
     name = unsharded_class(model).__name__
+    config = model.config.get_text_config()
     try:
         config.validate_layer_type()
     except ValueError as error:
@@ -84,33 +85,45 @@ def check_model(model: PreTrainedModel) -> None:
             f"{name}: {error}: where layers were removed or added, set both in model.config to "
             "what is there, as in config.layer_types = [config.layer_types[i] for i in kept]"
         ) from error
-    reason = _unsuitable_kind(model)
+    kind = _unsuitable_kind(model)
+    if kind is not None:
+        raise NotImplementedError(f"{name}: {kind}")
     layers: Sequence[Layer] = ()
-    if reason is None:
-        try:
-            layers = layers_of(config)
-        except UnknownLayers as unknown:
-            reason = str(unknown)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-    reason = (
-        reason
-        or _unsuitable_options(config, has_masks_of_images=config is not model.config)
-        or _unsuitable_router_loss(model)
-        or _misnumbered_layer(model)
-        or unsuitable_positions(model, config)
-        or _unsuitable_modules(model)
-        or unknown_sharding(model)
-        or unsuitable_experts(model)
-        or _unsuitable_adapters(model)
-        or misplaced_parts(model)
-        or unwritten_buffers(model)
-        or divided_ties(model)
-        or _unsuitable_layers(model, layers)
-        or _unsuitable_hooks(model)
-    )
-    if reason is not None:
-        raise NotImplementedError(f"{name}: {reason}")
+    errors: list[Exception] = []
+    try:
+        layers = layers_of(config)
+    except UnknownLayers as unknown:
+        errors.append(NotImplementedError(f"{name}: {unknown}"))
+    except ValueError as error:
+        errors.append(ValueError(f"{name}: {error}"))
+    of_configuration = [
+        _misnumbered_layer(model),
+        _unsuitable_options(config, has_masks_of_images=config is not model.config),
+        unsuitable_positions(model, config),
+    ]
+    # What the configuration asks for a trial would find again, in other words.
+    is_known = not errors and not any(of_configuration)
+    dropout = [call.dropout for call in try_model(model).calls]
+    if not dropout:  # the trial has ended before any attention
+        dropout = [getattr(config, name, 0) for name in _ATTENTION_DROPOUT]
+    layerdrop = [getattr(module, "layerdrop", 0) for module in model.modules()]
+    reasons = [
+        *of_configuration,
+        _random(config, _ATTENTION_DROPOUT, dropout, "dropout in attention is not available"),
+        _random(config, _LAYERDROP, layerdrop, "ranks of a sequence would skip other layers"),
+        _unsuitable_router_loss(model),
+        _unsuitable_modules(model),
+        unsuitable_checkpointing(model),
+        unknown_sharding(model) or unsuitable_experts(model),
+        _unsuitable_adapters(model),
+        misplaced_parts(model),
+        unwritten_buffers(model),
+        divided_ties(model),
+        _unsuitable_layers(model, layers) if is_known else None,
+        _unsuitable_hooks(model),
+    ]
+    errors += [NotImplementedError(f"{name}: {reason}") for reason in reasons if reason]
+    raise_all(errors)
 
 
 def _unsuitable_kind(model: PreTrainedModel) -> str | None:
@@ -188,6 +201,15 @@ def _misnumbered_layer(model: PreTrainedModel) -> str | None:
     return None
 
 
+def _random(config: Any, options: Sequence[str], held: Iterable[float], why: str) -> str | None:
+    """Return a probability that is not 0. options: names that it may have in a configuration.
+    held: by the modules, which later changes of the configuration do not reach."""
+    most = max(held, default=0)
+    option = next((name for name in options if hasattr(config, name)), options[0])
+    advice = f"load the model with from_pretrained(..., {option}=0), which its modules copy"
+    return f"{option}={most}: {why}; {advice}" if most else None
+
+
 def _unsuitable_router_loss(model: PreTrainedModel) -> str | None:
     if not asks_for_router_loss(model):
         return None
@@ -214,9 +236,6 @@ def _unsuitable_adapters(model: PreTrainedModel) -> str | None:
 def _unsuitable_modules(model: PreTrainedModel) -> str | None:
     if getattr(model, "_compiled_call_impl", None) is not None:
         return "it is compiled, but every step has new shapes; leave out model.compile()"
-    checkpointing = unsuitable_checkpointing(model)
-    if checkpointing is not None:
-        return checkpointing
     shared = _parameters_of_one_memory(model)
     if shared:
         return (

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.meta_model import NOT_COPIED
+from hf_flexseq.hf.model.noise import dropout_held_by
 from hf_flexseq.steps.users_code import is_known, package, users_modules
 
 Found = TypeVar("Found")
@@ -44,10 +45,10 @@ class _Kept(NamedTuple):
 
 
 def once_for_equal_models(trial: Callable[[PreTrainedModel], Found]) -> Callable[..., Found]:
-    """Let `trial`, whose result depends on a model's class, configuration and code alone, run once
-    for equal models in a process. It runs every time for a model with modules of the user's, or
-    whose configuration cannot be written as JSON. Callers share the results and must not change
-    them."""
+    """Let `trial`, whose result depends on a model's class, configuration, code and dropout alone,
+    run once for equal models in a process. It runs every time for a model with modules of the
+    user's, or whose configuration cannot be written as JSON. Callers share the results and must
+    not change them."""
     kept: dict[object, _Kept] = {}
     lock = threading.RLock()  # threads that are ranks wait for the one that tries
 
@@ -58,7 +59,8 @@ def once_for_equal_models(trial: Callable[[PreTrainedModel], Found]) -> Callable
         if options is None or any(package(kind) not in NOT_COPIED for kind in kinds.values()):
             return trial(model)
         code = _code_of(set(kinds.values()))
-        key = (tuple(kinds.items()), options, tuple(map(id, code)))
+        dropout = [list(dropout_held_by(module).items()) for module in model.modules()]
+        key = (tuple(kinds.items()), options, tuple(map(id, code)), str(dropout))
         with lock:
             if key not in kept:
                 if len(kept) >= MOST_MODELS:

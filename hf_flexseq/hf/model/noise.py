@@ -18,6 +18,13 @@ def _is_dropout(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
 
 
+def dropout_held_by(module: nn.Module) -> dict[str, float]:
+    """Return the probabilities of dropout that a module itself holds, by attribute."""
+    is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+    numbers = {name: one for name, one in vars(module).items() if isinstance(one, (int, float))}
+    return {n: one for n, one in numbers.items() if "drop" in n or (is_dropout and n == "p")}
+
+
 def noise_of_module(module: nn.Module) -> str | None:
     """Return what draws random numbers in a module, by a module or an attribute, in words; None
     where nothing does."""

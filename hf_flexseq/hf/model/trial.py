@@ -39,6 +39,7 @@ from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.equal_models import once_for_equal_models
 from hf_flexseq.hf.model.liger import without_liger
 from hf_flexseq.hf.model.meta_model import FAULTS, TOKENS, copy_users_modules, meta_model
+from hf_flexseq.hf.model.noise import dropout_held_by
 from hf_flexseq.hf.model.recurrent import (
     RecurrentCall,
     UnsupportedRecurrence,
@@ -82,6 +83,8 @@ class Call(NamedTuple):
     """Size of a head of values."""
     keys_of: int
     """Index of the first call that was given the same keys: its own where they are new."""
+    dropout: float
+    """Probability with which it drops weights of attention."""
     blocks: str | None = None
     """How its mask shows the tokens of an image to each other: CUT or WHOLE; None for a causal
     mask."""
@@ -183,6 +186,7 @@ def _run(
         tried = meta_model(model, attention=_TRIAL)
         if copies_users_modules:
             has_users_modules = copy_users_modules(model, tried)
+        _copy_dropout(model, tried)
         tried.config.get_text_config().output_router_logits = False  # it needs numbers
         tried.config.get_text_config().use_cache = False
         for module in tried.modules():
@@ -206,6 +210,16 @@ def _run(
             attached.detach()
     seen.keys.clear()
     return has_users_modules
+
+
+def _copy_dropout(model: nn.Module, tried: nn.Module) -> None:
+    """Give the modules of a copy the dropout that the modules of `model` hold, which later changes
+    of the configuration do not reach; no layer is left out, which would need numbers."""
+    own = dict(model.named_modules())
+    for name, module in tried.named_modules():
+        vars(module).update(dropout_held_by(own.get(name, module)))
+        if hasattr(module, "layerdrop"):
+            module.layerdrop = 0.0
 
 
 def _trial_row() -> dict[str, torch.Tensor]:
@@ -298,6 +312,7 @@ def _trial_attention(
     name = type(module).__name__
     if seq_ctx is None:
         raise UnsupportedAttention(f"{name} is not given the keyword arguments of the model")
+    dropout = kwargs.pop("dropout", None) or 0.0
     is_masked = attention_mask is not None and attention_mask.ndim > 2  # else it is of padding
     asked = read_call(module, None, kwargs, is_masked=is_masked and seq_ctx.allows_blocks)
     blocks = None
@@ -321,7 +336,7 @@ def _trial_attention(
             break
     seq_ctx.keys.append(key)
     seq_ctx.calls.append(
-        Call(name, asked, heads, key.shape[1], head_dim, value.shape[-1], keys_of, blocks)
+        Call(name, asked, heads, key.shape[1], head_dim, value.shape[-1], keys_of, dropout, blocks)
     )
     return query.new_empty(rows, tokens, heads, value.shape[-1]), None
 

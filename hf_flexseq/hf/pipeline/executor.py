@@ -24,7 +24,6 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.pipeline_check import check_step
 from hf_flexseq.cost.stages import PipelineCost
@@ -48,7 +47,7 @@ from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
 from hf_flexseq.hf.pipeline.loading import stage_of
-from hf_flexseq.hf.refusals.pipeline import check_divides, check_pipeline_trainer
+from hf_flexseq.hf.refusals.pipeline import check_divides
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
@@ -293,13 +292,9 @@ class StageExecutor:
         return trace.record_pipeline(step, self._costs_of_run, self.cost)
 
 
-def stage_executor_for(
-    trainer: Trainer, args: FlexSeqArguments
-) -> Callable[[EngineSetup], StageExecutor]:
-    """Return the maker of the engine's executor. Raises NotImplementedError for unsuitable
-    settings."""
+def stage_executor_for(trainer: Trainer) -> Callable[[EngineSetup], StageExecutor]:
+    """Return the maker of the engine's executor, for a trainer that a pipeline does not refuse."""
     fsdp = take_over_fsdp(trainer)
-    check_pipeline_trainer(trainer, args)
     return partial(StageExecutor, model=trainer.model, fsdp=fsdp)
 
 

@@ -20,14 +20,21 @@ from hf_flexseq.hf.model.facts import autocast_dtype
 from hf_flexseq.hf.refusals.pipeline import check_fsdp_of_stages
 
 
+def check_fsdp(trainer: Any) -> bool:
+    """Tell if a trainer asks for FSDP. Raises NotImplementedError for a setting that stages cannot
+    follow."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None) or _asked_for(trainer.args)
+    if plugin is not None:
+        check_fsdp_of_stages(plugin, autocast_dtype(trainer.accelerator))
+    return plugin is not None
+
+
 def take_over_fsdp(trainer: Any) -> bool:
     """Decide if the stages are to be sharded; accelerate then never touches them, as a cut model
-    stays cut. Raises NotImplementedError for a setting of FSDP that stages cannot follow."""
+    stays cut. Raises as `check_fsdp` does."""
     state = trainer.accelerator.state
-    plugin = getattr(state, "fsdp_plugin", None) or _asked_for(trainer.args)
-    if plugin is None:
+    if not check_fsdp(trainer):
         return False
-    check_fsdp_of_stages(plugin, autocast_dtype(trainer.accelerator))
     if state.distributed_type == DistributedType.FSDP:
         # accelerate has no way to change its mind: all its states share what is set here.
         state.distributed_type = DistributedType.MULTI_GPU

@@ -1,6 +1,7 @@
 """Accelerators that hf_flexseq refuses."""
 
 import importlib.metadata
+import math
 import os
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend, compare_versions
 
-from hf_flexseq.base.refusals import Refusal, option, refuse
+from hf_flexseq.base.refusals import Refusal, above_one, option, refuse, same_step
 from hf_flexseq.config import FlexSeqArguments
 
 _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that record them
@@ -19,6 +20,7 @@ class Setup(NamedTuple):
 
     accelerator: Accelerator
     args: FlexSeqArguments
+    training: Any = None  # arguments of a Trainer; None in a loop of the user's own
 
     @property
     def loaders(self) -> Any:
@@ -26,9 +28,12 @@ class Setup(NamedTuple):
         return self.accelerator.dataloader_config
 
 
-def check_accelerator(accelerator: Accelerator, args: FlexSeqArguments) -> None:
-    """Raise ValueError or NotImplementedError for an Accelerator that hf_flexseq refuses."""
-    refuse(ACCELERATOR, Setup(accelerator, args))
+def check_accelerator(
+    accelerator: Accelerator, args: FlexSeqArguments, training: Any = None
+) -> None:
+    """Raise ValueError or NotImplementedError for an Accelerator that hf_flexseq refuses.
+    training: arguments of a Trainer, for the advice."""
+    refuse(ACCELERATOR, Setup(accelerator, args, training))
 
 
 def _lone_processes(setup: Setup) -> str | None:
@@ -41,13 +46,9 @@ def _lone_processes(setup: Setup) -> str | None:
     return f"a job of {launched} processes when accelerate sees {seen}"
 
 
-def _parallelism(setup: Setup) -> str | None:
+def _sizes(setup: Setup) -> dict[str, int]:
     config = getattr(setup.accelerator, "parallelism_config", None)
-    for name in ("cp_size", "sp_size", "tp_size"):
-        size = getattr(config, name, 1) or 1
-        if size > 1:
-            return f"{name}={size}"
-    return None
+    return above_one(config, "cp_size", "sp_size", "tp_size")
 
 
 def _backend(setup: Setup) -> str | None:
@@ -107,10 +108,11 @@ ACCELERATOR: tuple[Refusal[Setup], ...] = (
     ),
     Refusal(
         setting="cp_size, sp_size and tp_size of parallelism_config",
-        found=_parallelism,
+        found=lambda setup: ", ".join(f"{name}={size}" for name, size in _sizes(setup).items()),
         why="hf_flexseq chooses the sequence-parallel groups itself, over all ranks",
         instead="leave parallelism_config out",
         error=ValueError,
+        keeps=lambda setup: same_step(math.prod(_sizes(setup).values()), setup.training),
     ),
     Refusal(
         setting="XLA and Megatron-LM",

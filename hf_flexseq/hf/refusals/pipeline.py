@@ -86,7 +86,8 @@ def _stages(args: FlexSeqArguments) -> str:
 
 
 def _own_compute_loss(case: Staged) -> str | None:
-    if type(case.trainer).compute_loss is Trainer.compute_loss:
+    is_stock = type(case.trainer).compute_loss is Trainer.compute_loss
+    if is_stock or has_planned_loss(case.trainer):  # which is named itself
         return None
     return f"compute_loss of {type(case.trainer).__name__}"
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel, Trainer
 from transformers.utils import is_liger_kernel_available
 
-from hf_flexseq.base.refusals import Refusal, option, refuse
+from hf_flexseq.base.refusals import Refusal, option, refuse, together
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, OFFLOAD_FROM, is_sharded_at_load
 from hf_flexseq.config import FlexSeqArguments, refuse_removed
 from hf_flexseq.distributed.connect import capabilities_on
@@ -63,16 +63,17 @@ def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
     """Raise ValueError or NotImplementedError for a Trainer that hf_flexseq refuses."""
     if hasattr(trainer, "flexseq_loss_at_home"):
         refuse_removed("flexseq_loss_at_home")
-    refuse(TRAINER, trainer)
     on_samples = has_planned_loss(trainer)
-    refuse(ON_SAMPLES if on_samples else ONE_PASS, trainer)
-    check_overrides(trainer, pipeline_parallel_size=args.pipeline_parallel_size)
-    resolve_sync(
-        args,
-        trainer.model,
-        trainer.accelerator,
-        lockstep=not on_samples and runs_other_code(trainer),
-        is_ordered=capabilities_on(trainer.accelerator.device).ordered,
+    together(
+        lambda: refuse((*TRAINER, *(ON_SAMPLES if on_samples else ONE_PASS)), trainer),
+        lambda: check_overrides(trainer, pipeline_parallel_size=args.pipeline_parallel_size),
+        lambda: resolve_sync(
+            args,
+            trainer.model,
+            trainer.accelerator,
+            lockstep=not on_samples and runs_other_code(trainer),
+            is_ordered=capabilities_on(trainer.accelerator.device).ordered,
+        ),
     )
 
 
@@ -110,11 +111,6 @@ def check_loss_of_model(trainer: Any, model: PreTrainedModel) -> None:
 
 
 _argument = partial(option, holder="args")  # finds a refused value of a training argument
-
-
-def _tensor_parallelism(trainer: Any) -> str | None:
-    size = trainer.get_tp_size()
-    return f"tp_size={size}" if size > 1 else None
 
 
 def _prompt_on_samples(trainer: Any) -> str | None:
@@ -312,12 +308,6 @@ TRAINER: tuple[Refusal[Any], ...] = (
         found=lambda one: one.is_model_parallel,
         why="every process trains the whole model",
         instead="leave device_map out",
-    ),
-    Refusal(
-        setting="tensor parallelism (tp_size)",
-        found=_tensor_parallelism,
-        why="ranks get different sequences",
-        instead="leave it out",
     ),
     Refusal(
         setting="prompt learning of PEFT but for prompt tuning and P-tuning",
