@@ -8,6 +8,7 @@ step. All ranks have the same datasets and draw the same steps, so they raise to
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sized
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,12 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.utils import is_datasets_available
 
+from hf_flexseq.base.refusals import together
 from hf_flexseq.base.values import listed
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.executors import base_model
+from hf_flexseq.hf.losses import has_planned_loss
 from hf_flexseq.hf.sum_trial import NO_CODE, UsersCode
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.steps.collator import LENGTHS, DataCollatorForFlexSeq
@@ -33,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 # Most over-long examples to collate: padding or a collator may shorten each.
 COLLATED = 8
+
+# Most examples to read of an evaluation dataset that is no table; its evaluation reads them, too.
+MOST_READ = 2000
 
 # Most table rows to read per example of a dataset with an index selection.
 MOST_OF_TABLE = 10
@@ -58,26 +64,37 @@ def check_examples(trainer: Trainer, args: FlexSeqArguments, *, resumes: bool) -
     draws_from_it = type(trainer).get_train_dataloader is Trainer.get_train_dataloader
     if draws_from_it and _is_map_style(training) and len(training) == 0:
         raise ValueError("train_dataset is empty (0 examples): check the filters of the dataset")
-    for name, dataset in _datasets(trainer):
-        if dataset is training:
-            is_read = not resumes and _draws_all(trainer)
-        else:
-            is_read = trainer.args.eval_strategy != "no"
-        if not is_read:
-            continue
-        lengths = _token_counts(dataset)
-        if lengths is not None and len(lengths):
-            if trainer.data_collator.example_collator is None:  # one may add tokens
-                _check_tokens(name, lengths)
-            _check_room(name, dataset, lengths, trainer, args, _collated_tokens)
+    # A run without evaluations is followed by one.
+    (_, training), *evaluated = _datasets(trainer)
+    checks = [partial(check_rows, *named, trainer, args, reads=True) for named in evaluated]
+    if not resumes and _draws_all(trainer):
+        checks.append(partial(check_rows, "train_dataset", training, trainer, args))
+    together(*checks)
 
 
 def check_sides(trainer: Trainer, args: FlexSeqArguments) -> None:
     """Raise PlanInfeasible for pairs with a sequence known not to fit before training."""
-    for name, dataset in _datasets(trainer):
-        longest = _longest_sides(dataset)
-        if longest is not None and len(longest):
-            _check_room(name, dataset, longest, trainer, args, _longest_row)
+    together(*(partial(check_rows, *named, trainer, args) for named in _datasets(trainer)))
+
+
+def check_rows(
+    name: str, dataset: Any, trainer: Trainer, args: FlexSeqArguments, *, reads: bool = False
+) -> None:
+    """Raise for examples or pairs of one dataset as `check_examples` and `check_sides` do. reads:
+    True if examples may be read for their lengths."""
+    has_sides = has_planned_loss(trainer)
+    lengths = _longest_sides(dataset) if has_sides else _token_counts(dataset)
+    reads = reads and lengths is None and _is_map_style(dataset) and len(dataset) <= MOST_READ
+    if reads and "input_ids" in (_columns(dataset) or ()):
+        with random_numbers_kept():
+            rows = [{"input_ids": dataset[at]["input_ids"]} for at in range(len(dataset))]
+        lengths = _token_counts(rows)
+    if lengths is None or not len(lengths):
+        return
+    if not has_sides and trainer.data_collator.example_collator is None:  # one may add tokens
+        _check_tokens(name, lengths)
+    tokens_of = _longest_row if has_sides else _collated_tokens
+    _check_room(name, dataset, lengths, trainer, args, tokens_of)
 
 
 def check_first_step(step: RankStep[Any] | None, trainer: Trainer) -> None:

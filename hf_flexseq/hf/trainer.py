@@ -44,7 +44,7 @@ from hf_flexseq.hf.attached import ModelSettings
 from hf_flexseq.hf.collators import flexseq_collator, padded_collator
 from hf_flexseq.hf.compiled import leave_others_uncompiled
 from hf_flexseq.hf.data_order import Factors, check_factors, order_of
-from hf_flexseq.hf.dataset_checks import check_labels
+from hf_flexseq.hf.dataset_checks import check_labels, check_rows
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import left_unprepared
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
@@ -400,6 +400,11 @@ class FlexSeqMixin(PartOfModelMixin):
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         predicts = not prediction_loss_only
+        dataset = getattr(dataloader, "dataset", None)
+        with Attempt() as checking:
+            check_rows(f"{metric_key_prefix}_dataset", dataset, self, self.flexseq.args)
+        gather = self.flexseq.communicator.cpu_group.gather_values
+        checking.raise_together(gather, "looking at the dataset")
         with (
             self._flexseq_loss.evaluating(dataloader, predicts=predicts) as loader,
             self._attached(),

@@ -114,11 +114,62 @@ def test_examples_that_a_run_does_not_draw_are_left_alone(tmp_path):
     data = [example(5), example(9)]
     order = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 1}
     make(tmp_path, data, max_tokens_per_rank=8, **order).train()
-    trainer = make(tmp_path, data[:1], trainer={"eval_dataset": data}, max_tokens_per_rank=8)
-    trainer.train()
-    trainer.args.eval_strategy = "epoch"
-    with pytest.raises(PlanInfeasible, match=r"eval_dataset\[1\] has 9 tokens"):
+
+
+class Rows(torch.utils.data.Dataset):
+    """Examples that are made one by one, as scripts have them."""
+
+    def __init__(self, examples):
+        self.examples = examples
+
+    def __len__(self):
+        return len(self.examples)
+
+    def __getitem__(self, index):
+        drawn()
+        row = self.examples[index]
+        return {name: torch.tensor(values) for name, values in row.items()}
+
+
+def in_a_table(examples):
+    return Dataset.from_list(examples).with_transform(lambda rows: rows)
+
+
+@pytest.mark.parametrize("made", [as_list, Dataset.from_list, Rows, in_a_table])
+def test_the_longest_row_of_an_evaluation_is_named_before_training(tmp_path, made, monkeypatch):
+    def step(*args):
+        raise AssertionError("a step was drawn")
+
+    monkeypatch.setattr(FlexSeqEngine, "next_step", step)
+    fits = made([example(n) for n in (5, 8)])
+    long = made([example(n) for n in (10, 9, 12, 3)])
+    for data, name in ((long, "eval_dataset"), ({"a": fits, "b": long}, r"eval_dataset\['b'\]")):
+        given = {"eval_dataset": data}
+        trainer = make(tmp_path, [example(5)], trainer=given, max_tokens_per_rank=8)
+        assert trainer.args.eval_strategy == "no"  # it may be evaluated afterwards
+        state = torch.get_rng_state()
+        said = rf"{name}\[2\] has 12 tokens, .* raise max_tokens_per_rank to 12"
+        with refused(said, PlanInfeasible):
+            trainer.train()
+        assert torch.equal(state, torch.get_rng_state())
+
+
+def test_rows_of_training_and_evaluation_are_named_together(tmp_path):
+    rows = [example(n) for n in (9, 11)]
+    trainer = make(tmp_path, rows, trainer={"eval_dataset": rows * 2}, max_tokens_per_rank=8)
+    with pytest.raises(PlanInfeasible, match=r"(?s)eval_dataset\[1\] .*train_dataset\[1\] "):
         trainer.train()
+
+
+def test_another_evaluation_dataset_is_looked_at_before_its_evaluation(tmp_path, monkeypatch):
+    def step(*args):
+        raise AssertionError("a step was planned")
+
+    trainer = make(tmp_path, [example(5)], max_tokens_per_rank=8)
+    assert trainer.evaluate([example(n) for n in (5, 8)])["eval_loss"] > 0
+    monkeypatch.setattr(FlexSeqEngine, "evaluation_steps", step)
+    with refused(r"test_dataset\[1\] has 12 tokens", PlanInfeasible):
+        trainer.evaluate([example(n) for n in (9, 12)], metric_key_prefix="test")
 
 
 def drawing(rank, world_size, folder):
