@@ -323,6 +323,8 @@ def _check_room(
 def _collated_tokens(example: Mapping[str, Any], trainer: Trainer) -> int:
     """Return the tokens of an example's longest sequence after collation, without padding."""
     columns = _read_columns(example, trainer)
+    if trainer.data_collator.example_collator is None:
+        columns.setdefault("labels", columns["input_ids"])  # which predict() needs none of
     with random_numbers_kept():
         tokens: int = max(trainer.data_collator([columns])[LENGTHS])
     return tokens

@@ -49,7 +49,7 @@ from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import left_unprepared
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
 from hf_flexseq.hf.losses import has_planned_loss, reads_figures
-from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.checks import check_kind, check_model
 from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.hf.one_pass import LossInOnePass
 from hf_flexseq.hf.overrides import OF_PART_OF_MODEL
@@ -150,14 +150,20 @@ class FlexSeqMixin(PartOfModelMixin):
     def _flexseq_check(self, options: FlexSeqArguments) -> None:
         """Raise all that hf_flexseq refuses of this trainer and its model."""
         stages = options.pipeline_parallel_size
+
+        def check_base() -> None:
+            base = base_model(self.model)
+            check_kind(base)
+            of_base = [lambda: check_model(base), lambda: check_loss_of_model(self, base)]
+            if wants_predictions(self, predicts=False):
+                of_base.append(lambda: check_predictions(self, stages))
+            together(*of_base)
+
         checks: list[Callable[[], object]] = [
             lambda: check_trainer(self, options),
             lambda: check_accelerator(self.accelerator, options, self.args),
-            lambda: check_model(base_model(self.model)),
-            lambda: check_loss_of_model(self, base_model(self.model)),
+            check_base,
         ]
-        if wants_predictions(self, predicts=False):
-            checks.append(lambda: check_predictions(self, stages))
         if stages > 1:
             checks += [lambda: check_fsdp(self), lambda: check_pipeline_trainer(self, options)]
         if not has_planned_loss(self) or reads_figures(self):  # else TRL's own

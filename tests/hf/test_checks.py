@@ -205,6 +205,15 @@ def test_all_that_is_refused_is_said_in_one_launch(tmp_path):
         assert re.search(message, line), line
 
 
+def test_of_a_model_of_another_kind_nothing_else_is_asked(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "image_size": 8, "patch_size": 4}
+    config = transformers.ViTConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)
+    given = {"compute_metrics": lambda predictions: {}}
+    given["preprocess_logits_for_metrics"] = lambda logits, labels: logits.argmax(-1)
+    with refused("ViTForImageClassification: its loss is ForImageClassification"):
+        make_trainer(tmp_path, model=transformers.ViTForImageClassification(config), trainer=given)
+
+
 def test_mistakes_alone_are_a_value_error(tmp_path):
     settings = {"average_tokens_across_devices": False, "ddp_timeout": -1, "sync": "free"}
     with pytest.raises(ValueError, match="^4 reasons") as raised:

@@ -165,11 +165,14 @@ def test_another_evaluation_dataset_is_looked_at_before_its_evaluation(tmp_path,
     def step(*args):
         raise AssertionError("a step was planned")
 
-    trainer = make(tmp_path, [example(5)], max_tokens_per_rank=8)
+    tokens = {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
+    trainer = make(tmp_path, [example(5)], trainer=tokens, max_tokens_per_rank=8)
     assert trainer.evaluate([example(n) for n in (5, 8)])["eval_loss"] > 0
     monkeypatch.setattr(FlexSeqEngine, "evaluation_steps", step)
     with refused(r"test_dataset\[1\] has 12 tokens", PlanInfeasible):
         trainer.evaluate([example(n) for n in (9, 12)], metric_key_prefix="test")
+    with refused(r"test_dataset\[1\] has 12 tokens", PlanInfeasible):
+        trainer.predict([{"input_ids": example(n)["input_ids"]} for n in (9, 12)])
 
 
 def drawing(rank, world_size, folder):

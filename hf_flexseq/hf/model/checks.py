@@ -76,18 +76,9 @@ _REFUSED_OPTIONS = {
 def check_model(model: PreTrainedModel) -> None:
     """Raise NotImplementedError for an inexact model, ValueError for a wrong configuration, with
     all reasons that do not follow from each other."""
+    check_kind(model)
     name = unsharded_class(model).__name__
     config = model.config.get_text_config()
-    try:
-        config.validate_layer_type()
-    except ValueError as error:
-        raise ValueError(
-            f"{name}: {error}: where layers were removed or added, set both in model.config to "
-            "what is there, as in config.layer_types = [config.layer_types[i] for i in kept]"
-        ) from error
-    kind = _unsuitable_kind(model)
-    if kind is not None:
-        raise NotImplementedError(f"{name}: {kind}")
     layers: Sequence[Layer] = ()
     errors: list[Exception] = []
     try:
@@ -124,6 +115,22 @@ def check_model(model: PreTrainedModel) -> None:
     ]
     errors += [NotImplementedError(f"{name}: {reason}") for reason in reasons if reason]
     raise_all(errors)
+
+
+def check_kind(model: PreTrainedModel) -> None:
+    """Raise NotImplementedError for a model of a kind that no other check is made for, ValueError
+    for layers that its configuration does not describe."""
+    name = unsharded_class(model).__name__
+    try:
+        model.config.get_text_config().validate_layer_type()
+    except ValueError as error:
+        raise ValueError(
+            f"{name}: {error}: where layers were removed or added, set both in model.config to "
+            "what is there, as in config.layer_types = [config.layer_types[i] for i in kept]"
+        ) from error
+    kind = _unsuitable_kind(model)
+    if kind is not None:
+        raise NotImplementedError(f"{name}: {kind}")
 
 
 def _unsuitable_kind(model: PreTrainedModel) -> str | None:
