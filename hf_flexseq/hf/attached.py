@@ -11,6 +11,7 @@
 | MLPs and norms compiled, if asked for | `compiled.py` |
 | NEFTune's noise on embedded tokens, if asked for | `model/neftune.py` |
 | embeddings of PEFT's virtual tokens | `model/prompts.py` |
+| AdaLoRA's term, once in a step | `adapters.py` |
 | router loss of the whole step | `model/router.py` |
 | gradients of experts on several ranks, where torch divides them twice | `model/experts.py` |
 | features of images | `model/vision.py` |
@@ -33,6 +34,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_flexseq.hf.adapters import ADALORA, term_of_step
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.compiled import compiled_regions
 from hf_flexseq.hf.model.buckets import early_buckets
@@ -46,7 +48,7 @@ from hf_flexseq.hf.model.loss import Total, attach_chunked_loss
 from hf_flexseq.hf.model.meta_model import attention_of_text
 from hf_flexseq.hf.model.neftune import EmbeddingNoise
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
-from hf_flexseq.hf.model.prompts import TrainedPrompt, virtual_tokens_of
+from hf_flexseq.hf.model.prompts import TrainedPrompt, kind_of, virtual_tokens_of
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.hf.model.reentrant import NonReentrant
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
@@ -241,6 +243,8 @@ class AttachedModel:
             """Virtual tokens that the model puts in front of each sequence."""
             if self.virtual_tokens:
                 attached.callback(TrainedPrompt(model, base).detach)
+            if ADALORA in map(kind_of, getattr(model, "peft_config", {}).values()):
+                attached.enter_context(term_of_step(model))
             for hook in refuse_noise(base):
                 attached.callback(hook.remove)
             self._attached = attached.pop_all()  # what `detach` undoes, as does an error before

@@ -24,6 +24,7 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention.contexts import ModelContexts
 from hf_flexseq.config import AS_SET
 from hf_flexseq.cost import CostModel
+from hf_flexseq.hf.adapters import unsuitable_adapter
 from hf_flexseq.hf.attached import AttachedModel, ModelSettings
 from hf_flexseq.hf.executors import EngineSetup, base_model, kernel_of, planner_of
 from hf_flexseq.hf.model.checks import check_model
@@ -31,7 +32,6 @@ from hf_flexseq.hf.model.divided import is_fully_sharded
 from hf_flexseq.hf.model.experts import adapted_experts
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.positions import needed_columns
-from hf_flexseq.hf.model.prompts import unsuitable_prompt
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.model_images import ModelImages
 from hf_flexseq.hf.model_planning import ModelPlanning
@@ -152,9 +152,9 @@ class WholeModelExecutor:
         # 1. what the model needs of the ranks, and what it costs
         base = base_model(model)
         check_model(base)
-        prompt = unsuitable_prompt(model)
-        if prompt is not None:
-            raise NotImplementedError(f"hf_flexseq does not support {prompt}")
+        adapter = unsuitable_adapter(model)
+        if adapter is not None:
+            raise NotImplementedError(f"hf_flexseq does not support {adapter}")
         self._adapters = None
         if adapted_experts(base):
             from hf_flexseq.hf.model.expert_adapters import ExpertAdapters

@@ -60,7 +60,7 @@ def text_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 def token_wise_places(model: PreTrainedModel) -> frozenset[Place]:
     """Return where layers of the class and configuration of `model` have modules that treat tokens
     alone. Raises UnknownMlps for a model of which no small one can be made."""
-    small = _small(model)
+    small = small_like(model)
     width = small.config.get_text_config().hidden_size
     hidden = torch.randn(1, TOKENS, width, dtype=torch.float64, generator=torch.Generator())
     places = set()
@@ -71,7 +71,7 @@ def token_wise_places(model: PreTrainedModel) -> frozenset[Place]:
     return frozenset(places)
 
 
-def _small(model: PreTrainedModel) -> PreTrainedModel:
+def small_like(model: PreTrainedModel) -> PreTrainedModel:
     """Return a small model in float64 on the CPU, in training mode."""
     kind = unsharded_class(model)
     try:

@@ -30,15 +30,6 @@ from hf_flexseq.steps.virtual_tokens import VirtualTokens
 
 _TRAINED = ("PROMPT_TUNING", "P_TUNING")
 
-# Why others of PEFT's methods with virtual tokens, or with attention of their own, are refused.
-_REASONS = {
-    "PREFIX_TUNING": "its keys are in no sequence, and every query would attend to them apart",
-    "CARTRIDGE": "its keys are in no sequence, and every query would attend to them apart",
-    "MULTITASK_PROMPT_TUNING": "its virtual tokens depend on the task of each example",
-    "CPT": "it weights the loss of tokens by the logits of its own call",
-    "ADAPTION_PROMPT": "it changes the layers' attention",
-}
-
 
 def virtual_tokens_of(model: nn.Module) -> int:
     """Return the number of virtual tokens that a model puts in front of a sequence; 0 for one
@@ -53,13 +44,11 @@ def unsuitable_prompt(model: nn.Module) -> str | None:
     None if there is none."""
     adapters = getattr(model, "peft_config", {})
     for config in adapters.values():
-        kind = _kind(config)
-        is_adaption = getattr(config, "is_adaption_prompt", False)
-        if not is_adaption and not getattr(config, "is_prompt_learning", False):
+        kind = kind_of(config)
+        if not getattr(config, "is_prompt_learning", False):
             continue
         if kind not in _TRAINED:
-            why = _REASONS.get(kind, "it is not known how it changes sequences")
-            return f"{kind} of PEFT ({why})"
+            return f"{kind} of PEFT (it is not known how it changes sequences)"
         if len(adapters) > 1:
             return f"{kind} of PEFT beside other adapters ({', '.join(adapters)})"
         reason = _unsuitable(model)
@@ -68,7 +57,8 @@ def unsuitable_prompt(model: nn.Module) -> str | None:
     return None
 
 
-def _kind(config: Any) -> str:
+def kind_of(config: Any) -> str:
+    """Return the name of the method of a configuration of PEFT, such as `LORA`."""
     kind = getattr(config, "peft_type", None)
     return str(getattr(kind, "value", kind))
 

@@ -17,6 +17,7 @@ from hf_flexseq.base.refusals import Refusal, option, refuse, together
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, OFFLOAD_FROM, is_sharded_at_load
 from hf_flexseq.config import FlexSeqArguments, refuse_removed
 from hf_flexseq.distributed.connect import capabilities_on
+from hf_flexseq.hf.adapters import unsuitable_adapter
 from hf_flexseq.hf.losses import (
     has_planned_loss,
     reads_figures,
@@ -28,7 +29,7 @@ from hf_flexseq.hf.losses import (
 from hf_flexseq.hf.model.liger import LOSSES
 from hf_flexseq.hf.model.loss import has_chunkable_loss
 from hf_flexseq.hf.model.own_loss import check_own_loss, own_loss_of
-from hf_flexseq.hf.model.prompts import unsuitable_prompt, virtual_tokens_of
+from hf_flexseq.hf.model.prompts import virtual_tokens_of
 from hf_flexseq.hf.model.quantized import outlier_threshold
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
@@ -310,10 +311,10 @@ TRAINER: tuple[Refusal[Any], ...] = (
         instead="leave device_map out",
     ),
     Refusal(
-        setting="prompt learning of PEFT but for prompt tuning and P-tuning",
-        found=lambda one: unsuitable_prompt(one.model),
-        why="virtual tokens stand for tokens of a causal language model, alike in all sequences",
-        instead="use prompt tuning, P-tuning without dropout, or LoRA",
+        setting="methods and options of PEFT that [are not exact](lora.md#methods-of-peft)",
+        found=lambda one: unsuitable_adapter(one.model),
+        why="a row has parts of several sequences, and virtual tokens are alike in all of them",
+        instead="use LoRA, prompt tuning, or another method that docs/lora.md lists as exact",
     ),
     Refusal(
         setting="label_smoothing_factor of SFTTrainer",

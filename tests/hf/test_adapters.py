@@ -1,0 +1,224 @@
+"""Every method of PEFT trains as under the plain trainers, or is refused by name."""
+
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from datasets import Dataset
+from peft import LoraConfig, PeftType, XLoraConfig, get_peft_model
+from peft import mapping as of_peft
+from peft.tuners.lora import LoraLayer, LoraModel
+from transformers import Trainer
+from trl import DPOConfig, DPOTrainer, SFTTrainer
+
+from hf_flexseq.base.versions import untested
+from hf_flexseq.hf import adapters
+from hf_flexseq.hf.adapters import EXACT, REFUSED, unsuitable_adapter
+from tests.hf.adapters import OPTIONS, VARIANTS, adapted, config_of, is_available
+from tests.hf.objectives import pairs
+from tests.hf.test_mixin import sft_trainer
+from tests.hf.test_trainer import dataset, float64_loss
+from tests.hf.tiny import refused, tiny_llama
+from tests.hf.trainers import trained, trainer_of, weights_apart, word_tokenizer
+from tests.ranks import run_cases
+
+PROMPTS = {"PROMPT_TUNING", "P_TUNING"}  # see test_prompts.py
+INEXACT = {  # by case: what the message says
+    "PREFIX_TUNING": "PREFIX_TUNING of PEFT .its keys are in no sequence",
+    "CARTRIDGE": "CARTRIDGE of PEFT .its keys are in no sequence",
+    "MULTITASK_PROMPT_TUNING": "MULTITASK_PROMPT_TUNING of PEFT .its virtual tokens depend",
+    "CPT": "CPT of PEFT .it weights the loss of tokens",
+    "ADAPTION_PROMPT": "ADAPTION_PROMPT of PEFT .it changes the layers' attention",
+    "LILY": "LILY of PEFT .it mixes experts by a mean over all tokens",
+    "POLY": "POLY of PEFT .it takes one task for each row",
+    "SHADOW": "SHADOW of PEFT .its second network attends over whole rows",
+    "LORA alora": r"alora_invocation_tokens=\[7, 8\] of PEFT's LORA .it looks for one invocation",
+    "LORA monteclora": "monteclora_config=.* of PEFT's LORA .its random numbers hold for all",
+    "LORA velora, average": "velora_config=.* of PEFT's LORA .it takes a mean over all tokens",
+    "LORA replicated": "layer_replication=.* of PEFT's LORA .copied layers have configurations",
+    "LOHA module dropout": "module_dropout=0.5 of PEFT's LOHA .its random numbers hold for all",
+    "LOKR rank dropout": "rank_dropout=0.5 of PEFT's LOKR .its random numbers hold for all",
+    "BOFT dropout": "boft_dropout=0.5 of PEFT's BOFT .its random numbers hold for all",
+    "PVERA seed": "generator_seed=0 of PEFT's PVERA .a recomputed layer would draw other numbers",
+}
+CASES = [name for name in (*OPTIONS, *VARIANTS) if is_available(name)]
+NOISY = ["PVERA"]  # its noise is drawn for each token, so weights are never those of another run
+TRAINED = [name for name in CASES if name not in (*INEXACT, *NOISY)]
+
+# Of the update. Some methods compute in float32, as does the loss of a head with an adapter, and
+# TRL computes log-probabilities of DPO in it.
+BOUNDS = dict.fromkeys(("ADAMSS", "ADAMSS asa", "C3A", "DEFT", "FOURIERFT"), 1e-5)
+BOUNDS["LORA embedding"] = 1e-6
+BOUND = {"trainer": 1e-10, "sft": 1e-10, "dpo": 1e-5}
+
+# What TRL or PEFT itself refuses.
+NOT_IN_TRL = {
+    "sft": ["LORA embedding"],
+    "dpo": ["LORA embedding", "LORA bias", "ADALORA", "PSOFT", *PROMPTS]
+    + ["LORA pissa", "LORA olora", "LORA mica"],
+}
+
+
+# ---- the tables
+
+
+@pytest.mark.skipif(untested("peft") is not None, reason="the tables hold for tested versions")
+def test_every_method_of_peft_is_in_a_table():
+    of_tables = EXACT | REFUSED.keys() | PROMPTS
+    assert {kind.value for kind in PeftType} <= of_tables
+    assert {name.partition(" ")[0] for name in (*TRAINED, *NOISY)} <= EXACT | PROMPTS
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name in INEXACT])
+def test_methods_that_look_beyond_a_token_are_refused_by_name(name, tmp_path):
+    model = tiny_llama()
+    model.peft_config = {"default": config_of(name)}
+    with refused(f"hf_flexseq does not support {INEXACT[name]}"):
+        trainer_of(Trainer, tmp_path, model=model, flexseq={})
+
+
+def test_methods_and_options_of_tokens_are_not_refused():
+    for name in {*TRAINED, *NOISY} - PROMPTS:
+        model = SimpleNamespace(peft_config={"default": config_of(name)})
+        assert unsuitable_adapter(model) is None, name
+    of_x_lora = SimpleNamespace(peft_config={"default": XLoraConfig(hidden_size=8, adapters={})})
+    assert "XLORA of PEFT (it runs the model twice" in unsuitable_adapter(of_x_lora)
+
+
+# ---- the trial
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("LORA", None),
+        ("OFT", None),
+        ("PVERA", None),
+        ("TRAINABLE_TOKENS", None),
+        ("LILY", "the first module whose output differs is .*layers.0.self_attn.q_proj"),
+        ("ADALORA", "it adds .* to the loss of every call"),
+        ("LOHA module dropout", "its random numbers hold for all tokens of a call"),
+        ("LORA replicated", "the first module whose output differs"),
+        ("POLY", "it could not be tried on a small model: task_ids should not be None"),
+    ],
+)
+def test_a_method_that_is_in_no_table_is_tried(name, said, monkeypatch, tmp_path):
+    if not is_available(name):
+        pytest.skip("this version of PEFT does not have it")
+    for table in ("EXACT", "REFUSED", "REFUSED_OPTIONS"):
+        monkeypatch.setattr(adapters, table, {})
+    model = get_peft_model(tiny_llama(torch.float32), config_of(name))
+    if said is None:
+        assert unsuitable_adapter(model) is None
+        return
+    with refused(f"{name.partition(' ')[0]} of PEFT, which is in no table .*{said}"):
+        trainer_of(Trainer, tmp_path, model=model, flexseq={})
+
+
+class NewConfig(LoraConfig):
+    def __post_init__(self):
+        super().__post_init__()
+        self.peft_type = "NEW"
+
+
+class NewModel(LoraModel):
+    mixes = False
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for layer in self.modules():
+            if self.mixes and isinstance(layer, LoraLayer):
+                layer.register_forward_hook(lambda _, given, out: out + out.mean(1, True))
+
+
+def new_adapter(monkeypatch, *, mixes):
+    monkeypatch.setitem(of_peft.PEFT_TYPE_TO_CONFIG_MAPPING, "NEW", NewConfig)
+    monkeypatch.setitem(of_peft.PEFT_TYPE_TO_TUNER_MAPPING, "NEW", NewModel)
+    monkeypatch.setitem(of_peft.PEFT_TYPE_TO_PREFIX_MAPPING, "NEW", "lora_")
+    monkeypatch.setattr(NewModel, "mixes", mixes)
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    return get_peft_model(tiny_llama(), NewConfig(task_type="CAUSAL_LM", **options))
+
+
+def test_an_unknown_method_of_tokens_trains_exactly_and_one_of_rows_is_refused(
+    monkeypatch, tmp_path
+):
+    runs = []
+    for flexseq in (None, {"max_tokens_per_rank": 64}):
+        model = new_adapter(monkeypatch, mixes=False)
+        if flexseq is None:
+            model.get_base_model().loss_function = float64_loss
+        trainer = trainer_of(Trainer, tmp_path, model=model, flexseq=flexseq, batch=4)
+        runs.append(trained(trainer))
+    assert weights_apart(*runs) < 1e-10
+    with refused("NEW of PEFT, which is in no table .*the first module whose output differs"):
+        trainer_of(Trainer, tmp_path, model=new_adapter(monkeypatch, mixes=True), flexseq={})
+
+
+# ---- training
+
+
+def rows():
+    """Documents, most of which have tokens 7 and 8 in the middle."""
+    examples = dataset(16)
+    for example in examples:
+        tokens = example["input_ids"]
+        tokens[len(tokens) // 3 : len(tokens) // 3 + 2] = [7, 8][: len(tokens)]
+    return examples
+
+
+def make_trainer(kind, name, ours, folder, batch):
+    """A trainer of two steps, each of several micro-batches."""
+    model = adapted(name)
+    cap = {"max_tokens_per_rank": 64}
+    settings = {"model": model, "max_steps": 2, "learning_rate": 1.0, "batch": batch}
+    settings["flexseq"] = cap if ours else None
+    if kind == "sft":
+        data = Dataset.from_list(rows())
+        return sft_trainer(
+            SFTTrainer, folder, settings.pop("batch"), train_dataset=data, **settings
+        )
+    if kind == "trainer":
+        if not ours:
+            model.get_base_model().loss_function = float64_loss
+        return trainer_of(Trainer, folder, train_dataset=rows(), **settings)
+    own = {"bf16": False, "gradient_checkpointing": False, "max_length": None, "beta": 0.5}
+    own |= {"processing_class": word_tokenizer(), "data_collator": None}
+    return trainer_of(
+        DPOTrainer, folder, config=DPOConfig, train_dataset=pairs(16), **own, **settings
+    )
+
+
+def run(rank, world_size, kind, name, folder, ours=True, batch=2):
+    datasets.disable_progress_bars()
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    torch.manual_seed(0)
+    return trained(make_trainer(kind, name, ours, folder, batch), evaluates=False)
+
+
+SOME = [
+    *(("trainer", name) for name in ("ADALORA", "OSF", "LORA tokens")),
+    ("sft", "ADALORA"),
+    ("dpo", "OFT"),
+]
+ALL = [(kind, name) for kind in BOUND for name in TRAINED if name not in NOT_IN_TRL.get(kind, ())]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "cases",
+    [SOME, pytest.param(ALL, marks=[pytest.mark.nightly, pytest.mark.timeout(1200)])],
+    ids=["some", "all"],
+)
+def test_adapters_train_as_under_the_plain_trainers(cases, tmp_path):
+    cases = [case for case in cases if is_available(case[1])]
+    by_case = run_cases(run, 2, [(*case, tmp_path) for case in cases], seconds=900)
+    for (kind, name), by_rank in zip(cases, by_case, strict=True):
+        stock = run(0, 1, kind, name, tmp_path, ours=False, batch=4)
+        packed = run(0, 1, kind, name, tmp_path, batch=4)
+        bound = max(BOUND[kind], BOUNDS.get(name, 0))
+        for ours in (packed, *by_rank):
+            assert weights_apart(stock, ours) < bound, (kind, name)
