@@ -7,8 +7,7 @@ model in float64 with such adapters, none of which is zero, is probed on ranks t
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from hf_flexseq.hf.model.mlp_trial import small_like
 from hf_flexseq.hf.model.prompts import kind_of, unsuitable_prompt
 from hf_flexseq.hf.probe import SHARED, lively_copy, probe_model
 
-ADALORA = "ADALORA"
 EXACT = frozenset(
     {
         *("ADALORA", "ADAMSS", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD"),
@@ -49,8 +47,7 @@ REFUSED_OPTIONS = {
     "layer_replication": "copied layers have configurations, and so attention, of their own",
     "generator_seed": "a recomputed layer would draw other numbers, and ranks the same ones",
     **dict.fromkeys(
-        ("monteclora_config", "boft_dropout", "rank_dropout", "module_dropout"),
-        f"{_ONCE}; leave it out",
+        ("monteclora_config", "boft_dropout", "rank_dropout", "module_dropout"), _ONCE
     ),
 }
 
@@ -68,8 +65,7 @@ def unsuitable_adapter(model: nn.Module) -> str | None:
             is_of_tokens = getattr(value, "init_type", "") == "random" or kind == "DELORA"
             if is_set and not is_of_tokens:
                 return f"{option}={value!r} of PEFT's {kind} ({why})"
-        is_prompt = getattr(config, "is_prompt_learning", False)  # `model/prompts.py` knows them
-        if not is_prompt and (kind not in EXACT or untested("peft")):
+        if not config.is_prompt_learning and (kind not in EXACT or untested("peft")):
             reason = _try(model, name, config)
             if reason is not None:
                 return f"{kind} of PEFT, which is in no table ({reason})"
@@ -81,8 +77,7 @@ def _try(model: Any, name: str, config: Any) -> str | None:
     from peft import get_peft_model
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    ids = torch.arange(8).expand(2, -1)
-    labels = torch.full_like(ids, IGNORE_INDEX)
+    ids, labels = torch.arange(8).expand(2, -1), torch.full((2, 8), IGNORE_INDEX)
     with Attempt() as trying, torch.random.fork_rng(devices=[]):
         small = get_peft_model(small_like(base).float(), copy.deepcopy(config), adapter_name=name)
         wrong = probe_model(small, strategies=SHARED[:1], changes=())
@@ -98,10 +93,9 @@ def _try(model: Any, name: str, config: Any) -> str | None:
     return wrong[0] if wrong else None
 
 
-@contextmanager
-def term_of_step(model: Any) -> Iterator[None]:
-    """Let AdaLoRA add its term, which is none of tokens, once to a step inside the block: to every
-    planned call by its part of the step's targets."""
+def term_of_step(model: Any) -> Callable[[], None]:
+    """Let AdaLoRA add its term, which is none of tokens, once to a step: to every planned call by
+    its part of the step's targets. Returns what undoes this."""
     tuner = model.base_model
     config = tuner.peft_config[tuner.trainable_adapter_name]
     whole, forward = config.orth_reg_weight, tuner.forward
@@ -118,7 +112,4 @@ def term_of_step(model: Any) -> Iterator[None]:
             config.orth_reg_weight = whole
 
     tuner.forward = with_part
-    try:
-        yield
-    finally:
-        del tuner.forward
+    return lambda: delattr(tuner, "forward")

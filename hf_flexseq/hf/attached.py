@@ -34,7 +34,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.adapters import ADALORA, term_of_step
+from hf_flexseq.hf.adapters import term_of_step
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.compiled import compiled_regions
 from hf_flexseq.hf.model.buckets import early_buckets
@@ -48,7 +48,7 @@ from hf_flexseq.hf.model.loss import Total, attach_chunked_loss
 from hf_flexseq.hf.model.meta_model import attention_of_text
 from hf_flexseq.hf.model.neftune import EmbeddingNoise
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
-from hf_flexseq.hf.model.prompts import TrainedPrompt, kind_of, virtual_tokens_of
+from hf_flexseq.hf.model.prompts import TrainedPrompt, virtual_tokens_of
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.hf.model.reentrant import NonReentrant
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
@@ -243,8 +243,8 @@ class AttachedModel:
             """Virtual tokens that the model puts in front of each sequence."""
             if self.virtual_tokens:
                 attached.callback(TrainedPrompt(model, base).detach)
-            if ADALORA in map(kind_of, getattr(model, "peft_config", {}).values()):
-                attached.enter_context(term_of_step(model))
+            if hasattr(model.base_model, "trainable_adapter_name"):  # of AdaLoRA
+                attached.callback(term_of_step(model))
             for hook in refuse_noise(base):
                 attached.callback(hook.remove)
             self._attached = attached.pop_all()  # what `detach` undoes, as does an error before

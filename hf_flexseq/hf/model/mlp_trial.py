@@ -72,12 +72,12 @@ def token_wise_places(model: PreTrainedModel) -> frozenset[Place]:
 
 
 def small_like(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a small model in float64 on the CPU, in training mode."""
+    """Return a small model of the class of `model`, in float64 on the CPU, in training mode."""
     kind = unsharded_class(model)
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), without_sharding():
             config = small_config(kind, plain_options(model.config.to_diff_dict()))
-            small: PreTrainedModel = kind._from_config(config, dtype=torch.float64)
+            small: PreTrainedModel = kind._from_config(config, experts_implementation="eager")
     except FAULTS as error:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UnknownMlps(f"no small {kind.__name__} could be made ({what})") from error
