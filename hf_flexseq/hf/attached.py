@@ -25,7 +25,7 @@ sample. Such a call uses the model's own attention and loss (`AttentionByCall`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,16 +62,14 @@ from hf_flexseq.steps.images import UnsupportedImages
 
 class AttentionByCall:
     """Gives a model our attention in planned calls, which have `seq_ctx`, its own in all others.
-
-    Others come between planned ones, to a trained model as well as to a reference.
-    """
+    These come between planned ones, to a trained model as well as to a reference."""
 
     def __init__(self, base: PreTrainedModel) -> None:
         self._base = base
         self._own: str = base.config._attn_implementation
         self._other_call: tuple[nn.Module, ExitStack] | None = None  # call without `seq_ctx`
-        self.in_others: list[Callable[[], AbstractContextManager[None]]] = []
-        """Further surroundings of calls without `seq_ctx`."""
+        self.in_others: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Returns what else surrounds a call without `seq_ctx`."""
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -80,55 +78,51 @@ class AttentionByCall:
         with ExitStack() as attached:
             for entry in {self._base, self._base.base_model}:  # and the decoder below the head
                 begin = entry.register_forward_pre_hook(
-                    self._begin_call, with_kwargs=True, prepend=True
+                    self._begin, with_kwargs=True, prepend=True
                 )
-                end = entry.register_forward_hook(self._end_call, always_call=True)
+                end = entry.register_forward_hook(self._end, always_call=True)
                 attached.callback(begin.remove)
                 attached.callback(end.remove)
             try:
                 yield
             finally:
-                if self._base.config._attn_implementation == NAME:
-                    self._set(self._own)
+                self._set(None)
 
-    def _begin_call(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Restore our attention for a planned call, the model's own for one without `seq_ctx`."""
         if kwargs.get("seq_ctx") is not None:
-            self._end_interrupted_call()
+            self._end_interrupted()
             self._set(NAME)
         elif self._base.config._attn_implementation == NAME:
             own = ExitStack()
             own.enter_context(self.own())
-            for surroundings in self.in_others:
-                own.enter_context(surroundings())
+            own.enter_context(self.in_others())
             self._other_call = (module, own)
 
-    def _end_call(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
-        """Undo what `_begin_call` of the same module has done for a call without `seq_ctx`."""
+    def _end(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+        """Undo what `_begin` of the same module has done for a call without `seq_ctx`."""
         if self._other_call is not None and self._other_call[0] is module:
             _, own = self._other_call
             self._other_call = None
             own.close()
 
-    def _end_interrupted_call(self) -> None:
-        """Undo what `_begin_call` has done for a call that an interrupt has ended, such as Ctrl-C
+    def _end_interrupted(self) -> None:
+        """Undo what `_begin` has done for a call that an interrupt has ended, such as Ctrl-C
         in a generation: torch runs no hook after it. A planned call inside of another call is
         given our attention by its caller."""
         if self._other_call is not None and self._base.config._attn_implementation != NAME:
-            self._end_call(self._other_call[0], (), None)
+            self._end(self._other_call[0], (), None)
 
     def own(self) -> AbstractContextManager[None]:
         """Restore the model's own attention inside a block, for generation."""
-        return self._chosen(self._own)
+        return self._chosen(None)
 
     def planned(self) -> AbstractContextManager[None]:
         """Use our attention inside a block, even within `own`."""
         return self._chosen(NAME)
 
     @contextmanager
-    def _chosen(self, name: str) -> Iterator[None]:
+    def _chosen(self, name: str | None) -> Iterator[None]:
         former = self._base.config._attn_implementation
         self._set(name)
         try:
@@ -136,11 +130,12 @@ class AttentionByCall:
         finally:
             self._set(former)
 
-    def _set(self, name: str) -> None:
-        """Change the model's attention, of which the user may have chosen another meanwhile."""
+    def _set(self, name: str | None) -> None:
+        """Change the model's attention; None for its own, which the user may have changed."""
         current = self._base.config._attn_implementation
         if current != NAME:
             self._own = current
+        name = name or self._own
         if current != name:
             self._base.set_attn_implementation(attention_of_text(self._base, name))
 
@@ -222,7 +217,7 @@ class AttachedModel:
             self._chunked_loss = attach_chunked_loss(model, total)
             if self._chunked_loss is not None:
                 attached.callback(self._chunked_loss.detach)
-                self.attention.in_others.append(self._chunked_loss.disabled)
+                self.attention.in_others = self._chunked_loss.disabled
             self.router = RouterLoss(model, base) if asks_for_router_loss(base) else None
             """Router loss, if the model computes one."""
             if self.router is not None:
@@ -232,11 +227,10 @@ class AttachedModel:
             attached.callback(self.tiles.detach)
             self.token_columns = needed_columns(base)
             """Columns to dispatch with every token, besides those that were drawn."""
-            for entry in {base, base.base_model}:
-                begin = entry.register_forward_pre_hook(
-                    self._begin_call, with_kwargs=True, prepend=True
-                )
-                attached.callback(begin.remove)
+            begin = base.base_model.register_forward_pre_hook(
+                self._begin_planned, with_kwargs=True, prepend=True
+            )
+            attached.callback(begin.remove)
             if settings.noise is not None:
                 attached.callback(EmbeddingNoise(base).detach)
             self.virtual_tokens = virtual_tokens_of(model)
@@ -272,15 +266,14 @@ class AttachedModel:
         """Restore the model's attention and loss, and accelerate's DDP handler."""
         self._attached.close()
 
-    def _begin_call(
+    def _begin_planned(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Prepare a planned call, in which the decoder makes no cache unless it is asked for
-        one."""
+        """Prepare a planned call of the decoder, which makes no cache unless asked for one."""
         if kwargs.get("seq_ctx") is None:
             return None
         self._checkpointing.replace()
-        if module is not self.base.base_model or kwargs.get("use_cache") is not None:
+        if kwargs.get("use_cache") is not None:
             return None
         # The Trainer's use_cache=False does not reach a text model with options of its own.
         return args, {**kwargs, "use_cache": False}

@@ -113,12 +113,14 @@ class GradientReduction:
         """Return a context for all micro-batches of a step. Raises NotImplementedError for
         parameters frozen or unfrozen under a wrapper that has to reduce them itself."""
         is_ddp = isinstance(model, DistributedDataParallel)
+        kind = self.accelerator.distributed_type
+        is_fsdp1 = kind == DistributedType.FSDP and not self.accelerator.is_fsdp2
+        is_fixed = model._comm_hooks if is_ddp else is_fsdp1 or kind == DistributedType.DEEPSPEED
         has_changed = _trains_others(model)
-        if has_changed and (model._comm_hooks if is_ddp else self._reduces_as_made):
+        if has_changed and is_fixed:
             raise NotImplementedError(
-                "parameters were frozen or unfrozen after the model was prepared, of which "
-                "DeepSpeed, FSDP1 and a communication hook of DDP learn nothing: leave "
-                "requires_grad as it was, or use FSDP2, or DDP without a hook"
+                "parameters were frozen or unfrozen after the model was prepared, as DeepSpeed, "
+                "FSDP1 and a hook of DDP do not allow: leave requires_grad as it was, or use FSDP2"
             )
         if not is_ddp:
             return nullcontext()
@@ -128,13 +130,6 @@ class GradientReduction:
         if is_partial or (is_ordered and not self.lockstep):
             return instead_of_ddp(model, self.communicator, used_alone=is_partial)
         return nullcontext()
-
-    @property
-    def _reduces_as_made(self) -> bool:
-        """True if the model is wrapped for the parameters that are trained at first."""
-        is_fsdp = self.accelerator.distributed_type == DistributedType.FSDP
-        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        return is_deepspeed or (is_fsdp and not self.accelerator.is_fsdp2)
 
     @contextmanager
     def _accumulating(self, model: nn.Module, fsdp_before_last: BeforeLast) -> Iterator[None]:

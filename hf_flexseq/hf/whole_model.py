@@ -25,7 +25,7 @@ from hf_flexseq.attention.contexts import ModelContexts
 from hf_flexseq.config import AS_SET
 from hf_flexseq.cost import CostModel
 from hf_flexseq.hf.adapters import unsuitable_adapter
-from hf_flexseq.hf.attached import AttachedModel, ModelSettings
+from hf_flexseq.hf.attached import AttachedModel, AttentionByCall, ModelSettings
 from hf_flexseq.hf.executors import EngineSetup, base_model, kernel_of, planner_of
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.divided import is_fully_sharded
@@ -393,13 +393,10 @@ class WholeModelExecutor:
         """Return what yields the sequences of calls; see `AttachedModel.rows_of`."""
         return self._attached_model.rows_of(calls)
 
-    def own_attention(self) -> AbstractContextManager[None]:
-        """Give the attached model its own attention back inside the block, to generate with."""
-        return self._attached_model.attention.own()
-
-    def planned_attention(self) -> AbstractContextManager[None]:
-        """Use our attention inside the block, even within `own_attention`."""
-        return self._attached_model.attention.planned()
+    @property
+    def attention(self) -> AttentionByCall:
+        """What gives the attached model its own attention or ours."""
+        return self._attached_model.attention
 
     def beside(self, model: PreTrainedModel) -> Callable[[Shard], SequenceContext]:
         """Return what makes the contexts of another model, which runs on the micro-batches of the

@@ -189,7 +189,7 @@ class Answers:
                 number=self._trainer.state.global_step,
                 forward_only=True,
             )
-            with self._engine.whole_model.planned_attention():
+            with self._engine.whole_model.attention.planned():
                 found = self.figures(step, model)
             (figures,) = self.split(found, [call])
         return self._head.answer(call, figures, given)

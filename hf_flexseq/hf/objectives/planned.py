@@ -115,7 +115,7 @@ class PlannedLoss:
         if not rolls_out(self._trainer):
             yield
             return
-        with self.answers.pausing(True), self._engine.whole_model.own_attention():
+        with self.answers.pausing(True), self._engine.whole_model.attention.own():
             yield
 
     # ---- a step
@@ -131,7 +131,7 @@ class PlannedLoss:
             policy_calls = [own.policy for own in calls]
             step = self.drawing.planned_step(policy_calls)
             # 3. whatever is asked without gradients, before the first pass keeps a graph
-            with self._engine.whole_model.planned_attention():
+            with self._engine.whole_model.attention.planned():
                 if not isinstance(self._head, Divergences):  # whose figures are of two models
                     self._trial.run(step.row, model, self._figures)
                 self._foresee(step, model, calls)
