@@ -86,6 +86,12 @@ def _loss_of_samples(case: Predicting) -> str | None:
 
 PREDICTIONS: tuple[Refusal[Predicting], ...] = (
     Refusal(
+        setting="predict_with_generate=True",
+        found=lambda case: getattr(case.trainer.args, "predict_with_generate", False),
+        why="predictions are made of logits of the given tokens, and none are generated",
+        instead=f"set it to False and generate in the callback event on_evaluate, or {_LOSS_ONLY}",
+    ),
+    Refusal(
         setting="trainers of TRL that predict tokens",
         found=lambda case: has_fused_head(case.trainer) and type(case.trainer).__name__,
         why="its head returns no logits",
