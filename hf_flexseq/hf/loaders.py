@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, cycle, islice
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
 from transformers.trainer_utils import has_length
@@ -116,20 +117,49 @@ class UnrepeatedShard(IterableDatasetShard):
     """A process's samples of a stream, without accelerate's repeats in the last batch. In each
     round the first samples are process 0's batch, the next ones process 1's, and so on."""
 
+    last_round: torch.Tensor | None
+    """Gets the number of the last round's samples, a scalar that a worker shares. These are then
+    followed by the repeats that accelerate puts in."""
+
     def __iter__(self) -> Iterator[Any]:
         samples = iter(self.dataset)
         batch_size = self.batch_size
         if self.split_batches:
             batch_size = self.batch_size // self.num_processes
         first = self.process_index * batch_size
+        filling: list[Any] = []
         while one_round := list(islice(samples, batch_size * self.num_processes)):
-            yield from one_round[first : first + batch_size]
+            if self.last_round is not None:
+                self.last_round.fill_(len(one_round))
+                filling = filling or one_round
+            yield from islice(chain(one_round, cycle(filling)), first, first + batch_size)
+
+
+class CountedBatches(LoaderProxy):
+    """A loader that tells accelerate of repeats in a stream's last batch: metrics omit them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = self.dataloader
+        if type(getattr(loader, "dataset", None)) is not IterableDatasetShard:
+            yield from loader
+            return
+        if loader.num_workers > 1:
+            raise ValueError(
+                f"dataloader_num_workers={loader.num_workers}: each repeats samples in its last "
+                "batch of a stream, which metrics would count: set it to 1"
+            )
+        last_round = torch.zeros((), dtype=torch.int64).share_memory_()
+        with without_repeats(loader, but_in=last_round):
+            for batch in loader:
+                loader.remainder = int(last_round)  # of no effect before the last batch
+                yield batch
 
 
 @contextmanager
-def without_repeats(dataloader: Any) -> Iterator[None]:
+def without_repeats(dataloader: Any, but_in: torch.Tensor | None = None) -> Iterator[None]:
     """Make the loader give every sample once inside this block, without accelerate's filling of
-    the last round (`even_batches`). Ranks may then draw different numbers of batches."""
+    the last round (`even_batches`). Ranks may then draw different numbers of batches. but_in: see
+    `UnrepeatedShard.last_round`."""
     sampler: Any = getattr(dataloader, "batch_sampler", None)
     dataset: Any = getattr(dataloader, "dataset", None)
     repeats = isinstance(sampler, BatchSamplerShard) and sampler.even_batches
@@ -140,6 +170,7 @@ def without_repeats(dataloader: Any) -> Iterator[None]:
         # The loader keeps the dataset itself, with its workers and buffers, and offers no way to
         # put another one in: what this one does when it is iterated is changed by its class.
         dataset.__class__ = UnrepeatedShard
+        dataset.last_round = but_in
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_flexseq.hf.engine import FlexSeqEngine
-from hf_flexseq.hf.loaders import batches_on_host
+from hf_flexseq.hf.loaders import CountedBatches, batches_on_host
 from hf_flexseq.hf.predictions import TokenPredictions
 from hf_flexseq.hf.refusals.predictions import check_predictions
 
@@ -107,7 +107,7 @@ class StepLoss(ABC):
         self._tokens = TokenPredictions(self._trainer, self._engine)
         try:
             with self._tokens.in_loop(), batches_on_host(dataloader):
-                yield dataloader
+                yield CountedBatches(dataloader)
         finally:
             self._tokens = None
 

@@ -400,8 +400,7 @@ class FlexSeqMixin(PartOfModelMixin):
 
         A loss that is a sum over tokens is summed over all target tokens of the set, so that it
         does not depend on batch size or world size; samples repeated to fill the last batch do not
-        count, except those of a stream when predictions are wanted, where nothing marks them. A
-        loss on whole samples is the Trainer's mean over batches.
+        count. A loss on whole samples is the Trainer's mean over batches.
         """
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only

@@ -5,7 +5,16 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM, Trainer
+from torch.utils.data import IterableDataset
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_flexseq import DataCollatorForFlexSeq
@@ -166,6 +175,71 @@ def test_metrics_get_the_arrays_of_the_plain_trainer(tmp_path):
                 )
 
 
+# ---- streams
+
+
+class Stream(IterableDataset):
+    """So many documents without a length; `column` alone where it is given."""
+
+    def __init__(self, count, column=None):
+        self.rows = documents((LENGTHS * 2)[:count])
+        if column is not None:
+            self.rows = [{column: row[column]} for row in self.rows]
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+STREAMS = {  # rows, and options
+    "7 rows": (7, {}),
+    "a rank has none": (5, {"base": OwnLoss, "eval_accumulation_steps": 1}),
+    "less than a round": (3, {"batch_eval_metrics": True, "include_for_metrics": []}),
+    "no repeats": (8, {"dataloader_drop_last": True}),
+    "a worker": (7, {"dataloader_num_workers": 1, "per_device_eval_batch_size": 3}),
+}
+
+
+def streamed(rank, world_size, flex, folder):
+    """Metrics, the arrays that make them, and what predict() returns: of a stream in ours, of a
+    list in the stock trainer, where repeats are known."""
+    found = {}
+    for name, (count, options) in STREAMS.items():
+        rows = Stream(count) if flex else Stream(count).rows
+        seen = Seen()
+        given = {"compute_metrics": seen, "include_for_metrics": ["inputs"], **showing(best)}
+        trainer = make(flex, folder, cap=61, **given | options)
+        metrics = trainer.evaluate({"one": rows, "two": rows})
+        assert metrics["eval_one_loss"] == metrics["eval_two_loss"]
+        output = trainer.predict(rows)
+        if flex and name == "7 rows":
+            workers = make(flex, folder, **given, dataloader_num_workers=2)
+            with refused("dataloader_num_workers=2.*set it to 1", ValueError):
+                workers.evaluate(rows)
+        found[name] = (seen.arrays, metrics["eval_one_hits"], metrics["eval_one_loss"])
+        found[name] += (output.predictions, output.label_ids)
+    return found
+
+
+@pytest.mark.processes
+def test_no_sample_of_a_stream_counts_twice(tmp_path):
+    wanted, found = run_cases(streamed, 2, [(False, tmp_path), (True, tmp_path)])
+    for name, (count, _) in STREAMS.items():
+        with torch.no_grad():
+            loss = float(reference_loss(tiny_llama(), Stream(count).rows))
+        for stock, ours in zip(wanted, found, strict=True):
+            assert ours[name][1] == stock[name][1], name
+            assert ours[name][2] == pytest.approx(loss, rel=1e-10), name
+            for own, arrays in zip(ours[name][0], stock[name][0], strict=True):
+                assert len(own[1]) == len(arrays[1])
+                np.testing.assert_array_equal(own[1], arrays[1])
+                np.testing.assert_array_equal(own[3], arrays[3])
+            lengths = (LENGTHS * 2)[:count]
+            np.testing.assert_array_equal(ours[name][4], stock[name][4])
+            np.testing.assert_array_equal(
+                at_tokens(ours[name][3], lengths), at_tokens(stock[name][3], lengths)
+            )
+
+
 class ScaledForCausalLM(LlamaForCausalLM):
     """Does something to its logits, so that it keeps its own loss."""
 
@@ -247,6 +321,48 @@ def test_labels_of_other_names(tmp_path):
     for own, wanted in zip(ours.label_ids, stock.label_ids, strict=True):
         np.testing.assert_array_equal(own, wanted)
     np.testing.assert_array_equal(at_tokens(ours.predictions), at_tokens(stock.predictions))
+
+
+class Generates(TrainerCallback):
+    """Generates as Seq2SeqTrainer does, after each evaluation."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_evaluate(self, args, state, control, model=None, **given):
+        batch = padded(documents(LENGTHS[:2]))
+        self.found.append(model.generate(**batch, max_length=60, pad_token_id=0).numpy())
+
+
+def neox():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    dropout = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(num_hidden_layers=2, vocab_size=VOCAB, **sizes, **dropout)
+    config.pad_token_id = config.eos_token_id = 0
+    return GPTNeoXForCausalLM(config).double()
+
+
+@pytest.mark.parametrize("model", [tiny_llama, neox])
+def test_generated_predictions_are_refused_and_a_callback_has_them(tmp_path, model):
+    """Stock has them at the first step; ours while it trains, at the same weights."""
+    generates = {"base": Seq2SeqTrainer, "config": Seq2SeqTrainingArguments}
+    generates |= {"predict_with_generate": True, "generation_max_length": 60}
+    given = {**generates, "compute_metrics": Seen(), **showing(best)}
+    what = "does not support predict_with_generate=True with compute_metrics.*on_evaluate"
+    with refused(what):
+        make(True, tmp_path, model=model(), **given)
+    with refused(what):
+        make(True, tmp_path, model=model(), **generates).predict(documents(LENGTHS))
+
+    stock = make(False, tmp_path, model=model(), **generates).predict(documents(LENGTHS[:2]))
+    callback = Generates()
+    while_it_trains = {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.0}
+    given |= while_it_trains | {"prediction_loss_only": True, "callbacks": [callback]}
+    make(True, tmp_path, model=model(), **given).train()
+    assert len(callback.found) == 2
+    for found in callback.found:
+        np.testing.assert_array_equal(found, stock.predictions[:, : found.shape[1]])
 
 
 def test_loss_only_needs_nothing(tmp_path):
