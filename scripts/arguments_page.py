@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[1] / "docs/arguments.md"
 INTRODUCTION = """\
 # Options of transformers and TRL
 
-What becomes of each option of `TrainingArguments` (transformers 5.23), `SFTConfig`, `DPOConfig`
+What becomes of each option of `TrainingArguments` (transformers 5.24), `SFTConfig`, `DPOConfig`
 and `GRPOConfig` (TRL 1.16) under hf_flexseq. `KTOConfig`, `RewardConfig` and `RLOOConfig` share
 most of them. The words of the second column:
 

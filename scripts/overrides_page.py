@@ -117,7 +117,7 @@ Subclasses of a trainer, hooks on modules, callbacks and collators run your own 
 On planned steps such code works as under the plain Trainer. Otherwise the trainer refuses it, at
 the latest in the first step, with one line that names it and says what to change. The log names
 each intended difference once, and [differences](differences.md) gives the reason. This page lists
-every place for such code in transformers 5.23 and TRL 1.16.
+every place for such code in transformers 5.24 and TRL 1.16.
 
 Code counts as yours if it is defined outside of the known packages. So a function that you assign
 to a trainer, to a class or to a file of transformers counts as well, and so does a decorator.

@@ -9,6 +9,7 @@ What only some of these versions have is asked for here, and nowhere else:
     "offload" among the options of checkpointing       5.17     refused
     mm_encoder_outputs of a model's forward            5.18     examples with images are refused
     Trainer._save on all ranks, and not on the writer  5.23     `saves_on_writers`
+    cache among the arguments of layers                5.24     the name is past_key_values
     fused_lm_head of DPO, KTO, GRPO and RLOO           TRL 1.15 refused: losses read logits
     fused_lm_head of SFT                               TRL 1.15 with 'chunked_nll' alone, and rows
                                                                 share no prefixes
@@ -29,7 +30,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 TESTED: dict[str, tuple[str, str]] = {
-    "transformers": ("5.16.1", "5.23.0"),
+    "transformers": ("5.16.1", "5.24.0"),
     "accelerate": ("1.13.0", "1.15.0"),
     "trl": ("1.9.0", "1.16.0"),
     "peft": ("0.18.0", "0.21.2"),

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.topology import Topology
+from hf_flexseq.base.versions import is_older
 from tests.budget import examples, others_nightly
 from tests.hf import hybrids
 from tests.hf.by_hand import TWO_NODES, worst_error
@@ -38,6 +39,10 @@ LATENT = {
     "v_head_dim": 6,
 }
 GROUPS = {"n_group": 2, "topk_group": 1}
+LOOPS = {"n_input_layers": 1, "n_output_layers": 1, "n_recurrent_loops": 2}
+MIXED_TWICE = {"layer_types": ["sliding_attention", "full_attention"] * 2, **WINDOW}
+NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+FROM_5_24 = ("Dory", "CodeGen", "GPTJ")
 SHARED_KEYS = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -110,6 +115,10 @@ FAMILIES = {
     },
     "MiMoV2Flash": {"head_dim": 8, "v_head_dim": 6, **ROUTED_N, **MIXED},
     "Gemma3n": {"head_dim": 8, "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0], **SHARED_KEYS},
+    # transformers 5.24 added the first, and brought the others to its attention interface.
+    "Dory": {"head_dim": 8, "num_hidden_layers": 4, **LOOPS, **MIXED_TWICE},
+    "CodeGen": {"rotary_dim": 4, **NO_DROPOUT},
+    "GPTJ": {"rotary_dim": 4, **NO_DROPOUT},
     # Like some of the families above.
     "Afmoe": {"head_dim": 8, **ROUTED, "num_dense_layers": 1, **MIXED},
     "AXK1": {**LATENT, **ROUTED_N, **GROUPS},
@@ -132,16 +141,18 @@ FAMILIES = {
 }
 # One of each code path: no layer kinds, a window, softcaps, shared keys and two head sizes, sinks
 # and experts, chunks and counted positions, latent attention, values of another size than queries,
-# two attentions in a layer, an own scale, learned positions, sparse activations. Positions of
-# longrope are in test_positions.py.
+# two attentions in a layer, an own scale, learned positions, sparse activations, layers that run
+# twice. Positions of longrope are in test_positions.py.
 TRIED = (
     *("Llama", "Mistral with a window", "Gemma2", "Gemma4 with shared keys", "GptOss", "Llama4"),
-    *("DeepseekV3", "MiMoV2Flash", "LongcatFlash", "Granite", "OPT", "Gemma3n"),
+    *("DeepseekV3", "MiMoV2Flash", "LongcatFlash", "Granite", "OPT", "Gemma3n", "Dory"),
 )
 
 
 def make_model(family, **others):
     """A tiny model of a family; others: of its configuration."""
+    if family in FROM_5_24 and is_older("transformers", "5.24"):
+        pytest.skip(f"{family} trains from transformers 5.24 on")
     kind = getattr(transformers, family.split()[0] + "ForCausalLM")
     torch.manual_seed(0)
     config = kind.config_class(**{**SIZES, **FAMILIES[family], **others})

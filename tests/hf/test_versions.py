@@ -144,6 +144,7 @@ def test_an_older_sft_trainer_reads_logits_or_sums(older, options, monkeypatch, 
     monkeypatch.setattr(trainer.args, "loss_type", "nll", raising=False)
     for name, value in options.items():
         monkeypatch.setattr(trainer.args, name, value)
+    older(trl="1.15.0")
     assert reads_logits_of_all_tokens(trainer) is None
     assert not reads_sums(trainer)
     older(trl="1.14.2")

@@ -152,6 +152,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 6}},
     "lfm2_vl": {"downsample_factor": 2},
     "vipllava": {"vision_feature_layers": [-2, -1]},
+    # Layers between the first and the last run in loops. Its scales are divided by the range.
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": None, "n_output_layers": 1}
+    | {"initializer_range": 1.0},
 }
 TEXT_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
 
