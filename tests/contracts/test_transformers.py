@@ -20,9 +20,14 @@ from transformers.integrations.liger import apply_liger_kernel
 from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.models.llava.modeling_llava import (
+    LlavaCausalLMOutputWithPast,
+    LlavaModelOutputWithPast,
+)
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from tests.contracts.look import attributes, calls, parameters
+from tests.versions import since
 
 
 def llama():
@@ -289,3 +294,28 @@ def test_the_head_of_a_stage_sees_what_a_hook_left_in_the_decoder_s_output():
 
     model.model.register_forward_hook(emptied)
     assert not model(**IDS).logits.any()
+
+
+# ---- steps/feature_form.py: what is asked of features that an output holds
+
+
+@since("transformers", "5.24", "no output holds features")
+def test_an_output_that_is_read_by_number_makes_a_tuple_of_its_features():
+    class Features:
+        def __init__(self):
+            self.asked = []
+
+        def to_tuple(self):
+            self.asked.append("to_tuple")
+            return ("features",)
+
+        def __getattr__(self, name):
+            self.asked.append(name)
+            raise AttributeError(name)
+
+    features = Features()
+    output = LlavaModelOutputWithPast(last_hidden_state="rows", image_outputs=features)
+    assert output[:] == ("rows", ("features",))
+    output = LlavaCausalLMOutputWithPast(logits="logits", image_outputs=output.image_outputs)
+    assert output[:] == ("logits", ("features",))
+    assert features.asked == ["to_tuple", "to_tuple"]
