@@ -152,23 +152,34 @@ class GradientReduction:
         return context
 
 
+def note_trained(model: nn.Module) -> None:
+    """Note which parameters of a model are trained, before it is wrapped."""
+    _flags_before[model] = _flags_of(model)
+
+
 def _trains_others(model: nn.Module) -> bool:
-    """Return True if other parameters are trained than those that DDP was made for, or any other
-    wrapper had in its first step."""
-    parameters = list(model.parameters())
-    flags = [parameter.requires_grad for parameter in parameters]
+    """Return True if other parameters may be trained than a wrapper reduces: than in its first
+    step, and for DDP than when it was made. Of that torch tells their number and bytes alone."""
+    flags = _flags_of(model)
     if model not in _first_flags:
         _first_flags[model] = flags
         if isinstance(model, DistributedDataParallel):
-            known: set[nn.Parameter] = set()
-            for bucket in model.reducer._get_zeros_like_grad_buckets():  # torch has no other way
-                known.update(bucket.parameters())
-            _first_flags[model] = [parameter in known for parameter in parameters]
+            known = model._get_ddp_logging_data()
+            trained = [one.nbytes for one in model.parameters() if one.requires_grad]
+            sizes = (known["num_parameter_tensors"], known["total_parameter_size_bytes"])
+            is_same = flags == _flags_before.get(model.module, flags)
+            if sizes != (len(trained), sum(trained)) or not is_same:
+                _first_flags[model] = []  # no step is as DDP was made
     return flags != _first_flags[model]
 
 
-# Which parameters of wrapped models are trained as far as their wrappers know.
-_first_flags: WeakKeyDictionary[nn.Module, list[bool]] = WeakKeyDictionary()
+def _flags_of(model: nn.Module) -> list[bool]:
+    return [parameter.requires_grad for parameter in model.parameters()]
+
+
+_Flags = WeakKeyDictionary[nn.Module, list[bool]]
+_flags_before: _Flags = WeakKeyDictionary()  # of models, when they were attached
+_first_flags: _Flags = WeakKeyDictionary()  # of wrapped models, in their first step
 
 
 def whole_parameters(model: nn.Module) -> list[nn.Parameter]:

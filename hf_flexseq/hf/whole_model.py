@@ -35,7 +35,7 @@ from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.model_images import ModelImages
 from hf_flexseq.hf.model_planning import ModelPlanning
-from hf_flexseq.hf.reduction import GradientReduction, whole_parameters
+from hf_flexseq.hf.reduction import GradientReduction, note_trained, whole_parameters
 from hf_flexseq.hf.shared_prefixes import reason_not_shared
 from hf_flexseq.hf.sync import resolve_sync
 from hf_flexseq.kernels import Kernel
@@ -170,6 +170,7 @@ class WholeModelExecutor:
         )
         if is_ordered and not self.lockstep:
             communicator.open_world()  # for gradients: no group is made in a step
+        note_trained(model)
         layers = self._layers_of(base)
         self._planning = ModelPlanning(
             self.setup,
