@@ -43,7 +43,7 @@ from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.attached import ModelSettings
 from hf_flexseq.hf.collators import flexseq_collator, padded_collator
 from hf_flexseq.hf.compiled import leave_others_uncompiled
-from hf_flexseq.hf.data_order import Factors, check_factors, order_of
+from hf_flexseq.hf.data_order import Factors, check_factors
 from hf_flexseq.hf.dataset_checks import check_labels, check_rows
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import left_unprepared
@@ -251,7 +251,7 @@ class FlexSeqMixin(PartOfModelMixin):
         if resumed is None:
             self.flexseq.bring_cost(None, None)
         else:
-            check_factors(resumed.folder, resumed.marker, Factors.of(self), order_of(self))
+            check_factors(resumed.folder, resumed.marker, Factors.of(self))
             self.flexseq.bring_cost(resumed.folder, resumed.marker.get("cost_model"))
         self._flexseq_memory.take_recorded()
         with cpu_group.naming_lost(), self._attached(), ExitStack() as self._flexseq_loaders:
