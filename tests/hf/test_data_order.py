@@ -1,5 +1,5 @@
-"""A resumed run that would draw another number of samples in a step is refused with the values that
-fit; other factors of the same number are named in the log."""
+"""A resumed run that would draw another number of samples in a step is refused with what fits;
+other factors of the same number are named in the log."""
 
 import pytest
 
