@@ -42,7 +42,7 @@ from hf_flexseq.hf.lookahead import any_draws_in_place, own_code_of_data
 from hf_flexseq.hf.loop import Evaluation, TrainingItem
 from hf_flexseq.hf.model.own_loss import check_own_loss
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
-from hf_flexseq.hf.shared_prefixes import KEEPS_OWN_LOSS, OFF, USERS_CODE
+from hf_flexseq.hf.shared_prefixes import KEEPS_OWN_LOSS, OFF
 from hf_flexseq.hf.sum_trial import LoopLoss, SumTrial
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.planner.process.client import Planner
@@ -326,9 +326,7 @@ class FlexSeqEngine:
         """
         self._check_attached()
         self._trial.look()
-        if self._trial.has_code:
-            self.keep_rows_apart(USERS_CODE)
-        elif self.executor.keeps_own_loss:
+        if self.executor.keeps_own_loss:
             self.keep_rows_apart(KEEPS_OWN_LOSS)
         if self.args.lookahead is None and self._training is None:
             found = own_code_of_data(dataloader)

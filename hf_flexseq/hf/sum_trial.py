@@ -28,7 +28,7 @@ two plans, which would take as long as a step.
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,10 @@ class LoopLoss:
         self.model = model
         self.accelerator = accelerator
         self.args = accelerator  # of which a trial reads the device
-        self.compute_loss_context_manager = nullcontext
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[None]:
+        """Surround a forward by nothing: the model that accelerate has prepared casts itself."""
+        return nullcontext()
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, **given: Any) -> Any:
         """Return the model's loss, a scalar."""

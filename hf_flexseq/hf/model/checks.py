@@ -89,6 +89,7 @@ def check_model(model: PreTrainedModel) -> None:
         errors.append(ValueError(f"{name}: {error}"))
     of_configuration = [
         _misnumbered_layer(model),
+        replaced_attention(model),
         _unsuitable_options(config, has_masks_of_images=config is not model.config),
         unsuitable_positions(model, config),
     ]
@@ -251,9 +252,6 @@ def _unsuitable_modules(model: PreTrainedModel) -> str | None:
             "otherwise than one, also without hf_flexseq; leave the embeddings out of "
             "target_modules"
         )
-    attention = replaced_attention(model)
-    if attention is not None:
-        return attention
     for mixer in mixers(model):
         forward = replaced_forward(mixer.module)
         if forward is not None:
