@@ -34,8 +34,15 @@ def keep_all_float64(monkeypatch):
     """As `keep_float64`, also for what towers and experts make in float32."""
     keep_float64(monkeypatch)
     grid_sample, to_float = F.grid_sample, torch.Tensor.float
+    new_zeros = torch.Tensor.new_zeros
 
-    # GLM-4V interpolates its positions, Ernie collects logits of routers, Gemma 4 pools patches.
+    def zeros(tensor, *size, dtype=None, **how):
+        kept = tensor.dtype == torch.float64 and dtype == torch.float32
+        return new_zeros(tensor, *size, dtype=None if kept else dtype, **how)
+
+    # GLM-4V interpolates its positions, Ernie collects logits of routers, Gemma 4 pools patches,
+    # Kimi K2.5 adds up frames.
+    monkeypatch.setattr(torch.Tensor, "new_zeros", zeros)
     monkeypatch.setattr(
         F, "grid_sample", lambda x, grid, **how: grid_sample(x, grid.double(), **how)
     )
