@@ -4,10 +4,10 @@ form, streams = FeatureForm.of(outputs, modality)     rows [rows, width] of each
 form.features(rows)                                   what the forward reads, of other rows
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -18,16 +18,14 @@ OF_LAYERS = "deepstack_features"
 """Field of features that has rows for several layers."""
 
 
-class GivenFeatures:
+class GivenFeatures(dict[str, Any]):
     """Features of one modality as a model's forward reads them. It refuses fields that it does
-    not have."""
+    not have. From transformers 5.24 on outputs hold them, and libraries look into a dict."""
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        """fields: values by name."""
-        vars(self).update(fields)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Called for fields that were not given."""
+    def __getattr__(self, name: str) -> Any:
+        """Return a field. Raises UnsupportedImages for those that were not given."""
+        if name in self:
+            return self[name]
         raise UnsupportedImages(
             f"a model's forward reads {name} of the features of its images, which hf_flexseq does "
             "not send to other ranks: train it on text alone (with transformers "
@@ -35,8 +33,8 @@ class GivenFeatures:
         )
 
     def to_tuple(self) -> tuple["GivenFeatures"]:
-        """Return the features in a tuple, as one value, since their number of fields is not the
-        model's. From transformers 5.24 on an output holds them, and `output[0]` calls this."""
+        """Return the features as one value of a tuple, since features as the method made them
+        have other fields. Called where an output that holds them is read by number."""
         return (self,)
 
 
