@@ -20,8 +20,8 @@ from trl import (  # noqa: F401
     SFTTrainer,
 )
 
-from hf_flexseq import FlexSeqMixin
 from hf_flexseq.hf.calibration import choose
+from hf_flexseq.hf.trainer_log import TrainerLog
 from rewards import check_columns, load_rewards
 from tests.programs import ROOT
 from tests.ranks import run_ranks
@@ -184,13 +184,13 @@ def run_script(rank, world_size, folder, name):
     """Run a script beside the one that it imports; return the trainer's log, and the figures of
     its steps."""
     steps = []
-    note = FlexSeqMixin._note_figures
+    note = TrainerLog.note
 
-    def noting(trainer, number, figures):
+    def noting(log, number, figures):
         steps.append(figures)
-        note(trainer, number, figures)
+        note(log, number, figures)
 
-    FlexSeqMixin._note_figures = noting  # in a process of its own
+    TrainerLog.note = noting  # in a process of its own
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     names = {"__name__": "__main__"}
