@@ -97,19 +97,29 @@ def term_of_step(model: Any) -> Callable[[], None]:
     """Let AdaLoRA add its term, which is none of tokens, once to a step: to every planned call by
     its part of the step's targets. Returns what undoes this."""
     tuner = model.base_model
-    config = tuner.peft_config[tuner.trainable_adapter_name]
-    whole, forward = config.orth_reg_weight, tuner.forward
+    whole = tuner.peft_config[tuner.trainable_adapter_name].orth_reg_weight
 
-    def with_part(*args: Any, **kwargs: Any) -> Any:
+    def weigh(module: Any, part: float = 1.0) -> None:  # `module` may be a copy of the tuner
+        module.peft_config[module.trainable_adapter_name].orth_reg_weight = whole * part
+
+    def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         context, items = kwargs.get("seq_ctx"), kwargs.get("num_items_in_batch")
         if context is not None and items is not None and kwargs.get("labels") is not None:
             counts = 1 if context.target_counts is None else context.target_counts
             targets = ((kwargs["labels"] != IGNORE_INDEX) * counts).sum()
-            config.orth_reg_weight = whole * float(targets) / float(items)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            config.orth_reg_weight = whole
+            weigh(module, float(targets) / float(items))
 
-    tuner.forward = with_part
-    return lambda: delattr(tuner, "forward")
+    def end(module: nn.Module, args: Any, outputs: Any) -> None:
+        weigh(module)
+
+    hooks = [
+        tuner.register_forward_pre_hook(begin, with_kwargs=True),
+        tuner.register_forward_hook(end, always_call=True),
+    ]
+
+    def undo() -> None:
+        weigh(tuner)
+        for hook in hooks:
+            hook.remove()
+
+    return undo
