@@ -122,13 +122,20 @@ class UnrepeatedShard(IterableDatasetShard):
     followed by the repeats that accelerate puts in."""
 
     def __iter__(self) -> Iterator[Any]:
-        samples = iter(self.dataset)
+        source: Any = self.dataset
+        generator = getattr(source, "generator", None)
+        if isinstance(generator, torch.Generator) and not hasattr(source, "set_epoch"):
+            generator.manual_seed(self.epoch)  # as accelerate's shard does
+        samples = iter(source)
         batch_size = self.batch_size
         if self.split_batches:
             batch_size = self.batch_size // self.num_processes
+        size = batch_size * self.num_processes
         first = self.process_index * batch_size
         filling: list[Any] = []
-        while one_round := list(islice(samples, batch_size * self.num_processes)):
+        while one_round := list(islice(samples, size)):
+            if self.drop_last and len(one_round) < size:
+                return
             if self.last_round is not None:
                 self.last_round.fill_(len(one_round))
                 filling = filling or one_round

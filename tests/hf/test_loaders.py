@@ -4,15 +4,17 @@ used."""
 import copy
 import math
 import multiprocessing
+from contextlib import nullcontext
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine, FlexSeqTrainer
-from hf_flexseq.hf.loaders import LongestLoader, batches_on_host
+from hf_flexseq.hf.loaders import LongestLoader, batches_on_host, without_repeats
 from tests.budget import others_nightly
 from tests.hf.test_mixin import tokenizer
 from tests.hf.test_trainer import (
@@ -281,3 +283,31 @@ def test_other_loaders_are_left_as_they_are():
         with batches_on_host(other):
             assert len(list(other)) == 2
         assert not hasattr(other, "device")
+
+
+class Drawing(IterableDataset):
+    """10 random numbers, by a generator that accelerate seeds in every epoch."""
+
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def __iter__(self):
+        return iter(torch.rand(10, generator=self.generator).tolist())
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_stream_without_repeats_is_seeded_and_dropped_as_in_accelerate(drop_last):
+    drawn = {True: [], False: []}
+    for repeats in drawn:
+        for process in range(2):
+            of_process = {"num_processes": 2, "process_index": process, "batch_size": 2}
+            shard = IterableDatasetShard(Drawing(), drop_last=drop_last, **of_process)
+            loader = DataLoader(shard, batch_size=2)
+            shard.set_epoch(3)
+            with nullcontext() if repeats else without_repeats(loader):
+                list(loader)  # which advances the generator
+                drawn[repeats].append([value for batch in loader for value in batch.tolist()])
+    first, second = drawn[True]
+    # the last round has two samples: the first process has them, the second one repeats
+    assert drawn[False] == [first, second if drop_last else second[:4]]
+    assert len(first) == (4 if drop_last else 6)
