@@ -7,7 +7,7 @@ step. All ranks have the same datasets and draw the same steps, so they raise to
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from functools import partial
 from typing import Any
 
@@ -58,8 +58,9 @@ def check_labels(trainer: Trainer, collator: DataCollatorForFlexSeq) -> None:
 
 
 def check_examples(trainer: Trainer, args: FlexSeqArguments, *, resumes: bool) -> None:
-    """Raise ValueError for datasets without examples or tokens, and PlanInfeasible for an example
-    that does not fit, if known before training. resumes: True if the run draws only the rest."""
+    """Raise ValueError for datasets without examples or tokens, and PlanInfeasible for an example,
+    or a side of a pair, that does not fit, if known before training. resumes: True if the run
+    draws only the rest."""
     training = trainer.train_dataset
     draws_from_it = type(trainer).get_train_dataloader is Trainer.get_train_dataloader
     if draws_from_it and _is_map_style(training) and len(training) == 0:
@@ -67,23 +68,20 @@ def check_examples(trainer: Trainer, args: FlexSeqArguments, *, resumes: bool) -
     # A run without evaluations is followed by one.
     (_, training), *evaluated = _datasets(trainer)
     checks = [partial(check_rows, *named, trainer, args, reads=True) for named in evaluated]
-    if not resumes and _draws_all(trainer):
+    if _longest_sides(training) is not None or (not resumes and _draws_all(trainer)):
         checks.append(partial(check_rows, "train_dataset", training, trainer, args))
     together(*checks)
-
-
-def check_sides(trainer: Trainer, args: FlexSeqArguments) -> None:
-    """Raise PlanInfeasible for pairs with a sequence known not to fit before training."""
-    together(*(partial(check_rows, *named, trainer, args) for named in _datasets(trainer)))
 
 
 def check_rows(
     name: str, dataset: Any, trainer: Trainer, args: FlexSeqArguments, *, reads: bool = False
 ) -> None:
-    """Raise for examples or pairs of one dataset as `check_examples` and `check_sides` do. reads:
-    True if examples may be read for their lengths."""
-    has_sides = has_planned_loss(trainer)
-    lengths = _longest_sides(dataset) if has_sides else _token_counts(dataset)
+    """Raise for examples or pairs of one dataset as `check_examples` does. reads: True if examples
+    may be read for their lengths."""
+    on_samples = has_planned_loss(trainer)
+    lengths = _longest_sides(dataset) if on_samples else None
+    if lengths is None:
+        lengths = _token_counts(dataset)
     reads = reads and lengths is None and _is_map_style(dataset) and len(dataset) <= MOST_READ
     if reads and "input_ids" in (_columns(dataset) or ()):
         with random_numbers_kept():
@@ -91,10 +89,9 @@ def check_rows(
         lengths = _token_counts(rows)
     if lengths is None or not len(lengths):
         return
-    if not has_sides and trainer.data_collator.example_collator is None:  # one may add tokens
+    if not on_samples and trainer.data_collator.example_collator is None:  # one may add tokens
         _check_tokens(name, lengths)
-    tokens_of = _longest_row if has_sides else _collated_tokens
-    _check_room(name, dataset, lengths, trainer, args, tokens_of)
+    _check_room(name, dataset, lengths, trainer, args)
 
 
 def check_first_step(step: RankStep[Any] | None, trainer: Trainer) -> None:
@@ -290,15 +287,10 @@ def _check_tokens(name: str, lengths: np.ndarray) -> None:
 
 
 def _check_room(
-    name: str,
-    dataset: Any,
-    lengths: np.ndarray,
-    trainer: Trainer,
-    args: FlexSeqArguments,
-    tokens_of: Callable[[Mapping[str, Any], Trainer], int],
+    name: str, dataset: Any, lengths: np.ndarray, trainer: Trainer, args: FlexSeqArguments
 ) -> None:
     """Raise PlanInfeasible for an example that does not fit on the ranks that may share it.
-    lengths: [examples]. tokens_of: returns an example's tokens after collation."""
+    lengths: [examples]."""
     cap = args.max_tokens_per_rank
     if cap is None or args.pipeline_parallel_size > 1:
         return  # only the cost model knows
@@ -311,7 +303,7 @@ def _check_room(
     for index in longest_first.tolist():
         if lengths[index] <= cap * ranks:
             return
-        tokens = tokens_of(_example(dataset, index), trainer)
+        tokens = _collated_tokens(_example(dataset, index), trainer)
         if tokens > cap * ranks:
             raise PlanInfeasible(
                 f"{name}[{index}] has {tokens:,} tokens, above the {ranks} x {cap:,} of "
@@ -323,11 +315,15 @@ def _check_room(
 def _collated_tokens(example: Mapping[str, Any], trainer: Trainer) -> int:
     """Return the tokens of an example's longest sequence after collation, without padding."""
     columns = _read_columns(example, trainer)
-    if trainer.data_collator.example_collator is None:
+    is_planned = isinstance(trainer.data_collator, DataCollatorForFlexSeq)
+    if is_planned and trainer.data_collator.example_collator is None:
         columns.setdefault("labels", columns["input_ids"])  # which predict() needs none of
     with random_numbers_kept():
-        tokens: int = max(trainer.data_collator([columns])[LENGTHS])
-    return tokens
+        batch = trainer.data_collator([columns])
+    if is_planned:
+        return max(batch[LENGTHS])
+    masks = [value for name, value in batch.items() if name.endswith("attention_mask")]
+    return max((int(mask.sum(dim=1).max()) for mask in masks), default=0)  # 0 where none is known
 
 
 def _read_columns(example: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
@@ -337,11 +333,3 @@ def _read_columns(example: Mapping[str, Any], trainer: Trainer) -> dict[str, Any
         trainer._set_signature_columns_if_needed()
         columns = {name: columns[name] for name in columns if name in trainer._signature_columns}
     return columns
-
-
-def _longest_row(example: Mapping[str, Any], trainer: Trainer) -> int:
-    """Return the length of the longest sequence that the collator makes of an example."""
-    with random_numbers_kept():
-        batch = trainer.data_collator([dict(example)])
-    masks = [value for name, value in batch.items() if name.endswith("attention_mask")]
-    return max(int(mask.sum(dim=1).max()) for mask in masks)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_flexseq.hf.added_router_loss import AddedRouterLoss
-from hf_flexseq.hf.dataset_checks import check_examples, check_first_step
+from hf_flexseq.hf.dataset_checks import check_first_step
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches
 from hf_flexseq.hf.loaders import BEFORE_END, as_drawn
@@ -55,10 +55,6 @@ class LossInOnePass(StepLoss):
         self._losses = StepLosses()
         self._is_attached_anew = False  # no step has been drawn since
         self._step: Step | None = None  # whose micro-batches are run
-
-    def check_datasets(self, *, resumes: bool) -> None:
-        """Raise ValueError for examples that cannot be trained on."""
-        check_examples(self._trainer, self._engine.args, resumes=resumes)
 
     @contextmanager
     def attached(self) -> Iterator[None]:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from hf_flexseq.hf.dataset_checks import check_sides
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.losses import reads_figures
 from hf_flexseq.hf.objectives.planned import PlannedLoss
@@ -30,10 +29,6 @@ class LossOnSourceRank(StepLoss):
         super().__init__(trainer, engine)
         self.planned = PlannedLoss(trainer, engine)
         self.has_predictions = reads_figures(trainer)  # TRL's own heads give no logits
-
-    def check_datasets(self, *, resumes: bool) -> None:
-        """Raise ValueError for pairs with a side that cannot be trained on."""
-        check_sides(self._trainer, self._engine.args)
 
     def check_loader(self, dataloader: Any) -> None:
         """Raise ValueError for ranks with different numbers of batches. Collective."""

@@ -55,10 +55,6 @@ class StepLoss(ABC):
 
     # ---- training
 
-    @abstractmethod
-    def check_datasets(self, *, resumes: bool) -> None:
-        """Raise ValueError for datasets whose examples cannot be trained on."""
-
     def check_loader(self, dataloader: Any) -> None:
         """Raise ValueError for a loader that the loss cannot use. Collective over the world."""
         return  # any loader will do, unless a subclass disagrees

@@ -44,7 +44,7 @@ from hf_flexseq.hf.attached import ModelSettings
 from hf_flexseq.hf.collators import flexseq_collator, padded_collator
 from hf_flexseq.hf.compiled import leave_others_uncompiled
 from hf_flexseq.hf.data_order import Factors, check_factors
-from hf_flexseq.hf.dataset_checks import check_labels, check_rows
+from hf_flexseq.hf.dataset_checks import check_examples, check_labels, check_rows
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import left_unprepared
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
@@ -245,7 +245,7 @@ class FlexSeqMixin(PartOfModelMixin):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         resumed = self._flexseq_resumed
         with Attempt() as checking:
-            self._flexseq_loss.check_datasets(resumes=resumed is not None)
+            check_examples(self, self.flexseq.args, resumes=resumed is not None)
         cpu_group = self.flexseq.communicator.cpu_group
         checking.raise_together(cpu_group.gather_values, "looking at the datasets")
         if resumed is None:

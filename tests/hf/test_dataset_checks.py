@@ -8,17 +8,24 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.utils.data import IterableDataset
-from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.dataset_checks import _example, _token_counts
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.steps.collator import PADDING_TARGETS
+from tests.hf.objectives import classifier
 from tests.hf.test_checks import DATA, make_trainer
 from tests.hf.test_trainer import padded
 from tests.hf.tiny import refused
-from tests.hf.trainers import trainer_of, word_tokenizer
+from tests.hf.trainers import loss_of_squares, trainer_of, word_tokenizer
 from tests.ranks import run_ranks
 
 # ---- labels
@@ -152,6 +159,23 @@ def test_the_longest_row_of_an_evaluation_is_named_before_training(tmp_path, mad
         with refused(said, PlanInfeasible):
             trainer.train()
         assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("classifies", [False, True])
+def test_rows_of_losses_on_whole_samples_are_named_before_training(tmp_path, classifies):
+    rows = [example(n) | {"name": "a text"} for n in (5, 11)]
+    own = {"compute_loss_func": loss_of_squares}
+    if classifies:
+        rows = [{"input_ids": row["input_ids"], "label": 1} for row in rows]
+        own = {"model": classifier(LlamaForSequenceClassification, 2)}
+        own["data_collator"] = DataCollatorWithPadding(word_tokenizer())
+    options = {"max_tokens_per_rank": 8, "cost_model": "estimate"}
+    for data, name in (((rows[:1], rows), "eval_dataset"), ((rows, rows[:1]), "train_dataset")):
+        given = dict(zip(("train_dataset", "eval_dataset"), data, strict=True))
+        trainer = trainer_of(Trainer, tmp_path, flexseq=options, batch=1, **given, **own)
+        said = rf"^{name}\[1\] has 11 tokens, .* raise max_tokens_per_rank to 11"
+        with pytest.raises(PlanInfeasible, match=said):
+            trainer.train()
 
 
 def test_rows_of_training_and_evaluation_are_named_together(tmp_path):
