@@ -202,7 +202,7 @@ class FlexSeqArguments:
     def __post_init__(self) -> None:
         for name in ("planner", "strategy"):
             refuse_removed(f"{name}={getattr(self, name)!r}")
-        memory = self.host_memory_gib
+        memory, ahead = self.host_memory_gib, self.lookahead
         together(
             lambda: one_of("sync", self.sync, SYNCS),
             self.plan_options,
@@ -210,7 +210,7 @@ class FlexSeqArguments:
             lambda: one_of("shared_prefixes", self.shared_prefixes, SHARED_PREFIXES),
             lambda: one_of("activation_memory", self.activation_memory, ACTIVATION_MEMORY),
             lambda: memory is None or number("host_memory_gib", memory),
-            self._check_lookahead,
+            lambda: ahead is None or whole("lookahead", ahead, least=0, most=MAX_LOOKAHEAD),
             lambda: flag("save_attention_output", self.save_attention_output),
             self._check_pipeline,
         )
@@ -222,10 +222,6 @@ class FlexSeqArguments:
         following: Any = getattr(super(), "__post_init__", None)
         if following is not None:
             following()
-
-    def _check_lookahead(self) -> None:
-        if self.lookahead is not None:
-            whole("lookahead", self.lookahead, least=0, most=MAX_LOOKAHEAD)
 
     def plan_options(self, sync: str = "lockstep") -> PlanOptions:
         """Return the options of planning. Raises ValueError for contradicting options.

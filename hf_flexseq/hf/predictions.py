@@ -134,10 +134,8 @@ def _without_labels(inputs: Inputs) -> tuple[Inputs, list[torch.Tensor]]:
 
 def without_metrics(row: SourceRow) -> SourceRow:
     """Return a row of `PredictedBatch` with the columns alone that a model is called with."""
-    columns = {}
-    for name, value in row.columns.items():
-        if name != _TARGETS and not name.startswith(_LABELS):
-            columns[name] = value
+    columns, _ = _without_labels(row.columns)
+    columns.pop(_TARGETS, None)
     return replace(row, columns=columns)
 
 

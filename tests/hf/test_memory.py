@@ -332,24 +332,24 @@ def test_a_hook_on_one_rank_alone_is_a_reason_on_all():
 
 
 @pytest.mark.parametrize("saves", [False, True])
-def test_what_the_user_has_set_is_a_choice_if_it_is_of_the_first_layers(saves):
+def test_what_the_user_has_set_is_a_choice_of_as_many_first_layers(saves):
     model = deep_llama()
     layers = LayerMemory(model, save_attention_output=saves, make_store=HostStore)
-    assert layers.as_set.as_choice() == MemoryChoice()
+    assert layers.as_set.in_front() == MemoryChoice()
     model.gradient_checkpointing_enable()
     again = 0 if saves else LAYERS
-    assert layers.as_set.as_choice() == MemoryChoice(
+    assert layers.as_set.in_front() == MemoryChoice(
         recomputed_layers=LAYERS, outputs_recomputed=again
     )
     model.gradient_checkpointing_enable(offload=True)
-    assert layers.as_set.as_choice() == MemoryChoice(
+    assert layers.as_set.in_front() == MemoryChoice(
         recomputed_layers=LAYERS,
         inputs_on_host=LAYERS,
         outputs_on_host=LAYERS - again,
         outputs_recomputed=again,
     )
     model.gradient_checkpointing_enable(every_n_layers=2)
-    assert layers.as_set.as_choice() is None
+    assert layers.as_set.in_front().recomputed_layers == -(-LAYERS // 2)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def once_for_equal_models(trial: Callable[[PreTrainedModel], Found]) -> Callable
         options = _options_of(model)
         if options is None or any(package(kind) not in NOT_COPIED for kind in kinds.values()):
             return trial(model)
-        code = _code_of(set(kinds.values()))
+        code = tuple(code for _, _, code in _named_code(set(kinds.values())))
         dropout = [list(dropout_held_by(module).items()) for module in model.modules()]
         key = (tuple(kinds.items()), options, tuple(map(id, code)), str(dropout))
         with lock:
@@ -91,11 +91,6 @@ def text_of(config: PreTrainedConfig) -> str:
 def _without_others(entries: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of a configuration, or of one inside it, that may change a trial."""
     return {name: value for name, value in entries.items() if name not in _OTHER_OPTIONS}
-
-
-def _code_of(kinds: set[type[Any]]) -> tuple[Any, ...]:
-    """Return the functions and classes that models with these modules run, in one order."""
-    return tuple(code for _, _, code in _named_code(kinds))
 
 
 def code_of_model(model: PreTrainedModel) -> list[str]:

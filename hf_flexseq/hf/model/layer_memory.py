@@ -94,12 +94,6 @@ class AsSet:
         """Return True if this layer's attention runs again in the backward."""
         return self.checkpointed[layer] and not self.save_attention_output
 
-    def as_choice(self) -> MemoryChoice | None:
-        """Return this as a choice that a plan could have made; None if the checkpointed layers are
-        not the first ones."""
-        count = sum(self.checkpointed)
-        return self.in_front() if all(self.checkpointed[:count]) else None
-
     def in_front(self) -> MemoryChoice:
         """Return the choice with as many checkpointed layers, which are the first ones."""
         count = sum(self.checkpointed)

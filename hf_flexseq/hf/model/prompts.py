@@ -34,7 +34,9 @@ _TRAINED = ("PROMPT_TUNING", "P_TUNING")
 def virtual_tokens_of(model: nn.Module) -> int:
     """Return the number of virtual tokens that a model puts in front of a sequence; 0 for one
     without, and for one that `unsuitable_prompt` refuses."""
-    if not _learns_prompts(model) or unsuitable_prompt(model) is not None:
+    adapters = getattr(model, "peft_config", {})
+    learns = any(getattr(config, "is_prompt_learning", False) for config in adapters.values())
+    if not learns or unsuitable_prompt(model) is not None:
         return 0
     return len(model.prompt_tokens[model.active_adapter])
 
@@ -61,11 +63,6 @@ def kind_of(config: Any) -> str:
     """Return the name of the method of a configuration of PEFT, such as `LORA`."""
     kind = getattr(config, "peft_type", None)
     return str(getattr(kind, "value", kind))
-
-
-def _learns_prompts(model: nn.Module) -> bool:
-    adapters = getattr(model, "peft_config", {})
-    return any(getattr(config, "is_prompt_learning", False) for config in adapters.values())
 
 
 def _unsuitable(model: Any) -> str | None:
