@@ -87,20 +87,20 @@ def check_model(model: PreTrainedModel) -> None:
         errors.append(NotImplementedError(f"{name}: {unknown}"))
     except ValueError as error:
         errors.append(ValueError(f"{name}: {error}"))
-    of_configuration = [
+    found_again = [
         _misnumbered_layer(model),
-        replaced_attention(model),
         _unsuitable_options(config, has_masks_of_images=config is not model.config),
         unsuitable_positions(model, config),
+        _replaced_forward(model),
     ]
-    # What the configuration asks for a trial would find again, in other words.
-    is_known = not errors and not any(of_configuration)
+    # What is wrong with one of these a trial would find again, in other words.
+    is_known = not errors and not any(found_again)
     dropout = [call.dropout for call in try_model(model).calls]
     if not dropout:  # the trial has ended before any attention
         dropout = [getattr(config, name, 0) for name in _ATTENTION_DROPOUT]
     layerdrop = [getattr(module, "layerdrop", 0) for module in model.modules()]
     reasons = [
-        *of_configuration,
+        *found_again,
         _random(config, _ATTENTION_DROPOUT, dropout, "dropout in attention is not available"),
         _random(config, _LAYERDROP, layerdrop, "ranks of a sequence would skip other layers"),
         _unsuitable_router_loss(model),
@@ -252,6 +252,14 @@ def _unsuitable_modules(model: PreTrainedModel) -> str | None:
             "otherwise than one, also without hf_flexseq; leave the embeddings out of "
             "target_modules"
         )
+    return None
+
+
+def _replaced_forward(model: PreTrainedModel) -> str | None:
+    """Return that attention or a recurrent mixer runs another forward than its class's."""
+    attention = replaced_attention(model)
+    if attention is not None:
+        return attention
     for mixer in mixers(model):
         forward = replaced_forward(mixer.module)
         if forward is not None:
