@@ -42,7 +42,7 @@ from hf_flexseq.hf.lookahead import any_draws_in_place, own_code_of_data
 from hf_flexseq.hf.loop import Evaluation, TrainingItem
 from hf_flexseq.hf.model.own_loss import check_own_loss
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
-from hf_flexseq.hf.shared_prefixes import KEEPS_OWN_LOSS, OFF
+from hf_flexseq.hf.shared_prefixes import OFF
 from hf_flexseq.hf.sum_trial import LoopLoss, SumTrial
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.planner.process.client import Planner
@@ -104,7 +104,9 @@ class FlexSeqEngine:
         self._training: PrefetchedSteps | None = None
         self._in_place: dict[bool, PrefetchedSteps] = {}  # of calls: with a backward, without one
         self._draws_in_place = False  # training steps, though `lookahead` says otherwise
-        self._reason_not_shared: str | None = None  # of the loss, for training steps
+        self.reason_of_loss: Callable[[], str | None] = lambda: None
+        """Returns why the loss keeps rows of training steps from sharing prefixes, in a few words,
+        or None; asked before the first step."""
         self._notes = DrawnNotes(setup.communicator.rank)
         self.running: Step | None = None
         """The training step that runs, or has failed."""
@@ -220,11 +222,6 @@ class FlexSeqEngine:
         if isinstance(self.executor, WholeModelExecutor):
             self.executor.put_adapters_into(optimizer)
 
-    def keep_rows_apart(self, reason: str) -> None:
-        """Let no rows of training steps share prefixes, because of the loss. Called before any
-        step, on one rank at least. reason: in a few words, for the log."""
-        self._reason_not_shared = reason
-
     def next_step(
         self, iterator: Iterator[Mapping[str, Any]], num_batches: int, *, first_number: int = 0
     ) -> Step | None:
@@ -259,7 +256,7 @@ class FlexSeqEngine:
     def _shares_prefixes(self) -> bool:
         """Tell whether rows of training steps may share prefixes, on all ranks alike; log why
         not. Collective over the world."""
-        own = self._reason_not_shared or self.executor.reason_not_shared
+        own = self.reason_of_loss() or self.executor.reason_not_shared
         # A hook of the user's may be on one rank alone.
         reasons = self.communicator.cpu_group.gather_values(own)
         reason = next((of_rank for of_rank in reasons if of_rank is not None), None)
@@ -326,8 +323,7 @@ class FlexSeqEngine:
         """
         self._check_attached()
         self._trial.look()
-        if self.executor.keeps_own_loss:
-            self.keep_rows_apart(KEEPS_OWN_LOSS)
+        self.reason_of_loss = self._trial.reason_not_shared
         if self.args.lookahead is None and self._training is None:
             found = own_code_of_data(dataloader)
             self._draws_in_place = any_draws_in_place(found, self.communicator)

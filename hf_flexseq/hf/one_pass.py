@@ -21,7 +21,7 @@ from hf_flexseq.hf.losses import reads_fused_head, reads_sums
 from hf_flexseq.hf.out_of_memory import noted
 from hf_flexseq.hf.overrides import IN_PARTS, runs_other_code
 from hf_flexseq.hf.predictions import TokenPredictions, without_metrics
-from hf_flexseq.hf.shared_prefixes import GIVES_SUMS, KEEPS_OWN_LOSS, USERS_CODE
+from hf_flexseq.hf.shared_prefixes import GIVES_SUMS, USERS_CODE
 from hf_flexseq.hf.step_loss import Prediction, StepLoss, StockPrediction
 from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.hf.token_means import TokenMeans
@@ -53,7 +53,7 @@ class LossInOnePass(StepLoss):
         self._sum = EvaluationLoss()  # of the evaluation that runs
         self._means = TokenMeans(trainer)
         self._losses = StepLosses()
-        self._is_attached_anew = False  # no step has been drawn since
+        engine.reason_of_loss = self._reason_not_shared
         self._step: Step | None = None  # whose micro-batches are run
 
     @contextmanager
@@ -61,8 +61,7 @@ class LossInOnePass(StepLoss):
         """Surround training or an evaluation: micro-batches get their shares of a router loss, and
         SFTTrainer the outputs of its head for all rows."""
         executor = self._engine.executor
-        self._is_attached_anew = True
-        self._look()
+        self._trial.look()
         with ExitStack() as around:
             if reads_fused_head(self._trainer):
                 around.enter_context(outputs_of_rows(self._trainer.model))
@@ -70,16 +69,12 @@ class LossInOnePass(StepLoss):
                 around.enter_context(self._router.adding(executor.router))
             yield
 
-    def _look(self) -> None:
-        """Find the code of the user's that there is now, and whether rows may share prefixes."""
-        self._trial.look()
-        has_fused_head = reads_fused_head(self._trainer)
-        if self._trial.has_code or (self._is_watched and not has_fused_head):
-            self._engine.keep_rows_apart(USERS_CODE)
-        elif self._engine.executor.keeps_own_loss and not has_fused_head:
-            self._engine.keep_rows_apart(KEEPS_OWN_LOSS)
-        elif reads_sums(self._trainer):
-            self._engine.keep_rows_apart(GIVES_SUMS)
+    def _reason_not_shared(self) -> str | None:
+        """Return why the loss keeps rows from sharing prefixes, or None."""
+        self._trial.look()  # callbacks have come between
+        if not self._trial.has_code and reads_fused_head(self._trainer):
+            return GIVES_SUMS if reads_sums(self._trainer) else None
+        return USERS_CODE if self._is_watched else self._trial.reason_not_shared()
 
     # ---- training
 
@@ -89,9 +84,6 @@ class LossInOnePass(StepLoss):
         """Return `num_batches` items, of which the last one is the planned step, and the divisor
         of the step's loss, a scalar; no item when no rank has data left. Collective over the
         world."""
-        if self._is_attached_anew:  # callbacks have come between
-            self._is_attached_anew = False
-            self._look()
         number = self._trainer.state.global_step
         step = self._engine.next_step(iterator, num_batches, first_number=number)
         if number == 0:

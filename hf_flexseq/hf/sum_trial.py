@@ -28,7 +28,7 @@ two plans, which would take as long as a step.
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +40,10 @@ from transformers import Trainer
 from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.executors import Executor
-from hf_flexseq.hf.model.call_count import replaced_attention
+from hf_flexseq.hf.model.call_count import forwards_of, replaced_attention
 from hf_flexseq.hf.model.equal_models import code_of_model
 from hf_flexseq.hf.overrides import IN_PARTS, RANKS_FACTOR, WHOLE_SAMPLES
+from hf_flexseq.hf.shared_prefixes import KEEPS_OWN_LOSS, USERS_CODE
 from hf_flexseq.hf.trainer_numbers import TrainerNumbers
 from hf_flexseq.hf.two_sequences import ComputeLoss, Figures, LossesOfTwo
 from hf_flexseq.hf.watch import Watch
@@ -64,11 +65,7 @@ class LoopLoss:
     def __init__(self, model: nn.Module, accelerator: Accelerator) -> None:
         self.model = model
         self.accelerator = accelerator
-        self.args = accelerator  # of which a trial reads the device
-
-    def compute_loss_context_manager(self) -> AbstractContextManager[None]:
-        """Surround a forward by nothing: the model that accelerate has prepared casts itself."""
-        return nullcontext()
+        self.compute_loss_context_manager = nullcontext
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, **given: Any) -> Any:
         """Return the model's loss, a scalar."""
@@ -100,11 +97,10 @@ class UsersCode:
 def _forwards(model: nn.Module) -> list[Any]:
     """Return the classes of a model's modules, what these run as forwards, and what the files of
     the classes have besides."""
-    found: list[Any] = []
-    for module in model.modules():
-        kind = type(module)
-        found += (kind, kind.forward, module.__dict__.get("forward"))
-    for file in {kind.__module__ for kind in found[::3]}:
+    modules = list(model.modules())
+    kinds = [type(module) for module in modules]
+    found: list[Any] = [*kinds, *forwards_of(modules)]
+    for file in {kind.__module__ for kind in kinds}:
         if file.startswith("transformers.models."):
             found += vars(sys.modules[file]).values()
     return found
@@ -143,6 +139,12 @@ class SumTrial:
         self._code = UsersCode.of(self._trainer)
         self._forwards = _forwards(self._trainer.model)
         self._is_due = True
+
+    def reason_not_shared(self) -> str | None:
+        """Return why the loss keeps rows from sharing prefixes; None if it does not."""
+        if self.has_code:
+            return USERS_CODE
+        return KEEPS_OWN_LOSS if self._executor.keeps_own_loss else None
 
     def run(self, row: SourceRow, model: nn.Module, figures: Figures | None = None) -> None:
         """Try the code that `look` has found, unless it has passed before. Collective over the

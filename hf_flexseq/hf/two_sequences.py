@@ -217,7 +217,7 @@ class LossesOfTwo:
             filler = IGNORE_INDEX if name == "labels" else 0
             parts = self._columns["input_ids"] if name == "labels" else value
             row = pad_sequence(parts.split(TOKENS), batch_first=True, padding_value=filler)
-            batch[name] = row.to(self._trainer.args.device)
+            batch[name] = row.to(self._trainer.accelerator.device)
         ones = [torch.ones(length, dtype=torch.int64) for length in TOKENS]
         batch["attention_mask"] = pad_sequence(ones, batch_first=True).to(batch["labels"].device)
         try:
@@ -229,7 +229,7 @@ class LossesOfTwo:
     def _computed(self, compute_loss: ComputeLoss, inputs: Inputs) -> float:
         """Return the loss that a function gives of inputs, without gradients."""
         trainer = self._trainer
-        items = torch.full((), ITEMS, device=trainer.args.device)
+        items = torch.full((), ITEMS, device=trainer.accelerator.device)
         router = self._executor.router
         with ExitStack() as around:
             around.enter_context(torch.no_grad())

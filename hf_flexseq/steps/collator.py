@@ -139,7 +139,9 @@ class DataCollatorForFlexSeq:
                 has_targets = SHIFT_LABELS in sequence  # and labels that may be shifted
                 first_labels.append(IGNORE_INDEX if has_targets else int(sequence["labels"][0]))
                 padding_targets += number > 0 and first_labels[-1] != IGNORE_INDEX
-                columns.append(_for_micro_batches(sequence, self.targets_of(sequence, index)))
+                sequence.setdefault("position_ids", torch.arange(len(sequence["labels"])))
+                targets = self.targets_of(sequence, index)
+                columns.append({**sequence, "labels": targets, SHIFT_LABELS: targets})
                 images.append(one.images)  # none if the example has several sequences
         _check_same_columns(columns)
         batch: dict[str, Any] = {}
@@ -309,15 +311,6 @@ def _sequences(example: _Example, index: int) -> list[dict[str, torch.Tensor]]:
     for start, stop in zip(starts, stops, strict=True):
         sequences.append({name: value[start:stop] for name, value in columns.items()})
     return sequences
-
-
-def _for_micro_batches(
-    columns: dict[str, torch.Tensor], targets: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Return the columns of a micro-batch, each [tokens], with targets for labels."""
-    columns.setdefault("position_ids", torch.arange(columns["input_ids"].numel()))
-    columns["labels"] = columns[SHIFT_LABELS] = targets
-    return columns
 
 
 def _check_same_columns(columns: Sequence[Mapping[str, torch.Tensor]]) -> None:

@@ -153,7 +153,7 @@ def test_an_older_sft_trainer_reads_logits_or_sums(older, options, monkeypatch, 
     trainer.args.loss_type = "chunked_nll"
     assert reads_logits_of_all_tokens(trainer) is None
     with trainer._attached():
-        assert trainer.flexseq._reason_not_shared == GIVES_SUMS
+        assert trainer.flexseq.reason_of_loss() == GIVES_SUMS
 
 
 def test_losses_of_older_trainers_that_do_not_say_how_they_are_divided_are_refused(tmp_path):

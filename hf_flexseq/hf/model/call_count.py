@@ -92,10 +92,10 @@ class _Count:
             return
         self._outermost = None
         modules, seq_ctx.calls = seq_ctx.calls, None
-        if modules == self._modules and self._forwards == _forwards(modules):
+        if modules == self._modules and self._forwards == forwards_of(modules):
             return
         self._check(modules)
-        self._modules, self._forwards = modules, _forwards(modules)
+        self._modules, self._forwards = modules, forwards_of(modules)
 
     def _check(self, modules: Sequence[nn.Module]) -> None:
         replaced = replaced_attention(self._model)
@@ -156,7 +156,7 @@ def replaced_attention(model: nn.Module) -> str | None:
     return None
 
 
-def _forwards(modules: Sequence[nn.Module]) -> list[Any]:
+def forwards_of(modules: Sequence[nn.Module]) -> list[Any]:
     """Return the functions that modules run as forwards, on their own or their class."""
     return [module.__dict__.get("forward") or type(module).forward for module in modules]
 
