@@ -19,7 +19,6 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels import chunked_loss, fused
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.scans import grid
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from hf_flexseq.kernels.upload import to_device
@@ -32,6 +31,7 @@ from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import heads, ulysses
 from hf_flexseq.steps.inputs import inputs_of
 from tests.hf.tiny import VOCAB, tiny_llama
+from tests.kernels.reference import Reference
 from tests.no_sync import META, HostSync, NoHostSync, alone
 from tests.pipeline import test_executor as pipeline
 from tests.pipeline.test_exactness import columns_of

@@ -1,20 +1,20 @@
 """Attention kernels: one signature for packed sequences of different lengths, several
 implementations.
 
-    reference      plain softmax, sequence by sequence; the others are tested against it
     cpu_flash      torch's CPU flash kernel, sequence by sequence; windows and softcaps in pieces
     torch_varlen   the FlashAttention that is active in torch: -2, which it ships for CUDA, or -3
     flash_attn     FlashAttention-2 from its package, where it is installed
     cudnn_long     cuDNN, to which the two before it leave one long sequence on Hopper
     flash_attn3    FlashAttention-3 from its package, where it is installed, on Hopper
 
-Each states in `capabilities.KernelCapabilities` what holds for every call that it serves;
-`cuda_flash` is what the CUDA builds have in common. `choose.choose_kernel` picks one for a device,
-a dtype and a head size, and says what the others lack; `kinds.choose_kernels` does so for a model
-whose layers differ; `merge.merge_into` merges results over different keys. `fused` is what
-attention does to rows and heads between kernel calls, in torch's operations or as Triton kernels
-(`triton_fused`). `chunked_loss` is the language model's head and loss; `products` adds up products
-of 16-bit matrices in float32.
+They are compared with `tests/kernels/reference.py`, a plain softmax of each sequence. Each states
+in `capabilities.KernelCapabilities` what holds for every call that it serves; `cuda_flash` is what
+the CUDA builds have in common. `choose.choose_kernel` picks one for a device, a dtype and a head
+size, and says what the others lack; `kinds.choose_kernels` does so for a model whose layers
+differ; `merge.merge_into` merges results over different keys. `fused` is what attention does to
+rows and heads between kernel calls, in torch's operations or as Triton kernels (`triton_fused`).
+`chunked_loss` is the language model's head and loss; `products` adds up products of 16-bit
+matrices in float32.
 
 Notation: Tq query rows and Tk key rows of all sequences together, n and m those of one sequence;
 H query heads, Hkv heads of keys and values, D the head size.

@@ -18,7 +18,7 @@ results tokens first, so those of a sequence alone are the whole, and nothing is
 Rejected: one padded batch of all sequences, which for long-tailed lengths computes mostly padding;
 and a softmax written in Python, which is several times slower and keeps the whole score matrix.
 
-The reference implementation is reference.py; tests/kernels/test_kernels.py compares the two.
+tests/kernels/test_kernels.py compares it with the reference implementation, reference.py there.
 """
 
 from collections.abc import Sequence

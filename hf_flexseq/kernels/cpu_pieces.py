@@ -11,8 +11,8 @@ A mask of [queries, keys] hides what a piece's queries do not read. Pieces are c
 (float64 for float64 inputs), so that 16-bit outputs are rounded once. The backward takes the
 merged output and log-sum-exp, so every piece is independent of the others.
 
-With a softcap the products are torch's own, in the formulas of reference.py, which is also what
-the tests compare this module with. Autocast would round them to 16 bits, so it is switched off.
+With a softcap the products are torch's own, in the formulas of tests/kernels/reference.py, with
+which this module is compared. Autocast would round them to 16 bits, so it is switched off.
 
 Rejected: plain products for windows, too. They take 1.3 to 1.8 times the time of the kernel with
 a mask.

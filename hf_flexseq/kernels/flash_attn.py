@@ -6,7 +6,7 @@ layout of the log-sum-exp date from 2.7; older releases are refused by name inst
 apart by guesses. FlashAttention-3 and -4 are other packages.
 
 What the builds of these kernels have in common is in cuda_flash.py. The reference implementation
-is reference.py; tests/kernels/test_cuda_kernels.py and scripts/gpu_check.py compare the two.
+is tests/kernels/reference.py; test_cuda_kernels.py there and scripts/gpu_check.py compare the two.
 """
 
 import functools

@@ -9,9 +9,9 @@ sequences, are refused by name.
 The backward takes any output and log-sum-exp, and so the merged ones.
 
 Written from the operators' schemas and sources; it has never run on a GPU. What the builds of
-FlashAttention have in common is in cuda_flash.py. The reference implementation is reference.py;
-tests/kernels/test_cuda_kernels.py holds the arguments against it on a stand-in, and
-scripts/gpu_check.py the numbers on a GPU.
+FlashAttention have in common is in cuda_flash.py. The reference implementation is
+tests/kernels/reference.py; test_cuda_kernels.py there holds the arguments against it on a
+stand-in, and scripts/gpu_check.py the numbers on a GPU.
 
 Rejected: FlashAttention-4 (`flash_attn.cute`). Its forward returns two tensors or four, depending
 on the release, and 4.0.0b13 accesses memory that is not its own in the backward of a sequence

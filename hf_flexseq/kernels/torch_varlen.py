@@ -11,8 +11,8 @@ choice and every forward: what holds for FlashAttention-2 is not taken for grant
 FlashAttention-3 has capabilities of its own, any other implementation is refused by name. A
 version of torch without the registry has FlashAttention-2 alone.
 
-What the builds have in common is in cuda_flash.py. The reference implementation is reference.py;
-tests/kernels/test_cuda_kernels.py and scripts/gpu_check.py compare the two.
+What the builds have in common is in cuda_flash.py. The reference implementation is
+tests/kernels/reference.py; test_cuda_kernels.py there and scripts/gpu_check.py compare the two.
 """
 
 import dataclasses

@@ -24,9 +24,9 @@ from gpu_checks.report import Section, Setting, table, verdict
 from hf_flexseq.kernels import Kernel, KernelCall, cudnn_long
 from hf_flexseq.kernels.capabilities import Calls
 from hf_flexseq.kernels.choose import CANDIDATES
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
+from tests.kernels.reference import Reference
 
 HEADS, KV_HEADS, HEAD_DIM, SCALE = 8, 2, 128, 128**-0.5
 

@@ -19,10 +19,10 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.blocks import SEE_BLOCKS
 from hf_flexseq.plan.shard import Slice, make_shard
+from tests.kernels.reference import Reference
 from tests.threads import ThreadHub, ThreadTransport
 
 RANKS = 4

@@ -26,11 +26,11 @@ from hf_flexseq.attention import SequenceContext, recurrent
 from hf_flexseq.attention.recurrent.scan import run_scan
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.scans import Scan, Tensors
 from hf_flexseq.kernels.scans.choose import GATED_DELTA, KIMI_DELTA, MAMBA2, choose_scan
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
+from tests.kernels.reference import Reference
 from tests.threads import ThreadHub, ThreadTransport
 
 RANKS = 4

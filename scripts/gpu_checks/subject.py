@@ -31,12 +31,12 @@ from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.choose import choose_kernel
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.plan import MicroBatch, Plan
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.published.zeppelin.passes import ZeppelinPasses
 from hf_flexseq.published.zeppelin.remap import remapped_shards
 from tests import plans
+from tests.kernels.reference import Reference
 
 VOCAB = 509
 LENGTHS = (1, 2, 170, 64, 1021, 3, 1, 512, 333, 2, 129, 700)  # on a GPU

@@ -15,8 +15,8 @@ import torch
 
 from hf_flexseq.attention import sequence_parallel_attention
 from hf_flexseq.kernels.cpu_flash import CpuFlash
-from hf_flexseq.kernels.reference import Reference
 from tests.attention.group import context_of, nodes_of, own_rows, qkv_and_dout
+from tests.kernels.reference import Reference
 from tests.ranks import join, run_threads
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32

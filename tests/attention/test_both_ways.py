@@ -14,7 +14,6 @@ from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.cpu_flash import CpuFlash
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.plan.units import Node, Unit
@@ -24,6 +23,7 @@ from hf_flexseq.program.instructions import LayerShape
 from tests.attention.dense import dense_attention
 from tests.attention.group import CPU, largest_error, nodes_of, own_rows, qkv_and_dout
 from tests.attention.test_sequence_parallel import KINDS, SIZE, gradient_of, options_of
+from tests.kernels.reference import Reference
 from tests.plans import group, one_group
 from tests.program.compiled import messages_of, programs_of_group
 from tests.ranks import join, run_ranks, run_threads

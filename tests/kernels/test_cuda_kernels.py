@@ -21,9 +21,9 @@ from torch.nn import attention
 from hf_flexseq.kernels import KernelCall
 from hf_flexseq.kernels.flash_attn import FlashAttn
 from hf_flexseq.kernels.flash_attn3 import FlashAttn3
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
+from tests.kernels.reference import Reference
 from tests.kernels.test_kernels import CPU, HEADS, random_inputs, random_segments, run
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hf_flexseq.kernels import KernelCall, cudnn_long
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
+from tests.kernels.reference import Reference
 from tests.kernels.test_kernels import CPU
 
 HEADS = cudnn_long.Heads(4, 2, 64, torch.bfloat16, CPU)

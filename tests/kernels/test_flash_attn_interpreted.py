@@ -24,9 +24,9 @@ import torch
 
 from hf_flexseq.kernels import KernelCall
 from hf_flexseq.kernels.flash_attn import FlashAttn, package_problem
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
 from tests.kernels.interpreter import error, first_configurations, real_bfloat16
+from tests.kernels.reference import Reference
 from tests.kernels.test_kernels import CPU, SCALE, dense, random_inputs, run
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(600)]

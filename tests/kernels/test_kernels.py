@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_flexseq.kernels import KernelCall, cpu_pieces
 from hf_flexseq.kernels.cpu_flash import CpuFlash
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
+from tests.kernels.reference import Reference
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ keys and values are rounded for each query head before they are added up.
 import torch
 
 from hf_flexseq.kernels import KernelCall
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
+from tests.kernels.reference import Reference
 
 ops = torch.ops.late_device
 _library = torch.library.Library("aten", "IMPL")

@@ -22,10 +22,10 @@ from accelerate import Accelerator  # noqa: E402
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer  # noqa: E402
 from hf_flexseq.kernels import choose  # noqa: E402
 from hf_flexseq.kernels.fused import TorchFused  # noqa: E402
-from hf_flexseq.kernels.reference import Reference  # noqa: E402
 from tests.hf.tiny import documents, tiny_llama  # noqa: E402
 from tests.hf.vision import tiny_vision_model, vision_examples  # noqa: E402
 from tests.hf.vision_runs import VIDEOS  # noqa: E402
+from tests.kernels.reference import Reference  # noqa: E402
 from tests.late_device import nccl  # noqa: E402
 from tests.late_device.install import ops  # noqa: E402
 from tests.late_device.on_device.conftest import SETTINGS, AnyCall  # noqa: E402

@@ -8,11 +8,11 @@ from torch.utils.checkpoint import checkpoint
 from hf_flexseq.attention import sequence_parallel_attention
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.kernels.cpu_flash import CpuFlash
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.pipeline.carry import KVCarry, WrongOrder
 from hf_flexseq.pipeline.context import ChunkContext, programs_of_layouts
 from tests.attention.dense import dense_attention
+from tests.kernels.reference import Reference
 from tests.pipelines import chunk_of
 
 CPU = torch.device("cpu")

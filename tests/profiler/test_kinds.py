@@ -23,11 +23,11 @@ from hf_flexseq.hf.calibration.command import calibrate
 from hf_flexseq.hf.calibration.probe import ModelProbes, kept_layers, layer_types, shortened
 from hf_flexseq.hf.model.facts import model_facts, model_shape
 from hf_flexseq.hf.model.layer_kinds import layer_kinds, layers_of
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.profiler import calibrate as profiler
 from hf_flexseq.profiler.calibrate import Calibration
 from hf_flexseq.profiler.design import Effort, LayerType, ProbeShape, in_groups
 from hf_flexseq.profiler.fit import fit
+from tests.kernels.reference import Reference
 
 WINDOW = Reach(window=512)
 ONE = Topology(nodes=1, ranks_per_node=1)

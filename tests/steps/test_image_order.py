@@ -11,13 +11,13 @@ import torch
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.process_groups import as_tuples
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.steps.ahead import BesideStep, first_values, weights_of
 from hf_flexseq.steps.features import StepImages
 from hf_flexseq.steps.images import Image, row_starts
 from hf_flexseq.steps.inputs import indices_to_run
+from tests.kernels.reference import Reference
 from tests.matching import Launches
 from tests.plans import group, plan_of_groups, random_plan
 from tests.ranks import host_exchanges, join, run_threads

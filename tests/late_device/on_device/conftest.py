@@ -5,7 +5,7 @@ import torch
 
 from hf_flexseq.kernels import choose
 from hf_flexseq.kernels.fused import TorchFused
-from hf_flexseq.kernels.reference import Reference
+from tests.kernels.reference import Reference
 from tests.late_device.install import ops
 
 

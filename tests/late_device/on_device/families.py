@@ -13,7 +13,6 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.kernels import choose
 from hf_flexseq.kernels.fused import TorchFused
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
@@ -23,6 +22,7 @@ from tests.hf.by_hand import TWO_NODES, attach, drawn_row, target_count
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_reach import FAMILIES, LENGTHS, keep_float64, make_model, plans_across
 from tests.hf.tiny import documents, reference_gradients, relative_errors
+from tests.kernels.reference import Reference
 from tests.late_device.lanes import LateHub
 
 CUDA = torch.device("cuda")

@@ -5,10 +5,10 @@ import torch
 
 from hf_flexseq.kernels import KernelCall, choose, cudnn_long
 from hf_flexseq.kernels.fused import TorchFused
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from hf_flexseq.program import heads, ulysses
+from tests.kernels.reference import Reference
 from tests.late_device import scenarios
 from tests.late_device.install import ops
 

@@ -8,13 +8,13 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.tiles import MlpTiles
-from hf_flexseq.kernels.reference import Reference
 from hf_flexseq.memory.pages import MIB
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.plan.shard import make_shard
 from tests.hf.test_remat import gradients
 from tests.hf.tiny import SIZES, VOCAB, tiny_llama
+from tests.kernels.reference import Reference
 from tests.late_device.scenarios import CUDA, check
 from tests.plans import one_group
 

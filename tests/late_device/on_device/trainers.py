@@ -11,11 +11,11 @@ from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.hf.prove.command import prove
 from hf_flexseq.hf.shared_prefixes import refuse_noise
 from hf_flexseq.kernels import choose
-from hf_flexseq.kernels.reference import Reference
 from tests.hf.test_trainer import logged
 from tests.hf.tiny import documents, tiny_llama
 from tests.hf.vision import tiny_vision_model, vision_examples
 from tests.hf.vision_runs import frozen
+from tests.kernels.reference import Reference
 from tests.late_device.install import ops
 from tests.late_device.on_device.conftest import SETTINGS, AnyCall
 

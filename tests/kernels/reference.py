@@ -2,8 +2,7 @@
 reference implementation of the other kernels.
 
 It writes the whole score matrix of each sequence, so its memory grows with the square of the
-longest one. Tests and `scripts/gpu_check.py` compare the fast kernels with it; `choose_kernel`
-never takes it.
+longest one. Tests and `scripts/gpu_check.py` compare the fast kernels with it.
 
 The backward is the closed form that flash kernels use (FlashAttention-2, arXiv 2307.08691, section
 3.1), with the log-sum-exp and output that the caller gives, so that it can be one block of a
