@@ -16,6 +16,7 @@ from torch import nn
 from hf_flexseq.base.versions import untested
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.hf.model.around import around_forward
 from hf_flexseq.hf.model.mlp_trial import small_like
 from hf_flexseq.hf.model.prompts import kind_of, unsuitable_prompt
 from hf_flexseq.hf.probe import SHARED, lively_copy, probe_model
@@ -112,14 +113,6 @@ def term_of_step(model: Any) -> Callable[[], None]:
     def end(module: nn.Module, args: Any, outputs: Any) -> None:
         weigh(module)
 
-    hooks = [
-        tuner.register_forward_pre_hook(begin, with_kwargs=True),
-        tuner.register_forward_hook(end, always_call=True),
-    ]
-
-    def undo() -> None:
-        weigh(tuner)
-        for hook in hooks:
-            hook.remove()
-
-    return undo
+    hooks = around_forward(tuner, begin, end)
+    hooks.callback(weigh, tuner)
+    return hooks.close

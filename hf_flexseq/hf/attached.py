@@ -37,6 +37,7 @@ from transformers import PreTrainedModel
 from hf_flexseq.hf.adapters import term_of_step
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.compiled import compiled_regions
+from hf_flexseq.hf.model.around import around_forward
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.call_count import counted_calls
 from hf_flexseq.hf.model.experts import right_gradients
@@ -77,12 +78,7 @@ class AttentionByCall:
         self._set(NAME)
         with ExitStack() as attached:
             for entry in {self._base, self._base.base_model}:  # and the decoder below the head
-                begin = entry.register_forward_pre_hook(
-                    self._begin, with_kwargs=True, prepend=True
-                )
-                end = entry.register_forward_hook(self._end, always_call=True)
-                attached.callback(begin.remove)
-                attached.callback(end.remove)
+                attached.enter_context(around_forward(entry, self._begin, self._end))
             try:
                 yield
             finally:

@@ -180,7 +180,8 @@ class LossInOnePass(StepLoss):
             return stock(model, batch, loss_only)
         step = batch.step
         assert step is not None, "an evaluation batch without its step"
-        items = self._evaluated_items(step)
+        # TRL divides by all targets, also those of virtual tokens
+        items = step.targets if reads_fused_head(self._trainer) else step.items
         divisor = _divisor(items, self._trainer.args.device)
         self._trial.run(step.row, model)
         self._means.begin("eval")
@@ -195,11 +196,6 @@ class LossInOnePass(StepLoss):
         self._router.note("eval")
         self._sum.add(loss, items)
         return loss, None, None
-
-    def _evaluated_items(self, step: Step) -> int:
-        """Return what the plain trainer divides the loss of a batch by: TRL's counts all targets,
-        that of virtual tokens included."""
-        return step.targets if reads_fused_head(self._trainer) else step.items
 
     def _predict_tokens(
         self, tokens: TokenPredictions, model: nn.Module, batch: Any

@@ -4,12 +4,14 @@ That of transformers draws from the device's generator, and divides by the lengt
 here holds parts of several sequences. What stands in its place is in `steps/embedding_noise.py`.
 """
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_flexseq.hf.model.around import around_forward
 from hf_flexseq.steps.embedding_noise import TokenNoise
 
 
@@ -22,17 +24,15 @@ class EmbeddingNoise:
     def __init__(self, model: PreTrainedModel) -> None:
         """model: without adapters."""
         self._noise: TokenNoise | None = None  # while the model runs on a micro-batch
-        self._hooks = [model.get_input_embeddings().register_forward_hook(self._add)]
+        self._hooks = ExitStack()
+        embedded = model.get_input_embeddings().register_forward_hook(self._add)
+        self._hooks.callback(embedded.remove)
         for entry in {model, model.base_model}:
-            self._hooks += [
-                entry.register_forward_pre_hook(self._begin, with_kwargs=True),
-                entry.register_forward_hook(self._end, always_call=True),
-            ]
+            self._hooks.enter_context(around_forward(entry, self._begin, self._end))
 
     def detach(self) -> None:
         """Take the hooks back."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         context = kwargs.get("seq_ctx")

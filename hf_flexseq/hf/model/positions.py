@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_flexseq.hf.model.around import around_forward
 from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.hf.model.trial import Count
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
@@ -193,16 +194,11 @@ class _RowRotary:
         self._rotary = rotary
         self._lengths: torch.Tensor | None = None  # [1, tokens], while the decoder runs on a row
         self._forward = _InstanceForward(rotary, self._row_forward)
-        # always_call: an exception leaves no lengths behind.
-        self._hooks = (
-            decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
-            decoder.register_forward_hook(self._end, always_call=True),
-        )
+        self._hooks = around_forward(decoder, self._begin, self._end)
 
     def detach(self) -> None:
         """Detach from the modules."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
         self._forward.remove()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

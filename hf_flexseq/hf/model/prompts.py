@@ -24,6 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.base.versions import is_sharded_at_load
+from hf_flexseq.hf.model.around import around_forward
 from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.noise import noise_of_module
 from hf_flexseq.steps.virtual_tokens import VirtualTokens
@@ -89,17 +90,13 @@ class TrainedPrompt:
         self._model = model
         self._tokens: VirtualTokens | None = None  # of the planned call that runs
         self._former: tuple[str, Any] | None = None  # adapter and its configuration, meanwhile
-        self._hooks = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end, always_call=True),
-            base.get_input_embeddings().register_forward_hook(self._embed),
-        ]
+        self._hooks = around_forward(model, self._begin, self._end)
+        self._hooks.callback(base.get_input_embeddings().register_forward_hook(self._embed).remove)
 
     def detach(self) -> None:
         """Take the hooks back."""
         self._restore()
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._restore()

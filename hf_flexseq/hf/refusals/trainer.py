@@ -175,7 +175,8 @@ def _samples_of_one_pass(trainer: Any) -> str | None:
 def _other_loss(trainer: Any) -> str | None:
     says = getattr(trainer, "loss_is_scaled_for_ga", None)
     if says is False:
-        return f"the loss of {_class_with(trainer, 'loss_is_scaled_for_ga')}"
+        says_so = [*_classes_with(trainer, "loss_is_scaled_for_ga"), type(trainer)]
+        return f"the loss of {says_so[0].__name__}"
     if says is None:  # older versions of TRL do not say it
         for cls in _classes_with(trainer, "compute_loss"):
             if package(cls) == "trl" and cls.__name__ != "SFTTrainer":
@@ -192,13 +193,6 @@ def _own_samples(trainer: Any) -> str | None:
     if "input_ids" in trainer._signature_columns:
         return None
     return f"samples made in {makes[0].__name__}"
-
-
-def _class_with(trainer: Any, name: str) -> str:
-    """Return the name of the class that defines an attribute of a trainer."""
-    for cls in _classes_with(trainer, name):
-        return cls.__name__
-    return type(trainer).__name__
 
 
 def _classes_with(trainer: Any, name: str) -> list[type]:
