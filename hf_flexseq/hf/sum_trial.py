@@ -28,7 +28,7 @@ two plans, which would take as long as a step.
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,11 +65,14 @@ class LoopLoss:
     def __init__(self, model: nn.Module, accelerator: Accelerator) -> None:
         self.model = model
         self.accelerator = accelerator
-        self.compute_loss_context_manager = nullcontext
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, **given: Any) -> Any:
         """Return the model's loss, a scalar."""
         return model(**inputs, use_cache=False, **given).loss
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[None]:
+        """Return nothing to surround the loss with."""
+        return nullcontext()
 
     def _prepare_inputs(self, inputs: Inputs) -> Inputs:
         return inputs

@@ -7,11 +7,12 @@ from functools import partial
 import datasets
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
 from transformers import Trainer
 
-from hf_flexseq import FlexSeqArguments
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.hf.objectives.generations import grouped
 from hf_flexseq.hf.shared_prefixes import reason_not_shared
 from hf_flexseq.steps import prefetch
@@ -33,7 +34,7 @@ from tests.hf.objectives import (
 from tests.hf.test_distillation import FixedCompletions, FlexSeqDistillation, distillation
 from tests.hf.test_exactness import gradients_under_random_plans
 from tests.hf.test_reach import keep_float64, make_model
-from tests.hf.tiny import VOCAB, tiny_llama
+from tests.hf.tiny import VOCAB, reference_loss, tiny_arguments, tiny_llama
 from tests.hf.trainers import difference, trained, trainer_of
 from tests.ranks import run_cases, run_ranks
 
@@ -317,6 +318,20 @@ def test_a_group_that_stays_in_one_step_shares_its_prompt(tmp_path):
 
 
 # ---- where it is off
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_a_loop_of_your_own_shares_prefixes_where_its_model_has_no_code_of_yours(has_hook):
+    model, rows = tiny_llama(), conversations(12)
+    if has_hook:
+        model.get_input_embeddings().register_forward_hook(lambda *args: None)
+    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
+    engine.attach(model)
+    for step in engine.steps([DataCollatorForFlexSeq()(rows)]):
+        step.backward(model)
+        wanted = reference_loss(tiny_llama(), rows).item()
+        assert step.mean_loss() == pytest.approx(wanted, rel=1e-10)
+        assert (step.plan.tokens_spared == 0) == has_hook
 
 
 @pytest.mark.parametrize(
