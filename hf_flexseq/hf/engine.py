@@ -234,9 +234,8 @@ class FlexSeqEngine:
         self._check_attached()
         if self._training is None:
             self._say_who_keeps_activations()
-            lookahead = self.args.lookahead
-            if self._draws_in_place or lookahead is None:
-                lookahead = 0 if self._draws_in_place else LOOKAHEAD
+            chosen = LOOKAHEAD if self.args.lookahead is None else self.args.lookahead
+            lookahead = 0 if self._draws_in_place else chosen
             shares = self._shares_prefixes()
             self._training = self._prefetched(lookahead, first_number, shares_prefixes=shares)
         step = self._training.next(iterator, num_batches)

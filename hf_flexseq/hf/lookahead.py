@@ -15,7 +15,7 @@ Rejected: to follow references from the data to the trainer. That misses globals
 import inspect
 import logging
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -100,9 +100,8 @@ def _own_code_between_steps(trainer: Trainer) -> str | None:
 
 
 def _is_librarys(code: Any) -> bool:
-    while isinstance(code, partial):
-        code = code.func
-    return package(code) == "builtins" or is_known(code)
+    function = code.func if isinstance(code, partial) else code
+    return package(function) == "builtins" or is_known(function)
 
 
 def _code_of(part: Any) -> Iterator[Any]:
@@ -110,15 +109,12 @@ def _code_of(part: Any) -> Iterator[Any]:
     objects of libraries keep."""
     yield part
     inside = vars(part) if hasattr(part, "__dict__") and _is_librarys(part) else {}
-    for name in (*_INNER, *_MAKING):
+    for name in _INNER:
         value = inside.get(name)
-        if name in _MAKING:
-            yield from _functions_in(value, seen=set())
-        elif isinstance(value, list):
-            for one in value:
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None:
                 yield from _code_of(one)
-        elif value is not None:
-            yield from _code_of(value)
+    yield from _functions_in([inside.get(name) for name in _MAKING], seen=set())
 
 
 def _functions_in(value: Any, seen: set[int]) -> Iterator[Any]:
@@ -126,12 +122,11 @@ def _functions_in(value: Any, seen: set[int]) -> Iterator[Any]:
     if id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, dict | list | tuple):
-        parts = list(value.values() if isinstance(value, dict) else value)
-    elif callable(value) and not isinstance(value, type):
+    if callable(value) and not isinstance(value, type):
         yield value
         return
-    else:
-        parts = list(vars(value).values()) if package(value) == "datasets" else []
-    for part in parts:
+    parts = value
+    if not isinstance(value, dict | list | tuple):
+        parts = vars(value) if package(value) == "datasets" else ()
+    for part in list(parts.values() if isinstance(parts, Mapping) else parts):
         yield from _functions_in(part, seen)

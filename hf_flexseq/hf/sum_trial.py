@@ -50,11 +50,7 @@ from hf_flexseq.hf.watch import Watch
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.inputs import Inputs
-from hf_flexseq.steps.users_code import (
-    library_method,
-    users_forward_hooks,
-    users_methods,
-)
+from hf_flexseq.steps.users_code import library_method, users_forward_hooks, users_methods
 
 logger = logging.getLogger(__name__)
 

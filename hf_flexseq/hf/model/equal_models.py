@@ -96,19 +96,15 @@ def _without_others(entries: dict[str, Any]) -> dict[str, Any]:
 def code_of_model(model: PreTrainedModel) -> list[str]:
     """Return descriptions of the user's modules in a model, and of the user's functions in place
     of the library's that its modules run, without duplicates."""
-    return list(dict.fromkeys((*users_modules(model), *_replaced_code(model))))
-
-
-def _replaced_code(model: PreTrainedModel) -> Iterator[str]:
-    """Yield the names of functions and classes of the user's that stand in place of a library's
-    in the files of transformers that define the modules of `model`."""
+    found = [*users_modules(model)]
     kinds = {unsharded_class(module) for module in model.modules()}
     others = {*sys.stdlib_module_names, "numpy"}
     for file, name, code in _named_code(kinds):
         is_of_family = file.startswith("transformers.models.") or file == masking_utils.__name__
         is_code = inspect.isroutine(code) or inspect.isclass(code)
         if is_of_family and is_code and package(code) not in others and not is_known(code):
-            yield name
+            found.append(name)
+    return list(dict.fromkeys(found))
 
 
 def _named_code(kinds: set[type[Any]]) -> Iterator[tuple[str, str, Any]]:
