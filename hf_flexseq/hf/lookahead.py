@@ -101,7 +101,7 @@ def _own_code_between_steps(trainer: Trainer) -> str | None:
 
 def _is_librarys(code: Any) -> bool:
     function = code.func if isinstance(code, partial) else code
-    return package(function) == "builtins" or is_known(function)
+    return package(function) in ("builtins", "numpy") or is_known(function)
 
 
 def _code_of(part: Any) -> Iterator[Any]:

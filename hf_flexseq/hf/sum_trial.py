@@ -41,6 +41,7 @@ from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.executors import Executor
 from hf_flexseq.hf.model.call_count import forwards_of, replaced_attention
+from hf_flexseq.hf.model.checks import unsuitable_hooks
 from hf_flexseq.hf.model.equal_models import code_of_model
 from hf_flexseq.hf.overrides import IN_PARTS, RANKS_FACTOR, WHOLE_SAMPLES
 from hf_flexseq.hf.shared_prefixes import KEEPS_OWN_LOSS, USERS_CODE
@@ -94,15 +95,22 @@ class UsersCode:
 
 
 def _forwards(model: nn.Module) -> list[Any]:
-    """Return the classes of a model's modules, what these run as forwards, and what the files of
-    the classes have besides."""
+    """Return the classes of a model's modules, what these run as forwards, all hooks on modules
+    and parameters, and what the files of the classes have besides."""
     modules = list(model.modules())
     kinds = [type(module) for module in modules]
     found: list[Any] = [*kinds, *forwards_of(modules)]
+    hooks: list[Any] = []
+    for module in modules:
+        hooks += (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                hooks += (parameter._backward_hooks or {}).values()
+                hooks += (parameter._post_accumulate_grad_hooks or {}).values()
     for file in {kind.__module__ for kind in kinds}:
         if file.startswith("transformers.models."):
             found += vars(sys.modules[file]).values()
-    return found
+    return found + hooks
 
 
 NO_CODE = UsersCode((), ())
@@ -160,6 +168,7 @@ class SumTrial:
             self._refuse_later_code()
             return
         self.look()  # on_step_begin may have brought some
+        self._refuse_gradient_hooks()
         cpu_group = self._executor.setup.communicator.cpu_group
         is_new = self._code != self._passed
         own = [is_new and bool(self._code.of_model), is_new and bool(self._code.methods)]
@@ -184,8 +193,8 @@ class SumTrial:
         self._passed = self._code
 
     def _refuse_later_code(self) -> None:
-        """Raise NotImplementedError for modules and forwards of the user's that `look` has not
-        seen: other ranks run the step already, so that nothing can be tried."""
+        """Raise NotImplementedError for modules, forwards and hooks of the user's that `look` has
+        not seen: other ranks run the step already, so that nothing can be tried."""
         forwards = _forwards(self._trainer.model)
         if forwards == self._forwards:
             return
@@ -194,13 +203,22 @@ class SumTrial:
         attention = replaced_attention(model)
         if attention is not None:
             raise NotImplementedError(attention)
-        new = [what for what in code_of_model(model) if what not in self._code.of_model]
+        self._refuse_gradient_hooks()
+        now = (*code_of_model(model), *users_forward_hooks(model))
+        new = [what for what in now if what not in self._code.of_model]
         if new:
             raise NotImplementedError(
                 f"{listed(new)} came into the model while it trains, so nobody knows whether it "
                 "keeps sequences apart: put it in before train(), or in the callback event "
                 "on_train_begin"
             )
+
+    def _refuse_gradient_hooks(self) -> None:
+        """Raise NotImplementedError for hooks on gradients that have come since the model was
+        attached, as `check_model` does for those before."""
+        hooks = unsuitable_hooks(self._trainer.model)
+        if hooks is not None:
+            raise NotImplementedError(hooks)
 
     def _try_model(self, losses: LossesOfTwo, figures: Figures | None) -> None:
         """Raise NotImplementedError where modules or hooks mix sequences."""

@@ -118,7 +118,11 @@ def agree(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def next_tokens(ids: torch.Tensor, labels: torch.Tensor) -> int | None:
     """Return how many labels [tokens] are the next token and not their own; None if one of them
-    is not the next token, as in labels that have yet to be shifted."""
-    if not agree(labels[:-1], ids[1:]):
-        return None
-    return int(((labels[:-1] != IGNORE_INDEX) & (ids[:-1] != ids[1:])).sum())
+    is not the next token, as in labels that have yet to be shifted. The last one may be another
+    behind such labels, since padding without a mask may follow it."""
+    labels, own, following = labels[:-1], ids[:-1], ids[1:]
+    is_label = labels != IGNORE_INDEX
+    found = int((is_label & (labels == following) & (own != following)).sum())
+    others = (is_label & (labels != following)).nonzero().flatten().tolist()
+    is_last = others == is_label.nonzero().flatten().tolist()[-1:]
+    return found if not others or (found and is_last) else None

@@ -10,6 +10,7 @@ as code, too: `functools.wraps` gives a function the name of another one, but no
 
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -42,6 +43,9 @@ _KNOWN_PACKAGES = frozenset(
         "wandb",
     }
 )
+
+# Functions on modules: the first one above, the second one as the loss of a trainer.
+_SEEN_ELSEWHERE = ("forward", "_loss_function")
 
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
@@ -130,7 +134,7 @@ def _function(member: Any) -> Any:
 
 def users_modules(model: nn.Module) -> Iterator[str]:
     """Yield a description, such as `layers.0 (MyLayer)`, of each module of the user's, and of each
-    forward that the user has put on a module or on a library's class."""
+    forward or other function that the user has put on a module or on a library's class."""
     classes: dict[type, bool] = {}  # True if forward is a library's
     for name, module in model.named_modules():
         kind = type(module)
@@ -143,6 +147,10 @@ def users_modules(model: nn.Module) -> Iterator[str]:
             classes[kind] = is_known(kind.forward)
             if not classes[kind]:
                 yield f"{kind.__name__}.forward"
+        for attribute, own in vars(module).items():
+            is_function = isinstance(own, types.FunctionType | types.MethodType | partial)
+            if is_function and attribute not in _SEEN_ELSEWHERE and not is_known(own):
+                yield f"{attribute} of {name or 'the model'}"
 
 
 def users_forward_hooks(model: nn.Module) -> Iterator[str]:

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
+from datasets import Dataset, interleave_datasets
 from torch.utils.data import DataLoader, Subset
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
 from trl import SFTTrainer
@@ -188,6 +188,8 @@ def test_code_of_libraries_makes_the_samples_of_ordinary_trainers(tmp_path):
         rows.train_test_split(test_size=4)["train"],
         Subset(rows, range(9)),
         rows.to_iterable_dataset(),
+        rows.to_iterable_dataset().shuffle(seed=1, buffer_size=4),
+        interleave_datasets([rows.to_iterable_dataset(), rows.to_iterable_dataset()]),
     ]
     trainers = [sft, make(True, tmp_path, processing_class=words, data_collator=None)]
     trainers += [make(True, tmp_path, train_dataset=dataset) for dataset in datasets]

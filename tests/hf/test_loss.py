@@ -14,6 +14,7 @@ from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.attention import NAME
@@ -21,7 +22,7 @@ from hf_flexseq.hf.model.head_trial import try_head
 from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from tests.hf.test_exactness import whole
-from tests.hf.tiny import relative_errors, taken_gradients
+from tests.hf.tiny import relative_errors, taken_gradients, tiny_llama
 from tests.kernels.test_chunked_loss import difference
 from tests.ranks import run_cases
 
@@ -364,6 +365,19 @@ def test_calls_without_labels_and_disabled_ones_run_as_before():
     outputs = model(**inputs, labels=labels, shift_labels=labels, ignore_index=0)
     assert outputs.logits is not NO_LOGITS
     assert difference(outputs.loss, with_loss.loss) < 1e-6
+
+
+def test_a_forward_that_names_no_argument_gets_labels_by_name():
+    class Passing(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model, batch = tiny_llama(cls=Passing), make_batch()
+    wanted = model(**batch).loss
+    attach_chunked_loss(model)
+    outputs = model(**batch)
+    assert outputs.logits is NO_LOGITS
+    assert difference(outputs.loss, wanted) < 1e-6
 
 
 def test_tuples_keep_their_places():

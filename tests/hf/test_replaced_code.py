@@ -75,6 +75,14 @@ def neighbours_mlp(self, x):
     return _mlp(self, x) + 0.1 * x.roll(1, 1)
 
 
+def mixing_activation(x):
+    return torch.relu(x - x.mean(1, keepdim=True))
+
+
+def squared_relu(x):
+    return torch.relu(x).square()
+
+
 def mixing_layer(self, hidden_states, *args, **kwargs):
     return _layer(self, hidden_states, *args, **kwargs) + 0.1 * hidden_states.roll(1, 1)
 
@@ -156,12 +164,40 @@ def own_configuration(model, patch):
     own.config._attn_implementation = "sdpa"
 
 
+def hooked(register, change):
+    """Registers a hook that changes the output, or the input, of a module by `change`."""
+
+    def put(model, patch):
+        module = model.get_submodule("model.layers.0.mlp")
+        getattr(module, register)(lambda module, args, *out: change(out[0] if out else args[0]))
+
+    return put
+
+
+def mean_added(x):
+    return x + 0.1 * x.mean(1, keepdim=True)
+
+
+def clipping_gradients(model, patch):
+    model.lm_head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+def function_on_a_module(function):
+    def put(model, patch):
+        mlp = model.model.layers[0].mlp
+        del mlp.act_fn
+        mlp.act_fn = function
+
+    return put
+
+
 def rotating_twice(model, patch):
     patch.setattr(modeling_llama, "apply_rotary_pos_emb", double_rotation)
 
 
 ATTENTION, ONE_ROW, LATE = "runs shifted_attention of tests", "two sequences", "while it trains"
 ALONE = "tokens that see themselves alone"
+GRADIENTS = "changes gradients of each micro-batch"
 EXACT = None
 
 # by name: what is put in; what a refusal says if it is put in before a step, and between two
@@ -185,6 +221,11 @@ CHANGES = {
     "within a sequence": (within, ALONE, LATE),
     "mixing norm": (as_module("model.layers.0.input_layernorm", MeanNorm), ONE_ROW, LATE),
     "mixing layer": (on_class(LlamaDecoderLayer, mixing_layer), ONE_ROW, LATE),
+    "mixing hook": (hooked("register_forward_hook", mean_added), ONE_ROW, LATE),
+    "mixing hook before": (hooked("register_forward_pre_hook", mean_added), ONE_ROW, LATE),
+    "hook on gradients": (clipping_gradients, GRADIENTS, GRADIENTS),
+    "mixing activation": (function_on_a_module(mixing_activation), ONE_ROW, None),
+    "token-wise activation": (function_on_a_module(squared_relu), EXACT, None),
     "token-wise MLP": (on_class(LlamaMLP, token_wise_mlp), EXACT, LATE),
     "token-wise layer": (on_module("model.layers.0", token_wise_layer), EXACT, LATE),
     "rotation": (rotating_twice, EXACT, LATE),
@@ -235,7 +276,9 @@ def test_code_that_is_there_when_the_first_step_begins(tmp_path, monkeypatch, na
         run(tmp_path, monkeypatch, put, event)
 
 
-@pytest.mark.parametrize("name", ["sdpa on the class", "shifted as a module", "token-wise MLP"])
+@pytest.mark.parametrize(
+    "name", ["sdpa on the class", "shifted as a module", "mixing hook", "hook on gradients"]
+)
 def test_code_that_comes_between_two_steps(tmp_path, monkeypatch, name):
     put, _, said = CHANGES[name]
     with refused(said):
@@ -243,7 +286,7 @@ def test_code_that_comes_between_two_steps(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", [name for name in CHANGES if CHANGES[name][2] is not None])
 def test_all_code_that_comes_between_two_steps(tmp_path, monkeypatch, name):
     put, _, said = CHANGES[name]
     with refused(said):

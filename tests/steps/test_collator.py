@@ -238,6 +238,7 @@ def test_targets_are_those_that_were_given_or_labels_shifted_once(example, targe
         ({"input_ids": [7, *FOUR], "labels": [-100, *NEXT]}, "labels of example 0 are shifted al"),
         ({"input_ids": [7, 7, 8, 8, 9, 3], "labels": [7, 8, 8, 9, 3, 1]}, "are shifted already"),
         (pad({"input_ids": FOUR, "labels": NEXT}, 2, 0), "labels of example 0 are shifted alrea"),
+        ({"input_ids": [*FOUR, 0, 0], "labels": [*NEXT, -100, -100]}, "are shifted already"),
         (MASKED | {"shift_labels": [12, 13, 14, 15]}, "shift_labels of example 0 contradict its"),
     ],
 )

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
@@ -112,7 +113,7 @@ def check_model(model: PreTrainedModel) -> None:
         unwritten_buffers(model),
         divided_ties(model),
         _unsuitable_layers(model, layers) if is_known else None,
-        _unsuitable_hooks(model),
+        unsuitable_hooks(model),
     ]
     errors += [NotImplementedError(f"{name}: {reason}") for reason in reasons if reason]
     raise_all(errors)
@@ -173,7 +174,8 @@ def _unsuitable_kind(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _unsuitable_hooks(model: PreTrainedModel) -> str | None:
+def unsuitable_hooks(model: nn.Module) -> str | None:
+    """Return which hooks of the user's change gradients of micro-batches; None without any."""
     hooks = [*users_accumulation_hooks(model), *nonlinear_gradient_hooks(model)]
     if not hooks:
         return None

@@ -33,6 +33,7 @@ ZeRO-3 and DDP do not see the call.
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -177,7 +178,10 @@ class ChunkedLoss:
         self._head = head
         self._own_loss = model.loss_function
         self._had_own_loss = "_loss_function" in vars(model)  # set on the instance by the user
-        self._labels_at = list(inspect.signature(model.forward).parameters).index("labels")
+        names = list(inspect.signature(model.forward).parameters)
+        self._labels_at = (
+            names.index("labels") if "labels" in names else sys.maxsize
+        )  # of **kwargs
         self._call: _Call | None = None
         self._enabled = True
         self._figures: Figures | None = None  # asked for, instead of the loss
