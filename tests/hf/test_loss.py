@@ -22,7 +22,7 @@ from hf_flexseq.hf.model.head_trial import try_head
 from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from tests.hf.test_exactness import whole
-from tests.hf.tiny import relative_errors, taken_gradients, tiny_llama
+from tests.hf.tiny import refused, relative_errors, taken_gradients, tiny_llama
 from tests.kernels.test_chunked_loss import difference
 from tests.ranks import run_cases
 
@@ -365,6 +365,14 @@ def test_calls_without_labels_and_disabled_ones_run_as_before():
     outputs = model(**inputs, labels=labels, shift_labels=labels, ignore_index=0)
     assert outputs.logits is not NO_LOGITS
     assert difference(outputs.loss, with_loss.loss) < 1e-6
+
+
+def test_a_loss_function_that_comes_later_is_refused():
+    model, batch = make_model(), make_batch()
+    attach_chunked_loss(model)
+    own_loss(model)
+    with refused("model.loss_function was set while the model trains"):
+        model(**batch)
 
 
 def test_a_forward_that_names_no_argument_gets_labels_by_name():

@@ -243,13 +243,18 @@ class ChunkedLoss:
     # ---- 1. the call begins
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the targets of a call with labels [B, S]."""
+        """Note the targets of a call with labels [B, S]. Raises NotImplementedError if the model
+        has got another loss."""
         self._call = None
         by_position = len(args) > self._labels_at
         labels = args[self._labels_at] if by_position else kwargs.get("labels")
         ignores_another = kwargs.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX
         if not self._enabled or labels is None or ignores_another:
             return
+        if self._model.loss_function != self._loss_function:
+            raise NotImplementedError(
+                "model.loss_function was set while the model trains: set it before train()"
+            )
         targets = kwargs.get("shift_labels")  # [B, S]
         if targets is None:
             # [B, S] -> [B, S + 1] -> [B, S]: position i predicts label i + 1, the last one nothing
