@@ -146,8 +146,8 @@ alone. A class that sets `flexseq_loss_on_whole_samples = True` gets [whole
 samples](objectives/own.md) instead, for any loss.
 
 The trial sees code that is there when the first step begins: put yours in before `train()`, or in
-`on_train_begin`. Modules and functions that come later are refused. The trial cannot detect code
-that changes its behaviour later in training.
+`on_train_begin`. Modules, forwards and hooks that come later are refused. The trial cannot detect
+code that changes its behaviour later in training.
 
 ## Calls of the model between steps
 
