@@ -16,10 +16,10 @@ from torch import nn
 from hf_flexseq.base.versions import untested
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.agreement import Attempt
-from hf_flexseq.hf.model.around import around_forward
 from hf_flexseq.hf.model.mlp_trial import small_like
 from hf_flexseq.hf.model.prompts import kind_of, unsuitable_prompt
 from hf_flexseq.hf.probe import SHARED, lively_copy, probe_model
+from hf_flexseq.steps.around import around_forward
 
 EXACT = frozenset(
     {

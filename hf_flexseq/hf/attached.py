@@ -37,7 +37,6 @@ from transformers import PreTrainedModel
 from hf_flexseq.hf.adapters import term_of_step
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.compiled import compiled_regions
-from hf_flexseq.hf.model.around import around_forward
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.call_count import counted_calls
 from hf_flexseq.hf.model.experts import right_gradients
@@ -57,6 +56,7 @@ from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.shared_prefixes import refuse_noise
 from hf_flexseq.hf.tiles import MlpTiles
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
+from hf_flexseq.steps.around import around_forward
 from hf_flexseq.steps.calls import Call, in_first_row, joined
 from hf_flexseq.steps.images import UnsupportedImages
 

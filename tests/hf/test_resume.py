@@ -106,10 +106,6 @@ def test_a_killed_run_resumes_with_the_same_losses(tmp_path, kind, kills):
         assert resumed == wanted
         if killed == "at a step":
             assert_traced(tmp_path / "whole", folder, len(wanted[0]))
-    if kind == "ddp":
-        # one process does not fill the last round of an epoch
-        with pytest.raises(AssertionError, match="9 samples would draw 9, not 10; no values .* f"):
-            run_ranks(losses, 1, folder, kind, None, True, 2)
 
 
 def assert_traced(whole_folder, killed_folder, steps):

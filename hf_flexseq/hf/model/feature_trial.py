@@ -192,6 +192,7 @@ class _Noting(GivenFeatures):
     """Features whose fields are noted when they are read."""
 
     def __init__(self, is_list: bool, width: int) -> None:
+        super().__init__(noted=True)  # forwards ask whether there are any
         rows = torch.empty(0, width, device="meta")
         self._value = (rows,) if is_list else rows.unsqueeze(0)
         self.read: list[str] = []

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.around import around_forward
+from hf_flexseq.steps.around import around_forward
 from hf_flexseq.steps.embedding_noise import TokenNoise
 
 

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.around import around_forward
 from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.hf.model.trial import Count
+from hf_flexseq.steps.around import around_forward
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 from hf_flexseq.steps.users_code import is_known
 
