@@ -22,6 +22,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from hf_flexseq.config import LOOKAHEAD
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.dataset_checks import draws_random_numbers
 from hf_flexseq.hf.loaders import LoaderProxy
@@ -57,17 +58,12 @@ def any_draws_in_place(found: str | None, communicator: Communicator) -> bool:
     reason = next((one for one in findings if one is not None), None)
     if reason is not None and communicator.rank == 0:
         with beside_bars():
-            logger.warning(
-                "steps are drawn when they run, since the data may depend on how far training "
-                "has come (%s): set lookahead=4 if they do not, and planning is hidden behind "
-                "training",
-                reason,
-            )
+            logger.warning("steps are drawn when they run, since %s", reason)
     return reason is not None
 
 
 def own_code_of_data(dataloader: Any) -> str | None:
-    """Return which code of the user's makes the samples of a dataloader, in words, or None."""
+    """Return that code of the user's makes the samples of a dataloader, in words, or None."""
     while isinstance(dataloader, LoaderProxy):
         dataloader = dataloader.dataloader
     parts = {"the dataloader": dataloader}
@@ -83,20 +79,27 @@ def own_code_of_data(dataloader: Any) -> str | None:
         for code in _code_of(part):
             if isinstance(code, types.GeneratorType) or not _is_librarys(code):
                 own = getattr(code, "__qualname__", type(code).__qualname__)
-                return f"{own} of yours is in {name}"
+                return _may_follow(f"{own} of yours is in {name}")
     return None
 
 
 def _own_code_between_steps(trainer: Trainer) -> str | None:
-    """Return which code of the user's may run between two steps of a trainer, or None."""
+    """Return that code of the user's may run between two steps of a trainer, or None."""
     for callback in trainer.callback_handler.callbacks:
         if not is_known(type(callback)):
-            return f"the callback {type(callback).__name__} is yours"
+            return _may_follow(f"the callback {type(callback).__name__} is yours")
     for cls in type(trainer).__mro__:
         # A class that puts FlexSeqMixin in front of another one has no code.
         if not _is_librarys(cls) and any(map(inspect.isroutine, vars(cls).values())):
-            return f"the trainer's class {cls.__name__} is yours"
+            return _may_follow(f"the trainer's class {cls.__name__} is yours")
     return None
+
+
+def _may_follow(why: str) -> str:
+    return (
+        f"the data may depend on how far training has come ({why}): set lookahead={LOOKAHEAD} if "
+        "they do not, and planning is hidden behind training"
+    )
 
 
 def _is_librarys(code: Any) -> bool:

@@ -7,8 +7,8 @@ library. Neither has to raise anything. So each forward is compared with the tri
 
 1. begin    the outermost forward with a `seq_ctx` gives it an empty list
 2. call     `flexseq_attention` adds the module that has called it
-3. end      the numbers of these modules must be those of the trial, in the same order, and each
-            module must run the forward of its class, as the class was defined
+3. end      these modules must be as many for each layer as in the trial, and each must run the
+            forward of its class, as the class was defined
 
 A replay of a checkpointed layer finds no list, since the forward has ended. A forward with the
 modules of the last one, whose forwards are the same, costs some microseconds: nothing is read but
@@ -102,8 +102,6 @@ class _Count:
         if replaced is not None:
             raise NotImplementedError(replaced)
         called = [number_of(module) for module in modules]
-        if called == self._expected:
-            return
         name = unsharded_class(self._model).__name__
         for number in dict.fromkeys((*self._expected, *called)):
             times, wanted = called.count(number), self._expected.count(number)
@@ -112,10 +110,6 @@ class _Count:
                     f"{name}: layer {number} called attention {times} times in a forward, and "
                     f"{wanted} times when the model was tried; {self._reason(number)}"
                 )
-        raise NotImplementedError(
-            f"{name}: its layers called attention in the order {called}, and in the order "
-            f"{self._expected} when the model was tried; {OWN_ATTENTION}"
-        )
 
     def _reason(self, number: int | None) -> str:
         """Return what to change about the layer of a number."""
