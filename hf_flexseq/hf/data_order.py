@@ -66,7 +66,9 @@ class Factors:
         )
 
 
-def check_factors(folder: str, marker: Mapping[str, Any], now: Factors) -> None:
+def check_factors(
+    folder: str, marker: Mapping[str, Any], now: Factors, *, says: bool = True
+) -> None:
     """Raise ValueError, with values that fit, if a run would draw another number of samples in a
     step than the checkpoint's run; log other factors of the same number.
 
@@ -75,6 +77,7 @@ def check_factors(folder: str, marker: Mapping[str, Any], now: Factors) -> None:
         marker: Its metadata. Earlier versions saved only the product of the factors, and the
             plain Trainer saves nothing; missing values are not checked.
         now: The factors of this run.
+        says: True on the rank that logs.
     """
     samples = marker.get("sequences_per_step", now.samples)
     former = Factors.from_record(marker["factors"]) if "factors" in marker else now
@@ -96,7 +99,7 @@ def check_factors(folder: str, marker: Mapping[str, Any], now: Factors) -> None:
             f"{now.samples} (per_device_train_batch_size x gradient_accumulation_steps x "
             f"processes): the data order would change; {advice}"
         )
-    if former != now:
+    if former != now and says:
         logger.warning(
             "%s was trained with %s, this run has %s: each step draws as many samples, but not "
             "always the same: the end of an epoch, group_by_length, a sampler without a seed, "

@@ -275,10 +275,14 @@ def _stock_loss(trainer: Trainer, executor: Executor) -> ComputeLoss:
 
 @contextmanager
 def _unchanged(trainer: Trainer) -> Iterator[None]:
-    """Restore numbers on the trainer, TRL's metrics and random numbers after the block."""
+    """Restore numbers on the trainer, TRL's metrics, random numbers and the model's buffers after
+    the block."""
     numbers = TrainerNumbers(trainer)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in trainer.model.buffers()]
     try:
         with torch.random.fork_rng():
             yield
     finally:
         numbers.restore()
+        for buffer, value in buffers:
+            buffer.data.copy_(value)

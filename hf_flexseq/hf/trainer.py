@@ -251,7 +251,8 @@ class FlexSeqMixin(PartOfModelMixin):
         if resumed is None:
             self.flexseq.bring_cost(None, None)
         else:
-            check_factors(resumed.folder, resumed.marker, Factors.of(self))
+            is_first = self.is_world_process_zero()
+            check_factors(resumed.folder, resumed.marker, Factors.of(self), says=is_first)
             self.flexseq.bring_cost(resumed.folder, resumed.marker.get("cost_model"))
         self._flexseq_memory.take_recorded()
         with cpu_group.naming_lost(), self._attached(), ExitStack() as self._flexseq_loaders:

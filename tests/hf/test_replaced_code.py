@@ -332,6 +332,30 @@ def test_a_loop_of_your_own_tries_its_model_too(monkeypatch, name):
     engine.detach()
 
 
+class Counting(nn.Module):
+    """Counts the tokens that it has seen, as running statistics do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.seen += x.shape[1]
+        return self.inner(x)
+
+
+def test_a_trial_leaves_no_trace_in_buffers():
+    model = tiny_llama()
+    model.model.norm = Counting(model.model.norm)
+    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
+    engine.attach(model)
+    for step in engine.steps(batches(2)):
+        step.backward(model)
+    engine.detach()
+    assert model.model.norm.seen == 2 * (5 + 9)
+
+
 def test_a_loop_tries_no_model_of_a_library():
     engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
     model = tiny_llama()
