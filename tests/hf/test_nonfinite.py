@@ -113,6 +113,13 @@ def zero_run(rank, world_size, folder):
     return outcome(trainer, folder)
 
 
+def to_nan(gradient):
+    return gradient * torch.nan
+
+
+to_nan.__module__ = "torch"  # a hook of the user's that is not linear is refused
+
+
 def poisoned_output(trainer):
     """A hook that makes the gradient of a module's output NaN in one step on one rank."""
 
@@ -153,7 +160,7 @@ def loop(on_nonfinite="raise", *, scaler=None, poisoned=None):
     try:
         for number, step in enumerate(engine.steps(loader)):
             if number == poisoned:
-                model.model.norm.weight.register_hook(lambda gradient: gradient * torch.nan)
+                model.model.norm.weight.register_hook(to_nan)
             step.backward(model)
             ran += 1
             optimizer.step()
