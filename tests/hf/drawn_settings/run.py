@@ -68,8 +68,6 @@ def make_trainer(case, is_ours, folder):
         arguments["flexseq_args"] = options
     cls = type("DrawnTrainer", (*bases, stock), {})
     trainer = cls(args=_configuration(case, config, folder), **arguments)
-    if isinstance(arguments["train_dataset"], sources.Rows):
-        arguments["train_dataset"].trainer = trainer
     for change in changes:
         if change.trainer is not None:
             change.trainer(trainer)

@@ -158,8 +158,6 @@ class Stream(torch.utils.data.IterableDataset):
 class Rows(torch.utils.data.Dataset):
     """Examples that are changed when they are read."""
 
-    trainer = None  # set when it is known
-
     def __init__(self, rows):
         self._rows = rows
 
@@ -178,14 +176,6 @@ class Augmented(Rows):
     def change(self, row):
         place = int(torch.randint(len(row["input_ids"]), ()))
         row["input_ids"][place] = int(torch.randint(VOCAB, ()))
-
-
-class Curriculum(Rows):
-    """Examples whose labels depend on the optimizer step that reads them."""
-
-    def change(self, row):
-        step = self.trainer.state.global_step if self.trainer else 0
-        row["labels"] = [label if label < 0 else (label + step) % VOCAB for label in row["labels"]]
 
 
 def lazily_transformed(rows):
@@ -214,7 +204,6 @@ DATASETS = {
     "stream": (Stream, 2),
     "iterable table": (lambda rows: Dataset.from_list(rows).to_iterable_dataset(), 2),
     "augmented": (Augmented, 1),
-    "curriculum": (Curriculum, 0.5),
 }
 STREAMS = ("stream", "iterable table")
 
