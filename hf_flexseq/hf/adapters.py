@@ -9,6 +9,7 @@ model in float64 with such adapters, none of which is zero, is probed on ranks t
 import copy
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -53,6 +54,10 @@ REFUSED_OPTIONS = {
 }
 
 
+_tried: WeakKeyDictionary[nn.Module, dict[str, str | None]] = WeakKeyDictionary()
+"""By model and configuration of an adapter: what `_try` has found."""
+
+
 def unsuitable_adapter(model: nn.Module) -> str | None:
     """Return which method of PEFT, or which option, of a model is not exact, with the reason; None
     if there is none."""
@@ -67,7 +72,10 @@ def unsuitable_adapter(model: nn.Module) -> str | None:
             if is_set and not is_of_tokens:
                 return f"{option}={value!r} of PEFT's {kind} ({why})"
         if not config.is_prompt_learning and (kind not in EXACT or untested("peft")):
-            reason = _try(model, name, config)
+            tried = _tried.setdefault(model, {})
+            if str(config) not in tried:  # for every attaching, it would take seconds
+                tried[str(config)] = _try(model, name, config)
+            reason = tried[str(config)]
             if reason is not None:
                 return f"{kind} of PEFT, which is in no table ({reason})"
     return unsuitable_prompt(model)

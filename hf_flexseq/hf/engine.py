@@ -325,7 +325,8 @@ class FlexSeqEngine:
         self.reason_of_loss = self._trial.reason_not_shared
         if self.args.lookahead is None and self._training is None:
             found = own_code_of_data(dataloader)
-            self._draws_in_place = any_draws_in_place(found, self.communicator)
+            if any_draws_in_place(found, self.communicator):
+                self.draw_in_place()
         with batches_on_host(dataloader):
             iterator = iter(dataloader)
             while (

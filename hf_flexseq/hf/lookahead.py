@@ -27,7 +27,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.dataset_checks import draws_random_numbers
 from hf_flexseq.hf.loaders import LoaderProxy
 from hf_flexseq.steps.screen import beside_bars
-from hf_flexseq.steps.users_code import is_known, package
+from hf_flexseq.steps.users_code import NEUTRAL_PACKAGES, is_known, package
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def _may_follow(why: str) -> str:
 
 def _is_librarys(code: Any) -> bool:
     function = code.func if isinstance(code, partial) else code
-    return package(function) in ("builtins", "numpy") or is_known(function)
+    return package(function) in NEUTRAL_PACKAGES or is_known(function)
 
 
 def _code_of(part: Any) -> Iterator[Any]:

@@ -116,6 +116,8 @@ class GradientReduction:
         kind = self.accelerator.distributed_type
         is_fsdp1 = kind == DistributedType.FSDP and not self.accelerator.is_fsdp2
         is_fixed = model._comm_hooks if is_ddp else is_fsdp1 or kind == DistributedType.DEEPSPEED
+        if not is_ddp and not is_fixed:
+            return nullcontext()
         has_changed = _trains_others(model)
         if has_changed and is_fixed:
             raise NotImplementedError(

@@ -44,6 +44,9 @@ _KNOWN_PACKAGES = frozenset(
     }
 )
 
+NEUTRAL_PACKAGES = frozenset({*sys.stdlib_module_names, "numpy"})
+"""Packages whose code is none of the user's, though it knows nothing of models and trainers."""
+
 # Functions on modules: the first one above, the second one as the loss of a trainer.
 _SEEN_ELSEWHERE = ("forward", "_loss_function")
 
@@ -59,7 +62,7 @@ def is_known(code: Any) -> bool:
     code = getattr(code, "__func__", code)  # of a bound method
     while inspect.isfunction(code) and hasattr(code, "__wrapped__"):
         home = code.__globals__.get("__name__", "").partition(".")[0]
-        if home not in _KNOWN_PACKAGES and home not in sys.stdlib_module_names:
+        if home not in _KNOWN_PACKAGES | NEUTRAL_PACKAGES:
             return False
         code = code.__wrapped__
     if callable(code) and not isinstance(code, type):

@@ -19,7 +19,7 @@ would be missed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -29,6 +29,7 @@ from hf_flexseq.hf.model.calls import number_of
 from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.layer_kinds import layers_of
 from hf_flexseq.hf.model.trial import try_model
+from hf_flexseq.steps.around import around_forward
 from hf_flexseq.steps.users_code import is_known, package
 
 # Packages whose functions may stand around the forward of a library's attention: they run it.
@@ -55,44 +56,40 @@ def counted_calls(
         counts = {model: whole, model.base_model: whole}  # either may be called
     for index, layer in (layers or {}).items():
         counts[layer] = _Count(model, [number for number in expected if number in (index, None)])
-    hooks = []
-    for entry, count in counts.items():
-        hooks.append(entry.register_forward_pre_hook(count.begin, with_kwargs=True))
-        hooks.append(entry.register_forward_hook(count.end, with_kwargs=True))
-    try:
+    with ExitStack() as hooks:
+        for entry, count in counts.items():
+            hooks.enter_context(around_forward(entry, count.begin, count.end))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _Count:
     """Compares the calls of forwards of a model, or of one of its layers, with its trial."""
 
     def __init__(self, model: PreTrainedModel, expected: list[int | None]) -> None:
-        """expected: numbers of the layers that call attention in a forward, in their order."""
+        """expected: numbers of the layers that call attention in a forward, one for each call."""
         self._model = model
         self._expected = expected
-        self._outermost: nn.Module | None = None  # whose forward runs
+        self._running: list[Any] = []  # of forwards inside each other: the context, if it notes
         # of the last forward that was as expected
         self._modules: list[nn.Module] | None = None
         self._forwards: list[Any] = []
 
     def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Let the context of a planned forward note calls, unless an outer one does."""
-        seq_ctx = kwargs.get("seq_ctx")
-        if seq_ctx is not None and seq_ctx.calls is None:
+        seq_ctx: Any = kwargs.get("seq_ctx")
+        is_outermost = seq_ctx is not None and seq_ctx.calls is None
+        if is_outermost:
             seq_ctx.calls = []
-            self._outermost = module
+        self._running.append(seq_ctx if is_outermost else None)
 
-    def end(self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
-        """Check the calls of a planned forward."""
-        seq_ctx = kwargs.get("seq_ctx")
-        if seq_ctx is None or module is not self._outermost:
+    def end(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        """Check the calls of a planned forward, unless an error has ended it."""
+        seq_ctx = self._running.pop() if self._running else None
+        if seq_ctx is None:
             return
-        self._outermost = None
         modules, seq_ctx.calls = seq_ctx.calls, None
-        if modules == self._modules and self._forwards == forwards_of(modules):
+        is_as_before = modules == self._modules and self._forwards == forwards_of(modules)
+        if outputs is None or is_as_before:
             return
         self._check(modules)
         self._modules, self._forwards = modules, forwards_of(modules)
@@ -126,7 +123,7 @@ class _Count:
 
 
 def _expected(model: PreTrainedModel) -> list[int | None]:
-    """Return the numbers of the layers that call attention in a forward, in their order: as the
+    """Return the numbers of the layers that call attention in a forward, one for each call: as the
     trial saw them, or the configuration says where the trial ended early."""
     trial = try_model(model)
     if trial.fault is None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.meta_model import NOT_COPIED
 from hf_flexseq.hf.model.noise import dropout_held_by
-from hf_flexseq.steps.users_code import is_known, package, users_modules
+from hf_flexseq.steps.users_code import NEUTRAL_PACKAGES, is_known, package, users_modules
 
 Found = TypeVar("Found")
 
@@ -98,11 +98,11 @@ def code_of_model(model: PreTrainedModel) -> list[str]:
     of the library's that its modules run, without duplicates."""
     found = [*users_modules(model)]
     kinds = {unsharded_class(module) for module in model.modules()}
-    others = {*sys.stdlib_module_names, "numpy"}
     for file, name, code in _named_code(kinds):
         is_of_family = file.startswith("transformers.models.") or file == masking_utils.__name__
         is_code = inspect.isroutine(code) or inspect.isclass(code)
-        if is_of_family and is_code and package(code) not in others and not is_known(code):
+        is_librarys = package(code) in NEUTRAL_PACKAGES or is_known(code)
+        if is_of_family and is_code and not is_librarys:
             found.append(name)
     return list(dict.fromkeys(found))
 

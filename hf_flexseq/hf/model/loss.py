@@ -179,9 +179,8 @@ class ChunkedLoss:
         self._own_loss = model.loss_function
         self._had_own_loss = "_loss_function" in vars(model)  # set on the instance by the user
         names = list(inspect.signature(model.forward).parameters)
-        self._labels_at = (
-            names.index("labels") if "labels" in names else sys.maxsize
-        )  # of **kwargs
+        # A forward of **kwargs has labels at no position.
+        self._labels_at = names.index("labels") if "labels" in names else sys.maxsize
         self._call: _Call | None = None
         self._enabled = True
         self._figures: Figures | None = None  # asked for, instead of the loss
