@@ -1,14 +1,12 @@
 """Costs of work: seconds and bytes of sequences on groups of ranks, and of chunks on pipeline
 stages.
 
-    model.py      CostModel: one sequence on one group
-    constants.py  its constants: their meaning, checks and JSON
-    transfers.py  what a group moves, and at what pace
-    kinds.py      layers that read a window or a chunk: their pairs and halos
-    recurrent.py  layers that scan: their second pass, summaries and halos
+    constants.py  the numbers of a cost model: their meaning, checks and JSON
+    kernels.py    attention calls by the lengths of their sequences
+    model.py      CostModel: the terms of one sequence on one group
     evaluate.py   groups, micro-batches and steps by a cost model
-    rings.py      what rings move and launch, by name
-    launches.py   what the host does for a group in one layer, counted
+    terms.py      the terms of a micro-batch, and models with other numbers behind them
+    rings.py      what rings move, by name
     activations.py  what a rank holds of a micro-batch's activations, by the choice made for them
     choices.py    cost models under other choices than the user's own
     tower.py      images in a vision tower
@@ -21,7 +19,6 @@ stages.
     presets.py    cost models by name
 """
 
-from hf_flexseq.cost.constants import PIECE_ROWS
 from hf_flexseq.cost.evaluate import (
     GroupKind,
     experts_ns,
@@ -35,23 +32,22 @@ from hf_flexseq.cost.evaluate import (
     slowest_ns,
     step_ns,
 )
-from hf_flexseq.cost.kinds import FloatArray
+from hf_flexseq.cost.kernels import FloatArray
 from hf_flexseq.cost.model import (
     ATTENTION_BACKWARD,
+    WIDEST_WITHIN_A_NODE,
     CostModel,
     Int64Array,
     Waits,
-)
-from hf_flexseq.cost.transfers import (
-    HEAD_PIECES,
-    WIDEST_WITHIN_A_NODE,
     nodes_spanned,
 )
 
+# TEMPORARY
+HEAD_PIECES = 1
+PIECE_ROWS = {"cpu": 1 << 9, "cuda": 1 << 15}
+
 __all__ = [
     "ATTENTION_BACKWARD",
-    "HEAD_PIECES",
-    "PIECE_ROWS",
     "WIDEST_WITHIN_A_NODE",
     "CostModel",
     "FloatArray",

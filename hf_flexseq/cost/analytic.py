@@ -6,16 +6,13 @@ Good enough to rank plans on an unmeasured machine; a measured model is better.
 
 import math
 
-from hf_flexseq.base.layers import FULL, RecurrentShape
+from hf_flexseq.base.layers import FULL, Reach, RecurrentShape
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.devices import DeviceSpec
 from hf_flexseq.cost.experts import ExpertLayers
-from hf_flexseq.cost.kinds import NearLayers, halo_tokens
-from hf_flexseq.cost.launches import EXCHANGES
 from hf_flexseq.cost.layer_bytes import activations_of
-from hf_flexseq.cost.recurrent import SCAN_CHUNK, RecurrentLayers, scan_chunk
 from hf_flexseq.cost.shapes import HeadShape, ModelShape
 from hf_flexseq.cost.sharding import TRIPS, gathered_params, shards_span_nodes
 from hf_flexseq.cost.tower import TowerCost
@@ -37,6 +34,16 @@ WHOLE_LAYERS = 2
 
 # Maximum slices of a sequence on one rank.
 SLICES = 2
+
+# Tokens of a chunk of a scan (`kernels/scans`).
+SCAN_CHUNK = 64
+
+# What the host does for a group in one layer, forward and backward: exchanges of heads, or the
+# first and the last post of a ring, with the launches around them; and for each rank of a ring.
+EXCHANGES = 4
+EXCHANGE_LAUNCHES = 8
+RING_POSTS = 2
+RING_LAUNCHES = 6
 
 
 def analytic_cost_model(
@@ -94,34 +101,28 @@ def analytic_cost_model(
         parameters_s += _expert_waits_s(shape, device, checkpointing)
     # A layer with attention and a scan exchanges twice, each time as often as Ulysses.
     exchanging_layers = shape.attention_count + sum(layers for layers, _ in shape.recurrent)
+    group_s = _host_s(device, EXCHANGES, EXCHANGE_LAUNCHES) + EXCHANGES * _beyond_post(device)
     return CostModel(
         name=f"analytic-{device.name}",
-        attention_s=shape.full_layers * _pair_flops(shape.heads_of(FULL)) / device.flops,
+        attention_s=shape.full_layers * _pair_s(shape.heads_of(FULL), device),
         linear_s=_linear_s(shape, device, checkpointing, expert_ranks),
         micro_batch_s=shape.layers * device.layer_s + parameters_s,
-        group_s=exchanging_layers * EXCHANGES * _beyond_post(device),
+        group_s=exchanging_layers * group_s,
+        group_rank_s=exchanging_layers * _host_s(device, RING_POSTS, RING_LAUNCHES),
+        pass_s=moved * (shape.query_numbers + shape.kv_numbers) / device.memory_rate,
+        summary_bytes=_moved_summaries(shape),
         all_to_all_bytes=moved * exchanges * (2 * shape.query_numbers + shape.kv_numbers),
         # keys and values in both directions, and their gradients
         ring_bytes=moved * 3.0 * shape.kv_numbers,
-        query_bytes=float(moved * shape.query_numbers),
-        ring_overlap=device.overlap,
+        overlap=device.overlap,
         bandwidths=_bandwidths(device, topology),
         heads=shape.heads,
         token_bytes=token_bytes,
         state_bytes=state_bytes + whole,
         sharded_state_bytes=sharded * replicas,
         budget_bytes=MEMORY_FRACTION * device.memory_bytes,
-        nics_per_node=topology.ranks_per_node if device.own_nic else 1,
-        transfer_s=device.transfer_s,
-        all_to_all_overlap=device.overlap,
-        piece_rows=device.piece_rows,
-        launch_s=shape.layers * device.launch_s,
-        post_s=shape.layers * device.post_s,
-        host_overlap=device.overlap,
-        contact_s=device.contact_s,
-        kinds=_kinds(shape, device),
-        recurrent=_recurrent(shape, device, checkpointing),
-        attention_share=shape.attention_count / shape.layers,
+        kernel=device.kernel,
+        widest_window=max((_window(reach) for _, reach in shape.reaches), default=0),
         experts=experts,
         tower=_tower(shape, device, checkpointing, is_sharded=zero_stage == 3),
         activations=activations,
@@ -184,13 +185,14 @@ def _held_bytes(
 def _linear_s(
     shape: ModelShape, device: DeviceSpec, checkpointing: bool, expert_ranks: int
 ) -> float:
-    """Return the seconds per token of linear layers, forward and backward, without experts that
-    several ranks hold together."""
+    """Return the seconds per token of everything whose work grows with the tokens, forward and
+    backward, without experts that several ranks hold together."""
     active = shape.params if shape.active_params is None else shape.active_params
     computed = active - shape.vocab * shape.hidden  # embeddings are looked up without arithmetic
     if expert_ranks > 1 and shape.experts is not None:
         computed -= shape.experts.active_params
-    return computed * _weight_flops(shape, checkpointing) / device.flops
+    linear_s = computed * _weight_flops(shape, checkpointing) / device.flops
+    return linear_s + _windows_s(shape, device) + _scans_s(shape, device, checkpointing)
 
 
 def _weight_flops(shape: ModelShape, checkpointing: bool) -> float:
@@ -272,56 +274,60 @@ def _parameters_s(
     return TRIPS * gathered * shape.dtype_bytes / speed
 
 
-def _pair_flops(heads: HeadShape) -> float:
-    """Return the FLOPs of a layer's attention per two (query, key) pairs, forward and backward."""
+def _host_s(device: DeviceSpec, posts: int, launches: int) -> float:
+    """Return the seconds in which a host posts messages and launches operations."""
+    return posts * device.post_s + launches * device.launch_s
+
+
+def _pair_s(heads: HeadShape, device: DeviceSpec) -> float:
+    """Return the seconds of a layer's attention per two (query, key) pairs, forward and
+    backward."""
     # 2 FLOPs for each of 7 products, two of them in the forward; half of the pairs are causal
-    return 7.0 * heads.query_width
+    return 7.0 * heads.query_width / device.attention_flops
 
 
-def _kinds(shape: ModelShape, device: DeviceSpec) -> tuple[NearLayers, ...]:
-    """Return the kinds of a model's layers."""
-    kinds = []
+def _window(reach: Reach) -> int:
+    """Return the tokens of a layer's window or chunk."""
+    size = reach.window if reach.window is not None else reach.chunk
+    assert size is not None, "a full layer has neither"
+    return size
+
+
+def _windows_s(shape: ModelShape, device: DeviceSpec) -> float:
+    """Return the seconds per token of layers with a window or a chunk, whose sequences are longer.
+
+    A token reads its window, and on average one block of the kernel besides, or half of its chunk.
+    """
+    block = 0 if device.kernel is None else device.kernel.block
+    seconds = 0.0
     for layers, reach in shape.reaches:
-        blocks = 1.0
-        if reach.window is not None:
-            blocks += device.block_keys / reach.window
-        layer_s = _pair_flops(shape.heads_of(reach)) / device.flops  # of two pairs
-        kind = NearLayers(
-            reach=reach,
-            share=layers / shape.attention_count,
-            attention_s=layers * layer_s * blocks,
-        )
-        kinds.append(kind)
-    return tuple(kinds)
+        keys = _window(reach) / 2 if reach.window is None else reach.window + block
+        seconds += layers * 2 * keys * _pair_s(shape.heads_of(reach), device)
+    return seconds
 
 
-def _recurrent(
-    shape: ModelShape, device: DeviceSpec, checkpointing: bool
-) -> tuple[RecurrentLayers, ...]:
-    """Return the recurrent layers of a model: modelled, by arithmetic and bytes."""
+def _scans_s(shape: ModelShape, device: DeviceSpec, checkpointing: bool) -> float:
+    """Return the seconds per token of recurrent layers: convolution and scan, by arithmetic and
+    bytes."""
     passes = 4 if checkpointing else 3  # forward, two in the backward, forward again
-    kinds = []
+    # A convolution reads and writes its rows: forward, and there and back in the backward.
+    rows = 5 + 2 * checkpointing
+    seconds = 0.0
     for layers, sizes in shape.recurrent:
-        scan_flops = device.flops * device.scan_efficiency
-        # A convolution reads and writes its rows: forward, and there and back in the backward.
-        rows = 5 + 2 * checkpointing
-        row_bytes = sizes.channels * shape.dtype_bytes
-        scan_s = passes * _scan_flops(sizes) / scan_flops
-        convolution_s = rows * row_bytes / device.memory_rate
-        kinds.append(
-            RecurrentLayers(
-                kind=sizes.kind,
-                share=layers / shape.layers,
-                token_s=layers * (scan_s + convolution_s),
-                again_s=layers * _again_flops(sizes) / scan_flops,
-                chunk=scan_chunk(sizes.kind),
-                summary_bytes=float(layers * _summary_bytes(sizes)),
-                halo_bytes=float(layers * (sizes.width - 1) * row_bytes),
-                # there and back around the convolution and the scan
-                row_bytes=layers * (3.0 if checkpointing else 2.0) * _row_bytes(shape, sizes),
-            )
-        )
-    return tuple(kinds)
+        scan_s = passes * _scan_flops(sizes) / (device.flops * device.scan_efficiency)
+        convolution_s = rows * sizes.channels * shape.dtype_bytes / device.memory_rate
+        seconds += layers * (scan_s + convolution_s)
+    return seconds
+
+
+def _moved_summaries(shape: ModelShape) -> float:
+    """Return the bytes that recurrent layers send for a segment of a sequence, forward and
+    backward: its summary, and the rows that the convolution behind it reads."""
+    moved = 0.0
+    for layers, sizes in shape.recurrent:
+        halo = (sizes.width - 1) * sizes.channels * shape.dtype_bytes
+        moved += 2.0 * layers * (_summary_bytes(sizes) + halo)
+    return moved
 
 
 def _scan_flops(sizes: RecurrentShape) -> float:
@@ -341,30 +347,9 @@ def _scan_flops(sizes: RecurrentShape) -> float:
     return float(sizes.value_heads * of_head)
 
 
-def _again_flops(sizes: RecurrentShape) -> float:
-    """Return a layer's FLOPs per token of the second pass: end states, transitions, gradients."""
-    chunk, key, value = SCAN_CHUNK, sizes.key_dim, sizes.value_dim
-    if sizes.kind == "mamba2":
-        return float(sizes.value_heads * 4 * key * value)
-    forward = 4 * key * (key + value)
-    backward = 6 * key * value + 2 * chunk * value
-    return float(sizes.value_heads * (forward + backward))
-
-
 def _summary_bytes(sizes: RecurrentShape) -> int:
     """Return the bytes of a segment's summary in one layer, float32."""
     return FLOAT32_BYTES * (sizes.state_numbers + sizes.transition_numbers)
-
-
-def _row_bytes(shape: ModelShape, sizes: RecurrentShape) -> int:
-    """Return the bytes of a token's rows into and out of a layer's convolution and scan."""
-    numbers = 2 * sizes.channels
-    if sizes.kind != "convolution":
-        keys = 2 * sizes.key_heads * sizes.key_dim
-        decays = sizes.key_dim if sizes.kind == "kimi_delta" else 1
-        # queries and keys; values in and out; decays and steps
-        numbers += keys + sizes.value_heads * (2 * sizes.value_dim + decays + 1)
-    return numbers * shape.dtype_bytes
 
 
 def _beyond_post(device: DeviceSpec) -> float:
@@ -407,7 +392,7 @@ def _halo_bytes(shape: ModelShape, checkpointing: bool) -> float:
     of_layers = []
     for layers, reach, heads in shape.attention_layers():
         if not reach.is_full:
-            halo = SLICES * halo_tokens(reach) * heads.kv_width * shape.dtype_bytes
+            halo = SLICES * (_window(reach) - 1) * heads.kv_width * shape.dtype_bytes
             of_layers += [halo] * layers
     if checkpointing:  # the backward fetches them again
         of_layers = sorted(of_layers)[-WHOLE_LAYERS:]
@@ -415,17 +400,19 @@ def _halo_bytes(shape: ModelShape, checkpointing: bool) -> float:
 
 
 def _bandwidths(device: DeviceSpec, topology: Topology) -> tuple[tuple[int, float], ...]:
-    """Return (degree, bytes/s) of each power of two.
+    """Return (degree, bytes/s) of each power of two, where every rank sends equally much to every
+    other rank.
 
     Degrees have the node's bandwidth as far as groups inside a node are looked up there. Groups
-    that span nodes are wider, or looked up under 16.
+    that span nodes are wider, or looked up under 16; of n nodes, 1 / n of the bytes stay inside.
     """
     widest_inside = 1 << (topology.ranks_per_node - 1).bit_length()
     widest = max(16, 2 * topology.world_size)
     pairs = []
     degree = 2
     while degree <= widest:
-        speed = device.intra_bytes if degree <= widest_inside else device.inter_bytes
-        pairs.append((degree, speed))
+        inside = min(1.0, widest_inside / degree)  # share of the bytes
+        byte_s = inside / device.intra_bytes + (1 - inside) / device.inter_bytes
+        pairs.append((degree, 1 / byte_s))
         degree *= 2
     return tuple(pairs)

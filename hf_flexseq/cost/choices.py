@@ -5,7 +5,6 @@ Relative to the choice that the user has set for the run, of L layers,
     linear      3 passes, one more in a layer that runs again; 2 where weights are frozen
     tiles       one pass of the MLP more; in a layer that runs again, whose replay ends before it
                 (`memory/tiles.py`), that of the last of its three matrices
-    scans       3 passes, one more in a layer that runs again
     attention   1 forward and a backward of 2.5; 1 more where its output is computed again
     experts     as linear layers, their exchanges as those of Ulysses
     transfers   Ulysses exchanges heads twice, three times for a layer that runs again; a ring's
@@ -21,7 +20,7 @@ from dataclasses import replace
 
 from hf_flexseq.base.values import MAX_TOKENS_PER_RANK
 from hf_flexseq.cost.activations import Activations
-from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES, CostModel
+from hf_flexseq.cost.model import ATTENTION_BACKWARD, CostModel
 from hf_flexseq.plan.memory import MemoryChoice
 
 # Trips of Ulysses' heads and of a ring's keys where nothing runs again.
@@ -48,7 +47,6 @@ class _Passes:
         self.linear = activations.linear_passes + again
         if choice.mlp_tiles > 1:
             self.linear += activations.mlp_share * (1 - again + again / MLP_MATRICES)
-        self.scans = LINEAR_PASSES + again
         self.attention = 1 + ATTENTION_BACKWARD + attention_again
         self.exchanges = EXCHANGES + again
         self.ring_trips = RING_TRIPS + attention_again
@@ -78,18 +76,6 @@ def with_choice(cost: CostModel, choice: MemoryChoice | None) -> CostModel:
     linear_s += _exposed_s(cost, activations, choice) - _exposed_s(
         cost, activations, activations.as_set
     )
-    kinds = []
-    for kind in cost.kinds:
-        kinds.append(replace(kind, attention_s=kind.attention_s * attention_ratio))
-    recurrent = []
-    for layers in cost.recurrent:
-        recurrent.append(
-            replace(
-                layers,
-                token_s=layers.token_s * (passes.scans / before.scans),
-                row_bytes=layers.row_bytes * exchange_ratio,
-            )
-        )
     experts = cost.experts
     if experts is not None:
         experts = experts.scaled(computing=linear_ratio, exchanges=exchange_ratio)
@@ -103,8 +89,6 @@ def with_choice(cost: CostModel, choice: MemoryChoice | None) -> CostModel:
         all_to_all_bytes=cost.all_to_all_bytes * exchange_ratio,
         ring_bytes=ring_bytes,
         token_bytes=token_bytes(cost, choice),
-        kinds=tuple(kinds),
-        recurrent=tuple(recurrent),
         experts=experts,
     )
 

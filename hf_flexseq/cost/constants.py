@@ -1,8 +1,8 @@
-"""The constants of a cost model: their meaning and units, their checks, what they leave room for,
+"""The numbers of a cost model: their meaning and units, their checks, what they leave room for,
 and JSON.
 
-`model.py` has the formulas of seconds. Constants are measured (`profiler/`), estimated from a
-model's and a device's figures (`analytic.py`) or published (`presets.py`).
+`model.py` has the seconds that follow. Numbers are estimated from the figures of a model and a
+device (`analytic.py`), fitted while a run goes on (`online.py`), or published (`presets.py`).
 """
 
 import json
@@ -21,7 +21,6 @@ from hf_flexseq.base.values import (
     VERSION,
     duration,
     fields_of,
-    items,
     number,
     positive,
     quoted,
@@ -30,48 +29,48 @@ from hf_flexseq.base.values import (
 )
 from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.experts import ExpertLayers
-from hf_flexseq.cost.kinds import (
-    NearLayers,
-    check_kinds,
-    check_listed_once,
-    full_share,
-    percents,
-)
-from hf_flexseq.cost.launches import MOST_PER_RANK
-from hf_flexseq.cost.recurrent import RecurrentLayers
+from hf_flexseq.cost.kernels import AttentionKernel, pairs
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.plan.images import ImageSize
 
-# Query heads x tokens that a piece must have to be worth a kernel call of its own: on the CPU of
-# one sequence, where each is a call; on CUDA of all of them, to fill the device.
-PIECE_ROWS = {"cpu": 1 << 9, "cuda": 1 << 15}
+# A number that every cost model of an earlier version has, and none of this one.
+EARLIER = "ring_overlap"
 
 # Planners multiply the nanoseconds of a step by thousandths, in 63 bits.
 MAX_STEP_S = 1e6
 
+# Passes of a rank's memory over a token, at most (`model.py`).
+MOST_PASSES = 32
+
+# Parts with records of their own.
+PARTS = {
+    "kernel": AttentionKernel,
+    "experts": ExpertLayers,
+    "tower": TowerCost,
+    "activations": Activations,
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostConstants:
-    """Measured or estimated constants of one model on one machine."""
+    """Numbers of one model on one machine; seconds and bytes are those of all layers, forward and
+    backward."""
 
     name: str
     """A label for people."""
     attention_s: float
-    """Seconds per squared token (a1), forward and backward, all layers that read all keys."""
+    """Seconds per squared token of layers that read all keys; `kernel` counts the squares."""
     linear_s: float
-    """Seconds per token (a2), forward and backward, all layers, without `experts`."""
+    """Seconds per token: linear layers, windows and scans, whose work grows with the tokens; no
+    `experts`."""
     micro_batch_s: float
-    """Seconds per micro-batch, whatever is in it (b1)."""
+    """Seconds per micro-batch, whatever is in it."""
     group_s: float
-    """Seconds per group of several ranks: latency of its transfers, all layers."""
+    """Seconds per group of several ranks: launches, posts and the latency of transfers."""
     all_to_all_bytes: float
-    """Bytes per token that Ulysses moves, forward and backward, all layers."""
+    """Bytes per token that Ulysses moves."""
     ring_bytes: float | None
-    """Bytes per token of a ring, forward and backward, all layers; None refuses rings."""
-    query_bytes: float
-    """Bytes of a token's queries on one trip, all layers."""
-    ring_overlap: float
-    """Share of a ring's transfers that attention can hide; 0 if they take the processor's time."""
+    """Bytes per token of a ring's keys and values, on three trips; None refuses rings."""
     bandwidths: tuple[tuple[int, float], ...]
     """(degree, bytes/s) pairs, ascending by degree."""
     heads: int | None
@@ -84,32 +83,19 @@ class CostConstants:
     """Bytes of model state that all ranks hold together."""
     budget_bytes: float
     """Memory of one rank in bytes."""
-    nics_per_node: int = 1
-    """Links to other nodes that the ranks of a node send over, each rank over one of them."""
-    transfer_s: float = 0.0
-    """Seconds that a transfer between two ranks takes besides its bytes."""
-    all_to_all_overlap: float = 0.0
-    """Share of Ulysses' transfers, except for the first piece, that attention can hide."""
-    piece_rows: float = PIECE_ROWS["cuda"]
-    """Query heads x tokens of one sequence that make a piece worth a kernel call, see
-    `PIECE_ROWS`. On CUDA the sequences packed in a row fill a piece together, which the model
-    leaves out."""
-    launch_s: float = 0.0
-    """Seconds of the host per operation that it launches in every layer, all layers."""
-    post_s: float = 0.0
-    """Seconds of the host per call that posts messages in every layer, all layers."""
-    message_s: float = 0.0
-    """Seconds of the host per message in such a call, all layers."""
-    host_overlap: float = 1.0
-    """Share of the host's work that the device's can hide; 0 if both are one processor."""
-    contact_s: float = 0.0
-    """Seconds of the first message between two ranks, once in a run; no plan depends on it."""
-    kinds: tuple[NearLayers, ...] = ()
-    """Layers that read a window or a chunk of their sequence; () where all read all keys."""
-    recurrent: tuple[RecurrentLayers, ...] = ()
-    """Layers that go through a sequence from its first token to its last; () without any."""
-    attention_share: float = 1.0
-    """Share of the layers that have attention."""
+    group_rank_s: float = 0.0
+    """Seconds per rank of a ring, besides those of its group."""
+    pass_s: float = 0.0
+    """Seconds per token in which a rank's memory passes queries, keys and values once."""
+    summary_bytes: float = 0.0
+    """Bytes of a sequence's states that recurrent layers send to another rank; 0 without any."""
+    overlap: float = 1.0
+    """Share of a ring's transfers, and of a group's seconds, that attention hides: 1 where a
+    device has a host of its own, 0 where both are one processor."""
+    kernel: AttentionKernel | None = None
+    """How attention's time depends on lengths; None for s^2."""
+    widest_window: int = 0
+    """Tokens of the widest window or chunk of a layer; 0 where all layers read all keys."""
     experts: ExpertLayers | None = None
     """Layers whose experts lie on several ranks; None where every rank computes its own."""
     tower: TowerCost | None = None
@@ -120,36 +106,18 @@ class CostConstants:
     def __post_init__(self) -> None:
         word("name", self.name)
         positive("linear_s", self.linear_s, most=MAX_SECONDS)
-        for name in (
-            "attention_s",
-            "micro_batch_s",
-            "group_s",
-            "transfer_s",
-            "launch_s",
-            "post_s",
-            "message_s",
-            "contact_s",
-        ):
+        for name in ("attention_s", "micro_batch_s", "group_s", "group_rank_s", "pass_s"):
             duration(name, getattr(self, name))
-        for name in ("token_bytes", "budget_bytes", "piece_rows"):
+        for name in ("token_bytes", "budget_bytes"):
             positive(name, getattr(self, name))
-        for name in ("all_to_all_bytes", "query_bytes", "state_bytes", "sharded_state_bytes"):
+        for name in ("all_to_all_bytes", "summary_bytes", "state_bytes", "sharded_state_bytes"):
             number(name, getattr(self, name))
         if self.ring_bytes is not None:
             number("ring_bytes", self.ring_bytes)
-        for name in ("ring_overlap", "all_to_all_overlap", "host_overlap"):
-            number(name, getattr(self, name), most=1.0)
+        number("overlap", self.overlap, most=1.0)
         if self.heads is not None:
             whole("heads", self.heads, least=1)
-        whole("nics_per_node", self.nics_per_node, least=1)
-        check_kinds(self.kinds)
-        check_listed_once("recurrent", [kind.kind for kind in self.recurrent])
-        number("attention_share", self.attention_share, most=1.0)
-        if not self.attention_share and (self.kinds or self.attention_s):
-            raise ValueError(
-                "attention_share=0.0: attention of no layers takes attention_s or has kinds; give "
-                "the share of the layers that have attention, or leave these out"
-            )
+        whole("widest_window", self.widest_window, most=MAX_TOKENS)
         if not self.bandwidths:
             raise ValueError("bandwidths: give at least one (degree, bytes/s) pair")
         degrees = [whole("bandwidths, degree", one, most=MAX_RANKS) for one, _ in self.bandwidths]
@@ -199,8 +167,8 @@ class CostConstants:
         is planned: its nanoseconds, and the bytes of a rank.
 
         Every sequence on its own, without a rank to share it, with all its transfers by the
-        slowest link and with the most launches of `world_size` ranks, takes at least as long as
-        any plan. lengths: tokens of each sequence.
+        slowest link and with the waits of `world_size` ranks, takes at least as long as any plan.
+        lengths: tokens of each sequence.
         """
         if not len(lengths):
             return
@@ -209,26 +177,19 @@ class CostConstants:
             raise ValueError(f"a sequence of {longest} tokens: it may have at most {MAX_TOKENS:,}")
         # Python's floats, and no arrays, for they become infinite in silence.
         tokens = float(sum(lengths))
+        squares = 2 * longest * tokens  # at least the sum of squares
+        if self.kernel is not None:
+            squares += self.kernel.most_more(tokens, world_size * len(lengths))
         slowest = min(speed for _, speed in self.bandwidths)
-        ring_bytes = 2 * (self.ring_bytes or 0.0) + 2 * self.query_bytes
-        row_bytes = sum(kind.row_bytes for kind in self.recurrent)
-        moved = 2 * self.all_to_all_bytes + ring_bytes + row_bytes  # a remapped token moves twice
-        of_each_s = self.launch_s + self.post_s + self.message_s
-        most_host_s = MOST_PER_RANK * world_size * of_each_s
-        # a sequence of one token has two pairs to one squared token
-        pair_s = self.attention_s + 2 * sum(kind.attention_s for kind in self.kinds)
+        moved = 2 * self.all_to_all_bytes + 2 * (self.ring_bytes or 0.0)  # both ways of remapping
+        waits_s = self.group_s + self.group_rank_s * world_size
+        states_s = 2 * world_size * self.summary_bytes / slowest
         longest_s = (
-            pair_s * longest * tokens  # at least the sum of squares
-            + self.linear_s * tokens
+            self.attention_s * squares
+            + (self.linear_s + MOST_PASSES * self.pass_s) * tokens
             + moved * tokens / slowest
-            + (self.micro_batch_s + self.group_s + most_host_s) * len(lengths)
+            + (self.micro_batch_s + waits_s + states_s) * len(lengths)
         )
-        for kind in self.recurrent:
-            # a rank has two segments of a sequence at most, each with a chunk that is filled up
-            filled = tokens + 2 * kind.chunk * len(lengths)
-            longest_s += (kind.token_s + kind.again_s) * filled
-            exchanged = kind.exchanged_bytes(world_size, "zigzag") / slowest
-            longest_s += exchanged * len(lengths)
         if self.experts is not None:
             longest_s += self.experts.most_s(tokens)
         if longest_s > MAX_STEP_S:
@@ -257,27 +218,6 @@ class CostConstants:
                 "constants and the patches"
             )
 
-    # ---- words
-
-    def layers_text(self, world_size: int, *, before: str = "") -> str:
-        """Return the shares of layers by kind, and how experts lie over ranks, in words; "" if all
-        layers are full and no experts lie on several ranks. before: a prefix of each."""
-        text = ""
-        if self.kinds or self.recurrent:
-            text += f"{before}layers {self._shares_text()}"
-        if self.experts is not None:
-            text += f"{before}{self.experts.text(world_size)}"
-        return text
-
-    def _shares_text(self) -> str:
-        """Return the shares of layers by kind in words."""
-        shares = [(kind.share, kind.kind.replace("_", " ")) for kind in self.recurrent]
-        of_attention = [(kind.share, str(kind.reach)) for kind in self.kinds]
-        of_attention.append((full_share(self.kinds), "full"))
-        for share, name in of_attention:
-            shares.append((self.attention_share * share, name))
-        return percents(shares)
-
     # ---- JSON
 
     def to_record(self) -> dict[str, Any]:
@@ -288,36 +228,30 @@ class CostConstants:
         record: dict[str, Any] = {"version": VERSION}
         for one in fields(self):
             value = getattr(self, one.name)
-            if one.name in ("experts", "tower", "activations"):
-                if value is not None:  # else the record is that of a model without
-                    record[one.name] = value.to_record()
+            if one.name in PARTS:
+                value = None if value is None else value.to_record()
             elif one.name == "bandwidths":
-                record[one.name] = [[degree, float(speed)] for degree, speed in value]
-            elif one.name in ("kinds", "recurrent"):
-                record[one.name] = [kind.to_record() for kind in value]
-            elif one.name in ("name", "heads", "ring_bytes", "nics_per_node"):
-                record[one.name] = value
-            else:
-                record[one.name] = float(value)
+                value = [[degree, float(speed)] for degree, speed in value]
+            elif one.name not in ("name", "heads", "ring_bytes", "widest_window"):
+                value = float(value)
+            record[one.name] = value
         return record
 
     @classmethod
     def from_record(cls, record: Any) -> Self:
         """Inverse of `to_record`. Raises ValueError, naming the key, for any other record."""
+        if isinstance(record, dict) and EARLIER in record:
+            raise ValueError(
+                "the cost model of an earlier version of hf_flexseq, whose numbers mean something "
+                "else: leave it out, and cost_model='auto' fits one while the run goes on"
+            )
         needed = [one.name for one in fields(cls) if one.default is MISSING]
         optional = [one.name for one in fields(cls) if one.default is not MISSING]
         values = dict(fields_of(record, "a cost model", needed=needed, optional=optional))
         values.pop("version", None)
         # The constructor checks the values.
-        values["bandwidths"] = _bandwidths(values["bandwidths"])
-        for name, kind in (("kinds", NearLayers), ("recurrent", RecurrentLayers)):
-            records = items(name, values.get(name, []))
-            values[name] = tuple(kind.from_record(record) for record in records)
-        for name, part in (
-            ("experts", ExpertLayers),
-            ("tower", TowerCost),
-            ("activations", Activations),
-        ):
+        values["bandwidths"] = pairs("bandwidths", values["bandwidths"])
+        for name, part in PARTS.items():
             if values.get(name) is not None:
                 values[name] = part.from_record(values[name])
         return cls(**values)
@@ -333,13 +267,3 @@ class CostConstants:
             return cls.from_record(parse_json(read_text(path)))
         except (OSError, ValueError) as error:
             raise ValueError(f"cost model file {path}: {error}") from error
-
-
-def _bandwidths(value: Any) -> tuple[tuple[int, float], ...]:
-    """Return a record's bandwidths as (degree, bytes/s) pairs. Raises ValueError for others."""
-    pairs = []
-    for pair in items("bandwidths", value):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError(f"bandwidths={quoted(value)}: must be [degree, bytes/s] pairs")
-        pairs.append((pair[0], pair[1]))
-    return tuple(pairs)

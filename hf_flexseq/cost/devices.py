@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from hf_flexseq.cost import PIECE_ROWS
+from hf_flexseq.cost.kernels import FLASH_ATTENTION_2, WITH_CUDNN, AttentionKernel
 
-# Seconds of the host on a GPU machine. Measure your own with `flexseq calibrate`.
+# Seconds of the host on a GPU machine. A run fits its own.
 #
 # * A launch: PyTorch's way from an operation to its kernel, on an H100, 5 to 25 us
 #   (https://jiahuanglin.xyz/all_lessons/gpu_kernel_serving/18_pytorch_to_kernel.html). Most of
@@ -12,15 +12,8 @@ from hf_flexseq.cost import PIECE_ROWS
 # * A post: c10d's all-reduce, reduce-scatter and all-gather over NCCL take the host 89, 122 and
 #   131 us (https://github.com/pytorch/pytorch/issues/138773); a batch of sends and receives goes
 #   the same way. The figure holds the messages of a call, so these have none of their own.
-# * A first contact: the first ncclSend and ncclRecv between two H100 of a node, about 700 ms
-#   (https://github.com/NVIDIA/nccl/issues/1487).
 CUDA_LAUNCH_S = 8e-6
 CUDA_POST_S = 1e-4
-NCCL_CONTACT_S = 0.7
-
-# Keys of a kernel's block. A kernel computes whole blocks, on average one more than a window has
-# (FlashAttention's blocks, https://github.com/Dao-AILab/flash-attention).
-BLOCK_KEYS = 128
 
 # Share of a GPU's FLOP/s in training that a chunked scan achieves: 32,768 tokens
 # of 64 Gated DeltaNet heads of 128 take an H800 15.56 ms forward and backward
@@ -44,7 +37,11 @@ class DeviceSpec:
     name: str
     """The device's name."""
     flops: float
-    """FLOP/s in training kernels."""
+    """FLOP/s in training, without attention."""
+    attention_flops: float
+    """FLOP/s of attention on endless sequences, forward and backward."""
+    kernel: AttentionKernel | None = None
+    """How attention's time depends on lengths; None where it follows the FLOPs."""
     memory_bytes: float
     """Bytes of memory that one rank can use."""
     memory_rate: float = 2.3e12
@@ -63,20 +60,12 @@ class DeviceSpec:
     """Seconds of the host per operation that it launches."""
     post_s: float = CUDA_POST_S
     """Seconds of the host per call that posts messages."""
-    contact_s: float = NCCL_CONTACT_S
-    """Seconds of the first message between two ranks that are not connected."""
     overlap: float = 1.0
     """Share of transfers and of the host's work that runs beside arithmetic; 0 for a CPU core."""
-    own_nic: bool = True
-    """True if each rank has its own link to other nodes, False if those of a node share one."""
     host_rate: float = HOST_RATE
     """Bytes/s between a rank and the memory of its host, each way."""
     host_bytes: float = HOST_BYTES
     """Bytes of that memory which one rank may use."""
-    block_keys: int = BLOCK_KEYS
-    """Keys of a kernel's block; a window takes one block more than it has."""
-    piece_rows: int = PIECE_ROWS["cuda"]
-    """Query heads x tokens that make a piece worth a kernel call, as in `CostModel`."""
 
 
 # Achieved rates: about 45 % of the dense bf16 peak, 70 % of NVLink one way and of the memory's
@@ -84,7 +73,9 @@ class DeviceSpec:
 # per rank.
 _H100 = DeviceSpec(
     name="H100",
-    flops=4.4e14,
+    flops=4.7e14,
+    attention_flops=3.32e14,
+    kernel=WITH_CUDNN,
     memory_bytes=79 * 2**30,
     intra_bytes=3e11,
     inter_bytes=4e10,
@@ -94,6 +85,8 @@ _A100 = replace(
     _H100,
     name="A100-80GB",
     flops=1.4e14,
+    attention_flops=1.7e14,
+    kernel=FLASH_ATTENTION_2,
     memory_rate=1.4e12,
     intra_bytes=2e11,
     inter_bytes=2e10,
@@ -102,6 +95,7 @@ _A100 = replace(
 _CPU = DeviceSpec(
     name="CPU",
     flops=3e10,
+    attention_flops=3e10,
     memory_bytes=4 * 2**30,
     memory_rate=5e9,
     scan_efficiency=1.0,
@@ -111,12 +105,9 @@ _CPU = DeviceSpec(
     transfer_s=3e-4,
     launch_s=1e-5,
     post_s=3e-4,
-    contact_s=0.0,  # gloo connects all ranks at the start
     overlap=0.0,
-    own_nic=False,
     host_rate=5e9,
     host_bytes=4 * 2**30,
-    piece_rows=PIECE_ROWS["cpu"],
 )
 DEVICES = {
     "H200": replace(_H100, name="H200", memory_bytes=139 * 2**30, memory_rate=3.4e12),

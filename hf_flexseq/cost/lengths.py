@@ -14,7 +14,7 @@ from typing import SupportsIndex, overload
 
 import numpy as np
 
-from hf_flexseq.cost.kinds import FloatArray
+from hf_flexseq.cost.kernels import FloatArray
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.blocks import NO_PAIRS
 from hf_flexseq.plan.units import Unit

@@ -66,8 +66,6 @@ def _flexsp(model: str) -> CostModel:
         # 4 tensors, forward and backward, 2 bytes each
         all_to_all_bytes=4 * 2 * layers * hidden * 2.0,
         ring_bytes=None,
-        query_bytes=0.0,
-        ring_overlap=1.0,
         bandwidths=tuple((degree, speed * 1000 * MIB) for degree, speed in FLEXSP_BANDWIDTHS),
         heads=None,
         token_bytes=token_mib * MIB,
@@ -81,7 +79,9 @@ def _flexsp(model: str) -> CostModel:
 
 # Zeppelin's clusters A and C: 60 % of the dense bf16 peak, NVLink and one NIC per rank, one way.
 CLUSTERS = {
-    "a800": replace(DEVICES["H100"], flops=1.87e14, intra_bytes=1.8e11, inter_bytes=2.5e10),
+    "a800": replace(
+        DEVICES["A100-80GB"], flops=1.87e14, intra_bytes=1.8e11, inter_bytes=2.5e10
+    ),
     "h200": replace(
         DEVICES["H100"],
         flops=5.93e14,
@@ -197,8 +197,7 @@ def _all_models() -> list[CostModel]:
     """Return all presets."""
     models = [_flexsp(model) for model in FLEXSP]
     for name, device in CLUSTERS.items():
-        cost = _estimated("llama-3.1-8b", LLAMA_8B, name, device)
-        models.append(replace(cost, all_to_all_overlap=0.0))  # Zeppelin's Ulysses hides nothing
+        models.append(_estimated("llama-3.1-8b", LLAMA_8B, name, device))
     for name in ("H100", "H200"):
         for model, shape in SHAPES.items():
             models.append(_estimated(model, shape, name, DEVICES[name]))

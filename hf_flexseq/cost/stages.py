@@ -16,8 +16,8 @@ F (pipeline/executor.py). Constants are per stage, so that a stage with the head
 layers, is priced as what it is: the papers (Seq1F1B 2406.03488, InfiniPipe 2509.21275 equation 1)
 price the model and divide by the number of stages, which hides the head.
 
-Layers with a window or a chunk have pairs and seconds of their own (`near_ns`), which add up with
-those of full layers. They are priced to carry keys and values as full layers do.
+The work of layers with a window or a chunk is part of the linear one. They are priced to carry
+keys and values as full layers do.
 
 A chunk holds its activations from F to B or I, and from I to W what its weights' gradients are
 made of: the inputs of the linear layers and the gradients of their outputs. A cut sequence also
@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_flexseq.base.layers import Reach
 from hf_flexseq.base.values import (
     MAX_BYTES,
     VERSION,
@@ -42,7 +41,7 @@ from hf_flexseq.base.values import (
     positive,
     whole,
 )
-from hf_flexseq.cost.kinds import FloatArray, reach_of, record_of
+from hf_flexseq.cost.kernels import FloatArray
 from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES, CostModel
 from hf_flexseq.plan.pipeline import MAX_STAGES, Chunk
 
@@ -74,12 +73,8 @@ class StageCost:
     """Bytes that a token keeps when all layers are checkpointed."""
     owed_bytes: float | None = None
     """Bytes that a token keeps from I to W. None: as many as it kept before I."""
-    near_ns: tuple[tuple[Reach, float], ...] = ()
-    """(reach, nanoseconds per (query, key) pair) of layers with a window or a chunk."""
 
     def __post_init__(self) -> None:
-        for reach, nanoseconds in self.near_ns:
-            number(f"near_ns, {reach}", nanoseconds, most=MAX_NS)
         for name in ("linear_ns", "attention_ns", "chunk_ns", "head_ns"):
             number(name, getattr(self, name), most=MAX_NS)
         whole("layers", self.layers, least=1)
@@ -106,15 +101,7 @@ class PipelineCost:
 
     def to_record(self) -> dict[str, Any]:
         """Return the costs as plain JSON values."""
-        record = {"version": VERSION, **asdict(self)}
-        for stage, of_stage in zip(self.stages, record["stages"], strict=True):
-            del of_stage["near_ns"]
-            if stage.near_ns:  # records of before have none
-                near = [
-                    record_of(reach) | {"pair_ns": pair_ns} for reach, pair_ns in stage.near_ns
-                ]
-                of_stage["near_ns"] = near
-        return record
+        return {"version": VERSION, **asdict(self)}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "PipelineCost":
@@ -125,9 +112,8 @@ class PipelineCost:
         stages = []
         for index, stage in enumerate(items("stages", values["stages"])):
             what = f"the cost of stage {index}"
-            constants = dict(fields_of(stage, what, needed=needed, optional=optional))
+            constants = fields_of(stage, what, needed=needed, optional=optional)
             try:
-                constants["near_ns"] = _near_of(constants.get("near_ns", []))
                 stages.append(StageCost(**constants))
             except ValueError as error:
                 raise ValueError(f"{what}: {error}") from error
@@ -152,25 +138,12 @@ class PipelineCost:
             )
         stage = StageCost(
             linear_ns=cost.forward_linear_s * 1e9 / stages,
-            attention_ns=cost.forward_pair_s(cost.attention_s) * 1e9 / stages,
-            near_ns=tuple(
-                (kind.reach, cost.forward_pair_s(kind.attention_s) * 1e9 / stages)
-                for kind in cost.kinds
-            ),
+            attention_ns=cost.forward_pair_s * 1e9 / stages,
             # a chunk pays the constant in its F and its I, and half of it in its W
             chunk_ns=cost.micro_batch_s * 1e9 / (2 + WEIGHT_CHUNK) / stages,
             token_bytes=cost.token_bytes / stages,
         )
         return cls.even(stages, stage)
-
-
-def _near_of(value: Any) -> tuple[tuple[Reach, float], ...]:
-    """Return a record's windows and chunks with their nanoseconds. Raises ValueError otherwise."""
-    near = []
-    for one in items("near_ns", value):
-        values = fields_of(one, "near_ns", needed=("pair_ns",), optional=("window", "chunk"))
-        near.append((reach_of(values, "near_ns"), values["pair_ns"]))
-    return tuple(near)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,12 +158,6 @@ class StageShape:
     """Tokens of the slice that is a part of a sequence; 0 without one."""
     length: int
     """Tokens of the sequence which that slice is a part of; 0 without one."""
-    ranges: tuple[tuple[int, int], ...] = ()
-    """Tokens [start, stop) of all slices, which windows and chunks are counted by."""
-
-    def pairs_of(self, reach: Reach) -> int:
-        """Return the (query, key) pairs of a layer with a window or a chunk."""
-        return sum(reach.pairs(stop) - reach.pairs(start) for start, stop in self.ranges)
 
 
 def shape_of(chunk: Chunk, lengths: tuple[int, ...]) -> StageShape:
@@ -201,7 +168,6 @@ def shape_of(chunk: Chunk, lengths: tuple[int, ...]) -> StageShape:
         pairs=sum(causal_pairs(one.start, one.stop) for one in chunk.slices),
         cut=0 if part is None else part.tokens,
         length=0 if part is None else lengths[part.sequence],
-        ranges=tuple((one.start, one.stop) for one in chunk.slices),
     )
 
 
@@ -243,7 +209,7 @@ def chunk_costs(
             f"the plan has {len(checkpointed)} stages, the cost {len(cost.stages)}: give the cost "
             "of the plan's pipeline"
         )
-    chunks = _chunk_arrays(cost, shapes)
+    chunks = _chunk_arrays(shapes)
     costs = ChunkCosts(
         forward=[],
         input_grad=[],
@@ -269,20 +235,14 @@ class _ChunkArrays(NamedTuple):
     pairs: FloatArray
     cut: FloatArray
     length: FloatArray
-    near_pairs: dict[Reach, FloatArray]
-    """(query, key) pairs of the layers of each reach."""
 
 
-def _chunk_arrays(cost: PipelineCost, shapes: Sequence[StageShape]) -> _ChunkArrays:
+def _chunk_arrays(shapes: Sequence[StageShape]) -> _ChunkArrays:
     """Return the figures of all chunks."""
-    reaches = {reach for stage in cost.stages for reach, _ in stage.near_ns}
-    near_pairs = {}
-    for reach in reaches:
-        near_pairs[reach] = np.array([shape.pairs_of(reach) for shape in shapes], dtype=float)
     columns = [(shape.tokens, shape.pairs, shape.cut, shape.length) for shape in shapes]
     figures = np.array(columns, dtype=np.float64).reshape(-1, 4)  # [chunks, 4]
     tokens, pairs, cut, length = figures.T
-    return _ChunkArrays(tokens, pairs, cut, length, near_pairs)
+    return _ChunkArrays(tokens, pairs, cut, length)
 
 
 def _recomputed_share(stage: StageCost, checkpointed: Sequence[int], index: int) -> FloatArray:
@@ -303,8 +263,6 @@ def _add_nanoseconds(
     """Add the nanoseconds of a stage. share: [chunks] of its layers that compute again."""
     linear = stage.linear_ns * chunks.tokens
     attention = stage.attention_ns * chunks.pairs
-    for reach, pair_ns in stage.near_ns:
-        attention = attention + pair_ns * chunks.near_pairs[reach]
     forward = linear + attention + stage.chunk_ns
     again = share * (linear + attention)
     backward = linear + ATTENTION_BACKWARD * attention + stage.chunk_ns

@@ -30,7 +30,7 @@ class StageTokenBytes:
     """Hidden states between two layers."""
 
     kv: int
-    """Keys and values of one layer."""
+    """Keys and values of one layer, on the mean of all."""
 
     owed: int
     """Inputs and gradients that the weight gradients of one layer are made of."""
@@ -120,7 +120,6 @@ def _shared(
         linear_ns=(stage.linear_ns + exchanged_ns) / degree,
         head_ns=stage.head_ns / degree,
         attention_ns=stage.attention_ns * stretch,
-        near_ns=tuple((reach, pair_ns * stretch) for reach, pair_ns in stage.near_ns),
         token_bytes=stage.token_bytes / degree,
         kv_bytes=stage.kv_bytes / degree,
         input_bytes=stage.input_bytes / degree,
@@ -139,18 +138,14 @@ def _stage_cost(
 
     # 1. nanoseconds of the forward: per number that multiplies a token, and per causal pair
     linear_ns = cost.forward_linear_s * NS / (sum(sizes.layers) + sizes.head)
-    attention_ns = cost.forward_pair_s(cost.attention_s) * NS
-    # Kinds of layers are taken to be spread evenly over the stages, those without attention, too.
-    near_ns = []
-    for kind in cost.kinds:
-        pair_ns = cost.forward_pair_s(kind.attention_s) * NS * share_of_layers
-        near_ns.append((kind.reach, pair_ns))
+    # Layers with attention are taken to be spread evenly over the stages.
+    attention_ns = cost.forward_pair_s * NS
     head_ns = 0.0
     if index == len(stage.spans) - 1:
         head_ns = linear_ns * sizes.head
 
     # 2. bytes of a token: at least the hidden states between layers, and one byte
-    kv_bytes = cost.attention_share * layers * token.kv
+    kv_bytes = float(layers * token.kv)
     hidden_bytes = layers * token.hidden
     token_bytes = max(cost.token_bytes * share_of_layers - kv_bytes, hidden_bytes, 1.0)
     # a layer that is checkpointed anyway saves nothing more
@@ -159,7 +154,6 @@ def _stage_cost(
         linear_ns=linear_ns * sum(sizes.layers[start:stop]),
         head_ns=head_ns,
         attention_ns=attention_ns * share_of_layers,
-        near_ns=tuple(near_ns),
         chunk_ns=cost.micro_batch_s * NS / (2 + WEIGHT_CHUNK) * share_of_layers,
         layers=max(layers, 1),
         token_bytes=token_bytes,

@@ -17,7 +17,7 @@ import numpy as np
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, Int64Array
 from hf_flexseq.cost.evaluate import check_free
-from hf_flexseq.cost.kinds import FloatArray
+from hf_flexseq.cost.kernels import FloatArray
 from hf_flexseq.cost.lengths import shares_of
 from hf_flexseq.planner.problem import NEVER, cheapest
 from hf_flexseq.planner.task import PlanTask

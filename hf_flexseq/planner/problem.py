@@ -13,7 +13,7 @@ import numpy as np
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, Int64Array
-from hf_flexseq.cost.kinds import FloatArray
+from hf_flexseq.cost.kernels import FloatArray
 from hf_flexseq.cost.lengths import shares_of
 from hf_flexseq.plan import Group, MicroBatch, widest_first
 from hf_flexseq.planner.blocks import Blocks, blocks_of

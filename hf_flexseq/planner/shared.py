@@ -11,12 +11,14 @@ step is planned with its units whole, cut into as many parts as it takes to give
 and without them.
 """
 
+import functools
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.kinds import halo_tokens
 from hf_flexseq.cost.lengths import Lengths, pair_share, with_shares
 from hf_flexseq.plan import MicroBatch, Plan
 from hf_flexseq.plan.images import ImageSize
@@ -162,30 +164,29 @@ def worthwhile(
 
 
 def unit_s(unit: Unit, cost: CostModel) -> float:
-    """Return the seconds of a unit on one rank. Scans go through its nodes as through segments of
-    several ranks, with a second pass (`cost/recurrent.py`)."""
-    seconds = cost.token_s * unit.tokens + cost.attention_s * pair_share(unit) * unit.tokens**2
-    for node in unit.nodes:
-        for kind in cost.recurrent:
-            chunks = -(-node.tokens // kind.chunk)
-            seconds += (kind.token_s + kind.again_s) * chunks * kind.chunk
-    return seconds
+    """Return the seconds of a unit on one rank."""
+    return _alone_s(unit.tokens, cost, pair_share(unit))
 
 
 def _gathered(unit: Unit, cost: CostModel) -> int:
     """Return the keys that the layers with the widest window or chunk gather for a unit."""
-    if not cost.kinds:
+    if not cost.widest_window:
         return 0
-    widest = max(halo_tokens(kind.reach) for kind in cost.kinds)
+    widest = cost.widest_window - 1
     return unit.tokens + sum(min(widest, before) for before in unit.attended.before)
 
 
 def _row_s(tokens: int, cost: CostModel) -> float:
     """Return the seconds of a row by itself on one rank."""
-    seconds = cost.token_s * tokens + cost.attention_s * tokens**2
-    for kind in cost.recurrent:
-        seconds += kind.token_s * -(-tokens // kind.chunk) * kind.chunk
-    return seconds
+    return _alone_s(tokens, cost, 1.0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _alone_s(tokens: int, cost: CostModel, share: float) -> float:
+    """Return the seconds of a sequence on one rank, with its share of the causal pairs, and of its
+    experts."""
+    terms = cost.terms(np.array([tokens]), 1, "local", False, np.array([share]))
+    return float(terms.sum()) + (cost.token_s - cost.linear_s) * tokens
 
 
 def _longest(unit: Unit) -> int:

@@ -353,6 +353,6 @@ def token_bytes(model: PreTrainedModel, *, hidden_bytes: int) -> StageTokenBytes
     gradients = query + key_value + 2 * shape.intermediate + 2 * shape.hidden
     return StageTokenBytes(
         hidden=shape.hidden * hidden_bytes,
-        kv=key_value * shape.dtype_bytes,
+        kv=key_value * shape.dtype_bytes * shape.attention_count // shape.layers,
         owed=(inputs + gradients) * shape.dtype_bytes,
     )

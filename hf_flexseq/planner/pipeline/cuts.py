@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hf_flexseq.cost import ATTENTION_BACKWARD
+from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES
 from hf_flexseq.cost.stages import PipelineCost
 
 CUTS = ("even", "computation", "time")
@@ -52,19 +52,11 @@ class CutWork:
         stages = len(cost.stages)
         linear_ns = sum(stage.linear_ns + stage.head_ns for stage in cost.stages) / stages
         square_ns = sum(stage.attention_ns for stage in cost.stages) / 2 / stages
-        # Most tokens of a sequence that is cut read whole windows, and half of a chunk on average.
-        near_ns = 0.0  # per token
-        for stage in cost.stages:
-            for reach, pair_ns in stage.near_ns:
-                keys = reach.window or (reach.chunk or 0) / 2
-                near_ns += pair_ns * keys / stages
         if cuts == "computation":
-            return cls(linear=linear_ns + near_ns, square=square_ns)
+            return cls(linear=linear_ns, square=square_ns)
         # A linear layer's backward takes two forwards: one for its input, one for its weight.
         attention_passes = 1 + ATTENTION_BACKWARD
-        return cls(
-            linear=3 * linear_ns + attention_passes * near_ns, square=attention_passes * square_ns
-        )
+        return cls(linear=LINEAR_PASSES * linear_ns, square=attention_passes * square_ns)
 
     def between(self, start: int, stop: int) -> float:
         """Return the work of tokens [start, stop)."""

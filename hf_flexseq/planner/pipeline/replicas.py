@@ -84,7 +84,6 @@ def spread(
     """Return the ids of each replica's sequences, ascending."""
     linear_ns = sum(stage.linear_ns + stage.head_ns for stage in cost.stages)
     attention_ns = sum(stage.attention_ns for stage in cost.stages)
-    near_ns = [pair for stage in cost.stages for pair in stage.near_ns]
     members: list[list[int]] = [[] for _ in range(replicas)]
     work_ns = [0] * replicas
     for sequence in longest_first(lengths):
@@ -92,7 +91,5 @@ def spread(
         members[least_loaded].append(sequence)
         length = lengths[sequence]
         forward_ns = linear_ns * length + attention_ns * causal_pairs(0, length)
-        for reach, pair_ns in near_ns:
-            forward_ns += pair_ns * reach.pairs(length)
         work_ns[least_loaded] += round(forward_ns)
     return tuple(tuple(sorted(ids)) for ids in members)

@@ -11,15 +11,13 @@ block's time per rank and takes (d + 1) / d of the ideal time.
 The core executes these rounds as those of any ring, and prices them by `COSTS`.
 """
 
-from hf_flexseq.cost.rings import RING_PASSES, RingCosts, RingWork
+from hf_flexseq.cost.rings import RingCosts
 from hf_flexseq.plan.rings import FRONT, Ring, Role, Round
 
-LAUNCHES = 12  # besides the attention calls
-PAIR_LAUNCHES = 5  # for each two ranks of the group
-
-# A helper's tensors: in the forward queries there, results back; in the backward five.
-HELP_MESSAGES = 8
-HELP_TRIPS = 4  # of the width of queries: the result; queries, their gradients and results
+# Trips of a helper's tensors, as wide as queries: results; queries, their gradients and results.
+HELP_TRIPS = 4
+# Width of queries over that of keys and values, where each head has its own.
+QUERY_WIDTH = 0.5
 
 
 def balanced_rounds(degree: int) -> list[Round]:
@@ -48,9 +46,9 @@ def _helps(degree: int) -> int:
     return (degree - 1) // 2
 
 
-def balanced_trips(degree: int) -> tuple[int, int]:
-    """Return the trips of the busiest rank's (keys and values, queries), forward and backward."""
-    return 2 * _fetches(degree), HELP_TRIPS * _helps(degree)
+def balanced_trips(degree: int) -> float:
+    """Return the trips of the busiest rank's keys and values, and queries counted as such."""
+    return 2 * _fetches(degree) + HELP_TRIPS * QUERY_WIDTH * _helps(degree)
 
 
 def balanced_stretch(degree: int) -> float:
@@ -58,16 +56,5 @@ def balanced_stretch(degree: int) -> float:
     return 1.0 if degree % 2 else (degree + 1) / degree
 
 
-def balanced_work(degree: int) -> RingWork:
-    """Return what the host of the busiest rank does in one layer, forward and backward."""
-    fetches = _fetches(degree)
-    calls = (fetches + 1) + (fetches + 2)
-    return RingWork(
-        calls=calls,
-        launches=calls + LAUNCHES + PAIR_LAUNCHES * degree // 2,
-        messages=RING_PASSES * fetches + HELP_MESSAGES * _helps(degree),
-    )
-
-
 RING = Ring(chunks_per_rank=1, rounds=balanced_rounds)
-COSTS = RingCosts(trips=balanced_trips, stretch=balanced_stretch, work=balanced_work)
+COSTS = RingCosts(trips=balanced_trips, stretch=balanced_stretch)

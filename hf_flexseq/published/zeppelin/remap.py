@@ -141,7 +141,7 @@ def is_worth_it(
 ) -> bool:
     """Return True if a micro-batch is faster remapped."""
     tokens = sum(group.tokens(lengths) for group in micro_batch.groups)
-    if tokens < topology.world_size or cost.recurrent:  # some rank would have no token at all
+    if tokens < topology.world_size or cost.summary_bytes:  # some rank would have no token at all
         return False
     even_ns = remapped_ns(cost, micro_batch, lengths, topology)
     return even_ns < slowest_ns(cost, micro_batch, lengths, topology)

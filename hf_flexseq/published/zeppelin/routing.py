@@ -39,6 +39,7 @@ from hf_flexseq.cost import CostModel
 
 MOST_PACKETS = 8  # packets of a path
 LEAST_GAIN = 0.1  # part of the straight seconds; a smaller gain is not worth the messages
+TRANSFER_S = 3e-5  # of a transfer besides its bytes, on NCCL
 LEAST_SHARE = 16  # a path carries at least 1/16 of the level, so that a transfer does not crumble
 
 Nic = tuple[int, int]  # (node, index of the NIC in the node)
@@ -89,18 +90,19 @@ def links_of(cost: CostModel, topology: Topology) -> NicFigures | None:
     """Return the links between and inside the nodes of `topology`; None when there is one node.
 
     The bandwidth of `cost` between nodes is that of a rank when all ranks send, so the NIC that
-    several ranks of a node share has a multiple of it.
+    several ranks of a node share has a multiple of it: each rank of a device has one of its own,
+    ranks on processors share one.
     """
     if topology.nodes == 1:
         return None
     per_node = topology.ranks_per_node
-    nics = min(cost.nics_per_node, per_node)
+    nics = per_node if cost.overlap else 1
     return NicFigures(
         ranks_per_node=per_node,
         nics_per_node=nics,
         inside_s=1 / cost.bandwidth(per_node, False),
         across_s=nics / per_node / cost.bandwidth(topology.world_size, True),
-        transfer_s=cost.transfer_s,
+        transfer_s=TRANSFER_S,
     )
 
 

@@ -1,0 +1,131 @@
+"""The price of an attention call, by the lengths of its sequences.
+
+A kernel computes in blocks of queries that walk over tiles of keys, and the other way round in
+the backward. Part of a block costs as much as all of it, and a block costs something besides its
+tiles. So many short sequences take longer than one long sequence with as many pairs:
+
+    causal    s tokens      r = ceil(s / block) blocks of 1, 2, ... times block / tile tiles
+    across    q x k tokens  ceil(q / block) blocks of ceil(k / tile) tiles
+
+Both are returned as *squares*: the tokens squared that an endless sequence has computed in the
+same time, of which a cost model knows the seconds (`attention_s`). Without a kernel a sequence of
+s tokens has s^2, and a call across has 2 q k.
+
+A causal sequence of `own_paces[0]` tokens and more is a call of its own, which another kernel
+computes at a pace of its own.
+
+The numbers of FlashAttention-2, and of torch's varlen kernel, which is the same code, are fitted
+to calls of one sequence of 32,768 tokens and of 256 of 128 tokens on an H100
+(scripts/benchmarks/results/2026-11-26_gpu_check_h100.md): a tile of 128 x 64 takes 3.06 us
+forward on one of 264 slots and 4.3 us backward on one of 132, a block 8 us and 24 us besides. They
+give 16 sequences of 2,048 tokens to 3 %. cuDNN's paces are the rows of one sequence on that page.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_flexseq.base.values import MAX_TOKENS, fields_of, items, number, positive, whole
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionKernel:
+    """How the time of an attention call depends on the lengths of its sequences."""
+
+    block: int
+    """Queries of a thread block in the forward, keys of one in the backward."""
+    tile: int
+    """Keys, or queries, that a block walks over at once."""
+    block_tiles: float
+    """Tiles that take as long as what a block does besides its tiles."""
+    own_paces: tuple[tuple[int, float], ...] = ()
+    """(tokens, pace over that of endless tiles), ascending, of causal sequences in calls of their
+    own, which begin with the first of them; () where all sequences share a call."""
+
+    def __post_init__(self) -> None:
+        whole("kernel, block", self.block, least=1, most=MAX_TOKENS)
+        whole("kernel, tile", self.tile, least=1, most=MAX_TOKENS)
+        number("kernel, block_tiles", self.block_tiles)
+        lengths = [whole("kernel, own_paces", tokens, least=1) for tokens, _ in self.own_paces]
+        if lengths != sorted(set(lengths)):
+            raise ValueError(f"kernel, own_paces: lengths {lengths} must ascend")
+        for _, pace in self.own_paces:
+            positive("kernel, own_paces", pace)
+
+    def causal(self, s: FloatArray) -> FloatArray:
+        """Return the squares of causal sequences, [sequences]. s: [sequences] tokens."""
+        rows = np.ceil(s / self.block)
+        tiles = rows * (rows - 1) / 2 * (self.block / self.tile) + np.ceil(s / self.tile)
+        squares: FloatArray = self._squares(tiles, rows)
+        if self.own_paces:
+            lengths, paces = np.array(self.own_paces).T
+            own = s >= lengths[0]
+            if own.any():
+                pace = np.interp(np.log(np.maximum(s, 1)), np.log(lengths), paces)
+                squares = np.where(own, s * s / pace, squares)
+        return squares
+
+    def across(self, q: FloatArray, k: FloatArray) -> FloatArray:
+        """Return the squares of calls in which all queries read all keys, [sequences].
+
+        q, k: [sequences] tokens.
+        """
+        rows = np.ceil(q / self.block)
+        return self._squares(rows * np.ceil(k / self.tile), rows)
+
+    def most_more(self, tokens: float, calls: float) -> float:
+        """Return the squares that blocks and tiles cost besides those of their pairs, at most, for
+        so many tokens in so many calls."""
+        of_block = 1 + self.block_tiles
+        area = 2.0 * self.block * self.tile
+        return 2.0 * tokens * (self.tile * of_block + self.block) + area * of_block * calls
+
+    def _squares(self, tiles: FloatArray, blocks: FloatArray) -> FloatArray:
+        """Return what blocks with so many tiles in all take, [sequences]."""
+        return 2.0 * self.block * self.tile * (tiles + self.block_tiles * blocks)
+
+    # ---- JSON
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the numbers as plain JSON values."""
+        return {
+            "block": self.block,
+            "tile": self.tile,
+            "block_tiles": float(self.block_tiles),
+            "own_paces": [[tokens, float(pace)] for tokens, pace in self.own_paces],
+        }
+
+    @classmethod
+    def from_record(cls, record: Any) -> "AttentionKernel":
+        """Inverse of `to_record`. Raises ValueError for any other record."""
+        names = ("block", "tile", "block_tiles", "own_paces")
+        values = dict(fields_of(record, "kernel", needed=names))
+        values["own_paces"] = pairs("kernel, own_paces", values["own_paces"])
+        return cls(**values)
+
+
+def pairs(name: str, value: Any) -> tuple[tuple[Any, Any], ...]:
+    """Return a JSON list of pairs as tuples. Raises ValueError for anything else. name: of it."""
+    made = []
+    for pair in items(name, value):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"{name}: must be a list of pairs")
+        made.append((pair[0], pair[1]))
+    return tuple(made)
+
+
+# FlashAttention-2 and torch's varlen kernel: what a block takes besides its tiles, forward and
+# backward together, over what a tile takes.
+FLASH_ATTENTION_2 = AttentionKernel(block=128, tile=64, block_tiles=4.8)
+
+# The same with cuDNN for long sequences, on Hopper: forward and backward together.
+WITH_CUDNN = AttentionKernel(
+    block=128,
+    tile=64,
+    block_tiles=4.8,
+    own_paces=((2500, 0.92), (4096, 1.28), (8192, 1.6), (16384, 1.81), (32768, 1.67)),
+)
