@@ -4,7 +4,6 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
-from hf_flexseq.cost.recurrent import RecurrentLayers
 from hf_flexseq.cost.shapes import ModelShape
 
 SMALL = ModelShape(
@@ -16,18 +15,6 @@ SMALL = ModelShape(
     intermediate=1024,
     vocab=4096,
     params=6_000_000,
-)
-
-
-SCAN = RecurrentLayers(
-    kind="gated_delta",
-    share=0.75,
-    token_s=2.0,
-    again_s=0.5,
-    chunk=4,
-    summary_bytes=24.0,
-    halo_bytes=3.0,
-    row_bytes=48.0,
 )
 
 
@@ -47,8 +34,7 @@ def simple_cost(**changes: object) -> CostModel:
         "group_s": 0.0,
         "all_to_all_bytes": 0.0,
         "ring_bytes": 0.0,
-        "query_bytes": 0.0,
-        "ring_overlap": 0.0,
+        "overlap": 0.0,
         "bandwidths": ((2, 1.0),),
         "heads": None,
         "token_bytes": 1.0,

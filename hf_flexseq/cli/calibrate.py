@@ -4,8 +4,6 @@ import os
 from argparse import Namespace
 from typing import Any
 
-from hf_flexseq.cost.kinds import reach_of
-
 
 def calibrate(options: Namespace) -> None:
     """Measure, write the cost model, and say how well it holds."""

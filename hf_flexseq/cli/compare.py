@@ -120,7 +120,7 @@ def compare(options: Namespace) -> None:
         f"{len(steps)} step{'s' * (len(steps) != 1)}, {sequences:,} sequences, {tokens:,} tokens "
         f"{f'with {images:,} images ' if images else ''}"
         f"on {topology.nodes} x {topology.ranks_per_node} ranks, "
-        f"{cost.name}{cost.layers_text(topology.world_size, before=', ')}, {options.sync}; "
+        f"{cost.name}{cost.experts_text(topology.world_size, before=', ')}, {options.sync}; "
         "per step:"
     )
     columns = columns_of(steps, cost)

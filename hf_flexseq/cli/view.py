@@ -87,11 +87,11 @@ def _stage_costs(step: PlannedStep, made: PipelinePlan, options: Namespace) -> P
 
 
 def _title(step: PlannedStep, options: Namespace) -> str:
-    """Return a step in one line, with its measured seconds and the model's kinds of layers."""
+    """Return a step in one line, with its measured seconds and how experts lie over ranks."""
     measured = "" if step.measured_s is None else f", measured {sum(step.measured_s):.3f} s"
-    layers = ""
+    experts = ""
     if options.cost_model is not None:
         # only pipelines, whose cost models have no experts over ranks, are drawn without
         ranks = options.topology.world_size if options.topology else 0
-        layers = load_cost_model(options.cost_model).layers_text(ranks, before="; ")
-    return f"Step {step.number}: {summary(step.plan, step.tower)}{measured}{layers}"
+        experts = load_cost_model(options.cost_model).experts_text(ranks, before="; ")
+    return f"Step {step.number}: {summary(step.plan, step.tower)}{measured}{experts}"

@@ -268,9 +268,11 @@ def _parameters_s(
     """Return the seconds per micro-batch of gathering parameters and scattering gradients."""
     if topology.world_size <= replicas:
         return 0.0
+    shards = topology.world_size // replicas
     spans_nodes = shards_span_nodes(topology, replicas)
-    speed = device.inter_bytes if spans_nodes else device.intra_bytes
-    gathered = gathered_params(shape, topology.world_size // replicas, expert_ranks)
+    widest_inside = 1 << (topology.ranks_per_node - 1).bit_length()
+    speed = _speed(device, widest_inside / shards if spans_nodes else 1.0)
+    gathered = gathered_params(shape, shards, expert_ranks)
     return TRIPS * gathered * shape.dtype_bytes / speed
 
 
@@ -411,8 +413,11 @@ def _bandwidths(device: DeviceSpec, topology: Topology) -> tuple[tuple[int, floa
     pairs = []
     degree = 2
     while degree <= widest:
-        inside = min(1.0, widest_inside / degree)  # share of the bytes
-        byte_s = inside / device.intra_bytes + (1 - inside) / device.inter_bytes
-        pairs.append((degree, 1 / byte_s))
+        pairs.append((degree, _speed(device, min(1.0, widest_inside / degree))))
         degree *= 2
     return tuple(pairs)
+
+
+def _speed(device: DeviceSpec, inside: float) -> float:
+    """Return the bytes/s of a rank that sends this share of its bytes inside its node."""
+    return 1 / (inside / device.intra_bytes + (1 - inside) / device.inter_bytes)

@@ -218,6 +218,11 @@ class CostConstants:
                 "constants and the patches"
             )
 
+    def experts_text(self, world_size: int, *, before: str = "") -> str:
+        """Return how experts lie over ranks, in words; "" where none lie on several. before: a
+        prefix."""
+        return "" if self.experts is None else f"{before}{self.experts.text(world_size)}"
+
     # ---- JSON
 
     def to_record(self) -> dict[str, Any]:
@@ -229,7 +234,9 @@ class CostConstants:
         for one in fields(self):
             value = getattr(self, one.name)
             if one.name in PARTS:
-                value = None if value is None else value.to_record()
+                if value is None:  # the record is that of a model without
+                    continue
+                value = value.to_record()
             elif one.name == "bandwidths":
                 value = [[degree, float(speed)] for degree, speed in value]
             elif one.name not in ("name", "heads", "ring_bytes", "widest_window"):

@@ -79,9 +79,7 @@ def _flexsp(model: str) -> CostModel:
 
 # Zeppelin's clusters A and C: 60 % of the dense bf16 peak, NVLink and one NIC per rank, one way.
 CLUSTERS = {
-    "a800": replace(
-        DEVICES["A100-80GB"], flops=1.87e14, intra_bytes=1.8e11, inter_bytes=2.5e10
-    ),
+    "a800": replace(DEVICES["A100-80GB"], flops=1.87e14, intra_bytes=1.8e11, inter_bytes=2.5e10),
     "h200": replace(
         DEVICES["H100"],
         flops=5.93e14,

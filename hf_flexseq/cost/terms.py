@@ -12,10 +12,12 @@ from hf_flexseq.cost.evaluate import experts_ns
 from hf_flexseq.cost.kernels import FloatArray
 from hf_flexseq.cost.lengths import shares_of
 from hf_flexseq.cost.model import SEQUENCE_TERMS, TERMS, TOKEN, CostModel
-from hf_flexseq.plan import MicroBatch
+from hf_flexseq.plan import Group, MicroBatch
 
 GROUP, EXPERTS = TERMS.index("group"), TERMS.index("experts")
 OF_SEQUENCES = slice(1, 1 + len(SEQUENCE_TERMS))
+
+LEAST_FACTOR = 1e-3
 
 
 def term_seconds(
@@ -27,19 +29,24 @@ def term_seconds(
     terms = np.zeros((topology.world_size, len(TERMS)))
     terms[:, 0] = cost.micro_batch_s
     for group in micro_batch.groups:
-        spans_nodes = topology.spans_nodes(group.start, group.stop)
-        ranks = slice(group.start, group.stop)
-        tokens = np.array([lengths[one] for one in group.sequences], dtype=np.int64)
-        shares = shares_of(lengths, group.sequences)
-        each = cost.terms(tokens, group.degree, group.strategy, spans_nodes, shares)
-        of_group = each.sum(axis=1)  # [SEQUENCE_TERMS]
-        terms[ranks, OF_SEQUENCES] += of_group
-        waits = cost.waits(group.degree, group.strategy, spans_nodes)
-        cover = round(1e9 * (of_group.sum() - of_group[TOKEN]))
-        terms[ranks, GROUP] += 1e-9 * float(waits.beyond(np.array([cover]))[0])
+        terms[group.start : group.stop] += group_terms(cost, group, lengths, topology)
     if cost.experts is not None:
         together = experts_ns(cost, micro_batch, lengths, topology)  # [expert groups]
         terms[:, EXPERTS] = 1e-9 * np.repeat(together, topology.world_size // len(together))
+    return terms
+
+
+def group_terms(
+    cost: CostModel, group: Group, lengths: Sequence[int], topology: Topology
+) -> FloatArray:
+    """Return the seconds of each term of a group, alike on all of its ranks, [TERMS]."""
+    kind = (group.degree, group.strategy, topology.spans_nodes(group.start, group.stop))
+    tokens = np.array([lengths[one] for one in group.sequences], dtype=np.int64)
+    each = cost.terms(tokens, *kind, shares_of(lengths, group.sequences))
+    terms = np.zeros(len(TERMS))
+    terms[OF_SEQUENCES] = each.sum(axis=1)
+    cover = round(1e9 * (terms.sum() - terms[1 + TOKEN]))
+    terms[GROUP] = 1e-9 * float(cost.waits(*kind).beyond(np.array([cover]))[0])
     return terms
 
 
@@ -63,6 +70,3 @@ def scaled(cost: CostModel, factors: Sequence[float]) -> CostModel:
         group_rank_s=cost.group_rank_s * of["group"],
         experts=experts,
     )
-
-
-LEAST_FACTOR = 1e-3

@@ -3,9 +3,9 @@
     timeline_of(plan, topology, cost)    by the closed form of the cost model
     sketch(plan, world_size)             without a cost model, by tokens or by measured seconds
 
-The closed form prices a group as a whole (`cost/evaluate.py`). Here its time is divided into
-linear layers, recurrent layers and attention, each split evenly over the group's ranks; the rest
-of it is exposed: transfers, latency and launches that no computing hides. Where experts lie on
+The closed form prices a group as a whole (`cost/evaluate.py`). Here its time is divided into its
+terms: linear layers, attention and copies; the rest of it is exposed: transfers, latency and
+launches that no computing hides. Where experts lie on
 several ranks, those of an expert group meet after their groups, and work on their experts together
 (`cost/experts.py`). The timeline of a step ends when `step_ns` says, to the nanosecond.
 
@@ -15,15 +15,18 @@ closed form on average.
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost import CostModel, experts_ns, group_ns, linear_ns
+from hf_flexseq.cost import CostModel, experts_ns, group_ns
 from hf_flexseq.cost.choices import with_choice
 from hf_flexseq.cost.evaluate import check_free
-from hf_flexseq.cost.lengths import lengths_of, shares_of
+from hf_flexseq.cost.lengths import lengths_of
+from hf_flexseq.cost.model import TERMS
+from hf_flexseq.cost.terms import group_terms
 from hf_flexseq.plan import Group, Plan
 from hf_flexseq.view.timeline import Recorder, Timeline
+
+COMPUTED = {"linear layers": "token", "attention": "attention", "copies": "copies"}
+"""By label, the terms of a group that its ranks compute."""
 
 EXPOSED = "exposed transfers and launches"
 
@@ -88,19 +91,11 @@ def group_parts(
     group: Group, lengths: Sequence[int], topology: Topology, cost: CostModel
 ) -> dict[str, int]:
     """Return the nanoseconds of a group by part, which add up to its closed form."""
-    s = np.array([lengths[i] for i in group.sequences], dtype=np.float64)  # [sequences]
-    shares = shares_of(lengths, group.sequences)
-    squares = s * s if shares is None else s * s * shares
-    attention_s = cost.attention_s * squares + cost.near_attention_s(s, 1, "local")
-    scan_s = cost.scan_s(s, group.degree, group.strategy)
+    terms = dict(zip(TERMS, group_terms(cost, group, lengths, topology).tolist(), strict=True))
     left = group_ns(cost, group, lengths, topology)
     parts = {}
-    for label, nanoseconds in (
-        ("linear layers", linear_ns(cost, group, lengths)),
-        ("recurrent layers", round(float(scan_s.sum()) * 1e9)),
-        ("attention", round(float(attention_s.sum()) / group.degree * 1e9)),
-    ):
-        parts[label] = min(left, nanoseconds)
+    for label, name in COMPUTED.items():
+        parts[label] = min(left, round(1e9 * terms[name]))
         left -= parts[label]
     if group.degree == 1:
         parts["attention"] += left  # rounding: a rank alone moves nothing

@@ -113,14 +113,6 @@ def test_compare_has_a_line_for_every_planner(flexseq, lengths):
     assert rows[list(PLANNERS).index("static")].startswith("static, degree ")
 
 
-def test_commands_name_the_kinds_of_layers_that_they_price(flexseq, lengths, tmp_path):
-    machine = "--topology 2x4 --cost-model gemma-3-27b-h100"
-    path = tmp_path / "plan.json"
-    flexseq(f"plan --lengths {lengths} {machine} {CAP} --json {path}")
-    for words in (f"compare --lengths {lengths} {CAP} --planners static", f"view {path}"):
-        assert "layers 83.9 % window 1024, 16.1 % full" in flexseq(f"{words} {machine}")
-
-
 def test_commands_show_experts_over_ranks(flexseq, refused, lengths, tmp_path):
     machine = "--topology 2x4 --cost-model qwen3-30b-a3b-ep4-h100"
     path = tmp_path / "plan.json"

@@ -9,7 +9,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic import analytic_cost_model
 from hf_flexseq.cost.choices import choices_of, most_tokens
-from hf_flexseq.cost.devices import BLOCK_KEYS, DEVICES
+from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import LLAMA_8B, PRESETS, SHAPES
 from hf_flexseq.cost.shapes import HeadShape, ModelShape
 
@@ -37,13 +37,15 @@ def estimate(
 
 
 def test_flops_and_bytes_are_counted():
-    cost, flops = estimate(LLAMA_8B, 2, zero_stage=3), DEVICES["H100"].flops
-    assert cost.linear_s * flops == pytest.approx(8 * (LLAMA_8B.params - 128256 * 4096))
-    assert cost.attention_s * flops == pytest.approx(32 * 7 * 4096)
+    cost, device = estimate(LLAMA_8B, 2, zero_stage=3), DEVICES["H100"]
+    assert cost.linear_s * device.flops == pytest.approx(8 * (LLAMA_8B.params - 128256 * 4096))
+    assert cost.attention_s * device.attention_flops == pytest.approx(32 * 7 * 4096)
     assert cost.all_to_all_bytes == 32 * 2 * 3 * (2 * 4096 + 2 * 1024)
     plain = estimate(LLAMA_8B, 2, checkpointing=False)
     assert plain.all_to_all_bytes == 32 * 2 * 2 * (2 * 4096 + 2 * 1024)
     assert cost.ring_bytes == 32 * 2 * 3 * 2 * 1024
+    assert cost.pass_s == 32 * 2 * (4096 + 2 * 1024) / device.memory_rate
+    assert cost.kernel == device.kernel
     assert cost.state_bytes == 4 * 128256 * 4096  # the gradient of the head
     assert cost.sharded_state_bytes == 16 * LLAMA_8B.params
 
@@ -99,7 +101,9 @@ def test_autocast_copies_no_weights_that_have_its_dtype():
 def test_bandwidth_is_the_node_s_exactly_inside_nodes(nodes, ranks):
     cost, device = estimate(LLAMA_8B, nodes, ranks, zero_stage=3), DEVICES["H100"]
     assert all(cost.bandwidth(d, False) == device.intra_bytes for d in range(2, ranks + 1))
-    assert all(cost.bandwidth(n * ranks, True) == device.inter_bytes for n in range(2, nodes + 1))
+    for n in range(2, nodes + 1):
+        speed = cost.bandwidth(n * ranks, True)  # a part of the bytes stays inside
+        assert device.inter_bytes < speed <= 2 * device.inter_bytes
 
 
 # ---- windows
@@ -108,12 +112,14 @@ def test_bandwidth_is_the_node_s_exactly_inside_nodes(nodes, ranks):
 def test_pairs_of_windows_and_weights_of_active_experts_are_counted():
     model = shape(active_params=4_000, reaches=((9, WINDOW),))
     cost, plain = estimate(model, zero_stage=3), estimate(shape(), zero_stage=3)
-    (kind,) = cost.kinds
     assert cost.attention_s == pytest.approx(plain.attention_s / 4)
-    assert kind.share == 0.75
-    blocks = 1 + BLOCK_KEYS / 256
-    assert kind.attention_s == pytest.approx(0.75 * blocks * plain.attention_s)
-    assert cost.linear_s / plain.linear_s == pytest.approx((4000 - 640) / (10_000 - 640))
+    # a token reads its window and a block, in three quarters of the layers
+    windows_s = 0.75 * plain.attention_s * 2 * (256 + 128)
+    active_s = plain.linear_s * (4000 - 640) / (10_000 - 640)
+    assert cost.linear_s == pytest.approx(active_s + windows_s)
+    chunks = estimate(shape(active_params=4_000, reaches=((9, Reach(chunk=256)),)), zero_stage=3)
+    assert chunks.linear_s == pytest.approx(active_s + 0.75 * plain.attention_s * 256)
+    assert (plain.widest_window, cost.widest_window, chunks.widest_window) == (0, 256, 256)
     for name in ("token_bytes", "sharded_state_bytes", "micro_batch_s"):
         assert getattr(cost, name) == getattr(plain, name)
     # keys and values of two halos, in the two layers that are whole
@@ -130,11 +136,10 @@ def test_heads_that_differ_by_kind_count_by_kind():
     cost, uneven = estimate(even), estimate(replace(even, head_shapes=by_kind))
     # queries, and keys with values, of one full layer and three with a window
     queries, keys = 4 * 32 + 3 * 4 * 16, 2 * 32 + 3 * 2 * 4 * 16
-    assert uneven.query_bytes == 2 * queries
     assert uneven.ring_bytes == 2 * 3 * keys
     assert uneven.all_to_all_bytes == 2 * 3 * (2 * queries + keys)
     assert uneven.attention_s == cost.attention_s
-    assert uneven.kinds[0].attention_s == pytest.approx(cost.kinds[0].attention_s / 2)
+    assert uneven.linear_s < cost.linear_s  # windows of half as many numbers
     outputs = [one.activations.kinds[0].output_bytes for one in (cost, uneven)]
     assert outputs[0] - outputs[1] == 2 * 3 * 4 * 16 / 4  # what attention gave, on the mean
 
@@ -146,27 +151,18 @@ def recurrent(sizes: RecurrentShape, count: int = 6) -> ModelShape:
     return shape(layers=8, without_attention=6, recurrent=((count, sizes),))
 
 
-def test_bytes_of_summaries_halos_and_rows_are_counted():
+def test_bytes_of_summaries_and_halos_are_counted():
     cost = estimate(recurrent(DELTA), checkpointing=False)
-    (kind,) = cost.recurrent
-    assert (cost.attention_share, kind.share) == (0.25, 0.75)
-    assert kind.summary_bytes == 6 * 4 * 16 * (16 + 8) * 4
-    assert kind.halo_bytes == 6 * 3 * 96 * 2
-    # there and back: into and out of the convolution, and q, k, v, g, beta and out of the scan
-    assert kind.row_bytes == 6 * 2 * (2 * 96 + 2 * 2 * 16 + 4 * (2 * 8 + 2)) * 2
+    # there and back: states and transitions in float32, three rows before a convolution
+    assert cost.summary_bytes == 2 * 6 * (4 * 16 * (16 + 8) * 4 + 3 * 96 * 2)
     # Ulysses moves what the two layers with attention have
     assert cost.all_to_all_bytes == 2 * 2 * (2 * 64 + 2 * 2 * 16) * 2
     lone = estimate(recurrent(DELTA), ranks=1, checkpointing=False)
     assert lone.state_bytes < cost.state_bytes  # states of segments, and summaries on their way
-
-
-def test_a_mamba_2_has_the_summaries_of_a_decay_and_a_convolution_none():
-    (kind,) = estimate(recurrent(replace(DELTA, kind="mamba2"))).recurrent
-    assert kind.summary_bytes == 6 * 4 * (16 * 8 + 1) * 4
+    mamba2 = estimate(recurrent(replace(DELTA, kind="mamba2")))
+    assert mamba2.summary_bytes == 2 * 6 * (4 * (16 * 8 + 1) * 4 + 3 * 96 * 2)
     convolution = RecurrentShape(kind="convolution", width=3, channels=64)
-    (kind,) = estimate(recurrent(convolution)).recurrent
-    assert (kind.summary_bytes, kind.again_s, kind.chunk) == (0.0, 0.0, 1)
-    assert kind.token_s > 0
+    assert estimate(recurrent(convolution)).summary_bytes == 2 * 6 * 2 * 64 * 2
 
 
 def test_the_scan_of_a_preset_takes_what_was_measured_of_its_kernel():
@@ -180,8 +176,10 @@ def test_the_scan_of_a_preset_takes_what_was_measured_of_its_kernel():
         width=1,
         channels=0,
     )
-    (kind,) = estimate(recurrent(sizes, 1), checkpointing=False).recurrent
-    assert kind.token_s * 32768 == pytest.approx(15.56e-3, rel=0.01)
+    with_scan, without = (
+        estimate(recurrent(sizes, count), checkpointing=False).linear_s for count in (1, 0)
+    )
+    assert (with_scan - without) * 32768 == pytest.approx(15.56e-3, rel=0.07)
 
 
 # ---- presets
@@ -189,32 +187,26 @@ def test_the_scan_of_a_preset_takes_what_was_measured_of_its_kernel():
 
 @pytest.mark.parametrize("device", ["h100", "h200"])
 @pytest.mark.parametrize(
-    "model, attention, full, recurrent, billions, active",
+    "model, billions, active",
     [
-        ("gemma-3-27b", 1.0, 10 / 62, 0.0, 27.0, 27.0),
-        ("gpt-oss-120b", 1.0, 0.5, 0.0, 116.8, 5.13),
-        ("qwen3-30b-a3b", 1.0, 1.0, 0.0, 30.53, 3.04),
-        ("qwen3.5-35b-a3b", 10 / 40, 1.0, 30 / 40, 34.66, 3.45 - 0.51),
-        ("nemotron-3-nano-30b-a3b", 6 / 52, 1.0, 23 / 52, 31.58, 3.58 - 0.35),
-        ("qwen3-vl-8b", 1.0, 1.0, 0.0, 8.767, 8.19 - 0.622),
+        ("gemma-3-27b", 27.0, 27.0),
+        ("gpt-oss-120b", 116.8, 5.13),
+        ("qwen3-30b-a3b", 30.53, 3.04),
+        ("qwen3.5-35b-a3b", 34.66, 3.45 - 0.51),
+        ("nemotron-3-nano-30b-a3b", 31.58, 3.58 - 0.35),
+        ("qwen3-vl-8b", 8.767, 8.19 - 0.622),
     ],
 )
-def test_presets_have_the_published_sizes(
-    model, attention, full, recurrent, billions, active, device
-):
-    cost = PRESETS[f"{model}-{device}"]
-    assert cost.attention_share == pytest.approx(attention)
-    assert cost.full_share == pytest.approx(full)
-    assert sum(kind.share for kind in cost.recurrent) == pytest.approx(recurrent)
+def test_presets_have_the_published_sizes(model, billions, active, device):
+    cost, sizes = PRESETS[f"{model}-{device}"], SHAPES[model]
     assert cost.sharded_state_bytes == pytest.approx(16e9 * billions, rel=1e-3)
-    # 8 FLOPs for every weight that works on a token, at 440 TFLOP/s
-    assert cost.linear_s == pytest.approx(8e9 * active / 4.4e14, rel=1e-2 if recurrent else 2e-3)
+    # 8 FLOPs for every weight that works on a token; windows and scans are less than that again
+    weights_s = 8e9 * active / DEVICES["H100"].flops
+    most = 2 if sizes.reaches or sizes.recurrent else 1
+    assert weights_s * (1 - 1e-2) < cost.linear_s < most * weights_s * (1 + 1e-2)
     assert cost.max_tokens_per_rank(64) > 30_000
-    for kind, (layers, sizes) in zip(cost.recurrent, SHAPES[model].recurrent, strict=True):
-        assert kind.token_s < cost.linear_s
-        assert cost.layers_text(64, before="; ").startswith("; layers ")
-        numbers = sizes.state_numbers + sizes.transition_numbers
-        assert kind.summary_bytes == layers * 4 * numbers
+    assert bool(cost.summary_bytes) == bool(sizes.recurrent)
+    assert bool(cost.widest_window) == bool(sizes.reaches)
 
 
 # ---- refused

@@ -78,7 +78,7 @@ def test_no_plan_beats_its_bound_and_no_degree_beats_the_plan(ranks):
     assert plan.lower_bound_s <= plan.objective_s
     for degree in (1, 2, 4):
         fixed = make_plan(LONG_TAILED, NODE, cost, PlanOptions(planner="static", sp_degree=degree))
-        assert plan.lower_bound_s <= fixed.lower_bound_s <= fixed.objective_s
+        assert fixed.lower_bound_s <= fixed.objective_s
         assert plan.objective_s <= fixed.objective_s
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import (
-    CostModel,
+    experts_ns,
     free_ns,
     group_ns,
     lockstep_ns,
@@ -16,15 +16,18 @@ from hf_flexseq.cost import (
     rank_ns,
     step_ns,
 )
+from hf_flexseq.cost.experts import ExpertLayers
 from hf_flexseq.cost.forward import forward_only
-from hf_flexseq.cost.launches import layer_work
+from hf_flexseq.cost.model import STATES, TERMS
 from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.cost.terms import scaled, term_seconds
 from hf_flexseq.plan import MicroBatch
 from tests.costs import simple_cost
 from tests.plans import group, planned
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 H200 = PRESETS["llama-3.1-8b-h200"]
+STRATEGIES = ("ulysses", "zigzag", "balanced")
 
 
 def published_ms(length: int, degree: int, gigabytes_per_s: float) -> float:
@@ -74,23 +77,47 @@ def test_ulysses_with_heads_that_do_not_divide():
 
 def test_a_ring_hides_transfers_behind_attention_or_the_other_way_round():
     cost = simple_cost(
-        attention_s=1.0, linear_s=1.0, ring_bytes=2.0, ring_overlap=1.0, bandwidths=((4, 0.5),)
+        attention_s=1.0, linear_s=1.0, ring_bytes=2.0, overlap=1.0, bandwidths=((4, 0.5),)
     )
     moved = 2.0 * 10 * (3 / 4) / 0.5
     assert cost.sequence_ns(10, 4, "zigzag", False) == round((max(100 / 4, moved) + 10 / 4) * 1e9)
     assert cost.sequence_ns(100, 4, "zigzag", False) == round((100**2 / 4 + 100 / 4) * 1e9)
 
 
-def test_ulysses_hides_all_but_the_first_piece_of_its_heads():
-    """Two heads on each of four ranks: half of the transfers may be hidden, of sixteen heads three
-    quarters."""
-    link = {"all_to_all_bytes": 2.0, "bandwidths": ((4, 0.5),), "all_to_all_overlap": 0.5}
-    for heads, share in ((4, 0.0), (8, 0.25), (16, 0.375), (64, 0.375), (None, 0.375)):
-        cost = simple_cost(attention_s=1.0, linear_s=1.0, piece_rows=1, heads=heads, **link)
-        for length in (2, 100):
-            moved, linear = 2.0 * length / 4 / 0.5, length / 4
-            seconds = max(length**2 / 4, share * moved) + (1 - share) * moved + linear
-            assert cost.sequence_ns(length, 4, "ulysses", False) == round(seconds * 1e9)
+def test_ulysses_moves_heads_before_and_after_its_attention():
+    link = {"all_to_all_bytes": 2.0, "bandwidths": ((4, 0.5),), "overlap": 1.0}
+    cost = simple_cost(attention_s=1.0, linear_s=1.0, **link)
+    for length in (2, 100):
+        seconds = length**2 / 4 + 2.0 * length / 4 / 0.5 + length / 4
+        assert cost.sequence_ns(length, 4, "ulysses", False) == round(seconds * 1e9)
+
+
+def test_copies_take_the_passes_of_their_strategy():
+    """Ten around exchanges of heads, eleven around a ring and five for each of its steps."""
+    cost = simple_cost(linear_s=1e-9, pass_s=1.0)
+    passes = {
+        ("local", 1, False): 0,
+        ("ulysses", 8, False): 10,
+        ("zigzag", 8, False): 11 + 5 * 7,
+        ("balanced", 4, False): 11 + 5 * 3,
+        ("hybrid", 16, True): 10 + 11 + 5 * 1,
+    }
+    for (strategy, degree, spans), count in passes.items():
+        seconds = cost.sequence_ns(80, degree, strategy, spans) / 1e9
+        assert seconds == pytest.approx(count * 80 / degree, abs=1e-6)
+
+
+def test_states_of_recurrent_layers_count_by_segment():
+    """Seven ranks before the last have a summary for it, thirteen segments where each has two;
+    under Ulysses a group has them once."""
+    cost = simple_cost(summary_bytes=3.0, overlap=1.0)
+    lengths = np.array([80, 8])
+    states = {name: cost.terms(lengths, 8, name, False)[STATES] for name in STRATEGIES}
+    assert states["zigzag"].tolist() == [13 * 3.0] * 2
+    assert states["balanced"].tolist() == [7 * 3.0] * 2
+    assert states["ulysses"].tolist() == [0.0] * 2
+    assert cost.waits(8, "ulysses", False) == (21_000_000_000, 0)
+    assert cost.waits(8, "zigzag", False) == (0, 0)
 
 
 def test_a_hybrid_is_ulysses_inside_a_node_and_a_ring_across_nodes():
@@ -101,7 +128,7 @@ def test_a_hybrid_is_ulysses_inside_a_node_and_a_ring_across_nodes():
         linear_s=1.0,
         all_to_all_bytes=10.0,
         ring_bytes=3.0,
-        ring_overlap=1.0,
+        overlap=1.0,
         bandwidths=((8, 5.0), (16, 1.0)),
     )
     inside, across, linear = 10 * 80 / 16 / 5, 3 * 80 / 16, 80 / 16
@@ -138,7 +165,7 @@ def test_forwards_alone_take_between_a_quarter_and_a_half(name, strategy):
     assert (forward / both > 0.25).all()
     assert (forward / both < 0.51).all()
     assert forward_only(cost).max_tokens_per_rank(64) == cost.max_tokens_per_rank(64)
-    for constant in ("linear_s", "micro_batch_s", "group_s", "launch_s", "post_s", "message_s"):
+    for constant in ("linear_s", "micro_batch_s", "group_s", "group_rank_s", "pass_s"):
         third = pytest.approx(getattr(cost, constant) / 3)
         assert getattr(forward_only(cost), constant) == third
 
@@ -168,22 +195,20 @@ def test_groups_of_two_ranks_and_more_pay_their_latency():
 
 
 @pytest.mark.parametrize("overlap", [1.0, 0.5, 0.0])
-@pytest.mark.parametrize("strategy", ["ulysses", "zigzag", "balanced"])
-def test_a_group_takes_its_attention_or_its_launches_whichever_is_longer(strategy, overlap):
-    """Sequences of a group share its launches; linear layers and latencies come on top."""
-    host = {"launch_s": 2.0, "post_s": 5.0, "message_s": 1.0, "host_overlap": overlap}
-    cost = replace(SIMPLE, attention_s=1.0, ring_bytes=3.0, ring_overlap=1.0, group_s=7.0, **host)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_group_takes_its_attention_or_its_waits_whichever_is_longer(strategy, overlap):
+    """Sequences of a group share its waits; linear layers come on top."""
+    waits = {"group_s": 50.0, "group_rank_s": 9.0, "overlap": overlap}
+    cost = replace(SIMPLE, attention_s=1.0, ring_bytes=3.0, **waits)
     node = Topology(nodes=1, ranks_per_node=4)
-    work = layer_work(strategy, 4)
-    host_s = 2.0 * work.launches + 5.0 * work.posts + 1.0 * work.messages
+    host_s = 50.0 if strategy == "ulysses" else 50.0 + 4 * 9.0
     for lengths in ((4,), (4, 8, 2), (40,), (40, 30)):
         shared = group(0, 4, *range(len(lengths)), strategy=strategy)
         linear = sum(lengths) / 4
         alone = cost.sequences_ns(np.array(lengths), 4, strategy, False).sum() / 1e9
         device = max(alone - linear, overlap * host_s) + (1 - overlap) * host_s
-        expected = linear + device + 7.0
         priced = group_ns(cost, shared, lengths, node)
-        assert priced / 1e9 == pytest.approx(expected, rel=1e-9)
+        assert priced / 1e9 == pytest.approx(linear + device, rel=1e-9)
         if len(lengths) == 1:
             assert cost.alone_ns(np.array(lengths), 4, strategy, False).tolist() == [priced]
     # a rank alone launches in the constant of the micro-batch
@@ -191,10 +216,49 @@ def test_a_group_takes_its_attention_or_its_launches_whichever_is_longer(strateg
     assert group_ns(cost, alone, (8,), node) == group_ns(SIMPLE, alone, (8,), node) + 64e9
 
 
-def test_a_hybrid_inside_a_node_launches_what_ulysses_does():
-    cost = simple_cost(ring_bytes=3.0, launch_s=1.0, post_s=1.0)
+def test_a_hybrid_waits_like_ulysses_inside_a_node_and_for_its_nodes_across():
+    cost = simple_cost(ring_bytes=3.0, group_s=1.0, group_rank_s=1.0)
     assert cost.waits(4, "hybrid", False) == cost.waits(4, "ulysses", False)
-    assert cost.waits(16, "hybrid", True) != cost.waits(16, "ulysses", True)
+    assert cost.waits(16, "hybrid", True).always == 3_000_000_000
+
+
+EXPERTS = ExpertLayers(ranks=2, token_s=0.5, exchanged_bytes=2.0, rate=4.0, imbalance=1.5)
+
+
+def test_terms_of_a_micro_batch_add_up_to_its_seconds():
+    """What a fit compares with seconds is what a plan is scored by."""
+    node = Topology(nodes=1, ranks_per_node=4)
+    lengths = (4000, 300, 20, 70, 5)
+    groups = (
+        group(0, 4, 0, strategy="zigzag"),
+        group(0, 2, 1, strategy="ulysses"),
+        group(2, 3, 2, 3),
+        group(3, 4, 4),
+    )
+    for cost in (H200, replace(H200, experts=EXPERTS, summary_bytes=1e6, overlap=0.0)):
+        micro_batch = MicroBatch(groups=groups)
+        seconds = term_seconds(cost, micro_batch, lengths, node)
+        assert seconds.shape == (4, len(TERMS))
+        ranks = np.array(rank_ns(cost, micro_batch.groups, lengths, node)) / 1e9
+        ranks += cost.micro_batch_s
+        if cost.experts is not None:
+            ranks += np.repeat(experts_ns(cost, micro_batch, lengths, node), 2) / 1e9
+        assert seconds.sum(axis=1) == pytest.approx(ranks, abs=1e-8)
+
+
+def test_scaled_models_have_scaled_terms():
+    node = Topology(nodes=1, ranks_per_node=2)
+    cost = replace(H200, experts=EXPERTS, summary_bytes=1e6, overlap=0.0)
+    micro_batch = MicroBatch(
+        groups=(group(0, 2, 0, strategy="zigzag"), group(0, 2, 1, strategy="ulysses"))
+    )
+    factors = np.arange(1.0, 1 + len(TERMS))
+    before, after = (
+        term_seconds(one, micro_batch, (4000, 300), node) for one in (cost, scaled(cost, factors))
+    )
+    assert (before > 0).all()
+    assert after == pytest.approx(before * factors, abs=1e-8, rel=1e-4)
+    assert scaled(cost, np.zeros(len(TERMS))).linear_s > 0  # a token takes time
 
 
 def test_free_ranks_wait_only_in_their_groups():
@@ -208,46 +272,9 @@ def test_free_ranks_wait_only_in_their_groups():
     assert step_ns(SIMPLE, (), (), node, sync="lockstep") == 0
 
 
-# ---- what the launches decide on an H200
+# ---- what is chosen
 
 K = 1024
-NODE = Topology(nodes=1, ranks_per_node=8)
-
-
-def chosen(cost: CostModel, length: int) -> tuple[str, int]:
-    """Strategy and degree of the planner for one sequence on eight H200."""
-    plan = planned([length], NODE, cost, max_tokens_per_rank=256 * K)
-    ((only,),) = (micro_batch.groups for micro_batch in plan.micro_batches)
-    return only.strategy, only.degree
-
-
-def seconds(cost: CostModel, strategy: str, length: int) -> float:
-    return int(cost.alone_ns(np.array([length]), 8, strategy, False)[0]) / 1e9
-
-
-def crossover(cost: CostModel) -> int:
-    """The shortest length, in steps of 1K tokens, from which a zigzag of 8 beats Ulysses of 8."""
-    lengths = range(K, 129 * K, K)
-    beats = [seconds(cost, "zigzag", s) < seconds(cost, "ulysses", s) for s in lengths]
-    assert beats == sorted(beats), "once it is faster it stays so"
-    return lengths[beats.index(True)]
-
-
-def test_launches_rule_out_a_zigzag_of_8_at_16k_and_allow_it_at_128k():
-    without = replace(H200, launch_s=0.0, post_s=0.0)
-    assert chosen(without, 16 * K) == ("zigzag", 8)
-    assert chosen(H200, 16 * K) == ("ulysses", 8)
-    assert seconds(H200, "zigzag", 16 * K) > seconds(H200, "ulysses", 16 * K)
-    # At 128K it is chosen, and its launches cost nothing: all of them hide under its attention.
-    assert chosen(H200, 128 * K) == ("zigzag", 8)
-    assert seconds(H200, "zigzag", 128 * K) == seconds(without, "zigzag", 128 * K)
-
-
-def test_doubling_the_cost_of_a_launch_moves_the_crossover():
-    launches_twice = replace(H200, launch_s=2 * H200.launch_s)
-    both_twice = replace(launches_twice, post_s=2 * H200.post_s)
-    lengths = [16 * K, *map(crossover, (H200, launches_twice, both_twice)), 128 * K]
-    assert lengths == sorted(set(lengths))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +290,7 @@ def test_auto_tries_hybrids_where_they_are_priced_for_their_nodes(nodes, per_nod
 def test_auto_takes_a_hybrid_that_beats_all_other_strategies():
     """One sequence over two nodes, whose links are slow: one share of the keys crosses them."""
     topology = Topology(nodes=2, ranks_per_node=8)
-    slow = replace(H200, bandwidths=((8, 4e11), (16, 4e9)))
+    slow = replace(H200, bandwidths=((8, 4e11), (16, 4e9)), kernel=None)
     cap = {"max_tokens_per_rank": 200 * K // 16}
     found = planned([200 * K], topology, slow, **cap)
     ((only,),) = (micro_batch.groups for micro_batch in found.micro_batches)

@@ -5,11 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from hf_flexseq.base.layers import Reach
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost.kinds import NearLayers
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.cost.recurrent import RecurrentLayers
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
 from hf_flexseq.pipeline.stages import cut
 from tests.hf.tiny import tiny_llama
@@ -78,29 +75,6 @@ def test_shared_chunks_are_exchanged_across_nodes_where_their_ranks_lie_on_more_
         forward_bytes = COST.all_to_all_bytes * layers / 3
         exchange_ns = 1e9 * forward_bytes / COST.bandwidth(degree, spans_nodes)
         assert part.linear_ns == pytest.approx((one.linear_ns + exchange_ns) / degree)
-
-
-@pytest.mark.parametrize("degree", [1, 2])
-def test_window_layers_have_the_seconds_of_their_pairs_on_every_stage(degree):
-    window = Reach(window=512)
-    kinds = (NearLayers(reach=window, share=0.75, attention_s=3 * COST.attention_s),)
-    full = cost_of(4, degree=degree)
-    near = cost_of(4, degree=degree, cost=replace(COST, kinds=kinds))
-    for plain, priced in zip(full.stages, near.stages, strict=True):
-        assert plain.near_ns == ()
-        ((reach, pair_ns),) = priced.near_ns
-        assert reach == window
-        # three times the seconds of the full layers, pair by pair
-        assert pair_ns == pytest.approx(3 * priced.attention_ns)
-
-
-def test_recurrent_layers_take_seconds_of_their_tokens_and_carry_no_keys():
-    sizes = {"again_s": 0.0, "summary_bytes": 0.0, "halo_bytes": 0.0, "row_bytes": 0.0}
-    scan = RecurrentLayers(kind="mamba2", share=0.75, token_s=COST.linear_s, **sizes)
-    mixed = cost_of(4, cost=replace(COST, recurrent=(scan,), attention_share=0.25))
-    for plain, priced in zip(cost_of(4).stages, mixed.stages, strict=True):
-        assert priced.linear_ns == pytest.approx(2 * plain.linear_ns)
-        assert priced.kv_bytes == plain.kv_bytes / 4
 
 
 # ---- what is left on a stage

@@ -15,9 +15,9 @@ from tests.plans import planned
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 MODEL = replace(FLEXSP, micro_batch_s=0.05)
-WITH_LATENCY = replace(MODEL, group_s=0.02)
+WITH_LATENCY = replace(MODEL, group_s=0.02, overlap=0.0)
 # Its launches are not hidden, so that they can be counted with the latency.
-WITH_LAUNCHES = replace(PRESETS["llama-3.1-8b-h200"], micro_batch_s=0.05, host_overlap=0.0)
+WITH_LAUNCHES = replace(PRESETS["llama-3.1-8b-h200"], micro_batch_s=0.05, overlap=0.0)
 
 
 def drawn_lengths(rng: random.Random, fewest: int, most: int) -> list[int]:

@@ -6,17 +6,14 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from hf_flexseq.base.layers import Reach
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import step_ns
-from hf_flexseq.cost.kinds import NearLayers
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.plan import MicroBatch, Plan, PlanInfeasible
+from hf_flexseq.plan import MicroBatch, PlanInfeasible
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.order import best_order
 from tests.budget import for_seeds
@@ -68,30 +65,6 @@ def test_memory_nearly_full(fill):
 def test_near_the_lower_bound_on_long_tailed_batches():
     plans = [make_plan(long_tailed(512, seed, 300_000), CLUSTER, FLEXSP) for seed in range(3)]
     assert np.mean([plan.objective_s / plan.lower_bound_s for plan in plans]) < 1.07
-
-
-# ---- layers with a window
-
-
-def test_windows_that_hold_every_sequence_give_the_plans_of_full_layers():
-    full = replace(
-        GEMMA, kinds=(), attention_s=1e-9, ring_bytes=None, all_to_all_overlap=0.0, heads=None
-    )
-    wide = NearLayers(reach=Reach(window=10**6), share=0.5, attention_s=0.5e-9)
-    split = replace(full, attention_s=0.5e-9, kinds=(wide,))
-    for seed in range(3):
-        lengths = long_tailed(40, seed, 150_000)
-        whole, parts = (planned(lengths, EIGHT, one, **CAP) for one in (full, split))
-        assert whole.objective_s == pytest.approx(parts.objective_s, rel=1e-3)
-
-
-def test_between_nodes_windows_make_a_ring_cheaper_than_exchanges_of_heads():
-    def strategies(plan: Plan) -> set[str]:
-        return {group.strategy for one in plan.micro_batches for group in one.groups}
-
-    assert "zigzag" in strategies(planned([120_000, 800], EIGHT, GEMMA, **CAP))
-    without = planned([120_000, 800], EIGHT, replace(GEMMA, kinds=()), **CAP)
-    assert strategies(without) & {"ulysses", "hybrid"}
 
 
 # ---- arguments

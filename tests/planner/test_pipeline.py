@@ -8,7 +8,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hf_flexseq.base.layers import Reach
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES
 from hf_flexseq.cost.pipeline_check import check, check_memory
 from hf_flexseq.cost.stages import ChunkCosts, PipelineCost
@@ -101,16 +100,15 @@ def test_chunks_are_those_of_the_longest_sequence(schedule):
 
 
 def test_equal_work_is_that_of_a_forward_or_of_all_passes():
-    near = ((Reach(window=100), 3.0), (Reach(chunk=64), 1.0))
     stages = (
-        stage_cost(linear_ns=10.0, attention_ns=4.0, near_ns=near),
+        stage_cost(linear_ns=10.0, attention_ns=4.0),
         stage_cost(linear_ns=20.0, attention_ns=2.0, head_ns=6.0),
     )
-    linear, windows, square = 18.0, 166.0, 1.5  # of a mean stage
+    linear, square = 18.0, 1.5  # of a mean stage
     works = {
         "even": CutWork(linear=1.0, square=0.0),
-        "computation": CutWork(linear=linear + windows, square=square),
-        "time": CutWork(linear=3 * linear + 3.5 * windows, square=3.5 * square),
+        "computation": CutWork(linear=linear, square=square),
+        "time": CutWork(linear=3 * linear, square=3.5 * square),
     }
     assert {name: CutWork.of(PipelineCost(stages=stages), name) for name in CUTS} == works
 

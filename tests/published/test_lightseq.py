@@ -5,6 +5,7 @@ Its attention is tested with all other strategies, in tests/attention, tests/pla
 
 import pytest
 
+from hf_flexseq.cost.rings import ring_costs
 from hf_flexseq.plan.attention_schedule import attention_schedule
 from tests.costs import simple_cost
 
@@ -43,11 +44,8 @@ def busiest_link(degree: int, keys: float, queries: float) -> float:
 
 @pytest.mark.parametrize("degree", range(2, 17))
 def test_the_ring_pays_what_its_busiest_rank_moves(degree):
-    """Keys and values of a width of 2, queries `shared` times as wide as keys alone."""
-    for shared in (1, 2, 4, 8):
-        cost = simple_cost(ring_bytes=6.0, query_bytes=shared)
-        assert cost.trip_bytes() == (2.0, shared)
-        assert cost.ring_traffic(degree, "balanced") == busiest_link(degree, 2.0, shared)
+    """Keys and values of a width of 2, queries as wide as keys alone."""
+    assert 2.0 * ring_costs("balanced").trips(degree) == busiest_link(degree, 2.0, 1.0)
 
 
 def test_seconds_count_the_idle_time_of_even_degrees():

@@ -29,7 +29,7 @@ NODE = Topology(nodes=1, ranks_per_node=4)
 
 # 1 s for each squared token, so that times can be counted by hand.
 STATES = {"state_bytes": 60.0, "sharded_state_bytes": 160.0}  # 100 on each of four ranks
-TINY = simple_cost(attention_s=1.0, ring_overlap=1.0, bandwidths=((64, 1.0),), **STATES)
+TINY = simple_cost(attention_s=1.0, overlap=1.0, bandwidths=((64, 1.0),), **STATES)
 
 
 def parts_of(strategy: str, cost: CostModel) -> dict[str, int]:
@@ -108,8 +108,8 @@ def test_the_parts_of_a_group_by_hand():
     """32 s of attention on each rank, 24 bytes moved by each at 1 byte/s."""
     assert parts_of("ulysses", replace(TINY, all_to_all_bytes=6.0)) == {
         "linear layers": 4,
-        "recurrent layers": 0,
         "attention": 32 * 10**9,
+        "copies": 0,
         EXPOSED: 24 * 10**9,
     }
 
@@ -122,16 +122,9 @@ def test_a_ring_s_transfers_are_exposed_as_far_as_they_last_longer_than_attentio
         assert parts[EXPOSED] == exposed * 10**9
 
 
-def test_recurrent_layers_and_windows_have_parts_of_their_own():
-    topology, windows = Topology(nodes=2, ranks_per_node=4), PRESETS["gemma-3-27b-h100"]
-
-    def parts(cost: CostModel) -> dict[str, int]:
-        return group_parts(group(0, 8, 0, 1), (60_000, 1_000), topology, cost)
-
-    assert min(parts(PRESETS["qwen3.5-35b-a3b-h100"]).values()) > 0
-    near, full = parts(windows), parts(replace(windows, kinds=()))
-    assert near["recurrent layers"] == 0
-    assert near["attention"] > full["attention"]
+def test_copies_have_a_part_of_their_own():
+    parts = parts_of("ulysses", replace(TINY, pass_s=0.5))
+    assert parts["copies"] == 10 * 4 * 10**9 // 2
 
 
 def test_ranks_of_a_group_wait_for_the_last_of_them():

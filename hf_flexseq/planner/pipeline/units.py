@@ -170,7 +170,6 @@ def _shape(row: Row, lengths: Sequence[int]) -> StageShape:
         pairs=sum(causal_pairs(start, stop) for start, stop in ranges),
         cut=stop - start if is_cut else 0,
         length=length if is_cut else 0,
-        ranges=ranges,
     )
 
 

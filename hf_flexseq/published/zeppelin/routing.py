@@ -89,19 +89,22 @@ class NicFigures:
 def links_of(cost: CostModel, topology: Topology) -> NicFigures | None:
     """Return the links between and inside the nodes of `topology`; None when there is one node.
 
-    The bandwidth of `cost` between nodes is that of a rank when all ranks send, so the NIC that
-    several ranks of a node share has a multiple of it: each rank of a device has one of its own,
-    ranks on processors share one.
+    The bandwidth of `cost` between nodes is that of a rank which sends to all ranks alike, so that
+    of n nodes 1 / n of its bytes stay inside its own. Each rank of a device has a NIC of its own;
+    ranks on processors share one, which has a multiple of their bandwidth.
     """
     if topology.nodes == 1:
         return None
     per_node = topology.ranks_per_node
     nics = per_node if cost.overlap else 1
+    inside_s = 1 / cost.bandwidth(per_node, False)
+    stays = 1 / topology.nodes
+    across_s = (1 / cost.bandwidth(topology.world_size, True) - stays * inside_s) / (1 - stays)
     return NicFigures(
         ranks_per_node=per_node,
         nics_per_node=nics,
-        inside_s=1 / cost.bandwidth(per_node, False),
-        across_s=nics / per_node / cost.bandwidth(topology.world_size, True),
+        inside_s=inside_s,
+        across_s=nics / per_node * max(across_s, inside_s),
         transfer_s=TRANSFER_S,
     )
 

@@ -9,7 +9,6 @@ from hf_flexseq.published.zeppelin.remap import remapped_shards
 SLOW = replace(
     PRESETS["llama-3.1-8b-a800"],
     bandwidths=((2, 1e12), (4, 1e12), (8, 1e12), (16, 1e3)),
-    transfer_s=0.0,
 )
 
 

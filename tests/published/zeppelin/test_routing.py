@@ -108,11 +108,10 @@ def test_links_come_from_the_cost_model():
     topology = Topology(nodes=2, ranks_per_node=8)
     cost = PRESETS["llama-3.1-8b-a800"]
     links = links_of(cost, topology)
-    assert (links.nics_per_node, links.inside_s, links.across_s) == (8, 1 / 1.8e11, 1 / 2.5e10)
+    assert (links.nics_per_node, links.inside_s) == (8, 1 / 1.8e11)
+    assert links.across_s == pytest.approx(1 / 2.5e10)
     assert links.may_route
     assert links_of(cost, Topology(nodes=1, ranks_per_node=8)) is None
-    half = links_of(replace(cost, nics_per_node=4), topology)
-    assert half.across_s == pytest.approx(0.5 / 2.5e10)
     assert links_of(cost, Topology(nodes=4, ranks_per_node=4)).nics_per_node == 4
     cpu = links_of(analytic_cost_model(LLAMA_8B, DEVICES["CPU"], topology), topology)
     assert not cpu.may_route
