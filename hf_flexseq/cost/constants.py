@@ -6,7 +6,7 @@ device (`analytic.py`), fitted while a run goes on (`online.py`), or published (
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -43,7 +43,7 @@ MAX_STEP_S = 1e6
 MOST_PASSES = 32
 
 # Parts with records of their own.
-PARTS = {
+PARTS: Mapping[str, Any] = {
     "kernel": AttentionKernel,
     "experts": ExpertLayers,
     "tower": TowerCost,

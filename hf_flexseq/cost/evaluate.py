@@ -98,11 +98,6 @@ def kinds_ns(
     return nanoseconds
 
 
-def linear_ns(cost: CostModel, group: Group, lengths: Sequence[int]) -> int:
-    """Return the nanoseconds of a group that are linear layers."""
-    return round(cost.linear_s * group.tokens(lengths) / group.degree * 1e9)
-
-
 # ---- micro-batches
 
 

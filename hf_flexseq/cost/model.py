@@ -256,8 +256,8 @@ class CostModel(CostConstants):
         """Return the nanoseconds of each sequence on its own on a group, at least 1, [sequences];
         see `terms`."""
         seconds = self.terms(lengths, degree, strategy, spans_nodes, shares).sum(axis=0)
-        nanoseconds = np.floor(seconds * 1e9 + 0.5)
-        return np.maximum(1, nanoseconds).astype(np.int64)  # work is never free
+        nanoseconds: Int64Array = np.floor(seconds * 1e9 + 0.5).astype(np.int64)
+        return np.maximum(1, nanoseconds)  # work is never free
 
     def sequence_ns(self, length: int, degree: int, strategy: str, spans_nodes: bool) -> int:
         """Return the nanoseconds of a sequence of `length` tokens on `degree` ranks."""

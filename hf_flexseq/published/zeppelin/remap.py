@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost import CostModel, groups_ns, linear_ns, slowest_ns
+from hf_flexseq.cost import CostModel, groups_ns, slowest_ns
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import Shard, Slice, make_shard
 from hf_flexseq.program.builder import Builder, Rewriter, Values
@@ -122,7 +122,8 @@ def remapped_ns(
     attention = np.zeros(topology.world_size, dtype=np.int64)
     work_ns = groups_ns(cost, micro_batch.groups, lengths, topology).tolist()
     for group, nanoseconds in zip(micro_batch.groups, work_ns, strict=True):
-        attention[group.start : group.stop] += nanoseconds - linear_ns(cost, group, lengths)
+        linear_s = cost.linear_s * group.tokens(lengths) / group.degree
+        attention[group.start : group.stop] += nanoseconds - round(1e9 * linear_s)
     # 2. linear layers run on even shares
     tokens = micro_batch.tokens_per_rank(lengths, topology.world_size)
     share = -(-sum(tokens) // topology.world_size)
