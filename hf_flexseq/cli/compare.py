@@ -6,21 +6,31 @@ instead of figures. So has one with a solver that would take minutes, unless --p
 
 Where experts lie on several ranks, the table has the share of the ranks' time that they take. With
 images it has the seconds that the tower adds to a plan's: with each image on one rank, which no
-plan changes, and, as other stacks run it, on every rank of a group.
+plan changes, and, as other stacks run it, on every rank of a group. With --tight it has the gap to
+a bound by an integer program (`planner/tight_bound.py`), too.
 """
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import islice
 
 from hf_flexseq.base.registry import PLANNERS
-from hf_flexseq.cli.plan import in_steps, planned, planned_images, read_rows, tower_load
+from hf_flexseq.cli.plan import (
+    in_steps,
+    plan_options,
+    planned,
+    planned_images,
+    read_rows,
+    tower_load,
+)
 from hf_flexseq.cli.progress import Progress
 from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.images import TowerLoad
+from hf_flexseq.planner.make import loosest_task
 from hf_flexseq.planner.shared import SharedRows
 from hf_flexseq.view import timeline_of
 
@@ -39,6 +49,8 @@ COLUMNS = {
 EXPERT_COLUMNS = {"experts": 7}
 # Further columns where there are images.
 TOWER_COLUMNS = {"tower": 7, "imbalance": 9, "in groups": 9}
+# The last one with --tight.
+TIGHT_COLUMN = {"tight gap": 9}
 # Sequences of all steps up to which planners with a solver are compared unasked: 512 on 64 ranks
 # take 5 s or more (scripts/benchmarks/planners.py --flexsp 12), 2,000 in one step minutes.
 SOLVER_SEQUENCES = 512
@@ -112,6 +124,8 @@ def compare(options: Namespace) -> None:
     cost = load_cost_model(options.cost_model)
     rows = read_rows(options.lengths, options)
     steps = list(islice(in_steps(rows, options), options.steps))
+    if options.tight:
+        _check_tight(steps, options)
     topology = options.topology
     sequences = sum(len(step.rows) for step in steps)
     tokens = sum(sum(step.rows) for step in steps)
@@ -124,15 +138,49 @@ def compare(options: Namespace) -> None:
         "per step:"
     )
     columns = columns_of(steps, cost)
+    if options.tight:
+        columns |= TIGHT_COLUMN
     print(_line(tuple(columns), columns), flush=True)
+    tight: tuple[float, bool] | None = None  # mean seconds of the tight bound, and if it is solved
 
     def show(result: Result) -> None:
-        line = _line(result.cells(), columns)
+        nonlocal tight
+        cells = result.cells()
+        if options.tight and result.problem is None:
+            tight = tight or _tight_bound(steps, result.plans, options, cost)
+            seconds, solved = tight
+            gap = 100 * (result.seconds / seconds - 1)
+            cells = (*cells, f"{'' if solved else '<= '}{gap:.1f} %")
+        line = _line(cells, columns)
         if result.problem is not None:
             line = f"{result.name:{COLUMNS['planner']}}  {result.problem}"
         print(line, flush=True)
 
     results_of(steps, options, show)
+
+
+def _check_tight(steps: Sequence[SharedRows], options: Namespace) -> None:
+    """Raise ValueError where there is no tight bound."""
+    if find_spec("highspy") is None:
+        raise ValueError('--tight needs highspy, not installed: pip install "hf_flexseq[planner]"')
+    if options.sync != "lockstep":
+        raise ValueError(f"--tight bounds steps in lockstep: leave out --sync {options.sync}")
+    if any(step.units for step in steps):
+        raise ValueError("--tight bounds rows that share no prefix: give their lengths alone")
+
+
+def _tight_bound(
+    steps: Sequence[SharedRows], plans: Sequence[Plan], options: Namespace, cost: CostModel
+) -> tuple[float, bool]:
+    """Return the mean seconds of the tight bounds, and whether all are solved. plans: any."""
+    from hf_flexseq.planner.tight_bound import tight_bound_ns  # imports the solver
+
+    bounds = []
+    for step, plan in zip(steps, plans, strict=True):
+        task = loosest_task(step.rows, options.topology, cost, plan_options(options))
+        bounds.append(tight_bound_ns(task, round(plan.objective_s * 1e9)))
+    nanoseconds = sum(bound for bound, _ in bounds) / len(bounds)
+    return nanoseconds / 1e9, all(solved for _, solved in bounds)
 
 
 def columns_of(steps: Sequence[SharedRows], cost: CostModel) -> dict[str, int]:

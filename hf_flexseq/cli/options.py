@@ -96,6 +96,11 @@ def _compare_options(parser: ArgumentParser) -> None:
     _planning_options(parser, required=True)
     parser.add_argument("--steps", type=at_least(1), metavar="N", help="only the first N steps")
     _planners_option(parser)
+    parser.add_argument(
+        "--tight",
+        action="store_true",
+        help="also the gap to a closer bound, by an integer program of seconds per step",
+    )
 
 
 def _fit_options(parser: ArgumentParser) -> None:

@@ -166,7 +166,7 @@ def planned(
         step.rows,
         options.topology,
         cost,
-        replace(_plan_options(options), planner=planner, sp_degree=sp_degree),
+        replace(plan_options(options), planner=planner, sp_degree=sp_degree),
         units=step.units if PLANNERS[planner].takes_units else (),
         held_tokens=0 if of_images is None else of_images.held_tokens(cost.token_bytes),
     )
@@ -185,11 +185,11 @@ def planned_images(step: SharedRows, options: Namespace, cost: CostModel) -> Ima
         return None
     cost.check_images(step.images)
     return plan_images(
-        step.images, step.rows, cost.tower, options.topology, cost, _plan_options(options)
+        step.images, step.rows, cost.tower, options.topology, cost, plan_options(options)
     )
 
 
-def _plan_options(options: Namespace) -> PlanOptions:
+def plan_options(options: Namespace) -> PlanOptions:
     """Return the options that all planners of a command have in common."""
     return PlanOptions(
         strategy=options.strategy,

@@ -89,13 +89,9 @@ def make_plan(
             check_free(cost)
     cost.check_countable(tokens, world)
     widest = options.widest_degree(topology)
-    bounds: tuple[Bound, ...] = ()
     if options.max_tokens_per_rank:  # what the user sets is kept
-        cap, held_tokens = options.max_tokens_per_rank, 0
-    else:
-        if may_choose(cost, options):
-            bounds = bounds_of(cost, world, held_tokens)
-        cap = max(0, own_tokens(cost, world, bounds) - held_tokens)
+        held_tokens = 0
+    cap, bounds = _room(cost, options, world, held_tokens)
     most = max((cap, *(bound.tokens for bound in bounds)))
     _check_fits(tokens, widest, most, topology, cost, options, held=held_tokens)
     # 2. decide, 3. order: each way to share prefixes, of which the fastest is taken
@@ -153,6 +149,30 @@ def make_plan(
     )
     check(plan, topology, cap)
     return plan
+
+
+def loosest_task(
+    lengths: Sequence[int], topology: Topology, cost: CostModel, options: PlanOptions
+) -> PlanTask:
+    """Return the task of a step with the most tokens of a rank that any choice for activations
+    allows."""
+    cap, bounds = _room(cost, options, topology.world_size, 0)
+    cap = max((cap, *(bound.tokens for bound in bounds)))
+    strategy = cost.allowed(options.strategy, topology)
+    task = PlanTask(lengths=tuple(lengths), topology=topology, cost=cost, cap=cap)
+    return replace(task, strategy=strategy, sync=options.sync)
+
+
+def _room(
+    cost: CostModel, options: PlanOptions, world: int, held_tokens: int
+) -> tuple[int, tuple[Bound, ...]]:
+    """Return the most tokens of a rank as activations are set, and the bounds of other choices."""
+    if options.max_tokens_per_rank:
+        return options.max_tokens_per_rank, ()
+    bounds: tuple[Bound, ...] = ()
+    if may_choose(cost, options):
+        bounds = bounds_of(cost, world, held_tokens)
+    return max(0, own_tokens(cost, world, bounds) - held_tokens), bounds
 
 
 class _Decided(NamedTuple):

@@ -309,6 +309,28 @@ def test_the_module_can_be_run_and_exits_with_the_status():
     assert started("-m", "hf_flexseq.cli", *words, returns=2).stderr.count("\n") == 1
 
 
+def test_compare_shows_the_gap_to_the_tight_bound(
+    flexseq, refused, lengths, tmp_path, monkeypatch
+):
+    tight_bound = pytest.importorskip("hf_flexseq.planner.tight_bound")
+    words = f"compare --lengths {lengths} {MACHINE} {CAP} --planners auto zeppelin"
+    _, columns, *rows = flexseq(f"{words} --tight").splitlines()
+    assert columns.endswith("planning  tight gap")
+    for row, plain in zip(rows, flexseq(words).splitlines()[2:], strict=True):
+        assert 0 <= float(row.split()[-2]) <= float(row.split()[2])
+        assert row.split()[:3] == plain.split()[:3]
+    monkeypatch.setattr(tight_bound, "SECONDS", 0.0)
+    unsolved = flexseq(f"{words} --tight").splitlines()[2:]
+    assert all(" <= " in row for row in unsolved)
+
+    assert "leave out --sync free" in refused(f"{words} --tight --sync free")
+    groups = tmp_path / "groups.jsonl"
+    groups.write_text(json.dumps({"prefix": 200, "branches": [10, 20]}))
+    assert "rows that share no prefix" in refused(f"compare --lengths {groups} {MACHINE} --tight")
+    monkeypatch.setattr(comparing, "find_spec", lambda module: None)
+    assert 'pip install "hf_flexseq[planner]"' in refused(f"{words} --tight")
+
+
 # ---- groups that share prefixes
 
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES
 from hf_flexseq.cost.pipeline_check import check, check_memory
-from hf_flexseq.cost.stages import ChunkCosts, PipelineCost
+from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.cost.walk import makespan_ns, peak_bytes
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.plan.pipeline import text
+from hf_flexseq.plan.pipeline import KINDS, text
 from hf_flexseq.planner.pipeline import PipelineOptions
 from hf_flexseq.planner.pipeline.cuts import CUTS, TILE, UNEVEN, CutWork, cut, on_tiles
-from hf_flexseq.planner.pipeline.greedy import Policy, actions_of, play
+from hf_flexseq.planner.pipeline.greedy import actions_of, play
 from hf_flexseq.planner.pipeline.orders import interleaved, one_forward_one_backward
 from hf_flexseq.planner.pipeline.pack import chunked_units, first_fit, level_units, whole_units
 from hf_flexseq.planner.pipeline.replicas import make_step_plan
@@ -24,12 +24,6 @@ from tests.budget import examples, for_seeds
 from tests.pipelines import costs_of, even_cost, pipelined, plan_of, relaxed, stage_cost
 from tests.planner.pipeline_exact import shortest
 
-POLICIES = [
-    Policy(first=a, w_first=b, w_delay=c)
-    for a in ("turns", "I", "F")
-    for b in (False, True)
-    for c in (0, 1, 2)
-]
 LENGTHS = st.lists(st.one_of(st.integers(1, 50), st.integers(1, 20_000)), max_size=12)
 
 
@@ -52,9 +46,7 @@ def test_every_plan_is_legal_and_says_what_it_takes(lengths, stages, schedule, c
     plan = pipelined(lengths, cost, **options)
     check(plan)
     # By a twin that knows neither the planner's play nor `walk`: pulled until nothing moves.
-    took = max(relaxed(plan, cost).values(), default=0) / 1e9
-    # auto's play may wait before a weight gradient that the plan begins at once
-    assert took == plan.objective_s or (schedule == "auto" and took < plan.objective_s)
+    assert max(relaxed(plan, cost).values(), default=0) / 1e9 == plan.objective_s
     assert plan.digest() == pipelined(lengths, cost, **options).digest()
 
 
@@ -176,39 +168,8 @@ def test_level_packs_are_equally_full():
 # ---- order
 
 
-def small_step(rng):
-    """Sizes, costs and room of a step of few chunks."""
-    stages = rng.choice([2, 2, 3])
-    count = rng.randint(3, 5 if stages == 2 else 4)
-    sizes = []
-    while sum(sizes) < count:
-        sizes.append(rng.randint(1, count - sum(sizes)))
-    linear = [rng.choice([60, 100, 100, 100, 150]) for _ in range(count)]
-    attention = [rng.random() for _ in range(count)]
-    shares = list(zip(linear, attention, strict=True))
-    costs = ChunkCosts(
-        forward=[linear] * stages,
-        input_grad=[[int(t * (1 + 1.5 * a)) for t, a in shares]] * stages,
-        weight_grad=[[int(t * (1 - 0.8 * a)) for t, a in shares]] * stages,
-        held=[[100] * count] * stages,
-        owed=[[100] * count] * stages,
-        carried=[[rng.choice([0, 10])] * count] * stages,
-        send=[rng.choice([0, 5])] * count,
-    )
-    limit = 100 * (max(sizes) + rng.randint(0, 2 * stages)) + 20 * len(sizes)
-    return sizes, costs, (limit,) * stages
-
-
-@for_seeds(examples(50))
-def test_no_policy_beats_the_exact_order(seed):
-    sizes, costs, memory_limit = small_step(random.Random(seed))
-    best = shortest(sizes, costs, memory_limit)
-    for policy in POLICIES:
-        assert play(sizes, costs, memory_limit, policy).makespan >= best
-
-
 @pytest.mark.slow
-def test_auto_is_within_two_percent_of_the_exact_order():
+def test_auto_is_close_to_the_exact_order_of_few_chunks():
     rng, gaps = random.Random(1), []
     while len(gaps) < 30:
         stages = rng.choice([2, 2, 3])
@@ -224,14 +185,28 @@ def test_auto_is_within_two_percent_of_the_exact_order():
         sizes = [units.count(unit) for unit in range(max(units) + 1)]
         exact = shortest(sizes, costs_of(plan, cost), memory_limit)
         gaps.append(plan.objective_s * 1e9 / exact - 1)
-    assert -1e-9 <= min(gaps) <= max(gaps) <= 0.02
+    assert -1e-9 <= min(gaps) <= max(gaps) <= 0.06
+    assert sum(gaps) / len(gaps) <= 0.015
 
 
 def test_a_unit_that_does_not_fit_alone_cannot_be_played():
-    sizes, costs, _ = small_step(random.Random(0))
-    limit = (100 * max(sizes) - 1,) * len(costs.forward)
-    assert play(sizes, costs, limit) is None
-    assert shortest(sizes, costs, limit) is None
+    """Two chunks and the keys, values and their gradients of both."""
+    cost = price(2)
+    costs = costs_of(pipelined([1000], cost, chunks=2), cost)
+    least = 30 * 1000 + 2 * 4 * 1000
+    for play_or_search in (play, shortest):
+        assert play_or_search([2], costs, (least,) * 2) is not None
+        assert play_or_search([2], costs, (least - 1,) * 2) is None
+
+
+def test_a_weight_gradient_makes_room_for_a_forward_that_has_its_turn():
+    """Three sequences in two chunks of 0.5 ms forward, 1 ms backward, and room for three chunks: a
+    W only when neither F nor I is ready takes 10 ms."""
+    cost = price(2, attention_ns=0.0, chunk_ns=0.0, kv_bytes=0.0)
+    costs = costs_of(pipelined([1000] * 3, cost, chunks=2), cost)
+    played = play([2] * 3, costs, (30 * 1500,) * 2)
+    last = "".join(KINDS[code & 3] for code in played.orders[1])
+    assert (last, played.makespan) == ("FFIFIWFIIWFWFIIWWW", 9_500_000)
 
 
 def test_backwards_are_joined_where_no_stage_waited():
