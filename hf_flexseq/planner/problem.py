@@ -19,6 +19,9 @@ from hf_flexseq.plan import Group, MicroBatch, widest_first
 from hf_flexseq.planner.blocks import Blocks, blocks_of
 from hf_flexseq.planner.task import PlanTask, longest_first
 
+PERMILLE = 1000
+# Per mille of a plan's or a group's nanoseconds, up to which a simpler one is taken instead.
+CLOSE = 1010
 # Nanoseconds or tokens of what is not possible; four of them still fit 64 bits.
 NEVER = 2**60
 
@@ -46,13 +49,11 @@ class Problem:
     strategies: tuple[str, ...]
     """Names of the strategies that groups of two ranks and more may use."""
     cheapest: Int64Array
-    """[K, S] Index in `strategies` of the cheapest one."""
+    """[K, S] Index in `strategies` of the cheapest one; of Ulysses where it is hardly slower."""
     least_area: Int64Array
     """[K] Cheapest device-nanoseconds of a sequence."""
     constant: int
     """Nanoseconds of a micro-batch, whatever is in it."""
-    free: bool
-    """True if ranks meet only in their groups, so their clocks differ between micro-batches."""
 
     @property
     def world(self) -> int:
@@ -65,12 +66,8 @@ class Problem:
         return -(-int(self.lengths.sum()) // (self.cap * self.world))
 
 
-def make_problem(task: PlanTask, *, charged: bool = True) -> Problem:
-    """Return the tables of a step's sequences.
-
-    charged: True if the waits of a group count in the time of each of its sequences. That is too
-    much for groups of several sequences, and otherwise the table has too little.
-    """
+def make_problem(task: PlanTask) -> Problem:
+    """Return the tables of a step's sequences, each priced as if it were alone in its group."""
     lengths, topology, cost = task.lengths, task.topology, task.cost
     strategy, cap = task.strategy, task.cap
     # 1. the sequences, [K] each
@@ -84,7 +81,7 @@ def make_problem(task: PlanTask, *, charged: bool = True) -> Problem:
     names_by_shape = []
     for shape in blocks.shapes:
         shape_times, shape_names = cheapest(
-            cost, tokens, shape, strategy, alone=charged, shares=shares
+            cost, tokens, shape, strategy, alone=True, shares=shares
         )
         times_by_shape.append(shape_times)
         names_by_shape.append(shape_names)
@@ -109,7 +106,6 @@ def make_problem(task: PlanTask, *, charged: bool = True) -> Problem:
         cheapest=np.stack(names_by_shape, axis=1),
         least_area=area.min(axis=1),
         constant=cost.micro_batch_ns,
-        free=task.sync == "free",
     )
 
 
@@ -127,7 +123,8 @@ def cheapest(
 
     The nanoseconds are NEVER where no strategy is allowed. lengths: [sequences] tokens. shape:
     degree, and whether it spans nodes. strategy: what groups of two ranks and more may use. alone:
-    whether the nanoseconds are those of a group of this sequence only. shares: [sequences] of the
+    whether the nanoseconds are those of a group of this sequence only, by the strategy that it
+    would get: Ulysses unless another is cheaper by more than `CLOSE`. shares: [sequences] of the
     causal pairs that units have; None for plain sequences.
     """
     degree, spans_nodes = shape
@@ -137,7 +134,10 @@ def cheapest(
     price = cost.alone_ns if alone and cost.has_waits else cost.sequences_ns
     options = [price(lengths, degree, name, spans_nodes, shares) for name in names]
     nanoseconds = np.stack(options)  # [strategies, sequences]
-    return nanoseconds.min(axis=0), nanoseconds.argmin(axis=0)
+    # Rings take more transfers and kernel calls, whose seconds are the least certain.
+    handicaps = [CLOSE if alone and name != "ulysses" else PERMILLE for name in names]
+    index = (nanoseconds * np.array(handicaps)[:, None]).argmin(axis=0)  # [sequences]
+    return nanoseconds[index, np.arange(len(lengths))], index
 
 
 def least_wait_ns(cost: CostModel, shape: tuple[int, bool], strategy: str) -> int:

@@ -1,60 +1,58 @@
 """Slow twins of the stages of the default search, with loops over single candidates, micro-batches
-and ranks, on blocks that do not partly overlap.
+and ranks.
 
 * `placed_one_by_one`: the twin of `planner/search/place.py`.
 * `least_rise_by_search` and `poured_one_by_one`: the twins of `planner/search/fill.py`.
+* `counted`: what each rank has, of `planner/search/fill.py` and `repair.py`.
 """
 
 from bisect import bisect_left
 from itertools import chain
 
+import numpy as np
+
 from hf_flexseq.planner.problem import NEVER, Problem
+from hf_flexseq.planner.search.fill import Filled, lockstep_objective
 from hf_flexseq.planner.search.place import ANY_SHAPE, FIT_RANKS, Candidates
 
 
 def placed_one_by_one(
-    problem: Problem, candidates: Candidates, candidate: int, tick: int
+    problem: Problem, candidates: Candidates, candidate: int
 ) -> list[tuple[int, int]] | None:
-    """Return the (micro-batch, block) of each long row of one candidate in lockstep.
-
-    None when memory is short. tick: power of two of the nanoseconds that times are rounded down
-    to.
-    """
+    """Return the (micro-batch, block) of each long row of one candidate; None when memory is
+    short."""
     blocks = problem.blocks
-    targets = [target >> tick for target in candidates.targets[candidate].tolist()]
-    fit = int(candidates.fit[candidate])
+    targets = candidates.targets[candidate].tolist()
     divisor = FIT_RANKS
     while divisor < problem.world:
         divisor *= 2
-    load = [[0] * problem.world for _ in targets]  # ticks
+    load = [[0] * problem.world for _ in targets]  # nanoseconds
     tokens = [[0] * problem.world for _ in targets]
     spots = []
-    for row in range(int(candidates.long_rows[candidate])):
+    for row in range(candidates.long_rows):
         forced = ANY_SHAPE
         if row < candidates.forced_shapes.shape[1]:
             forced = int(candidates.forced_shapes[candidate, row])
         scores = {}  # of (micro-batch, block)
         for batch, target in enumerate(targets):
             for block, shape in enumerate(blocks.shape_of.tolist()):
-                time_ns, need = int(problem.times[row, shape]), int(problem.needs[row, shape])
-                if time_ns >= NEVER or forced not in (ANY_SHAPE, shape):
+                time, need = int(problem.times[row, shape]), int(problem.needs[row, shape])
+                if time >= NEVER or forced not in (ANY_SHAPE, shape):
                     continue
                 ranks = slice(int(blocks.start[block]), int(blocks.stop[block]))
                 if max(tokens[batch][ranks]) + need > problem.cap:
                     continue
                 degree = ranks.stop - ranks.start
-                wasted = (time_ns * degree - int(problem.least_area[row])) // problem.world
-                fullest = max(load[batch][ranks])
-                above = fullest + (time_ns >> tick) - target
-                misfit = fit * (target - fullest) // divisor
-                scores[batch, block] = max(above, misfit) + (wasted >> tick)
+                wasted = (time * degree - int(problem.least_area[row])) // problem.world
+                over = max(load[batch][ranks]) - target
+                scores[batch, block] = max(over + time, over // divisor) + wasted
         if not scores:
             return None
         batch, block = min(scores, key=scores.__getitem__)  # of equal ones the first
         spots.append((batch, block))
         shape = int(blocks.shape_of[block])
         for rank in range(int(blocks.start[block]), int(blocks.stop[block])):
-            load[batch][rank] += int(problem.times[row, shape]) >> tick
+            load[batch][rank] += int(problem.times[row, shape])
             tokens[batch][rank] += int(problem.needs[row, shape])
             targets[batch] = max(targets[batch], load[batch][rank])
     return spots
@@ -81,22 +79,19 @@ def least_rise_by_search(
 def poured_one_by_one(
     problem: Problem, slack: list[list[int]], memory: list[list[int]], first_row: int
 ) -> list[tuple[int, int]] | None:
-    """Return the (micro-batch, rank) of each row from `first_row` on in lockstep, by looking at
-    all.
+    """Return the (micro-batch, rank) of each row from `first_row` on, by looking at all.
 
     None when a row fits no single rank. The lists [micro-batches][ranks] are nanoseconds below the
     target and tokens left; they are updated.
     """
-    times = problem.times[first_row:, 0].tolist()
-    lengths = problem.lengths[first_row:].tolist()
-    rate = sum(times) // max(1, sum(lengths)) + 1
     spots = []
-    for time, length in zip(times, lengths, strict=True):
+    for row in range(first_row, len(problem.lengths)):
+        time, length = int(problem.times[row, 0]), int(problem.lengths[row])
         left = {}
         for batch, slacks in enumerate(slack):
             for rank, ns in enumerate(slacks):
                 if memory[batch][rank] >= length:
-                    left[batch, rank] = min(ns, memory[batch][rank] * rate)
+                    left[batch, rank] = ns
         if not left:
             return None
         batch, rank = min(left, key=lambda spot: (-left[spot], spot))
@@ -104,3 +99,21 @@ def poured_one_by_one(
         memory[batch][rank] -= length
         spots.append((batch, rank))
     return spots
+
+
+def counted(problem: Problem, row2block: list[int], row2batch: list[int], batches: int) -> Filled:
+    """Return the complete candidate with each row on a block, in a micro-batch."""
+    blocks = problem.blocks
+    figures = np.zeros((2, batches, problem.world), dtype=np.int64)
+    for row, (block, batch) in enumerate(zip(row2block, row2batch, strict=True)):
+        shape = blocks.shape_of[block]
+        ranks = slice(blocks.start[block], blocks.stop[block])
+        figures[0, batch, ranks] += problem.times[row, shape]
+        figures[1, batch, ranks] += problem.needs[row, shape]
+    return Filled(
+        objective=lockstep_objective(problem, figures[0]),
+        row2block=np.array(row2block),
+        row2batch=np.array(row2batch),
+        load=figures[0],
+        tokens=figures[1],
+    )

@@ -46,12 +46,13 @@ def long_tailed(count: int, seed: int, limit: int) -> list[int]:
     ],
 )
 @pytest.mark.parametrize("sync", ["lockstep", "free"])
-def test_no_single_degree_beats_it_on_64_ranks(lengths, sync):
+def test_no_single_degree_beats_it_by_a_percent_on_64_ranks(lengths, sync):
     plan = planned(lengths, CLUSTER, FLEXSP, sync=sync)
     for degree in CLUSTER.degrees():
         if max(lengths) <= 5951 * degree:
             options = {"planner": "static", "sp_degree": degree, "sync": sync}
-            assert plan.objective_s <= planned(lengths, CLUSTER, FLEXSP, **options).objective_s
+            static = planned(lengths, CLUSTER, FLEXSP, **options)
+            assert plan.objective_s <= 1.01 * static.objective_s
 
 
 @pytest.mark.parametrize("fill", [0.9, 0.95, 0.99])

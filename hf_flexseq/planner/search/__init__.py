@@ -1,6 +1,6 @@
 """The default planner, `auto`: a search over groups, their degrees and what they hold.
 
-The search for one optimizer step in lockstep:
+The search for one optimizer step:
 
     problem    a block is a range of ranks that a group may have; `planner/problem.py` lists the
                sequences longest first, with nanoseconds and tokens on each shape of block
@@ -8,9 +8,8 @@ The search for one optimizer step in lockstep:
     place      the long sequences of all candidates go on blocks, where the step grows least
     water      how far a candidate's targets must rise to hold its short sequences: its promise
     fill       only the candidates with the best promises get their short sequences, one rank each
-    again      the best candidates' targets, changed a little, are the next candidates
     repair     the fullest rank gives a sequence away, or swaps one, until nothing helps
-    one degree one degree for everything takes part, so that `auto` cannot lose to it
+    one degree one degree for everything is taken where that is faster by more than 1 %
 
 `effort.py` has the numbers that say how much of each; `auto.py` puts the stages together.
 
@@ -25,22 +24,21 @@ tests/planner/test_parts.py checks them.
        1 rank      -   598   492   388   287   228   189   150   112    93    74    56
        4 ranks   561   164   135   107    79    63    52    41    31    26    21    15
 
-   The longest needs three ranks or four. Sharing is not free: on four ranks 3,000 tokens take
+   The longest needs all four ranks. Sharing is not free: on four ranks 3,000 tokens take
    4 x 164 = 656 ms of device time, on one rank 598 ms. At each sequence's cheapest degree all take
    1,228 ms of every rank. With the two constants that is 2,487 ms: no plan can be faster.
-2. targets. 522 candidates. 512 of them try every combination of shapes for the five longest; their
-   targets are 733 and 569 ms, the first longer because its chunk has the sequence of 9,000 tokens.
-   Ten more ask for no shapes; their first targets are 617 to 771 ms.
-3. place and water. The best promises are 2,533 ms (targets 717 + 548) and 2,536 ms (622 + 655).
-4. fill. Six candidates are completed. The second promise becomes the best plan, 2,511 ms:
+2. targets. 257 candidates. 243 of them try every combination of shapes for the six longest; their
+   targets are 760 and 591 ms, the first longer because its chunk has the sequence of 9,000 tokens.
+   The others ask for no shapes; their first targets are 578 to 792 ms.
+3. place and water. All sequences count as long here. The best promises are 2,527 ms (targets
+   583 + 670) and 2,528 ms (594 + 671).
+4. fill and repair. Since no sequence is short, promises are kept but for the target that is not
+   reached. The second promise becomes the best plan, 2,509 ms. Its fullest ranks have 598 and
+   652 ms, and repair makes that 2,506 ms:
 
-       micro-batch 0   rank 0: 3000   rank 1: 2500 600   rank 2: 2000 1000   rank 3: 1500 1200 500
-       micro-batch 1   ranks 0-3: 9000   ranks 0-1: 800   rank 2: 400   rank 3: 300
+       micro-batch 0   ranks 0-3: 9000   ranks 0-1: 800   ranks 2-3: 500 300
+       micro-batch 1   rank 0: 3000   rank 1: 2500 600   rank 2: 2000 1000   rank 3: 1500 1200 400
 
-   It takes 609 + 643 ms and two constants. The first promise becomes 2,532 ms.
-5. again. A second round with targets changed by up to 6 % completes three candidates. None is
-   below 2,511 ms.
-6. repair. The fullest ranks have 609 and 643 ms, and no move or swap helps.
-7. one degree. Of the degrees that divide four ranks only four holds the longest sequence: 2,553
-   ms. The plan of 2,511 ms stays, 0.9 % above the bound that no plan can undercut.
+5. one degree. Of the degrees that divide four ranks only four holds the longest sequence: 2,553
+   ms. The plan of 2,506 ms stays, 0.8 % above the bound that no plan can undercut.
 """

@@ -5,17 +5,13 @@
    blocks of ranks (`place.py`).
 3. The candidates that promise the shortest step, by their water level, get their short sequences
    (`fill.py`).
-4. A second round with the targets of the best candidates slightly changed. Then repairs of the
-   best candidate (`repair.py`).
-5. What a group waits for is charged to each of its sequences. For few sequences a second search
-   charges it to none: groups of several sequences pay it once.
-6. Where experts lie on several ranks, micro-batches are balanced by what ranks do for themselves.
-   If there are several expert groups, a second search counts a token's experts as its rank's own:
-   then groups with fewer tokens take less.
-7. For free synchronisation the same with one clock for each rank that all micro-batches share,
-   besides the lockstep plan.
-8. One degree for everything (`static.py`) is always among the candidates: the search cannot lose
-   to that, and cannot fail.
+4. Repairs of the best candidate (`repair.py`).
+5. Where rings gain little, a search without them, too. Of plans within 1 % of the fastest the one
+   with fewest exchanges is taken, since their seconds are the least certain.
+6. One degree for everything (`static.py`) where that is faster by more than 1 %. So the search
+   cannot fail.
+
+Free ranks run a step that is planned for lockstep: planning for them gained 0.4 %.
 
 The problem and the idea of groups of different degrees in a step are FlexSP's (arXiv 2412.01523,
 section 4). Rejected: its time-limited MILP (seconds for each micro-batch, mostly stopped by the
@@ -30,72 +26,110 @@ A worked example stands in `search/__init__.py`. The slow twins are tests/planne
 which tests/planner/test_exact.py compares the plans, and tests/planner/brute.py for the stages.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
-from hf_flexseq.cost import CostModel, Int64Array, step_ns
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.planner.order import best_order
 from hf_flexseq.planner.problem import (
+    CLOSE,
     NEVER,
+    PERMILLE,
     Problem,
     cheapest,
     make_problem,
     micro_batches_of,
 )
-from hf_flexseq.planner.search.effort import EFFORT, PERMILLE
+from hf_flexseq.planner.search.effort import EFFORT
 from hf_flexseq.planner.search.fill import Filled, fill_short, water_levels
-from hf_flexseq.planner.search.place import Candidates, joined, place_long
+from hf_flexseq.planner.search.place import place_long
 from hf_flexseq.planner.search.repair import repair
-from hf_flexseq.planner.search.targets import affordable, recipes_of, starting_candidates
+from hf_flexseq.planner.search.targets import starting_candidates
 from hf_flexseq.planner.static import static_micro_batches
 from hf_flexseq.planner.task import PlanTask
+
+Priced = tuple[int, tuple[MicroBatch, ...]]
+"""Nanoseconds of a plan, and its micro-batches."""
 
 
 def auto_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
     """Return the micro-batches of the best plan found."""
     lengths, topology, cost = task.lengths, task.topology, task.cost
-    strategy, sync = task.strategy, task.sync
-    plans: list[tuple[int, tuple[MicroBatch, ...]]] = []  # (nanoseconds, micro-batches)
-    # 1. Searches. Plans made for lockstep are good plans for free ranks, too.
-    few = cost.has_waits and len(lengths) <= EFFORT.charged_both_ways
-    charges = (True, False) if few else (True,)
-    syncs = dict.fromkeys((sync, "lockstep"))
-    for assumed, assumed_sync, charged in product(_assumed_costs(task), syncs, charges):
-        problem = make_problem(replace(task, cost=assumed, sync=assumed_sync), charged=charged)
-        filled = _search_over_batches(problem)
-        if filled is None:
-            continue
-        micro_batches = micro_batches_of(
-            problem, filled.row2block.tolist(), filled.row2batch.tolist()
-        )
-        if sync == "lockstep" and not cost.has_waits and cost.experts is None:
-            plans.append((filled.objective, micro_batches))  # the arrays' objective is exact
-        else:
-            plans.append(best_order(micro_batches, lengths, topology, cost, sync=sync))
+    # 1. The search; without rings, too, where the plan with them gains little by them.
+    problem = make_problem(replace(task, cost=_own_experts(task)))
+    searched = _searched(task, problem)
+    if searched and _rings_gain_little(task, searched[0]):
+        without = replace(task, strategy="ulysses")
+        searched += _searched(task, make_problem(replace(without, cost=_own_experts(task))))
+    to_beat = min((nanoseconds for nanoseconds, _ in searched), default=NEVER)
     # 2. One degree for everything, where its bound leaves hope.
-    to_beat = min((nanoseconds for nanoseconds, _ in plans), default=NEVER)
-    for degree in topology.degrees() if strategy != "local" else (1,):
-        if static_bound_ns(problem, cost, degree=degree, strategy=strategy) >= to_beat:
-            continue
-        micro_batches = static_micro_batches(replace(task, sp_degree=degree))
-        nanoseconds = step_ns(cost, micro_batches, lengths, topology, sync=sync)
-        plans.append((nanoseconds, micro_batches))
-    _, best = min(plans, key=lambda plan: plan[0])
+    static: list[Priced] = []
+    for degree in topology.degrees() if task.strategy != "local" else (1,):
+        bound = static_bound_ns(problem, cost, degree=degree, strategy=task.strategy)
+        if bound * CLOSE < to_beat * PERMILLE:
+            micro_batches = static_micro_batches(replace(task, sp_degree=degree))
+            nanoseconds = step_ns(cost, micro_batches, lengths, topology, sync=task.sync)
+            static.append((nanoseconds, micro_batches))
+    # 3. Of plans that are nearly as fast as the fastest, one that was searched, and of these the
+    #    one with fewest exchanges.
+    fastest, best = min(searched + static, key=lambda plan: plan[0])
+    close = [plan for plan in searched if plan[0] * PERMILLE <= fastest * CLOSE]
+    if close:
+        _, best = min(close, key=lambda plan: exchanges(plan[1], lengths, topology))
     return best
 
 
-def _assumed_costs(task: PlanTask) -> tuple[CostModel, ...]:
-    """Return the cost models to search by: that of the task, without experts on other ranks; and
-    one that counts them as each rank's own, where they are not all ranks' together."""
+def _searched(task: PlanTask, problem: Problem) -> list[Priced]:
+    """Return the plan that the search finds, if it finds any."""
+    filled = _search_over_batches(problem)
+    if filled is None:
+        return []
+    found = micro_batches_of(problem, filled.row2block.tolist(), filled.row2batch.tolist())
+    return [best_order(found, task.lengths, task.topology, task.cost, sync=task.sync)]
+
+
+def _rings_gain_little(task: PlanTask, plan: Priced) -> bool:
+    """Return True if a plan has rings, and takes hardly longer with Ulysses in their place."""
+    nanoseconds, micro_batches = plan
+    if "ulysses" not in task.cost.strategies(task.strategy):
+        return False
+    without = []
+    for micro_batch in micro_batches:
+        groups = [
+            group if group.degree == 1 else replace(group, strategy="ulysses")
+            for group in micro_batch.groups
+        ]
+        without.append(replace(micro_batch, groups=tuple(groups)))
+    if tuple(without) == micro_batches:
+        return False
+    taken = step_ns(task.cost, without, task.lengths, task.topology, sync=task.sync)
+    return taken * PERMILLE <= nanoseconds * EFFORT.rings
+
+
+def exchanges(
+    micro_batches: Sequence[MicroBatch], lengths: Sequence[int], topology: Topology
+) -> int:
+    """Return how many tokens exchange anything with other ranks; in rings or across nodes each
+    counts twice."""
+    tokens = 0
+    for group in (group for micro_batch in micro_batches for group in micro_batch.groups):
+        if group.degree > 1:
+            far = group.strategy != "ulysses" or topology.spans_nodes(group.start, group.stop)
+            tokens += group.tokens(lengths) * (1 + far)
+    return tokens
+
+
+def _own_experts(task: PlanTask) -> CostModel:
+    """Return the cost model to search by: a token's experts count as its rank's own, unless they
+    are all ranks' together."""
     experts = task.cost.experts
     if experts is None or experts.ranks == task.topology.world_size:
-        return (task.cost,)
-    own = replace(task.cost, linear_s=task.cost.token_s, experts=None)
-    return (task.cost, own)
+        return task.cost
+    return replace(task.cost, linear_s=task.cost.token_s, experts=None)
 
 
 def static_bound_ns(problem: Problem, cost: CostModel, *, degree: int, strategy: str) -> int:
@@ -117,121 +151,31 @@ def static_bound_ns(problem: Problem, cost: CostModel, *, degree: int, strategy:
 def _search_over_batches(problem: Problem) -> Filled | None:
     """Return the best candidate with the fewest micro-batches or, where it may pay, one more."""
     fewest = problem.fewest_micro_batches
-    if problem.free:
-        # To free ranks one more costs nothing unless they use it.
-        return search(problem, fewest + 1, NEVER)
-    with_fewest = search(problem, fewest, NEVER)
-    if with_fewest is None:
-        return search(problem, fewest + 1, NEVER)
+    with_fewest = search(problem, fewest)
     tokens = int(problem.lengths.sum())
     memory = fewest * problem.cap * problem.world  # tokens
-    if tokens * PERMILLE <= EFFORT.nearly_full * memory:
+    if with_fewest is not None and tokens * PERMILLE <= EFFORT.nearly_full * memory:
         return with_fewest
-    with_one_more = search(problem, fewest + 1, with_fewest.objective)
-    if with_one_more is None or with_fewest.objective <= with_one_more.objective:
-        return with_fewest
-    return with_one_more
+    found = [one for one in (with_fewest, search(problem, fewest + 1)) if one is not None]
+    return min(found, key=lambda one: one.objective, default=None)
 
 
-class _Tried(NamedTuple):
-    """A complete candidate with the targets that it came from."""
-
-    filled: Filled
-    """Blocks and micro-batches of all sequences."""
-    origin: Candidates
-    """The single candidate, which the next round changes."""
-
-
-def search(problem: Problem, batches: int, rival: int) -> Filled | None:
-    """Return the best complete candidate with `batches` micro-batches; None if memory is short.
-
-    rival: nanoseconds of a known plan, or NEVER. A search that stays far slower ends early.
-    """
+def search(problem: Problem, batches: int) -> Filled | None:
+    """Return the best complete candidate with `batches` micro-batches; None if memory is short."""
     candidates = starting_candidates(problem, batches)
-    if rival < NEVER:
-        count = min(EFFORT.starts_with_rival, len(candidates.fit))
-        candidates = candidates.take(np.arange(count))
-    keep = EFFORT.kept + len(recipes_of(problem, batches))
-    best: list[_Tried] = []  # fastest first, at most `keep`
-    for change in (EFFORT.change, 0):
-        # 1. Complete the candidates that promise most.
-        count = EFFORT.completed_later if best else EFFORT.completed_first
-        limit = NEVER
-        if len(best) == keep and not problem.free:
-            limit = best[-1].filled.objective * EFFORT.promise_margin // PERMILLE
-        best += _complete_best(problem, candidates, count, limit)
-        # 2. Keep the fastest.
-        best.sort(key=lambda tried: tried.filled.objective)
-        best = best[:keep]
-        if not best or not change or _is_hopeless(best[0].filled, rival):
-            break
-        # 3. Change their targets for the next round.
-        candidates = _changed(problem, [tried.origin for tried in best], change)
-    if not best:
-        return None
-    fastest = best[0].filled
-    if _is_hopeless(fastest, rival):
-        return fastest
-    return repair(problem, fastest)
-
-
-def _is_hopeless(filled: Filled, rival: int) -> bool:
-    """Return True if a candidate is so much slower than a known plan that the search ends."""
-    return filled.objective * PERMILLE > rival * EFFORT.hopeless
-
-
-def _complete_best(
-    problem: Problem, candidates: Candidates, count: int, limit: int
-) -> list[_Tried]:
-    """Complete at most `count` candidates with the best promises, all of them below `limit`.
-
-    A promise is the nanoseconds of the step if short sequences were divisible.
-    """
     placed = place_long(problem, candidates)
+    # 1. A promise is the nanoseconds of the step if short sequences were divisible.
     rises = water_levels(problem, candidates, placed)  # [candidates] nanoseconds
-    batches = candidates.targets.shape[1]
     risen = placed.targets.sum(axis=1) + (rises + problem.constant) * batches  # [candidates]
     promise = np.where(rises < NEVER, risen, NEVER)
+    # 2. The best promises are completed.
     completed = []
-    for index in np.argsort(promise, kind="stable")[:count].tolist():
-        if promise[index] >= limit:
-            break
-        filled = fill_short(
-            problem,
-            placed,
-            index,
-            long_rows=int(candidates.long_rows[index]),
-            rise=int(rises[index]),
-        )
-        if filled is not None:
-            completed.append(_Tried(filled, candidates.take(np.array([index]))))
-    return completed
-
-
-def _changed(problem: Problem, kept: list[Candidates], change: int) -> Candidates:
-    """Return copies of the kept candidates, every target changed by up to `change` per mille."""
-    batches = kept[0].targets.shape[1]
-    kept = sorted(kept, key=lambda candidate: -int(candidate.long_rows[0]))
-    # 1. How many copies of each.
-    most_long = int(kept[0].long_rows[0])
-    copies = max(1, affordable(problem, batches, most_long) // len(kept))
-    copies = min(recipes_of(problem, batches)[0].copies, copies)
-    # 2. All copies, one kept candidate after the other: [1, ...] each -> [kept * copies, ...].
-    copied = joined(kept).take(np.repeat(np.arange(len(kept)), copies))
-    # 3. Other targets.
-    noise = _noise(copied.targets.shape, change)  # [candidates, micro_batches] per mille
-    return replace(copied, targets=copied.targets + copied.targets * noise // PERMILLE)
-
-
-def _noise(shape: tuple[int, ...], change: int) -> Int64Array:
-    """Return fixed pseudo-random integers in [-change, change] of a shape.
-
-    They are a linear congruential generator's high bits, alike on every machine and numpy version.
-    """
-    state = 12345 + change
-    values = []
-    for _ in range(int(np.prod(shape))):
-        state = (1103515245 * state + 12345) % 2**31
-        high_bits = state >> 8
-        values.append(high_bits % (2 * change + 1) - change)
-    return np.array(values, dtype=np.int64).reshape(shape)
+    for index in np.argsort(promise, kind="stable")[: EFFORT.completed].tolist():
+        if promise[index] < NEVER:
+            filled = fill_short(problem, placed, index, int(rises[index]))
+            if filled is not None:
+                completed.append(filled)
+    if not completed:
+        return None
+    # 3. The fastest is repaired.
+    return repair(problem, min(completed, key=lambda one: one.objective))

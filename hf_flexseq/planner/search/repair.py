@@ -2,19 +2,19 @@
 something away.
 
 Only the fullest rank of a micro-batch sets its seconds, so only a change that takes time off that
-rank can help. Round by round, until nothing helps:
+rank can help. In a change, one of its rows goes to another block or micro-batch, and nothing or a
+row from there comes to where the row was. All changes of a micro-batch are priced at once, and the
+best is made. Round by round, until nothing helps:
 
-1. Move or swap. A sequence that is on the fullest rank alone goes to the (micro-batch, rank) with
-   the most slack, or is swapped with a shorter sequence of another rank. All pairs are priced at
-   once, and the best is made:
+1. Between ranks. A row on the fullest rank alone goes to another rank, or is swapped with a row
+   that is on another rank alone. The change is worth
 
        value = min(what the fullest rank loses, slack that is left where it goes)
 
-2. Reshape. Where that does not help, any sequence with a part on the fullest rank goes to the
-   block with the most slack left, which may have more ranks or fewer than its block now.
-
-Each change is the best of all, so few are needed. On free ranks, whose clocks run on from
-micro-batch to micro-batch, step 1 alone relieves the rank that ends last.
+2. Between blocks. Where that does not help, and the ranks of the micro-batch idle for more than a
+   fraction of it, any row with a part on the fullest rank goes to any block, or is swapped with
+   any row. That is what counts where memory is tight. Here a change may also lengthen another
+   micro-batch by less than it shortens this one. A gain of the step counts `PERMILLE` times.
 
 The slow twin is a fresh count of the repaired plan, in tests/planner/test_parts.py: the tests
 "filling and repair agree with a fresh count and never worsen" and "repair keeps groups laminar".
@@ -25,25 +25,29 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hf_flexseq.cost import Int64Array
-from hf_flexseq.planner.problem import Problem
+from hf_flexseq.planner.problem import PERMILLE, Problem
 from hf_flexseq.planner.search.effort import EFFORT
-from hf_flexseq.planner.search.fill import Filled, completed, free_clocks, lockstep_objective
+from hf_flexseq.planner.search.fill import Filled, lockstep_objective
+
+# First index of arrays that hold nanoseconds and tokens.
+TIME, TOKENS = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Exchange:
-    """A change between two ranks, possibly of two micro-batches."""
+class _Change:
+    """A row goes to another slot: a block in a micro-batch."""
 
     row: int
-    """The sequence that moves, on one rank."""
-    slot: int
-    """The slot that it goes to: micro-batch x world + rank."""
+    batch: int
+    """Micro-batch that the row goes to."""
+    block: int
+    """Block that the row goes to."""
     partner: int | None
-    """The sequence that comes from there in exchange, on one rank, too."""
+    """Row that comes from there in exchange."""
 
 
 def repair(problem: Problem, filled: Filled) -> Filled:
-    """Return a candidate after moves and swaps off its fullest ranks, never slower than before."""
+    """Return a candidate after changes off its fullest ranks, never slower than before."""
     state = replace(  # arrays of its own, which are changed in place
         filled,
         load=filled.load.copy(),
@@ -51,206 +55,164 @@ def repair(problem: Problem, filled: Filled) -> Filled:
         row2block=filled.row2block.copy(),
         row2batch=filled.row2batch.copy(),
     )
-    if problem.free:
-        return _repair_free(problem, state)
-    active = list(range(len(state.load)))  # micro-batches that the last round has improved
-    reshapes = EFFORT.reshape_cells // (len(state.load) * len(problem.blocks.ranks))
+    batches = len(state.load)
+    stuck: set[int] = set()  # micro-batches that no change helps
+    pairs_each = len(problem.lengths) + batches * len(problem.blocks.start)
+    tries = EFFORT.repair_pairs // pairs_each  # of changes between blocks
     for _ in range(EFFORT.repair_rounds):
-        # 1. Moves and swaps.
-        stuck = [batch for batch in active if not _relieve(problem, state, batch)]
-        # 2. Reshapes, as many as are affordable.
-        reshaped = [batch for batch in stuck[:reshapes] if _reshape(problem, state, batch)]
-        reshapes = max(0, reshapes - len(stuck))
-        active = [batch for batch in active if batch in reshaped or batch not in stuck]
-        if not active:
+        for batch in [batch for batch in range(batches) if batch not in stuck]:
+            change = _between_ranks(problem, state, batch)
+            if change is None and tries > 0 and _idles(state, batch):
+                tries -= 1
+                change = _between_blocks(problem, state, batch)
+            if change is None:
+                stuck.add(batch)
+            else:
+                _make(problem, state, change)
+                stuck.discard(change.batch)
+        if len(stuck) == batches:
             break
     return replace(state, objective=lockstep_objective(problem, state.load))
 
 
-def _repair_free(problem: Problem, state: Filled) -> Filled:
-    """Return the candidate after exchanges off the free rank that ends last."""
-    batches = len(state.load)
-    clock = free_clocks(problem, state.row2block, state.row2batch, state.load)  # [ranks]
-    for _ in range(EFFORT.repair_rounds):
-        last = int(clock.argmax())
-        # A rank that has nothing in a micro-batch yet would pay the constant for it.
-        opening = (state.tokens == 0) * problem.constant  # [micro_batches, ranks]
-        slack = clock[last] - clock - opening  # [micro_batches, ranks]
-        movers = np.flatnonzero(state.row2block == last)  # [movers]
-        exchange = _best_exchange(problem, state, movers, slack.ravel())
-        if exchange is None:
-            break
-        row2block_before = state.row2block.copy()
-        row2batch_before = state.row2batch.copy()
-        end_before = clock.max()
-        _make_exchange(problem, state, exchange)
-        clock = free_clocks(problem, state.row2block, state.row2batch, state.load)
-        if clock.max() > end_before:
-            # A group waits for what was moved: take it back.
-            return completed(problem, row2block_before, row2batch_before, batches)
-    return completed(problem, state.row2block, state.row2batch, batches)
+def _idles(state: Filled, batch: int) -> bool:
+    """Return True if the ranks of a micro-batch idle for more than a fraction of it."""
+    load = state.load[batch]
+    work, most = int(load.sum()), int(load.max()) * len(load)
+    return (most - work) * PERMILLE > most * EFFORT.idle
 
 
-# ---- moves and swaps between single ranks
+def _make(problem: Problem, state: Filled, change: _Change) -> None:
+    """Change where rows are."""
+    old = state.row2batch[change.row], state.row2block[change.row]
+    moves = [(change.row, (change.batch, change.block))]
+    if change.partner is not None:
+        moves.append((change.partner, old))
+    for row, new in moves:
+        _count(problem, state, row, -1)
+        state.row2batch[row], state.row2block[row] = new
+        _count(problem, state, row, 1)
 
 
-def _relieve(problem: Problem, state: Filled, batch: int) -> bool:
-    """Lower the fullest rank of a micro-batch by the best move or swap; False when none helps."""
+def _count(problem: Problem, state: Filled, row: int, sign: int) -> None:
+    """Add a row to the ranks of its block (sign 1), or take it away from them (sign -1)."""
+    batch, block = state.row2batch[row], state.row2block[row]
+    shape = problem.blocks.shape_of[block]
+    ranks = slice(problem.blocks.start[block], problem.blocks.stop[block])
+    state.load[batch, ranks] += sign * problem.times[row, shape]
+    state.tokens[batch, ranks] += sign * problem.needs[row, shape]
+
+
+# ---- between ranks
+
+
+def _between_ranks(problem: Problem, state: Filled, batch: int) -> _Change | None:
+    """Return the best change between a micro-batch's fullest rank and another rank, or None."""
+    world = problem.world
     fullest = int(state.load[batch].argmax())
-    on_fullest = (state.row2batch == batch) & (state.row2block == fullest)  # [sequences]
-    slack = state.load.max(axis=1)[:, None] - state.load  # [micro_batches, ranks]
-    exchange = _best_exchange(problem, state, np.flatnonzero(on_fullest), slack.ravel())
-    if exchange is None:
-        return False
-    _make_exchange(problem, state, exchange)
-    return True
-
-
-def _best_exchange(
-    problem: Problem, state: Filled, movers: Int64Array, slack: Int64Array
-) -> _Exchange | None:
-    """Return the exchange that gains most, or None when no exchange gains anything.
-
-    movers: [movers] rows on one rank each, of which one may go. slack: [micro_batches * ranks]
-    nanoseconds that each slot may take, 0 where the movers are.
-    """
+    movers = np.flatnonzero((state.row2batch == batch) & (state.row2block == fullest))
     if not len(movers):
         return None
     times = problem.times[:, 0]  # [sequences] nanoseconds on one rank
     lengths = problem.lengths  # [sequences] tokens
-    # 1. Partners: every sequence that is alone on a rank, and no sequence at all on every slot.
-    alone = np.flatnonzero(state.row2block < problem.world)  # [alone]
-    alone_slots = state.row2batch[alone] * problem.world + state.row2block[alone]
-    nothing = np.zeros(state.tokens.size, dtype=np.int64)  # [slots]
-    partner_slots = np.concatenate([alone_slots, np.arange(state.tokens.size)])  # [partners]
+    # 1. Partners: every sequence that is alone on a rank, and no sequence at all on every rank of
+    #    every micro-batch.
+    slack = (state.load.max(axis=1)[:, None] - state.load).ravel()
+    memory = (problem.cap - state.tokens).ravel()  # [micro_batches * ranks]
+    alone = np.flatnonzero(state.row2block < world)  # [alone]
+    alone_slots = state.row2batch[alone] * world + state.row2block[alone]
+    nothing = np.zeros(len(slack), dtype=np.int64)
+    partner_slots = np.concatenate([alone_slots, np.arange(len(slack))])  # [partners]
     partner_times = np.concatenate([times[alone], nothing])  # [partners]
     partner_lengths = np.concatenate([lengths[alone], nothing])  # [partners]
     # 2. What the mover's rank loses, and the other rank gets: [movers, partners].
     gain = times[movers][:, None] - partner_times
     tokens = lengths[movers][:, None] - partner_lengths
-    # 3. What the exchange is worth: the lesser of what is lost and what is then left of the slack.
+    # 3. What the change is worth: the lesser of what is lost and what is then left of the slack.
     value = np.minimum(gain, slack[partner_slots] - gain)  # [movers, partners]
-    memory = problem.cap - state.tokens  # [micro_batches, ranks]
-    no_memory_there = tokens > memory.ravel()[partner_slots]
-    memory_here = memory[state.row2batch[movers], state.row2block[movers]]  # [movers]
-    no_memory_here = -tokens > memory_here[:, None]
-    value[no_memory_there | no_memory_here] = -1
-    mover, partner = np.unravel_index(int(value.argmax()), value.shape)
+    no_memory = tokens > memory[partner_slots]
+    no_memory |= -tokens > memory[batch * world + fullest]
+    value[no_memory] = -1
+    mover, partner = divmod(int(value.argmax()), len(partner_slots))
     if value[mover, partner] <= 0:
         return None
+    new_batch, rank = divmod(int(partner_slots[partner]), world)
     is_swap = partner < len(alone)
-    return _Exchange(
+    return _Change(
         row=int(movers[mover]),
-        slot=int(partner_slots[partner]),
+        batch=new_batch,
+        block=rank,  # block r < world is rank r alone
         partner=int(alone[partner]) if is_swap else None,
     )
 
 
-def _make_exchange(problem: Problem, state: Filled, exchange: _Exchange) -> None:
-    """Move a row to a slot, and its partner from that slot to where the row was."""
-    row = exchange.row
-    old = (int(state.row2batch[row]), int(state.row2block[row]))  # (micro-batch, rank)
-    new = divmod(exchange.slot, problem.world)
-    time = problem.times[row, 0]
-    tokens = problem.lengths[row]
-    state.row2batch[row], state.row2block[row] = new
-    if exchange.partner is not None:
-        time = time - problem.times[exchange.partner, 0]
-        tokens = tokens - problem.lengths[exchange.partner]
-        state.row2batch[exchange.partner], state.row2block[exchange.partner] = old
-    state.load[old] -= time
-    state.load[new] += time
-    state.tokens[old] -= tokens
-    state.tokens[new] += tokens
+# ---- between blocks
 
 
-# ---- moves to blocks of any shape
-
-
-def _reshape(problem: Problem, state: Filled, batch: int) -> bool:
-    """Lower the fullest rank of a micro-batch by moving a row to any block; False when none helps.
-
-    The row may be on several ranks, the fullest among them, and the block wider or narrower.
-    """
-    fullest = int(state.load[batch].argmax())
-    on_fullest = problem.blocks.inside[state.row2block, fullest]  # [sequences]
-    movers = np.flatnonzero((state.row2batch == batch) & on_fullest)  # [movers]
-    if not len(movers):
-        return False
-    slack = _slack_after(problem, state, movers, batch)  # [movers, micro_batches, blocks]
-    shape = problem.blocks.shape_of[state.row2block[movers]]  # [movers]
-    gain = problem.times[movers, shape]  # [movers] nanoseconds that the fullest rank loses
-    value = np.minimum(slack, gain[:, None, None])  # [movers, micro_batches, blocks]
-    best = int(value.argmax())
-    if value.flat[best] <= 0:
-        return False
-    mover, new_batch, new_block = np.unravel_index(best, value.shape)
-    row = int(movers[mover])
-    _count_row(problem, state, row, -1)
-    state.row2block[row] = new_block
-    state.row2batch[row] = new_batch
-    _count_row(problem, state, row, 1)
-    return True
-
-
-def _slack_after(problem: Problem, state: Filled, movers: Int64Array, batch: int) -> Int64Array:
-    """Return [movers, micro_batches, blocks] nanoseconds of slack once a mover is on a block.
-
-    Slack is what the block's ranks have left below the fullest rank of their micro-batch as it is
-    now; -1 where memory or an overlapping block forbids the move. The movers are in micro-batch
-    `batch`.
-    """
+def _between_blocks(problem: Problem, state: Filled, batch: int) -> _Change | None:
+    """Return the best change of a row with a part on a micro-batch's fullest rank, or None."""
     blocks = problem.blocks
-    load = _fullest_after(problem, state, movers, batch, (state.load, problem.times))
-    tokens = _fullest_after(problem, state, movers, batch, (state.tokens, problem.needs))
+    rows, width = len(problem.lengths), len(blocks.start)
+    ranks = np.stack([state.load, state.tokens])  # [2, micro_batches, ranks]
+    slots = _fullest(problem, ranks)  # [2, micro_batches, blocks]
     slowest = state.load.max(axis=1)  # [micro_batches]
-    slack: Int64Array = slowest[None, :, None] - load
-    slack[tokens > problem.cap] = -1
-    if blocks.overlap:
-        for used in np.unique(state.row2batch):
-            in_use = state.row2block[state.row2batch == used]
-            crossed = blocks.crossing[in_use].any(axis=0)  # [blocks]
-            slack[:, used, crossed] = -1
-    return slack
+    amounts = np.stack([problem.times, problem.needs])  # [2, sequences, shapes]
+    # 1. Movers, and what the other ranks of their micro-batch have.
+    on_fullest = blocks.inside[state.row2block, int(state.load[batch].argmax())]  # [sequences]
+    movers = np.flatnonzero((state.row2batch == batch) & on_fullest)  # [movers]
+    old_block = state.row2block[movers]  # [movers]
+    old_shape = blocks.shape_of[old_block]  # [movers]
+    gone = amounts[:, movers, old_shape]  # [2, movers]
+    on_rank = blocks.inside[old_block, : problem.world]  # [movers, ranks]
+    outside = np.where(on_rank, 0, state.load[batch]).max(axis=1)  # [movers]
+    # 2. Partners: every sequence, and no sequence at all on every block of every micro-batch.
+    nothing = np.zeros((2, slots[0].size, amounts.shape[2]), dtype=np.int64)
+    partner_amounts = np.concatenate([amounts, nothing], axis=1)  # [2, partners, shapes]
+    row_slots = state.row2batch * width + state.row2block
+    partner_slots = np.concatenate([row_slots, np.arange(slots[0].size)])  # [partners]
+    new_batch, new_block = np.divmod(partner_slots, width)
+    shape = blocks.shape_of[new_block]  # [partners]
+    left = slots[:, new_batch, new_block] - partner_amounts[:, np.arange(len(shape)), shape]
+    # 3. Only those partners that may gain anything, by the least that a mover brings.
+    least = left + amounts[:, movers].min(axis=1)[:, shape]  # [2, partners]
+    most_gain = slowest[batch] - outside.min()
+    possible = (least[TIME] < slowest[new_batch] + most_gain) & (least[TOKENS] <= problem.cap)
+    possible[rows + batch * width :][:width] = True  # the movers may be what their ranks have
+    chosen = np.flatnonzero(possible & (slowest[new_batch] > 0))
+    new_batch, new_block, shape = new_batch[chosen], new_block[chosen], shape[chosen]
+    # 4. What the fullest ranks of both blocks then have, [2, movers, partners].
+    come = amounts[:, movers][:, :, shape]
+    back = partner_amounts[:, chosen][:, :, old_shape].swapaxes(1, 2)
+    there = left[:, None, chosen] + come
+    here = (slots[:, batch, old_block] - gone)[:, :, None] + back
+    # Inside the micro-batch, moves go to blocks without the mover; nested blocks are not swapped.
+    is_move = chosen >= rows
+    is_inside = new_batch == batch
+    within = np.flatnonzero(is_inside & is_move)
+    without = _fullest(problem, ranks[:, batch, None] - gone[:, :, None] * on_rank)
+    there[:, :, within] = without[:, :, new_block[within]] + come[:, :, within]
+    is_nested = (blocks.inside | blocks.around)[old_block[:, None], new_block]
+    is_nested &= is_inside & ~is_move
+    # 5. What the step gains, or else what the fullest rank gains.
+    gain = slowest[batch] - here[TIME]
+    slack = slowest[new_batch] - there[TIME]
+    shorter = np.minimum(gain, (slowest[batch] - outside)[:, None])
+    step = np.where(is_inside, np.minimum(shorter, slack), shorter + np.minimum(slack, 0))
+    value = np.where(step > 0, step * PERMILLE, np.where(step == 0, np.minimum(gain, slack), -1))
+    value[(np.maximum(there, here)[TOKENS] > problem.cap) | is_nested] = -1
+    mover, index = divmod(int(value.argmax()), len(chosen))
+    if value[mover, index] <= 0:
+        return None
+    return _Change(
+        row=int(movers[mover]),
+        batch=int(new_batch[index]),
+        block=int(new_block[index]),
+        partner=None if is_move[index] else int(chosen[index]),
+    )
 
 
-def _fullest_after(
-    problem: Problem,
-    state: Filled,
-    movers: Int64Array,
-    batch: int,
-    figures: tuple[Int64Array, Int64Array],
-) -> Int64Array:
-    """Return [movers, micro_batches, blocks] what a block's fullest rank has with a mover on it.
-
-    figures: [micro_batches, ranks] what each rank has now, and [sequences, shapes] what each row
-    adds to the ranks of a block: nanoseconds or tokens.
-    """
-    rank_total, row_amount = figures
-    blocks = problem.blocks
-    shape = blocks.shape_of[state.row2block[movers]]  # [movers]
-    on_rank = blocks.inside[state.row2block[movers], : problem.world]  # [movers, ranks]
-    # 1. Without the mover: only its own micro-batch differs.
-    fullest = np.repeat(_fullest_of_blocks(problem, rank_total)[None], len(movers), axis=0)
-    own_amount = row_amount[movers, shape]  # [movers]
-    without = rank_total[batch] - own_amount[:, None] * on_rank  # [movers, ranks]
-    fullest[:, batch] = _fullest_of_blocks(problem, without)
-    # 2. With the mover on the block.
-    return fullest + row_amount[movers][:, None, blocks.shape_of]
-
-
-def _fullest_of_blocks(problem: Problem, rank_total: Int64Array) -> Int64Array:
+def _fullest(problem: Problem, ranks: Int64Array) -> Int64Array:
     """Return [..., blocks] what the fullest rank of each block has, of [..., ranks]."""
     blocks = problem.blocks
-    fullest: Int64Array = np.maximum.reduceat(rank_total[:, blocks.ranks], blocks.first, axis=1)
+    fullest: Int64Array = np.maximum.reduceat(ranks[..., blocks.ranks], blocks.first, axis=-1)
     return fullest
-
-
-def _count_row(problem: Problem, state: Filled, row: int, sign: int) -> None:
-    """Add a row to the ranks of its block (sign 1), or take it away from them (sign -1)."""
-    batch = state.row2batch[row]
-    block = state.row2block[row]
-    shape = problem.blocks.shape_of[block]
-    ranks = slice(problem.blocks.start[block], problem.blocks.stop[block])
-    state.load[batch, ranks] += sign * problem.times[row, shape]
-    state.tokens[batch, ranks] += sign * problem.needs[row, shape]
