@@ -70,8 +70,10 @@ def analytic_cost_model(
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage={zero_stage}: must be 0, 1, 2 or 3")
     moved = shape.dtype_bytes  # bytes of one number
-    # of q, k, v and the output: forward, again for the backward, gradients
-    exchanges = 3.0 if checkpointing else 2.0
+    # q, k, v and the output, and their gradients; a layer that runs again exchanges no output
+    exchanged = 2.0 * (2 * shape.query_numbers + shape.kv_numbers)
+    if checkpointing:
+        exchanged += shape.query_numbers + shape.kv_numbers
     activations = _activations(shape, device, checkpointing)
     token_bytes = activations.token_bytes(activations.as_set)
     if not chunked_loss:
@@ -111,7 +113,7 @@ def analytic_cost_model(
         group_rank_s=exchanging_layers * _host_s(device, RING_POSTS, RING_LAUNCHES),
         pass_s=moved * (shape.query_numbers + shape.kv_numbers) / device.memory_rate,
         summary_bytes=_moved_summaries(shape),
-        all_to_all_bytes=moved * exchanges * (2 * shape.query_numbers + shape.kv_numbers),
+        all_to_all_bytes=moved * exchanged,
         # keys and values in both directions, and their gradients
         ring_bytes=moved * 3.0 * shape.kv_numbers,
         overlap=device.overlap,

@@ -29,7 +29,7 @@ from typing import Any
 import highspy
 import numpy as np
 
-from hf_flexseq.cost.kinds import FloatArray
+from hf_flexseq.cost.kernels import FloatArray
 from hf_flexseq.planner.bound import step_bound_ns
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem
 from hf_flexseq.planner.task import PlanTask
