@@ -7,7 +7,7 @@ whether it spans nodes.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -54,6 +54,12 @@ class Problem:
     """[K] Cheapest device-nanoseconds of a sequence."""
     constant: int
     """Nanoseconds of a micro-batch, whatever is in it."""
+
+    def part(self, rows: Int64Array) -> "Problem":
+        """Return the problem of some rows, [rows] ascending."""
+        shares = None if self.shares is None else self.shares[rows]
+        tables = ("ids", "lengths", "times", "needs", "cheapest", "least_area")
+        return replace(self, shares=shares, **{name: getattr(self, name)[rows] for name in tables})
 
     @property
     def world(self) -> int:

@@ -45,7 +45,7 @@ from hf_flexseq.planner.problem import (
     micro_batches_of,
 )
 from hf_flexseq.planner.search.effort import EFFORT
-from hf_flexseq.planner.search.fill import Filled, fill_short, water_levels
+from hf_flexseq.planner.search.fill import Filled, fill_short, lockstep_objective, water_levels
 from hf_flexseq.planner.search.place import place_long
 from hf_flexseq.planner.search.repair import repair
 from hf_flexseq.planner.search.targets import starting_candidates
@@ -177,5 +177,24 @@ def search(problem: Problem, batches: int) -> Filled | None:
                 completed.append(filled)
     if not completed:
         return None
-    # 3. The fastest is repaired.
-    return repair(problem, min(completed, key=lambda one: one.objective))
+    # 3. The fastest is repaired, and so is each of its micro-batches by itself.
+    best = repair(problem, min(completed, key=lambda one: one.objective))
+    return best if batches == 1 else _each_again(problem, best)
+
+
+def _each_again(problem: Problem, filled: Filled) -> Filled:
+    """Return a candidate after a search over the rows of each micro-batch whose ranks idle: alone,
+    they are few enough to force shapes."""
+    row2block, load, tokens = filled.row2block.copy(), filled.load.copy(), filled.tokens.copy()
+    for batch, busy in enumerate(filled.load):
+        slowest = int(busy.max())
+        idle = slowest * len(busy) - int(busy.sum())
+        if idle * PERMILLE <= EFFORT.idle_again * slowest * len(busy):
+            continue
+        rows = np.flatnonzero(filled.row2batch == batch)
+        found = search(problem.part(rows), 1)
+        if found is not None and found.load.max() < slowest:
+            row2block[rows] = found.row2block
+            load[batch], tokens[batch] = found.load[0], found.tokens[0]
+    objective = lockstep_objective(problem, load)
+    return replace(filled, objective=objective, row2block=row2block, load=load, tokens=tokens)

@@ -78,6 +78,8 @@ class SearchEffort:
     """Rounds of repairs over the micro-batches."""
     repair_pairs: int = 120_000
     """(try, row or slot) pairs that repairs between blocks may look at."""
+    idle_again: int = 40
+    """Per mille of a micro-batch that its ranks idle, above which it is searched by itself."""
     idle: int = 5
     """Per mille of a micro-batch that its ranks idle, above which repairs between blocks are
     tried."""
