@@ -72,8 +72,9 @@ class Problem:
         return -(-int(self.lengths.sum()) // (self.cap * self.world))
 
 
-def make_problem(task: PlanTask) -> Problem:
-    """Return the tables of a step's sequences, each priced as if it were alone in its group."""
+def make_problem(task: PlanTask, *, alone: bool = True) -> Problem:
+    """Return the tables of a step's sequences. alone: whether each is priced as if it were alone in
+    its group, with all waits of it; otherwise none has any."""
     lengths, topology, cost = task.lengths, task.topology, task.cost
     strategy, cap = task.strategy, task.cap
     # 1. the sequences, [K] each
@@ -87,7 +88,7 @@ def make_problem(task: PlanTask) -> Problem:
     names_by_shape = []
     for shape in blocks.shapes:
         shape_times, shape_names = cheapest(
-            cost, tokens, shape, strategy, alone=True, shares=shares
+            cost, tokens, shape, strategy, alone=alone, shares=shares
         )
         times_by_shape.append(shape_times)
         names_by_shape.append(shape_names)

@@ -48,7 +48,7 @@ Variables = dict[tuple[int, int], Any]  # of (row or class, shape)
 def tight_bound_ns(task: PlanTask, known_ns: int) -> tuple[int, bool]:
     """Return nanoseconds that no plan of a lockstep task undercuts, and whether all programs were
     solved in time. The longest sequence has to fit. known_ns: of any plan of the task."""
-    problem = make_problem(task, charged=False)
+    problem = make_problem(task, alone=False)
     bound, solved = known_ns, True
     least = step_bound_ns(task)
     fewest = problem.fewest_micro_batches
