@@ -34,7 +34,7 @@ MLP_MATRICES = 3
 # Most tiles of an MLP: with these, what is inside of it hardly counts any more.
 MOST_TILES = 16
 
-# Steps in which a choice grows: layers are taken by quarters of the model.
+# Steps by which layers go to the host.
 QUARTERS = 4
 
 
@@ -109,17 +109,6 @@ def with_choice(cost: CostModel, choice: MemoryChoice | None) -> CostModel:
     )
 
 
-def price_of(cost: CostModel, choice: MemoryChoice) -> tuple[float, float]:
-    """Return the seconds of linear layers with experts, and of attention, under a choice, each
-    relative to those under the user's own."""
-    priced = with_choice(cost, choice)
-    activations = cost.activations
-    assert activations is not None, "only a cost model with activations has choices"
-    passes = _Passes(choice, activations)
-    before = _Passes(activations.as_set, activations)
-    return priced.token_s / cost.token_s, passes.attention / before.attention
-
-
 def _exposed_s(cost: CostModel, activations: Activations, choice: MemoryChoice) -> float:
     """Return the seconds of each token's transfers to the host and back that linear layers do not
     hide."""
@@ -164,96 +153,58 @@ def held_at_most(cost: CostModel, tokens: int, world_size: int) -> CostModel:
     return replace(cost, budget_bytes=min(cost.budget_bytes, states + room))
 
 
-# ---- which choices there are
+# ---- the ladder
 
 
 @functools.lru_cache(maxsize=64)
-def choices_of(cost: CostModel) -> tuple[MemoryChoice, ...]:
-    """Return the choices that a planner compares, the user's own first, then by falling bytes of a
-    token; () for a cost model without activations.
+def choices_of(cost: CostModel, world_size: int) -> tuple[MemoryChoice, ...]:
+    """Return the choices that a planner has, by rising room for tokens and rising price, the
+    user's own first; () for a cost model without activations.
 
-    What the user recomputes, or has on the host, stays so. A choice that needs no fewer bytes than
-    another one, nor fewer of the host, and is no faster, is left out.
+    At most five, each of which has what the user has set, and also
+
+        as set
+        half         runs half of the layers again that the user keeps
+        all          runs all of them again
+        on host      has their inputs on the host, and what their attention gave
+        again        has the inputs there, computes attention again, and MLPs in tiles
+
+    The host takes as many layers as give a rank most tokens. A choice without more room than the
+    one before it is left out.
     """
     activations = cost.activations
     if activations is None:
         return ()
-    figures: dict[MemoryChoice, tuple[float, ...]] = {}
-    for choice in (activations.as_set, *_all_choices(activations)):
-        priced = with_choice(cost, choice)
-        figures[choice] = (
-            priced.token_bytes,
-            activations.host_token_bytes(choice),
-            priced.token_s,
-            _Passes(choice, activations).attention,
-        )
-    kept = []
-    for choice, these in figures.items():
-        if choice != activations.as_set and not _is_beaten(choice, these, figures):
+    as_set, layers = activations.as_set, activations.layers
+    half = (as_set.recomputed_layers + layers) // 2
+    every = replace(as_set, recomputed_layers=layers)
+    tiles = MOST_TILES if activations.mlp_share and as_set.mlp_tiles == 1 else as_set.mlp_tiles
+    again = replace(every, outputs_recomputed=layers - as_set.outputs_on_host, mlp_tiles=tiles)
+    kept = [as_set]
+    for choices in (
+        [replace(as_set, recomputed_layers=half)],
+        [every],
+        _on_host(every),
+        _on_host(again),
+    ):
+        choice = max(choices, key=lambda one: most_tokens(cost, one, world_size))
+        if most_tokens(cost, choice, world_size) > most_tokens(cost, kept[-1], world_size):
             kept.append(choice)
-    kept.sort(key=lambda choice: -figures[choice][0])
-    return (activations.as_set, *kept)
+    return tuple(kept)
 
 
-def _is_beaten(
-    choice: MemoryChoice,
-    these: tuple[float, ...],
-    figures: dict[MemoryChoice, tuple[float, ...]],
-) -> bool:
-    """Return True if another choice is as good in everything, and better or earlier in order."""
-    earlier = True
-    for other, those in figures.items():
-        if other == choice:
-            earlier = False
-            continue
-        as_good = all(that <= this for that, this in zip(those, these, strict=True))
-        if as_good and (earlier or those != these):
-            return True
-    return False
-
-
-def _all_choices(activations: Activations) -> list[MemoryChoice]:
-    """Return all combinations of steps that save at least what the user's choice saves."""
-    as_set = activations.as_set
-    tiles = [as_set.mlp_tiles]
-    if activations.mlp_share and as_set.mlp_tiles == 1:
-        tiles.append(MOST_TILES)
+def _on_host(choice: MemoryChoice) -> list[MemoryChoice]:
+    """Return the choices with the inputs of more layers on the host, then with all inputs and
+    more of what attention gave, by quarters of the layers."""
+    layers = choice.recomputed_layers
     made = []
-    for count in tiles:
-        for recomputed in _steps(as_set.recomputed_layers, activations.layers):
-            for inputs, outputs in _on_host(as_set, recomputed, activations.layers):
-                rest = recomputed - outputs
-                for again in sorted({min(as_set.outputs_recomputed, rest), rest}):
-                    choice = MemoryChoice(
-                        recomputed_layers=recomputed,
-                        inputs_on_host=inputs,
-                        outputs_on_host=outputs,
-                        outputs_recomputed=again,
-                        mlp_tiles=count,
-                    )
-                    made.append(choice)
+    for inputs in _steps(choice.inputs_on_host, layers):
+        made.append(replace(choice, inputs_on_host=inputs))
+    for outputs in _steps(choice.outputs_on_host, layers - choice.outputs_recomputed):
+        made.append(replace(choice, inputs_on_host=layers, outputs_on_host=outputs))
     return made
 
 
-def _on_host(as_set: MemoryChoice, recomputed: int, layers: int) -> list[tuple[int, int]]:
-    """Return (inputs, outputs) of recomputed layers that may be on the host: inputs go first, and
-    only a model that recomputes all layers takes them there by quarters."""
-    step = _steps if recomputed == layers else _ends
-    inputs = step(as_set.inputs_on_host, recomputed)
-    outputs = step(as_set.outputs_on_host, recomputed - as_set.outputs_recomputed)
-    pairs = [(count, outputs[0]) for count in inputs]
-    pairs += [(recomputed, count) for count in outputs[1:]]
-    return pairs
-
-
-def _ends(least: int, most: int) -> list[int]:
-    """Return the least and the most layers."""
-    return sorted({least, most})
-
-
 def _steps(least: int, most: int) -> list[int]:
-    """Return the numbers of layers from `least` to `most` at which choices are compared."""
-    steps = {least, most}
-    for quarter in range(1, QUARTERS):
-        steps.add(least + (most - least) * quarter // QUARTERS)
-    return sorted(steps)
+    """Return the numbers of layers from `least` to `most`, by quarters of what lies between."""
+    return [least + (most - least) * quarter // QUARTERS for quarter in range(QUARTERS + 1)]

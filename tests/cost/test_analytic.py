@@ -79,7 +79,7 @@ def test_frozen_parameters_have_weights_alone():
     # as in recipes/llama-3.1-8b/long_context_lora.yaml
     unsharded = analytic_cost_model(adapted, DEVICES["H100"], node)
     assert unsharded.max_tokens_per_rank(8) > 65_000
-    assert max(most_tokens(unsharded, one, 8) for one in choices_of(unsharded)) > 65_536
+    assert max(most_tokens(unsharded, one, 8) for one in choices_of(unsharded, 8)) > 65_536
     with pytest.raises(ValueError, match="leaves no room for a token"):
         analytic_cost_model(LLAMA_8B, DEVICES["H100"], node).max_tokens_per_rank(8)
 

@@ -17,9 +17,8 @@ from hf_flexseq.plan import Plan, PlanInfeasible
 from hf_flexseq.plan.facts import StepFacts
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.memory import best_ways, bounds_of, promise_ns
+from hf_flexseq.planner.memory import promise_ns, rungs_of
 from hf_flexseq.planner.process.jobs import GroupsJob
-from hf_flexseq.planner.task import PlanTask
 from tests.plans import planned
 
 NODE = Topology(nodes=1, ranks_per_node=8)
@@ -48,7 +47,7 @@ def run_wide_seconds(
 ) -> list[float]:
     """Return the seconds of a step under every choice that can hold it in all micro-batches."""
     seconds = []
-    for choice in choices_of(cost):
+    for choice in choices_of(cost, topology.world_size):
         cap = most_tokens(cost, choice, topology.world_size)
         alone = without_choices(with_choice(cost, choice))
         if cap * topology.world_size < max(lengths):
@@ -90,7 +89,7 @@ def test_a_sequence_that_fits_nowhere_else_gets_one_and_the_note_says_so():
 
 
 def test_the_longest_sequence_is_that_of_the_choice_with_most_room():
-    most = max(bound.tokens for bound in bounds_of(EIGHT, 8))
+    most = rungs_of(EIGHT, PlanOptions(), 8)[-1].tokens
     check_choices(make_plan([8 * most], NODE, EIGHT), EIGHT, NODE)
     with pytest.raises(PlanInfeasible, match=f"above max_tokens_per_rank={most}"):
         make_plan([8 * most + 1], NODE, EIGHT)
@@ -179,21 +178,6 @@ def test_one_degree_for_all_sequences_takes_a_choice_that_its_groups_need():
     assert plan.micro_batches[0].memory is not None
 
 
-def test_a_plan_that_came_to_need_no_choice_does_not_say_that_it_made_one():
-    """A choice promises more than the choice of the run, whose plan is then found to do."""
-    three = Topology(nodes=1, ranks_per_node=3)
-    states = EIGHT.budget_bytes - EIGHT.free_bytes(3)
-    cost = replace(EIGHT, budget_bytes=states + EIGHT.free_bytes(8))
-    lengths = [4394, 5956, 14166]
-    task = PlanTask(
-        lengths=tuple(lengths), topology=three, cost=cost, cap=cost.max_tokens_per_rank(3)
-    )
-    assert best_ways(task, bounds_of(cost, 3))
-    plan = make_plan(lengths, three, cost)
-    assert plan.choices() == {}
-    assert not any("activations" in note for note in plan.notes)
-
-
 def test_ranks_without_room_for_a_token_as_the_run_is_set_have_room_by_a_choice():
     states = EIGHT.budget_bytes - EIGHT.free_bytes(8)
     tight = replace(EIGHT, budget_bytes=states + EIGHT.token_bytes / 2)
@@ -204,7 +188,7 @@ def test_ranks_without_room_for_a_token_as_the_run_is_set_have_room_by_a_choice(
 
 
 def test_a_refusal_beside_images_does_not_advise_the_planner_that_refuses():
-    most = max(bound.tokens for bound in bounds_of(EIGHT, 8))
+    most = rungs_of(EIGHT, PlanOptions(), 8)[-1].tokens
     facts = StepFacts(held_tokens=EIGHT.max_tokens_per_rank(8))
     with pytest.raises(PlanInfeasible, match="what the step's images leave") as refused:
         make_plan([8 * most], NODE, EIGHT, **facts.arguments)
