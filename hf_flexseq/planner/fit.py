@@ -1,13 +1,5 @@
-"""What fits: the longest sequence that all ranks hold together, by what is chosen for its
-activations, and what each choice costs.
-
-Choices are the rungs of the ladder that planners have (`cost/choices.py`).
-
-    longest sequence    tokens of a rank x ranks
-    seconds             of this sequence alone, on all ranks, by its cheapest strategy, in one
-                        micro-batch
-    bytes               model states and activations on the device, activations on the host
-"""
+"""What fits: the longest sequence that all ranks hold together, under each choice for activations
+that planners have (`cost/choices.py`), and what each choice costs."""
 
 import math
 from bisect import bisect_left
@@ -39,7 +31,7 @@ class Fit:
     length: int
     """Tokens of the sequence that the figures below are of."""
     seconds: float
-    """Seconds of this sequence, forward and backward."""
+    """Seconds of this sequence, alone in a micro-batch, by its cheapest strategy."""
     device_bytes: float
     """Bytes of a rank's device: model states, and activations of its share of the sequence."""
     host_bytes: float
@@ -47,7 +39,7 @@ class Fit:
 
     def to_record(self) -> dict[str, Any]:
         """Return the figures as plain JSON values."""
-        return {**asdict(self), "choice": self.choice.to_record()}
+        return asdict(self)
 
 
 def fit_of(
@@ -63,34 +55,27 @@ def fit_of(
     length: tokens of the sequence, which need not fit; None for the longest that does, of which
     there has to be one. strategy: what the ranks may use, as in `CostModel.strategies`.
     """
+    assert cost.activations is not None, "only a cost model with activations has choices"
     world = topology.world_size
     tokens = most_tokens(cost, choice, world)
     longest = min(tokens * world, MAX_TOKENS)
     if length is None:
         length = longest
     on_rank = -(-length // world)
-    activations = cost.activations
-    assert activations is not None, "only a cost model with activations has choices"
+    states = cost.budget_bytes - cost.free_bytes(world)
     return Fit(
         choice=choice,
         tokens_per_rank=tokens,
         longest=longest,
         length=length,
-        seconds=seconds_of(cost, topology, choice, length, strategy=strategy),
-        device_bytes=cost.budget_bytes
-        - cost.free_bytes(world)
-        + on_rank * token_bytes(cost, choice),
-        host_bytes=on_rank * activations.host_token_bytes(choice),
+        seconds=seconds_of(cost, topology, choice, length, strategy),
+        device_bytes=states + on_rank * token_bytes(cost, choice),
+        host_bytes=on_rank * cost.activations.host_token_bytes(choice),
     )
 
 
 def seconds_of(
-    cost: CostModel,
-    topology: Topology,
-    choice: MemoryChoice,
-    length: int,
-    *,
-    strategy: str = "auto",
+    cost: CostModel, topology: Topology, choice: MemoryChoice, length: int, strategy: str = "auto"
 ) -> float:
     """Return the seconds of a sequence of `length` tokens alone on all ranks, under a choice."""
     priced = with_choice(cost, choice)
@@ -156,12 +141,12 @@ def next_levers(cost: CostModel, topology: Topology, rungs: Sequence[Fit]) -> li
         price = _price_of(cost, topology, rung, higher)
         lines.append(f"to go beyond {rung.longest:,} tokens: {higher.choice} costs {price}")
     for last in rungs[-1:]:
-        activations = cost.activations
-        assert activations is not None, "a rung has a choice"
+        assert cost.activations is not None, "a rung has a choice"
         on_device = cost.free_bytes(topology.world_size) // token_bytes(cost, last.choice)
+        host_gib = cost.activations.host_bytes / 2**30
         host = ""
-        if activations.within_host(int(on_device), last.choice) < on_device:
-            host = f" or more of the host than {activations.host_bytes / 2**30:.0f} GiB a rank,"
+        if last.choice.uses_host and last.tokens_per_rank < on_device:
+            host = f" or more of the host than {host_gib:.0f} GiB a rank,"
         lines.append(
             f"to go beyond {last.longest:,} tokens: more ranks,{host} or devices with more memory"
         )

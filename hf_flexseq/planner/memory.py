@@ -1,19 +1,17 @@
 """Which choice for activations (`plan/memory.py`) each micro-batch of a step is planned with.
 
 Choices form a ladder (`cost/choices.py`): a rung has more room for tokens than the one below it,
-and takes longer for each. The lowest rung is what the user has set for the run. There are three
-ways to plan a step:
+and takes longer for each. The lowest one is what the user has set. A step can be planned
 
-    as set       all micro-batches on the lowest rung
-    long alone   sequences that do not fit there on the lowest rung that holds the longest one, in
-                 micro-batches of their own; all others as set
-    a rung       all sequences on one higher rung: long ones then need fewer ranks, and the step
-                 fewer micro-batches
+    as set        all of it on the lowest rung
+    long apart    sequences that do not fit there on the lowest rung that holds the longest, in
+                  micro-batches of their own, and all others as set
+    on a rung     all of it on a higher one: long sequences then need fewer ranks, and the step
+                  fewer micro-batches
 
-A way is planned if what no plan of it undercuts (`bound.py`) is less than the best plan so far by
-`LEAST_GAIN`, the one with the least bound first. In the end every micro-batch takes the lowest
-rung that holds its fullest rank. So a step that fits as set, and would gain nothing, is planned
-once.
+A way is planned if the seconds that no plan of it undercuts (`bound.py`) are fewer than those of
+the best plan so far by `LEAST_GAIN`. Then every micro-batch takes the lowest rung that holds its
+fullest rank. So a step that fits as set, and cannot gain, is planned once.
 
 Rejected: a choice for each rank. Ranks of a group must agree on what they compute again, and the
 others wait for the slowest anyway. Rejected: short sequences beside long ones that do not fit as
@@ -93,14 +91,16 @@ def planned_by_rung(
     """
     best: tuple[MicroBatch, ...] = ()
     best_ns = as_set_ns = math.inf
-    if _holds(rungs[0], task):
+    ways = [*_ways(task, rungs)]
+    if max(task.lengths) <= _room(rungs[0], task):
         best = planned(task)
         best_ns = as_set_ns = _step_ns(best, task)
         roomiest = replace(task, cap=rungs[-1].tokens)
         if len(rungs) == 1 or step_bound_ns(roomiest) > (1 - LEAST_GAIN) * as_set_ns:
             return best, as_set_ns
-    ways = [(_bound_ns(way), index, way) for index, way in enumerate(_higher_ways(task, rungs))]
-    for bound_ns, _, way in sorted(ways, key=lambda one: one[:2]):
+        del ways[0]
+    bounds = [(_bound_ns(way), index, way) for index, way in enumerate(ways)]
+    for bound_ns, _, way in sorted(bounds, key=lambda one: one[:2]):
         if bound_ns > (1 - LEAST_GAIN) * best_ns:
             break
         made: list[MicroBatch] = []
@@ -137,10 +137,7 @@ def promise_ns(
         sync=options.sync,
         sp_degree=options.sp_degree,
     )
-    ways = [*_higher_ways(task, rungs)]
-    if _holds(rungs[0], task):
-        ways.append(_everything(task, rungs[0]))
-    return min((_bound_ns(way) for way in ways), default=math.inf)
+    return min((_bound_ns(way) for way in _ways(task, rungs)), default=math.inf)
 
 
 # ---- ways to plan a step
@@ -149,24 +146,24 @@ def promise_ns(
 _Way = Sequence[tuple[PlanTask, Sequence[int]]]
 
 
-def _higher_ways(task: PlanTask, rungs: Sequence[Rung]) -> Iterator[_Way]:
-    """Yield the ways to plan a step that use more than the lowest rung."""
-    lowest, *higher = rungs
-    holding = [rung for rung in higher if _holds(rung, task)]
-    if not holding:
-        return
-    by_room: dict[bool, list[int]] = {True: [], False: []}
-    for sequence, tokens in enumerate(task.lengths):
-        by_room[tokens <= lowest.tokens * _widest(task)].append(sequence)
-    if all(by_room.values()):
-        yield _part(task, holding[0], by_room[False]), _part(task, lowest, by_room[True])
+def _ways(task: PlanTask, rungs: Sequence[Rung]) -> Iterator[_Way]:
+    """Yield the ways to plan a step that hold all of its sequences; as set comes first."""
+    every = range(len(task.lengths))
+    longest = max(task.lengths, default=0)
+    holding = [rung for rung in rungs if longest <= _room(rung, task)]
+    long = [i for i in every if task.lengths[i] > _room(rungs[0], task)]
+    if holding and 0 < len(long) < len(every):
+        short = [i for i in every if task.lengths[i] <= _room(rungs[0], task)]
+        yield _part(task, holding[0], long), _part(task, rungs[0], short)
     for rung in holding:
-        yield _everything(task, rung)
+        yield (_part(task, rung, every),)
 
 
-def _everything(task: PlanTask, rung: Rung) -> _Way:
-    """Return the way that plans all sequences on one rung."""
-    return (_part(task, rung, range(len(task.lengths))),)
+def _room(rung: Rung, task: PlanTask) -> int:
+    """Return the tokens of the longest sequence that a group holds on a rung."""
+    if task.strategy == "local":
+        return rung.tokens
+    return rung.tokens * (task.sp_degree or task.topology.world_size)
 
 
 def _part(task: PlanTask, rung: Rung, ids: Sequence[int]) -> tuple[PlanTask, Sequence[int]]:
@@ -176,16 +173,6 @@ def _part(task: PlanTask, rung: Rung, ids: Sequence[int]) -> tuple[PlanTask, Seq
         tokens = Lengths(tokens, [task.lengths.shares[i] for i in ids])
     cost = with_choice(task.cost, rung.choice)
     return replace(task, lengths=tokens, cost=cost, cap=rung.tokens), ids
-
-
-def _widest(task: PlanTask) -> int:
-    """Return the most ranks of a group."""
-    return task.sp_degree or task.topology.world_size
-
-
-def _holds(rung: Rung, task: PlanTask) -> bool:
-    """Return True if the longest sequence of a step fits on a rung."""
-    return max(task.lengths) <= rung.tokens * _widest(task)
 
 
 def _bound_ns(way: _Way) -> int:
