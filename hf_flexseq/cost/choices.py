@@ -37,6 +37,9 @@ MOST_TILES = 16
 # Steps by which layers go to the host.
 QUARTERS = 4
 
+# Choices that a planner has, at most.
+MOST_CHOICES = 5
+
 
 class _Passes:
     """How often each part of a model runs under a choice, relative to running nothing again."""
@@ -161,16 +164,17 @@ def choices_of(cost: CostModel, world_size: int) -> tuple[MemoryChoice, ...]:
     """Return the choices that a planner has, by rising room for tokens and rising price, the
     user's own first; () for a cost model without activations.
 
-    At most five, each of which has what the user has set, and also
+    Each has what the user has set, and also
 
         as set
         half         runs half of the layers again that the user keeps
         all          runs all of them again
         on host      has their inputs on the host, and what their attention gave
-        again        has the inputs there, computes attention again, and MLPs in tiles
+        tiles        computes MLPs in tiles as well
+        again        computes attention again instead of having what it gave
 
     The host takes as many layers as give a rank most tokens. A choice without more room than the
-    one before it is left out.
+    one before it is left out, and `half` where there are more than `MOST_CHOICES`.
     """
     activations = cost.activations
     if activations is None:
@@ -179,17 +183,21 @@ def choices_of(cost: CostModel, world_size: int) -> tuple[MemoryChoice, ...]:
     half = (as_set.recomputed_layers + layers) // 2
     every = replace(as_set, recomputed_layers=layers)
     tiles = MOST_TILES if activations.mlp_share and as_set.mlp_tiles == 1 else as_set.mlp_tiles
-    again = replace(every, outputs_recomputed=layers - as_set.outputs_on_host, mlp_tiles=tiles)
+    tiled = replace(every, mlp_tiles=tiles)
+    again = replace(tiled, outputs_recomputed=layers - as_set.outputs_on_host)
     kept = [as_set]
     for choices in (
         [replace(as_set, recomputed_layers=half)],
         [every],
         _on_host(every),
+        _on_host(tiled),
         _on_host(again),
     ):
         choice = max(choices, key=lambda one: most_tokens(cost, one, world_size))
         if most_tokens(cost, choice, world_size) > most_tokens(cost, kept[-1], world_size):
             kept.append(choice)
+    if len(kept) > MOST_CHOICES:
+        del kept[1]
     return tuple(kept)
 
 

@@ -151,7 +151,7 @@ class _Decided(NamedTuple):
     micro_batches: tuple[MicroBatch, ...]
     """Micro-batches in the best order."""
     as_set_ns: float
-    """Nanoseconds of the step as set for the run; infinite where a sequence fits nowhere so."""
+    """Nanoseconds that it takes at least as set for the run; infinite where it does not fit."""
     task: PlanTask
     shared: SharedRows
 

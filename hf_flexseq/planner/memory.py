@@ -9,9 +9,10 @@ and takes longer for each. The lowest one is what the user has set. A step can b
     on a rung     all of it on a higher one: long sequences then need fewer ranks, and the step
                   fewer micro-batches
 
-A way is planned if the seconds that no plan of it undercuts (`bound.py`) are fewer than those of
-the best plan so far by `LEAST_GAIN`. Then every micro-batch takes the lowest rung that holds its
-fullest rank. So a step that fits as set, and cannot gain, is planned once.
+The way is planned that has the least bound on its seconds (`bound.py`); as set counts 3 % less.
+Another one is planned where its bound promises so much over the best plan so far. Every
+micro-batch then takes the lowest rung that holds its fullest rank. So most steps are planned once,
+and those that cannot gain as if there were no choices.
 
 Rejected: a choice for each rank. Ranks of a group must agree on what they compute again, and the
 others wait for the slowest anyway. Rejected: short sequences beside long ones that do not fit as
@@ -34,10 +35,8 @@ from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner.bound import step_bound_ns
 from hf_flexseq.planner.task import PlanTask
 
-# Share of a step's seconds that another way than the best one so far may gain, at least.
-LEAST_GAIN = 0.03
-
-Planned = Callable[[PlanTask], tuple[MicroBatch, ...]]
+# Share of a step's seconds below which another way of planning it is tried.
+WORTH = 0.97
 
 
 class Rung(NamedTuple):
@@ -81,33 +80,39 @@ def rungs_of(
 
 
 def planned_by_rung(
-    task: PlanTask, rungs: Sequence[Rung], planned: Planned
+    task: PlanTask,
+    rungs: Sequence[Rung],
+    planned: Callable[[PlanTask], tuple[MicroBatch, ...]],
 ) -> tuple[tuple[MicroBatch, ...], float]:
-    """Return a step's micro-batches, each with its choice, and the nanoseconds of the step as set
-    for the run; infinite where a sequence fits nowhere so.
+    """Return a step's micro-batches, each with its choice, and nanoseconds that the step takes at
+    least as set for the run; infinite where a sequence fits nowhere so.
 
     task: at least one sequence, under the lowest rung. rungs: from `rungs_of`; the highest one
     holds the longest sequence. planned: plans a task on one rung.
     """
-    best: tuple[MicroBatch, ...] = ()
-    best_ns = as_set_ns = math.inf
-    ways = [*_ways(task, rungs)]
+    as_set_ns = math.inf
     if max(task.lengths) <= _room(rungs[0], task):
-        best = planned(task)
-        best_ns = as_set_ns = _step_ns(best, task)
-        roomiest = replace(task, cap=rungs[-1].tokens)
-        if len(rungs) == 1 or step_bound_ns(roomiest) > (1 - LEAST_GAIN) * as_set_ns:
-            return best, as_set_ns
-        del ways[0]
-    bounds = [(_bound_ns(way), index, way) for index, way in enumerate(ways)]
-    for bound_ns, _, way in sorted(bounds, key=lambda one: one[:2]):
-        if bound_ns > (1 - LEAST_GAIN) * best_ns:
+        as_set_ns = step_bound_ns(task)
+        least_ns = step_bound_ns(replace(task, cap=rungs[-1].tokens))
+        if len(rungs) == 1 or least_ns > WORTH * as_set_ns:
+            return planned(task), as_set_ns
+    ways = [*_ways(task, rungs)]
+    as_set = ways[0] if math.isfinite(as_set_ns) else None
+    bounds = []
+    for index, way in enumerate(ways):
+        bounds.append((WORTH * as_set_ns if way is as_set else _bound_ns(way), index))
+    best: tuple[MicroBatch, ...] = ()
+    best_ns = math.inf
+    for bound_ns, index in sorted(bounds):
+        if bound_ns > WORTH * best_ns:
             break
         made: list[MicroBatch] = []
-        for part, ids in way:
+        for part, ids in ways[index]:
             made += [_with_ids(micro_batch, ids) for micro_batch in planned(part)]
         relaxed = tuple(_relaxed(micro_batch, task, rungs) for micro_batch in made)
-        nanoseconds = _step_ns(relaxed, task)
+        nanoseconds = step_ns(task.cost, relaxed, task.lengths, task.topology, sync=task.sync)
+        if ways[index] is as_set:
+            as_set_ns = nanoseconds
         if nanoseconds < best_ns:
             best, best_ns = relaxed, nanoseconds
     return best, as_set_ns
@@ -178,11 +183,6 @@ def _part(task: PlanTask, rung: Rung, ids: Sequence[int]) -> tuple[PlanTask, Seq
 def _bound_ns(way: _Way) -> int:
     """Return nanoseconds that no plan of a way undercuts."""
     return sum(step_bound_ns(part) for part, _ in way)
-
-
-def _step_ns(micro_batches: Sequence[MicroBatch], task: PlanTask) -> int:
-    """Return the nanoseconds of a step."""
-    return step_ns(task.cost, micro_batches, task.lengths, task.topology, sync=task.sync)
 
 
 def _with_ids(micro_batch: MicroBatch, ids: Sequence[int]) -> MicroBatch:

@@ -80,15 +80,16 @@ def choice_note(
     objective_ns: int,
     as_set_ns: float,
 ) -> str:
-    """Return what a plan chose for activations, and why. as_set_ns: of the step as set for the
-    run; infinite where a sequence fits nowhere so."""
+    """Return what a plan chose for activations, and why. as_set_ns: at least, of the step as set
+    for the run; infinite where a sequence fits nowhere so."""
     chosen = Counter(str(one.memory or "as set for the run") for one in micro_batches)
     parts = [f"{count} of {len(micro_batches)} {name}" for name, count in chosen.items()]
     if math.isinf(as_set_ns):
         longest = max(range(len(lengths)), key=lambda i: (lengths[i], -i))
         why = f"sequence {longest} ({lengths[longest]:,} tokens) fits nowhere otherwise"
     else:
-        why = f"{100 * (1 - objective_ns / as_set_ns):.0f} % fewer seconds than as set for the run"
+        gain = 100 * (1 - objective_ns / as_set_ns)
+        why = f"at least {gain:.0f} % faster than as set for the run"
     return f"activations: micro-batches {'; '.join(parts)}: {why}"
 
 

@@ -23,7 +23,7 @@ def peak_of(tokens: int, factor: float, left: int = 0, of_token: float = COST.to
 
 def test_a_peak_is_compared_with_the_bytes_of_its_tokens():
     assert peak_share(COST, peak_of(HALF, 1.2), HALF, None, 8) == pytest.approx(1.2)
-    chosen = choices_of(COST, 8)[2]
+    chosen = choices_of(COST, 8)[1]
     tokens = most_tokens(COST, chosen, 8)
     of_token = COST.activations.token_bytes(chosen)
     of_token *= COST.token_bytes / COST.activations.token_bytes(COST.activations.as_set)
@@ -45,6 +45,6 @@ def test_small_micro_batches_and_first_gradients_say_nothing():
 def test_the_bytes_of_a_token_are_corrected_within_bounds_under_every_choice(share, factor):
     cost = with_measured_peak(COST, share)
     assert replace(cost, token_bytes=COST.token_bytes) == COST
-    for choice in choices_of(COST, 8)[:3]:  # the host bounds the others, too
+    for choice in choices_of(COST, 8)[:2]:  # the host bounds the others, too
         tokens = most_tokens(COST, choice, 8)
         assert most_tokens(cost, choice, 8) == pytest.approx(tokens / factor, abs=1)

@@ -93,8 +93,8 @@ def test_lines_say_what_takes_a_sequence_further_and_what_it_costs():
     rungs = ladder(cost, NODE)
     *levers, last = next_levers(cost, NODE, rungs)
     assert len(levers) == len(rungs) - 1
-    # half a pass more in linear layers, of three
-    assert f"beyond {rungs[0].longest:,} tokens: 16 layers recomputed costs +" in levers[0]
+    # a pass more in linear layers, of three
+    assert f"beyond {rungs[0].longest:,} tokens: 32 layers recomputed costs +" in levers[0]
     assert "attention of 32 recomputed" in levers[-1]
     assert "more ranks" in last
     # the host binds the last rung, unless there is enough of it
