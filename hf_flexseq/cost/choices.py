@@ -185,16 +185,15 @@ def choices_of(cost: CostModel, world_size: int) -> tuple[MemoryChoice, ...]:
     tiles = MOST_TILES if activations.mlp_share and as_set.mlp_tiles == 1 else as_set.mlp_tiles
     tiled = replace(every, mlp_tiles=tiles)
     again = replace(tiled, outputs_recomputed=layers - as_set.outputs_on_host)
+
+    def room(choice: MemoryChoice) -> int:
+        return most_tokens(cost, choice, world_size)
+
     kept = [as_set]
-    for choices in (
-        [replace(as_set, recomputed_layers=half)],
-        [every],
-        _on_host(every),
-        _on_host(tiled),
-        _on_host(again),
-    ):
-        choice = max(choices, key=lambda one: most_tokens(cost, one, world_size))
-        if most_tokens(cost, choice, world_size) > most_tokens(cost, kept[-1], world_size):
+    higher = [replace(as_set, recomputed_layers=half), every]
+    higher += [max(_on_host(choice), key=room) for choice in (every, tiled, again)]
+    for choice in higher:
+        if room(choice) > room(kept[-1]):
             kept.append(choice)
     if len(kept) > MOST_CHOICES:
         del kept[1]

@@ -4,9 +4,8 @@ that planners have (`cost/choices.py`), and what each choice costs."""
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -36,10 +35,6 @@ class Fit:
     """Bytes of a rank's device: model states, and activations of its share of the sequence."""
     host_bytes: float
     """Bytes of the host that a rank uses for its share of the sequence."""
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the figures as plain JSON values."""
-        return asdict(self)
 
 
 def fit_of(

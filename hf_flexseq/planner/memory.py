@@ -49,8 +49,7 @@ class Rung(NamedTuple):
 
 
 def may_choose(cost: CostModel, options: PlanOptions) -> bool:
-    """Return True if a planner may choose for micro-batches: a bound that the user sets is kept,
-    and so is what goes with it."""
+    """Return True if a planner may choose for micro-batches; a bound of the user's is kept."""
     takes = PLANNERS[options.planner].takes_choices
     return takes and cost.activations is not None and options.max_tokens_per_rank is None
 
@@ -63,9 +62,10 @@ def rungs_of(
     held_tokens: whose memory is taken, counted as set for the run. Raises ValueError where model
     states leave no room for a token on any rung.
     """
+    if options.max_tokens_per_rank is not None:
+        return (Rung(None, options.max_tokens_per_rank),)
     if not may_choose(cost, options):
-        left = cost.max_tokens_per_rank(world_size) - held_tokens
-        return (Rung(None, options.max_tokens_per_rank or max(0, left)),)
+        return (Rung(None, max(0, cost.max_tokens_per_rank(world_size) - held_tokens)),)
     rungs: list[Rung] = []
     for choice in choices_of(cost, world_size):
         held = math.ceil(held_tokens * cost.token_bytes / token_bytes(cost, choice))

@@ -110,7 +110,9 @@ def test_the_longest_sequence_is_that_of_the_choice_with_most_room():
 def test_a_bound_that_the_user_sets_is_kept():
     plan = planned([400_000], NODE, EIGHT, max_tokens_per_rank=50_000)
     assert plan.micro_batches[0].memory is None
-    # whatever images take
+    # where nothing is known to fit, and whatever images take
+    full = replace(EIGHT, budget_bytes=1.0)
+    assert planned([40], NODE, full, max_tokens_per_rank=50).choices() == {}
     facts = StepFacts(held_tokens=9)
     with pytest.raises(PlanInfeasible, match="above max_tokens_per_rank=2. Raise"):
         make_plan([40], NODE, EIGHT, PlanOptions(max_tokens_per_rank=2), **facts.arguments)
