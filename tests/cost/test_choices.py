@@ -190,8 +190,16 @@ def mixtures(as_set: MemoryChoice) -> list[MemoryChoice]:
     return made
 
 
-def test_a_cost_model_without_activations_has_no_choices():
-    assert choices_of(PRESETS["flexsp-gpt-7b-a100"], 64) == ()
+def test_half_of_the_layers_run_again_where_there_are_fewer_rungs_than_five():
+    cost = llama(checkpointing=False)
+    again = replace(AGAIN, inputs_on_host=32, mlp_tiles=16)
+    tiles = replace(ON_HOST, outputs_on_host=24, mlp_tiles=16)
+    assert choices_of(cost, 64) == (PLAIN, ALL, ON_HOST, tiles, again)
+    assert choices_of(llama(checkpointing=True), 64) == (ALL, ON_HOST, tiles, again)
+    half = MemoryChoice(recomputed_layers=16)
+    untiled = replace(cost, activations=replace(cost.activations, mlp_share=0.0))
+    assert choices_of(untiled, 64) == (PLAIN, half, ALL, ON_HOST, replace(again, mlp_tiles=1))
+    assert choices_of(PRESETS["flexsp-gpt-7b-a100"], 64) == ()  # knows no activations
 
 
 def test_a_micro_batch_is_priced_by_its_own_choice():
