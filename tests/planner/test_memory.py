@@ -191,14 +191,12 @@ def test_the_promise_is_a_bound_that_is_met_where_everything_divides():
     [({"planner": "static", "sp_degree": 2}, 60_000, 2), ({"strategy": "local"}, 20_000, 1)],
 )
 def test_a_choice_is_made_for_the_ranks_that_may_share_a_sequence(options, tokens, degree):
-    """Wider groups would hold this sequence as the run is set, but none may be made. Others stay
-    as they are set."""
-    cost = replace(EIGHT, micro_batch_s=0.001)
-    assert degree * cost.max_tokens_per_rank(8) < tokens < 8 * cost.max_tokens_per_rank(8)
-    plan = planned([tokens, *[3000] * 80], NODE, cost, **options)
-    check_choices(plan, cost, NODE)
+    """Wider groups would hold this sequence as the run is set, but none may be made."""
+    assert degree * EIGHT.max_tokens_per_rank(8) < tokens < 8 * EIGHT.max_tokens_per_rank(8)
+    plan = planned([tokens, 3000, 3000], NODE, EIGHT, **options)
+    check_choices(plan, EIGHT, NODE)
     assert {group.degree for group in plan.groups} == {degree}
-    assert sum(plan.choices().values()) == 1
+    assert f"sequence 0 ({tokens:,} tokens) fits nowhere otherwise" in plan.notes[-1]
 
 
 def test_ranks_without_room_for_a_token_as_the_run_is_set_have_room_by_a_choice():
