@@ -10,7 +10,8 @@ stages.
     rings.py      what rings move and launch, by name
     launches.py   what the host does for a group in one layer, counted
     activations.py  what a rank holds of a micro-batch's activations, by the choice made for them
-    choices.py    cost models under other choices than the user's own
+    choices.py    cost models under other choices than the user's own, and the ladder of choices
+    peak.py       bytes of a token by the peak that a device has reported
     tower.py      images in a vision tower
     stages.py     chunks on the stages of a pipeline
     experts.py    layers whose experts lie on several ranks
