@@ -9,7 +9,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -227,12 +227,12 @@ def _write(
         "model": options.model or cost.name,
         "topology": [options.topology.nodes, options.topology.ranks_per_node],
         "cost_model": cost.to_record(),
-        "ladder": [rung.to_record() for rung in rungs],
+        "ladder": [asdict(rung) for rung in rungs],
         "next": list(lines),
     }
     if options.length is not None:
         found = fastest(cost, options.topology, options.length)
-        record["fastest"] = None if found is None else found.to_record()
+        record["fastest"] = None if found is None else asdict(found)
     text = json.dumps(record, indent=1) + "\n"
     if options.json == "-":
         sys.stdout.write(text)

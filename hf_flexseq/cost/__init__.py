@@ -8,7 +8,8 @@ stages.
     terms.py      the terms of a micro-batch, and models with other numbers behind them
     rings.py      what rings move, by name
     activations.py  what a rank holds of a micro-batch's activations, by the choice made for them
-    choices.py    cost models under other choices than the user's own
+    choices.py    cost models under other choices than the user's own, and the ladder of choices
+    peak.py       bytes of a token by the peak that a device has reported
     tower.py      images in a vision tower
     stages.py     chunks on the stages of a pipeline
     experts.py    layers whose experts lie on several ranks

@@ -65,13 +65,11 @@ class LayerBytes:
     """Bytes at its peak outside of its MLP, if that is tiled."""
 
     def __post_init__(self) -> None:
-        positive("input_bytes", self.input_bytes)
-        positive("kept_bytes", self.kept_bytes)
-        positive("peak_bytes", self.peak_bytes)
-        number("output_bytes", self.output_bytes, most=self.peak_bytes)
+        for name in ("input_bytes", "kept_bytes", "peak_bytes"):
+            positive(name, getattr(self, name))
         number("mlp_bytes", self.mlp_bytes, most=self.kept_bytes)
-        number("tiled_bytes", self.tiled_bytes, most=self.peak_bytes)
-        number("rest_bytes", self.rest_bytes, most=self.peak_bytes)
+        for name in ("output_bytes", "tiled_bytes", "rest_bytes"):
+            number(name, getattr(self, name), most=self.peak_bytes)
 
     def held(self, choice: MemoryChoice, layer: int) -> float:
         """Return the bytes that this layer holds between forward and backward."""

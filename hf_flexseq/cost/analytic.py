@@ -13,6 +13,7 @@ from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.devices import DeviceSpec
 from hf_flexseq.cost.experts import ExpertLayers
 from hf_flexseq.cost.layer_bytes import activations_of
+from hf_flexseq.cost.model import EXCHANGES, EXCHANGES_AGAIN
 from hf_flexseq.cost.shapes import HeadShape, ModelShape
 from hf_flexseq.cost.sharding import TRIPS, gathered_params, shards_span_nodes
 from hf_flexseq.cost.tower import TowerCost
@@ -39,9 +40,9 @@ SLICES = 2
 SCAN_CHUNK = 64
 
 # What the host does for a group in one layer, forward and backward: exchanges of heads, or the
-# first and the last post of a ring, with the launches around them; and for each rank of a ring.
-EXCHANGES = 4
-EXCHANGE_LAUNCHES = 8
+# first and the last posts of a ring, with the launches around them; and for each rank of a ring.
+GROUP_POSTS = 4
+GROUP_LAUNCHES = 8
 RING_POSTS = 2
 RING_LAUNCHES = 6
 
@@ -70,10 +71,7 @@ def analytic_cost_model(
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage={zero_stage}: must be 0, 1, 2 or 3")
     moved = shape.dtype_bytes  # bytes of one number
-    # q, k, v and the output, and their gradients; a layer that runs again exchanges no output
-    exchanged = 2.0 * (2 * shape.query_numbers + shape.kv_numbers)
-    if checkpointing:
-        exchanged += shape.query_numbers + shape.kv_numbers
+    exchanges = EXCHANGES + EXCHANGES_AGAIN * checkpointing
     activations = _activations(shape, device, checkpointing)
     token_bytes = activations.token_bytes(activations.as_set)
     if not chunked_loss:
@@ -103,7 +101,8 @@ def analytic_cost_model(
         parameters_s += _expert_waits_s(shape, device, checkpointing)
     # A layer with attention and a scan exchanges twice, each time as often as Ulysses.
     exchanging_layers = shape.attention_count + sum(layers for layers, _ in shape.recurrent)
-    group_s = _host_s(device, EXCHANGES, EXCHANGE_LAUNCHES) + EXCHANGES * _beyond_post(device)
+    group_s = _host_s(device, GROUP_POSTS, GROUP_LAUNCHES)
+    group_s += GROUP_POSTS * _beyond_post(device)
     return CostModel(
         name=f"analytic-{device.name}",
         attention_s=shape.full_layers * _pair_s(shape.heads_of(FULL), device),
@@ -113,7 +112,7 @@ def analytic_cost_model(
         group_rank_s=exchanging_layers * _host_s(device, RING_POSTS, RING_LAUNCHES),
         pass_s=moved * (shape.query_numbers + shape.kv_numbers) / device.memory_rate,
         summary_bytes=_moved_summaries(shape),
-        all_to_all_bytes=moved * exchanged,
+        all_to_all_bytes=moved * exchanges * (2 * shape.query_numbers + shape.kv_numbers),
         # keys and values in both directions, and their gradients
         ring_bytes=moved * 3.0 * shape.kv_numbers,
         overlap=device.overlap,

@@ -6,8 +6,8 @@ Relative to the choice that the user has set for the run, of L layers,
     tiles       one pass of the MLP more; in a layer that runs again, whose replay ends before it
                 (`memory/tiles.py`), that of the last of its three matrices
     attention   1 forward and a backward of 2.5; 1 more where its output is computed again
-    experts     as linear layers, their exchanges as those of Ulysses
-    transfers   Ulysses exchanges heads twice, three times for a layer that runs again; a ring's
+    experts     as linear layers, their exchanges twice, three times for a layer that runs again
+    transfers   Ulysses exchanges heads twice, 2 2/3 times for a layer that runs again; a ring's
                 keys make 3 trips, 4 where attention is computed again
     host        what a layer sends, or gets back, beyond the seconds in which linear layers hide it
 
@@ -20,11 +20,11 @@ from dataclasses import replace
 
 from hf_flexseq.base.values import MAX_TOKENS_PER_RANK
 from hf_flexseq.cost.activations import Activations
-from hf_flexseq.cost.model import ATTENTION_BACKWARD, CostModel
+from hf_flexseq.cost.model import ATTENTION_BACKWARD, EXCHANGES, EXCHANGES_AGAIN, CostModel
 from hf_flexseq.plan.memory import MemoryChoice
 
 # Trips of Ulysses' heads and of a ring's keys where nothing runs again.
-EXCHANGES = 2.0
+EXPERT_EXCHANGES = 2.0
 RING_TRIPS = 3.0
 
 # Matrices of a gated MLP, of which each is a third of its pass.
@@ -33,8 +33,11 @@ MLP_MATRICES = 3
 # Most tiles of an MLP: with these, what is inside of it hardly counts any more.
 MOST_TILES = 16
 
-# Steps in which a choice grows: layers are taken by quarters of the model.
+# Steps by which layers go to the host.
 QUARTERS = 4
+
+# Choices that a planner has, at most.
+MOST_CHOICES = 5
 
 
 class _Passes:
@@ -48,7 +51,8 @@ class _Passes:
         if choice.mlp_tiles > 1:
             self.linear += activations.mlp_share * (1 - again + again / MLP_MATRICES)
         self.attention = 1 + ATTENTION_BACKWARD + attention_again
-        self.exchanges = EXCHANGES + again
+        self.exchanges = EXCHANGES + EXCHANGES_AGAIN * again
+        self.experts = EXPERT_EXCHANGES + again
         self.ring_trips = RING_TRIPS + attention_again
 
 
@@ -78,7 +82,7 @@ def with_choice(cost: CostModel, choice: MemoryChoice | None) -> CostModel:
     )
     experts = cost.experts
     if experts is not None:
-        experts = experts.scaled(computing=linear_ratio, exchanges=exchange_ratio)
+        experts = experts.scaled(computing=linear_ratio, exchanges=passes.experts / before.experts)
     ring_bytes = cost.ring_bytes
     if ring_bytes is not None:
         ring_bytes *= passes.ring_trips / before.ring_trips
@@ -91,17 +95,6 @@ def with_choice(cost: CostModel, choice: MemoryChoice | None) -> CostModel:
         token_bytes=token_bytes(cost, choice),
         experts=experts,
     )
-
-
-def price_of(cost: CostModel, choice: MemoryChoice) -> tuple[float, float]:
-    """Return the seconds of linear layers with experts, and of attention, under a choice, each
-    relative to those under the user's own."""
-    priced = with_choice(cost, choice)
-    activations = cost.activations
-    assert activations is not None, "only a cost model with activations has choices"
-    passes = _Passes(choice, activations)
-    before = _Passes(activations.as_set, activations)
-    return priced.token_s / cost.token_s, passes.attention / before.attention
 
 
 def _exposed_s(cost: CostModel, activations: Activations, choice: MemoryChoice) -> float:
@@ -148,96 +141,62 @@ def held_at_most(cost: CostModel, tokens: int, world_size: int) -> CostModel:
     return replace(cost, budget_bytes=min(cost.budget_bytes, states + room))
 
 
-# ---- which choices there are
+# ---- the ladder
 
 
 @functools.lru_cache(maxsize=64)
-def choices_of(cost: CostModel) -> tuple[MemoryChoice, ...]:
-    """Return the choices that a planner compares, the user's own first, then by falling bytes of a
-    token; () for a cost model without activations.
+def choices_of(cost: CostModel, world_size: int) -> tuple[MemoryChoice, ...]:
+    """Return the choices that a planner has, by rising room for tokens and rising price, the
+    user's own first; () for a cost model without activations.
 
-    What the user recomputes, or has on the host, stays so. A choice that needs no fewer bytes than
-    another one, nor fewer of the host, and is no faster, is left out.
+    Each has what the user has set, and also
+
+        as set
+        half         runs half of the layers again that the user keeps
+        all          runs all of them again
+        on host      has their inputs on the host, and what their attention gave
+        tiles        computes MLPs in tiles as well
+        again        computes attention again instead of having what it gave
+
+    The host takes as many layers as give a rank most tokens. A choice without more room than the
+    one before it is left out, and `half` where there are more than `MOST_CHOICES`.
     """
     activations = cost.activations
     if activations is None:
         return ()
-    figures: dict[MemoryChoice, tuple[float, ...]] = {}
-    for choice in (activations.as_set, *_all_choices(activations)):
-        priced = with_choice(cost, choice)
-        figures[choice] = (
-            priced.token_bytes,
-            activations.host_token_bytes(choice),
-            priced.token_s,
-            _Passes(choice, activations).attention,
-        )
-    kept = []
-    for choice, these in figures.items():
-        if choice != activations.as_set and not _is_beaten(choice, these, figures):
+    as_set, layers = activations.as_set, activations.layers
+    half = (as_set.recomputed_layers + layers) // 2
+    every = replace(as_set, recomputed_layers=layers)
+    tiles = MOST_TILES if activations.mlp_share and as_set.mlp_tiles == 1 else as_set.mlp_tiles
+    tiled = replace(every, mlp_tiles=tiles)
+    again = replace(tiled, outputs_recomputed=layers - as_set.outputs_on_host)
+
+    def room(choice: MemoryChoice) -> int:
+        return most_tokens(cost, choice, world_size)
+
+    kept = [as_set]
+    higher = [replace(as_set, recomputed_layers=half), every]
+    higher += [max(_on_host(choice), key=room) for choice in (every, tiled, again)]
+    for choice in higher:
+        if room(choice) > room(kept[-1]):
             kept.append(choice)
-    kept.sort(key=lambda choice: -figures[choice][0])
-    return (activations.as_set, *kept)
+    if len(kept) > MOST_CHOICES:
+        del kept[1]
+    return tuple(kept)
 
 
-def _is_beaten(
-    choice: MemoryChoice,
-    these: tuple[float, ...],
-    figures: dict[MemoryChoice, tuple[float, ...]],
-) -> bool:
-    """Return True if another choice is as good in everything, and better or earlier in order."""
-    earlier = True
-    for other, those in figures.items():
-        if other == choice:
-            earlier = False
-            continue
-        as_good = all(that <= this for that, this in zip(those, these, strict=True))
-        if as_good and (earlier or those != these):
-            return True
-    return False
-
-
-def _all_choices(activations: Activations) -> list[MemoryChoice]:
-    """Return all combinations of steps that save at least what the user's choice saves."""
-    as_set = activations.as_set
-    tiles = [as_set.mlp_tiles]
-    if activations.mlp_share and as_set.mlp_tiles == 1:
-        tiles.append(MOST_TILES)
+def _on_host(choice: MemoryChoice) -> list[MemoryChoice]:
+    """Return the choices with the inputs of more layers on the host, then with all inputs and
+    more of what attention gave, by quarters of the layers."""
+    layers = choice.recomputed_layers
     made = []
-    for count in tiles:
-        for recomputed in _steps(as_set.recomputed_layers, activations.layers):
-            for inputs, outputs in _on_host(as_set, recomputed, activations.layers):
-                rest = recomputed - outputs
-                for again in sorted({min(as_set.outputs_recomputed, rest), rest}):
-                    choice = MemoryChoice(
-                        recomputed_layers=recomputed,
-                        inputs_on_host=inputs,
-                        outputs_on_host=outputs,
-                        outputs_recomputed=again,
-                        mlp_tiles=count,
-                    )
-                    made.append(choice)
+    for inputs in _steps(choice.inputs_on_host, layers):
+        made.append(replace(choice, inputs_on_host=inputs))
+    for outputs in _steps(choice.outputs_on_host, layers - choice.outputs_recomputed):
+        made.append(replace(choice, inputs_on_host=layers, outputs_on_host=outputs))
     return made
 
 
-def _on_host(as_set: MemoryChoice, recomputed: int, layers: int) -> list[tuple[int, int]]:
-    """Return (inputs, outputs) of recomputed layers that may be on the host: inputs go first, and
-    only a model that recomputes all layers takes them there by quarters."""
-    step = _steps if recomputed == layers else _ends
-    inputs = step(as_set.inputs_on_host, recomputed)
-    outputs = step(as_set.outputs_on_host, recomputed - as_set.outputs_recomputed)
-    pairs = [(count, outputs[0]) for count in inputs]
-    pairs += [(recomputed, count) for count in outputs[1:]]
-    return pairs
-
-
-def _ends(least: int, most: int) -> list[int]:
-    """Return the least and the most layers."""
-    return sorted({least, most})
-
-
 def _steps(least: int, most: int) -> list[int]:
-    """Return the numbers of layers from `least` to `most` at which choices are compared."""
-    steps = {least, most}
-    for quarter in range(1, QUARTERS):
-        steps.add(least + (most - least) * quarter // QUARTERS)
-    return sorted(steps)
+    """Return the numbers of layers from `least` to `most`, by quarters of what lies between."""
+    return [least + (most - least) * quarter // QUARTERS for quarter in range(QUARTERS + 1)]

@@ -68,6 +68,11 @@ LINEAR_PASSES = 3
 # Seconds of attention's backward over those of its forward: five matrix products to two.
 ATTENTION_BACKWARD = 2.5
 
+# Exchanges of heads under Ulysses, forward and backward, and those of a layer that runs again: of
+# queries, keys and values, while the output is kept.
+EXCHANGES = 2.0
+EXCHANGES_AGAIN = 2 / 3
+
 # The strategies of `auto` if the prices of hybrids are valid, too.
 WITH_HYBRIDS = "auto, with hybrids"
 

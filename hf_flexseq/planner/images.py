@@ -15,7 +15,10 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.plan.images import ImagePlan, ImageSize
 from hf_flexseq.plan.options import PlanOptions
-from hf_flexseq.planner.memory import FILLED, promise_ns
+from hf_flexseq.planner.memory import promise_ns
+
+# Share of all memory that the tokens of one micro-batch can fill.
+FILLED = 0.95
 
 # Share of a rank's memory below which a graph is kept without asking what it costs.
 SMALL = 0.05

@@ -34,16 +34,8 @@ from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.bound import step_bound_ns
 from hf_flexseq.planner.fit import where_it_fits
-from hf_flexseq.planner.memory import (
-    Bound,
-    Way,
-    bounds_of,
-    choice_note,
-    may_choose,
-    own_tokens,
-    planned_by_choice,
-)
-from hf_flexseq.planner.notes import degree_note, experts_note
+from hf_flexseq.planner.memory import Rung, planned_by_rung, rungs_of
+from hf_flexseq.planner.notes import choice_note, degree_note, experts_note
 from hf_flexseq.planner.order import best_order
 from hf_flexseq.planner.shared import SharedRows, variants
 from hf_flexseq.planner.task import PlanTask
@@ -91,8 +83,8 @@ def make_plan(
     widest = options.widest_degree(topology)
     if options.max_tokens_per_rank:  # what the user sets is kept
         held_tokens = 0
-    cap, bounds = _room(cost, options, world, held_tokens)
-    most = max((cap, *(bound.tokens for bound in bounds)))
+    rungs = rungs_of(cost, options, world, held_tokens)
+    most = rungs[-1].tokens
     _check_fits(tokens, widest, most, topology, cost, options, held=held_tokens)
     # 2. decide, 3. order: each way to share prefixes, of which the fastest is taken
     decided: list[_Decided] = []
@@ -114,16 +106,16 @@ def make_plan(
             lengths=shared.lengths() if shared.units or later_pairs else tokens,
             topology=topology,
             cost=cost,
-            cap=cap,
+            cap=rungs[0].tokens,
             strategy=strategy,
             sync=options.sync,
             sp_degree=options.sp_degree,
         )
-        decided.append(_decided(task, options, bounds, shared))
+        decided.append(_decided(task, options, rungs, shared))
     best = min(decided, key=lambda one: one.objective_ns)
     micro_batches, task, shared = best.micro_batches, best.task, best.shared
-    if best.way is not None:
-        cap = most
+    chooses = any(micro_batch.memory is not None for micro_batch in micro_batches)
+    cap = most if chooses else task.cap
     # 4. bound
     lower_bound_ns = step_bound_ns(replace(task, cap=cap))
     # 5. note
@@ -136,8 +128,9 @@ def make_plan(
         notes = (degree_note(micro_batches, by_id),)
         if cost.experts is not None:
             notes = (*notes, experts_note(micro_batches, by_id, best.objective_ns))
-    if best.way is not None:
-        notes = (*notes, choice_note(micro_batches, best.way, tokens))
+    if chooses:
+        note = choice_note(micro_batches, tokens, best.objective_ns, best.as_set_ns)
+        notes = (*notes, note)
     plan = Plan(
         lengths=shared.held,
         micro_batches=micro_batches,
@@ -156,23 +149,10 @@ def loosest_task(
 ) -> PlanTask:
     """Return the task of a step with the most tokens of a rank that any choice for activations
     allows."""
-    cap, bounds = _room(cost, options, topology.world_size, 0)
-    cap = max((cap, *(bound.tokens for bound in bounds)))
+    cap = rungs_of(cost, options, topology.world_size)[-1].tokens
     strategy = cost.allowed(options.strategy, topology)
     task = PlanTask(lengths=tuple(lengths), topology=topology, cost=cost, cap=cap)
     return replace(task, strategy=strategy, sync=options.sync)
-
-
-def _room(
-    cost: CostModel, options: PlanOptions, world: int, held_tokens: int
-) -> tuple[int, tuple[Bound, ...]]:
-    """Return the most tokens of a rank as activations are set, and the bounds of other choices."""
-    if options.max_tokens_per_rank:
-        return options.max_tokens_per_rank, ()
-    bounds: tuple[Bound, ...] = ()
-    if may_choose(cost, options):
-        bounds = bounds_of(cost, world, held_tokens)
-    return max(0, own_tokens(cost, world, bounds) - held_tokens), bounds
 
 
 class _Decided(NamedTuple):
@@ -181,25 +161,25 @@ class _Decided(NamedTuple):
     objective_ns: int
     micro_batches: tuple[MicroBatch, ...]
     """Micro-batches in the best order."""
-    way: Way | None
-    """How the choice for activations was made; None for the user's own."""
+    as_set_ns: float
+    """Nanoseconds that it takes at least as set for the run; infinite where it does not fit."""
     task: PlanTask
     shared: SharedRows
 
 
 def _decided(
-    task: PlanTask, options: PlanOptions, bounds: Sequence[Bound], shared: SharedRows
+    task: PlanTask, options: PlanOptions, rungs: Sequence[Rung], shared: SharedRows
 ) -> _Decided:
     """Return the nanoseconds of a step, and its micro-batches in the best order."""
     micro_batches: tuple[MicroBatch, ...] = ()
-    way = None
+    as_set_ns = 0.0
     if task.lengths:
         planner = object_of(PLANNERS[options.planner].function)
-        micro_batches, way = planned_by_choice(task, bounds, planner)
+        micro_batches, as_set_ns = planned_by_rung(task, rungs, planner)
     objective_ns, ordered = best_order(
         micro_batches, task.lengths, task.topology, task.cost, sync=task.sync
     )
-    return _Decided(objective_ns, ordered, way, task, shared)
+    return _Decided(objective_ns, ordered, as_set_ns, task, shared)
 
 
 # ---- 1. check

@@ -4,9 +4,12 @@ Memory forces a degree if the longest sequence fits on no fewer ranks. Otherwise
 the seconds of that sequence alone on this degree, on the narrowest possible one, on half and on
 twice as many ranks.
 
-Another one says how much of the step experts take that lie on several ranks.
+Others say how much of the step experts take that lie on several ranks, and which choices for
+activations were made.
 """
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -69,6 +72,25 @@ def experts_note(micro_batches: Sequence[MicroBatch], task: PlanTask, objective_
         spent += experts_ns(task.cost, micro_batch, task.lengths, task.topology).mean()
     text = task.cost.experts.text(task.topology.world_size)
     return f"{text}: {100 * spent / objective_ns:.1f} % of the ranks' time"
+
+
+def choice_note(
+    micro_batches: Sequence[MicroBatch],
+    lengths: Sequence[int],
+    objective_ns: int,
+    as_set_ns: float,
+) -> str:
+    """Return what a plan chose for activations, and why. as_set_ns: at least, of the step as set
+    for the run; infinite where a sequence fits nowhere so."""
+    chosen = Counter(str(one.memory or "as set for the run") for one in micro_batches)
+    parts = [f"{count} of {len(micro_batches)} {name}" for name, count in chosen.items()]
+    if math.isinf(as_set_ns):
+        longest = max(range(len(lengths)), key=lambda i: (lengths[i], -i))
+        why = f"sequence {longest} ({lengths[longest]:,} tokens) fits nowhere otherwise"
+    else:
+        gain = 100 * (1 - objective_ns / as_set_ns)
+        why = f"at least {gain:.0f} % faster than as set for the run"
+    return f"activations: micro-batches {'; '.join(parts)}: {why}"
 
 
 def _longest(groups: Sequence[Group], lengths: Sequence[int]) -> int:

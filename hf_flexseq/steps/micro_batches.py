@@ -18,11 +18,14 @@ from typing import Any, Protocol
 
 import torch
 
+from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.peak import peak_share
 from hf_flexseq.plan import Plan
 from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.exchange import Routes, RowExchange
 from hf_flexseq.steps.features import StepImages
 from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.peaks import peaks_of
 from hf_flexseq.steps.random_numbers import random_numbers_of, random_states
 from hf_flexseq.steps.rank_step import RankStep
 
@@ -66,6 +69,7 @@ class RankMicroBatches(RankStep[Plan]):
         "exchange",
         "images",
         "indices",
+        "peaks",
         "ran",
         "routes",
     )
@@ -95,6 +99,7 @@ class RankMicroBatches(RankStep[Plan]):
         self.current: int | None = None  # that the caller runs now
         self.ran: list[int] = []  # those whose losses the caller has been asked for, in order
         self.counts = tuple(counts)
+        self.peaks = peaks_of(device)
         self._inputs_of = inputs_of
         self.exchange = exchange
         self.routes = routes
@@ -126,11 +131,11 @@ class RankMicroBatches(RankStep[Plan]):
             return
         for index, following in pairwise(order):
             self.current = index
-            with self.stopwatch.timing(index), before_last():
+            with self.peaks.watching(index), self.stopwatch.timing(index), before_last():
                 yield index
             self._prepare(following)
         self.current = last = order[-1]
-        with self.stopwatch.timing(last):
+        with self.peaks.watching(last), self.stopwatch.timing(last):
             yield last
         self.current = None
 
@@ -228,6 +233,17 @@ class RankMicroBatches(RankStep[Plan]):
         """Return this rank's seconds of every micro-batch of the plan; wait for the device."""
         seconds = self.stopwatch.seconds()
         return [seconds.get(index, 0.0) for index in range(len(self.plan.micro_batches))]
+
+    def peak_share(self, cost: CostModel, world_size: int) -> float:
+        """Return the bytes that this rank has held of a micro-batch's tokens over those predicted,
+        the highest of the step; 0.0 where nothing says so, as beside images, which take memory of
+        their own. cost: predicts."""
+        shares = [0.0]
+        if self.images is None:
+            for index, peak in self.peaks.found.items():
+                choice = self.plan.micro_batches[index].memory
+                shares.append(peak_share(cost, peak, self.counts[index], choice, world_size))
+        return max(shares)
 
     def targets_of(self, indices: Sequence[int]) -> list[int]:
         """Return the tokens with a label, over all ranks, of some micro-batches of the plan."""

@@ -49,7 +49,11 @@ class PlanTrace:
 
     def record(self, step: RankMicroBatches, cost: CostModel) -> Figures:
         """Write a finished step's trace; return its figures. Collective over the world."""
-        by_rank = self._gather(step, step.measured_s)  # [world, micro-batches]
+        world_size = self.communicator.world_size
+        found = self._gather(  # [world, 1 + micro-batches]
+            step, lambda: [step.peak_share(cost, world_size), *step.measured_s()]
+        )
+        peak_share, by_rank = float(found[:, 0].max()), found[:, 1:]
         slowest = float(by_rank.sum(dim=1).max())
         if self._file is not None:
             measured = by_rank.amax(dim=0).tolist()  # by micro-batch
@@ -58,6 +62,8 @@ class PlanTrace:
                 "measured_s": measured,
                 "waited_s": step.waited_s,
             }
+            if peak_share:
+                line["peak_share"] = peak_share
             if step.passes > 1:
                 line["passes"] = step.passes
             if step.images is not None:

@@ -1,6 +1,7 @@
 """Choices for activations: the bytes and seconds that they take, relative to the user's own."""
 
-from dataclasses import replace
+from dataclasses import asdict, astuple, replace
+from itertools import pairwise, product
 
 import pytest
 
@@ -148,18 +149,57 @@ def test_the_host_and_the_device_bound_the_tokens_of_a_rank():
     assert offloads.max_tokens_per_rank(64) <= host_tokens
 
 
-def test_no_choice_is_compared_that_another_one_beats():
-    for cost in (llama(checkpointing=False), llama(checkpointing=True)):
-        first, *others = choices_of(cost)
-        assert first == cost.activations.as_set
-        assert len({first, *others}) == len(others) + 1
-        held = [token_bytes(cost, choice) for choice in others]
-        assert held == sorted(held, reverse=True)
-        for choice in others:
-            # what the user recomputes stays so
-            assert choice.recomputed_layers >= first.recomputed_layers
-            assert held[0] < token_bytes(cost, first)
-    assert choices_of(PRESETS["flexsp-gpt-7b-a100"]) == ()
+@pytest.mark.parametrize(
+    "as_set", [PLAIN, ALL, AGAIN, ON_HOST, MemoryChoice(recomputed_layers=8, mlp_tiles=4)], ids=str
+)
+@pytest.mark.parametrize("host_gib", [0, 20, 1000])
+def test_rungs_rise_in_room_and_seconds_and_keep_what_the_user_has_set(as_set, host_gib):
+    cost = llama(checkpointing=False)
+    host_bytes = host_gib * 2.0**30
+    token = cost.activations.token_bytes(as_set)
+    activations = replace(cost.activations, as_set=as_set, host_bytes=host_bytes)
+    cost = replace(cost, activations=activations, token_bytes=token)
+    choices = choices_of(cost, 64)
+    assert choices[0] == as_set
+    assert len(choices) <= 5
+    rooms = [most_tokens(cost, choice, 64) for choice in choices]
+    assert rooms == sorted(set(rooms))
+    # the last one holds what no mixture of all levers exceeds
+    assert rooms[-1] == max(most_tokens(cost, choice, 64) for choice in mixtures(as_set))
+    priced = [with_choice(cost, choice) for choice in choices]
+    for lower, higher in pairwise(priced):
+        assert lower.linear_s <= higher.linear_s
+        assert lower.attention_s <= higher.attention_s
+    for choice in choices:
+        for name in ("recomputed_layers", "inputs_on_host", "outputs_on_host", "mlp_tiles"):
+            assert getattr(choice, name) >= getattr(as_set, name)
+        assert choice.outputs_recomputed >= as_set.outputs_recomputed
+
+
+def mixtures(as_set: MemoryChoice) -> list[MemoryChoice]:
+    """Return what levers can do with layers taken by quarters, each at least as set."""
+    made = []
+    quarters = (0, 8, 16, 24, 32)
+    for again, inputs, outputs, attention in product(quarters, repeat=4):
+        for tiles in (1, 4, 16):
+            values = (again, inputs, outputs, attention, tiles)
+            if inputs > again or outputs + attention > again:
+                continue
+            if all(one >= least for one, least in zip(values, astuple(as_set), strict=True)):
+                made.append(MemoryChoice(**dict(zip(asdict(as_set), values, strict=True))))
+    return made
+
+
+def test_half_of_the_layers_run_again_where_there_are_fewer_rungs_than_five():
+    cost = llama(checkpointing=False)
+    again = replace(AGAIN, inputs_on_host=32, mlp_tiles=16)
+    tiles = replace(ON_HOST, outputs_on_host=24, mlp_tiles=16)
+    assert choices_of(cost, 64) == (PLAIN, ALL, ON_HOST, tiles, again)
+    assert choices_of(llama(checkpointing=True), 64) == (ALL, ON_HOST, tiles, again)
+    half = MemoryChoice(recomputed_layers=16)
+    untiled = replace(cost, activations=replace(cost.activations, mlp_share=0.0))
+    assert choices_of(untiled, 64) == (PLAIN, half, ALL, ON_HOST, replace(again, mlp_tiles=1))
+    assert choices_of(PRESETS["flexsp-gpt-7b-a100"], 64) == ()  # knows no activations
 
 
 def test_a_micro_batch_is_priced_by_its_own_choice():
@@ -191,16 +231,6 @@ def test_records_of_models_without_activations_stay_and_others_come_back():
     record["activations"]["order"] = [0] * 20_000
     with pytest.raises(ValueError, match=r"number of layers=20000: must be at most 10,000"):
         CostModel.from_record(record)
-
-
-def test_attention_that_the_user_computes_again_is_not_on_the_host_instead():
-    """So the user's own choice stays the fastest, whose seconds bound those of any plan."""
-    cost = llama(checkpointing=True)
-    activations = replace(cost.activations, as_set=AGAIN)
-    again = replace(cost, activations=activations)
-    for choice in choices_of(again):
-        assert choice.outputs_recomputed == 32
-        assert with_choice(again, choice).attention_s >= again.attention_s
 
 
 def test_a_host_without_room_for_a_token_is_named():

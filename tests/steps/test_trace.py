@@ -24,8 +24,14 @@ from tests.plans import group, plan_of_groups
 from tests.ranks import host_exchanges, join, run_threads
 
 
-def step_of(remark, measured_s):
-    return SimpleNamespace(number=3, plan=None, remark=remark, measured_s=measured_s)
+def step_of(remark, measured_s, share=0.0):
+    return SimpleNamespace(
+        number=3,
+        plan=None,
+        remark=remark,
+        measured_s=measured_s,
+        peak_share=lambda cost, world_size: share,
+    )
 
 
 @pytest.mark.parametrize("waits_on_stream", [True, False])
@@ -116,7 +122,24 @@ def test_a_line_has_the_load_of_the_tower_where_there_are_images(tmp_path):
     assert "tower" not in second
 
 
-# ---- choices for memory
+# ---- memory
+
+
+def test_a_line_has_the_highest_peak_of_all_ranks_where_one_says_something(tmp_path):
+    plan = plan_of_groups((3,), [group(0, 1, 0)], objective_s=2.0)
+    shares = {0: [1.1, 0.0], 1: [1.3, 0.0]}
+
+    def record(rank, world_size):
+        trace = PlanTrace(str(tmp_path / "trace.jsonl"), join())
+        for share in shares[rank]:
+            step = step_of(None, lambda: [0.5], share)
+            step.__dict__.update(plan=plan, images=None, waited_s=0.0, passes=1, tokens=3)
+            trace.record(step, PRESETS["qwen3-vl-8b-h100"])
+
+    run_threads(record, 2)
+    first, second = (json.loads(line) for line in (tmp_path / "trace.jsonl").open())
+    assert first["peak_share"] == 1.3
+    assert "peak_share" not in second
 
 
 def test_a_step_names_its_choices_in_the_log_and_in_the_trace(tmp_path):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.cost.peak import Peak
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.tiles import MlpTiles
@@ -12,6 +13,7 @@ from hf_flexseq.memory.pages import MIB
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.plan.shard import make_shard
+from hf_flexseq.steps.peaks import peaks_of
 from tests.hf.test_remat import gradients
 from tests.hf.tiny import SIZES, VOCAB, tiny_llama
 from tests.kernels.reference import Reference
@@ -89,3 +91,15 @@ def test_mlps_in_tiles_have_the_same_gradients_and_hold_less():
     assert held < whole
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient)
+
+
+def test_a_block_that_holds_more_than_all_before_it_is_noted_without_waiting():
+    peaks = peaks_of(CUDA)
+    before, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    size = (most - before + 4096) // 1024 * 1024
+    torch.cuda.set_sync_debug_mode("error")
+    for block in range(2):
+        with peaks.watching(block):
+            torch.empty(size, dtype=torch.uint8, device=CUDA)
+    torch.cuda.set_sync_debug_mode("default")
+    assert peaks.found == {0: Peak(before, before + size, before)}
