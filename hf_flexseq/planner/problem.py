@@ -73,8 +73,8 @@ class Problem:
 
 
 def make_problem(task: PlanTask, *, alone: bool = True) -> Problem:
-    """Return the tables of a step's sequences. alone: whether each is priced as if it were alone in
-    its group, with all waits of it; otherwise none has any."""
+    """Return the tables of a step's sequences. alone: whether each is priced as if it were alone
+    in its group, with all waits of it; otherwise none has any."""
     lengths, topology, cost = task.lengths, task.topology, task.cost
     strategy, cap = task.strategy, task.cap
     # 1. the sequences, [K] each

@@ -70,7 +70,8 @@ def test_the_tight_bound_is_between_the_loose_one_and_the_optimum(fill):
     closer = 0
     for seed in range(examples(8)):
         rng = random.Random(seed)
-        topology = Topology(nodes=rng.choice((1, 2)), ranks_per_node=rng.randint(1, 4))
+        # of four ranks the slow twin would put three into a group, which no plan may
+        topology = Topology(nodes=rng.choice((1, 2)), ranks_per_node=rng.randint(1, 3))
         lengths = drawn_lengths(rng, 4, 8)
         cap = sum(lengths) if fill is None else cap_of(lengths, topology.world_size, fill)
         options = PlanOptions(max_tokens_per_rank=cap)

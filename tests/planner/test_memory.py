@@ -34,6 +34,7 @@ def llama(topology: Topology, **options: bool) -> CostModel:
 
 EIGHT = llama(NODE, checkpointing=False)
 MANY = llama(NODES, checkpointing=False)
+MANY = replace(MANY, micro_batch_s=1.5 * MANY.micro_batch_s)  # slow links
 
 
 def long_tailed(count: int, seed: int, limit: int = 200_000) -> list[int]:
