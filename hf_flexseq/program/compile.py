@@ -52,7 +52,7 @@ class Machine:
     topology: Topology
 
     device: str
-    """"cpu" or "cuda": how large a piece of the heads must be to be worth a kernel call."""
+    """"cpu" or "cuda": how large a step of a ring must be to be worth its launches."""
 
     wide_gradients: bool
     """True if the kernel leaves gradients of 16-bit tensors in float32."""
@@ -324,7 +324,7 @@ def _zone_attention(
                 alone = LocalZone(rows, zone.lengths, tables, most_runs=waits, reach=reach)
             return seeing_both_ways(alone, blocks, reach, tables)
         case "ulysses":
-            return ulysses_zone(zone, channel, tables, machine.device, reach, blocks)
+            return ulysses_zone(zone, channel, tables, reach, blocks)
         case strategy if strategy in RINGS:
             group_cuts = cuts(strategy, zone.lengths, len(ranks))
             layout = ZoneLayout(group_cuts, strategy, zone.index, ranks, tables)

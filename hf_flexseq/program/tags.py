@@ -2,13 +2,13 @@
 
 A *tag* is a number that both ends give to a point-to-point transfer, so that a transport can tell
 several messages between the same two ranks apart. Every tag is a function of the plan (zone, ring
-step, leg, head piece), never of what has happened on one rank, so both ends compute the same one.
+step, leg), never of what has happened on one rank, so both ends compute the same one.
 All tags are below 2^31, because transports take a signed 32-bit number.
 
     messages of                        tags                              function
     ---------------------------------  --------------------------------  ------------------------
     attention of zone z                z * 2^17 + message                zone_tag
-      ulysses, hybrid inside a node    message in [0, 8)                 seq_to_head, head_to_seq
+      ulysses, hybrid inside a node    message in [0, 2)                 SEQ_TO_HEAD, HEAD_TO_SEQ
       halos of any strategy            message in [0, 2)                 HALO_KEYS, HALO_GRADIENTS
       recurrent layers                 message in [0, 2)                 RECURRENT_FORWARD, ...
       rings, hybrid across nodes       message in [0, 2^16)              ring_fetch, ring_return
@@ -45,8 +45,6 @@ Why no two messages between the same two ranks are mistaken for each other:
 `tests/distributed/test_tags.py` draws calls of every user and holds them to this table.
 """
 
-from hf_flexseq.cost import HEAD_PIECES
-
 TAG_LIMIT = 1 << 31  # no tag reaches this
 
 UNTAGGED = 0  # tag of transfers that run when no others do
@@ -74,19 +72,10 @@ def zone_tag(zone: int, message: int) -> int:
     return zone * ZONE_TAGS + message
 
 
-# ulysses: one message per peer and piece of the heads
+# ulysses: one exchange each way
 
-
-def seq_to_head(piece: int) -> int:
-    """Return the message that brings the tokens of a piece of the heads to the heads' rank."""
-    assert 0 <= piece < HEAD_PIECES, f"there is no piece {piece} of the heads"
-    return piece
-
-
-def head_to_seq(piece: int) -> int:
-    """Return the message that brings the results of a piece of the heads to the tokens' rank."""
-    assert 0 <= piece < HEAD_PIECES, f"there is no piece {piece} of the heads"
-    return HEAD_PIECES + piece
+SEQ_TO_HEAD = 0
+HEAD_TO_SEQ = 1
 
 
 # halos, of layers with a window or a chunk: one exchange each way

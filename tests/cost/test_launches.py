@@ -16,7 +16,6 @@ from hf_flexseq.cost.launches import (
 )
 from hf_flexseq.program import ring
 from hf_flexseq.program.compile import Machine, MicroBatchLayout, backward, forward
-from hf_flexseq.program.heads import PIECE_ROWS
 from hf_flexseq.program.instructions import LayerShape
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from tests.plans import shards_of
@@ -90,12 +89,6 @@ def test_a_window_launches_one_call_and_posts_its_halo_once_each_way(strategy, p
 
 def test_windows_leave_ulysses_its_launches_and_posts():
     assert busiest("ulysses", 8, 1, WINDOW) == layer_work("ulysses", 8)
-
-
-@pytest.mark.parametrize("pieces", [2, 4])
-def test_every_piece_of_the_heads_is_exchanged_on_its_own(pieces, monkeypatch):
-    monkeypatch.setitem(PIECE_ROWS, "cuda", TOKENS * 8 * SHAPE.query_heads // 8 // pieces)
-    assert busiest("ulysses", 8, 1) == layer_work("ulysses", 8, pieces=pieces)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
