@@ -28,7 +28,7 @@ from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.program.heads import head_shares
+from hf_flexseq.program import heads, ulysses
 from hf_flexseq.steps.inputs import inputs_of
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.kernels.reference import Reference
@@ -47,15 +47,17 @@ RANKS = (0, 3)  # that run, of four: those in most groups and in fewest, with un
 # query heads and KV heads
 DIVIDING = (8, 4)  # over 4 ranks: a KV head each
 UNEVEN = (7, 7)  # 1 or 2 each
-REPEATED = (30, 6)  # 7 or 8 query heads each, which read two KV heads unequally
+REPEATED = (30, 6)  # 7 or 8 query heads each; a piece of rank 3 reads two KV heads unequally
 TWO_NODES = Topology(nodes=2, ranks_per_node=2)
 SIZES = {"hidden_size": 80, "num_attention_heads": 10, "num_key_value_heads": 5}  # of a model
 
 
 @pytest.fixture(autouse=True)
-def like_a_gpu(monkeypatch):
-    """What a checkpointed layer keeps does not depend on the mode that watches it. autocast does
-    not know the device."""
+def like_a_gpu_of_few_rows(monkeypatch):
+    """Heads come and go in pieces, and what a checkpointed layer keeps does not depend on the mode
+    that watches it. autocast does not know the device."""
+    monkeypatch.setitem(heads.PIECE_ROWS, "cuda", 1)
+    monkeypatch.setattr(ulysses, "HEAD_PIECES", 2)
     monkeypatch.setattr(remat, "_in_dispatch_mode", lambda: False)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
     monkeypatch.setattr(torch, "autocast", lambda device_type, enabled: nullcontext())
@@ -135,8 +137,8 @@ def test_attention_never_waits(name, of_context, of_layers):
 
 
 def test_a_rank_that_runs_repeats_kv_heads():
-    shares = head_shares(*REPEATED, len(FOUR))
-    assert all(shares[rank].query2kv for rank in RANKS)
+    pieces = heads.head_pieces(*REPEATED, len(FOUR), 2)
+    assert any(piece.shares[RANKS[-1]].query2kv for piece in pieces)
 
 
 def recur(kind, x, weight, seq_ctx):

@@ -4,7 +4,7 @@
     head_to_seq    [all tokens, my heads, head_dim]  ->  [my tokens, all heads, head_dim]
 
 Several tensors travel in one message, and each may have another number of heads. Both directions
-are posted by one call and waited for by another one, for other zones to compute in between.
+are posted by one call and waited for by another one, for something to compute in between.
 
 Shares are of any size, none included. Of KV heads a rank is sent just those that its query heads
 read, so several ranks may have one; their gradients are summed where they arrive, in float32
@@ -19,7 +19,7 @@ from hf_flexseq.plan.head_layout import HeadLayout
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel, Label
 from hf_flexseq.program.instructions import AllToAllSpec, Value
-from hf_flexseq.program.tags import HEAD_TO_SEQ, SEQ_TO_HEAD
+from hf_flexseq.program.tags import head_to_seq, seq_to_head
 
 HeadRanges = tuple[tuple[range, ...], ...]  # by tensor, by rank
 
@@ -40,24 +40,6 @@ class ArrivingHeads(NamedTuple):
         return self.builder.arrived_heads(self.received, self.tokens, self.heads, self.head_dim)
 
 
-class ReturningHeads(NamedTuple):
-    """Tensors on their way back to this rank, [my tokens, its heads, head_dim] of every rank."""
-
-    builder: Builder
-    post: int
-    received: Value  # flat, by rank
-    layout: HeadLayout
-    head_dim: int
-
-    def wait(self) -> Values:
-        """Return every tensor as [my tokens, all heads, head_dim].
-
-        Heads that several ranks had are summed.
-        """
-        self.builder.wait(self.post)
-        return self.builder.unpack_heads(self.received, self.layout, self.head_dim)
-
-
 class HeadExchange:
     """The exchanges of one Ulysses group, seen from one of its ranks."""
 
@@ -72,39 +54,39 @@ class HeadExchange:
         self.index = index
         self.tokens = tokens
 
-    def seq_to_head(self, b: Builder, tensors: Values, heads: HeadRanges) -> ArrivingHeads:
-        """Post each [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim].
+    @property
+    def own_tokens(self) -> int:
+        """Tokens that this rank holds."""
+        return self.tokens[self.index]
 
-        heads: that each rank is sent of each tensor.
+    def seq_to_head(
+        self, b: Builder, tensors: Values, pieces: Sequence[HeadRanges]
+    ) -> list[ArrivingHeads]:
+        """Post each [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim], piece by
+        piece of the heads.
+
+        pieces: the heads that each rank is sent with a piece.
         """
         head_dim = tensors[0].shape[2]
-        layout = _layout(heads, self.tokens[self.index])
-        # [my tokens, all heads, head_dim] -> [my tokens, heads of rank i, head_dim], by i, flat
-        sent = b.pack_heads(tensors, layout)
-        sent_counts = [slots * head_dim for slots in layout.slots]
-        own_heads = [len(by_rank[self.index]) for by_rank in heads]
-        received_counts = [tokens * sum(own_heads) * head_dim for tokens in self.tokens]
-        received = b.empty((sum(received_counts),), sent.dtype)
-        post = self._post(b, sent, received, sent_counts, received_counts, SEQ_TO_HEAD)
-        return ArrivingHeads(b, post, received, sum(self.tokens), own_heads, head_dim)
+        layout = _layout(tuple(pieces), self.own_tokens)
+        # [my tokens, all heads, head_dim] -> [my tokens, heads of rank i, head_dim], by piece and
+        # i, flat
+        packed = b.pack_heads(tensors, layout)
+        arriving = []
+        parts = _parts(layout, len(pieces), head_dim)
+        for piece, (start, sent_counts) in enumerate(parts):
+            own_heads = [len(by_rank[self.index]) for by_rank in pieces[piece]]
+            received_counts = [tokens * sum(own_heads) * head_dim for tokens in self.tokens]
+            received = b.empty((sum(received_counts),), packed.dtype)
+            sent = b.part(packed, start, start + sum(sent_counts))
+            tag = seq_to_head(piece)
+            post = self.post(b, sent, received, sent_counts, received_counts, tag)
+            arriving.append(
+                ArrivingHeads(b, post, received, sum(self.tokens), own_heads, head_dim)
+            )
+        return arriving
 
-    def head_to_seq(self, b: Builder, tensors: Values, heads: HeadRanges) -> ReturningHeads:
-        """Post each [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim].
-
-        heads: that each rank has of each tensor.
-        """
-        head_dim = tensors[0].shape[2]
-        layout = _layout(heads, self.tokens[self.index])
-        # [all tokens, my heads, head_dim] -> [all tokens, my heads of all tensors, head_dim], flat
-        sent = b.flat_heads(tensors)
-        own_heads = sum(x.shape[1] for x in tensors)
-        sent_counts = [tokens * own_heads * head_dim for tokens in self.tokens]
-        received_counts = [slots * head_dim for slots in layout.slots]
-        received = b.empty((sum(received_counts),), sent.dtype)
-        post = self._post(b, sent, received, sent_counts, received_counts, HEAD_TO_SEQ)
-        return ReturningHeads(b, post, received, layout, head_dim)
-
-    def _post(
+    def post(
         self,
         b: Builder,
         sent: Value,
@@ -131,7 +113,78 @@ class HeadExchange:
         return f"heads of its part of sequences {list(self.channel.group.sequences)}"
 
 
+class LeavingHeads:
+    """Tensors on their way back by piece: [all tokens, my heads] -> [my tokens, all heads]."""
+
+    def __init__(
+        self,
+        b: Builder,
+        exchange: HeadExchange,
+        pieces: Sequence[HeadRanges],
+        head_dim: int,
+        dtype: str,
+    ) -> None:
+        """pieces: the heads that each rank has in a piece. dtype: of what travels."""
+        self._builder = b
+        self._exchange = exchange
+        self._head_dim = head_dim
+        self._layout = _layout(tuple(pieces), exchange.own_tokens)
+        self._parts = _parts(self._layout, len(pieces), head_dim)
+        self._dtype = dtype
+        self._received: Value | None = None
+        self._posts: list[int] = []
+
+    @property
+    def _buffer(self) -> Value:
+        """Flat, by piece and rank: [my tokens, its heads, head_dim]; made at the first post."""
+        if self._received is None:
+            elements = sum(self._layout.slots) * self._head_dim
+            self._received = self._builder.empty((elements,), self._dtype)
+        return self._received
+
+    def post(self, tensors: Values) -> None:
+        """Post the tensors [all tokens, my heads, head_dim] of the next piece."""
+        b = self._builder
+        piece = len(self._posts)
+        start, received_counts = self._parts[piece]
+        own_heads = sum(x.shape[1] for x in tensors)
+        sent_counts = [tokens * own_heads * self._head_dim for tokens in self._exchange.tokens]
+        # [all tokens, my heads, head_dim] -> [all tokens, my heads of all tensors, head_dim], flat
+        sent = b.flat_heads(tensors)
+        received = b.part(self._buffer, start, start + sum(received_counts))
+        self._posts.append(
+            self._exchange.post(
+                b, sent, received, sent_counts, received_counts, head_to_seq(piece)
+            )
+        )
+
+    def wait(self) -> Values:
+        """Wait for all pieces, and return each tensor as [my tokens, all heads, head_dim].
+
+        Heads that several ranks had are summed.
+        """
+        for post in self._posts:
+            self._builder.wait(post)
+        return self._builder.unpack_heads(self._buffer, self._layout, self._head_dim)
+
+
 @functools.lru_cache(maxsize=256)
-def _layout(heads: HeadRanges, tokens: int) -> HeadLayout:
-    """Return the layout of heads, whose parts are those of the ranks."""
-    return HeadLayout(heads, tokens)
+def _layout(pieces: tuple[HeadRanges, ...], tokens: int) -> HeadLayout:
+    """Return the layout of heads: parts by piece, and in a piece by rank."""
+    ranges = []
+    for by_piece in zip(*pieces, strict=True):  # by tensor
+        ranges.append([one for by_rank in by_piece for one in by_rank])
+    return HeadLayout(ranges, tokens)
+
+
+def _parts(layout: HeadLayout, pieces: int, head_dim: int) -> list[tuple[int, list[int]]]:
+    """Return where the elements of each piece begin in a buffer, and how many each rank has."""
+    ranks = len(layout.slots) // pieces
+    parts = []
+    start = 0
+    for piece in range(pieces):
+        slots = layout.slots[piece * ranks : (piece + 1) * ranks]
+        counts = [count * head_dim for count in slots]
+        parts.append((start, counts))
+        start += sum(counts)
+    return parts

@@ -2,13 +2,13 @@
 
 A *tag* is a number that both ends give to a point-to-point transfer, so that a transport can tell
 several messages between the same two ranks apart. Every tag is a function of the plan (zone, ring
-step, leg), never of what has happened on one rank, so both ends compute the same one.
+step, leg, head piece), never of what has happened on one rank, so both ends compute the same one.
 All tags are below 2^31, because transports take a signed 32-bit number.
 
     messages of                        tags                              function
     ---------------------------------  --------------------------------  ------------------------
     attention of zone z                z * 2^17 + message                zone_tag
-      ulysses, hybrid inside a node    message in [0, 2)                 SEQ_TO_HEAD, HEAD_TO_SEQ
+      ulysses, hybrid inside a node    message in [0, 8)                 seq_to_head, head_to_seq
       halos of any strategy            message in [0, 2)                 HALO_KEYS, HALO_GRADIENTS
       recurrent layers                 message in [0, 2)                 RECURRENT_FORWARD, ...
       rings, hybrid across nodes       message in [0, 2^16)              ring_fetch, ring_return
@@ -72,10 +72,21 @@ def zone_tag(zone: int, message: int) -> int:
     return zone * ZONE_TAGS + message
 
 
-# ulysses: one exchange each way
+# ulysses: one exchange each way for a piece of the heads
 
-SEQ_TO_HEAD = 0
-HEAD_TO_SEQ = 1
+HEAD_PIECES = 4  # of a rank's heads, at most
+
+
+def seq_to_head(piece: int) -> int:
+    """Return the message that brings the tokens of a piece of the heads to the heads' rank."""
+    assert 0 <= piece < HEAD_PIECES, f"there is no piece {piece} of the heads"
+    return 2 * piece
+
+
+def head_to_seq(piece: int) -> int:
+    """Return the message that brings the results of a piece of the heads to the tokens' rank."""
+    assert 0 <= piece < HEAD_PIECES, f"there is no piece {piece} of the heads"
+    return 2 * piece + 1
 
 
 # halos, of layers with a window or a chunk: one exchange each way

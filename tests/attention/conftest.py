@@ -1,13 +1,15 @@
 import pytest
 
 from hf_flexseq.attention import bound
-from hf_flexseq.program import ring_steps
+from hf_flexseq.program import heads, ring_steps
 from tests.attention.strict import StrictFused
 
 
 @pytest.fixture(autouse=True)
-def small_steps(monkeypatch):
-    """Steps of rings are not joined, also where so few tokens would not be worth it."""
+def small_pieces(monkeypatch):
+    """Heads come in pieces across nodes, and steps of rings are not joined, also where so few
+    tokens would not be worth it."""
+    monkeypatch.setitem(heads.PIECE_ROWS, "cpu", 1)
     monkeypatch.setitem(ring_steps.WORTHY_PAIRS, "cpu", 1)
 
 

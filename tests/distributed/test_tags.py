@@ -18,6 +18,7 @@ from hf_flexseq.distributed.transport import Lane
 from hf_flexseq.plan import attention_schedule as schedule
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import tags
+from hf_flexseq.program.heads import PIECE_ROWS
 from hf_flexseq.program.instructions import LayerShape
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from hf_flexseq.published.zeppelin.routes import routed_posts
@@ -29,7 +30,12 @@ from tests.published.zeppelin.always import Always
 
 
 def test_messages_of_a_zone_have_tags_of_their_own():
-    assert (tags.SEQ_TO_HEAD, tags.HEAD_TO_SEQ) == (0, 1)
+    pieces = []
+    for piece in range(tags.HEAD_PIECES):
+        pieces += [tags.seq_to_head(piece), tags.head_to_seq(piece)]
+    assert pieces == list(range(8))
+    with pytest.raises(AssertionError, match="no piece"):
+        tags.seq_to_head(tags.HEAD_PIECES)
     rings = [
         function(step) for step in range(100) for function in (tags.ring_fetch, tags.ring_return)
     ]
@@ -80,7 +86,7 @@ def test_tags_of_links_stay_in_range_and_differ_by_kind():
 
 SHAPE = LayerShape(query_heads=12, kv_heads=4, head_dim=4, dtype="float32")
 USED = {  # by strategy, the messages of its zones
-    "ulysses": range(2),
+    "ulysses": range(8),
     "zigzag": range(1 << 16),
     "balanced": range(1 << 16),
     "hybrid": range(1 << 16),
@@ -90,8 +96,10 @@ OF_PASSES = range(1 << 16, 1 << 17)
 
 @pytest.fixture(params=[1, 1024], ids=["chunk by chunk", "together"])
 def large(request, monkeypatch):
-    """Whether these short sequences travel chunk by chunk, as long ones do."""
+    """Whether these short sequences travel chunk by chunk and piece by piece, as long ones do."""
     monkeypatch.setitem(schedule.LARGE, "cpu", request.param)
+    if request.param == 1:
+        monkeypatch.setitem(PIECE_ROWS, "cpu", 1)
     monkeypatch.setitem(WORTHY_PAIRS, "cpu", 1)  # steps that are not joined leave NICs idle
     routed_posts.cache_clear()
     yield

@@ -6,7 +6,7 @@ import pytest
 
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.program import ring_steps
+from hf_flexseq.program import heads, ring_steps
 from hf_flexseq.program.compile import BACKWARD
 from hf_flexseq.program.instructions import LayerShape, RowShape
 from tests.budget import examples, for_seeds
@@ -19,8 +19,9 @@ STRATEGIES = ["zigzag", "balanced", "ulysses", "hybrid"]
 
 
 @pytest.fixture(autouse=True)
-def small_steps(monkeypatch):
-    """Steps of rings are not joined."""
+def small_pieces(monkeypatch):
+    """Heads come in pieces across nodes, and steps of rings are not joined."""
+    monkeypatch.setitem(heads.PIECE_ROWS, "cuda", 1)
     monkeypatch.setitem(ring_steps.WORTHY_PAIRS, "cuda", 1)
 
 

@@ -7,9 +7,17 @@ from hf_flexseq.kernels import KernelCall, choose, cudnn_long
 from hf_flexseq.kernels.fused import TorchFused
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
+from hf_flexseq.program import heads, ulysses
 from tests.kernels.reference import Reference
 from tests.late_device import scenarios
 from tests.late_device.install import ops
+
+
+@pytest.fixture(autouse=True)
+def like_a_gpu_of_few_rows(monkeypatch):
+    """Heads come and go in pieces."""
+    monkeypatch.setitem(heads.PIECE_ROWS, "cuda", 1)
+    monkeypatch.setattr(ulysses, "HEAD_PIECES", 2)
 
 
 def waits_by_layer(name, **options):

@@ -7,6 +7,7 @@ import torch
 
 from hf_flexseq.kernels import choose
 from hf_flexseq.kernels.fused import TorchFused
+from hf_flexseq.program import heads, ulysses
 from tests.late_device.changes import on_a_side_stream
 from tests.late_device.faults import FUSED, KINDS, layers, wrapped
 from tests.late_device.install import ops
@@ -14,8 +15,10 @@ from tests.programs import ROOT
 
 
 @pytest.fixture(autouse=True)
-def without_triton(monkeypatch):
-    """Triton's interpreter has no part in it."""
+def like_a_gpu_of_few_rows(monkeypatch):
+    """Heads come and go in pieces, and Triton's interpreter has no part in it."""
+    monkeypatch.setitem(heads.PIECE_ROWS, "cuda", 1)
+    monkeypatch.setattr(ulysses, "HEAD_PIECES", 2)
     monkeypatch.setattr(choose, "_fused_for_cuda", TorchFused)
 
 
