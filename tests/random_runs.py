@@ -269,12 +269,12 @@ def _draw_pipeline(number: int, launches: Launches, rng: random.Random) -> Pipel
 
 def run_attention(run: AttentionRun) -> float:
     """Run the plan on all ranks; return the largest relative error of a gradient."""
-    pieces_of_any_size = mock.patch.dict(head_pieces.PIECE_ROWS, {"cpu": 0.01})
+    small_pieces = mock.patch.dict(head_pieces.PIECE_ROWS, {"cpu": 1})
     joined_steps = mock.patch.dict(ring_steps.WORTHY_PAIRS, {"cpu": (1, 100)[run.number % 2]})
     large = mock.patch.dict(schedule.LARGE, {"cpu": run.large, "cuda": run.large})
     short_chunks = mock.patch.object(grid, "CHUNK", 4)  # of recurrent layers
     world_size = run.topology.world_size
-    with large, pieces_of_any_size, joined_steps, short_chunks:
+    with large, small_pieces, joined_steps, short_chunks:
         routed_posts.cache_clear()  # what is kept there depends on it
         return attention_error(
             run,

@@ -131,9 +131,6 @@ class Replay:
         sums = x.new_zeros(x.shape[0], count, x.shape[2], dtype=lse_dtype(x.dtype))
         return sums.index_add_(1, index, x.to(sums.dtype)).to(x.dtype)
 
-    def plus(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return a + b
-
     def pair(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch.stack((k, v), dim=1)
 

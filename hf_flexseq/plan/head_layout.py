@@ -61,7 +61,7 @@ class HeadLayout:
         """Return the number of heads of each tensor."""
         return f"{' + '.join(map(str, self.heads))} heads in {len(self.slots)} parts"
 
-    def __init__(self, head_ranges: Sequence[Sequence[slice]], tokens: int) -> None:
+    def __init__(self, head_ranges: Sequence[Sequence[range]], tokens: int) -> None:
         """head_ranges: by tensor and part, the heads in the part. Each head is in some part."""
         slots, runs = _runs(head_ranges, tokens)
         columns: list[HeadColumn] = []
@@ -79,7 +79,7 @@ class HeadLayout:
         self.heads = tuple(_all_heads(ranges) for ranges in head_ranges)
         """Heads of each tensor."""
         self.shared = tuple(
-            sum(map(heads_in, ranges)) > heads
+            sum(map(len, ranges)) > heads
             for ranges, heads in zip(head_ranges, self.heads, strict=True)
         )
         """True for each tensor with heads in several parts."""
@@ -89,7 +89,7 @@ class HeadLayout:
         at the end `columns`."""
 
 
-def _runs(head_ranges: Sequence[Sequence[slice]], tokens: int) -> tuple[list[int], list[HeadRun]]:
+def _runs(head_ranges: Sequence[Sequence[range]], tokens: int) -> tuple[list[int], list[HeadRun]]:
     """Return the slots of each part, and the runs of all tensors."""
     # 1. one run for each tensor and part
     starts: list[int] = []  # first slot of each part
@@ -97,15 +97,14 @@ def _runs(head_ranges: Sequence[Sequence[slice]], tokens: int) -> tuple[list[int
     slots = []
     end = 0
     for ranges_of_part in zip(*head_ranges, strict=True):
-        stride = sum(heads_in(one) for one in ranges_of_part)
+        stride = sum(map(len, ranges_of_part))
         starts.append(end)
         before = 0  # heads of previous tensors
         for number, one in enumerate(ranges_of_part):
-            heads = heads_in(one)
-            if heads:
-                run = HeadRun(number, one.start, heads, end + before, stride, 1, 0, 0)
+            if one:
+                run = HeadRun(number, one.start, len(one), end + before, stride, 1, 0, 0)
                 single[number].append(run)
-            before += heads
+            before += len(one)
         slots.append(tokens * stride)
         end += tokens * stride
     # 2. parts with the same pattern are joined
@@ -138,18 +137,13 @@ def _longer(run: HeadRun, following: HeadRun) -> HeadRun | None:
     return run._replace(parts=run.parts + 1, head_step=head_step, slot_step=slot_step)
 
 
-def _all_heads(ranges: Sequence[slice]) -> int:
+def _all_heads(ranges: Sequence[range]) -> int:
     """Return the number of heads of a tensor; each must be in some part."""
     heads: set[int] = set()
     for one in ranges:
-        heads.update(range(one.start, one.stop))
+        heads.update(one)
     assert heads == set(range(len(heads))), "every head is in some part"
     return len(heads)
-
-
-def heads_in(heads: slice) -> int:
-    """Return the number of heads in a range."""
-    return int(heads.stop - heads.start)
 
 
 def _numbers(columns: Sequence[HeadColumn], heads: Sequence[int]) -> NDArray[np.int64]:

@@ -205,10 +205,6 @@ class Builder:
         shape = (x.shape[0], count, *x.shape[2:])
         return self._made("sum_heads", (x,), shape, x.dtype, Index(index), count)
 
-    def plus(self, a: Value, b: Value) -> Value:
-        """Return the sum of two values of one shape."""
-        return self._made("plus", (a, b), a.shape, a.dtype)
-
     def pair(self, k: Value, v: Value) -> Value:
         """Return k and v side by side: 2 x [t, Hkv, D] -> [t, 2, Hkv, D]."""
         return self._made("pair", (k, v), (k.rows, 2, *k.shape[1:]), k.dtype)

@@ -25,6 +25,7 @@ from hf_flexseq.program import row_programs
 from hf_flexseq.program.both_ways import seeing_both_ways
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
+from hf_flexseq.program.heads import PIECE_ROWS
 from hf_flexseq.program.hybrid import hybrid_zone
 from hf_flexseq.program.instructions import (
     INPUT,
@@ -52,7 +53,7 @@ class Machine:
     topology: Topology
 
     device: str
-    """"cpu" or "cuda": how large a piece of the heads must be to be worth a kernel call."""
+    """"cpu" or "cuda": how large calls must be to be worth their launches."""
 
     wide_gradients: bool
     """True if the kernel leaves gradients of 16-bit tensors in float32."""
@@ -61,6 +62,13 @@ class Machine:
     def worthy_pairs(self) -> int:
         """(query, key) pairs that make a step of a ring worth its launches."""
         return WORTHY_PAIRS["cpu" if self.device == "cpu" else "cuda"]
+
+    def piece_rows(self, ranks: Sequence[int]) -> int | None:
+        """Return the query heads x tokens that make a piece of the heads of `ranks` worth a kernel
+        call; None inside a node, where pieces lose more in kernels than they hide."""
+        if not self.topology.spans_nodes(ranks[0], ranks[-1] + 1):
+            return None
+        return PIECE_ROWS["cpu" if self.device == "cpu" else "cuda"]
 
 
 class Parts(NamedTuple):
@@ -324,7 +332,9 @@ def _zone_attention(
                 alone = LocalZone(rows, zone.lengths, tables, most_runs=waits, reach=reach)
             return seeing_both_ways(alone, blocks, reach, tables)
         case "ulysses":
-            return ulysses_zone(zone, channel, tables, machine.device, reach, blocks)
+            return ulysses_zone(
+                zone, channel, tables, reach, blocks, piece_rows=machine.piece_rows(ranks)
+            )
         case strategy if strategy in RINGS:
             group_cuts = cuts(strategy, zone.lengths, len(ranks))
             layout = ZoneLayout(group_cuts, strategy, zone.index, ranks, tables)

@@ -15,13 +15,13 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hf_flexseq.plan.head_layout import HeadLayout, heads_in
+from hf_flexseq.plan.head_layout import HeadLayout
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel, Label
 from hf_flexseq.program.instructions import AllToAllSpec, Value
 from hf_flexseq.program.tags import head_to_seq, seq_to_head
 
-HeadRanges = Sequence[Sequence[slice]]  # by tensor, by rank
+HeadRanges = tuple[tuple[range, ...], ...]  # by tensor, by rank
 
 
 class ArrivingHeads(NamedTuple):
@@ -68,14 +68,14 @@ class HeadExchange:
         pieces: the heads that each rank is sent with a piece.
         """
         head_dim = tensors[0].shape[2]
-        layout = layout_of(pieces, self.own_tokens)
+        layout = _layout(tuple(pieces), self.own_tokens)
         # [my tokens, all heads, head_dim] -> [my tokens, heads of rank i, head_dim], by piece and
         # i, flat
         packed = b.pack_heads(tensors, layout)
         arriving = []
         parts = _parts(layout, len(pieces), head_dim)
         for piece, (start, sent_counts) in enumerate(parts):
-            own_heads = [heads_in(ranges[self.index]) for ranges in pieces[piece]]
+            own_heads = [len(by_rank[self.index]) for by_rank in pieces[piece]]
             received_counts = [tokens * sum(own_heads) * head_dim for tokens in self.tokens]
             received = b.empty((sum(received_counts),), packed.dtype)
             sent = b.part(packed, start, start + sum(sent_counts))
@@ -128,7 +128,7 @@ class LeavingHeads:
         self._builder = b
         self._exchange = exchange
         self._head_dim = head_dim
-        self._layout = layout_of(pieces, exchange.own_tokens)
+        self._layout = _layout(tuple(pieces), exchange.own_tokens)
         self._parts = _parts(self._layout, len(pieces), head_dim)
         self._dtype = dtype
         self._received: Value | None = None
@@ -168,19 +168,13 @@ class LeavingHeads:
         return self._builder.unpack_heads(self._buffer, self._layout, self._head_dim)
 
 
-def layout_of(pieces: Sequence[HeadRanges], tokens: int) -> HeadLayout:
+@functools.lru_cache(maxsize=256)
+def _layout(pieces: tuple[HeadRanges, ...], tokens: int) -> HeadLayout:
     """Return the layout of heads: parts by piece, and in a piece by rank."""
     ranges = []
     for by_piece in zip(*pieces, strict=True):  # by tensor
-        of_tensor = [(one.start, one.stop) for by_rank in by_piece for one in by_rank]
-        ranges.append(tuple(of_tensor))
-    return _layout(tuple(ranges), tokens)
-
-
-@functools.lru_cache(maxsize=256)
-def _layout(ranges: tuple[tuple[tuple[int, int], ...], ...], tokens: int) -> HeadLayout:
-    """Return the layout of heads given as (start, stop), by tensor and part."""
-    return HeadLayout([[slice(*one) for one in of_tensor] for of_tensor in ranges], tokens)
+        ranges.append([one for by_rank in by_piece for one in by_rank])
+    return HeadLayout(ranges, tokens)
 
 
 def _parts(layout: HeadLayout, pieces: int, head_dim: int) -> list[tuple[int, list[int]]]:

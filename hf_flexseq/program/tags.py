@@ -45,8 +45,6 @@ Why no two messages between the same two ranks are mistaken for each other:
 `tests/distributed/test_tags.py` draws calls of every user and holds them to this table.
 """
 
-from hf_flexseq.cost import HEAD_PIECES
-
 TAG_LIMIT = 1 << 31  # no tag reaches this
 
 UNTAGGED = 0  # tag of transfers that run when no others do
@@ -74,19 +72,21 @@ def zone_tag(zone: int, message: int) -> int:
     return zone * ZONE_TAGS + message
 
 
-# ulysses: one message per peer and piece of the heads
+# ulysses: one exchange each way for a piece of the heads
+
+HEAD_PIECES = 4  # of a rank's heads, at most
 
 
 def seq_to_head(piece: int) -> int:
     """Return the message that brings the tokens of a piece of the heads to the heads' rank."""
     assert 0 <= piece < HEAD_PIECES, f"there is no piece {piece} of the heads"
-    return piece
+    return 2 * piece
 
 
 def head_to_seq(piece: int) -> int:
     """Return the message that brings the results of a piece of the heads to the tokens' rank."""
     assert 0 <= piece < HEAD_PIECES, f"there is no piece {piece} of the heads"
-    return HEAD_PIECES + piece
+    return 2 * piece + 1
 
 
 # halos, of layers with a window or a chunk: one exchange each way

@@ -6,23 +6,23 @@ whole sequences.
 
 DeepSpeed-Ulysses (arXiv 2309.14509), here for token shares of any size and head counts that do not
 divide: rank i of d works on query heads [i H/d, (i+1) H/d), none at all when d > H, and is sent
-just the KV heads that those read, so a KV head may go to several ranks.
+just the KV heads that those read, so a KV head may go to several ranks (`heads.py`).
 
-A rank's heads come and go in a few pieces (`heads.py`), so that one computes while others travel:
+Inside a node there is one exchange each way (`head_exchange.py`), forward and backward; q, k and v
+travel together. Across nodes a rank's query heads come and go in a few pieces:
 
-1. The exchanges of all pieces (`head_exchange.py`) are posted at once.
+1. The exchanges of all pieces are posted at once; k and v come with the first one.
 2. Piece by piece: wait for its heads, compute, and post the exchange of its results.
-3. Wait for the results of all pieces.
+3. Wait for the results of all pieces; dk and dv come with the last one.
 
-A KV head that two pieces read arrives with the first of them, and its gradient leaves with the
-last.
+What is kept for the backward is in the head layout. In checkpointed layers (`remat.py`) only the
+log-sum-exp is, and q, k, v and out travel again in the backward, in one exchange with dout: the
+replay of the layer has q, k and v in the token layout only. What computes between the exchanges is
+a kernel call, or in `hybrid.py` a ring.
 
-What is kept for the backward is in the head layout; one exchange carries q, k and v together. In
-checkpointed layers (`remat.py`) only the log-sum-exp is, and q, k, v and out travel again in the
-backward, in one exchange with dout: the replay of the layer has q, k and v in the token layout
-only. What computes between the exchanges is a kernel call, or in `hybrid.py` a ring, which has all
-heads in one piece, since it overlaps its own transfers. Rejected: padding the shares or the heads
-to equal size, which spends memory and bandwidth on nothing.
+Rejected: padding the shares or the heads to equal size, which spends memory and bandwidth on
+nothing; and pieces inside a node, where a piece fills the kernel worse than all heads do, by more
+time than its transfer takes.
 
 The slow reference is `tests/attention/dense.py`.
 """
@@ -31,29 +31,17 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hf_flexseq.base.layers import FULL, Reach
-from hf_flexseq.cost import HEAD_PIECES
 from hf_flexseq.plan.blocks import Range
 from hf_flexseq.plan.shard import Zone, contiguous_parts
 from hf_flexseq.program.both_ways import seeing_both_ways
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
-from hf_flexseq.program.head_exchange import (
-    ArrivingHeads,
-    HeadExchange,
-    LeavingHeads,
-)
-from hf_flexseq.program.heads import (
-    HeadPiece,
-    HeadShare,
-    PieceReader,
-    PieceSums,
-    head_pieces,
-    overlapping,
-    pieces_per_head,
-)
+from hf_flexseq.program.head_exchange import ArrivingHeads, HeadExchange, LeavingHeads
+from hf_flexseq.program.heads import HeadPiece, HeadShare, head_pieces, read_by, sum_of
 from hf_flexseq.program.instructions import INPUT, WIDE, Value
 from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.tables import Tables
+from hf_flexseq.program.tags import HEAD_PIECES
 from hf_flexseq.program.weave import END, ZoneSteps, within
 from hf_flexseq.program.whole_trees import whole_tree_zone
 from hf_flexseq.program.zones import Attention, LayerRows, Sinks, ZoneAttention
@@ -74,14 +62,15 @@ def ulysses_zone(
     zone: Zone,
     channel: Channel,
     tables: Tables,
-    device: str,
     reach: Reach = FULL,
     blocks: Sequence[Range] = (),
+    *,
+    piece_rows: int | None,
 ) -> "UlyssesZone":
-    """Make the attention of an Ulysses group: heads in pieces, around one kernel call for each.
+    """Make the attention of an Ulysses group, around one kernel call for each piece of the heads.
 
-    device: "cpu" or "cuda". reach: which keys a query reads. blocks: rows of all sequences of the
-    group whose queries read both ways.
+    reach: which keys a query reads. blocks: rows of all sequences of the group whose queries read
+    both ways. piece_rows: see `UlyssesZone`.
     """
     all_tokens = sum(zone.lengths)
     tokens = [len(part) for part in contiguous_parts(all_tokens, zone.group.degree)]
@@ -95,7 +84,7 @@ def ulysses_zone(
         rows=slice(zone.start, zone.stop),
         exchange=HeadExchange(channel, zone.group.ranks, zone.index, tokens),
         inner=inner,
-        pieces_per_head=pieces_per_head(zone.lengths, device),
+        piece_rows=piece_rows,
         wide=bool(trees),
     )
 
@@ -103,7 +92,7 @@ def ulysses_zone(
 class UlyssesZone:
     """This rank's part in an Ulysses group."""
 
-    __slots__ = ("exchange", "inner", "pieces_per_head", "rows", "span", "wide")
+    __slots__ = ("exchange", "inner", "piece_rows", "rows", "span", "wide")
 
     def __init__(
         self,
@@ -112,7 +101,7 @@ class UlyssesZone:
         inner: Attention,
         *,
         span: Span | None = None,
-        pieces_per_head: float = 0.0,
+        piece_rows: int | None = None,
         wide: bool = False,
     ) -> None:
         """rows: where this rank's tokens stand among its rows.
@@ -120,15 +109,16 @@ class UlyssesZone:
         exchange: between the ranks of the group. inner: what computes, on all tokens of the group
         and some heads; of several pieces its log-sum-exp must be [heads, tokens]. span: at which
         times of the zone it does; the exchanges have the time before and after it to travel.
-        pieces_per_head: in how many pieces one query head could be done; 0 leaves all heads in
-        one piece. wide: whether `inner` sums gradients in WIDE whatever the kernel does.
+        piece_rows: query heads x tokens that make a piece of the heads worth a kernel call; None
+        leaves all heads in one piece. wide: whether `inner` sums gradients in WIDE whatever the
+        kernel does.
         """
-        assert span is None or not pieces_per_head, "pieces have times of their own"
+        assert span is None or piece_rows is None, "pieces have times of their own"
         self.rows = rows
         self.exchange = exchange
         self.inner = inner
         self.span = span
-        self.pieces_per_head = pieces_per_head
+        self.piece_rows = piece_rows
         self.wide = wide
 
     def forward(
@@ -138,30 +128,33 @@ class UlyssesZone:
 
         q: [my tokens, heads, head_dim]. k, v: [my tokens, kv_heads, head_dim].
         """
-        pieces = self._pieces(b.shape.query_heads, b.shape.kv_heads)
+        pieces = self._pieces(b)
+        keys = pieces[0].arriving[self.exchange.index]
 
         # 1. post what the pieces read: [my tokens, all heads] -> [all tokens, my heads]
-        read = [(piece.queries, piece.kv_arriving, piece.kv_arriving) for piece in pieces]
+        read = [(piece.queries, piece.arriving, piece.arriving) for piece in pieces]
         arriving = self.exchange.seq_to_head(b, (q, k, v), read)
 
         # 2. compute piece by piece
         written = [(piece.queries,) for piece in pieces]
         leaving = LeavingHeads(b, self.exchange, written, q.shape[2], INPUT)
         saved_by_piece: list[Values] = []
-        reader = PieceReader(b)
+        kv_heads: Values = ()
         for number, piece in enumerate(pieces):
             share = self._share(piece)
             span = self._span(number, len(pieces))
             yield span.start
-            q_heads, *new_kv = arriving[number].wait()  # [all tokens, my heads, head_dim]
-            k_heads, v_heads = reader.next(share, new_kv)
-            if share.q_heads:
-                own = _sinks_of(b, sinks, share)
-                inner_steps = self.inner.forward(b, q_heads, k_heads, v_heads, own)
+            q_heads, *arrived = arriving[number].wait()  # [all tokens, my heads, head_dim]
+            kv_heads = kv_heads or tuple(arrived)
+            if share.queries:
+                k_heads, v_heads = (read_by(b, x, keys, share) for x in kv_heads)
+                own_sinks = _sinks_of(b, sinks, share)
+                inner_steps = self.inner.forward(b, q_heads, k_heads, v_heads, own_sinks)
                 out_heads, saved = yield from within(span.start, span.stop, inner_steps)
-                saved_by_piece.append(saved)
             else:
                 out_heads = q_heads  # no head here: [all tokens, 0, head_dim]
+                saved = (b.empty((0,), WIDE),)  # and so no log-sum-exp
+            saved_by_piece.append(saved)
             yield span.stop
             # [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim]
             leaving.post((out_heads,))
@@ -169,24 +162,21 @@ class UlyssesZone:
         # 3. wait for the results
         yield END
         (out,) = leaving.wait()  # [my tokens, heads, head_dim]
-        if not saved_by_piece:
-            saved_by_piece.append((b.empty((0,), WIDE),))  # no head here, and so no log-sum-exp
         return out, _flat(b, saved_by_piece)
 
     def backward(
         self, b: Builder, dout: Value, saved: Values, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
         """Return dq [my tokens, heads, head_dim], dk and dv [my tokens, kv_heads, head_dim]."""
-        pieces = self._pieces(b.shape.query_heads, b.shape.kv_heads)
+        pieces = self._pieces(b)
         # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
-        read = [(piece.queries,) for piece in pieces]
-        arriving = self.exchange.seq_to_head(b, (dout,), read)
+        arriving = self.exchange.seq_to_head(b, (dout,), [(piece.queries,) for piece in pieces])
         saved_by_piece = self._unflat(b, saved, pieces)
 
         def piece_backward(number: int, arrived: Values) -> ZoneSteps[Values]:
             (dout_heads,) = arrived  # [all tokens, my heads, head_dim]
-            own = _sinks_of(b, sinks, self._share(pieces[number]))
-            return self.inner.backward(b, dout_heads, saved_by_piece[number], own)
+            own_sinks = _sinks_of(b, sinks, self._share(pieces[number]))
+            return self.inner.backward(b, dout_heads, saved_by_piece[number], own_sinks)
 
         return (yield from self._gradients(b, pieces, arriving, piece_backward))
 
@@ -199,21 +189,24 @@ class UlyssesZone:
         rows: of my tokens, all heads; lse of all pieces, [my heads, all tokens] or as `inner` has
         it.
         """
-        pieces = self._pieces(b.shape.query_heads, b.shape.kv_heads)
+        pieces = self._pieces(b)
+        keys = pieces[0].arriving[self.exchange.index]
         # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
         read = []
         for piece in pieces:
-            keys = piece.kv_arriving
-            read.append((piece.queries, keys, keys, piece.queries, piece.queries))
+            kv = piece.arriving
+            read.append((piece.queries, kv, kv, piece.queries, piece.queries))
         arriving = self.exchange.seq_to_head(b, rows[:-1], read)
         lse_by_piece = self._unflat(b, (rows.lse,), pieces)
-        reader = PieceReader(b)
+        kv_heads: Values = ()
 
         def piece_backward(number: int, arrived: Values) -> ZoneSteps[Values]:
+            nonlocal kv_heads
             # each [all tokens, my heads, head_dim]
-            q_heads, new_k, new_v, out_heads, dout_heads = arrived
+            q_heads, *arrived_kv, out_heads, dout_heads = arrived
+            kv_heads = kv_heads or tuple(arrived_kv)
             share = self._share(pieces[number])
-            k_heads, v_heads = reader.next(share, (new_k, new_v))
+            k_heads, v_heads = (read_by(b, x, keys, share) for x in kv_heads)
             (lse,) = lse_by_piece[number]
             own_rows = LayerRows(q_heads, k_heads, v_heads, out_heads, dout_heads, lse)
             return self.inner.backward_of_rows(b, own_rows, _sinks_of(b, sinks, share))
@@ -231,42 +224,45 @@ class UlyssesZone:
 
         arriving: by piece, what `piece_backward` reads, dout last.
         """
+        keys_by_rank = pieces[-1].leaving
         # Where ranks share a KV head its gradients are parts of a sum, and not rounded yet.
-        sums_wide = self.wide or b.wide
-        parts_of_sums = sums_wide and overlapping([piece.kv_leaving for piece in pieces])
-        wire_dtype = WIDE if parts_of_sums else INPUT
-        written = [(piece.queries, piece.kv_leaving, piece.kv_leaving) for piece in pieces]
+        are_shared = sum(map(len, keys_by_rank)) > b.shape.kv_heads
+        wire_dtype = WIDE if are_shared and (self.wide or b.wide) else INPUT
+        written = [(piece.queries, piece.leaving, piece.leaving) for piece in pieces]
         leaving = LeavingHeads(b, self.exchange, written, b.shape.head_dim, wire_dtype)
-        sums = PieceSums(b)
-        for number, piece in enumerate(pieces):
-            share = self._share(piece)
+        shares = [self._share(piece) for piece in pieces]
+        dkv_by_piece: list[Values] = []
+        for number, share in enumerate(shares):
             span = self._span(number, len(pieces))
             yield span.start
             arrived = arriving[number].wait()
-            dout_heads = arrived[-1]  # [all tokens, my heads, head_dim]
-            if share.q_heads:
+            grads: Values
+            if share.queries:
                 inner_steps = piece_backward(number, arrived)
                 dq_heads, *dkv = yield from within(span.start, span.stop, inner_steps)
-                dk_heads, dv_heads = sums.next(share, dkv)
+                dkv_by_piece.append(tuple(dkv))
+                grads = (dq_heads,)
             else:
-                # no head here: [all tokens, 0, head_dim]
-                dq_heads = dk_heads = dv_heads = dout_heads
+                grads = (arrived[-1],)  # no head here: [all tokens, 0, head_dim]
             yield span.stop
-            tensors = tuple(b.cast(x, wire_dtype) for x in (dq_heads, dk_heads, dv_heads))
+            if share.queries and number == len(pieces) - 1:
+                own_keys = keys_by_rank[self.exchange.index]
+                for of_pieces in zip(*dkv_by_piece, strict=True):  # dk, then dv
+                    grads += (sum_of(b, of_pieces, own_keys, shares),)
             # [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim]
-            leaving.post(tensors)
+            leaving.post(tuple(b.cast(x, wire_dtype) for x in grads))
         yield END
         return leaving.wait()
 
-    def _pieces(self, heads: int, kv_heads: int) -> tuple[HeadPiece, ...]:
-        """Cut the heads of all ranks into pieces: as many as are worth it, at most `HEAD_PIECES`.
-
-        heads, kv_heads: of the layer.
-        """
+    def _pieces(self, b: Builder) -> tuple[HeadPiece, ...]:
+        """Cut the heads of all ranks into pieces: as many as are worth it, at most
+        `HEAD_PIECES`."""
         degree = len(self.exchange.ranks)
-        worth = int(self.pieces_per_head * heads / degree)
-        most = max(1, min(worth, HEAD_PIECES))
-        return head_pieces(heads, kv_heads, degree, most)
+        most = 1
+        if self.piece_rows is not None:
+            rows = b.shape.query_heads * sum(self.exchange.tokens) // degree
+            most = max(1, min(HEAD_PIECES, rows // self.piece_rows))
+        return head_pieces(b.shape.query_heads, b.shape.kv_heads, degree, most)
 
     def _share(self, piece: HeadPiece) -> HeadShare:
         """This rank's share of a piece."""
@@ -284,7 +280,7 @@ class UlyssesZone:
 
     def _unflat(self, b: Builder, flat: Values, pieces: Sequence[HeadPiece]) -> list[Values]:
         """Take apart by piece what `_flat` joined."""
-        if len(pieces) == 1 or not self._share(pieces[0]).q_heads:
+        if len(pieces) == 1 or not self._share(pieces[0]).queries:
             # One piece has all of it; a rank without heads computes none, and so reads nothing.
             return [flat] * len(pieces)
         *values, lse = flat
@@ -292,7 +288,7 @@ class UlyssesZone:
         saved_by_piece = []
         start = 0
         for number, piece in enumerate(pieces):
-            stop = start + self._share(piece).q_heads
+            stop = start + len(self._share(piece).queries)
             # [my heads, all tokens] -> [heads of the piece, all tokens]
             piece_lse = b.part(lse, start, stop)
             of_piece = values[number * each : (number + 1) * each]
@@ -305,17 +301,12 @@ def _sinks_of(b: Builder, sinks: Sinks | None, share: HeadShare) -> Sinks | None
     """Return the sinks of a share of the heads."""
     if sinks is None:
         return None
-    return sinks.of_heads(b, share.q_start, share.q_stop)
+    return sinks.of_heads(b, share.queries.start, share.queries.stop)
 
 
 def _flat(b: Builder, saved_by_piece: Sequence[Values]) -> Values:
-    """Join what the pieces save into one tuple, their log-sum-exps as one value at its end.
-
-    The log-sum-exps of several pieces, each [heads of the piece, all tokens], become [my heads,
-    all tokens].
-    """
-    if len(saved_by_piece) == 1:
-        return saved_by_piece[0]
+    """Join what the pieces save into one tuple, their log-sum-exps as one value at its end: each
+    [heads of the piece, all tokens] -> [my heads, all tokens]."""
     flat: list[Value] = []
     for values in saved_by_piece:
         flat.extend(values[:-1])

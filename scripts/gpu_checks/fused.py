@@ -143,9 +143,9 @@ def head_layout(sizes: Sizes) -> HeadLayout:
     for rank in range(sizes.ranks):
         start = rank * sizes.heads // sizes.ranks
         stop = (rank + 1) * sizes.heads // sizes.ranks
-        queries.append(slice(start, stop))
+        queries.append(range(start, stop))
         a_key = sizes.heads // sizes.kv_heads  # query heads that read one
-        keys.append(slice(start // a_key, (stop - 1) // a_key + 1))
+        keys.append(range(start // a_key, (stop - 1) // a_key + 1))
     return HeadLayout((queries, keys, keys), sizes.moved)
 
 

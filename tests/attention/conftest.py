@@ -7,9 +7,9 @@ from tests.attention.strict import StrictFused
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Heads come and go in pieces, and steps of rings are not joined, also where so few tokens
-    would not be worth it."""
-    monkeypatch.setitem(heads.PIECE_ROWS, "cpu", 0.01)
+    """Heads come in pieces across nodes, and steps of rings are not joined, also where so few
+    tokens would not be worth it."""
+    monkeypatch.setitem(heads.PIECE_ROWS, "cpu", 1)
     monkeypatch.setitem(ring_steps.WORTHY_PAIRS, "cpu", 1)
 
 

@@ -39,8 +39,7 @@ TWICE_ROUNDED = 1.5
 RINGS = {"cpu_flash": (MERGED,) * 4, "reference": (TWICE_ROUNDED,) * 4}
 ULYSSES = {
     "cpu_flash": (ONE_ROUNDING,) * 4,
-    # Heads that share a KV head are in several pieces or on several ranks, and queries that read a
-    # key on several ranks; but all keys of a query are in one call.
+    # Heads that share a KV head are on several ranks, but all keys of a query are in one call.
     "reference": (ONE_ROUNDING, ONE_ROUNDING, TWICE_ROUNDED, TWICE_ROUNDED),
 }
 MOST = {"ulysses": ULYSSES, "zigzag": RINGS, "balanced": RINGS, "hybrid": RINGS}

@@ -17,7 +17,6 @@ from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.plan.units import Node, Unit
-from hf_flexseq.program import heads as head_pieces
 from hf_flexseq.program.compile import FORWARD, Machine, MicroBatchLayout, compile_program
 from hf_flexseq.program.instructions import LayerShape
 from tests.attention.dense import dense_attention
@@ -160,9 +159,7 @@ def assert_exact(by_rank, sink_grads):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_blocks_are_exact(world_size, monkeypatch):
-    if world_size == 2:
-        monkeypatch.setitem(head_pieces.PIECE_ROWS, "cpu", 0.01)  # heads in several pieces
+def test_blocks_are_exact(world_size):
     by_rank = run_threads(run_cases, world_size, CASES, seconds=100)
     assert_exact(by_rank, [wanted(case)[1] for case in CASES])
 
@@ -347,9 +344,9 @@ def test_every_pair_is_computed_once(strategy):
         assert call.causal
         assert call.q_lens == call.k_lens
         pairs += sum(FULL.pairs(length) for length in call.q_lens)
-    pieces = program.kernel_calls // 2  # of heads: each has a causal call, and one of blocks
+    assert program.kernel_calls == 2  # a causal call, and one of blocks
     later = 45 + 45 + 6
-    assert pairs == pieces * (sum(map(FULL.pairs, (40, 9, 5))) + later)
+    assert pairs == sum(map(FULL.pairs, (40, 9, 5))) + later
 
 
 def test_blocks_change_no_message():

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost import HEAD_PIECES, PIECE_ROWS
 from hf_flexseq.distributed import links
 from hf_flexseq.distributed.transport import Lane
 from hf_flexseq.plan import attention_schedule as schedule
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import tags
+from hf_flexseq.program.heads import PIECE_ROWS
 from hf_flexseq.program.instructions import LayerShape
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from hf_flexseq.published.zeppelin.routes import routed_posts
@@ -31,11 +31,11 @@ from tests.published.zeppelin.always import Always
 
 def test_messages_of_a_zone_have_tags_of_their_own():
     pieces = []
-    for function in (tags.seq_to_head, tags.head_to_seq):
-        pieces += [function(piece) for piece in range(HEAD_PIECES)]
-        with pytest.raises(AssertionError, match="no piece"):
-            function(HEAD_PIECES)
+    for piece in range(tags.HEAD_PIECES):
+        pieces += [tags.seq_to_head(piece), tags.head_to_seq(piece)]
     assert pieces == list(range(8))
+    with pytest.raises(AssertionError, match="no piece"):
+        tags.seq_to_head(tags.HEAD_PIECES)
     rings = [
         function(step) for step in range(100) for function in (tags.ring_fetch, tags.ring_return)
     ]

@@ -25,27 +25,27 @@ def rows_of(selection):
 # by tensor, by part, the heads of a part
 HEAD_RANGES = {
     "heads that divide": [
-        [slice(0, 2), slice(2, 4), slice(4, 6)],
-        [slice(0, 1), slice(1, 2), slice(2, 3)],
-        [slice(0, 1), slice(1, 2), slice(2, 3)],
+        [range(0, 2), range(2, 4), range(4, 6)],
+        [range(0, 1), range(1, 2), range(2, 3)],
+        [range(0, 1), range(1, 2), range(2, 3)],
     ],
     "heads that do not divide": [
-        [slice(0, 1), slice(1, 3), slice(3, 5)],
-        [slice(0, 1), slice(1, 2), slice(2, 3)],
+        [range(0, 1), range(1, 3), range(3, 5)],
+        [range(0, 1), range(1, 2), range(2, 3)],
     ],
     "shared heads": [
-        [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 4)],
-        [slice(0, 1), slice(0, 1), slice(1, 2), slice(1, 2)],
+        [range(0, 1), range(1, 2), range(2, 3), range(3, 4)],
+        [range(0, 1), range(0, 1), range(1, 2), range(1, 2)],
     ],
     "overlapping heads": [
-        [slice(0, 2), slice(2, 4), slice(4, 6)],
-        [slice(0, 2), slice(1, 3), slice(2, 4)],
+        [range(0, 2), range(2, 4), range(4, 6)],
+        [range(0, 2), range(1, 3), range(2, 4)],
     ],
     "a part without heads": [
-        [slice(0, 1), slice(1, 1), slice(1, 2)],
-        [slice(0, 1), slice(0, 0), slice(0, 1)],
+        [range(0, 1), range(1, 1), range(1, 2)],
+        [range(0, 1), range(0, 0), range(0, 1)],
     ],
-    "one part": [[slice(0, 3)], [slice(0, 1)]],
+    "one part": [[range(0, 3)], [range(0, 1)]],
 }
 
 

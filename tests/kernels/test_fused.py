@@ -25,7 +25,7 @@ every_operation = pytest.mark.parametrize("operation", CASES, ids=lambda one: on
 
 
 def test_heads_that_ranks_share_are_summed_in_float32_and_rounded_once():
-    layout = HeadLayout([[slice(0, 1)] * 8], 1)
+    layout = HeadLayout([[range(0, 1)] * 8], 1)
     flat = normal(0, (8 * 3,), torch.bfloat16)
     got = torch.empty(1, 1, 3, dtype=torch.bfloat16)
     TORCH.unpack(flat, layout, torch.from_numpy(layout.numbers), (got,))

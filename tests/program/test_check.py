@@ -20,7 +20,7 @@ STRATEGIES = ["zigzag", "balanced", "ulysses", "hybrid"]
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Heads come and go in pieces, and steps of rings are not joined."""
+    """Heads come in pieces across nodes, and steps of rings are not joined."""
     monkeypatch.setitem(heads.PIECE_ROWS, "cuda", 1)
     monkeypatch.setitem(ring_steps.WORTHY_PAIRS, "cuda", 1)
 
