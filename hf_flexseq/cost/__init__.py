@@ -42,10 +42,6 @@ from hf_flexseq.cost.model import (
     nodes_spanned,
 )
 
-# TEMPORARY
-HEAD_PIECES = 1
-PIECE_ROWS = {"cpu": 1 << 9, "cuda": 1 << 15}
-
 __all__ = [
     "ATTENTION_BACKWARD",
     "WIDEST_WITHIN_A_NODE",

@@ -16,6 +16,7 @@ from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import MicroBatch, PlanInfeasible
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.order import best_order
+from hf_flexseq.planner.search.auto import exchanges
 from tests.budget import for_seeds
 from tests.plans import group, planned, random_plan
 
@@ -66,6 +67,31 @@ def test_memory_nearly_full(fill):
 def test_near_the_lower_bound_on_long_tailed_batches():
     plans = [make_plan(long_tailed(512, seed, 300_000), CLUSTER, FLEXSP) for seed in range(3)]
     assert np.mean([plan.objective_s / plan.lower_bound_s for plan in plans]) < 1.07
+
+
+def test_rings_have_to_be_faster_than_ulysses_by_more_than_a_percent():
+    """A sequence on a node of eight ranks, whose ring takes 0.5 % or 2 % less than Ulysses."""
+    node = Topology(nodes=1, ranks_per_node=8)
+    plain = replace(H200, group_s=0.0, group_rank_s=0.0, heads=None, kernel=None, pass_s=0.0)
+    once, twice = plain.all_to_all_bytes, 2 * plain.all_to_all_bytes
+    ulysses = [
+        replace(plain, all_to_all_bytes=one).sequence_ns(150_000, 8, "ulysses", False)
+        for one in (once, twice)
+    ]
+    ring = plain.sequence_ns(150_000, 8, "zigzag", False)
+    for gain, name in ((1.005, "ulysses"), (1.02, "zigzag")):
+        share = (gain * ring - ulysses[0]) / (ulysses[1] - ulysses[0])
+        cost = replace(plain, all_to_all_bytes=once * (1 + share))
+        plan = planned([150_000], node, cost, **CAP)
+        assert [group.strategy for one in plan.micro_batches for group in one.groups] == [name]
+
+
+def test_exchanges_of_rings_and_across_nodes_count_twice():
+    lengths = (100, 30, 7, 5)
+    made = MicroBatch(
+        groups=(group(0, 8, 0), group(0, 4, 1), group(4, 8, 2, strategy="zigzag"), group(0, 1, 3))
+    )
+    assert exchanges([made], lengths, EIGHT) == 2 * 100 + 30 + 2 * 7
 
 
 # ---- arguments

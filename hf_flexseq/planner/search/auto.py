@@ -11,7 +11,7 @@
 6. One degree for everything (`static.py`) where that is faster by more than 1 %. So the search
    cannot fail.
 
-Free ranks run a step that is planned for lockstep: planning for them gained 0.4 %.
+Free ranks run a step that is planned for lockstep: planning for them gained 0.7 % by five presets.
 
 The problem and the idea of groups of different degrees in a step are FlexSP's (arXiv 2412.01523,
 section 4). Rejected: its time-limited MILP (seconds for each micro-batch, mostly stopped by the

@@ -47,7 +47,7 @@ class SearchEffort:
         Mix(full=False, chunk=300, factor=1040),
     )
     """Targets to start from, the most promising first."""
-    long_above: int = 250
+    long_above: int = 350
     """Per mille of the first mix's shortest target: a sequence that takes longer than that on one
     rank is long."""
     full_chunk: int = 960
@@ -65,7 +65,7 @@ class SearchEffort:
 
     # ---- short sequences and repairs (fill.py, repair.py)
 
-    completed: int = 8
+    completed: int = 12
     """Candidates that get their short sequences."""
     rings: int = 1030
     """Per mille of a plan's nanoseconds: if Ulysses in place of its rings takes less, a search
