@@ -1,8 +1,9 @@
 """The constants of a cost model: their meaning and units, their checks, what they leave room for,
 and JSON.
 
-`model.py` has the formulas of seconds. Constants are measured (`profiler/`), estimated from a
-model's and a device's figures (`analytic.py`) or published (`presets.py`).
+`model.py` has the formulas of seconds. Constants are estimated from a model's and a device's
+figures (`analytic.py`), and corrected by what steps take (`online.py`), or published
+(`presets.py`).
 """
 
 import json

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from hf_flexseq.cost import PIECE_ROWS
 
-# Seconds of the host on a GPU machine. Measure your own with `flexseq calibrate`.
+# Seconds of the host on a GPU machine. `flexseq calibrate` corrects them.
 #
 # * A launch: PyTorch's way from an operation to its kernel, on an H100, 5 to 25 us
 #   (https://jiahuanglin.xyz/all_lessons/gpu_kernel_serving/18_pytorch_to_kernel.html). Most of

@@ -41,8 +41,8 @@ from hf_flexseq.cost.sharding import (
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.divided import expert_group_size, is_fsdp2, replicas
 from hf_flexseq.hf.model.facts import gathered_itemsize, model_shape, trained_elements
+from hf_flexseq.memory.device import device_memory_bytes
 from hf_flexseq.plan import Plan
-from hf_flexseq.profiler.estimate import device_memory_bytes
 from hf_flexseq.steps.micro_batches import BeforeLast
 
 logger = logging.getLogger(__name__)
