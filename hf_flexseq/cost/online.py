@@ -72,10 +72,13 @@ class Correction(NamedTuple):
     """[all terms], none negative."""
     error: float
     """Median relative error on the observations."""
+    seen: tuple[bool, ...]
+    """[all terms] whether an observation has the term; the others have the common factor."""
 
     def text(self) -> str:
-        """Return the factors and the error in words."""
-        named = [f"{name} x {one:.3g}" for name, one in zip(ALL_TERMS, self.factors, strict=True)]
+        """Return the factors of seen terms, and the error, in words."""
+        of_terms = zip(ALL_TERMS, self.factors, self.seen, strict=True)
+        named = [f"{name} x {factor:.3g}" for name, factor, is_seen in of_terms if is_seen]
         return (
             f"the estimate with {', '.join(named)}; off by {100 * self.error:.0f} % at the median "
             "of their micro-batches"
@@ -247,7 +250,7 @@ def fit(observations: Sequence[Observation]) -> Correction:
         relative = nnls(left, right)
     errors = np.abs(rows @ relative - 1)
     factors = tuple((common * np.maximum(LEAST, relative)).tolist())
-    return Correction(factors, float(np.median(errors)))
+    return Correction(factors, float(np.median(errors)), tuple((shares > 0).tolist()))
 
 
 def nnls(rows: FloatArray, seconds: FloatArray) -> FloatArray:

@@ -33,10 +33,13 @@ def train(
     all ranks. Collective over the world.
 
     model: hub id or folder of a model or a config.json. dtype: of the parameters; auto: bfloat16
-    on a GPU, float32 on a CPU. Raises ValueError for an unknown model or dtype; OSError if the
+    on a GPU, float32 on a CPU. fsdp: to shard by FSDP2. Raises ValueError for an unknown model or
+    dtype, and for FSDP2 on a CPU; OSError if the
     config cannot be read or the result cannot be written.
     """
     on_gpu = torch.cuda.is_available()
+    if fsdp and not on_gpu:
+        raise ValueError("--fsdp without a GPU: accelerate shards on GPUs only; leave it out")
     config = config_of(model)
     with tempfile.TemporaryDirectory() as own:
         args = FlexSeqConfig(
@@ -46,7 +49,8 @@ def train(
             use_cpu=not on_gpu,
             gradient_checkpointing=checkpointing,
             gradient_checkpointing_kwargs={"use_reentrant": False},
-            fsdp="full_shard" if fsdp else "",
+            fsdp=fsdp,
+            fsdp_config={"version": 2} if fsdp else None,
             ddp_find_unused_parameters=False,
             report_to="none",
             save_strategy="no",
@@ -73,10 +77,10 @@ def train(
                 steps = read_steps(args.plan_trace, DEFAULT_LIMITS).steps[WARM_UP:]
                 cost, correction = learned_from(steps, estimate, communicator.topology)
                 cost.save(output)
-                found = [correction.factors, correction.error]
+                found = list(correction)
         fitting.raise_together(communicator.cpu_group.gather_values, "correcting the estimate")
-        factors, error = communicator.cpu_group.broadcast_value(found)
-    return Correction(tuple(factors), error)
+        factors, error, seen = communicator.cpu_group.broadcast_value(found)
+    return Correction(tuple(factors), error, tuple(seen))
 
 
 def _sequences(config: PreTrainedConfig, count: int) -> list[dict[str, Any]]:

@@ -199,7 +199,8 @@ def test_calibrate_trains_a_model_and_says_what_was_corrected(
 
     def train(model, output, **options):
         asked.append((model, output, options))
-        return Correction((2.0,) * len(ALL_TERMS), 0.031)
+        seen = (True, *[False] * (len(ALL_TERMS) - 1))
+        return Correction((2.0,) * len(ALL_TERMS), 0.031, seen)
 
     monkeypatch.setattr(training, "train", train)
     path = str(tmp_path / "cost.json")
@@ -207,9 +208,10 @@ def test_calibrate_trains_a_model_and_says_what_was_corrected(
     assert asked == [
         ("some/model", path, {"dtype": "auto", "checkpointing": False, "fsdp": True}),
     ]
-    assert said.startswith("the estimate with ")
-    assert "token x 2, " in said
-    assert said.endswith("off by 3 % at the median of their micro-batches\n")
+    wanted = (
+        f"the estimate with {ALL_TERMS[0]} x 2; off by 3 % at the median of their micro-batches"
+    )
+    assert said == f"{wanted}\n"
     assert "--json" in refused("calibrate some/model")
 
 

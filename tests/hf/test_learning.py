@@ -190,6 +190,7 @@ def test_a_new_model_trains_and_corrects_its_estimate(tmp_path, monkeypatch):
     [
         ({"model_type": "t5"}, {}, "not a causal language model"),
         ({}, {"dtype": "int8"}, "dtype must be one of auto, .*; got 'int8'"),
+        ({}, {"fsdp": True}, "--fsdp without a GPU"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(tmp_path, changes, options, message):
