@@ -34,8 +34,8 @@ def train(
 
     model: hub id or folder of a model or a config.json. dtype: of the parameters; auto: bfloat16
     on a GPU, float32 on a CPU. fsdp: to shard by FSDP2. Raises ValueError for an unknown model or
-    dtype, and for FSDP2 on a CPU; OSError if the
-    config cannot be read or the result cannot be written.
+    dtype, and for FSDP2 on a CPU; OSError if the config cannot be read or the result cannot be
+    written.
     """
     on_gpu = torch.cuda.is_available()
     if fsdp and not on_gpu:
