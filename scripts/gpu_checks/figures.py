@@ -90,11 +90,7 @@ def calibration_section(setting: Setting) -> Section:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps({"model_type": "llama", **sizes}))
-        correction = train(
-            str(config),
-            str(Path(folder) / "cost.json"),
-            dtype="float32" if setting.rehearse else "bfloat16",
-        )
+        correction = train(str(config), str(Path(folder) / "cost.json"))
     holds = setting.rehearse or correction.error <= CORRECTED_BOUND
     return Section(
         title="A cost model that steps have corrected, one rank",

@@ -63,7 +63,7 @@ def train(folder, monkeypatch, steps=STEPS, **options):
     return trainer.flexseq.cost, digests, planned, errors
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_run_learns_at_fixed_steps_and_the_next_run_begins_with_it(
     tmp_path, cached, monkeypatch, caplog
 ):
@@ -95,7 +95,7 @@ def test_a_run_learns_at_fixed_steps_and_the_next_run_begins_with_it(
     assert [one for one in caplog.messages if "digest" in one][-1].endswith(anew)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_an_estimate_stays_what_it_is(tmp_path, cached, monkeypatch):
     cost, digests, _, errors = train(tmp_path, monkeypatch, steps=9, cost_model="estimate")
     assert {*digests} == {cost.digest()}
@@ -165,7 +165,7 @@ def config_of(folder, **changes):
     return str(path)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_new_model_trains_and_corrects_its_estimate(tmp_path, monkeypatch):
     asked = []
     real = command.learned_from

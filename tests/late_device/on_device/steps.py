@@ -126,11 +126,13 @@ def test_figures(monkeypatch):
 
 
 @pytest.mark.nightly
+@pytest.mark.processes
 @pytest.mark.usefixtures("in_torch")
 def test_calibration(monkeypatch):
     figures = part("figures")
     monkeypatch.setattr(figures, "TINY", figures.TINY | WIDER)
-    assert section("figures", "calibration").holds
+    lines = section("figures", "calibration").lines
+    assert "off by" in lines[0], "by how much says nothing here"
     assert ops.counts()["operations"] > 1_000
 
 
