@@ -33,7 +33,7 @@ TWO = Topology(nodes=1, ranks_per_node=2)
 ESTIMATE = analytic_cost_model(SMALL, DEVICES["CPU"], TWO)
 FACTORS = [1.0] * len(ALL_TERMS)
 FACTORS[TERMS.index("token")], FACTORS[TERMS.index("attention")] = 2.0, 5.0
-TRUE = corrected(ESTIMATE, FACTORS)
+TRUE = corrected(ESTIMATE, [*FACTORS, 1.0])
 
 
 def steps_of(count, seed=0, shared=True):
@@ -187,7 +187,7 @@ def trace_of(plans, **changes):
 def test_a_trace_corrects_a_cost_model():
     steps = trace_of(steps_of(12))
     cost, correction = learned_from(steps, ESTIMATE, TWO)
-    assert cost == corrected(ESTIMATE, correction.factors)
+    assert cost == corrected(ESTIMATE, (*correction.factors, 1.0))
     assert cost.linear_s == pytest.approx(TRUE.linear_s, rel=0.1)
     assert cost.attention_s == pytest.approx(TRUE.attention_s, rel=0.1)
     assert "token x 2" in correction.text()

@@ -9,7 +9,7 @@ import torch
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import lockstep_ns
-from hf_flexseq.cost.online import ALL_TERMS, MeasuredStep, corrected, fit
+from hf_flexseq.cost.online import FACTORS, MeasuredStep, corrected, fit
 from hf_flexseq.cost.terms import TERMS
 from hf_flexseq.hf import synthetic_run as command
 from hf_flexseq.hf.calibration import cache
@@ -22,8 +22,8 @@ from tests.plans import group, plan_of_groups
 from tests.ranks import join, run_threads
 
 ONE, TWO = (Topology(nodes=1, ranks_per_node=count) for count in (1, 2))
-FACTORS = [4.0] * len(ALL_TERMS)
-FACTORS[TERMS.index("attention")] = 40.0
+CORRECTED = [4.0] * (len(FACTORS) - 1) + [1.0]
+CORRECTED[TERMS.index("attention")] = 40.0
 STEPS = 24
 LENGTHS = [1 + (i * i * 7) % 39 for i in range(2 * STEPS)]
 
@@ -36,7 +36,7 @@ def cached(tmp_path, monkeypatch):
 
 
 def train(folder, monkeypatch, steps=STEPS, **options):
-    """Train on one rank, whose clock says what the estimate with FACTORS says. Returns the cost
+    """Train on one rank, whose clock says what the estimate with CORRECTED says. Returns the cost
     model, the digest by which each step was planned, the error of its plan's objective, and the
     error of what had been learned before it."""
     trainer = flexseq_trainer(
@@ -49,7 +49,7 @@ def train(folder, monkeypatch, steps=STEPS, **options):
     )
 
     def clock(step):
-        cost = corrected(trainer.flexseq.executor.planning.cost, FACTORS)
+        cost = corrected(trainer.flexseq.executor.planning.cost, CORRECTED)
         nanoseconds = lockstep_ns(cost, step.plan.micro_batches, step.plan.lengths, ONE)
         return [one / 1e9 for one in nanoseconds]
 
@@ -114,7 +114,8 @@ def learned_on_a_rank(rank, world_size, saved_after):
     for number in range(STEPS):
         plan = plan_of_groups([999 + 50 * number, 400], [group(0, 2, 0), group(0, 1, 1)])
         step = MeasuredStep(plan.micro_batches, plan.lengths, "free", [[0.5 + number / 9]])
-        learned.take(step, estimate, communicator, first_step=number + 3)
+        held = 1.25 if number == 2 else 0.0  # only the first rank counts
+        learned.take(step, estimate, communicator, first_step=number + 3, held=held)
         if number == saved_after and rank == 0:
             learned.freeze("a checkpoint is saved")
     return learned.to_record()
@@ -129,6 +130,7 @@ def test_ranks_have_the_same_factors_and_a_checkpoint_freezes_them(saved_after, 
     learned = LearnedCost(versions_of(first))
     assert learned.factors_of(steps[0] - 1) is None
     assert learned.factors_of(STEPS) == learned.newest == last
+    assert [one.factors[-1] for one in versions_of(first)] == [1.0, *[1.25] * (len(steps) - 1)]
 
 
 @pytest.mark.parametrize(
@@ -136,8 +138,8 @@ def test_ranks_have_the_same_factors_and_a_checkpoint_freezes_them(saved_after, 
     [
         (None, "another version"),
         ({"terms": ["token"], "versions": []}, "another version"),
-        ({"terms": list(ALL_TERMS), "versions": [[3]]}, "not a step and the factors"),
-        ({"terms": list(ALL_TERMS), "versions": [[3, [-1.0] * len(ALL_TERMS)]]}, "not a step"),
+        ({"terms": list(FACTORS), "versions": [[3]]}, "not a step and the factors"),
+        ({"terms": list(FACTORS), "versions": [[3, [-1.0] * len(FACTORS)]]}, "not a step"),
     ],
 )
 def test_a_record_that_is_none_is_refused(record, message):
@@ -147,7 +149,7 @@ def test_a_record_that_is_none_is_refused(record, message):
 
 @pytest.mark.parametrize(("ratio", "lines"), [(1.2, 0), (1.4, 1), (0.6, 1)])
 def test_a_change_of_the_seconds_is_said_once(ratio, lines, caplog):
-    learned = LearnedCost([Version(0, (1.0,) * len(ALL_TERMS))])
+    learned = LearnedCost([Version(0, (1.0,) * len(FACTORS))])
     for number in range(100):
         learned.watch(50.0 if number % 5 == 0 else ratio, 1.0)
     assert caplog.text.count("times what the cost model says") == lines
@@ -184,7 +186,7 @@ def test_a_new_model_trains_and_corrects_its_estimate(tmp_path, monkeypatch):
     for step in steps:
         observations += MeasuredStep.of_trace(step, ONE).observations(estimate, ONE)
     assert correction == fit(observations)
-    assert type(estimate).load(output) == corrected(estimate, correction.factors)
+    assert type(estimate).load(output) == corrected(estimate, (*correction.factors, 1.0))
     assert correction.text().startswith("the estimate with ")
 
 
