@@ -186,7 +186,7 @@ class EagerPasses(ZeppelinPasses):
 
     def __init__(self, topology: Topology) -> None:
         bandwidths = ((topology.ranks_per_node, 1e12), (topology.world_size, 1e3))
-        network = replace(PRESETS["llama-3.1-8b-a800"], bandwidths=bandwidths, transfer_s=0.0)
+        network = replace(PRESETS["llama-3.1-8b-a800"], bandwidths=bandwidths)
         super().__init__(network, topology, lockstep=True)
         self._world = topology
 
