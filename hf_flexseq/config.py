@@ -88,9 +88,9 @@ class FlexSeqArguments:
         default="auto",
         metadata={
             "help": (
-                "Source of predicted costs: `auto` (measured on this machine once, which takes "
-                "seconds, and kept), `estimate` (computed from the sizes of the model and the "
-                "device), the name of a preset, or the path of a JSON file."
+                "Source of predicted costs: `auto` (computed from the sizes of the model and the "
+                "device, and corrected by the first steps), `estimate` (without corrections), the "
+                "name of a preset, or the path of a JSON file."
             )
         },
     )

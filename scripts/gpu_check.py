@@ -16,7 +16,7 @@
     several        the same plans over NCCL, one rank per GPU: DDP and FSDP2; from two GPUs on
     hsdp           and under accelerate's own HSDP, from four GPUs on
     lost           a rank is killed, and the others must name it; from two GPUs on
-    calibration    a fitted cost model against micro-batches held out of the fit
+    calibration    a cost model that steps have corrected, against these steps
     memory         the memory model against the peak of training steps
     host           the host's share of a layer, for one rank of eight
     training       FlexSeqTrainer against the stock Trainer, on packs

@@ -173,31 +173,24 @@ def _answer(pipe):
         return False, DIED
     if ok:
         value, learned = value
-        counted = _counted()
-        for name, key, found in map(pickle.loads, learned):
-            counted[name][key] = found
+        _counted().update(map(pickle.loads, learned))
     return ok, value
 
 
 def _counted():
-    """By module, what this process has counted of models and towers; nothing of modules that it
-    has not imported."""
-    found = {}
-    for name in ("layer_trial", "tower_trial"):
-        module = sys.modules.get(f"hf_flexseq.hf.calibration.{name}")
-        found[name] = {} if module is None else module._known
-    return found
+    """What this process has counted of models; nothing before it has imported the module."""
+    module = sys.modules.get("hf_flexseq.hf.calibration.layer_trial")
+    return {} if module is None else module._known
 
 
 def _learned(known):
-    """Pickles of what this process has counted that is not in `known`, by module. What has a class
-    that is defined in a function has none."""
+    """Pickles of what this process has counted that is not in `known`. What has a class that is
+    defined in a function has none."""
     pickles = []
-    for name, counted in _counted().items():
-        for item in counted.items():
-            if item[0] not in known[name]:
-                with contextlib.suppress(pickle.PicklingError, AttributeError):
-                    pickles.append(pickle.dumps((name, *item)))
+    for item in _counted().items():
+        if item[0] not in known:
+            with contextlib.suppress(pickle.PicklingError, AttributeError):
+                pickles.append(pickle.dumps(item))
     return pickles
 
 
@@ -233,7 +226,7 @@ def _main(pipe, folder, limits, function, rank, sizes, args, may_die):
             world_size=world_size,
             timeout=timedelta(seconds=group_seconds),
         )
-        known = {name: set(counted) for name, counted in _counted().items()}
+        known = set(_counted())
         result = function(rank, world_size, *args)
         pipe.send((True, (result, _learned(known))))
         # where a rank may die the others end without waiting for each other, as a script that

@@ -66,7 +66,8 @@ def test_without_torch_lengths_are_planned_and_measuring_says_what_is_missing(tm
     )
     assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0, 2, 2] 0"
     assert done.stderr.count("\n") == 2
-    assert "flexseq calibrate: measuring needs torch and transformers: pip install" in done.stderr
+    said = "flexseq calibrate: training a model needs torch and transformers: pip install"
+    assert said in done.stderr
     assert "flexseq report: reports need matplotlib, which cannot be imported: pip" in done.stderr
     assert "no torch: only planning works here" in done.stdout
 

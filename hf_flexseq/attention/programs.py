@@ -105,7 +105,8 @@ class MicroBatchPrograms:
     @property
     def computes(self) -> bool:
         """False with a stand-in for a kernel, which makes tensors and computes nothing
-        (`profiler/live_bytes.py`): neither do recurrent layers then, block by block of rows."""
+        (`memory/live_bytes.py`): neither do recurrent layers then, block by block of
+        rows."""
         found: bool = getattr(self._kernel, "computes", True)
         return found
 

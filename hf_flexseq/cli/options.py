@@ -58,7 +58,7 @@ def make_parser() -> ArgumentParser:
         _command(commands, "report", report, "an HTML page about your lengths, or about a run")
     )
     _calibrate_options(
-        _command(commands, "calibrate", calibrate, "measure a cost model on this machine")
+        _command(commands, "calibrate", calibrate, "correct a cost model by the seconds of a run")
     )
     _prove_options(
         _command(commands, "prove", prove, "show that a model trains on ranks as on one process")
@@ -201,36 +201,31 @@ def _report_options(parser: ArgumentParser) -> None:
 
 def _calibrate_options(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "model", metavar="MODEL", help="name or folder of a model, or a config.json"
+        "source",
+        metavar="TRACE_OR_MODEL",
+        help="the plan trace of a run; or a model to train for some steps on synthetic sequences: "
+        "its name, its folder, or a config.json",
     )
     parser.add_argument(
         "--json", required=True, metavar="FILE", help="write the cost model, for --cost-model"
     )
+    topology_option(parser, required=False, help="of a trace: the ranks that ran it")
+    parser.add_argument(
+        "--cost-model", metavar="NAME_OR_PATH", help="of a trace: the cost model to correct"
+    )
     parser.add_argument(
         "--dtype",
         default="auto",
-        help="dtype of the parameters (default: bfloat16 on a GPU, else float32)",
+        help="of a model: dtype of the parameters (default: bfloat16 on a GPU, else float32)",
     )
-    parser.add_argument(
-        "--zero-stage",
-        type=int,
-        choices=range(4),
-        default=0,
-        help="how training is sharded; FSDP: 3",
-    )
-    parser.add_argument(
-        "--expert-ranks",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="neighbouring ranks that hold all experts together, `ep_size` of DistributedConfig",
-    )
+    parser.add_argument("--fsdp", action="store_true", help="of a model: train with FSDP2")
     parser.add_argument(
         "--no-checkpointing",
         dest="checkpointing",
         action="store_false",
-        help="training keeps all activations",
+        help="of a model: training keeps all activations",
     )
+    limit_option(parser)
 
 
 def _prove_options(parser: ArgumentParser) -> None:

@@ -18,6 +18,8 @@ stages.
     devices.py    a device's figures
     analytic.py   cost models from both
     presets.py    cost models by name
+    terms.py      the terms that seconds are a sum of
+    online.py     their correction by what steps take
 """
 
 from hf_flexseq.cost.evaluate import (

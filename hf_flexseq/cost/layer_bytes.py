@@ -28,7 +28,7 @@ The loss needs 24 h for the last norm. Against what is counted of the layers the
 Qwen3-8B and Qwen3-30B-A3B. They are a quarter too few for Gemma 3, which has twice the norms, and
 for gpt-oss, whose experts clamp both halves, and up to a half for models with scans.
 
-A measured model (`hf/calibration`) counts the layer itself instead. Fused kernels keep less.
+A run counts its model's layers itself (`hf/calibration/layer_trial.py`). Fused kernels keep less.
 """
 
 from dataclasses import replace

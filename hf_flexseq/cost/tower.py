@@ -20,9 +20,6 @@ LEAST_PATCHES = 1e-3
 # A backward takes as much as two forwards; checkpointed layers run forward once more.
 TRAINED_PASSES = 3
 
-# Seconds that do not grow with an image, which are measured and not estimated.
-_CONSTANTS = ("image_s", "call_s")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerShape:
@@ -61,16 +58,12 @@ class TowerCost:
     """Bytes that a rank holds of the features of one token, with their gradients."""
     patches_per_token: float
     """Patches that are merged into one token of the text model."""
-    image_s: float = 0.0
-    """Seconds per image besides those of its patches and pairs."""
-    call_s: float = 0.0
-    """Seconds of a rank in a step besides those of its images."""
     is_sharded: bool = False
     """True if its parameters are gathered in every micro-batch, as under FSDP2 and ZeRO-3: its
     graph cannot be kept for longer."""
 
     def __post_init__(self) -> None:
-        for name in ("patch_s", "pair_s", *_CONSTANTS):
+        for name in ("patch_s", "pair_s"):
             duration(name, getattr(self, name))
         for name in ("patch_bytes", "token_bytes"):
             number(name, getattr(self, name))
@@ -106,20 +99,15 @@ class TowerCost:
         )
 
     def to_record(self) -> dict[str, float]:
-        """Return the constants as plain JSON values, without seconds that older records do not
-        have if they are 0."""
+        """Return the constants as plain JSON values."""
         record = {name: float(value) for name, value in asdict(self).items()}
-        for name in _CONSTANTS:
-            if not record[name]:
-                del record[name]
         return record | {"is_sharded": self.is_sharded}
 
     @classmethod
     def from_record(cls, record: Any) -> "TowerCost":
         """Inverse of `to_record`. Raises ValueError for any other record."""
-        optional = [*_CONSTANTS, "is_sharded"]
-        needed = [name for name in cls.__slots__ if name not in optional]
-        return cls(**fields_of(record, "tower", needed=needed, optional=optional))
+        needed = [name for name in cls.__slots__ if name != "is_sharded"]
+        return cls(**fields_of(record, "tower", needed=needed, optional=["is_sharded"]))
 
     def forward_only(self) -> "TowerCost":
         """Return the cost of a tower without a backward, as if it were frozen."""
@@ -129,8 +117,6 @@ class TowerCost:
             self,
             patch_s=self.patch_s / TRAINED_PASSES,
             pair_s=self.pair_s / TRAINED_PASSES,
-            image_s=self.image_s / TRAINED_PASSES,
-            call_s=self.call_s / TRAINED_PASSES,
             patch_bytes=0.0,
             token_bytes=self.token_bytes / 2,
         )
@@ -143,8 +129,6 @@ class TowerCost:
             self,
             patch_s=self.patch_s * passes,
             pair_s=self.pair_s * passes,
-            image_s=self.image_s * passes,
-            call_s=self.call_s * passes,
             patch_bytes=0.0,
         )
 
@@ -156,7 +140,7 @@ class TowerCost:
 
     def image_ns(self, image: ImageSize) -> int:
         """Return the nanoseconds of one image, at least 1."""
-        seconds = self.image_s + image.patches * self.patch_s + image.pairs * self.pair_s
+        seconds = image.patches * self.patch_s + image.pairs * self.pair_s
         return max(1, round(1e9 * seconds))
 
     def sequences_ns(self, images: Sequence[ImageSize]) -> Mapping[int, int]:
@@ -168,8 +152,7 @@ class TowerCost:
 
     def placed(self, images: Sequence[ImageSize], world_size: int) -> ImagePlacement:
         """Return on which rank each of a step's images, at least one, is encoded."""
-        costs = [self.image_ns(image) for image in images]
-        return place_images(costs, world_size, call_ns=round(1e9 * self.call_s))
+        return place_images([self.image_ns(image) for image in images], world_size)
 
     def held_bytes(self, images: Sequence[ImageSize], placement: ImagePlacement) -> float:
         """Return the bytes of the rank that holds most for images during a step: the graph of

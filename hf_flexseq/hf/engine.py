@@ -132,14 +132,9 @@ class FlexSeqEngine:
         """
         self._costs.bring(checkpoint, record)
 
-    def measure_routers_on(self, rows: Any) -> None:
-        """Measure on `rows` how evenly routers spread tokens over experts on several ranks. Called
-        before `attach`. rows: a dataset of `datasets` with a column input_ids; random tokens
-        stand in for anything else."""
-        self._costs.rows = rows
-
     def cost_record(self) -> dict[str, Any] | None:
-        """Return the cost model for a checkpoint as plain JSON values; None if unknown."""
+        """Return the cost model for a checkpoint as plain JSON values; None if unknown. Steps
+        correct it no more from then on, so that a resumed run has the same."""
         return self._costs.to_record()
 
     # ---- the model
@@ -237,7 +232,9 @@ class FlexSeqEngine:
             chosen = LOOKAHEAD if self.args.lookahead is None else self.args.lookahead
             lookahead = 0 if self._draws_in_place else chosen
             shares = self._shares_prefixes()
-            self._training = self._prefetched(lookahead, first_number, shares_prefixes=shares)
+            self._training = self._prefetched(
+                lookahead, first_number, shares_prefixes=shares, trains=True
+            )
         step = self._training.next(iterator, num_batches)
         if step is not None:
             self._notes.say_padding(step)
@@ -283,6 +280,7 @@ class FlexSeqEngine:
                 what="call",
                 planner=planner,
                 shares_prefixes=not forward_only and self._shares_prefixes(),
+                trains=not forward_only,
             )
         steps = self._in_place[forward_only]
         steps.count_from(number)
@@ -353,9 +351,10 @@ class FlexSeqEngine:
         what: str = "step",
         planner: Callable[[], Planner] | None = None,
         shares_prefixes: bool = False,
+        trains: bool = False,
     ) -> PrefetchedSteps:
-        """Return steps planned by rank 0. Collective over the world. planner: makes the
-        planner."""
+        """Return steps planned by rank 0. Collective over the world. planner: makes the planner.
+        trains: True if the steps' plans follow what earlier ones teach."""
         start = planner or partial(self.executor.planner, ahead=lookahead > 0)
         return PrefetchedSteps(
             self.communicator,
@@ -369,6 +368,7 @@ class FlexSeqEngine:
             shares_prefixes=shares_prefixes,
             images=self.executor.images,
             virtual_tokens=self.executor.virtual_tokens,
+            jobs=self.executor.jobs if trains else None,
         )
 
     def _started(self, start: Callable[[], Planner]) -> Planner | None:

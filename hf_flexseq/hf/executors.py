@@ -33,7 +33,7 @@ from hf_flexseq.planner.process.client import InlinePlanner, Planner, PlannerWor
 from hf_flexseq.planner.process.jobs import Job
 from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.inputs import Inputs
-from hf_flexseq.steps.prefetch import ImageReader
+from hf_flexseq.steps.prefetch import ImageReader, VersionedJob
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
 # ---- what an executor is
@@ -139,6 +139,10 @@ class Executor(Protocol):
 
     def planner(self, *, ahead: bool) -> Planner:
         """Make the planner of rank 0. ahead: in a process of its own."""
+
+    @property
+    def jobs(self) -> VersionedJob | None:
+        """Jobs of training steps, which change with what steps teach; None if they stay."""
 
     def check(self, plan: Any) -> None:
         """Raise ValueError for a plan that would compute something wrong or hang."""

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.hf.executors import EngineSetup
 from hf_flexseq.hf.model.divided import unsharded_class, zero_stage
 from hf_flexseq.hf.model.vision import VisionModel
@@ -58,21 +57,18 @@ class ModelImages:
 
     def planned(self, step: DrawnStep) -> DrawnStep:
         """Return a step that says how its images are encoded, and what memory they take."""
-        cost = self._planning.cost_of_plans(may_choose=self._may_choose)
+        factors = self._planning.factors_of(step.number)
+        cost = self._planning.cost_of_plans(factors, may_choose=self._may_choose)
         plan = plan_images(
             step.images,
             step.lengths,
-            self._tower,
+            replace(self._planning.tower_of(factors), is_sharded=self._is_sharded),
             self._planning.topology,
             cost,
             self._planning.options,
         )
         facts = replace(step.facts, held_tokens=plan.held_tokens(cost.token_bytes))
         return replace(step, image_plan=plan, facts=facts)
-
-    @property
-    def _tower(self) -> TowerCost:
-        return replace(self._planning.tower, is_sharded=self._is_sharded)
 
     @property
     def _is_sharded(self) -> bool:

@@ -3,14 +3,23 @@
 ModelPlanning    the cost model, what memory leaves for tokens, FSDP2's figures
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedModel
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost import CostModel
+from hf_flexseq.config import LOOKAHEAD
+from hf_flexseq.cost import CostModel, FloatArray, step_ns
 from hf_flexseq.cost.choices import held_at_most
 from hf_flexseq.cost.forward import forward_only
+from hf_flexseq.cost.lengths import with_shares
+from hf_flexseq.cost.online import (
+    TOWER,
+    MeasuredStep,
+    corrected_tower,
+    meeting_seconds,
+)
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.hf.calibration.choose import RunWide, with_host_bytes
 from hf_flexseq.hf.executors import EngineSetup
@@ -22,6 +31,11 @@ from hf_flexseq.planner.blocks import exchange_degrees
 from hf_flexseq.planner.passes import passes_of
 from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.program.passes import PlanPasses
+from hf_flexseq.steps.learning import corrected_cost
+from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.trace import Learned
+
+Factors = tuple[float, ...] | None  # of the estimate's terms; None for the estimate itself
 
 
 class ModelPlanning:
@@ -53,7 +67,7 @@ class ModelPlanning:
         self._setup = setup
         self._sync = "lockstep" if lockstep else "free"
         self._lowered = lowered
-        costs = setup.costs
+        self._costs = costs = setup.costs
         subject = costs.subject(
             base,
             save_attention_output=args.save_attention_output,
@@ -105,11 +119,10 @@ class ModelPlanning:
 
     # ---- planners
 
-    @property
-    def tower(self) -> TowerCost:
-        """The cost of the tower of a model that has one."""
+    def tower_of(self, factors: Factors) -> TowerCost:
+        """Return the cost of the tower of a model that has one."""
         assert self._tower is not None, "a model with images has a tower"
-        return self._tower
+        return self._tower if factors is None else corrected_tower(self._tower, factors[TOWER])
 
     @property
     def topology(self) -> Topology:
@@ -122,22 +135,99 @@ class ModelPlanning:
         options = self._setup.args.plan_options(self._sync)
         return replace(options, max_tokens_per_rank=self.max_tokens_per_rank)
 
-    def cost_of_plans(self, *, may_choose: bool) -> CostModel:
+    def cost_of_plans(self, factors: Factors, *, may_choose: bool) -> CostModel:
         """Return the cost model by which steps are planned. may_choose: whether plans may choose
         where activations are."""
-        return self.cost if may_choose else replace(self.cost, activations=None)
+        cost = self._lowered_cost(corrected_cost(self.cost, factors))
+        return cost if may_choose else replace(cost, activations=None)
 
-    def job(self, base: PreTrainedModel, *, may_choose: bool, trains: bool = True) -> GroupsJob:
+    def job(
+        self, base: PreTrainedModel, factors: Factors, *, may_choose: bool, trains: bool = True
+    ) -> GroupsJob:
         """Return what a planner is asked to do.
 
-        base: the model, wrapped as it will run. trains: False for passes that have no backward.
+        base: the model, wrapped as it will run. factors: of the cost model, see `factors_of`.
+        trains: False for passes that have no backward.
         """
-        cost = self.cost_of_plans(may_choose=may_choose)
+        cost = self.cost_of_plans(factors, may_choose=may_choose)
+        figures = self.fsdp.figures
+        if figures is not None and self.cost.micro_batch_s:  # which has the seconds of trips
+            factor = cost.micro_batch_s / self.cost.micro_batch_s
+            figures = replace(figures, trip_s=factor * figures.trip_s)
+        if figures is not None and factors is not None:
+            figures = replace(figures, token_bytes=cost.token_bytes)
         if not trains:
             cost = forward_only(cost)
         return GroupsJob(
             topology=self.topology,
             cost=priced_for(cost, base),
             options=self.options,
-            fsdp=self.fsdp.figures,
+            fsdp=figures,
         )
+
+    # ---- what steps teach
+
+    def factors_of(self, number: int) -> Factors:
+        """Return the factors of the cost model by which training step `number` is planned."""
+        return self._costs.learned.factors_of(number)
+
+    def _token_bytes(self, number: int) -> float:
+        """Return the bytes of a token by which training step `number` is planned."""
+        return corrected_cost(self.cost, self.factors_of(number)).token_bytes
+
+    def policies(self, number: int) -> FsdpPolicies:
+        """Return FSDP2's policies, with the bytes of a token by which step `number` is planned."""
+        self.fsdp.use(self._token_bytes(number))
+        return self.fsdp
+
+    @property
+    def newest(self) -> Factors:
+        """The factors that steps have taught so far."""
+        return self._costs.learned.newest
+
+    def learn(self, step: RankMicroBatches, by_rank: FloatArray, peak_share: float) -> Learned:
+        """Learn from a training step that has run. Collective over the world.
+
+        by_rank: [world_size, micro-batches] seconds that each rank has measured. peak_share: the
+        bytes that devices have held of tokens over those that the step was planned with.
+        """
+        plan, newest = step.plan, self.newest
+        planned_by = self.factors_of(step.number)
+        tower_s = 0.0
+        if step.images is not None:
+            tower_s = step.images.plan.placement.seconds
+        predicted_s = plan.objective_s + tower_s
+        tower_s /= 1.0 if planned_by is None else planned_by[TOWER]  # by the estimate
+        lengths: Sequence[int] = plan.lengths
+        if plan.units or step.drawn.facts.later_pairs:
+            lengths = with_shares(lengths, plan.units, step.drawn.facts.later_pairs)
+        if newest is not None and newest != planned_by:
+            cost = corrected_cost(self.cost, newest)
+            text_ns = step_ns(cost, plan.micro_batches, lengths, self.topology, sync=self._sync)
+            predicted_s = text_ns / 1e9 + newest[TOWER] * tower_s
+        is_first = self._setup.communicator.rank == 0  # which alone fits and writes
+        batches = plan.micro_batches
+        measured = MeasuredStep(
+            micro_batches=batches,
+            lengths=lengths,
+            sync=self._sync,
+            seconds=meeting_seconds(batches, by_rank, self._sync) if is_first else [],
+            tower_s=tower_s,
+            is_whole=step.passes > 1,
+        )
+        # steps up to the lookahead are drawn while the next one runs
+        lookahead = LOOKAHEAD if self._setup.args.lookahead is None else self._setup.args.lookahead
+        first_step = step.number + lookahead + 2 + step.stopwatch.is_behind
+        learned = self._costs.learned
+        if planned_by is not None:  # relative to the estimate
+            peak_share *= self._token_bytes(step.number) / self.cost.token_bytes
+        learned.take(
+            measured,
+            self.cost,
+            self._setup.communicator,
+            first_step=first_step,
+            held=peak_share,
+        )
+        if is_first:
+            learned.watch(float(by_rank.sum(axis=1).max()), predicted_s)
+        return Learned(self._sync, measured.seconds, tower_s, predicted_s)

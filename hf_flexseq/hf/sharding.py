@@ -21,6 +21,7 @@ memory there is, keep no parameters, and see one batch where a plan has several 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,8 +42,8 @@ from hf_flexseq.cost.sharding import (
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.divided import expert_group_size, is_fsdp2, replicas
 from hf_flexseq.hf.model.facts import gathered_itemsize, model_shape, trained_elements
+from hf_flexseq.memory.device import device_memory_bytes
 from hf_flexseq.plan import Plan
-from hf_flexseq.profiler.estimate import device_memory_bytes
 from hf_flexseq.steps.micro_batches import BeforeLast
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,11 @@ class FsdpPolicies:
         self._model: nn.Module | None = None
         self._units: list[FSDPModule] = []
         self._outermost: list[FSDPModule] = []
+
+    def use(self, token_bytes: float) -> None:
+        """Choose by so many bytes of a token from now on."""
+        if self.figures is not None and self.figures.token_bytes != token_bytes:
+            self.figures = replace(self.figures, token_bytes=token_bytes)
 
     def forget_model(self) -> None:
         """Drop the model that the last step ran, and its units."""

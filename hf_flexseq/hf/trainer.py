@@ -198,7 +198,6 @@ class FlexSeqMixin(PartOfModelMixin):
             uses_trl=any(package(cls) == "trl" for cls in type(self).__mro__),
         )
         engine.keep_loader_settings()
-        engine.measure_routers_on(self.train_dataset)
         engine.use(self._settings_of_model())
         return engine
 

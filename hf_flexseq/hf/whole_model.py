@@ -11,7 +11,7 @@ A rank has all of the model, or accelerate gives it what it needs of it (FSDP, Z
 What the model itself is given is in `attached.py`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.model_images import ModelImages
-from hf_flexseq.hf.model_planning import ModelPlanning
+from hf_flexseq.hf.model_planning import Factors, ModelPlanning
 from hf_flexseq.hf.reduction import GradientReduction, note_trained, whole_parameters
 from hf_flexseq.hf.shared_prefixes import reason_not_shared
 from hf_flexseq.hf.sync import resolve_sync
@@ -52,8 +52,9 @@ from hf_flexseq.steps.embedding_noise import NoiseColumns
 from hf_flexseq.steps.exchange import RowExchange, united
 from hf_flexseq.steps.features import with_image_columns
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
+from hf_flexseq.steps.learning import corrected_cost
 from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
-from hf_flexseq.steps.prefetch import ImageReader
+from hf_flexseq.steps.prefetch import ImageReader, VersionedJob
 from hf_flexseq.steps.token_columns import LENGTHS, with_token_columns
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
@@ -95,8 +96,10 @@ class WholeModelExecutor:
 
     @property
     def cost(self) -> CostModel | None:
-        """What the model costs that was attached last; None before."""
-        return None if self._planning is None else self._planning.cost
+        """What the model costs that was attached last, as far as its steps have taught; None
+        before."""
+        planning = self._planning
+        return None if planning is None else corrected_cost(planning.cost, planning.newest)
 
     @property
     def planning(self) -> ModelPlanning:
@@ -243,9 +246,26 @@ class WholeModelExecutor:
         return planner_of(self._job(trains=False), ahead=False)
 
     def _job(self, *, trains: bool = True) -> GroupsJob:
+        return self._job_by(self.planning.newest, trains=trains)
+
+    def _job_by(self, factors: Factors, *, trains: bool = True) -> GroupsJob:
         # Not earlier: FSDP wraps MLPs after `attach`, and the user may put hooks on them.
         base = self._attached_model.base
-        return self.planning.job(base, may_choose=self._may_choose, trains=trains)
+        return self.planning.job(base, factors, may_choose=self._may_choose, trains=trains)
+
+    @property
+    def jobs(self) -> VersionedJob:
+        """Jobs of training steps, which change with what steps teach."""
+        return self
+
+    def version_of(self, number: int | None) -> Hashable:
+        """Return what tells the jobs of steps apart: the factors of the cost model. number: see
+        `VersionedJob`."""
+        return self.planning.newest if number is None else self.planning.factors_of(number)
+
+    def job_of(self, number: int) -> GroupsJob:
+        """Return the job by which step `number` is planned."""
+        return self._job_by(self.planning.factors_of(number))
 
     @property
     def _may_choose(self) -> bool:
@@ -377,7 +397,7 @@ class WholeModelExecutor:
         reduction = GradientReduction(
             accelerator=self.setup.accelerator,
             communicator=self.setup.communicator,
-            fsdp=self.planning.fsdp,
+            fsdp=self.planning.policies(step.number),
             adapters=self._adapters,
             lockstep=self.lockstep,
             leaves_tower_out=vision is not None and not step.drawn.images,
@@ -386,7 +406,9 @@ class WholeModelExecutor:
 
     def figures(self, step: RankMicroBatches, trace: PlanTrace) -> Figures:
         """Write a finished step's trace; return its figures. Collective over the world."""
-        return trace.record(step, self.planning.cost)
+        planning = self.planning
+        cost = corrected_cost(planning.cost, planning.factors_of(step.number))
+        return trace.record(step, cost, planning.learn)
 
     # ---- what a loss on the source ranks needs of the model
 

@@ -4,4 +4,6 @@ store.py     tensors that leave the device behind the forward and come back befo
 pages.py     memory of the host for them, in pages of one size, under a budget
 machine.py   how much memory the machine has for this
 tiles.py     MLPs in tiles of tokens
+device.py    the figures of a device, and the memory that it has
+live_bytes.py, layer_watch.py   count what a model's layers keep, on tensors without memory
 """

@@ -40,6 +40,8 @@ class PlannedStep:
     """Seconds that training waited for the plan; None if unknown."""
     tower: TowerLoad | None = None
     """What the tower does for the step's images; None without images."""
+    learned: dict[str, Any] | None = None
+    """What a cost model learns from the step (`cost/online.py`); None if the file has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +130,9 @@ def _step(index: int, record: Any, limits: Limits) -> PlannedStep:
     plan = Plan.from_record(plan_record)
     plan.check_form()
     measured = _measured(record)
+    learned = record.get("learned")
+    if learned is not None and not isinstance(learned, dict):
+        raise ValueError(f"learned: expected a JSON object, got {type(learned).__name__}")
     if measured is not None and len(measured) != len(plan.micro_batches):
         raise ValueError(
             f"step {number} has {len(plan.micro_batches)} micro-batches, "
@@ -140,6 +145,7 @@ def _step(index: int, record: Any, limits: Limits) -> PlannedStep:
         passes=whole("passes", record.get("passes", 1), least=1),
         waited_s=_waited(record),
         tower=None if record.get("tower") is None else TowerLoad.from_record(record["tower"]),
+        learned=learned,
     )
 
 

@@ -15,7 +15,7 @@ All tags are below 2^31, because transports take a signed 32-bit number.
       passes over the zone's posts     message in 2^16 + [0, 2^16)       PASS_MESSAGES
     passes over a whole program        2^30 + [0, 8)                     PASS_TAGS
     links between stages               3 * 2^29 + [0, 2^29)              link_tag
-    measurements of the profiler       0 and up                          UNTAGGED
+    transfers while no others run      0 and up                          UNTAGGED
     roll call, on the CPU group        0                                 ROLL_CALL
     meetings, on the CPU group         1                                 MEETING
     tokens, on the CPU group           2                                 TOKENS
@@ -35,8 +35,7 @@ Why no two messages between the same two ranks are mistaken for each other:
   its attention call ends, so two calls never have a transfer of one rank under way together. Where
   a peer is a call behind, messages of one tag arrive in the order in which they were sent, and
   both ends post them in one order.
-* The roll call has a group of its own, and runs when everything else has failed. The profiler
-  measures when nothing else runs.
+* The roll call has a group of its own, and runs when everything else has failed.
 * Between two ranks one side sends on the link of hidden states, the other on that of gradients;
   where two ranks are a ring, each sends on one link of either kind. The two kinds alternate in
   the numbers, and repeat them long after a message has arrived.

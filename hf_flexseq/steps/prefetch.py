@@ -28,7 +28,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import islice
@@ -43,6 +43,7 @@ from hf_flexseq.plan.facts import StepFacts
 from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.process.client import Planner
+from hf_flexseq.planner.process.jobs import Job
 from hf_flexseq.steps.all_drawn import AllDrawn, numbers_of
 from hf_flexseq.steps.drawn import (
     NO_COLUMNS,
@@ -86,6 +87,17 @@ class ImageReader(Protocol):
         """Return a step that says how its images are encoded, and what memory they take."""
 
 
+class VersionedJob(Protocol):
+    """What a planner is asked to do, which changes with the number of the step."""
+
+    def version_of(self, number: int | None) -> Hashable:
+        """Return what tells the jobs of steps apart. number: of a step; None for the job of a
+        planner that is made now."""
+
+    def job_of(self, number: int) -> Job:
+        """Return the job by which step `number` is planned."""
+
+
 class PrefetchedSteps:
     """The steps of one iterator at a time: drawn, planned, and dispatched to the ranks."""
 
@@ -103,6 +115,7 @@ class PrefetchedSteps:
         shares_prefixes: bool = False,
         images: ImageReader | None = None,
         virtual_tokens: int = 0,
+        jobs: VersionedJob | None = None,
     ) -> None:
         """Nothing is drawn before the first `next`.
 
@@ -116,6 +129,7 @@ class PrefetchedSteps:
         shares_prefixes: whether rows that begin alike may be planned as units; alike on all ranks.
         images: reads the images of a row; None for a model of text.
         virtual_tokens: number of them that the model puts in front of each sequence.
+        jobs: by which steps are planned; None for the planner's own.
         """
         self.communicator = communicator
         self._planner = planner
@@ -127,6 +141,8 @@ class PrefetchedSteps:
         self._shares_prefixes = shares_prefixes
         self._images = images
         self._virtual_tokens = virtual_tokens
+        self._jobs = jobs
+        self._version = self._made_version()  # of the planner's job
         # of the last `next`
         self._iterator: Batches | None = None
         self._num_batches = 0
@@ -196,6 +212,7 @@ class PrefetchedSteps:
         if self._planner is not None:
             self._planner.close()
         self._planner = planner
+        self._version = self._made_version()
         drawn = self._submitted(step.drawn)
         self._drawn = deque(self._submitted(one) for one in self._drawn)
         again = self._plan_and_dispatch(drawn)
@@ -300,8 +317,16 @@ class PrefetchedSteps:
         if step.images and self._images is not None:
             step = self._images.planned(step)
         if self._planner is not None:
+            version = self._version if self._jobs is None else self._jobs.version_of(step.number)
+            if self._jobs is not None and version != self._version:
+                self._version = version
+                self._planner.use(self._jobs.job_of(step.number))
             self._planner.submit(step.request, list(step.lengths), step.facts)
         return step
+
+    def _made_version(self) -> Hashable:
+        """Return the version of the job of a new planner."""
+        return None if self._jobs is None else self._jobs.version_of(None)
 
     def _with_images(self, row: SourceRow) -> SourceRow:
         """Return this rank's row with its images read. Raises ValueError for those that the model

@@ -124,9 +124,9 @@ def _far_off(steps: Sequence[Figures], cost_model: str) -> str | None:
 def _of_the_cost_model(name: str) -> str:
     """Return why a cost model may be wrong here, and what to do."""
     if name == "estimate":
-        return "cost_model='estimate' is arithmetic, cost_model='auto' measures this machine"
+        return "cost_model='estimate' is arithmetic, cost_model='auto' corrects it by the steps"
     if name == "auto":
-        return "the cost model was measured at another load of this machine"
+        return "the steps that the cost model has learned from ran at another load of this machine"
     if name in PRESETS:
-        return f"cost_model={name!r} describes other devices, cost_model='auto' measures these"
-    return f"cost_model={name!r} may describe another machine, cost_model='auto' measures this one"
+        return f"cost_model={name!r} describes other devices, cost_model='auto' learns these"
+    return f"cost_model={name!r} may describe another machine, cost_model='auto' learns this one"

@@ -8,11 +8,11 @@ pipelined step has a line for each replica. `trace_file.py` writes it.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from hf_flexseq.cost import CostModel
+from hf_flexseq.cost import CostModel, FloatArray
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
@@ -32,6 +32,25 @@ GROUPS_OF, CHOSEN = "groups_of_", "chosen: "
 Figures = dict[str, float]
 
 
+class Learned(NamedTuple):
+    """What a cost model has learned from a step."""
+
+    sync: str
+    """How the ranks wait for each other, in lockstep or free."""
+    meetings_s: Sequence[Sequence[float]]
+    """Seconds of the ranks that wait for each other, by micro-batch (`cost/online.py`); on rank 0
+    alone."""
+    tower_s: float
+    """Seconds that the estimate has for the step's images."""
+    predicted_s: float
+    """Seconds of the step by all that was learned before it."""
+
+
+Learn = Callable[[RankMicroBatches, FloatArray, float], Learned]
+"""Takes a step that has run, the seconds that each rank has measured, [world, micro-batches], and
+the bytes that devices have held of tokens over those predicted. Collective over the world."""
+
+
 class PlanTrace:
     """Gathers what ranks measured, and writes it with the plan where a trace is wanted."""
 
@@ -47,14 +66,18 @@ class PlanTrace:
         # All steps share one cost model, whose digest takes longer than a line.
         self._digest = functools.lru_cache(maxsize=1)(CostModel.digest)
 
-    def record(self, step: RankMicroBatches, cost: CostModel) -> Figures:
-        """Write a finished step's trace; return its figures. Collective over the world."""
+    def record(
+        self, step: RankMicroBatches, cost: CostModel, learn: Learn | None = None
+    ) -> Figures:
+        """Write a finished step's trace; return its figures. Collective over the world. cost: by
+        which the step was planned. learn: told of the step; None where nothing is learned."""
         world_size = self.communicator.world_size
         found = self._gather(  # [world, 1 + micro-batches]
             step, lambda: [step.peak_share(cost, world_size), *step.measured_s()]
         )
         peak_share, by_rank = float(found[:, 0].max()), found[:, 1:]
         slowest = float(by_rank.sum(dim=1).max())
+        learned = None if learn is None else learn(step, by_rank.numpy(), peak_share)
         if self._file is not None:
             measured = by_rank.amax(dim=0).tolist()  # by micro-batch
             line = {
@@ -64,12 +87,17 @@ class PlanTrace:
             }
             if peak_share:
                 line["peak_share"] = peak_share
+            if learned is not None:
+                line["learned"] = learned._asdict()
             if step.passes > 1:
                 line["passes"] = step.passes
             if step.images is not None:
                 line["tower"] = TowerLoad.of(step.images.plan).to_record()
             self._file.append(step.number, [line | step.plan.to_record()])
-        return step_figures(step, slowest)
+        figures = step_figures(step, slowest)
+        if learned is not None:
+            figures["predicted_s"] = learned.predicted_s
+        return figures
 
     def record_pipeline(self, step: RankChunks, cost: PipelineCost, whole: CostModel) -> Figures:
         """Write a finished step's trace, a line per replica; return its figures. Collective over

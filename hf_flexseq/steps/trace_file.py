@@ -26,6 +26,14 @@ START = b'{"step": '  # how each line begins
 MOST_DIGITS = 18  # of the number of a step
 
 
+def is_trace(path: str) -> bool:
+    """Tell if a file begins as a plan trace does."""
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(START)) == START
+
+
 class TraceFile:
     """Appends the steps of a run to a file."""
 

@@ -44,10 +44,10 @@ from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.tiles import MlpTiles
 from hf_flexseq.hf.whole_model import WholeModelExecutor
+from hf_flexseq.memory.live_bytes import LiveBytes, stand_in_sum
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.memory import MemoryChoice
-from hf_flexseq.profiler.live_bytes import LiveBytes, stand_in_sum
 
 TILES = 8
 FEW_TOKENS = 1024

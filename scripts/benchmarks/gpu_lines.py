@@ -53,7 +53,7 @@ FOLDER = ROOT / "build/gpu_lines"
 # packages that are installed apart.
 RUNS = (
     ("tests/attention", "tests/cli", "tests/distributed", "tests/kernels", "tests/late_device")
-    + ("tests/memory", "tests/profiler", "tests/scripts/test_gpu_check.py", "tests/steps")
+    + ("tests/memory", "tests/scripts/test_gpu_check.py", "tests/steps")
     + ("tests/hf/test_reduction.py", "tests/hf/test_trainer.py", "tests/hf/test_sharding.py")
     + ("tests/hf/test_sharded_checkpoints.py",),
     ("-m", "nightly", "tests/late_device", "tests/scripts/test_gpu_check.py"),
@@ -110,7 +110,7 @@ FUNCTIONS = {
         *("Segments.has_keyless", "Segments.place"),
     ),
     "memory/store.py": ("free_cached_pinned_memory",),
-    "profiler/estimate.py": ("_known_gpu",),
+    "memory/device.py": ("_known_gpu",),
     "scripts/gpu_checks/several.py": ("_guarded",),
 }
 
@@ -159,11 +159,10 @@ ON_ALL = {
     "cli/environment.py": r"for index in range\(torch\.cuda\.device_count",
     "distributed/connect.py": r"if torch\.cuda\.is_available",
     "distributed/hosts.py": r"device_count\(\) or CPU_RANKS",
-    "hf/calibration/command.py": r"Accelerator\(cpu=not torch",
+    "hf/synthetic_run.py": r"on_gpu = torch",
     "hf/prove/command.py": r"Accelerator\(cpu=not torch",
     "memory/pages.py": r"pin_memory=self\._pinned",
     "memory/store.py": r"if is_gpu else None",
-    "profiler/transfers.py": r"pin_memory=is_pinned",
     "steps/ahead.py": r"if device\.type == \"cuda\" else None",
     "steps/nonfinite.py": r"self\._copied: .* = None",
     "steps/random_numbers.py": r"if torch\.cuda\.is_available",

@@ -1,7 +1,6 @@
 """Images of vision-language models: how evenly the tower's work is placed, and seconds of steps.
 
     python scripts/benchmarks/images.py --placements                     modelled: 8 and 64 ranks
-    python scripts/benchmarks/images.py --towers                         measured: towers alone
     torchrun --nproc_per_node 2 scripts/benchmarks/images.py             measured: steps on two
 
 `--placements` draws 100 steps with long-tailed images, eight sequences a rank, and 100 with
@@ -13,9 +12,6 @@ all steps together (sums of largest loads over sums of means), and that of ranks
 images of the sequences that they drew.
 
 `placements.py` says which images are drawn.
-
-`--towers` compares the seconds and the bytes that a calibration predicts for towers with those
-that are measured (`towers.py`).
 
 Without options a small Qwen3-VL is trained on two ranks, in turns, on the same steps:
 
@@ -58,9 +54,7 @@ from common import argument_parser, load_average, machine, ratios, spread, table
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.plan.images import ImagePlacement, ImageSize
-from hf_flexseq.profiler.design import THOROUGH
 from placements import COLUMNS, MERGED, images_of_sequence, placements_page, sides_of_image
-from towers import BYTE_COLUMNS, QWEN3_TOWER, SMALL_TEXT, TOWER_COLUMNS, tower_models, towers_page
 
 Example = dict[str, Any]
 
@@ -68,6 +62,25 @@ VOCAB, WIDTH = 2700, 4 * 4 * 3 * 2  # values of a patch of 4 x 4 pixels, twice i
 TOKENS = {"image_token_id": 1, "video_token_id": 2}
 TOKENS |= {"vision_start_token_id": 3, "vision_end_token_id": 4}
 WORD = 5  # the first token of text
+TEXT = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 32768,
+}
+TOWER = {
+    "depth": 4,
+    "hidden_size": 128,
+    "out_hidden_size": 256,
+    "intermediate_size": 512,
+    "num_heads": 4,
+    "patch_size": 4,
+    "num_position_embeddings": 256,
+    "deepstack_visual_indexes": [1],
+}
 WARMUP = 1  # steps that are not timed
 
 
@@ -159,8 +172,8 @@ def small_model() -> Qwen3VLForConditionalGeneration:
     set_seed(0)
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [6, 5, 5]}
     config = Qwen3VLConfig(
-        text_config={**SMALL_TEXT, "vocab_size": VOCAB, "rope_parameters": rope},
-        vision_config=dict(QWEN3_TOWER),
+        text_config={**TEXT, "vocab_size": VOCAB, "rope_parameters": rope},
+        vision_config=dict(TOWER),
         tie_word_embeddings=True,
         **TOKENS,
     )
@@ -292,15 +305,6 @@ def steps_page(asked: argparse.Namespace) -> tuple[list[list[str]], list[dict[st
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--placements", action="store_true", help="place images alone")
-    parser.add_argument(
-        "--towers",
-        nargs="*",
-        choices=tower_models(),
-        help="calibrate and time towers alone: of these models, or of all",
-    )
-    parser.add_argument(
-        "--budget", type=float, default=THOROUGH.budget_s, help="seconds of a calibration's runs"
-    )
     parser.add_argument("--steps", type=int, default=6, help="of a training, the first untimed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--per-rank", type=int, default=4, help="sequences of a rank and a step")
@@ -312,16 +316,6 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     before = load_average()
-    if asked.towers is not None:
-        lines, of_bytes, figures = towers_page(asked)
-        print(table(TOWER_COLUMNS, lines, numbers=range(2, len(TOWER_COLUMNS))))
-        print()
-        print(table(BYTE_COLUMNS, of_bytes, numbers=range(1, len(BYTE_COLUMNS))))
-        print(
-            f"\n{machine('torch', 'transformers')}; load before {before}; after {load_average()}"
-        )
-        write_record(asked.json, figures)
-        return
     lines, figures = steps_page(asked)
     if int(os.environ["RANK"]) == 0:
         columns = ("case", "lane", "a step", "flexseq / lane", "processors", "flexseq / lane")

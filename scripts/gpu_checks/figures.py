@@ -1,7 +1,7 @@
 """What the planner believes of one GPU, against what is measured there.
 
-    calibration    the cost model that is fitted to this GPU predicts micro-batches that were held
-                   out of the fit, to 5 % on average
+    calibration    the estimate of a model, corrected by a dozen steps on this GPU (`flexseq
+                   calibrate`), is off by at most 5 % at the median of their micro-batches
     memory         the memory model predicts the peak bytes of a micro-batch that is not the first
                    of its step, to 3 %: weights, the optimizer's state and gradients are there
     host           seconds that the host takes to hand a layer's attention to the device, beside
@@ -11,11 +11,15 @@
 In a rehearsal times and bytes are shown and not judged.
 """
 
+import json
 import resource
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -27,16 +31,19 @@ from gpu_checks.stub import StubTransport
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.calibration.choose import CostSubject
-from hf_flexseq.hf.calibration.command import calibrate
-from hf_flexseq.hf.calibration.probe import ModelProbes
 from hf_flexseq.hf.model.facts import ModelFacts, model_shape
+from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.model.meta_model import attention_of_text
+from hf_flexseq.hf.model.positions import attach_positions
+from hf_flexseq.hf.synthetic_run import train
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.profiler.design import THOROUGH, Effort, ProbeShape, in_groups
+from hf_flexseq.steps.inputs import inputs_of, shard_alone
 
-HOLD_OUT_BOUND = 0.05
+CORRECTED_BOUND = 0.05
 # The memory model adds up what is held when the loss is computed and what is held when layers run
 # again, so that it may be above the peak, which is one of these moments, but not below.
 MEMORY_BELOW, MEMORY_ABOVE = 0.03, 0.10
@@ -69,9 +76,6 @@ TINY = {  # in a rehearsal
     "vocab_size": 64,
     "max_position_embeddings": 4096,
 }
-BRIEF = Effort(budget_s=0.05, rounds=1, held_out=2)  # in a rehearsal
-QUICK = Effort(held_out=8)
-
 MEMORY_TOKENS = (16384, 32768)
 HOST_TOKENS = 2048  # of the rank
 ROUNDS = 10
@@ -81,27 +85,16 @@ ROUNDS = 10
 
 
 def calibration_section(setting: Setting) -> Section:
-    """Calibrate a cost model, and judge how well it predicts what was held out of the fit."""
-    sizes = TINY if setting.rehearse else WIDE
-    title = "Calibration of computation, one rank"
-    try:
-        record = calibrate(
-            {"model_type": "llama", **sizes},
-            dtype="float32" if setting.rehearse else "bfloat16",
-            effort=BRIEF if setting.rehearse else QUICK if setting.quick else THOROUGH,
-        )
-    except ValueError as error:  # a fit that is off by half and more
-        line = f"{error}: {_judged(setting, False)}."
-        return Section(title=title, lines=(line,), holds=setting.rehearse)
-    errors = record["hold_out"]["errors"]
-    mean = statistics.mean(errors)
-    holds = setting.rehearse or mean <= HOLD_OUT_BOUND
+    """Correct an estimate by some steps, and judge how far it is off on them."""
+    sizes = TINY if setting.rehearse else SMALL
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps({"model_type": "llama", **sizes}))
+        correction = train(str(config), str(Path(folder) / "cost.json"))
+    holds = setting.rehearse or correction.error <= CORRECTED_BOUND
     return Section(
-        title=title,
-        lines=(
-            f"{len(errors)} micro-batches held out of the fit are off by {mean:.1%} on average "
-            f"(bound {HOLD_OUT_BOUND:.0%}): {_judged(setting, holds)}.",
-        ),
+        title="A cost model that steps have corrected, one rank",
+        lines=(f"{correction.text()} (bound {CORRECTED_BOUND:.0%}): {_judged(setting, holds)}.",),
         holds=holds,
     )
 
@@ -161,13 +154,27 @@ def _peaks(facts: ModelFacts, device: torch.device) -> Callable[[int], int]:
     """Return what measures the most bytes that tensors take during the second micro-batch of a
     step, of one sequence of some tokens; on a CPU, in a rehearsal, those of the whole process."""
     communicator = Communicator()
-    probes = ModelProbes(facts, communicator, device)
-    probe = probes(probes.layers)
-    optimizer = torch.optim.AdamW(probe.model.parameters())
+    kernel = choose_kernel(device, torch.bfloat16, facts.shape.head_dim)
+    with torch.device(device):
+        model = LlamaForCausalLM(facts.config).to(facts.dtype).train()
+    model.set_attn_implementation(attention_of_text(model, NAME))
+    attach_chunked_loss(model)
+    attach_positions(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters())
+    context = partial(SequenceContext, communicator=communicator, kernel=kernel, device=device)
 
     def measure(tokens: int) -> int:
-        alone = ProbeShape(strategy="local", degree=1, lengths=(tokens,))
-        forward_backward = probe.run(in_groups(alone, communicator.topology))
+        ids = torch.arange(tokens)
+        known = ids % facts.config.vocab_size
+        columns = {"input_ids": known, "labels": known, "position_ids": ids}
+
+        def forward_backward() -> None:
+            inputs = inputs_of(shard_alone([tokens], 0), columns, device, context)
+            with torch.autocast(device.type, facts.autocast):
+                outputs = model(**inputs, use_cache=False, num_items_in_batch=tokens)
+            outputs.loss.backward()
+
         forward_backward()
         optimizer.step()  # the first one makes its state
         optimizer.zero_grad()

@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import types
-from dataclasses import replace
 
 import pytest
 
@@ -15,12 +14,13 @@ from hf_flexseq.base.registry import PLANNERS
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cli import compare as comparing
 from hf_flexseq.cli import main
-from hf_flexseq.cost.analytic import analytic_cost_model
-from hf_flexseq.cost.devices import DEVICES
-from hf_flexseq.cost.presets import LLAMA_8B, PRESETS
+from hf_flexseq.cost import CostModel, lockstep_ns
+from hf_flexseq.cost.online import ALL_TERMS, Correction
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
+from tests.plans import group, plan_of_groups
 
 COST = "--cost-model flexsp-gpt-7b-a100"
 MACHINE = f"--topology 2x4 {COST}"
@@ -183,37 +183,44 @@ def test_env_names_a_gpu_s_kernels_and_what_they_lack(flexseq, monkeypatch):
     assert "guaranteed by torch_varlen: bfloat16, float16" in flexseq("env")
 
 
-def test_calibrate_passes_its_options_on_and_reports(flexseq, refused, tmp_path, monkeypatch):
-    measuring = pytest.importorskip("hf_flexseq.hf.calibration.command")
+def test_calibrate_trains_a_model_and_says_what_was_corrected(
+    flexseq, refused, tmp_path, monkeypatch
+):
+    training = pytest.importorskip("hf_flexseq.hf.synthetic_run")
     asked = []
-    one = Topology(nodes=1, ranks_per_node=1)
-    estimate = analytic_cost_model(LLAMA_8B, DEVICES["H100"], one)
-    activations = replace(estimate.activations, out_rate=2.5e10, back_rate=5e10)
-    cost = replace(FLEXSP, launch_s=7e-6, post_s=9.5e-5, activations=activations)
 
-    def measured(model, **options):
-        asked.append((model, options))
-        machine = {"device": "cpu", "topology": [1, 2], "model": "Llama"}
-        return {
-            "cost_model": cost.to_record(),
-            "hold_out": {"median": 0.031, "errors": [0.031, 0.08, 0.02]},
-            **machine,
-            "dtype": "float32",
-            "torch": "2",
-        }
+    def train(model, output, **options):
+        asked.append((model, output, options))
+        seen = (True, *[False] * (len(ALL_TERMS) - 1))
+        return Correction((2.0,) * len(ALL_TERMS), 0.031, seen)
 
-    monkeypatch.setattr(measuring, "calibrate", measured)
+    monkeypatch.setattr(training, "train", train)
     path = str(tmp_path / "cost.json")
-    said = flexseq(
-        f"calibrate some/model --json {path} --zero-stage 3 --expert-ranks 2 --no-checkpointing"
+    said = flexseq(f"calibrate some/model --json {path} --fsdp --no-checkpointing")
+    assert asked == [
+        ("some/model", path, {"dtype": "auto", "checkpointing": False, "fsdp": True}),
+    ]
+    wanted = (
+        f"the estimate with {ALL_TERMS[0]} x 2; off by 3 % at the median of their micro-batches"
     )
-    options = {"dtype": "auto", "output": path, "checkpointing": False}
-    options |= {"zero_stage": 3, "expert_ranks": 2}
-    assert asked == [("some/model", options)]
-    assert "on 3 micro-batches held out of the fit: off by 3.1 % at the median" in said
-    assert "the host, all layers: 7 us per launch, 95 us per post, 0 us per message" in said
-    assert "to the memory of the host 25 GB/s, from it 50 GB/s; 4588 KiB per token" in said
+    assert said == f"{wanted}\n"
     assert "--json" in refused("calibrate some/model")
+
+
+def test_calibrate_corrects_a_cost_model_by_a_trace(flexseq, refused, tmp_path):
+    plan = plan_of_groups([8, 9], [group(0, 2, 0), group(0, 1, 1)])
+    learned = {"sync": "free", "meetings_s": [[0.25]], "tower_s": 0.0}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"step": 0, "learned": learned} | plan.to_record()) + "\n")
+    path = str(tmp_path / "cost.json")
+    words = f"calibrate {trace} --json {path}"
+    said = refused(words)
+    assert "give --topology, and the --cost-model to correct" in said
+    flexseq(f"{words} --topology 1x2 --cost-model llama-3.1-8b-h200")
+    cost = CostModel.load(path)
+    ranks = Topology(nodes=1, ranks_per_node=2)
+    (nanoseconds,) = lockstep_ns(cost, plan.micro_batches, plan.lengths, ranks)
+    assert nanoseconds / 1e9 == pytest.approx(0.25, rel=1e-3)
 
 
 PLAN = "plan --lengths LENGTHS"

@@ -177,21 +177,10 @@ def test_names_that_are_read():
 
 
 def test_experts_can_be_put_over_ranks():
-    # hf/calibration/expert_copies.py; older versions do not dispatch tokens
+    # hf/weights.py, hf/model/divided.py; older versions do not dispatch tokens
     pytest.importorskip("transformers.distributed.expert_parallel")
-    from transformers.distributed.parallel_utils import (
-        ALL_PARALLEL_STYLES,
-        replace_layer_number_by_wildcard,
-    )
-    from transformers.distributed.utils import initialize_distributed_mesh
-
     names = {field.name for field in fields(DistributedConfig)}
     assert {"ep_size", "ep_plan", "ep_implementation"} <= names
-    install = ALL_PARALLEL_STYLES["ep_dispatch_experts"].install_forward
-    assert parameters(install) == ["module", "ep_mesh", "tp_mesh", "ep_implementation"]
-    assert "grouped_gemm" in ALL_PARALLEL_STYLES
-    assert replace_layer_number_by_wildcard("model.layers.3.mlp") == "model.layers.*.mlp"
-    assert parameters(initialize_distributed_mesh) == ["distributed_config"]
     assert PreTrainedModel._mesh_manager is None
 
 

@@ -17,7 +17,7 @@ from hf_flexseq.hf.calibration.layer_trial import count_bytes
 from hf_flexseq.kernels.convolution import causal_convolution_of_rows
 from hf_flexseq.kernels.scans import kimi
 from hf_flexseq.kernels.scans.grid import CHUNK, ChunkGrid
-from hf_flexseq.profiler.live_bytes import LiveBytes
+from hf_flexseq.memory.live_bytes import LiveBytes
 from tests.ranks import run_ranks
 
 SIZES = {

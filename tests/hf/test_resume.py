@@ -5,8 +5,6 @@ import functools
 import json
 import os
 import signal
-from dataclasses import replace
-from pathlib import Path
 
 import deepspeed
 import pytest
@@ -15,7 +13,7 @@ from transformers import TrainerCallback
 
 from hf_flexseq.checkpoints import files
 from hf_flexseq.checkpoints.manifest import is_torn
-from hf_flexseq.hf.calibration import source
+from hf_flexseq.hf.calibration import cache
 from tests.hf.test_sharding import ZERO
 from tests.hf.test_trainer import flexseq_trainer, logged
 from tests.hf.tiny import documents, tiny_llama
@@ -128,29 +126,24 @@ def traced(folder):
     return found
 
 
-def measuring_another(rank, world_size, folder, factor, resume):
-    """The losses of stages, on a machine whose cache of measurements was lost.
-
-    factor: of the seconds that are measured; None where nothing is to be measured.
-    """
-
-    def measure(name, subject, communicator):
-        assert factor is not None, "nothing is to be measured"
-        estimate = subject.estimate
-        return replace(estimate, linear_s=estimate.linear_s * factor), "measured now"
-
-    source.make_cost = measure
-    options = {"cost_model": "auto", "plan_trace": f"{folder}-{factor}"}
-    return losses(rank, world_size, folder, "pipeline", None, resume, **options)
+def learning(rank, world_size, folder, kind, resume):
+    """The losses of a run that begins with the estimate, and corrects it."""
+    cache.HF_HOME = str(folder)
+    trace = folder / ("resumed" if resume else "whole")
+    options = {"cost_model": "auto", "plan_trace": str(trace), "rows": 17}
+    return losses(rank, world_size, folder, kind, None, resume, **options)
 
 
-def test_resumed_stages_keep_the_cost_model_and_measure_nothing(tmp_path):
-    folder = tmp_path / "run"
-    wanted = run_ranks(measuring_another, 2, folder, 1.5, None)
-    resume = str(folder / f"checkpoint-{TORN_AT}")
-    assert run_ranks(measuring_another, 2, folder, None, resume) == wanted
-    digests = set()
-    for trace in (f"{folder}-1.5", f"{folder}-None"):
-        lines = Path(trace).read_text().splitlines()
-        digests |= {json.loads(line)["cost_model"] for line in lines}
-    assert len(digests) == 1
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("pipeline", marks=pytest.mark.nightly)])
+def test_a_run_that_learns_resumes_bit_for_bit_with_the_plans_of_its_checkpoint(tmp_path, kind):
+    """What the clocks of the resumed run say is not what those of the first one have said."""
+    wanted = run_ranks(learning, 2, tmp_path, kind, None, seconds=120)
+    resume = str(tmp_path / f"checkpoint-{TORN_AT}")
+    assert run_ranks(learning, 2, tmp_path, kind, resume, seconds=120) == wanted
+    whole, resumed = (
+        [json.loads(line) for line in (tmp_path / name).open()] for name in ("whole", "resumed")
+    )
+    digests = [line["cost_model"] for line in whole]
+    assert len({*digests}) == (2 if kind == "ddp" else 1), "one correction, and then a checkpoint"
+    for name in ("step", "cost_model", "lengths", "objective_s"):
+        assert [one[name] for one in resumed] == [one[name] for one in whole[TORN_AT:]]

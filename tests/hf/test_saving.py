@@ -14,9 +14,10 @@ from hf_flexseq import FlexSeqTrainer
 from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER, inspect, is_torn
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf import saving
-from hf_flexseq.hf.calibration import choose, source
+from hf_flexseq.hf.calibration import cache, choose
+from hf_flexseq.hf.calibration.choose import CostSubject
 from hf_flexseq.hf.resume import warn_without_optimizer
-from hf_flexseq.profiler import estimate
+from hf_flexseq.memory import device
 from tests.hf.test_trainer import flexseq_trainer, logged
 from tests.hf.tiny import documents
 from tests.ranks import run_cases
@@ -224,43 +225,52 @@ def test_a_checkpoint_without_an_optimizer_says_so(saved, caplog):
 
 
 @pytest.fixture
-def measured(monkeypatch):
-    """Another measurement each time, as without a cache. Returns what was measured."""
-    found = []
+def estimated(tmp_path, monkeypatch):
+    """Another estimate each time, as of another version, and no cache. Returns the estimates."""
+    found, real = [], CostSubject.counted
 
-    def measure(name, subject, communicator):
-        factor = 1 + len(found) / 100
-        found.append(replace(subject.estimate, linear_s=subject.estimate.linear_s * factor))
-        return found[-1], "measured now"
+    def counted(subject):
+        cost = real(subject)
+        found.append(replace(cost, linear_s=cost.linear_s * (1 + len(found) / 100)))
+        return found[-1]
 
-    monkeypatch.setattr(source, "make_cost", measure)
+    monkeypatch.setattr(CostSubject, "counted", counted)
+    monkeypatch.setattr(cache, "HF_HOME", str(tmp_path / "cache"))
     return found
 
 
 def digests(trace):
-    return {json.loads(line)["cost_model"] for line in trace.read_text().splitlines()}
+    """Of the cost model of each step, by its number."""
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    return {line["step"]: line["cost_model"] for line in lines}
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_its_cost_model_and_measures_nothing(tmp_path, measured, caplog):
+def test_a_resumed_run_keeps_its_cost_model_and_what_it_has_learned(tmp_path, estimated, caplog):
     caplog.set_level(logging.INFO, logger="hf_flexseq")
-    wanted = losses_of(tmp_path, cost_model="auto", plan_trace=str(tmp_path / "first"))
-    assert len(measured) == 1
+    options = {"cost_model": "auto", "max_steps": 7}
+    wanted = losses_of(tmp_path, plan_trace=str(tmp_path / "first"), **options)
+    assert len(estimated) == 1
     kept = json.loads((tmp_path / "checkpoint-2" / MARKER).read_text())["cost_model"]
     digest = kept["digest"]
-    assert kept["record"]["linear_s"] == measured[0].linear_s
+    assert kept["record"]["linear_s"] == estimated[0].linear_s
+    # learned from the first two steps, for all from the fourth on; the checkpoint has frozen it
+    assert [first_step for first_step, _ in kept["learned"]["versions"]] == [3]
+    first = digests(tmp_path / "first")
+    assert first[2] == digest != first[3]
+    assert len({*first.values()}) == 2
 
     resume = str(tmp_path / "checkpoint-2")
-    options = {"cost_model": "auto", "plan_trace": str(tmp_path / "then")}
-    assert losses_of(tmp_path, resume=resume, **options) == wanted
-    assert len(measured) == 1
-    assert digests(tmp_path / "first") == digests(tmp_path / "then") == {digest}
+    assert losses_of(tmp_path, resume, plan_trace=str(tmp_path / "then"), **options) == wanted
+    assert len(estimated) == 1
+    assert digests(tmp_path / "then") == {step: first[step] for step in range(2, 7)}
     told = [message for message in caplog.messages if "digest" in message]
-    named = f"cost model {measured[0].name}, digest {digest}"
-    assert told == [f"{named}: measured now", f"{named}: from checkpoint-2"]
+    named = f"cost model {estimated[0].name}, digest {digest}"
+    origins = ("estimated; the first steps correct it", "from checkpoint-2")
+    assert told == [f"{named}: {origin}" for origin in origins]
     # a run that does not resume takes nothing over
     losses_of(tmp_path, cost_model="auto", max_steps=1)
-    assert len(measured) == 2
+    assert len(estimated) == 2
 
 
 DIFFERENCES = {
@@ -280,19 +290,17 @@ CHANGED_OPTIONS = {
 
 
 @pytest.mark.slow
-def test_where_the_run_differs_one_warning_says_in_what(tmp_path, measured, caplog):
+def test_where_the_run_differs_one_warning_says_in_what(tmp_path, estimated, caplog):
     options = {"cost_model": "auto", "gradient_checkpointing": False}
     losses_of(tmp_path, max_steps=2, **options)
-    memory_bytes = estimate.device_memory_bytes
+    memory_bytes = device.device_memory_bytes
     for change, told in DIFFERENCES.items():
         caplog.clear()
         with pytest.MonkeyPatch.context() as patch:
             if change == "device":
                 patch.setattr(choose, "device_name", lambda device: "NVIDIA H100")
             if change == "memory":
-                patch.setattr(
-                    estimate, "device_memory_bytes", lambda *args: memory_bytes(*args) / 2
-                )
+                patch.setattr(device, "device_memory_bytes", lambda *args: memory_bytes(*args) / 2)
             changed = options | CHANGED_OPTIONS.get(change, {})
             trainer = make_trainer(tmp_path, max_steps=3, **changed)
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -303,7 +311,7 @@ def test_where_the_run_differs_one_warning_says_in_what(tmp_path, measured, capl
 
 
 @pytest.mark.slow
-def test_a_run_that_offloads_takes_no_cost_model_of_one_that_did_not(tmp_path, measured, caplog):
+def test_a_run_that_offloads_takes_no_cost_model_of_one_that_did_not(tmp_path, estimated, caplog):
     options = {"cost_model": "auto", "gradient_checkpointing": True}
     losses_of(tmp_path, max_steps=2, **options)
     offload = {"use_reentrant": False, "offload": True}
@@ -325,7 +333,7 @@ def test_a_named_cost_model_that_stayed_the_same_gives_no_warning(tmp_path, capl
 
 
 @pytest.mark.slow
-def test_a_cost_model_of_another_version_is_not_used_and_not_fatal(tmp_path, measured, caplog):
+def test_a_cost_model_of_another_version_is_not_used_and_not_fatal(tmp_path, estimated, caplog):
     losses_of(tmp_path, cost_model="auto", max_steps=2)
     folder = tmp_path / "checkpoint-2"
     marker = json.loads((folder / MARKER).read_text())
@@ -338,7 +346,7 @@ def test_a_cost_model_of_another_version_is_not_used_and_not_fatal(tmp_path, mea
     losses_of(tmp_path, resume=str(folder), cost_model="auto", max_steps=3)
     told = told_of_files(caplog)
     assert any("checkpoint-2 is not used: not a cost model: unknown keys" in one for one in told)
-    assert len(measured) == 2
+    assert len(estimated) == 2
 
 
 class MeetsAfterSaving(FlexSeqTrainer):

@@ -24,7 +24,7 @@ from hf_flexseq.plan.facts import StepFacts
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.process import client
-from hf_flexseq.planner.process.client import PlannerWorker, _environment
+from hf_flexseq.planner.process.client import InlinePlanner, PlannerWorker, _environment
 from hf_flexseq.planner.process.jobs import GroupsJob, StagesJob, job_from_record
 from hf_flexseq.planner.process.worker import serve
 from tests.pipelines import even_cost
@@ -69,6 +69,21 @@ def test_answers_are_make_plan_s_in_any_order_of_asking(worker):
     for step in (0, 3):
         with pytest.raises(ValueError, match="was not submitted"):
             worker.result(step)
+
+
+@pytest.mark.processes
+def test_another_job_counts_for_what_is_submitted_after_it(worker):
+    lengths, slower = [9_000, 30_000, 17], replace(FLEXSP, attention_s=9 * FLEXSP.attention_s)
+    wanted = []
+    for cost in (FLEXSP, slower):
+        job = GroupsJob(topology=NODE, cost=cost, options=PlanOptions(max_tokens_per_rank=10_000))
+        wanted.append(job.plan(lengths).objective_s)
+    assert wanted[0] < wanted[1]
+    for planner in (worker, InlinePlanner(groups_job(max_tokens_per_rank=10_000))):
+        planner.submit(0, lengths)
+        planner.use(job)
+        planner.submit(1, lengths)
+        assert [planner.result(step).objective_s for step in range(2)] == wanted
 
 
 @pytest.mark.processes

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import yaml
 
 from hf_flexseq.cli import main
-from hf_flexseq.profiler.calibrate import Calibration
 from tests.programs import ROOT, run_program, run_program_on_ranks
 from tests.ranks import run_ranks
 
@@ -30,11 +29,6 @@ class Block(NamedTuple):
     language: str
     title: str
     text: str
-
-
-def estimated(probes, shape, estimate, communicator, **options):
-    """A calibration that finds what was estimated: timings of so little work may allow no fit."""
-    return Calibration(cost=estimate, errors=(0.1,), tokens=1)
 
 
 def blocks_of(page):

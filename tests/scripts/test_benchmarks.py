@@ -30,7 +30,6 @@ SHARED = {
     "published_rows",
     "reach_models",
     "tiny",
-    "towers",
 }
 NAMES = sorted({path.stem for path in BENCHMARKS.glob("*.py")} - SHARED)
 

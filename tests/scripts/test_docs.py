@@ -12,10 +12,9 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 import hf_flexseq
-from hf_flexseq.hf.calibration import choose
 from tests.hf.tiny import documents, tiny_llama
 from tests.programs import ROOT
-from tests.scripts.docs_blocks import FENCE, estimated
+from tests.scripts.docs_blocks import FENCE
 
 PAGES = [
     ROOT / "README.md",
@@ -71,8 +70,6 @@ def test_every_claim_of_the_readme_is_a_line_with_a_link():
 @pytest.mark.processes
 def test_the_first_snippet_trains_on_any_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(choose, "HF_HOME", tmp_path)  # a cost model is kept here
-    monkeypatch.setattr(choose, "calibrate", estimated)
     snippet = re.search(r"^```python\n(.*?)^```", page("README.md"), re.MULTILINE | re.DOTALL)[1]
     names = {"model": tiny_llama(torch.float32), "dataset": documents([5, 3, 8, 4])}
     exec(compile(snippet, "README.md", "exec"), names)

@@ -20,12 +20,11 @@ from trl import (  # noqa: F401
     SFTTrainer,
 )
 
-from hf_flexseq.hf.calibration import choose
 from hf_flexseq.hf.trainer_log import TrainerLog
 from rewards import check_columns, load_rewards
 from tests.programs import ROOT
 from tests.ranks import run_ranks
-from tests.scripts.docs_blocks import commands_of, estimated, files_of, left_out, run
+from tests.scripts.docs_blocks import commands_of, files_of, left_out, run
 
 # By page: titles of the blocks that do not run everywhere, and files that no command names.
 PAGES = {
@@ -134,8 +133,7 @@ SMALLER = {
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_the_tutorial_on_fewer_documents_and_a_smaller_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(choose, "calibrate", estimated)
+def test_the_tutorial_on_fewer_documents_and_a_smaller_model(tmp_path):
     text = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
     assert all(of_page in text for of_page in SMALLER)
 

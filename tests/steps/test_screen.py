@@ -97,10 +97,10 @@ def test_a_prediction_that_is_far_off_is_explained(load):
     assert verdict(1.0, first=50.0) is None, "the first step warms up"
     line = verdict(3.0)
     assert line.startswith("a step takes 3 s, 3 times the predicted 1 s (the first step")
-    assert line.endswith("'estimate' is arithmetic, cost_model='auto' measures this machine")
+    assert line.endswith("'estimate' is arithmetic, cost_model='auto' corrects it by the steps")
     assert "\n" not in line
     assert "0.2 times the predicted 1 s" in verdict(0.2)
-    assert "was measured at another load" in verdict(3.0, "auto")
+    assert "ran at another load of this machine" in verdict(3.0, "auto")
     assert "describes other devices" in verdict(3.0, "flexsp-gpt-7b-a100")
     assert "'x.json' may describe another machine" in verdict(3.0, "x.json")
 

@@ -5,7 +5,7 @@ the user's own modules, adapters and frozen weights, with our attention, recurre
 and with the dtypes of the run. Of layers that are alike one runs; the others pass their input on.
 
     forward and backward   what lives before and behind each layer, and the most in between
-                           (`profiler/layer_watch.py`)
+                           (`layer_watch.py`)
     forward                with checkpointed layers, which keep an input and what attention gave
 
 What cannot run so is not counted, and `cost/layer_bytes.py` computes it from sizes. Rejected:
@@ -44,8 +44,8 @@ from hf_flexseq.hf.model.meta_model import FAULTS
 from hf_flexseq.hf.model.mlp_trial import holds_experts
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.tiles import find_mlps
-from hf_flexseq.profiler.layer_watch import LayerWatch, SeenLayer
-from hf_flexseq.profiler.live_bytes import LiveBytes, StandInKernel, stand_in_sum
+from hf_flexseq.memory.layer_watch import LayerWatch, SeenLayer
+from hf_flexseq.memory.live_bytes import LiveBytes, StandInKernel, stand_in_sum
 from hf_flexseq.steps.inputs import Inputs, inputs_of, shard_alone, without_labels
 
 logger = logging.getLogger(__name__)

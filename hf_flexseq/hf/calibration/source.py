@@ -2,17 +2,18 @@
 
     1. the preset or file named by `cost_model=`
     2. the checkpoint that the run resumes from, for the same model on the same devices
-    3. an estimate or a measurement (`choose.py`)
+    3. the estimate (`choose.py`). With "auto" it is corrected: as an earlier run of the same model
+       on the same devices has found (`cache.py`), or by the steps of this run (`learning.py`)
 
-Plans depend on the cost model, and measurements vary: a resumed run with a new measurement would
+Plans depend on the cost model, and what steps teach varies: a resumed run that learned again would
 run other plans, with another summation order. If the checkpoint's cost model cannot be used, one
 warning says why.
 """
 
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,18 @@ from hf_flexseq.cost.sharding import replicated
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.calibration.choose import (
-    MADE_FOR_THE_MODEL,
-    CostSubject,
-    RunWide,
-    make_cost,
-    with_counted_bytes,
-)
+from hf_flexseq.hf.calibration.cache import cache_path, keep, load_cached
+from hf_flexseq.hf.calibration.choose import CostSubject, RunWide
+from hf_flexseq.steps.learning import LearnedCost, Version, versions_of
 
 logger = logging.getLogger(__name__)
 
-# Parts of a fit's key that may differ: versions and threads never make a plan wrong.
-MAY_DIFFER = ("threads", "torch", "constants")
+# Values of `cost_model=` other than presets and files.
+AUTO = "auto"
+MADE_FOR_THE_MODEL = (AUTO, "estimate")
+
+# Parts of a subject's key that may differ: versions and threads never make a plan wrong.
+MAY_DIFFER = ("threads", "torch")
 MEMORY = "memory_bytes"
 SAME_MEMORY = 0.01  # relative difference of a machine's memory between starts
 SHOWN_CHARACTERS = 40  # per value in a warning
@@ -47,9 +48,13 @@ class SavedCost:
     """Cost model of a run as saved in its checkpoints."""
 
     cost: CostModel
+    """Without corrections."""
 
     made_for: Mapping[str, Any]
     """Model, devices and `cost_model=` of the saving run, as plain JSON values."""
+
+    versions: Sequence[Version] = ()
+    """Corrections, by step."""
 
     def to_record(self) -> dict[str, Any]:
         """Return the cost model as plain JSON values."""
@@ -57,6 +62,7 @@ class SavedCost:
             "digest": self.cost.digest(),
             "made_for": dict(self.made_for),
             "record": self.cost.to_record(),
+            "learned": LearnedCost(self.versions).to_record(),
         }
 
     @classmethod
@@ -67,7 +73,8 @@ class SavedCost:
         cost = CostModel.from_record(record.get("record"))
         if record.get("digest") != cost.digest():
             raise ValueError("its digest does not match its values")
-        return cls(cost=cost, made_for=record["made_for"])
+        versions = versions_of(record.get("learned"))
+        return cls(cost=cost, made_for=record["made_for"], versions=versions)
 
     def differences(self, made_for: Mapping[str, Any]) -> list[str]:
         """Return the names of differing entries, with both values if they are short."""
@@ -117,8 +124,8 @@ class CostSource:
 
     accelerator: Accelerator
     communicator: Communicator
-    rows: Any = None
-    """Dataset on which the routers of models are tried; None for random tokens."""
+    learned: LearnedCost = field(default_factory=LearnedCost)
+    """Corrections of the last cost model found."""
     _brought: tuple[str, SavedCost] | None = None  # checkpoint, its cost model
     _used: SavedCost | None = None
 
@@ -134,8 +141,11 @@ class CostSource:
             self._warn(f"the cost model of {name} is not used: {error}")
 
     def to_record(self) -> dict[str, Any] | None:
-        """Return the last cost model found, for a checkpoint; None before."""
-        return None if self._used is None else self._used.to_record()
+        """Return the last cost model found, for a checkpoint, and freeze it; None before."""
+        if self._used is None:
+            return None
+        self.learned.freeze("a checkpoint is saved")
+        return replace(self._used, versions=tuple(self.learned.versions)).to_record()
 
     def subject(
         self,
@@ -152,35 +162,60 @@ class CostSource:
             self.communicator.topology,
             save_attention_output=save_attention_output,
             run_wide=run_wide,
-            rows=self.rows,
         )
 
     def expected(self, subject: CostSubject) -> CostModel:
-        """Return rank 0's cost model for memory checks, unmeasured. Collective over the world."""
+        """Return rank 0's cost model for memory checks, without counted bytes. Collective over the
+        world."""
         own = subject.estimate
         if self.named is not None:
             own = replicated(self.named, subject.facts.replicas)
         return CostModel.from_record(self.communicator.cpu_group.broadcast_value(own.to_record()))
 
     def find(self, subject: CostSubject) -> CostModel:
-        """Return rank 0's cost model of the run. Collective over the world."""
+        """Return rank 0's cost model of the run, without the corrections that are in `learned`
+        then. Collective over the world."""
         made_for = self._made_for(subject)
         brought = self._taken_over(made_for)
+        learned = LearnedCost()
         if self.named is not None:
             own, origin = self.expected(subject), "named by cost_model"
             self._compare_named(own)
         elif brought is not None:
             own, origin = brought[1].cost, f"from {brought[0]}"
+            learned = LearnedCost(brought[1].versions)
         else:
-            own, origin = make_cost(self.asked, subject, self.communicator)
-            if self.communicator.rank == 0:
-                own = with_counted_bytes(own, subject)
+            own = subject.counted() if self.communicator.rank == 0 else subject.estimate
+            origin = "estimated"
+            if self.asked == AUTO and self._used is not None and self._used.made_for == made_for:
+                learned = self.learned  # a model is attached again, for an evaluation
+                learned.begin_anew()
+            elif self.asked == AUTO:
+                learned, origin = self._learned_before(subject, made_for)
         # A cost model's file may differ between nodes.
         cost = CostModel.from_record(self.communicator.cpu_group.broadcast_value(own.to_record()))
+        self.learned = learned
         self._used = SavedCost(cost=cost, made_for=made_for)
         if self.communicator.rank == 0:
             logger.info("cost model %s, digest %s: %s", cost.name, cost.digest(), origin)
         return cost
+
+    def _learned_before(
+        self, subject: CostSubject, made_for: Mapping[str, Any]
+    ) -> tuple[LearnedCost, str]:
+        """Return what an earlier run has learned, or what learns from this one, and the origin of
+        the cost model in words. Collective over the world."""
+        kept_for = {name: made_for[name] for name in made_for if name != MEMORY}
+        path = cache_path({**kept_for, **subject.key(), "estimate": subject.seconds_digest()})
+        record = load_cached(path) if self.communicator.rank == 0 else None
+        record = self.communicator.cpu_group.broadcast_value(record)
+        try:
+            versions = versions_of(record)
+        except ValueError:  # none, or a file of another version
+            learned = LearnedCost(learns=True)
+            learned.keep = lambda record: _keep(path, record)
+            return learned, "estimated; the first steps correct it"
+        return LearnedCost(versions), f"estimated, and corrected by an earlier run, {path}"
 
     def find_tower(self, subject: CostSubject, cost: CostModel) -> TowerCost | None:
         """Return what the tower of the model costs, on all ranks alike, since each of them places
@@ -235,3 +270,10 @@ class CostSource:
         """Warn on rank 0."""
         if self.communicator.rank == 0:
             logger.warning("%s", text)
+
+
+def _keep(path: Path, record: Mapping[str, Any]) -> None:
+    try:
+        keep(path, record)
+    except OSError as error:
+        logger.warning("what the cost model has learned could not be kept: %s", error)

@@ -5,7 +5,7 @@ A tower is all of a model that is neither its text model nor embedding or head: 
 with its projector, and towers of other modalities.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -94,16 +94,6 @@ def _parts_of(module: nn.Module, path: str, trained: dict[str, bool]) -> Iterato
             yield f"{path}{name}"
     for name, child in module.named_children():
         yield from _parts_of(child, f"{path}{name}.", trained)
-
-
-def train_tower(model: nn.Module, parts: Collection[str]) -> None:
-    """Let the parameters of the towers of `model` have gradients if they are of some parts, as
-    `trained_parts` names them, and no others."""
-    of_tower = {id(parameter) for parameter in tower_parameters(model)}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in of_tower:
-            is_part = any(f"{name}.".startswith(f"{part}.") for part in parts)
-            parameter.requires_grad_(is_part)
 
 
 def tower_shape(model: nn.Module) -> TowerShape | None:

@@ -62,6 +62,7 @@ from hf_flexseq.planner.process.jobs import StagesJob
 from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.exchange import ChunkExchange
 from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.learning import corrected_cost
 from hf_flexseq.steps.rank_step import RankChunks
 from hf_flexseq.steps.token_columns import with_token_columns
 from hf_flexseq.steps.trace import Figures, PlanTrace
@@ -174,10 +175,11 @@ class StageExecutor:
         accelerator = self.setup.accelerator
         cpu_group = self.setup.communicator.cpu_group
         kernel = kernel_of(self.setup, base)
-        with Attempt() as calling:  # while rank 0 measures what the model costs
+        with Attempt() as calling:
             if self.stage.is_last and has_chunkable_loss(base):
                 _call_loss_once(accelerator.device, compute_dtype(base, accelerator))
-        self.cost = self.setup.costs.find(self._cost_subject)
+        costs = self.setup.costs
+        self.cost = corrected_cost(costs.find(self._cost_subject), costs.learned.newest)
         calling.raise_together(cpu_group.gather_values, "calling the loss for the first time")
         self._costs_of_run = None
         self.memory_limit = self._room(self.cost)
@@ -206,6 +208,9 @@ class StageExecutor:
         """Make the planner of rank 0. ahead: in a process of its own."""
         job = StagesJob(cost=self._stage_costs(), options=self._options())
         return planner_of(job, ahead=ahead)
+
+    jobs = None
+    """Steps of a pipeline teach nothing."""
 
     def _options(self) -> dict[str, Any]:
         """Return the fields of `PipelineOptions`, and `replicas`, as JSON values."""

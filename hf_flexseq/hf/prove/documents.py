@@ -8,8 +8,8 @@
     others        shorter than the number of ranks, equal to a window, packed beside each other
 
 Those with images are long by them: the first has two, the second begins with the same tokens and
-the same image, one has three, and others have none. No processor is needed: images are drawn, as
-for a calibration (`calibration/drawn_images.py`), in the first form that the model takes.
+the same image, one has three, and others have none. No processor is needed: images are drawn, by
+`drawn_images.py` in the first form that the model takes.
 """
 
 import inspect
@@ -21,10 +21,10 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.calibration.drawn_images import ImageForm, Tensors, image_forms
 from hf_flexseq.hf.model.meta_model import FAULTS
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.probe import usual_tokens
+from hf_flexseq.hf.prove.drawn_images import ImageForm, Tensors, image_forms
 from hf_flexseq.plan.images import IMAGE
 from hf_flexseq.steps.images import Image, UnsupportedImages
 

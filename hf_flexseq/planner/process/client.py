@@ -38,6 +38,9 @@ STDERR_LINES = 20  # of a dead planning process, shown in the error; a traceback
 class Planner(Protocol):
     """Plans optimizer steps, perhaps in another process."""
 
+    def use(self, job: Job) -> None:
+        """Plan by another job what is submitted from now on, of the same kind as the first."""
+
     def submit(self, step: int, lengths: list[int], facts: StepFacts = NO_FACTS) -> None:
         """Ask for the plan of `step`, a number of its own. Returns at once."""
 
@@ -59,11 +62,15 @@ class InlinePlanner:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._submitted: dict[int, tuple[list[int], StepFacts]] = {}
+        self._submitted: dict[int, tuple[Job, list[int], StepFacts]] = {}
+
+    def use(self, job: Job) -> None:
+        """See `Planner.use`."""
+        self._job = job
 
     def submit(self, step: int, lengths: list[int], facts: StepFacts = NO_FACTS) -> None:
         """Note the lengths of `step`."""
-        self._submitted[step] = (lengths, facts)
+        self._submitted[step] = (self._job, lengths, facts)
 
     def wait(self, step: int, seconds: float) -> str | None:
         """Return at once: `result` plans."""
@@ -71,7 +78,8 @@ class InlinePlanner:
 
     def result(self, step: int) -> Any:
         """Plan a submitted step. Raises ValueError as the job does."""
-        return self._job.plan(*self._submitted.pop(step))
+        job, lengths, facts = self._submitted.pop(step)
+        return job.plan(lengths, facts)
 
     def close(self) -> None:
         """Forget what was submitted."""
@@ -113,6 +121,11 @@ class PlannerWorker:
             name = f"flexseq-planner{loop.__name__}"
             threading.Thread(target=loop, daemon=True, name=name).start()
         atexit.register(self.close)
+
+    def use(self, job: Job) -> None:
+        """See `Planner.use`."""
+        self._job = job
+        self._send({"job": job.to_record()})
 
     def submit(self, step: int, lengths: Sequence[int], facts: StepFacts = NO_FACTS) -> None:
         """Ask for the plan of `step`. Returns at once."""

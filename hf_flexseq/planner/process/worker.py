@@ -2,6 +2,7 @@
 
     stdin   {"kind": "groups", "cost": {...}, ...}     once: the job, as in `jobs.py`
             {"id": 7, "lengths": [...]}                then any number of requests
+            {"job": {"kind": "groups", ...}}           and of other jobs for those that follow
     stdout  {"id": 7, "plan": {...}}                   one answer each, in order
             {"id": 7, "error": {"kind": "PlanInfeasible", "message": "..."}}
 
@@ -37,6 +38,9 @@ def serve(requests: TextIO, answers: TextIO) -> None:
     job = job_from_record(json.loads(first_line))
     for line in requests:
         request = json.loads(line)
+        if "job" in request:
+            job = job_from_record(request["job"])
+            continue
         facts = StepFacts.from_record(request)
         answer = {"id": request["id"], **_answer(job, request["lengths"], facts)}
         answers.write(json.dumps(answer) + "\n")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_flexseq.cost.devices import DEVICES
-from hf_flexseq.profiler.estimate import device_spec
+from hf_flexseq.memory.device import device_spec
 
 CUDA = torch.device("cuda", 0)
 

@@ -2,7 +2,9 @@
 
 import logging
 import os
+import platform
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -23,9 +25,7 @@ def device_spec(device: torch.device, ranks_per_node: int) -> DeviceSpec:
     name = torch.cuda.get_device_properties(device).name
     spec = _known_gpu(name)
     if spec is None:
-        logger.warning(
-            "no figures for %s; its speed is taken to be an A100's (calibrate a cost model)", name
-        )
+        logger.warning("no figures for %s; its speed is taken to be an A100's", name)
         spec = DEVICES["A100-80GB"]
     return replace(spec, name=name, memory_bytes=memory_bytes)
 
@@ -44,3 +44,16 @@ def _known_gpu(device_name: str) -> DeviceSpec | None:
         if all(part in device_name for part in name.split("-")):
             return spec
     return None
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the processor, as it calls itself."""
+    if device.type == "cuda":
+        name: str = torch.cuda.get_device_name(device)
+        return name
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()

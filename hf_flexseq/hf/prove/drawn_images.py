@@ -10,7 +10,7 @@ Models take images in a few forms, which the names of their tensors tell apart:
     pixels      pixels of the one size that the configuration names, with a mask or without
 
 Which values a row has, and which dimensions pixels, is not the same everywhere. So several forms
-may come into question, and `tower_trial.py` takes the first that the tower takes.
+may come into question, of which the first one that the tower takes is the model's.
 """
 
 import math

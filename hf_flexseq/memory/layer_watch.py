@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_flexseq.profiler.live_bytes import LiveBytes
+from hf_flexseq.memory.live_bytes import LiveBytes
 
 # A layer's forward, parts of its backward, and those of the model's run outside of layers.
 _FORWARD = "forward"
