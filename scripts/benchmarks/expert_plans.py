@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4 * K * K, help="of a step, about")
     asked = parser.parse_args()
     cost = load_cost_model(asked.cost_model)
-    print(f"{cost.name}{cost.layers_text(WORLD, before=', ')}, on {machine('numpy')}\n")
+    print(f"{cost.name}{cost.experts_text(WORLD, before=', ')}, on {machine('numpy')}\n")
     print(table_head(COLUMNS, range(1, len(COLUMNS))))
     results = []
     for run in runs_of(asked.steps, asked.tokens):

@@ -78,8 +78,9 @@ def topology_of(gpus: int) -> Topology:
 
 
 def device_of(name: str, share: float) -> DeviceSpec:
-    """Return a device that achieves a share of its FLOP/s."""
-    return replace(DEVICES[name], flops=share * PEAK)
+    """Return a device that achieves a share of its FLOP/s, in attention as well."""
+    achieved = share * PEAK
+    return replace(DEVICES[name], flops=achieved, attention_flops=achieved, kernel=None)
 
 
 @cache
