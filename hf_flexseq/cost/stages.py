@@ -27,97 +27,65 @@ I.
 """
 
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 
-from hf_flexseq.base.values import (
-    MAX_BYTES,
-    VERSION,
-    fields_of,
-    items,
-    number,
-    positive,
-    whole,
-)
+from hf_flexseq.base.records import Amount, Bounds, Positive, Record, Whole
+from hf_flexseq.base.values import MAX_BYTES
 from hf_flexseq.cost.kernels import FloatArray
 from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES, CostModel
 from hf_flexseq.plan.pipeline import MAX_STAGES, Chunk
 
 # Nanoseconds of a token, of a pair or of a chunk: those of `MAX_SECONDS`.
-MAX_NS = 1e18
+Nanoseconds = Annotated[float, Bounds(most=1e18)]
 
 WEIGHT_CHUNK = 0.5  # a W's constant over that of a forward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageCost:
+class StageCost(Record):
     """Constants of one stage; nanoseconds are those of the forward."""
 
-    linear_ns: float
-    """Nanoseconds per token of the stage's layers."""
-    attention_ns: float
-    """Nanoseconds per (query, key) pair, layers that read all keys."""
-    chunk_ns: float
-    """Nanoseconds per chunk, whatever is in it."""
-    head_ns: float = 0.0
-    """Nanoseconds per token of the LM head with the loss."""
-    layers: int = 1
-    """Number of decoder layers."""
-    token_bytes: float = 1.0
-    """Bytes of a token's activations, keys and values left out."""
-    kv_bytes: float = 0.0
-    """Bytes of a token's keys and values."""
-    input_bytes: float = 0.0
-    """Bytes that a token keeps when all layers are checkpointed."""
-    owed_bytes: float | None = None
-    """Bytes that a token keeps from I to W. None: as many as it kept before I."""
+    what: ClassVar[str] = "the cost of a stage"
 
-    def __post_init__(self) -> None:
-        for name in ("linear_ns", "attention_ns", "chunk_ns", "head_ns"):
-            number(name, getattr(self, name), most=MAX_NS)
-        whole("layers", self.layers, least=1)
-        positive("token_bytes", self.token_bytes)
-        for name in ("kv_bytes", "input_bytes"):
-            number(name, getattr(self, name))
-        if self.owed_bytes is not None:
-            number("owed_bytes", self.owed_bytes)
+    linear_ns: Nanoseconds
+    """Nanoseconds per token of the stage's layers."""
+    attention_ns: Nanoseconds
+    """Nanoseconds per (query, key) pair, layers that read all keys."""
+    chunk_ns: Nanoseconds
+    """Nanoseconds per chunk, whatever is in it."""
+    head_ns: Nanoseconds = 0.0
+    """Nanoseconds per token of the LM head with the loss."""
+    layers: Whole = 1
+    """Number of decoder layers."""
+    token_bytes: Positive = 1.0
+    """Bytes of a token's activations, keys and values left out."""
+    kv_bytes: Amount = 0.0
+    """Bytes of a token's keys and values."""
+    input_bytes: Amount = 0.0
+    """Bytes that a token keeps when all layers are checkpointed."""
+    owed_bytes: Amount | None = None
+    """Bytes that a token keeps from I to W. None: as many as it kept before I."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PipelineCost:
+class PipelineCost(Record):
     """Constants of all stages of a pipeline."""
+
+    what: ClassVar[str] = "the cost of a pipeline"
+    is_versioned: ClassVar[bool] = True
 
     stages: tuple[StageCost, ...]
     """[stages] The constants of each stage."""
-    send_ns: float = 0.0
+    send_ns: Nanoseconds = 0.0
     """Nanoseconds per token from a stage to its neighbour, besides its computing."""
 
     def __post_init__(self) -> None:
-        number("send_ns", self.send_ns, most=MAX_NS)
+        Record.__post_init__(self)
         if len(self.stages) > MAX_STAGES:
             raise ValueError(f"{len(self.stages):,} stages: at most {MAX_STAGES:,} can be priced")
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the costs as plain JSON values."""
-        return {"version": VERSION, **asdict(self)}
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> "PipelineCost":
-        """Return the costs `to_record` was called on. Raises ValueError for any other record."""
-        values = fields_of(record, "the cost of a pipeline", needed=("stages", "send_ns"))
-        needed = [one.name for one in fields(StageCost) if one.default is MISSING]
-        optional = [one.name for one in fields(StageCost) if one.default is not MISSING]
-        stages = []
-        for index, stage in enumerate(items("stages", values["stages"])):
-            what = f"the cost of stage {index}"
-            constants = fields_of(stage, what, needed=needed, optional=optional)
-            try:
-                stages.append(StageCost(**constants))
-            except ValueError as error:
-                raise ValueError(f"{what}: {error}") from error
-        return cls(stages=tuple(stages), send_ns=values["send_ns"])
 
     @classmethod
     def even(cls, stages: int, stage: StageCost) -> "PipelineCost":

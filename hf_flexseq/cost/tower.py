@@ -8,10 +8,10 @@ forward alone where it is frozen. Between the two the tower's graph is held, `pa
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
 
-from hf_flexseq.base.values import duration, fields_of, flag, number
+from hf_flexseq.base.records import Amount, Bounds, Record, Seconds
 from hf_flexseq.plan.images import ImagePlacement, ImageSize, place_images
 
 # Fewest patches of a token, so that the tokens of any image can be counted.
@@ -19,9 +19,6 @@ LEAST_PATCHES = 1e-3
 
 # A backward takes as much as two forwards; checkpointed layers run forward once more.
 TRAINED_PASSES = 3
-
-# Seconds that do not grow with an image, which are measured and not estimated.
-_CONSTANTS = ("image_s", "call_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,34 +45,24 @@ class TowerShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TowerCost:
+class TowerCost(Record):
     """Constants of one tower on one device."""
 
-    patch_s: float
+    what: ClassVar[str] = "the tower of a cost model"
+
+    patch_s: Seconds
     """Seconds per patch, all layers, and backward where the tower is trained."""
-    pair_s: float
+    pair_s: Seconds
     """Seconds per pair of patches that attend to each other."""
-    patch_bytes: float
+    patch_bytes: Amount
     """Bytes that are held of a patch from forward to backward; 0 for a frozen tower."""
-    token_bytes: float
+    token_bytes: Amount
     """Bytes that a rank holds of the features of one token, with their gradients."""
-    patches_per_token: float
+    patches_per_token: Annotated[float, Bounds(least=LEAST_PATCHES)]
     """Patches that are merged into one token of the text model."""
-    image_s: float = 0.0
-    """Seconds per image besides those of its patches and pairs."""
-    call_s: float = 0.0
-    """Seconds of a rank in a step besides those of its images."""
     is_sharded: bool = False
     """True if its parameters are gathered in every micro-batch, as under FSDP2 and ZeRO-3: its
     graph cannot be kept for longer."""
-
-    def __post_init__(self) -> None:
-        for name in ("patch_s", "pair_s", *_CONSTANTS):
-            duration(name, getattr(self, name))
-        for name in ("patch_bytes", "token_bytes"):
-            number(name, getattr(self, name))
-        number("patches_per_token", self.patches_per_token, least=LEAST_PATCHES)
-        flag("is_sharded", self.is_sharded)
 
     @classmethod
     def of(
@@ -105,22 +92,6 @@ class TowerCost:
             is_sharded=is_sharded,
         )
 
-    def to_record(self) -> dict[str, float]:
-        """Return the constants as plain JSON values, without seconds that older records do not
-        have if they are 0."""
-        record = {name: float(value) for name, value in asdict(self).items()}
-        for name in _CONSTANTS:
-            if not record[name]:
-                del record[name]
-        return record | {"is_sharded": self.is_sharded}
-
-    @classmethod
-    def from_record(cls, record: Any) -> "TowerCost":
-        """Inverse of `to_record`. Raises ValueError for any other record."""
-        optional = [*_CONSTANTS, "is_sharded"]
-        needed = [name for name in cls.__slots__ if name not in optional]
-        return cls(**fields_of(record, "tower", needed=needed, optional=optional))
-
     def forward_only(self) -> "TowerCost":
         """Return the cost of a tower without a backward, as if it were frozen."""
         if not self.patch_bytes:
@@ -129,8 +100,6 @@ class TowerCost:
             self,
             patch_s=self.patch_s / TRAINED_PASSES,
             pair_s=self.pair_s / TRAINED_PASSES,
-            image_s=self.image_s / TRAINED_PASSES,
-            call_s=self.call_s / TRAINED_PASSES,
             patch_bytes=0.0,
             token_bytes=self.token_bytes / 2,
         )
@@ -143,8 +112,6 @@ class TowerCost:
             self,
             patch_s=self.patch_s * passes,
             pair_s=self.pair_s * passes,
-            image_s=self.image_s * passes,
-            call_s=self.call_s * passes,
             patch_bytes=0.0,
         )
 
@@ -156,7 +123,7 @@ class TowerCost:
 
     def image_ns(self, image: ImageSize) -> int:
         """Return the nanoseconds of one image, at least 1."""
-        seconds = self.image_s + image.patches * self.patch_s + image.pairs * self.pair_s
+        seconds = image.patches * self.patch_s + image.pairs * self.pair_s
         return max(1, round(1e9 * seconds))
 
     def sequences_ns(self, images: Sequence[ImageSize]) -> Mapping[int, int]:
@@ -169,7 +136,7 @@ class TowerCost:
     def placed(self, images: Sequence[ImageSize], world_size: int) -> ImagePlacement:
         """Return on which rank each of a step's images, at least one, is encoded."""
         costs = [self.image_ns(image) for image in images]
-        return place_images(costs, world_size, call_ns=round(1e9 * self.call_s))
+        return place_images(costs, world_size)
 
     def held_bytes(self, images: Sequence[ImageSize], placement: ImagePlacement) -> float:
         """Return the bytes of the rank that holds most for images during a step: the graph of

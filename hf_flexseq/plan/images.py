@@ -156,9 +156,8 @@ def frames_of_parts(frames: int, frame_patches: int) -> list[int]:
     return [each + (part < more) for part in range(parts)]
 
 
-def place_images(costs: Sequence[int], world_size: int, *, call_ns: int = 0) -> ImagePlacement:
-    """Place the images of a step, at least one, on ranks. costs: nanoseconds of each. call_ns:
-    nanoseconds of every rank besides."""
+def place_images(costs: Sequence[int], world_size: int) -> ImagePlacement:
+    """Place the images of a step, at least one, on ranks. costs: nanoseconds of each."""
     order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
     least = [(0, rank) for rank in range(world_size)]  # (load, rank): a heap
     owners = [0] * len(costs)
@@ -166,7 +165,7 @@ def place_images(costs: Sequence[int], world_size: int, *, call_ns: int = 0) -> 
         load, rank = heapq.heappop(least)
         owners[index] = rank
         heapq.heappush(least, (load + costs[index], rank))
-    loads = [call_ns] * world_size
+    loads = [0] * world_size
     for index, owner in enumerate(owners):
         loads[owner] += costs[index]
     busy = set(owners)
