@@ -46,7 +46,7 @@ Share = Annotated[float, Bounds(most=1.0)]
 Whole = Annotated[int, Bounds(least=1)]
 
 
-class Record:
+class Constants:
     """A frozen dataclass whose fields are numbers, words, flags, tuples and other records."""
 
     __slots__ = ()

@@ -37,7 +37,7 @@ import functools
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from hf_flexseq.base.records import Amount, Bounds, Positive, Record, Share
+from hf_flexseq.base.records import Amount, Bounds, Constants, Positive, Share
 from hf_flexseq.base.values import number, whole
 from hf_flexseq.plan.memory import MemoryChoice
 
@@ -46,7 +46,7 @@ MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerBytes(Record):
+class LayerBytes(Constants):
     """Bytes of one token in a layer, on the rank that holds it."""
 
     what: ClassVar[str] = "the bytes of a layer"
@@ -68,7 +68,7 @@ class LayerBytes(Record):
     """Bytes at its peak outside of its MLP, if that is tiled."""
 
     def __post_init__(self) -> None:
-        Record.__post_init__(self)
+        Constants.__post_init__(self)
         number("mlp_bytes", self.mlp_bytes, most=self.kept_bytes)
         for name in ("output_bytes", "tiled_bytes", "rest_bytes"):
             number(name, getattr(self, name), most=self.peak_bytes)
@@ -92,7 +92,7 @@ class LayerBytes(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Activations(Record):
+class Activations(Constants):
     """Activations of one model in training, and the host that may hold a part of them."""
 
     what: ClassVar[str] = "the activations of a cost model"
@@ -120,7 +120,7 @@ class Activations(Record):
     """What the user has chosen for the run; seconds of the cost model are those of this choice."""
 
     def __post_init__(self) -> None:
-        Record.__post_init__(self)
+        Constants.__post_init__(self)
         whole("order, number of layers", len(self.order), least=1, most=MAX_LAYERS)
         whole("kinds, number of kinds", len(self.kinds), least=1)
         for kind in self.order:

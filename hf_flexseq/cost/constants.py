@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from hf_flexseq.base.reading import parse_json, read_text
-from hf_flexseq.base.records import Amount, Bounds, Positive, Record, Seconds, Share, Whole
+from hf_flexseq.base.records import Amount, Bounds, Constants, Positive, Seconds, Share, Whole
 from hf_flexseq.base.values import (
     MAX_BYTES,
     MAX_RANKS,
@@ -38,7 +38,7 @@ MOST_PASSES = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CostConstants(Record):
+class CostConstants(Constants):
     """Numbers of one model on one machine; seconds and bytes are those of all layers, forward and
     backward."""
 
@@ -93,7 +93,7 @@ class CostConstants(Record):
     """The bytes behind `token_bytes`; None where they are not known, and nothing can be chosen."""
 
     def __post_init__(self) -> None:
-        Record.__post_init__(self)
+        Constants.__post_init__(self)
         if not self.bandwidths:
             raise ValueError("bandwidths: give at least one (degree, bytes/s) pair")
         degrees = [degree for degree, _ in self.bandwidths]

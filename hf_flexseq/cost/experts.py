@@ -26,7 +26,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_flexseq.base.records import Amount, Bounds, Positive, Record, Seconds
+from hf_flexseq.base.records import Amount, Bounds, Constants, Positive, Seconds
 from hf_flexseq.base.values import MAX_RANKS
 
 # Tokens of the busiest rank over the mean, where it was not measured: routers are trained to
@@ -35,7 +35,7 @@ IMBALANCE = 1.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertLayers(Record):
+class ExpertLayers(Constants):
     """Constants of all layers whose experts lie on the ranks of an expert group."""
 
     what: ClassVar[str] = "the experts of a cost model"

@@ -27,7 +27,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_flexseq.base.records import Amount, Bounds, Positive, Record, Whole
+from hf_flexseq.base.records import Amount, Bounds, Constants, Positive, Whole
 from hf_flexseq.base.values import MAX_TOKENS
 
 FloatArray = NDArray[np.float64]
@@ -36,7 +36,7 @@ Tokens = Annotated[int, Bounds(least=1, most=MAX_TOKENS)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionKernel(Record):
+class AttentionKernel(Constants):
     """How the time of an attention call depends on the lengths of its sequences."""
 
     what: ClassVar[str] = "the kernel of a cost model"
@@ -52,7 +52,7 @@ class AttentionKernel(Record):
     own, which begin with the first of them; () where all sequences share a call."""
 
     def __post_init__(self) -> None:
-        Record.__post_init__(self)
+        Constants.__post_init__(self)
         lengths = [tokens for tokens, _ in self.own_paces]
         if lengths != sorted(set(lengths)):
             raise ValueError(f"own_paces: lengths {lengths} must ascend")

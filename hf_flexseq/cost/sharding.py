@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from hf_flexseq.base.records import Amount, Bounds, Positive, Record, Seconds
+from hf_flexseq.base.records import Amount, Bounds, Constants, Positive, Seconds
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.base.values import MAX_BYTES
 from hf_flexseq.cost.choices import token_bytes
@@ -80,7 +80,7 @@ POLICIES = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FsdpFigures(Record):
+class FsdpFigures(Constants):
     """Figures that the choice of a policy depends on, besides the step."""
 
     what: ClassVar[str] = "the figures of FSDP2"

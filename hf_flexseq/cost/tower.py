@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from hf_flexseq.base.records import Amount, Bounds, Record, Seconds
+from hf_flexseq.base.records import Amount, Bounds, Constants, Seconds
 from hf_flexseq.plan.images import ImagePlacement, ImageSize, place_images
 
 # Fewest patches of a token, so that the tokens of any image can be counted.
@@ -45,7 +45,7 @@ class TowerShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TowerCost(Record):
+class TowerCost(Constants):
     """Constants of one tower on one device."""
 
     what: ClassVar[str] = "the tower of a cost model"

@@ -98,7 +98,7 @@ def _take(action: Action, stages: int, queues: Queues) -> bool:
 def timed(plan: PipelinePlan, cost: PipelineCost) -> Iterator[Done]:
     """Yield all actions at the earliest time that the order allows: the longest path."""
     chunk_numbers = plan.places()  # (unit, index) -> index in the plan's chunks
-    shapes = [shape_of(chunk, plan.lengths) for chunk in plan.chunks]
+    shapes = [shape_of(chunk.slices, plan.lengths) for chunk in plan.chunks]
     costs = chunk_costs(cost, shapes, plan.checkpointed)
     last_index = {chunk.unit: chunk.index for chunk in plan.chunks}
     free_at = [0] * plan.ranks

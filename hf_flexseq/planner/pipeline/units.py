@@ -2,7 +2,7 @@
 
     PipelineOptions   schedule and limits
     PipelineTask      lengths, costs and options of one step
-    Row               slices (sequence, start, stop) of one chunk
+    Row               slices of one chunk
     Unit              its rows, first to last: one cut sequence with short ones packed along, or a
                       pack
     PipelineAnswer    units, actions of every rank, checkpointed layers
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES, entry_of
-from hf_flexseq.cost.stages import ChunkCosts, PipelineCost, StageShape, causal_pairs
+from hf_flexseq.cost.stages import ChunkCosts, ChunkShape, PipelineCost, shape_of
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.pipeline import Action, Chunk, PipelinePlan
 from hf_flexseq.plan.shard import Slice
 
-Row = list[tuple[int, int, int]]
+Row = list[Slice]
 Unit = list[Row]
 
 Actions = tuple[tuple[Action, ...], ...]  # [rank] in their order
@@ -134,7 +134,7 @@ def unit_of(sequence: int, cuts: Sequence[int]) -> Unit:
     """Return the unit of one sequence, cut into tokens [cuts[i], cuts[i + 1])."""
     unit = []
     for start, stop in pairwise(cuts):
-        unit.append([(sequence, start, stop)])
+        unit.append([Slice(sequence, start, stop)])
     return unit
 
 
@@ -143,34 +143,13 @@ def chunks_of(units: Sequence[Unit]) -> tuple[Chunk, ...]:
     chunks = []
     for number, unit in enumerate(units):
         for index, row in enumerate(unit):
-            slices = []
-            for sequence, start, stop in row:
-                slices.append(Slice(sequence=sequence, start=start, stop=stop))
-            chunks.append(Chunk(unit=number, index=index, slices=tuple(slices)))
+            chunks.append(Chunk(unit=number, index=index, slices=tuple(row)))
     return tuple(chunks)
 
 
-def shapes_of(units: Sequence[Unit], lengths: Sequence[int]) -> list[StageShape]:
+def shapes_of(units: Sequence[Unit], lengths: Sequence[int]) -> list[ChunkShape]:
     """Return what the cost of every row depends on, unit by unit."""
-    shapes = []
-    for unit in units:
-        for row in unit:
-            shapes.append(_shape(row, lengths))
-    return shapes
-
-
-def _shape(row: Row, lengths: Sequence[int]) -> StageShape:
-    """Return the shape of a row. Only its first slice may be a part of a sequence."""
-    ranges = tuple((start, stop) for _, start, stop in row)
-    sequence, start, stop = row[0]
-    length = lengths[sequence]
-    is_cut = stop - start < length
-    return StageShape(
-        tokens=sum(stop - start for start, stop in ranges),
-        pairs=sum(causal_pairs(start, stop) for start, stop in ranges),
-        cut=stop - start if is_cut else 0,
-        length=length if is_cut else 0,
-    )
+    return [shape_of(row, lengths) for unit in units for row in unit]
 
 
 # ---- bytes
