@@ -157,8 +157,7 @@ def test_the_stages_of_a_pipeline_have_no_price_for_experts_over_ranks():
     "per_node, ranks, rate",
     [
         (8, 8, 3e11),  # all links are inside of the node
-        (8, 16, 4e10 * 15 / 8),  # 8 of the 15 others are on the other node
-        (6, 4, 4e10 * 3 / 2),  # ranks 4 and 5 have two of three others on the other node
+        (8, 16, 15 / (8 / 4e10 + 7 / 3e11)),  # 8 of the 15 others are on the other node
         (1, 4, 4e10),
     ],
 )
