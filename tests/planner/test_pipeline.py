@@ -9,9 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES
-from hf_flexseq.cost.pipeline_check import check, check_memory
 from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.cost.walk import makespan_ns, peak_bytes
+from hf_flexseq.cost.walk import check, check_memory, makespan_ns, peak_bytes
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.pipeline import KINDS, text
 from hf_flexseq.planner.pipeline import PipelineOptions

@@ -180,13 +180,11 @@ def layers_to_fit(
     bare: ChunkCosts,
     cost: PipelineCost,
     memory_limit: Sequence[int],
-    beside: Sequence[int],
 ) -> list[list[int]]:
-    """Return [stage][unit] the fewest checkpointed layers that leave `beside` bytes of the room
-    free, or all layers where even these do not.
+    """Return [stage][unit] the fewest checkpointed layers that make a unit fit alone.
 
     full, bare: costs without any and with all layers checkpointed
-    memory_limit, beside: bytes of each stage
+    memory_limit: bytes of each stage
 
     Raises PlanInfeasible, naming the sequence, where not even all layers make a unit fit alone.
     """
@@ -205,9 +203,7 @@ def layers_to_fit(
                     f"{memory_limit[number]}. Give more memory, use more stages, or shorten the "
                     "sequence"
                 )
-            # `beside` may ask for more than all layers together can leave free.
-            limit = max(low, memory_limit[number] - beside[number])
-            over = max(0, high - limit)
+            over = max(0, high - memory_limit[number])
             needed = 0
             if over:
                 over += len(unit)  # the bytes of every chunk are rounded
