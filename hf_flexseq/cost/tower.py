@@ -96,23 +96,18 @@ class TowerCost(Constants):
         """Return the cost of a tower without a backward, as if it were frozen."""
         if not self.patch_bytes:
             return self
-        return replace(
-            self,
-            patch_s=self.patch_s / TRAINED_PASSES,
-            pair_s=self.pair_s / TRAINED_PASSES,
-            patch_bytes=0.0,
-            token_bytes=self.token_bytes / 2,
-        )
+        return replace(self._run(1), token_bytes=self.token_bytes / 2)
 
     def run_again(self) -> "TowerCost":
         """Return the cost of a trained tower whose graph is not kept: it runs forward once more
         before its backward, and holds nothing but features between the two."""
-        passes = (TRAINED_PASSES + 1) / TRAINED_PASSES
+        return self._run(TRAINED_PASSES + 1)
+
+    def _run(self, passes: int) -> "TowerCost":
+        """Return the cost of so many passes of a trained tower that keeps no graph."""
+        share = passes / TRAINED_PASSES
         return replace(
-            self,
-            patch_s=self.patch_s * passes,
-            pair_s=self.pair_s * passes,
-            patch_bytes=0.0,
+            self, patch_s=self.patch_s * share, pair_s=self.pair_s * share, patch_bytes=0.0
         )
 
     # ---- images

@@ -53,7 +53,7 @@ def auto_pipeline(task: PipelineTask) -> PipelineAnswer:
     best: tuple[Played, list[Unit], ChunkCosts, Layers] | None = None
     refused: PlanInfeasible | None = None
     actions_left = MOST_ACTIONS
-    work = CutWork.of(task.cost, "time")
+    work = CutWork.of(task.cost)
     most_tokens = _most_tokens(task)
     for target in dict.fromkeys(_target(task, work, factor) for factor in FACTORS):
         units = level_units(task.lengths, target, work, most_tokens)

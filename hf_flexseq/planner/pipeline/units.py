@@ -44,8 +44,6 @@ class PipelineOptions:
     """Maximum tokens of a chunk; None for no limit."""
     memory_limit: Sequence[int] | None = None
     """Bytes of each rank for what is in flight; None for no limit."""
-    cuts: str = "time"
-    """Quantity that is equal in all parts of a sequence, one of `cuts.CUTS`; for seq1f1b."""
 
     def __post_init__(self) -> None:
         entry_of("schedule", self.schedule, PIPELINE_SCHEDULES)
