@@ -55,7 +55,7 @@ def even_cost(stages, *, forward_ns=1000, tokens=8):
 
 def costs_of(plan, cost):
     """Nanoseconds and bytes of every chunk of a plan on every stage."""
-    shapes = [shape_of(chunk, plan.lengths) for chunk in plan.chunks]
+    shapes = [shape_of(chunk.slices, plan.lengths) for chunk in plan.chunks]
     return chunk_costs(cost, shapes, plan.checkpointed)
 
 

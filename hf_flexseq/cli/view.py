@@ -5,9 +5,9 @@ from pathlib import Path
 
 from hf_flexseq.cli.plan import summary
 from hf_flexseq.command_line import say
-from hf_flexseq.cost.pipeline_check import check as check_pipeline
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.cost.stages import PipelineCost
+from hf_flexseq.cost.walk import check as check_pipeline
 from hf_flexseq.plan import check
 from hf_flexseq.plan.files import PlannedStep, read_steps
 from hf_flexseq.plan.pipeline import PipelinePlan

@@ -23,15 +23,11 @@ stages.
 """
 
 from hf_flexseq.cost.evaluate import (
-    GroupKind,
     experts_ns,
     free_ns,
     group_ns,
     groups_ns,
-    kinds_ns,
     lockstep_ns,
-    rank_ns,
-    slowest_ns,
     step_ns,
 )
 from hf_flexseq.cost.kernels import FloatArray
@@ -49,17 +45,13 @@ __all__ = [
     "WIDEST_WITHIN_A_NODE",
     "CostModel",
     "FloatArray",
-    "GroupKind",
     "Int64Array",
     "Waits",
     "experts_ns",
     "free_ns",
     "group_ns",
     "groups_ns",
-    "kinds_ns",
     "lockstep_ns",
     "nodes_spanned",
-    "rank_ns",
-    "slowest_ns",
     "step_ns",
 ]

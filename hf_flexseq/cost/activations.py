@@ -34,10 +34,11 @@ all that it keeps once more when its backward begins, so its peak is that of a l
 """
 
 import functools
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
-from hf_flexseq.base.values import fields_of, items, number, positive, whole
+from hf_flexseq.base.records import Amount, Bounds, Constants, Positive, Share
+from hf_flexseq.base.values import number, whole
 from hf_flexseq.plan.memory import MemoryChoice
 
 # Layers of a model, at most: choices are compared layer by layer.
@@ -45,28 +46,29 @@ MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerBytes:
+class LayerBytes(Constants):
     """Bytes of one token in a layer, on the rank that holds it."""
 
-    input_bytes: float
+    what: ClassVar[str] = "the bytes of a layer"
+
+    input_bytes: Positive
     """Bytes of the layer's input."""
-    output_bytes: float
+    output_bytes: Amount
     """Bytes of what its attention or its scan gave."""
-    kept_bytes: float
+    kept_bytes: Positive
     """Bytes that the layer keeps for a backward that computes nothing again."""
-    mlp_bytes: float
+    mlp_bytes: Amount
     """Bytes of these inside of its MLP; 0 where that cannot be tiled."""
-    peak_bytes: float
+    peak_bytes: Positive
     """Bytes that it holds at its peak, in backward or forward, the input and those kept
     included."""
-    tiled_bytes: float
+    tiled_bytes: Amount
     """Bytes of these that tiles divide."""
-    rest_bytes: float
+    rest_bytes: Amount
     """Bytes at its peak outside of its MLP, if that is tiled."""
 
     def __post_init__(self) -> None:
-        for name in ("input_bytes", "kept_bytes", "peak_bytes"):
-            positive(name, getattr(self, name))
+        Constants.__post_init__(self)
         number("mlp_bytes", self.mlp_bytes, most=self.kept_bytes)
         for name in ("output_bytes", "tiled_bytes", "rest_bytes"):
             number(name, getattr(self, name), most=self.peak_bytes)
@@ -88,55 +90,42 @@ class LayerBytes:
             return self.peak_bytes
         return max(self.rest_bytes, self.peak_bytes - (1 - 1 / tiles) * self.tiled_bytes)
 
-    def to_record(self) -> dict[str, float]:
-        """Return the figures as plain JSON values."""
-        return {one.name: float(getattr(self, one.name)) for one in fields(self)}
-
-    @classmethod
-    def from_record(cls, record: Any) -> "LayerBytes":
-        """Inverse of `to_record`. Raises ValueError for any other record."""
-        needed = [one.name for one in fields(cls)]
-        return cls(**fields_of(record, "bytes of a layer", needed=needed))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Activations:
+class Activations(Constants):
     """Activations of one model in training, and the host that may hold a part of them."""
+
+    what: ClassVar[str] = "the activations of a cost model"
 
     kinds: tuple[LayerBytes, ...]
     """The kinds of its layers."""
     order: tuple[int, ...]
     """The kind of each layer, by its place in `kinds`."""
-    base_bytes: float
+    base_bytes: Amount
     """Bytes of a token that are there in all layers."""
-    head_bytes: float
+    head_bytes: Amount
     """Bytes of a token's final hidden states and their gradients, when the loss is computed."""
-    mlp_share: float
+    mlp_share: Share
     """Share of `linear_s` that MLPs take which can be tiled."""
-    linear_passes: float
+    linear_passes: Annotated[float, Bounds(least=2, most=3)]
     """Passes of linear layers where nothing runs again: one forward, one for the gradients of
     their inputs, and one for those of the weights that are trained."""
-    out_rate: float
+    out_rate: Positive
     """Bytes/s of a rank to its host."""
-    back_rate: float
+    back_rate: Positive
     """Bytes/s of a rank from its host."""
-    host_bytes: float
+    host_bytes: Amount
     """Bytes of the host's memory that one rank may use."""
     as_set: MemoryChoice
     """What the user has chosen for the run; seconds of the cost model are those of this choice."""
 
     def __post_init__(self) -> None:
+        Constants.__post_init__(self)
         whole("order, number of layers", len(self.order), least=1, most=MAX_LAYERS)
         whole("kinds, number of kinds", len(self.kinds), least=1)
         for kind in self.order:
             whole("order, kind of a layer", kind, most=len(self.kinds) - 1)
         whole("as_set, recomputed_layers", self.as_set.recomputed_layers, most=self.layers)
-        for name in ("base_bytes", "head_bytes", "host_bytes"):
-            number(name, getattr(self, name))
-        number("mlp_share", self.mlp_share, most=1.0)
-        number("linear_passes", self.linear_passes, least=2.0, most=3.0)
-        positive("out_rate", self.out_rate)
-        positive("back_rate", self.back_rate)
 
     @property
     def layers(self) -> int:
@@ -163,30 +152,6 @@ class Activations:
         """Return as many of a rank's tokens as the host has room for under a choice."""
         on_host = self.host_token_bytes(choice)
         return min(tokens, int(self.host_bytes // on_host)) if on_host else tokens
-
-    # ---- JSON
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the figures as plain JSON values."""
-        record: dict[str, Any] = {
-            "kinds": [kind.to_record() for kind in self.kinds],
-            "order": list(self.order),
-            "as_set": self.as_set.to_record(),
-        }
-        for one in fields(self):
-            if one.name not in record:
-                record[one.name] = float(getattr(self, one.name))
-        return record
-
-    @classmethod
-    def from_record(cls, record: Any) -> "Activations":
-        """Inverse of `to_record`. Raises ValueError for any other record."""
-        needed = [one.name for one in fields(cls)]
-        values = dict(fields_of(record, "activations", needed=needed))
-        values["kinds"] = tuple(map(LayerBytes.from_record, items("kinds", values["kinds"])))
-        values["order"] = tuple(items("order", values["order"]))
-        values["as_set"] = MemoryChoice.from_record(values["as_set"])
-        return cls(**values)
 
 
 @functools.lru_cache(maxsize=4096)

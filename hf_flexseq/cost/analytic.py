@@ -4,8 +4,6 @@ bytes/s.
 Good enough to rank plans on an unmeasured machine; a measured model is better.
 """
 
-import math
-
 from hf_flexseq.base.layers import FULL, Reach, RecurrentShape
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
@@ -29,22 +27,8 @@ FLOAT32_BYTES = 4
 # Share of a device's memory to plan with.
 MEMORY_FRACTION = 0.85
 
-# Layers whose halos exist at once under checkpointing: those of the recomputed one, and of the
-# following one, whose gradients have not left yet.
-WHOLE_LAYERS = 2
-
-# Maximum slices of a sequence on one rank.
-SLICES = 2
-
 # Tokens of a chunk of a scan (`kernels/scans`).
 SCAN_CHUNK = 64
-
-# What the host does for a group in one layer, forward and backward: exchanges of heads, or the
-# first and the last posts of a ring, with the launches around them; and for each rank of a ring.
-GROUP_POSTS = 4
-GROUP_LAUNCHES = 8
-RING_POSTS = 2
-RING_LAUNCHES = 6
 
 
 def analytic_cost_model(
@@ -77,7 +61,7 @@ def analytic_cost_model(
     if not chunked_loss:
         # logits in the model's dtype, in float32, and their gradient
         token_bytes += shape.vocab * (shape.dtype_bytes + 2 * FLOAT32_BYTES)
-    state_bytes = _held_bytes(shape, topology, checkpointing, chunked_loss)
+    state_bytes = _held_bytes(shape, chunked_loss)
     sharded_bytes = sum((MOMENT_BYTES, GRADIENT_BYTES, WEIGHT_BYTES)[:zero_stage])  # a parameter
     trained = shape.params - shape.frozen_params
     sharded = float(sharded_bytes * trained)
@@ -97,19 +81,15 @@ def analytic_cost_model(
     parameters_s = 0.0
     if zero_stage == 3:
         parameters_s = _parameters_s(shape, device, topology, replicas, expert_ranks)
-    if experts is not None:
-        parameters_s += _expert_waits_s(shape, device, checkpointing)
     # A layer with attention and a scan exchanges twice, each time as often as Ulysses.
     exchanging_layers = shape.attention_count + sum(layers for layers, _ in shape.recurrent)
-    group_s = _host_s(device, GROUP_POSTS, GROUP_LAUNCHES)
-    group_s += GROUP_POSTS * _beyond_post(device)
     return CostModel(
         name=f"analytic-{device.name}",
         attention_s=shape.full_layers * _pair_s(shape.heads_of(FULL), device),
         linear_s=_linear_s(shape, device, checkpointing, expert_ranks),
         micro_batch_s=shape.layers * device.layer_s + parameters_s,
-        group_s=exchanging_layers * group_s,
-        group_rank_s=exchanging_layers * _host_s(device, RING_POSTS, RING_LAUNCHES),
+        group_s=exchanging_layers * device.exchange_s,
+        group_rank_s=exchanging_layers * device.ring_step_s,
         pass_s=moved * (shape.query_numbers + shape.kv_numbers) / device.memory_rate,
         summary_bytes=_moved_summaries(shape),
         all_to_all_bytes=moved * exchanges * (2 * shape.query_numbers + shape.kv_numbers),
@@ -167,17 +147,12 @@ def _tower(
     )
 
 
-def _held_bytes(
-    shape: ModelShape, topology: Topology, checkpointing: bool, chunked_loss: bool
-) -> float:
+def _held_bytes(shape: ModelShape, chunked_loss: bool) -> float:
     """Return the bytes that a rank holds whatever its tokens, without parameters."""
     # The copies that autocast makes of weights exist until the forward has ended.
     state = 0.0
     if shape.hidden_bytes not in (None, shape.dtype_bytes):
         state += float(shape.dtype_bytes * shape.params)
-    if topology.world_size > 1:
-        state += _halo_bytes(shape, checkpointing)
-        state += _all_summaries_bytes(shape, topology.world_size)
     if chunked_loss:
         state += float(FLOAT32_BYTES * shape.vocab * shape.hidden)
     return state
@@ -222,41 +197,14 @@ def _experts(
         )
     token_flops = shape.experts.active_params * _weight_flops(shape, checkpointing)
     row_bytes = shape.experts.active * shape.hidden * shape.dtype_bytes
+    # There and back, for gradients too, and again where the layer runs again.
+    exchanges = 6 if checkpointing else 4
     return ExpertLayers(
         ranks=expert_ranks,
         token_s=token_flops / device.flops,
-        exchanged_bytes=float(shape.experts.layers * _expert_exchanges(checkpointing) * row_bytes),
-        rate=_expert_rate(device, topology, expert_ranks),
+        exchanged_bytes=float(shape.experts.layers * exchanges * row_bytes),
+        rate=_speed(device, min(1.0, (topology.ranks_per_node - 1) / (expert_ranks - 1))),
     )
-
-
-def _expert_rate(device: DeviceSpec, topology: Topology, expert_ranks: int) -> float:
-    """Return the bytes/s that leave a rank in an exchange with all others of its expert group,
-    each of which gets equally many: those of its node by one link, the others by another."""
-    per_node = topology.ranks_per_node
-    outside = 0  # most ranks of its group that a rank has on other nodes
-    for rank in range(math.lcm(per_node, expert_ranks)):  # then nodes and groups begin alike again
-        first = max(rank // expert_ranks * expert_ranks, rank // per_node * per_node)
-        stop = min((rank // expert_ranks + 1) * expert_ranks, (rank // per_node + 1) * per_node)
-        outside = max(outside, expert_ranks - (stop - first))
-    others = expert_ranks - 1
-    slowest = max(outside / device.inter_bytes, (others - outside) / device.intra_bytes)
-    return others / slowest
-
-
-def _expert_exchanges(checkpointing: bool) -> int:
-    """Return how often the rows of a layer's tokens travel: to the experts and back, for
-    gradients too, and again where the layer runs again."""
-    return 6 if checkpointing else 4
-
-
-def _expert_waits_s(shape: ModelShape, device: DeviceSpec, checkpointing: bool) -> float:
-    """Return the seconds per micro-batch that exchanges with experts take besides their bytes:
-    rows travel, and before each forward the numbers of rows, for which the host waits."""
-    assert shape.experts is not None, "only layers with experts exchange"
-    counts = 2 if checkpointing else 1
-    exchanges = _expert_exchanges(checkpointing) + counts
-    return shape.experts.layers * exchanges * device.transfer_s
 
 
 def _parameters_s(
@@ -275,11 +223,6 @@ def _parameters_s(
     speed = _speed(device, widest_inside / shards if spans_nodes else 1.0)
     gathered = gathered_params(shape, shards, expert_ranks)
     return TRIPS * gathered * shape.dtype_bytes / speed
-
-
-def _host_s(device: DeviceSpec, posts: int, launches: int) -> float:
-    """Return the seconds in which a host posts messages and launches operations."""
-    return posts * device.post_s + launches * device.launch_s
 
 
 def _pair_s(heads: HeadShape, device: DeviceSpec) -> float:
@@ -325,11 +268,12 @@ def _scans_s(shape: ModelShape, device: DeviceSpec, checkpointing: bool) -> floa
 
 def _moved_summaries(shape: ModelShape) -> float:
     """Return the bytes that recurrent layers send for a segment of a sequence, forward and
-    backward: its summary, and the rows that the convolution behind it reads."""
+    backward: its summary in float32, and the rows that the convolution behind it reads."""
     moved = 0.0
     for layers, sizes in shape.recurrent:
+        summary = FLOAT32_BYTES * (sizes.state_numbers + sizes.transition_numbers)
         halo = (sizes.width - 1) * sizes.channels * shape.dtype_bytes
-        moved += 2.0 * layers * (_summary_bytes(sizes) + halo)
+        moved += 2.0 * layers * (summary + halo)
     return moved
 
 
@@ -350,19 +294,6 @@ def _scan_flops(sizes: RecurrentShape) -> float:
     return float(sizes.value_heads * of_head)
 
 
-def _summary_bytes(sizes: RecurrentShape) -> int:
-    """Return the bytes of a segment's summary in one layer, float32."""
-    return FLOAT32_BYTES * (sizes.state_numbers + sizes.transition_numbers)
-
-
-def _beyond_post(device: DeviceSpec) -> float:
-    """Return the seconds until a transfer begins that the host has not spent on posting it.
-
-    A host that is ahead of its device posts a transfer long before it can begin.
-    """
-    return max(0.0, device.transfer_s - (1 - device.overlap) * device.post_s)
-
-
 def _scan_bytes(shape: ModelShape, sizes: RecurrentShape) -> float:
     """Return the bytes of a token that a recurrent layer holds from its forward to its backward:
     rows around the convolution, and the gate; in float32 the inputs of chunks, the products of
@@ -375,31 +306,6 @@ def _scan_bytes(shape: ModelShape, sizes: RecurrentShape) -> float:
         scan = sizes.value_heads * of_head + sizes.state_numbers / SCAN_CHUNK
         held += FLOAT32_BYTES * scan
     return held
-
-
-def _all_summaries_bytes(shape: ModelShape, ranks: int) -> float:
-    """Return the bytes that a rank holds for one sequence which all ranks share: the states and
-    transitions of its segments, all layers, and in one layer all summaries that it receives."""
-    kept = 0
-    received = 0
-    for layers, sizes in shape.recurrent:
-        summary = _summary_bytes(sizes)
-        kept += layers * SLICES * summary
-        received = max(received, (SLICES * ranks - 1) * summary)
-    return float(kept + received)
-
-
-def _halo_bytes(shape: ModelShape, checkpointing: bool) -> float:
-    """Return the bytes of the halos that a rank holds of one sequence between forward and
-    backward, all layers. Short sequences have one rank each and need none."""
-    of_layers = []
-    for layers, reach, heads in shape.attention_layers():
-        if not reach.is_full:
-            halo = SLICES * (_window(reach) - 1) * heads.kv_width * shape.dtype_bytes
-            of_layers += [halo] * layers
-    if checkpointing:  # the backward fetches them again
-        of_layers = sorted(of_layers)[-WHOLE_LAYERS:]
-    return float(sum(of_layers))
 
 
 def _bandwidths(device: DeviceSpec, topology: Topology) -> tuple[tuple[int, float], ...]:

@@ -6,30 +6,24 @@ device (`analytic.py`), fitted while a run goes on (`online.py`), or published (
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from hf_flexseq.base.reading import parse_json, read_text
+from hf_flexseq.base.records import Amount, Bounds, Constants, Positive, Seconds, Share, Whole
 from hf_flexseq.base.values import (
     MAX_BYTES,
     MAX_RANKS,
     MAX_SECONDS,
     MAX_TOKENS,
     MAX_TOKENS_PER_RANK,
-    VERSION,
-    duration,
-    fields_of,
-    number,
-    positive,
     quoted,
-    whole,
-    word,
 )
 from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.experts import ExpertLayers
-from hf_flexseq.cost.kernels import AttentionKernel, pairs
+from hf_flexseq.cost.kernels import AttentionKernel
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.plan.images import ImageSize
 
@@ -42,59 +36,54 @@ MAX_STEP_S = 1e6
 # Passes of a rank's memory over a token, at most (`model.py`).
 MOST_PASSES = 32
 
-# Parts with records of their own.
-PARTS: Mapping[str, Any] = {
-    "kernel": AttentionKernel,
-    "experts": ExpertLayers,
-    "tower": TowerCost,
-    "activations": Activations,
-}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CostConstants:
+class CostConstants(Constants):
     """Numbers of one model on one machine; seconds and bytes are those of all layers, forward and
     backward."""
 
+    what: ClassVar[str] = "a cost model"
+    is_versioned: ClassVar[bool] = True
+
     name: str
     """A label for people."""
-    attention_s: float
+    attention_s: Seconds
     """Seconds per squared token of layers that read all keys; `kernel` counts the squares."""
-    linear_s: float
+    linear_s: Annotated[float, Bounds(most=MAX_SECONDS, above=True)]
     """Seconds per token: linear layers, windows and scans, whose work grows with the tokens; no
     `experts`."""
-    micro_batch_s: float
+    micro_batch_s: Seconds
     """Seconds per micro-batch, whatever is in it."""
-    group_s: float
+    group_s: Seconds
     """Seconds per group of several ranks: launches, posts and the latency of transfers."""
-    all_to_all_bytes: float
+    all_to_all_bytes: Amount
     """Bytes per token that Ulysses moves."""
-    ring_bytes: float | None
+    ring_bytes: Amount | None
     """Bytes per token of a ring's keys and values, on three trips; None refuses rings."""
-    bandwidths: tuple[tuple[int, float], ...]
+    bandwidths: tuple[tuple[Annotated[int, Bounds(least=1, most=MAX_RANKS)], Positive], ...]
     """(degree, bytes/s) pairs, ascending by degree."""
-    heads: int | None
+    heads: Whole | None
     """Query heads. None: any degree divides them."""
-    token_bytes: float
+    token_bytes: Positive
     """Activation bytes per token."""
-    state_bytes: float
+    state_bytes: Amount
     """Bytes of model state that every rank holds."""
-    sharded_state_bytes: float
+    sharded_state_bytes: Amount
     """Bytes of model state that all ranks hold together."""
-    budget_bytes: float
+    budget_bytes: Positive
     """Memory of one rank in bytes."""
-    group_rank_s: float = 0.0
+    group_rank_s: Seconds = 0.0
     """Seconds per rank of a ring, besides those of its group."""
-    pass_s: float = 0.0
+    pass_s: Seconds = 0.0
     """Seconds per token in which a rank's memory passes queries, keys and values once."""
-    summary_bytes: float = 0.0
+    summary_bytes: Amount = 0.0
     """Bytes of a sequence's states that recurrent layers send to another rank; 0 without any."""
-    overlap: float = 1.0
+    overlap: Share = 1.0
     """Share of a ring's transfers, and of a group's seconds, that attention hides: 1 where a
     device has a host of its own, 0 where both are one processor."""
     kernel: AttentionKernel | None = None
     """How attention's time depends on lengths; None for s^2."""
-    widest_window: int = 0
+    widest_window: Annotated[int, Bounds(most=MAX_TOKENS)] = 0
     """Tokens of the widest window or chunk of a layer; 0 where all layers read all keys."""
     experts: ExpertLayers | None = None
     """Layers whose experts lie on several ranks; None where every rank computes its own."""
@@ -104,27 +93,12 @@ class CostConstants:
     """The bytes behind `token_bytes`; None where they are not known, and nothing can be chosen."""
 
     def __post_init__(self) -> None:
-        word("name", self.name)
-        positive("linear_s", self.linear_s, most=MAX_SECONDS)
-        for name in ("attention_s", "micro_batch_s", "group_s", "group_rank_s", "pass_s"):
-            duration(name, getattr(self, name))
-        for name in ("token_bytes", "budget_bytes"):
-            positive(name, getattr(self, name))
-        for name in ("all_to_all_bytes", "summary_bytes", "state_bytes", "sharded_state_bytes"):
-            number(name, getattr(self, name))
-        if self.ring_bytes is not None:
-            number("ring_bytes", self.ring_bytes)
-        number("overlap", self.overlap, most=1.0)
-        if self.heads is not None:
-            whole("heads", self.heads, least=1)
-        whole("widest_window", self.widest_window, most=MAX_TOKENS)
+        Constants.__post_init__(self)
         if not self.bandwidths:
             raise ValueError("bandwidths: give at least one (degree, bytes/s) pair")
-        degrees = [whole("bandwidths, degree", one, most=MAX_RANKS) for one, _ in self.bandwidths]
-        if degrees != sorted(set(degrees)) or degrees[0] < 1:
-            raise ValueError(f"bandwidths: degrees {quoted(degrees)} must ascend from 1")
-        for _, speed in self.bandwidths:
-            positive("bandwidths, bytes/s", speed)
+        degrees = [degree for degree, _ in self.bandwidths]
+        if degrees != sorted(set(degrees)):
+            raise ValueError(f"bandwidths: degrees {quoted(degrees)} must ascend")
 
     # ---- bytes
 
@@ -225,25 +199,6 @@ class CostConstants:
 
     # ---- JSON
 
-    def to_record(self) -> dict[str, Any]:
-        """Return the model as plain JSON values.
-
-        Seconds, bytes and shares are floats, so that equal models have equal digests.
-        """
-        record: dict[str, Any] = {"version": VERSION}
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name in PARTS:
-                if value is None:  # the record is that of a model without
-                    continue
-                value = value.to_record()
-            elif one.name == "bandwidths":
-                value = [[degree, float(speed)] for degree, speed in value]
-            elif one.name not in ("name", "heads", "ring_bytes", "widest_window"):
-                value = float(value)
-            record[one.name] = value
-        return record
-
     @classmethod
     def from_record(cls, record: Any) -> Self:
         """Inverse of `to_record`. Raises ValueError, naming the key, for any other record."""
@@ -252,16 +207,7 @@ class CostConstants:
                 "the cost model of an earlier version of hf_flexseq, whose numbers mean something "
                 "else: leave it out, and cost_model='auto' fits one while the run goes on"
             )
-        needed = [one.name for one in fields(cls) if one.default is MISSING]
-        optional = [one.name for one in fields(cls) if one.default is not MISSING]
-        values = dict(fields_of(record, "a cost model", needed=needed, optional=optional))
-        values.pop("version", None)
-        # The constructor checks the values.
-        values["bandwidths"] = pairs("bandwidths", values["bandwidths"])
-        for name, part in PARTS.items():
-            if values.get(name) is not None:
-                values[name] = part.from_record(values[name])
-        return cls(**values)
+        return super(CostConstants, cls).from_record(record)
 
     def save(self, path: str | Path) -> None:
         """Write the model to a JSON file."""

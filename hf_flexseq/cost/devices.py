@@ -1,19 +1,21 @@
-"""Figures of devices: FLOP/s, bytes/s, and seconds of their hosts to launch and post."""
+"""Figures of devices: FLOP/s, bytes/s, and seconds of their hosts."""
 
 from dataclasses import dataclass, replace
 
 from hf_flexseq.cost.kernels import FLASH_ATTENTION_2, WITH_CUDNN, AttentionKernel
 
-# Seconds of the host on a GPU machine. A run fits its own.
+# Seconds of a GPU machine's host. A run fits its own.
 #
 # * A launch: PyTorch's way from an operation to its kernel, on an H100, 5 to 25 us
 #   (https://jiahuanglin.xyz/all_lessons/gpu_kernel_serving/18_pytorch_to_kernel.html). Most of
-#   ours are small operations without autograd, which are near its lower end.
+#   ours are small operations without autograd, which are near its lower end: 8 us.
 # * A post: c10d's all-reduce, reduce-scatter and all-gather over NCCL take the host 89, 122 and
 #   131 us (https://github.com/pytorch/pytorch/issues/138773); a batch of sends and receives goes
-#   the same way. The figure holds the messages of a call, so these have none of their own.
-CUDA_LAUNCH_S = 8e-6
-CUDA_POST_S = 1e-4
+#   the same way: 100 us, which holds the messages of a call, and 30 us until the transfer begins.
+# * A layer exchanges heads, or begins and ends a ring, with four posts and eight launches, forward
+#   and backward; a step of a ring has two posts and six launches.
+EXCHANGE_S = 5.84e-4
+RING_STEP_S = 2.48e-4
 
 # Share of a GPU's FLOP/s in training that a chunked scan achieves: 32,768 tokens
 # of 64 Gated DeltaNet heads of 128 take an H800 15.56 ms forward and backward
@@ -54,12 +56,10 @@ class DeviceSpec:
     """Bytes/s a rank moves to ranks of other nodes."""
     layer_s: float
     """Seconds a layer's forward and backward cost besides their arithmetic (launches)."""
-    transfer_s: float = 3e-5
-    """Seconds until a transfer between ranks begins."""
-    launch_s: float = CUDA_LAUNCH_S
-    """Seconds of the host per operation that it launches."""
-    post_s: float = CUDA_POST_S
-    """Seconds of the host per call that posts messages."""
+    exchange_s: float = EXCHANGE_S
+    """Seconds of a layer's exchanges in a group besides their bytes, forward and backward."""
+    ring_step_s: float = RING_STEP_S
+    """Seconds of each rank of a ring besides, in one layer."""
     overlap: float = 1.0
     """Share of transfers and of the host's work that runs beside arithmetic; 0 for a CPU core."""
     host_rate: float = HOST_RATE
@@ -102,9 +102,8 @@ _CPU = DeviceSpec(
     intra_bytes=1e9,
     inter_bytes=1e8,
     layer_s=1e-3,
-    transfer_s=3e-4,
-    launch_s=1e-5,
-    post_s=3e-4,
+    exchange_s=1.28e-3,
+    ring_step_s=6.6e-4,
     overlap=0.0,
     host_rate=5e9,
     host_bytes=4 * 2**30,

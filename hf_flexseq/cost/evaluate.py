@@ -17,7 +17,6 @@ images of a step once each, beside its groups (`TowerCost.placed`).
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 
@@ -36,14 +35,6 @@ NO_IMAGES: Mapping[int, int] = MappingProxyType({})
 # ---- groups
 
 
-class GroupKind(NamedTuple):
-    """Groups of one kind are priced by one formula."""
-
-    degree: int
-    strategy: str
-    spans_nodes: bool
-
-
 def group_ns(cost: CostModel, group: Group, lengths: Sequence[int], topology: Topology) -> int:
     """Return the nanoseconds of a group: its sequences and its waits."""
     return int(groups_ns(cost, (group,), lengths, topology)[0])
@@ -56,60 +47,36 @@ def groups_ns(
     topology: Topology,
     image_ns: Mapping[int, int] = NO_IMAGES,
 ) -> Int64Array:
-    """Return the nanoseconds of each group, [groups]."""
-    kinds = []
-    for group in groups:
-        spans_nodes = topology.spans_nodes(group.start, group.stop)
-        kinds.append(GroupKind(group.degree, group.strategy, spans_nodes))
-    nanoseconds = kinds_ns(cost, kinds, [group.sequences for group in groups], lengths)
-    if image_ns:
-        for index, group in enumerate(groups):
-            nanoseconds[index] += sum(image_ns.get(one, 0) for one in group.sequences)
-    return nanoseconds
-
-
-def kinds_ns(
-    cost: CostModel,
-    kinds: Sequence[GroupKind],
-    sequences: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-) -> Int64Array:
-    """Return the nanoseconds of groups, [groups], computed for all groups of a kind at once."""
+    """Return the nanoseconds of each group, [groups], computed for all groups of a kind at once.
+    A kind is a degree, a strategy, and whether the group spans nodes."""
     # 1. which groups are of one kind
-    kind2groups: dict[GroupKind, list[int]] = defaultdict(list)
-    for index, kind in enumerate(kinds):
-        kind2groups[kind].append(index)
-    nanoseconds = np.zeros(len(kinds), dtype=np.int64)
+    kind2groups: dict[tuple[int, str, bool], list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        spans_nodes = topology.spans_nodes(group.start, group.stop)
+        kind2groups[group.degree, group.strategy, spans_nodes].append(index)
+    nanoseconds = np.zeros(len(groups), dtype=np.int64)
     for kind, indices in kind2groups.items():
         # 2. the sequences of these groups, one group after the other
         members: list[int] = []
         first: list[int] = []  # where each group's sequences begin in `members`
         for index in indices:
             first.append(len(members))
-            members += sequences[index]
+            members += groups[index].sequences
         # 3. their nanoseconds, summed by group
         tokens = np.array([lengths[one] for one in members], dtype=np.int64)  # [members]
         each = cost.sequences_ns(tokens, *kind, shares=shares_of(lengths, members))  # [members]
-        nanoseconds[indices] = np.add.reduceat(each, first)
+        if image_ns:
+            images = np.array([image_ns.get(one, 0) for one in members])
+            nanoseconds[indices] = np.add.reduceat(images, first)
+        nanoseconds[indices] += np.add.reduceat(each, first)
         # 4. and what they wait for besides them
-        if cost.has_waits and kind.degree > 1:
-            cover = np.add.reduceat(cost.cover_ns(each, tokens, kind.degree), first)
+        if cost.has_waits and kind[0] > 1:
+            cover = np.add.reduceat(cost.cover_ns(each, tokens, kind[0]), first)
             nanoseconds[indices] += cost.waits(*kind).beyond(cover)
     return nanoseconds
 
 
 # ---- micro-batches
-
-
-def rank_ns(
-    cost: CostModel, groups: Sequence[Group], lengths: Sequence[int], topology: Topology
-) -> tuple[int, ...]:
-    """Return the nanoseconds each rank works in a micro-batch of `groups`, [world_size].
-
-    The constant of the micro-batch is left out.
-    """
-    work_ns = groups_ns(cost, groups, lengths, topology).tolist()
-    return tuple(_busy_ns(groups, work_ns, topology).tolist())
 
 
 def _busy_ns(groups: Sequence[Group], work_ns: Sequence[int], topology: Topology) -> Int64Array:
@@ -118,15 +85,6 @@ def _busy_ns(groups: Sequence[Group], work_ns: Sequence[int], topology: Topology
     for group, nanoseconds in zip(groups, work_ns, strict=True):
         busy[group.start : group.stop] += nanoseconds
     return busy
-
-
-def slowest_ns(
-    cost: CostModel, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
-) -> int:
-    """Return the nanoseconds of a micro-batch's slowest rank, without the constant and without
-    experts on other ranks."""
-    priced = with_choice(cost, micro_batch.memory)
-    return max(rank_ns(priced, micro_batch.groups, lengths, topology))
 
 
 def experts_ns(

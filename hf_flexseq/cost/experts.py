@@ -20,20 +20,14 @@ take longer than ranks with a part of a long one, and would get fewer tokens tha
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_flexseq.base.values import (
-    MAX_RANKS,
-    duration,
-    fields_of,
-    number,
-    positive,
-    whole,
-)
+from hf_flexseq.base.records import Amount, Bounds, Constants, Positive, Seconds
+from hf_flexseq.base.values import MAX_RANKS
 
 # Tokens of the busiest rank over the mean, where it was not measured: routers are trained to
 # spread tokens evenly over experts, and the experts of a rank even out their differences.
@@ -41,36 +35,21 @@ IMBALANCE = 1.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertLayers:
+class ExpertLayers(Constants):
     """Constants of all layers whose experts lie on the ranks of an expert group."""
 
-    ranks: int
+    what: ClassVar[str] = "the experts of a cost model"
+
+    ranks: Annotated[int, Bounds(least=2, most=MAX_RANKS)]
     """Neighbouring ranks that hold all experts together; 2 or more."""
-    token_s: float
+    token_s: Seconds
     """Seconds that a rank takes for all experts of a token, forward and backward, all layers."""
-    exchanged_bytes: float
+    exchanged_bytes: Amount
     """Bytes per token that go to its experts and back, forward and backward, all layers."""
-    rate: float
+    rate: Positive
     """Bytes/s that a rank sends, and receives, in such an exchange."""
-    imbalance: float = IMBALANCE
+    imbalance: Annotated[float, Bounds(least=1, most=MAX_RANKS)] = IMBALANCE
     """Tokens that the busiest rank of a group gets, over the mean of its ranks."""
-
-    def __post_init__(self) -> None:
-        whole("experts, ranks", self.ranks, least=2, most=MAX_RANKS)
-        duration("experts, token_s", self.token_s)
-        number("experts, exchanged_bytes", self.exchanged_bytes)
-        positive("experts, rate", self.rate)
-        number("experts, imbalance", self.imbalance, least=1.0, most=float(self.ranks))
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the constants as plain JSON values."""
-        record = {name: float(value) for name, value in asdict(self).items()}
-        return {**record, "ranks": self.ranks}
-
-    @classmethod
-    def from_record(cls, record: Any) -> "ExpertLayers":
-        """Inverse of `to_record`. Raises ValueError for any other record."""
-        return cls(**fields_of(record, "experts", needed=list(cls.__slots__)))
 
     # ---- seconds
 

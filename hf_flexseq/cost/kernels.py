@@ -22,39 +22,40 @@ give 16 sequences of 2,048 tokens to 3 %. cuDNN's paces are the rows of one sequ
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_flexseq.base.values import MAX_TOKENS, fields_of, items, number, positive, whole
+from hf_flexseq.base.records import Amount, Bounds, Constants, Positive, Whole
+from hf_flexseq.base.values import MAX_TOKENS
 
 FloatArray = NDArray[np.float64]
 
+Tokens = Annotated[int, Bounds(least=1, most=MAX_TOKENS)]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionKernel:
+class AttentionKernel(Constants):
     """How the time of an attention call depends on the lengths of its sequences."""
 
-    block: int
+    what: ClassVar[str] = "the kernel of a cost model"
+
+    block: Tokens
     """Queries of a thread block in the forward, keys of one in the backward."""
-    tile: int
+    tile: Tokens
     """Keys, or queries, that a block walks over at once."""
-    block_tiles: float
+    block_tiles: Amount
     """Tiles that take as long as what a block does besides its tiles."""
-    own_paces: tuple[tuple[int, float], ...] = ()
+    own_paces: tuple[tuple[Whole, Positive], ...] = ()
     """(tokens, pace over that of endless tiles), ascending, of causal sequences in calls of their
     own, which begin with the first of them; () where all sequences share a call."""
 
     def __post_init__(self) -> None:
-        whole("kernel, block", self.block, least=1, most=MAX_TOKENS)
-        whole("kernel, tile", self.tile, least=1, most=MAX_TOKENS)
-        number("kernel, block_tiles", self.block_tiles)
-        lengths = [whole("kernel, own_paces", tokens, least=1) for tokens, _ in self.own_paces]
+        Constants.__post_init__(self)
+        lengths = [tokens for tokens, _ in self.own_paces]
         if lengths != sorted(set(lengths)):
-            raise ValueError(f"kernel, own_paces: lengths {lengths} must ascend")
-        for _, pace in self.own_paces:
-            positive("kernel, own_paces", pace)
+            raise ValueError(f"own_paces: lengths {lengths} must ascend")
 
     def causal(self, s: FloatArray) -> FloatArray:
         """Return the squares of causal sequences, [sequences]. s: [sequences] tokens."""
@@ -87,35 +88,6 @@ class AttentionKernel:
     def _squares(self, tiles: FloatArray, blocks: FloatArray) -> FloatArray:
         """Return what blocks with so many tiles in all take, [sequences]."""
         return 2.0 * self.block * self.tile * (tiles + self.block_tiles * blocks)
-
-    # ---- JSON
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the numbers as plain JSON values."""
-        return {
-            "block": self.block,
-            "tile": self.tile,
-            "block_tiles": float(self.block_tiles),
-            "own_paces": [[tokens, float(pace)] for tokens, pace in self.own_paces],
-        }
-
-    @classmethod
-    def from_record(cls, record: Any) -> "AttentionKernel":
-        """Inverse of `to_record`. Raises ValueError for any other record."""
-        names = ("block", "tile", "block_tiles", "own_paces")
-        values = dict(fields_of(record, "kernel", needed=names))
-        values["own_paces"] = pairs("kernel, own_paces", values["own_paces"])
-        return cls(**values)
-
-
-def pairs(name: str, value: Any) -> tuple[tuple[Any, Any], ...]:
-    """Return a JSON list of pairs as tuples. Raises ValueError for anything else. name: of it."""
-    made = []
-    for pair in items(name, value):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError(f"{name}: must be a list of pairs")
-        made.append((pair[0], pair[1]))
-    return tuple(made)
 
 
 # FlashAttention-2 and torch's varlen kernel: what a block takes besides its tiles, forward and

@@ -26,12 +26,13 @@ Rejected: one policy for the run. Beside the longest sequences nothing can be he
 would not fit or all other steps would pay for them.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
 
+from hf_flexseq.base.records import Amount, Bounds, Constants, Positive, Seconds
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.base.values import MAX_BYTES, duration, fields_of, number, positive
+from hf_flexseq.base.values import MAX_BYTES
 from hf_flexseq.cost.choices import token_bytes
 from hf_flexseq.cost.model import CostModel
 from hf_flexseq.cost.shapes import ModelShape
@@ -79,36 +80,21 @@ POLICIES = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FsdpFigures:
+class FsdpFigures(Constants):
     """Figures that the choice of a policy depends on, besides the step."""
 
-    free_bytes: float
+    what: ClassVar[str] = "the figures of FSDP2"
+
+    free_bytes: Annotated[float, Bounds(least=-MAX_BYTES)]
     """Bytes of a rank besides its share of the model's state; negative if that is too much."""
-    token_bytes: float
+    token_bytes: Positive
     """Activation bytes of a token."""
-    parameter_bytes: float
+    parameter_bytes: Amount
     """Bytes of all parameters as they are gathered."""
-    gradient_bytes: float
+    gradient_bytes: Amount
     """Bytes of the gradients of all trained parameters, before they are scattered."""
-    trip_s: float
+    trip_s: Seconds
     """Seconds of a trip, 0 if the cost model's seconds of a micro-batch leave it out."""
-
-    def __post_init__(self) -> None:
-        number("free_bytes", self.free_bytes, least=-MAX_BYTES)
-        positive("token_bytes", self.token_bytes)
-        number("parameter_bytes", self.parameter_bytes)
-        number("gradient_bytes", self.gradient_bytes)
-        duration("trip_s", self.trip_s)
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the figures as plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> "FsdpFigures":
-        """Return the figures whose `to_record` gave `record`. Raises ValueError for others."""
-        needed = [one.name for one in fields(cls)]
-        return cls(**fields_of(record, "the figures of FSDP2", needed=needed))
 
     # ---- memory
 

@@ -27,97 +27,66 @@ I.
 """
 
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 
-from hf_flexseq.base.values import (
-    MAX_BYTES,
-    VERSION,
-    fields_of,
-    items,
-    number,
-    positive,
-    whole,
-)
+from hf_flexseq.base.records import Amount, Bounds, Constants, Positive, Whole
+from hf_flexseq.base.values import MAX_BYTES
 from hf_flexseq.cost.kernels import FloatArray
 from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES, CostModel
-from hf_flexseq.plan.pipeline import MAX_STAGES, Chunk
+from hf_flexseq.plan.pipeline import MAX_STAGES
+from hf_flexseq.plan.shard import Slice
 
 # Nanoseconds of a token, of a pair or of a chunk: those of `MAX_SECONDS`.
-MAX_NS = 1e18
+Nanoseconds = Annotated[float, Bounds(most=1e18)]
 
 WEIGHT_CHUNK = 0.5  # a W's constant over that of a forward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageCost:
+class StageCost(Constants):
     """Constants of one stage; nanoseconds are those of the forward."""
 
-    linear_ns: float
-    """Nanoseconds per token of the stage's layers."""
-    attention_ns: float
-    """Nanoseconds per (query, key) pair, layers that read all keys."""
-    chunk_ns: float
-    """Nanoseconds per chunk, whatever is in it."""
-    head_ns: float = 0.0
-    """Nanoseconds per token of the LM head with the loss."""
-    layers: int = 1
-    """Number of decoder layers."""
-    token_bytes: float = 1.0
-    """Bytes of a token's activations, keys and values left out."""
-    kv_bytes: float = 0.0
-    """Bytes of a token's keys and values."""
-    input_bytes: float = 0.0
-    """Bytes that a token keeps when all layers are checkpointed."""
-    owed_bytes: float | None = None
-    """Bytes that a token keeps from I to W. None: as many as it kept before I."""
+    what: ClassVar[str] = "the cost of a stage"
 
-    def __post_init__(self) -> None:
-        for name in ("linear_ns", "attention_ns", "chunk_ns", "head_ns"):
-            number(name, getattr(self, name), most=MAX_NS)
-        whole("layers", self.layers, least=1)
-        positive("token_bytes", self.token_bytes)
-        for name in ("kv_bytes", "input_bytes"):
-            number(name, getattr(self, name))
-        if self.owed_bytes is not None:
-            number("owed_bytes", self.owed_bytes)
+    linear_ns: Nanoseconds
+    """Nanoseconds per token of the stage's layers."""
+    attention_ns: Nanoseconds
+    """Nanoseconds per (query, key) pair, layers that read all keys."""
+    chunk_ns: Nanoseconds
+    """Nanoseconds per chunk, whatever is in it."""
+    head_ns: Nanoseconds = 0.0
+    """Nanoseconds per token of the LM head with the loss."""
+    layers: Whole = 1
+    """Number of decoder layers."""
+    token_bytes: Positive = 1.0
+    """Bytes of a token's activations, keys and values left out."""
+    kv_bytes: Amount = 0.0
+    """Bytes of a token's keys and values."""
+    input_bytes: Amount = 0.0
+    """Bytes that a token keeps when all layers are checkpointed."""
+    owed_bytes: Amount | None = None
+    """Bytes that a token keeps from I to W. None: as many as it kept before I."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PipelineCost:
+class PipelineCost(Constants):
     """Constants of all stages of a pipeline."""
+
+    what: ClassVar[str] = "the cost of a pipeline"
+    is_versioned: ClassVar[bool] = True
 
     stages: tuple[StageCost, ...]
     """[stages] The constants of each stage."""
-    send_ns: float = 0.0
+    send_ns: Nanoseconds = 0.0
     """Nanoseconds per token from a stage to its neighbour, besides its computing."""
 
     def __post_init__(self) -> None:
-        number("send_ns", self.send_ns, most=MAX_NS)
+        Constants.__post_init__(self)
         if len(self.stages) > MAX_STAGES:
             raise ValueError(f"{len(self.stages):,} stages: at most {MAX_STAGES:,} can be priced")
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the costs as plain JSON values."""
-        return {"version": VERSION, **asdict(self)}
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> "PipelineCost":
-        """Return the costs `to_record` was called on. Raises ValueError for any other record."""
-        values = fields_of(record, "the cost of a pipeline", needed=("stages", "send_ns"))
-        needed = [one.name for one in fields(StageCost) if one.default is MISSING]
-        optional = [one.name for one in fields(StageCost) if one.default is not MISSING]
-        stages = []
-        for index, stage in enumerate(items("stages", values["stages"])):
-            what = f"the cost of stage {index}"
-            constants = fields_of(stage, what, needed=needed, optional=optional)
-            try:
-                stages.append(StageCost(**constants))
-            except ValueError as error:
-                raise ValueError(f"{what}: {error}") from error
-        return cls(stages=tuple(stages), send_ns=values["send_ns"])
 
     @classmethod
     def even(cls, stages: int, stage: StageCost) -> "PipelineCost":
@@ -146,8 +115,7 @@ class PipelineCost:
         return cls.even(stages, stage)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageShape:
+class ChunkShape(NamedTuple):
     """The numbers that a chunk's cost depends on."""
 
     tokens: int
@@ -160,14 +128,19 @@ class StageShape:
     """Tokens of the sequence which that slice is a part of; 0 without one."""
 
 
-def shape_of(chunk: Chunk, lengths: tuple[int, ...]) -> StageShape:
-    """Return the shape of a chunk. lengths: tokens of every sequence of the plan."""
-    part = chunk.cut(lengths)
-    return StageShape(
-        tokens=chunk.tokens,
-        pairs=sum(causal_pairs(one.start, one.stop) for one in chunk.slices),
-        cut=0 if part is None else part.tokens,
-        length=0 if part is None else lengths[part.sequence],
+def shape_of(slices: Sequence[Slice], lengths: Sequence[int]) -> ChunkShape:
+    """Return the shape of a chunk, of whose slices only the first may be a part of a sequence.
+
+    lengths: tokens of every sequence of the plan.
+    """
+    first = slices[0]
+    length = lengths[first.sequence]
+    is_cut = first.tokens < length
+    return ChunkShape(
+        tokens=sum(one.tokens for one in slices),
+        pairs=sum(causal_pairs(one.start, one.stop) for one in slices),
+        cut=first.tokens if is_cut else 0,
+        length=length if is_cut else 0,
     )
 
 
@@ -180,17 +153,17 @@ def causal_pairs(start: int, stop: int) -> int:
 class ChunkCosts:
     """Costs of all chunks on all stages, in whole nanoseconds and bytes."""
 
-    forward: list[list[int]]
+    forward: list[list[int]] = field(default_factory=list)
     """[stages, chunks] Nanoseconds of F."""
-    input_grad: list[list[int]]
+    input_grad: list[list[int]] = field(default_factory=list)
     """[stages, chunks] Nanoseconds of I."""
-    weight_grad: list[list[int]]
+    weight_grad: list[list[int]] = field(default_factory=list)
     """[stages, chunks] Nanoseconds of W."""
-    held: list[list[int]]
+    held: list[list[int]] = field(default_factory=list)
     """[stages, chunks] Bytes of activations from F to B or I."""
-    owed: list[list[int]]
+    owed: list[list[int]] = field(default_factory=list)
     """[stages, chunks] Bytes that weights' gradients are made of, from I to W."""
-    carried: list[list[int]]
+    carried: list[list[int]] = field(default_factory=list)
     """[stages, chunks] Bytes of keys and values of the chunk's cut sequence, and as many again of
     their gradients; the same for every chunk of a unit."""
     send: list[int]
@@ -198,7 +171,7 @@ class ChunkCosts:
 
 
 def chunk_costs(
-    cost: PipelineCost, shapes: Sequence[StageShape], checkpointed: Sequence[Sequence[int]] = ()
+    cost: PipelineCost, shapes: Sequence[ChunkShape], checkpointed: Sequence[Sequence[int]] = ()
 ) -> ChunkCosts:
     """Return the costs of all chunks on all stages.
 
@@ -209,40 +182,29 @@ def chunk_costs(
             f"the plan has {len(checkpointed)} stages, the cost {len(cost.stages)}: give the cost "
             "of the plan's pipeline"
         )
-    chunks = _chunk_arrays(shapes)
-    costs = ChunkCosts(
-        forward=[],
-        input_grad=[],
-        weight_grad=[],
-        held=[],
-        owed=[],
-        carried=[],
-        send=_whole(cost.send_ns * chunks.tokens),
-    )
+    tokens, pairs, cut, length = np.array(shapes, dtype=np.float64).reshape(-1, 4).T
+    costs = ChunkCosts(send=_whole(cost.send_ns * tokens))
     for index, stage in enumerate(cost.stages):
         share = np.zeros(len(shapes))  # of the layers that compute again
         if checkpointed:
             share = _recomputed_share(stage, checkpointed[index], index)
-        _add_nanoseconds(costs, stage, chunks, share)
-        _add_bytes(costs, stage, chunks, share)
+        # 1. nanoseconds; the head's passes are all in F
+        linear = stage.linear_ns * tokens
+        attention = stage.attention_ns * pairs
+        head = LINEAR_PASSES * stage.head_ns * tokens
+        again = share * (linear + attention)
+        backward = linear + ATTENTION_BACKWARD * attention + stage.chunk_ns
+        costs.forward.append(_whole(linear + attention + stage.chunk_ns + head))
+        costs.input_grad.append(_whole(backward + again))
+        costs.weight_grad.append(_whole(linear + WEIGHT_CHUNK * stage.chunk_ns))
+        # 2. bytes; keys and values of a cut sequence are carried, not held
+        kept = stage.token_bytes * tokens + stage.kv_bytes * (tokens - cut)
+        held = (1 - share) * kept + share * stage.input_bytes * tokens
+        owed = held if stage.owed_bytes is None else stage.owed_bytes * tokens
+        costs.held.append(_whole(held))
+        costs.owed.append(_whole(owed))
+        costs.carried.append(_whole(stage.kv_bytes * length))
     return costs
-
-
-class _ChunkArrays(NamedTuple):
-    """The figures of `StageShape` as arrays, [chunks] each."""
-
-    tokens: FloatArray
-    pairs: FloatArray
-    cut: FloatArray
-    length: FloatArray
-
-
-def _chunk_arrays(shapes: Sequence[StageShape]) -> _ChunkArrays:
-    """Return the figures of all chunks."""
-    columns = [(shape.tokens, shape.pairs, shape.cut, shape.length) for shape in shapes]
-    figures = np.array(columns, dtype=np.float64).reshape(-1, 4)  # [chunks, 4]
-    tokens, pairs, cut, length = figures.T
-    return _ChunkArrays(tokens, pairs, cut, length)
 
 
 def _recomputed_share(stage: StageCost, checkpointed: Sequence[int], index: int) -> FloatArray:
@@ -255,37 +217,6 @@ def _recomputed_share(stage: StageCost, checkpointed: Sequence[int], index: int)
             f"stage {index} has {stage.layers} layers, {max(checkpointed)} of them checkpointed"
         )
     return np.array(checkpointed) / stage.layers
-
-
-def _add_nanoseconds(
-    costs: ChunkCosts, stage: StageCost, chunks: _ChunkArrays, share: FloatArray
-) -> None:
-    """Add the nanoseconds of a stage. share: [chunks] of its layers that compute again."""
-    linear = stage.linear_ns * chunks.tokens
-    attention = stage.attention_ns * chunks.pairs
-    forward = linear + attention + stage.chunk_ns
-    again = share * (linear + attention)
-    backward = linear + ATTENTION_BACKWARD * attention + stage.chunk_ns
-    # The head's passes are all in F.
-    costs.forward.append(_whole(forward + LINEAR_PASSES * stage.head_ns * chunks.tokens))
-    costs.input_grad.append(_whole(backward + again))
-    costs.weight_grad.append(_whole(linear + WEIGHT_CHUNK * stage.chunk_ns))
-
-
-def _add_bytes(
-    costs: ChunkCosts, stage: StageCost, chunks: _ChunkArrays, share: FloatArray
-) -> None:
-    """Add the bytes of a stage; keys and values of a cut sequence are carried, not held.
-
-    share: [chunks] of its layers that compute again.
-    """
-    tokens = chunks.tokens
-    whole = stage.token_bytes * tokens + stage.kv_bytes * (tokens - chunks.cut)
-    held = (1 - share) * whole + share * stage.input_bytes * tokens
-    owed = held if stage.owed_bytes is None else stage.owed_bytes * tokens
-    costs.held.append(_whole(held))
-    costs.owed.append(_whole(owed))
-    costs.carried.append(_whole(stage.kv_bytes * chunks.length))
 
 
 def _whole(values: FloatArray) -> list[int]:

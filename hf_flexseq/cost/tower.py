@@ -8,10 +8,10 @@ forward alone where it is frozen. Between the two the tower's graph is held, `pa
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
 
-from hf_flexseq.base.values import duration, fields_of, flag, number
+from hf_flexseq.base.records import Amount, Bounds, Constants, Seconds
 from hf_flexseq.plan.images import ImagePlacement, ImageSize, place_images
 
 # Fewest patches of a token, so that the tokens of any image can be counted.
@@ -45,30 +45,24 @@ class TowerShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TowerCost:
+class TowerCost(Constants):
     """Constants of one tower on one device."""
 
-    patch_s: float
+    what: ClassVar[str] = "the tower of a cost model"
+
+    patch_s: Seconds
     """Seconds per patch, all layers, and backward where the tower is trained."""
-    pair_s: float
+    pair_s: Seconds
     """Seconds per pair of patches that attend to each other."""
-    patch_bytes: float
+    patch_bytes: Amount
     """Bytes that are held of a patch from forward to backward; 0 for a frozen tower."""
-    token_bytes: float
+    token_bytes: Amount
     """Bytes that a rank holds of the features of one token, with their gradients."""
-    patches_per_token: float
+    patches_per_token: Annotated[float, Bounds(least=LEAST_PATCHES)]
     """Patches that are merged into one token of the text model."""
     is_sharded: bool = False
     """True if its parameters are gathered in every micro-batch, as under FSDP2 and ZeRO-3: its
     graph cannot be kept for longer."""
-
-    def __post_init__(self) -> None:
-        for name in ("patch_s", "pair_s"):
-            duration(name, getattr(self, name))
-        for name in ("patch_bytes", "token_bytes"):
-            number(name, getattr(self, name))
-        number("patches_per_token", self.patches_per_token, least=LEAST_PATCHES)
-        flag("is_sharded", self.is_sharded)
 
     @classmethod
     def of(
@@ -98,38 +92,22 @@ class TowerCost:
             is_sharded=is_sharded,
         )
 
-    def to_record(self) -> dict[str, float]:
-        """Return the constants as plain JSON values."""
-        record = {name: float(value) for name, value in asdict(self).items()}
-        return record | {"is_sharded": self.is_sharded}
-
-    @classmethod
-    def from_record(cls, record: Any) -> "TowerCost":
-        """Inverse of `to_record`. Raises ValueError for any other record."""
-        needed = [name for name in cls.__slots__ if name != "is_sharded"]
-        return cls(**fields_of(record, "tower", needed=needed, optional=["is_sharded"]))
-
     def forward_only(self) -> "TowerCost":
         """Return the cost of a tower without a backward, as if it were frozen."""
         if not self.patch_bytes:
             return self
-        return replace(
-            self,
-            patch_s=self.patch_s / TRAINED_PASSES,
-            pair_s=self.pair_s / TRAINED_PASSES,
-            patch_bytes=0.0,
-            token_bytes=self.token_bytes / 2,
-        )
+        return replace(self._run(1), token_bytes=self.token_bytes / 2)
 
     def run_again(self) -> "TowerCost":
         """Return the cost of a trained tower whose graph is not kept: it runs forward once more
         before its backward, and holds nothing but features between the two."""
-        passes = (TRAINED_PASSES + 1) / TRAINED_PASSES
+        return self._run(TRAINED_PASSES + 1)
+
+    def _run(self, passes: int) -> "TowerCost":
+        """Return the cost of so many passes of a trained tower that keeps no graph."""
+        share = passes / TRAINED_PASSES
         return replace(
-            self,
-            patch_s=self.patch_s * passes,
-            pair_s=self.pair_s * passes,
-            patch_bytes=0.0,
+            self, patch_s=self.patch_s * share, pair_s=self.pair_s * share, patch_bytes=0.0
         )
 
     # ---- images
@@ -152,7 +130,8 @@ class TowerCost:
 
     def placed(self, images: Sequence[ImageSize], world_size: int) -> ImagePlacement:
         """Return on which rank each of a step's images, at least one, is encoded."""
-        return place_images([self.image_ns(image) for image in images], world_size)
+        costs = [self.image_ns(image) for image in images]
+        return place_images(costs, world_size)
 
     def held_bytes(self, images: Sequence[ImageSize], placement: ImagePlacement) -> float:
         """Return the bytes of the rank that holds most for images during a step: the graph of

@@ -5,6 +5,8 @@ what is then held.
     timed         every action at its earliest time, with the bytes of its rank
     makespan_ns   nanoseconds of the step
     peak_bytes    the most bytes of each rank
+    check         refuses a plan that would compute something wrong or hang
+    check_memory  refuses a plan that does not fit
 
 A stage takes its inputs from two queues, one from each neighbour, and each queue hands out chunks
 in the order in which the neighbour made them: sends are buffered, receives are not reordered. A
@@ -17,11 +19,12 @@ is `relaxed` in tests/pipelines.py.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hf_flexseq.cost.stages import ChunkCosts, PipelineCost, chunk_costs, shape_of
 from hf_flexseq.plan.pipeline import Action, PipelinePlan
+from hf_flexseq.plan.replicas import StepPlan
 
 # (F or B, the stage that sends) -> (unit, index) of the chunks that were sent and not yet taken
 Queues = dict[tuple[str, int], deque[tuple[int, int]]]
@@ -98,7 +101,7 @@ def _take(action: Action, stages: int, queues: Queues) -> bool:
 def timed(plan: PipelinePlan, cost: PipelineCost) -> Iterator[Done]:
     """Yield all actions at the earliest time that the order allows: the longest path."""
     chunk_numbers = plan.places()  # (unit, index) -> index in the plan's chunks
-    shapes = [shape_of(chunk, plan.lengths) for chunk in plan.chunks]
+    shapes = [shape_of(chunk.slices, plan.lengths) for chunk in plan.chunks]
     costs = chunk_costs(cost, shapes, plan.checkpointed)
     last_index = {chunk.unit: chunk.index for chunk in plan.chunks}
     free_at = [0] * plan.ranks
@@ -177,3 +180,31 @@ def _bytes(action: Action, chunk: int, costs: ChunkCosts, is_last: bool) -> tupl
     if is_first:
         lost += 2 * carried  # keys and values, and their gradients
     return gained, lost
+
+
+# ---- checks
+
+
+def check(plan: PipelinePlan) -> None:
+    """Raise ValueError, naming chunk or action, unless the plan is legal and runs through."""
+    plan.check_form()
+    for _ in walk(plan):  # raises where neighbours wait for each other
+        pass
+
+
+def check_step(step: StepPlan) -> None:
+    """Raise ValueError unless each sequence is on one replica, and all plans are legal and run."""
+    step.check_form()
+    for plan in step.plans:
+        for _ in walk(plan):
+            pass
+
+
+def check_memory(plan: PipelinePlan, cost: PipelineCost, memory_limit: Sequence[int]) -> None:
+    """Raise ValueError, naming the action, if a rank holds more than its `memory_limit` bytes."""
+    for done in timed(plan, cost):
+        if done.held > memory_limit[done.rank]:
+            raise ValueError(
+                f"{done.action}: rank {done.rank} holds {done.held} bytes, the limit is "
+                f"{memory_limit[done.rank]}"
+            )

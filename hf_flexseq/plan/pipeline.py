@@ -21,7 +21,7 @@ accepts it. `PipelinePlan.check_form` refuses it:
     order     inside a unit forwards ascend and backwards descend; a W follows its I, in the order
               of the I's, since stage 0 and every carry run the whole backward in it
 
-`cost/pipeline_check.py` walks through the actions: it checks the order of exchanges between
+`cost/walk.py` walks through the actions: it checks the order of exchanges between
 neighbours, and memory.
 
 Rejected: sends and receives as actions. They follow from the order of the others, and redundant
@@ -181,7 +181,7 @@ class PipelinePlan(Record):
     def check_form(self) -> None:
         """Raise ValueError, naming chunk or action, unless chunks and actions are legal.
 
-        A plan of legal form can still hang: see `cost/pipeline_check.py`.
+        A plan of legal form can still hang: see `cost/walk.py`.
         """
         if self.ranks < 1 or self.stages < self.ranks or self.stages % self.ranks:
             raise ValueError(

@@ -49,8 +49,7 @@ MIRRORED_SHARE = 4
 # ---- a rank's tokens
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """Tokens [start, stop) of one sequence."""
 
     sequence: int

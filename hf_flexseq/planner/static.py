@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_flexseq.cost import GroupKind, kinds_ns
+from hf_flexseq.cost import groups_ns
 from hf_flexseq.cost.lengths import shares_of
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.planner.problem import cheapest
@@ -106,20 +106,16 @@ def one_strategy_groups(
 ) -> list[Group]:
     """Return groups [groups], each with the strategy that is cheapest for all its sequences."""
     names = task.cost.strategies(task.strategy) or ("local",)
-    # 1. every group by every strategy, [strategies, groups]
+    # 1. every group by every strategy, [strategies][groups]
     by_name = []
     for name in names:
-        kinds = []
-        for of_group in ranks:
-            spans_nodes = task.topology.spans_nodes(of_group.start, of_group.stop)
+        groups = []
+        for of_group, ids in zip(ranks, members, strict=True):
             named = "local" if len(of_group) == 1 else name
-            kinds.append(GroupKind(len(of_group), named, spans_nodes))
-        by_name.append(kinds_ns(task.cost, kinds, members, task.lengths))
+            group = Group(ranks=tuple(of_group), sequences=tuple(sorted(ids)), strategy=named)
+            groups.append(group)
+        by_name.append(groups)
     # 2. the cheapest strategy of each, of equal ones the first
-    cheapest_of = np.stack(by_name).argmin(axis=0).tolist()  # [groups]
-    groups = []
-    for of_group, ids, index in zip(ranks, members, cheapest_of, strict=True):
-        named = "local" if len(of_group) == 1 else names[index]
-        group = Group(ranks=tuple(of_group), sequences=tuple(sorted(ids)), strategy=named)
-        groups.append(group)
-    return groups
+    times = [groups_ns(task.cost, groups, task.lengths, task.topology) for groups in by_name]
+    cheapest_of = np.stack(times).argmin(axis=0).tolist()  # [groups]
+    return [by_name[best][index] for index, best in enumerate(cheapest_of)]

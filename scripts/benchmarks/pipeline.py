@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from common import argument_parser, machine, table_head, table_row, write_record
-from hf_flexseq.cost.pipeline_check import check, check_memory
 from hf_flexseq.cost.stages import PipelineCost, StageCost
+from hf_flexseq.cost.walk import check, check_memory
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
 from hf_flexseq.view.pipeline import report

@@ -70,11 +70,11 @@ def test_many_ranks_gain_nothing_on_a_short_sequence():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"block": 0}, "kernel, block=0"),
-        ({"tile": 1.5}, "kernel, tile=1.5"),
-        ({"block_tiles": -1.0}, "kernel, block_tiles=-1.0"),
+        ({"block": 0}, "block=0"),
+        ({"tile": 1.5}, "tile=1.5"),
+        ({"block_tiles": -1.0}, "block_tiles=-1.0"),
         ({"own_paces": ((4, 1.0), (2, 1.0))}, "must ascend"),
-        ({"own_paces": ((4, 0.0),)}, "kernel, own_paces"),
+        ({"own_paces": ((4, 0.0),)}, "own_paces"),
     ],
 )
 def test_numbers_without_meaning_are_refused(change, message):

@@ -13,7 +13,6 @@ from hf_flexseq.cost import (
     group_ns,
     lockstep_ns,
     nodes_spanned,
-    rank_ns,
     step_ns,
 )
 from hf_flexseq.cost.experts import ExpertLayers
@@ -189,7 +188,7 @@ def test_lockstep_waits_for_the_slowest_rank_of_each_micro_batch():
 
 def test_groups_of_two_ranks_and_more_pay_their_latency():
     cost, node = replace(SIMPLE, group_s=3.0), Topology(nodes=1, ranks_per_node=3)
-    later, before = (rank_ns(model, STEP[0].groups, LENGTHS, node) for model in (cost, SIMPLE))
+    later, before = (free_ns(model, STEP[:1], LENGTHS, node) for model in (cost, SIMPLE))
     assert [(a - b) / 1e9 for a, b in zip(later, before, strict=True)] == [3, 3, 0]
     assert free_ns(cost, STEP, LENGTHS, node) > free_ns(SIMPLE, STEP, LENGTHS, node)
 
@@ -239,8 +238,8 @@ def test_terms_of_a_micro_batch_add_up_to_its_seconds():
         micro_batch = MicroBatch(groups=groups)
         seconds = term_seconds(cost, micro_batch, lengths, node)
         assert seconds.shape == (4, len(TERMS))
-        ranks = np.array(rank_ns(cost, micro_batch.groups, lengths, node)) / 1e9
-        ranks += cost.micro_batch_s
+        own = replace(cost, experts=None)
+        ranks = np.array(free_ns(own, (micro_batch,), lengths, node)) / 1e9
         if cost.experts is not None:
             ranks += np.repeat(experts_ns(cost, micro_batch, lengths, node), 2) / 1e9
         assert seconds.sum(axis=1) == pytest.approx(ranks, abs=1e-8)

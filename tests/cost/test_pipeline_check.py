@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_flexseq.cost.pipeline_check import check, check_memory, check_step
+from hf_flexseq.cost.walk import check, check_memory, check_step
 from hf_flexseq.plan.pipeline import parse
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.plan.shard import Slice

@@ -83,7 +83,7 @@ def test_a_model_of_an_earlier_version_is_refused_in_one_line(tmp_path):
         ({"bandwidths": {"2": 1}}, "must be a list"),
         ({"bandwidths": [[4, 1.0], [2, 1.0]]}, "must ascend"),
         ({"bandwidths": [[2, 0.0]]}, "positive"),
-        ({"bandwidths": [["2", 1.0]]}, "degree='2': must be a whole number"),
+        ({"bandwidths": [["2", 1.0]]}, "bandwidths='2': must be a whole number"),
         ({"extra": 1}, r"unknown keys \['extra'\]"),
     ],
 )

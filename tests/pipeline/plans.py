@@ -3,7 +3,7 @@ them."""
 
 from itertools import pairwise
 
-from hf_flexseq.cost.pipeline_check import check
+from hf_flexseq.cost.walk import check
 from hf_flexseq.plan.pipeline import Action
 from hf_flexseq.planner.pipeline.orders import interleaved
 from tests.pipelines import chunk_of, plan_of

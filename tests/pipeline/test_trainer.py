@@ -14,9 +14,8 @@ from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqConfig, FlexSeq
 from hf_flexseq.base.reading import Limits
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.cli import main
-from hf_flexseq.cost.pipeline_check import check
 from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.cost.walk import makespan_ns
+from hf_flexseq.cost.walk import check, makespan_ns
 from hf_flexseq.hf.pipeline import executor as executor_module
 from hf_flexseq.hf.pipeline.executor import StageExecutor
 from hf_flexseq.hf.trainer import OVERRIDDEN, FlexSeqMixin

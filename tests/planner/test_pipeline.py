@@ -9,13 +9,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES
-from hf_flexseq.cost.pipeline_check import check, check_memory
 from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.cost.walk import makespan_ns, peak_bytes
+from hf_flexseq.cost.walk import check, check_memory, makespan_ns, peak_bytes
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.pipeline import KINDS, text
 from hf_flexseq.planner.pipeline import PipelineOptions
-from hf_flexseq.planner.pipeline.cuts import CUTS, TILE, UNEVEN, CutWork, cut, on_tiles
+from hf_flexseq.planner.pipeline.cuts import TILE, UNEVEN, CutWork, cut, on_tiles
 from hf_flexseq.planner.pipeline.greedy import actions_of, play
 from hf_flexseq.planner.pipeline.orders import interleaved, one_forward_one_backward
 from hf_flexseq.planner.pipeline.pack import chunked_units, first_fit, level_units, whole_units
@@ -25,6 +24,7 @@ from tests.pipelines import costs_of, even_cost, pipelined, plan_of, relaxed, st
 from tests.planner.pipeline_exact import shortest
 
 LENGTHS = st.lists(st.one_of(st.integers(1, 50), st.integers(1, 20_000)), max_size=12)
+EVEN = CutWork(linear=1.0, square=0.0)
 
 
 def price(stages, **changed):
@@ -91,24 +91,20 @@ def test_chunks_are_those_of_the_longest_sequence(schedule):
 # ---- cuts and packs
 
 
-def test_equal_work_is_that_of_a_forward_or_of_all_passes():
+def test_equal_work_is_that_of_all_passes():
     stages = (
         stage_cost(linear_ns=10.0, attention_ns=4.0),
         stage_cost(linear_ns=20.0, attention_ns=2.0, head_ns=6.0),
     )
     linear, square = 18.0, 1.5  # of a mean stage
-    works = {
-        "even": CutWork(linear=1.0, square=0.0),
-        "computation": CutWork(linear=linear, square=square),
-        "time": CutWork(linear=3 * linear, square=3.5 * square),
-    }
-    assert {name: CutWork.of(PipelineCost(stages=stages), name) for name in CUTS} == works
+    work = CutWork(linear=3 * linear, square=3.5 * square)
+    assert CutWork.of(PipelineCost(stages=stages)) == work
 
 
 @settings(max_examples=examples(100), deadline=None)
-@given(st.integers(1, 100_000), st.integers(1, 40), st.sampled_from(CUTS))
-def test_cuts_are_equal_but_for_rounding_and_nearly_equal_on_tiles(length, count, cuts):
-    work = CutWork.of(price(3, head_ns=100.0), cuts)
+@given(st.integers(1, 100_000), st.integers(1, 40), st.sampled_from([0.0, 0.05, 1.0]))
+def test_cuts_are_equal_but_for_rounding_and_nearly_equal_on_tiles(length, count, square):
+    work = CutWork(linear=1.0, square=square)
     equal = cut(length, count, work)
     assert (equal[0], equal[-1], len(equal)) == (0, length, min(count, length) + 1)
     shares = [work.between(a, b) for a, b in itertools.pairwise(equal)]
@@ -126,15 +122,14 @@ def test_cuts_are_equal_but_for_rounding_and_nearly_equal_on_tiles(length, count
 
 
 def test_long_parts_are_on_tiles_and_short_ones_and_full_ones_are_not():
-    even = CutWork.of(price(1), "even")
-    assert on_tiles([0, 3000, 6000], even) == [0, 3072, 6000]
-    assert on_tiles([0, 300, 600], even) == [0, 300, 600]  # 256 and 344 are too uneven
-    assert on_tiles([0, 3000, 6000], even, 3050) == [0, 3000, 6000]
+    assert on_tiles([0, 3000, 6000], EVEN) == [0, 3072, 6000]
+    assert on_tiles([0, 300, 600], EVEN) == [0, 300, 600]  # 256 and 344 are too uneven
+    assert on_tiles([0, 3000, 6000], EVEN, 3050) == [0, 3000, 6000]
 
 
 def test_a_limit_makes_more_parts():
-    assert len(cut(1000, 2, CutWork.of(price(1), "time"), 100)) - 1 > 10
-    assert cut(7, 3, CutWork.of(price(1), "even"), 1) == list(range(8))
+    assert len(cut(1000, 2, CutWork.of(price(1)), 100)) - 1 > 10
+    assert cut(7, 3, EVEN, 1) == list(range(8))
 
 
 def test_whole_sequences_are_packed_up_to_the_longest():
@@ -148,14 +143,14 @@ def test_whole_sequences_are_packed_up_to_the_longest():
 
 
 def test_seq1f1b_cuts_by_work_and_packs_what_is_short():
-    units = chunked_units([100, 400, 30, 200], 4, CutWork.of(price(1, attention_ns=0.0), "even"))
+    units = chunked_units([100, 400, 30, 200], 4, EVEN)
     assert [len(unit) for unit in units] == [4, 2, 1, 1]
     assert units[1] == [[(3, 0, 100)], [(3, 100, 200)]]
     assert units[2:] == [[[(0, 0, 100)]], [[(2, 0, 30)]]]
 
 
 def test_level_packs_are_equally_full():
-    rng, work = random.Random(0), CutWork.of(price(1), "time")
+    rng, work = random.Random(0), CutWork.of(price(1))
     lengths = [rng.randint(10, 3000) for _ in range(300)]
     target = 5 * work.between(0, 3000)
     loads = []
@@ -279,7 +274,6 @@ def test_checkpointing_fits_to_the_byte():
         ({"max_tokens": 0}, "max_tokens=0: give at least 1"),
         ({"schedule": "1f1b", "chunks": 2}, "runs whole sequences"),
         ({"schedule": "seq1f1b-i", "stages": 3}, "3 stages cannot be spread evenly, 2 on each"),
-        ({"schedule": "seq1f1b", "cuts": "random"}, "computation, time, got 'random'"),
         ({"memory_limit": (1, 2)}, "give the positive bytes of each of 4 ranks"),
         ({"lengths": [5, 0]}, "sequence 1 has no token"),
     ],

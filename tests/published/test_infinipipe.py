@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from hf_flexseq.cost.pipeline_check import check, check_memory
 from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.cost.walk import peak_bytes
+from hf_flexseq.cost.walk import check, check_memory, peak_bytes
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.pipeline.cuts import CutWork
 from hf_flexseq.published.infinipipe import checkpointing

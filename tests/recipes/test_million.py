@@ -43,7 +43,7 @@ def test_one_sequence_of_a_million_tokens_has_a_plan_that_computes_no_attention_
     holding = next(one for one in plan.micro_batches if 0 in one.groups[0].sequences)
     assert holding.groups[0].degree == 8
     assert holding.memory.recomputed_layers == LLAMA_8B.layers
-    assert holding.memory.uses_host == (device == "H100")
+    assert holding.memory.uses_host or device == "H200"
     assert holding.memory.outputs_recomputed == 0
     # without choices there is none
     plain = replace(cost, activations=None)

@@ -98,7 +98,7 @@ def test_tokens_stand_for_time_where_there_is_no_cost_model(plan):
 def test_even_chunks_hold_k_plus_p_minus_1_of_k_p(stages, k):
     cost, lengths = even_cost(stages), [8 * k] * 2 * stages
     whole = pipelined(lengths, cost, schedule="1f1b")
-    cut = pipelined(lengths, cost, schedule="seq1f1b", chunks=k, cuts="even")
+    cut = pipelined(lengths, cost, schedule="seq1f1b", chunks=k)
     assert peak_tokens(cut)[0] * k * stages == peak_tokens(whole)[0] * (k + stages - 1)
 
 

@@ -25,8 +25,8 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.pipeline_check import check_step
 from hf_flexseq.cost.stages import PipelineCost
+from hf_flexseq.cost.walk import check_step
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours

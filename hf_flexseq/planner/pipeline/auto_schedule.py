@@ -2,17 +2,18 @@
 
 1. How many chunks? Each costs its constant b, 2.5 times over F, I and W, and fewer chunks are
    longer, and P - 1 of them stand in the bubble: 2.5 b n + (P - 1) work / n is least at
-   n = sqrt((P - 1) work / 2.5 b). A few factors of this n are tried (`WAYS`).
+   n = sqrt((P - 1) work / 2.5 b). A few factors of this n are tried (`FACTORS`).
 2. Every sequence is cut into equal parts of that size and short ones are packed to it
    (`pack.level_units`).
-3. Some packs, the emptiest first, warm the pipeline up; then come the cut sequences, longest
-   first, and the other packs, which drain it.
+3. Cut sequences start, longest first, then packs, the emptiest last, which drain the pipeline.
 4. The step is played (`greedy.play`), and the fastest trial wins. A count of played actions bounds
    the planner's work, never a clock.
 
-A unit that does not fit checkpoints the fewest layers that make it fit, or that leave room for its
-neighbours beside it. Without a limit a stage may hold the largest unit and a window of 1.5 P mean
-chunks: more is hardly faster.
+A unit that does not fit checkpoints the fewest layers that make it fit. Without a limit a stage
+may hold the largest unit and a window of 1.5 P mean chunks: more is hardly faster.
+
+Rejected: some packs before the cut sequences, and room for the neighbours of a unit that does not
+fit. Both were slower, or gained nothing, on 216 steps.
 
 What is done otherwise than in InfiniPipe (arXiv 2509.21275): no mesh of the longest sequence,
 hence no tails; a window in bytes, not in chunks of the longest sequence; no flush between groups;
@@ -20,7 +21,7 @@ input and weight gradients apart.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from hf_flexseq.cost.stages import WEIGHT_CHUNK, ChunkCosts, chunk_costs
 from hf_flexseq.plan import PlanInfeasible
@@ -42,12 +43,9 @@ from hf_flexseq.planner.pipeline.units import (
 WINDOW = 1.5  # mean chunks per stage that may be in flight besides the largest unit
 MOST_CHUNKS = 1_000  # chunks of equal work that a step is cut into, at most
 MOST_ACTIONS = 18_000  # actions played in all trials of a step together
-
-
-FACTORS = (1.0, 1.4, 0.75, 2.0, 2.8, 1.2, 1.7, 4.0, 0.6)  # of the number of chunks of step 1
-# (factor, share of the packs that go first, mean chunks per stage of headroom besides a unit under
-# a limit) of each trial; the most useful first, since the count of actions may end them early
-WAYS = (*((factor, 0.1, 0) for factor in FACTORS), (1.0, 0.1, 1), (1.0, 0.0, 0))
+# Of the number of chunks of step 1; the most useful first, since the count of actions may end them
+# early.
+FACTORS = (1.0, 1.4, 0.75, 2.0, 2.8, 1.2, 1.7, 4.0, 0.6)
 
 
 def auto_pipeline(task: PipelineTask) -> PipelineAnswer:
@@ -55,10 +53,13 @@ def auto_pipeline(task: PipelineTask) -> PipelineAnswer:
     best: tuple[Played, list[Unit], ChunkCosts, Layers] | None = None
     refused: PlanInfeasible | None = None
     actions_left = MOST_ACTIONS
-    for units, spare in _candidates(task):
+    work = CutWork.of(task.cost)
+    most_tokens = _most_tokens(task)
+    for target in dict.fromkeys(_target(task, work, factor) for factor in FACTORS):
+        units = level_units(task.lengths, target, work, most_tokens)
         sizes = [len(unit) for unit in units]
         try:
-            costs, memory_limit, checkpointed = _in_memory(units, spare, task)
+            costs, memory_limit, checkpointed = _in_memory(units, task)
         except PlanInfeasible as error:
             refused = refused or error
             continue
@@ -80,18 +81,6 @@ def auto_pipeline(task: PipelineTask) -> PipelineAnswer:
         checkpointed=checkpointed,
         makespan_ns=played.makespan,
     )
-
-
-def _candidates(task: PipelineTask) -> Iterator[tuple[list[Unit], int]]:
-    """Yield units in starting order and headroom of the `WAYS` that differ for this task."""
-    work = CutWork.of(task.cost, "time")
-    most_tokens = _most_tokens(task)
-    limited = task.options.memory_limit is not None
-    ways = dict.fromkeys(
-        (_target(task, work, factor), front, spare * limited) for factor, front, spare in WAYS
-    )
-    for target, front, spare in ways:
-        yield _ordered(level_units(task.lengths, target, work, most_tokens), front), spare
 
 
 def _target(task: PipelineTask, work: CutWork, factor: float) -> float:
@@ -121,17 +110,7 @@ def _most_tokens(task: PipelineTask) -> int | None:
     return max(1, min(limits))
 
 
-def _ordered(units: Sequence[Unit], front: float) -> list[Unit]:
-    """Return units in starting order: some emptiest packs, cut sequences, the other packs."""
-    cut = [unit for unit in units if len(unit) > 1]
-    packs = [unit for unit in units if len(unit) == 1]  # fullest first
-    rest = len(packs) - math.ceil(front * len(packs))
-    return packs[rest:][::-1] + cut + packs[:rest]
-
-
-def _in_memory(
-    units: list[Unit], spare: int, task: PipelineTask
-) -> tuple[ChunkCosts, Sequence[int], Layers]:
+def _in_memory(units: list[Unit], task: PipelineTask) -> tuple[ChunkCosts, Sequence[int], Layers]:
     """Return the costs of the units' chunks, the bytes of each stage, and [stage][chunk] the
     checkpointed layers. Raises PlanInfeasible if a unit cannot fit."""
     shapes = shapes_of(units, task.lengths)
@@ -142,10 +121,8 @@ def _in_memory(
         return costs, _window(sizes, costs), ()
     everything = [[stage.layers] * len(shapes) for stage in task.cost.stages]
     bare = chunk_costs(task.cost, shapes, everything)
-    # per-stage memory headroom in bytes
-    beside = [spare * task.stages * sum(held) // len(held) for held in costs.held]
     checkpointed = []
-    for layers in layers_to_fit(units, costs, bare, task.cost, memory_limit, beside):
+    for layers in layers_to_fit(units, costs, bare, task.cost, memory_limit):
         of_chunks: list[int] = []
         for size, count in zip(sizes, layers, strict=True):
             of_chunks += [count] * size

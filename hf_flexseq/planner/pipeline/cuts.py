@@ -1,19 +1,14 @@
-"""Where to cut a sequence into k chunks.
+"""Where to cut a sequence into k chunks: at equal forward and backward time by the cost model, all
+stages together, the LM head included.
 
-    even           equal tokens
-    computation    equal forward operations: Seq1F1B's computation-wise partition (arXiv
-                   2406.03488, section 3.3)
-    time           equal forward and backward time by the cost model, all stages together, the LM
-                   head included
-
-In all three the first t tokens are a t + c t^2 of work, so the j-th cut solves a quadratic.
+The first t tokens are a t + c t^2 of work, so the j-th cut solves a quadratic.
 
 Kernels work on tiles of tokens, and long chunks of whole tiles take less time than others. So cuts
 may be moved to the next tile (`on_tiles`) where parts stay nearly equal.
 
-What the paper does otherwise: it cuts greedily from the end, and solves once per run for one
-length. Its forward operations leave out that attention's backward takes 2.5 forwards and a linear
-layer's 2.
+What Seq1F1B (arXiv 2406.03488, section 3.3) does otherwise: it cuts greedily from the end, solves
+once per run for one length, and makes forward operations equal, which leave out that attention's
+backward takes 2.5 forwards and a linear layer's 2.
 """
 
 import math
@@ -24,8 +19,6 @@ from itertools import pairwise
 from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES
 from hf_flexseq.cost.stages import PipelineCost
 
-CUTS = ("even", "computation", "time")
-
 # Tokens of a tile, the largest of torch's CPU attention. Of four chunks of 4,096 tokens on tiles
 # forwards and backwards take 1 to 3 % less of a processor.
 TILE = 256
@@ -34,7 +27,7 @@ UNEVEN = 1 / 8  # share of its work that a part may have more for being on tiles
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutWork:
-    """Work of t first tokens, linear t + square t^2: ns of a mean stage, or tokens if `even`."""
+    """Work of t first tokens, linear t + square t^2: nanoseconds of a mean stage."""
 
     linear: float
     """Work per token."""
@@ -43,17 +36,11 @@ class CutWork:
     """Work per squared token: t tokens have t^2 / 2 causal pairs."""
 
     @classmethod
-    def of(cls, cost: PipelineCost, cuts: str) -> "CutWork":
-        """Return the work that `cuts`, one of CUTS, makes equal. Raises ValueError otherwise."""
-        if cuts not in CUTS:
-            raise ValueError(f"cuts must be one of {', '.join(CUTS)}, got {cuts!r}")
-        if cuts == "even":
-            return cls(linear=1.0, square=0.0)
+    def of(cls, cost: PipelineCost) -> "CutWork":
+        """Return the forward and backward work by a cost model."""
         stages = len(cost.stages)
         linear_ns = sum(stage.linear_ns + stage.head_ns for stage in cost.stages) / stages
         square_ns = sum(stage.attention_ns for stage in cost.stages) / 2 / stages
-        if cuts == "computation":
-            return cls(linear=linear_ns, square=square_ns)
         # A linear layer's backward takes two forwards: one for its input, one for its weight.
         attention_passes = 1 + ATTENTION_BACKWARD
         return cls(linear=LINEAR_PASSES * linear_ns, square=attention_passes * square_ns)

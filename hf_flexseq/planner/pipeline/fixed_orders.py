@@ -29,7 +29,7 @@ def whole_pipeline(task: PipelineTask) -> PipelineAnswer:
 
 def chunked_pipeline(task: PipelineTask) -> PipelineAnswer:
     """Return sequences in chunks, in Seq1F1B's order."""
-    work = CutWork.of(task.cost, task.options.cuts)
+    work = CutWork.of(task.cost)
     units = chunked_units(
         task.lengths, task.options.chunks or SEQ1F1B_CHUNKS, work, task.options.max_tokens
     )

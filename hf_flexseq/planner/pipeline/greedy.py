@@ -14,8 +14,6 @@ One pass over the step, without a flush:
 3. A backward stays whole (B) if a chunk would hold more from I to W than before, as with
    checkpointed layers, which are recomputed in I.
 4. I and W become one B if the previous stage did not wait for the I (`actions_of`).
-5. In steps of very many chunks only the last backwards are split: bubbles are short there, and
-   planning must not take long.
 
 The slow reference, a search over all orders, is `tests/planner/pipeline_exact.py`.
 
@@ -41,11 +39,6 @@ from itertools import accumulate, pairwise
 from hf_flexseq.cost.stages import ChunkCosts
 from hf_flexseq.plan.pipeline import KINDS, Action
 from hf_flexseq.planner.pipeline.orders import backward_names, forward_names
-
-# Rule 5, in chunks of the step. It bounds planning time, which the benchmark of pipelines
-# (scripts/benchmarks/pipeline.py --parts planning) prints.
-SPLIT_ALL = 400  # up to so many chunks, every backward may be split
-SPLIT_LAST = 100  # of more chunks, only the last so many
 
 NEVER = 1 << 62  # a time in nanoseconds that no step reaches
 
@@ -110,7 +103,6 @@ class _Stage:
             self.f_bytes[first] += carried[first]
             # rule 3, for all chunks of the unit
             self.may_split += [owed[first] <= held[first]] * size
-        self.first_split = count - SPLIT_LAST if count > SPLIT_ALL else 0
         # what happens: when the inputs of F and I arrive, when backwards began and W's ended
         self.f_input_at = [NEVER if number else 0] * count
         self.gradient_at = [NEVER] * count
@@ -167,7 +159,7 @@ class _Stage:
         self.begun[chunk] = now
         self.held_bytes -= self.f_bytes[chunk]
         kind = I
-        if number >= self.first_split and self.may_split[chunk]:
+        if self.may_split[chunk]:
             self.held_bytes += self.weight_grad_bytes[chunk]
             self.split.append(chunk)
         else:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+from hf_flexseq.plan.shard import Slice
 from hf_flexseq.planner.pipeline.cuts import CutWork, cut, on_tiles
 from hf_flexseq.planner.pipeline.units import Row, Unit, unit_of
 from hf_flexseq.planner.task import longest_first
@@ -96,7 +97,7 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], *, most_tokens: int)
             index = len(rows)
             rows.append([])
             free_tokens.append(most_tokens)
-        rows[index].append((sequence, 0, length))
+        rows[index].append(Slice(sequence, 0, length))
         free_tokens[index] -= length
     return rows
 
@@ -131,7 +132,7 @@ def _level_rows(
             heapq.heappush(heap, (its_work, index, length))
         else:
             heapq.heapreplace(heap, (row_work + its_work, index, tokens + length))
-        rows[index].append((sequence, 0, length))
+        rows[index].append(Slice(sequence, 0, length))
     fullest_first = sorted((-row_work, index) for row_work, index, _ in heap if rows[index])
     return [rows[index] for _, index in fullest_first]
 

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES, object_of
-from hf_flexseq.cost.pipeline_check import check_memory
 from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.cost.walk import makespan_ns
+from hf_flexseq.cost.walk import check_memory, makespan_ns
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.planner.pipeline.units import (

@@ -2,7 +2,7 @@
 
     PipelineOptions   schedule and limits
     PipelineTask      lengths, costs and options of one step
-    Row               slices (sequence, start, stop) of one chunk
+    Row               slices of one chunk
     Unit              its rows, first to last: one cut sequence with short ones packed along, or a
                       pack
     PipelineAnswer    units, actions of every rank, checkpointed layers
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES, entry_of
-from hf_flexseq.cost.stages import ChunkCosts, PipelineCost, StageShape, causal_pairs
+from hf_flexseq.cost.stages import ChunkCosts, ChunkShape, PipelineCost, shape_of
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.pipeline import Action, Chunk, PipelinePlan
 from hf_flexseq.plan.shard import Slice
 
-Row = list[tuple[int, int, int]]
+Row = list[Slice]
 Unit = list[Row]
 
 Actions = tuple[tuple[Action, ...], ...]  # [rank] in their order
@@ -44,8 +44,6 @@ class PipelineOptions:
     """Maximum tokens of a chunk; None for no limit."""
     memory_limit: Sequence[int] | None = None
     """Bytes of each rank for what is in flight; None for no limit."""
-    cuts: str = "time"
-    """Quantity that is equal in all parts of a sequence, one of `cuts.CUTS`; for seq1f1b."""
 
     def __post_init__(self) -> None:
         entry_of("schedule", self.schedule, PIPELINE_SCHEDULES)
@@ -134,7 +132,7 @@ def unit_of(sequence: int, cuts: Sequence[int]) -> Unit:
     """Return the unit of one sequence, cut into tokens [cuts[i], cuts[i + 1])."""
     unit = []
     for start, stop in pairwise(cuts):
-        unit.append([(sequence, start, stop)])
+        unit.append([Slice(sequence, start, stop)])
     return unit
 
 
@@ -143,34 +141,13 @@ def chunks_of(units: Sequence[Unit]) -> tuple[Chunk, ...]:
     chunks = []
     for number, unit in enumerate(units):
         for index, row in enumerate(unit):
-            slices = []
-            for sequence, start, stop in row:
-                slices.append(Slice(sequence=sequence, start=start, stop=stop))
-            chunks.append(Chunk(unit=number, index=index, slices=tuple(slices)))
+            chunks.append(Chunk(unit=number, index=index, slices=tuple(row)))
     return tuple(chunks)
 
 
-def shapes_of(units: Sequence[Unit], lengths: Sequence[int]) -> list[StageShape]:
+def shapes_of(units: Sequence[Unit], lengths: Sequence[int]) -> list[ChunkShape]:
     """Return what the cost of every row depends on, unit by unit."""
-    shapes = []
-    for unit in units:
-        for row in unit:
-            shapes.append(_shape(row, lengths))
-    return shapes
-
-
-def _shape(row: Row, lengths: Sequence[int]) -> StageShape:
-    """Return the shape of a row. Only its first slice may be a part of a sequence."""
-    ranges = tuple((start, stop) for _, start, stop in row)
-    sequence, start, stop = row[0]
-    length = lengths[sequence]
-    is_cut = stop - start < length
-    return StageShape(
-        tokens=sum(stop - start for start, stop in ranges),
-        pairs=sum(causal_pairs(start, stop) for start, stop in ranges),
-        cut=stop - start if is_cut else 0,
-        length=length if is_cut else 0,
-    )
+    return [shape_of(row, lengths) for unit in units for row in unit]
 
 
 # ---- bytes
@@ -201,13 +178,11 @@ def layers_to_fit(
     bare: ChunkCosts,
     cost: PipelineCost,
     memory_limit: Sequence[int],
-    beside: Sequence[int],
 ) -> list[list[int]]:
-    """Return [stage][unit] the fewest checkpointed layers that leave `beside` bytes of the room
-    free, or all layers where even these do not.
+    """Return [stage][unit] the fewest checkpointed layers that make a unit fit alone.
 
     full, bare: costs without any and with all layers checkpointed
-    memory_limit, beside: bytes of each stage
+    memory_limit: bytes of each stage
 
     Raises PlanInfeasible, naming the sequence, where not even all layers make a unit fit alone.
     """
@@ -226,9 +201,7 @@ def layers_to_fit(
                     f"{memory_limit[number]}. Give more memory, use more stages, or shorten the "
                     "sequence"
                 )
-            # `beside` may ask for more than all layers together can leave free.
-            limit = max(low, memory_limit[number] - beside[number])
-            over = max(0, high - limit)
+            over = max(0, high - memory_limit[number])
             needed = 0
             if over:
                 over += len(unit)  # the bytes of every chunk are rounded

@@ -1,6 +1,6 @@
 """The default planner: groups of every degree, micro-batches with unequal time targets.
 
-1. As few micro-batches as memory allows; one more only when that fails or memory is nearly full.
+1. As few micro-batches as memory allows; one more only when that fails.
 2. Many candidates of time targets at once (`targets.py`); their long sequences are placed on
    blocks of ranks (`place.py`).
 3. The candidates that promise the shortest step, by their water level, get their short sequences
@@ -149,15 +149,10 @@ def static_bound_ns(problem: Problem, cost: CostModel, *, degree: int, strategy:
 
 
 def _search_over_batches(problem: Problem) -> Filled | None:
-    """Return the best candidate with the fewest micro-batches or, where it may pay, one more."""
+    """Return the best candidate with the fewest micro-batches or, if memory is short, one more."""
     fewest = problem.fewest_micro_batches
-    with_fewest = search(problem, fewest)
-    tokens = int(problem.lengths.sum())
-    memory = fewest * problem.cap * problem.world  # tokens
-    if with_fewest is not None and tokens * PERMILLE <= EFFORT.nearly_full * memory:
-        return with_fewest
-    found = [one for one in (with_fewest, search(problem, fewest + 1)) if one is not None]
-    return min(found, key=lambda one: one.objective, default=None)
+    found = search(problem, fewest)
+    return search(problem, fewest + 1) if found is None else found
 
 
 def search(problem: Problem, batches: int) -> Filled | None:

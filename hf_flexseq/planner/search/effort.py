@@ -70,8 +70,6 @@ class SearchEffort:
     rings: int = 1030
     """Per mille of a plan's nanoseconds: if Ulysses in place of its rings takes less, a search
     without rings is made, too."""
-    nearly_full: int = 950
-    """Per mille of all ranks' memory, above which one more micro-batch is tried."""
     water_steps: int = 24
     """Halvings of the interval in which a water level lies: to 1 part in 2^24 of it."""
     repair_rounds: int = 100

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from hf_flexseq.plan.shard import Slice
 from hf_flexseq.planner.pipeline.cuts import CutWork, cut
 from hf_flexseq.planner.pipeline.units import Row, Unit
 from hf_flexseq.planner.task import longest_first
@@ -34,7 +35,7 @@ class _Bucket:
 
     def add(self, sequence: int, length: int, time: float) -> None:
         """Put a whole sequence at the end of the row."""
-        self.row.append((sequence, 0, length))
+        self.row.append(Slice(sequence, 0, length))
         self.time += time
         self.tokens += length
 
@@ -74,7 +75,7 @@ def _on_mesh(sequence: int, length: int, mesh: Sequence[tuple[int, int]]) -> Uni
     unit = []
     for start, stop in mesh:
         if start < length:
-            unit.append([(sequence, start, min(stop, length))])
+            unit.append([Slice(sequence, start, min(stop, length))])
     return unit
 
 

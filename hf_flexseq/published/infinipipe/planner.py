@@ -63,7 +63,7 @@ class _Group:
 def infinipipe_pipeline(task: PipelineTask) -> PipelineAnswer:
     """Return the best plan over all K. Raises PlanInfeasible if no K has a plan."""
     # 1. the chunks of every K, and how long they take without a limit
-    work = CutWork.of(task.cost, "time")
+    work = CutWork.of(task.cost)
     counts = COUNTS if task.options.chunks is None else (task.options.chunks,)
     trials = []
     for number, k in enumerate(counts):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost import CostModel, groups_ns, slowest_ns
+from hf_flexseq.cost import CostModel, groups_ns, lockstep_ns
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import Shard, Slice, make_shard
 from hf_flexseq.program.builder import Builder, Rewriter, Values
@@ -145,7 +145,8 @@ def is_worth_it(
     if tokens < topology.world_size or cost.summary_bytes:  # some rank would have no token at all
         return False
     even_ns = remapped_ns(cost, micro_batch, lengths, topology)
-    return even_ns < slowest_ns(cost, micro_batch, lengths, topology)
+    (as_planned_ns,) = lockstep_ns(cost, (micro_batch,), lengths, topology)
+    return even_ns < as_planned_ns - cost.micro_batch_ns
 
 
 # ---- the programs

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost import slowest_ns
+from hf_flexseq.cost import lockstep_ns
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.published.zeppelin.moves import (
     Move,
@@ -97,7 +97,7 @@ def test_it_is_decided_by_the_cost_model():
     """Zeppelin levels attention alone, so tokens are uneven; moving them pays on fast links."""
     micro_batch = micro_batch_of(FAST)
     even_ns = remapped_ns(FAST, micro_batch, LENGTHS, NODE)
-    assert even_ns < slowest_ns(FAST, micro_batch, LENGTHS, NODE)
+    assert even_ns < lockstep_ns(FAST, (micro_batch,), LENGTHS, NODE)[0]
     assert ZeppelinPasses(FAST, NODE, lockstep=True).shards(micro_batch, LENGTHS) is not None
     assert ZeppelinPasses(FAST, NODE, lockstep=False).shards(micro_batch, LENGTHS) is None
     assert ZeppelinPasses(SLOW, NODE, lockstep=True).shards(micro_batch_of(SLOW), LENGTHS) is None

@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.processes
 
 # Even tokens take less time than uneven ones, and moving them takes next to none.
-COST = replace(SLOW, linear_s=1.0, bandwidths=((2, 1e12), (16, 1e8)))
+COST = replace(SLOW, linear_s=1e3, bandwidths=((2, 1e12), (16, 1e5)))
 
 
 def counted(cls, name):
