@@ -49,7 +49,7 @@ class StepPlan(Record):
         chunks = []
         for chunk in self.plans[replica].chunks:
             slices = tuple(
-                replace(part, sequence=sequence_of[part.sequence]) for part in chunk.slices
+                part._replace(sequence=sequence_of[part.sequence]) for part in chunk.slices
             )
             chunks.append(replace(chunk, slices=slices))
         return tuple(chunks)

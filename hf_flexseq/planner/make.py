@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from hf_flexseq.base.registry import PLANNERS, object_of
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost import CostModel
+from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.cost.evaluate import check_free
 from hf_flexseq.plan import MicroBatch, Plan, PlanInfeasible, check
 from hf_flexseq.plan.blocks import NO_PAIRS, SEE_BLOCKS
@@ -36,7 +36,7 @@ from hf_flexseq.planner.bound import step_bound_ns
 from hf_flexseq.planner.fit import where_it_fits
 from hf_flexseq.planner.memory import Rung, planned_by_rung, rungs_of
 from hf_flexseq.planner.notes import choice_note, degree_note, experts_note
-from hf_flexseq.planner.order import best_order
+from hf_flexseq.planner.order import communication_first
 from hf_flexseq.planner.shared import SharedRows, variants
 from hf_flexseq.planner.task import PlanTask
 
@@ -176,9 +176,8 @@ def _decided(
     if task.lengths:
         planner = object_of(PLANNERS[options.planner].function)
         micro_batches, as_set_ns = planned_by_rung(task, rungs, planner)
-    objective_ns, ordered = best_order(
-        micro_batches, task.lengths, task.topology, task.cost, sync=task.sync
-    )
+    ordered = communication_first(micro_batches, task.lengths)
+    objective_ns = step_ns(task.cost, ordered, task.lengths, task.topology, sync=task.sync)
     return _Decided(objective_ns, ordered, as_set_ns, task, shared)
 
 

@@ -113,13 +113,6 @@ def test_a_forward_alone_has_a_third_of_the_work_and_of_the_exchanges():
     assert experts.exchanged_bytes == pytest.approx(EXPERTS.exchanged_bytes / 3)
 
 
-def test_a_record_holds_experts_and_a_model_without_them_has_the_record_that_it_had():
-    cost = replace(PRESETS["qwen3-30b-a3b-h100"], experts=EXPERTS)
-    assert CostModel.from_record(cost.to_record()) == cost
-    assert "experts" not in own(cost).to_record()
-    assert cost.digest() != own(cost).digest()
-
-
 def test_ranks_that_expert_groups_do_not_divide_are_refused():
     cost = replace(PRESETS["qwen3-30b-a3b-h100"], experts=replace(EXPERTS, ranks=8))
     with pytest.raises(ValueError, match="experts over 8 ranks on 4 ranks: use a multiple"):

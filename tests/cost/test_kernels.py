@@ -67,17 +67,6 @@ def test_many_ranks_gain_nothing_on_a_short_sequence():
     assert long / cost.sequence_ns(131072, 1, "local", False) == pytest.approx(1 / 8, rel=0.04)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"block": 0}, "block=0"),
-        ({"tile": 1.5}, "tile=1.5"),
-        ({"block_tiles": -1.0}, "block_tiles=-1.0"),
-        ({"own_paces": ((4, 1.0), (2, 1.0))}, "must ascend"),
-        ({"own_paces": ((4, 0.0),)}, "own_paces"),
-    ],
-)
-def test_numbers_without_meaning_are_refused(change, message):
-    numbers = {"block": 128, "tile": 64, "block_tiles": 4.8} | change
-    with pytest.raises(ValueError, match=message):
-        AttentionKernel(**numbers)
+def test_lengths_of_paces_must_ascend():
+    with pytest.raises(ValueError, match="must ascend"):
+        AttentionKernel(block=128, tile=64, block_tiles=4.8, own_paces=((4, 1.0), (2, 1.0)))

@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -16,10 +15,9 @@ from hf_flexseq.cost import step_ns
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import MicroBatch, PlanInfeasible
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.order import best_order
+from hf_flexseq.planner.order import communication_first
 from hf_flexseq.planner.search.auto import exchanges
-from tests.budget import for_seeds
-from tests.plans import group, planned, random_plan
+from tests.plans import group, planned
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
 GEMMA = PRESETS["gemma-3-27b-h100"]
@@ -224,12 +222,11 @@ def micro_batch(*, shared: int | None = None, first: int | None = None, second: 
     return MicroBatch(groups=tuple(group(*ranks, one) for ranks, one in places if one is not None))
 
 
-@pytest.mark.parametrize("sync", ["lockstep", "free"])
-def test_what_communicates_most_comes_first(sync):
+def test_what_communicates_most_comes_first():
     lengths = (8000, 3000, 900, 4000, 4000, 500)
     whole, mixed = micro_batch(shared=0), micro_batch(shared=1, first=2)
     local, small = micro_batch(first=3, second=4), micro_batch(second=5)
-    _, made = best_order((local, mixed, small, whole), lengths, PAIR, FLEXSP, sync=sync)
+    made = communication_first((local, mixed, small, whole), lengths)
     assert made == (whole, mixed, small, local)
 
 
@@ -240,22 +237,7 @@ def test_free_ranks_wait_less_when_what_they_do_alone_comes_last():
     whole, other = micro_batch(shared=0), micro_batch(shared=2)
     first, second = micro_batch(first=1), micro_batch(second=3)
     given = (first, whole, second, other)
-    nanoseconds, made = best_order(given, lengths, PAIR, FLEXSP, sync="free")
+    made = communication_first(given, lengths)
     assert made == (whole, other, first, second)
-    assert nanoseconds < step_ns(FLEXSP, given, lengths, PAIR, sync="free")
-
-
-@for_seeds(30)
-def test_nothing_is_lost_and_no_step_gets_longer(seed):
-    rng = random.Random(seed)
-    nodes = rng.choice((1, 2))
-    lengths = [rng.randint(1, 60_000) for _ in range(rng.randint(1, 12))]
-    given = random_plan(lengths, 4, rng, micro_batches=5, nodes=nodes).micro_batches
-    topology = Topology(nodes=nodes, ranks_per_node=4 // nodes)
-    for sync in ("lockstep", "free"):
-        nanoseconds, made = best_order(given, lengths, topology, H200, sync=sync)
-        assert Counter(made) == Counter(given)
-        before, after = (
-            step_ns(H200, order, lengths, topology, sync=sync) for order in (given, made)
-        )
-        assert nanoseconds == after <= before
+    after, before = (step_ns(FLEXSP, one, lengths, PAIR, sync="free") for one in (made, given))
+    assert after < before

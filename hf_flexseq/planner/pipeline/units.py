@@ -26,11 +26,6 @@ Unit = list[Row]
 Actions = tuple[tuple[Action, ...], ...]  # [rank] in their order
 Layers = tuple[tuple[int, ...], ...]  # [stage][chunk]; () for none
 
-# A moment at which a stage would hold too much: bytes above its limit, and for every chunk then in
-# flight the diagonal of its backward (`published/infinipipe`) and the bytes that one recomputed
-# layer saves.
-Moment = tuple[int, tuple[tuple[int, int], ...]]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineOptions:

@@ -34,7 +34,6 @@ import numpy as np
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.plan import MicroBatch
-from hf_flexseq.planner.order import best_order
 from hf_flexseq.planner.problem import (
     CLOSE,
     NEVER,
@@ -89,7 +88,7 @@ def _searched(task: PlanTask, problem: Problem) -> list[Priced]:
     if filled is None:
         return []
     found = micro_batches_of(problem, filled.row2block.tolist(), filled.row2batch.tolist())
-    return [best_order(found, task.lengths, task.topology, task.cost, sync=task.sync)]
+    return [(step_ns(task.cost, found, task.lengths, task.topology, sync=task.sync), found)]
 
 
 def _rings_gain_little(task: PlanTask, plan: Priced) -> bool:

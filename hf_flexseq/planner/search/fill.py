@@ -11,8 +11,8 @@ fill all ranks to one level.
    all candidates at once, is cheap, and ranks the candidates well.
 2. Longest first, each short sequence goes to the (micro-batch, rank) with the most time left below
    the risen target, among those with memory for it.
-3. A sequence that no single rank has memory for goes to the block of ranks where it costs least
-   slack, so that memory can be filled up.
+Rejected: several ranks for a sequence that no single rank has memory for, so that memory can be
+filled up. On 220 steps, half of them with 94 % of memory full, that gained 0.03 %.
 
 The slow twins are in tests/planner/brute.py: `counted` for what each rank has,
 `poured_one_by_one` and `least_rise_by_search` for the heap and the bisection.
@@ -124,54 +124,21 @@ def _pour(
     # (-tokens left, slot) of slots too full for an earlier, longer row, most tokens left on top
     tight: list[tuple[int, int]] = []
     spots = []
-    for row, (time, length) in enumerate(zip(times, lengths, strict=True), start=long_rows):
+    for time, length in zip(times, lengths, strict=True):
         # 1. Slots that were too full for longer rows, and have memory for this one.
         while tight and -tight[0][0] >= length:
             slot = heapq.heappop(tight)[1]
-            if memory[slot] >= length:
-                heapq.heappush(heap, (-slack[slot], slot))
-            else:  # a row on several ranks has taken some since
-                heapq.heappush(tight, (-memory[slot], slot))
+            heapq.heappush(heap, (-slack[slot], slot))
         # 2. Slots with much time left but too little memory.
         while heap and memory[heap[0][1]] < length:
             slot = heapq.heappop(heap)[1]
             heapq.heappush(tight, (-memory[slot], slot))
-        # 3. The slot with most left takes the row; where no rank has memory, several ranks do.
-        if heap:
-            slot = heap[0][1]
-            slack[slot] -= time
-            memory[slot] -= length
-            heapq.heapreplace(heap, (-slack[slot], slot))
-            spots.append(divmod(slot, world))  # block r < world is rank r alone
-        else:
-            spot = _pour_on_several(problem, slack, memory, row)
-            if spot is None:
-                return None
-            spots.append(spot)
+        # 3. The slot with most left takes the row.
+        if not heap:
+            return None
+        slot = heap[0][1]
+        slack[slot] -= time
+        memory[slot] -= length
+        heapq.heapreplace(heap, (-slack[slot], slot))
+        spots.append(divmod(slot, world))  # block r < world is rank r alone
     return spots
-
-
-def _pour_on_several(
-    problem: Problem, slack: list[int], memory: list[int], row: int
-) -> tuple[int, int] | None:
-    """Return the (micro-batch, block) with memory for a row that keeps most slack; None if none
-    has. slack, memory: see `_pour`.
-    """
-    blocks = problem.blocks
-    world = problem.world
-    state = np.array([slack, memory]).reshape(2, -1, world)  # [2, micro_batches, ranks]
-    # [2, micro_batches, ranks] -> [2, micro_batches, blocks], the least of each block's ranks
-    least_slack, least_memory = np.minimum.reduceat(
-        state[:, :, blocks.ranks], blocks.first, axis=2
-    )
-    time = problem.times[row][blocks.shape_of]  # [blocks]
-    need = problem.needs[row][blocks.shape_of]  # [blocks]
-    possible = least_memory >= need  # [micro_batches, blocks]
-    slack_left = np.where(possible, least_slack - time, -NEVER)  # [micro_batches, blocks]
-    batch, block = divmod(int(slack_left.argmax()), len(blocks.start))
-    if slack_left[batch, block] == -NEVER:
-        return None
-    for rank in range(int(blocks.start[block]), int(blocks.stop[block])):
-        slack[batch * world + rank] -= int(time[block])
-        memory[batch * world + rank] -= int(need[block])
-    return batch, block

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import pulp
 
-from hf_flexseq.planner.pipeline.units import Moment
+from hf_flexseq.published.infinipipe.chunking import Moment
 
 GAP = 0.02  # the paper's: how far the solution may be above the proven bound
 NODES = 200  # branch-and-bound nodes of one program; bounds the planning time of a step

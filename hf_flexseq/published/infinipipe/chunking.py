@@ -23,6 +23,11 @@ from hf_flexseq.planner.pipeline.cuts import CutWork, cut
 from hf_flexseq.planner.pipeline.units import Row, Unit
 from hf_flexseq.planner.task import longest_first
 
+# A moment at which a stage would hold too much: bytes above its limit, and for every chunk then in
+# flight the diagonal of its backward and the bytes that one recomputed
+# layer saves.
+Moment = tuple[int, tuple[tuple[int, int], ...]]
+
 
 @dataclass(slots=True)
 class _Bucket:

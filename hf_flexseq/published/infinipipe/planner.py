@@ -28,14 +28,13 @@ from hf_flexseq.planner.pipeline.cuts import CutWork
 from hf_flexseq.planner.pipeline.orders import backward_names, one_forward_one_backward
 from hf_flexseq.planner.pipeline.units import (
     Layers,
-    Moment,
     PipelineAnswer,
     PipelineTask,
     Unit,
     plan_of,
     shapes_of,
 )
-from hf_flexseq.published.infinipipe.chunking import infinipipe_units
+from hf_flexseq.published.infinipipe.chunking import Moment, infinipipe_units
 
 COUNTS = range(1, 97)  # the K that are tried
 
