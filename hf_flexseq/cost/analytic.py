@@ -10,7 +10,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.devices import DeviceSpec
 from hf_flexseq.cost.experts import ExpertLayers
-from hf_flexseq.cost.layer_bytes import activations_of
+from hf_flexseq.cost.layer_bytes import FLOAT32_BYTES, activations_of
 from hf_flexseq.cost.model import EXCHANGES, EXCHANGES_AGAIN
 from hf_flexseq.cost.shapes import HeadShape, ModelShape
 from hf_flexseq.cost.sharding import TRIPS, gathered_params, shards_span_nodes
@@ -21,8 +21,6 @@ WEIGHT_BYTES = 4
 GRADIENT_BYTES = 4
 MOMENT_BYTES = 8
 PARAMETER_BYTES = WEIGHT_BYTES + GRADIENT_BYTES + MOMENT_BYTES
-
-FLOAT32_BYTES = 4
 
 # Share of a device's memory to plan with.
 MEMORY_FRACTION = 0.85

@@ -21,11 +21,11 @@ from dataclasses import replace
 from hf_flexseq.base.values import MAX_TOKENS_PER_RANK
 from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.model import ATTENTION_BACKWARD, EXCHANGES, EXCHANGES_AGAIN, CostModel
+from hf_flexseq.cost.rings import RING_PASSES
 from hf_flexseq.plan.memory import MemoryChoice
 
-# Trips of Ulysses' heads and of a ring's keys where nothing runs again.
+# Exchanges with experts where nothing runs again.
 EXPERT_EXCHANGES = 2.0
-RING_TRIPS = 3.0
 
 # Matrices of a gated MLP, of which each is a third of its pass.
 MLP_MATRICES = 3
@@ -53,7 +53,7 @@ class _Passes:
         self.attention = 1 + ATTENTION_BACKWARD + attention_again
         self.exchanges = EXCHANGES + EXCHANGES_AGAIN * again
         self.experts = EXPERT_EXCHANGES + again
-        self.ring_trips = RING_TRIPS + attention_again
+        self.ring_trips = RING_PASSES + attention_again
 
 
 @functools.lru_cache(maxsize=4096)

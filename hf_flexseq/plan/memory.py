@@ -18,15 +18,18 @@ The language model's head needs no number here: it always computes its logits fo
 bytes at a time (`kernels/chunked_loss.py`), however many tokens there are.
 """
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
-from hf_flexseq.base.values import fields_of, whole
+from hf_flexseq.base.records import Constants, Whole
+from hf_flexseq.base.values import whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryChoice:
+class MemoryChoice(Constants):
     """Where the activations of one micro-batch are between forward and backward."""
+
+    what: ClassVar[str] = "a memory choice"
 
     recomputed_layers: int = 0
     """Layers, from the first, that keep their input alone and run again in the backward."""
@@ -36,16 +39,15 @@ class MemoryChoice:
     """How many of these, from the first, keep the output of attention on the host."""
     outputs_recomputed: int = 0
     """How many of these, after those on the host, compute attention again."""
-    mlp_tiles: int = 1
+    mlp_tiles: Whole = 1
     """Pieces of tokens in which an MLP is computed; 1 for all tokens at once."""
 
     def __post_init__(self) -> None:
-        whole("recomputed_layers", self.recomputed_layers)
+        Constants.__post_init__(self)
         for name in ("inputs_on_host", "outputs_on_host"):
             whole(name, getattr(self, name), most=self.recomputed_layers)
         not_on_host = self.recomputed_layers - self.outputs_on_host
         whole("outputs_recomputed", self.outputs_recomputed, most=not_on_host)
-        whole("mlp_tiles", self.mlp_tiles, least=1)
 
     @property
     def uses_host(self) -> bool:
@@ -71,18 +73,7 @@ class MemoryChoice:
         after_host = layer - self.outputs_on_host
         return 0 <= after_host < self.outputs_recomputed
 
-    # ---- JSON and words
-
-    def to_record(self) -> dict[str, int]:
-        """Return the choice as plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_record(cls, record: Any) -> "MemoryChoice":
-        """Inverse of `to_record`. Raises ValueError for any other record."""
-        return cls(
-            **fields_of(record, "a memory choice", needed=[one.name for one in fields(cls)])
-        )
+    # ---- words
 
     def __str__(self) -> str:
         parts = []
