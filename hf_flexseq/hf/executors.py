@@ -8,7 +8,7 @@
 `Executor` for the rest, and never which of the two it has.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -24,13 +24,14 @@ from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.hf.calibration.source import CostSource, named_cost
-from hf_flexseq.hf.model.facts import compute_dtype, layer_calls
+from hf_flexseq.hf.model.facts import ALONE, compute_dtype, layer_calls
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.memory.machine import budget_bytes
 from hf_flexseq.planner.process.client import InlinePlanner, Planner, PlannerWorker
 from hf_flexseq.planner.process.jobs import Job
+from hf_flexseq.program.tags import HEAD_PIECES
 from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.prefetch import ImageReader
@@ -173,13 +174,22 @@ def planner_of(job: Job, *, ahead: bool) -> Planner:
     return InlinePlanner(job)
 
 
-def kernel_of(setup: EngineSetup, model: PreTrainedModel, *, whose: str = "") -> Kernel:
+def kernel_of(
+    setup: EngineSetup, model: PreTrainedModel, degrees: Iterable[int], *, whose: str = ""
+) -> Kernel:
     """Return a kernel for all attention layers of a model. Raises ValueError, on all ranks,
-    without one. Collective over the world. whose: words for the error."""
+    without one. Collective over the world.
+
+    degrees: numbers of ranks that may share heads. whose: words for the error.
+    """
     device = setup.accelerator.device
+    pieces = dict(ALONE)
+    for degree in degrees:
+        spans_nodes = setup.communicator.topology.spans_nodes(0, degree)
+        pieces[degree] = HEAD_PIECES if spans_nodes else 1
     with Attempt() as choosing:
         dtype = compute_dtype(model, setup.accelerator)
-        kernel = choose_kernels(device, dtype, layer_calls(model.config))
+        kernel = choose_kernels(device, dtype, layer_calls(model.config, pieces))
     choosing.raise_together(
         setup.communicator.cpu_group.gather_values, f"choosing the attention kernel{whose}"
     )

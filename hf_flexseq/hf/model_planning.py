@@ -27,7 +27,8 @@ from hf_flexseq.program.passes import PlanPasses
 class ModelPlanning:
     """What a whole model costs, and what its planners are asked to do.
 
-    cost: of the model. passes: None if the planner has none. fsdp: FSDP2's policies.
+    cost: of the model. degrees: numbers of ranks that may share heads. passes: None if the planner
+    has none. fsdp: FSDP2's policies.
     """
 
     def __init__(
@@ -65,10 +66,10 @@ class ModelPlanning:
         self.cost = cost = self._lowered_cost(cost)
         self._tower = costs.find_tower(subject, cost)
         cost.strategies(args.strategy)  # raises for one that it has no figures for
-        degrees = exchange_degrees(
+        self.degrees = exchange_degrees(
             cost, communicator.topology, strategy=args.strategy, sp_degree=args.sp_degree
         )
-        communicator.open_fast_blocks(degrees)
+        communicator.open_fast_blocks(self.degrees)
         self.passes: PlanPasses | None = passes_of(
             args.planner, cost, communicator.topology, lockstep=lockstep
         )

@@ -173,7 +173,7 @@ class StageExecutor:
             raise ValueError("the engine was made for another model")
         accelerator = self.setup.accelerator
         cpu_group = self.setup.communicator.cpu_group
-        kernel = kernel_of(self.setup, base)
+        kernel = kernel_of(self.setup, base, [self.degree])
         with Attempt() as calling:  # while rank 0 measures what the model costs
             if self.stage.is_last and has_chunkable_loss(base):
                 _call_loss_once(accelerator.device, compute_dtype(base, accelerator))
