@@ -24,7 +24,7 @@ from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.hf.calibration.source import CostSource, named_cost
-from hf_flexseq.hf.model.facts import ALONE, compute_dtype, layer_calls
+from hf_flexseq.hf.model.facts import compute_dtype, layer_calls
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
@@ -183,7 +183,7 @@ def kernel_of(
     degrees: numbers of ranks that may share heads. whose: words for the error.
     """
     device = setup.accelerator.device
-    pieces = dict(ALONE)
+    pieces = {1: 1}
     for degree in degrees:
         spans_nodes = setup.communicator.topology.spans_nodes(0, degree)
         pieces[degree] = HEAD_PIECES if spans_nodes else 1

@@ -63,7 +63,6 @@ class AttentionShape(NamedTuple):
 
 _HEAD_NORM = ("q_norm", "query_layernorm", "q_layernorm")  # modules that normalise queries
 
-ALONE: Mapping[int, int] = MappingProxyType({1: 1})  # a rank has all heads in one piece
 _NO_ATTENTION = AttentionShape(query_heads=1, kv_heads=1, head_dim=64)
 
 
@@ -171,10 +170,13 @@ def attention_shape(config: PreTrainedConfig) -> AttentionShape:
     )
 
 
-def layer_calls(config: PreTrainedConfig, pieces: Mapping[int, int] = ALONE) -> list[LayerCalls]:
+def layer_calls(
+    config: PreTrainedConfig, pieces: Mapping[int, int] = MappingProxyType({})
+) -> list[LayerCalls]:
     """Return the kernel calls of each attention layer; an unused one without such layers.
 
-    pieces: for each number of ranks that share heads, how many pieces these come in at most.
+    pieces: for each number of ranks that share heads, how many pieces these come in at most; the
+    calls have the heads of these numbers.
     """
     calls = []
     for layer, kind in attention_layers(config.get_text_config()).items():
