@@ -223,7 +223,8 @@ def test_rank_0_s_file_of_a_cost_model_counts_and_no_other_rank_needs_it(tmp_pat
 
 
 def without_a_kernel_or_a_process(rank, world_size, kind):
-    """What is raised where rank 1 has no kernel for the heads of its groups, and then where rank 0 can start no process."""
+    """What is raised where rank 1 has no kernel for its heads, and then where rank 0 can start no
+    process."""
 
     def no_kernel(device, dtype, layers):
         raise ValueError(f"no attention kernel for heads {sorted(layers[0].heads)}")
@@ -263,7 +264,7 @@ def test_what_one_machine_lacks_is_refused_on_all_ranks():
 
 
 def test_a_kernel_is_chosen_for_the_heads_of_all_groups_that_plans_may_have(monkeypatch):
-    """Four query heads over two KV heads: of one, two and eight ranks, which span nodes."""
+    """Eight query heads over two KV heads, on one, two, four and eight ranks; eight span nodes."""
     asked = []
     monkeypatch.setattr(executors, "choose_kernels", lambda *given: asked.append(given))
     cpu_group = SimpleNamespace(gather_values=lambda value: [value])
