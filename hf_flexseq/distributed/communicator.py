@@ -162,20 +162,17 @@ class Transfers:
         recvs: Sequence[tuple[torch.Tensor, int]],
         tag: int = UNTAGGED,
         label: Label = unnamed,
-        scratch: bool = False,
     ) -> None:
         """Post contiguous tensors to and from global ranks, each a (tensor, peer).
 
         Nothing is posted for a tensor without elements, which both sides know. Several tensors for
         one peer must stand in the same order on both sides; they take the tags from `tag` on.
-
-        scratch: True if what is sent is not read afterwards.
         """
         # 1. the messages of each lane
         sends_by_lane: dict[Lane, list[Message]] = {}
         recvs_by_lane: dict[Lane, list[Message]] = {}
         for tensor, peer, own_tag in _tagged(sends, tag):
-            message = Message(tensor, peer, own_tag, scratch)
+            message = Message(tensor, peer, own_tag)
             sends_by_lane.setdefault(communicator.lane(peer), []).append(message)
         for tensor, peer, own_tag in _tagged(recvs, tag):
             message = Message(tensor, peer, own_tag)

@@ -92,9 +92,6 @@ class Message(NamedTuple):
 
     tag: int
 
-    scratch: bool = False
-    """True if the tensor is not read after it has been sent."""
-
 
 Messages = Sequence[Message]
 

@@ -52,6 +52,8 @@ class KernelCall(NamedTuple):
     """Factor of the scores."""
     softcap: float | None = None
     """Cap c of the scores: a scaled score s becomes c tanh(s / c); None caps nothing."""
+    beside_transfers: bool = False
+    """True if transfers of this rank are under way."""
 
     def part(self, rows: slice, keys: slice, segments: Segments) -> "KernelCall":
         """Return the call of some of the sequences, whose rows stand together: views."""

@@ -48,6 +48,9 @@ _BY_NAME: Mapping[str, tuple[str, ...]] = {
     "fwd": (*_LAUNCH, "num_splits"),
     "bwd": (*_LAUNCH, "dq", "dk", "dv", "deterministic"),
 }
+# Multiprocessors that a call leaves to transfers under way, which would wait for its end: its
+# thread blocks are as many as there are multiprocessors, and stay.
+MARGIN = 8
 # Flags of a build, and what is missing under each.
 _MISSING: Mapping[str, str] = {
     "FLASHATTENTION_DISABLE_BACKWARD": "backward",
@@ -82,11 +85,14 @@ class FlashAttn3(FlashPackage):
 
     def launch_options(self, call: KernelCall) -> dict[str, object]:
         """See `FlashPackage.launch_options`."""
-        return {
+        options = {
             **shared_options(call),
             "max_seqlen_q": call.segments.max_q,
             "is_causal": call.segments.causal,
         }
+        if call.beside_transfers and _has_margin():
+            options["sm_margin"] = MARGIN
+        return options
 
 
 @functools.cache
@@ -106,10 +112,9 @@ def package_problem() -> str | None:
 
 def _operator_problem(name: str) -> str | None:
     """Say what the operator `flash_attn_3::name` lacks, or return None when it lacks nothing."""
-    packet = getattr(torch.ops.flash_attn_3, name, None)
-    if packet is None:
+    if getattr(torch.ops.flash_attn_3, name, None) is None:
         return f"{_INTERFACE} registers no operator flash_attn_3::{name}"
-    arguments = [argument.name for argument in packet.default._schema.arguments]
+    arguments = _arguments(name)
     first = _BY_POSITION[name]
     if tuple(arguments[: len(first)]) != first:
         return f"flash_attn_3::{name} does not begin with the arguments {', '.join(first)}"
@@ -117,6 +122,18 @@ def _operator_problem(name: str) -> str | None:
     if lacking:
         return f"flash_attn_3::{name} has no argument {', '.join(lacking)}; install a newer one"
     return None
+
+
+def _arguments(name: str) -> list[str]:
+    """Return the names of the arguments of the operator `flash_attn_3::name`."""
+    schema = getattr(torch.ops.flash_attn_3, name).default._schema
+    return [argument.name for argument in schema.arguments]
+
+
+@functools.cache
+def _has_margin() -> bool:
+    """Tell whether both operators can leave multiprocessors to others."""
+    return all("sm_margin" in _arguments(name) for name in _BY_NAME)
 
 
 def _lacking(calls: Calls) -> str | None:
