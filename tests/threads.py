@@ -219,7 +219,7 @@ class ThreadTransport(NamedLanes):
         )
         self.cpu_group = ThreadCpuGroup(self)
 
-    def open_group(self, parts):
+    def open_group(self, parts, *, exchanges=False):
         own = own_part(parts, self.rank)
         return None if own is None else ThreadGroup(self, own)
 

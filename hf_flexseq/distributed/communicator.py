@@ -106,7 +106,8 @@ class Communicator:
             blocks = self.topology.blocks_of(degree)
             if not blocks:
                 continue
-            group = self.transport.open_group([range(start, stop) for start, stop in blocks])
+            parts = [range(start, stop) for start, stop in blocks]
+            group = self.transport.open_group(parts, exchanges=True)
             if group is not None:
                 self.blocks[group.ranks[0], group.ranks[-1] + 1] = group
 

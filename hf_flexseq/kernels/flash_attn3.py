@@ -112,9 +112,10 @@ def package_problem() -> str | None:
 
 def _operator_problem(name: str) -> str | None:
     """Say what the operator `flash_attn_3::name` lacks, or return None when it lacks nothing."""
-    if getattr(torch.ops.flash_attn_3, name, None) is None:
+    packet = getattr(torch.ops.flash_attn_3, name, None)
+    if packet is None:
         return f"{_INTERFACE} registers no operator flash_attn_3::{name}"
-    arguments = _arguments(name)
+    arguments = [argument.name for argument in packet.default._schema.arguments]
     first = _BY_POSITION[name]
     if tuple(arguments[: len(first)]) != first:
         return f"flash_attn_3::{name} does not begin with the arguments {', '.join(first)}"
@@ -124,16 +125,11 @@ def _operator_problem(name: str) -> str | None:
     return None
 
 
-def _arguments(name: str) -> list[str]:
-    """Return the names of the arguments of the operator `flash_attn_3::name`."""
-    schema = getattr(torch.ops.flash_attn_3, name).default._schema
-    return [argument.name for argument in schema.arguments]
-
-
 @functools.cache
 def _has_margin() -> bool:
     """Tell whether both operators can leave multiprocessors to others."""
-    return all("sm_margin" in _arguments(name) for name in _BY_NAME)
+    operators = (getattr(torch.ops.flash_attn_3, name) for name in _BY_NAME)
+    return all("int sm_margin" in str(one.default._schema) for one in operators)
 
 
 def _lacking(calls: Calls) -> str | None:
