@@ -201,9 +201,10 @@ def _largest_error(
     all_q, all_dout = drawn(heads.query_heads), drawn(heads.query_heads)
     k, v = drawn(heads.kv_heads), drawn(heads.kv_heads)
     errors = []
-    # ranks in a ring, and branches, read other numbers of keys
+    # ranks in a ring, and branches, read other numbers of keys; a plan has to serve more tokens
+    # than it was made with, and fewer
     squares = ((most, most), (most, most // 4), (most, 3 * most), (fewer, most))
-    of_causal = ((True, most, most), (True, fewer, fewer))
+    of_causal = ((True, fewer, fewer), (True, most, most))
     for causal, n, keys in (*of_causal, *((False, *square) for square in squares)):
         segments = Segments([n], [keys], causal=causal, device=device)
         own_k, own_v = (x.repeat(3, 1, 1)[:keys] for x in (k, v))

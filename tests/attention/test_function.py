@@ -68,7 +68,6 @@ def test_memory_in_any_order_a_second_backward_and_checkpointing_change_no_bit(
     assert run_threads(differing, ranks, strategy, heads) == [[]] * ranks
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 class Noting(Reference):
     """The reference, and whether transfers were under way when it was called."""
 
@@ -112,6 +111,7 @@ def test_a_kernel_is_told_of_transfers_beside_it(strategy, known):
         assert found[-1] == known[-1]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_repeated_heads_are_rounded_once(dtype):
     small = torch.finfo(dtype).eps / 2  # what 1 does not notice, but for several of it
     grads = torch.tensor([1.0, small, small, small, small, 3.0], dtype=dtype).view(1, 6, 1)
