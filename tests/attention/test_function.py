@@ -111,6 +111,13 @@ def test_a_kernel_is_told_of_transfers_beside_it(strategy, known):
         assert found[-1] == known[-1]
 
 
+def test_one_tensor_of_heads_is_sent_as_it_is():
+    x = torch.arange(24.0).view(3, 2, 4)
+    flat = Replay.flat_heads(None, x)
+    assert flat.tolist() == list(range(24))
+    assert flat.data_ptr() == x.data_ptr()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_repeated_heads_are_rounded_once(dtype):
     small = torch.finfo(dtype).eps / 2  # what 1 does not notice, but for several of it
