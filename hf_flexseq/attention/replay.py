@@ -182,9 +182,11 @@ class Replay:
         dout, q, k, v, out, lse, segments = tensors_and_segments
         return self._means.kernel.backward(self._call(q, k, v, segments), dout, out, lse)
 
-    def _call(self, *tensors_and_segments: Any) -> KernelCall:
+    def _call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments
+    ) -> KernelCall:
         """Return a kernel call of this layer."""
-        return KernelCall(*tensors_and_segments, *self.scores, beside_transfers=bool(self.pending))
+        return KernelCall(q, k, v, segments, *self.scores, beside_transfers=bool(self.pending))
 
     def sink(self, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
         with_sinks = torch.logaddexp(lse, sinks.unsqueeze(1))  # [H, t]
