@@ -168,8 +168,6 @@ class ThreadTransfers(ThreadPost):
                     f"rank {self.rank} has changed {self.label(peer, True)} while it was being "
                     f"sent to rank {peer}"
                 )
-            if send.message.scratch:
-                poison(send.message.tensor)
         for recv in self.recvs:
             target = recv.message.tensor.detach()
             target.copy_(recv.snapshot.read().view(target.shape))

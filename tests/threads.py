@@ -4,8 +4,7 @@ What other transports allow themselves now and then, this one does always, so th
 in the first run and not in the thousandth:
 
 * What is received is NaN until it is waited for (the least number of an integer type).
-* What is sent is compared at its wait with what it was when it was posted; a scratch tensor is
-  NaN from then on.
+* What is sent is compared at its wait with what it was when it was posted.
 * Messages that can never match fail at once, and so does a wait that can never end. Both name both
   sides.
 * A post that nobody has waited for when the ranks end is an error.
@@ -220,7 +219,7 @@ class ThreadTransport(NamedLanes):
         )
         self.cpu_group = ThreadCpuGroup(self)
 
-    def open_group(self, parts):
+    def open_group(self, parts, *, exchanges=False):
         own = own_part(parts, self.rank)
         return None if own is None else ThreadGroup(self, own)
 

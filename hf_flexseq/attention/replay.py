@@ -162,6 +162,8 @@ class Replay:
         return tensors
 
     def flat_heads(self, *tensors: torch.Tensor) -> torch.Tensor:
+        if len(tensors) == 1:
+            return tensors[0].reshape(-1)  # a view of what kernels have made
         return torch.cat(tensors, dim=1).view(-1)
 
     def arrived_heads(
@@ -174,12 +176,17 @@ class Replay:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments
     ) -> Tensors:
-        return self._means.kernel.forward(KernelCall(q, k, v, segments, *self.scores))
+        return self._means.kernel.forward(self._call(q, k, v, segments))
 
     def gradients(self, *tensors_and_segments: Any) -> Tensors:
         dout, q, k, v, out, lse, segments = tensors_and_segments
-        call = KernelCall(q, k, v, segments, *self.scores)
-        return self._means.kernel.backward(call, dout, out, lse)
+        return self._means.kernel.backward(self._call(q, k, v, segments), dout, out, lse)
+
+    def _call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments
+    ) -> KernelCall:
+        """Return a kernel call of this layer."""
+        return KernelCall(q, k, v, segments, *self.scores, beside_transfers=bool(self.pending))
 
     def sink(self, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
         with_sinks = torch.logaddexp(lse, sinks.unsqueeze(1))  # [H, t]

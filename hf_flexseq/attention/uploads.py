@@ -11,6 +11,9 @@ from hf_flexseq.kernels.segments import Segments, cumulative
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.program.tables import Tables
 
+# Bytes of which each array begins at a multiple: kernels are compiled for such pointers.
+ALIGNMENT = 16
+
 
 class Uploads:
     """Tensors of the tables of a micro-batch."""
@@ -54,9 +57,15 @@ class Uploads:
         # numpy views an array without numbers as bytes, torch does not
         parts = [torch.from_numpy(index.view(np.uint8)) for index in indices]
         parts += [length.view(torch.uint8) for length in lengths]
-        buffer = to_device(torch.cat(parts), self.device)
+        sizes = [part.numel() for part in parts]
+        padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        host = torch.zeros(sum(padded), dtype=torch.uint8)
+        for part, room in zip(parts, host.split(padded), strict=True):
+            room[: part.numel()] = part
+        buffer = to_device(host, self.device)
         # 2. views of it: uint8 [bytes] -> int64 [n] or int32 [sequences + 1]
-        views = buffer.split([part.numel() for part in parts])
+        rooms = zip(buffer.split(padded), sizes, strict=True)
+        views = [room[:size] for room, size in rooms]
         self._indices += [view.view(torch.int64) for view in views[: len(indices)]]
         cumulatives = [view.view(torch.int32) for view in views[len(indices) :]]
         for one, q, k in zip(segments, cumulatives[::2], cumulatives[1::2], strict=True):

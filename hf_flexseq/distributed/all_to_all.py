@@ -25,8 +25,8 @@ def all_to_all(
     elements from there; the result is waited for exactly once.
 
     ranks: contiguous global ranks, this one among them. sent: contiguous, flat [elements to all
-    ranks], by rank; it is not read afterwards. received: contiguous, flat [elements from all
-    ranks], by rank; it may be read after the wait.
+    ranks], by rank; it may not change before the wait. received: contiguous, flat [elements from
+    all ranks], by rank; it may be read after the wait.
     """
     block = communicator.blocks.get((ranks[0], ranks[-1] + 1))
     if block is not None:
@@ -44,4 +44,4 @@ def all_to_all(
         else:
             sends.append((parts_out[index], rank))
             recvs.append((parts_in[index], rank))
-    return Transfers(communicator, sends=sends, recvs=recvs, tag=tag, label=label, scratch=True)
+    return Transfers(communicator, sends=sends, recvs=recvs, tag=tag, label=label)

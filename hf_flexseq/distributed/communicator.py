@@ -106,7 +106,8 @@ class Communicator:
             blocks = self.topology.blocks_of(degree)
             if not blocks:
                 continue
-            group = self.transport.open_group([range(start, stop) for start, stop in blocks])
+            parts = [range(start, stop) for start, stop in blocks]
+            group = self.transport.open_group(parts, exchanges=True)
             if group is not None:
                 self.blocks[group.ranks[0], group.ranks[-1] + 1] = group
 
@@ -162,20 +163,17 @@ class Transfers:
         recvs: Sequence[tuple[torch.Tensor, int]],
         tag: int = UNTAGGED,
         label: Label = unnamed,
-        scratch: bool = False,
     ) -> None:
         """Post contiguous tensors to and from global ranks, each a (tensor, peer).
 
         Nothing is posted for a tensor without elements, which both sides know. Several tensors for
         one peer must stand in the same order on both sides; they take the tags from `tag` on.
-
-        scratch: True if what is sent is not read afterwards.
         """
         # 1. the messages of each lane
         sends_by_lane: dict[Lane, list[Message]] = {}
         recvs_by_lane: dict[Lane, list[Message]] = {}
         for tensor, peer, own_tag in _tagged(sends, tag):
-            message = Message(tensor, peer, own_tag, scratch)
+            message = Message(tensor, peer, own_tag)
             sends_by_lane.setdefault(communicator.lane(peer), []).append(message)
         for tensor, peer, own_tag in _tagged(recvs, tag):
             message = Message(tensor, peer, own_tag)

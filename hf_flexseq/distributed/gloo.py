@@ -53,7 +53,9 @@ class GlooTransport(NamedLanes):
             lambda parts: new_group(parts, "gloo", timeout, self.cpu_group), self.cpu_group
         )
 
-    def open_group(self, parts: Sequence[Sequence[int]]) -> ProcessGroupRanks | None:
+    def open_group(
+        self, parts: Sequence[Sequence[int]], *, exchanges: bool = False
+    ) -> ProcessGroupRanks | None:
         """See `Transport.open_group`."""
         return self._groups.open(parts)
 

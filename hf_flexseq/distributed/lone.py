@@ -48,7 +48,9 @@ class LoneTransport(NamedLanes):
     def __init__(self) -> None:
         self.cpu_group = LoneCpuGroup()
 
-    def open_group(self, parts: Sequence[Sequence[int]]) -> RankGroup | None:
+    def open_group(
+        self, parts: Sequence[Sequence[int]], *, exchanges: bool = False
+    ) -> RankGroup | None:
         """Return no group: one rank needs none."""
         return None
 

@@ -6,8 +6,12 @@ stream wait, so the host runs ahead.
 
 NCCL connects two ranks at their first message, which blocks both hosts, and leaves undefined what
 happens if a communicator's first use is by some of its ranks alone. So every new communicator is
-used once by all of its ranks, and a lane also sends a message between the pairs that plans use
-again and again (`open_lane` is told them).
+used once by all of its ranks, a group for exchanges by an all-to-all, and a lane also sends a
+message between the pairs that plans use again and again (`open_lane` is told them).
+
+Streams have a high priority, as FSDP2's have: a kernel of attention that is launched behind a post
+would otherwise take all multiprocessors, and the transfer begin with its last wave. Thread blocks
+of transfers come one by one (`cga_cluster_size`), so that they fit into what is left.
 
 When a rank is lost NCCL's `wait` does not fail: the process is ended by a watchdog after the
 timeout, without a word about who was lost. The CPU group, over gloo, names it.
@@ -50,6 +54,7 @@ class NcclTransport:
         "_groups",
         "_opened",
         "_timeout",
+        "_used",
         "cpu_group",
         "rank",
         "world_size",
@@ -68,6 +73,7 @@ class NcclTransport:
         self._opened: dict[tuple[str, Parts], Lane | None] = {}
         self._communicators: dict[Lane, dist.ProcessGroup] = {}
         self._groups = OpenGroups(self._new_group, self.cpu_group)
+        self._used: set[tuple[Parts, bool]] = set()  # groups, and whether they exchange
 
     def open_lane(
         self, kind: str, parts: Sequence[Sequence[int]], *, peers: Sequence[int] = ()
@@ -82,19 +88,38 @@ class NcclTransport:
                 lane = Lane(kind, own, len(self._opened))
                 self._opened[key] = lane
                 self._communicators[lane] = group
+                self._use(group)
                 self._connect_pairs(lane, peers)
         return self._opened[key]
 
-    def open_group(self, parts: Sequence[Sequence[int]]) -> ProcessGroupRanks | None:
+    def open_group(
+        self, parts: Sequence[Sequence[int]], *, exchanges: bool = False
+    ) -> ProcessGroupRanks | None:
         """See `Transport.open_group`."""
-        return self._groups.open(parts)
+        group = self._groups.open(parts)
+        if group is not None and (as_tuples(parts), exchanges) not in self._used:
+            self._used.add((as_tuples(parts), exchanges))
+            self._use(group.process_group, exchanged=len(group.ranks) if exchanges else 0)
+        return group
 
     def _new_group(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Make this rank's communicator of disjoint ones, and use it once."""
-        group = new_group(parts, "nccl", self._timeout, self.cpu_group)
-        if group is not None:
-            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
-        return group
+        """Make this rank's communicator of disjoint ones."""
+        return new_group(parts, "nccl", self._timeout, self.cpu_group, self._options)
+
+    def _options(self) -> object:
+        """Return options for one communicator, which torch writes to."""
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options.config.cga_cluster_size = 1
+        options._timeout = self._timeout
+        return options
+
+    def _use(self, group: dist.ProcessGroup, *, exchanged: int = 0) -> None:
+        """Use a communicator by all of its ranks. exchanged: their number, to connect them all."""
+        sent = torch.zeros(exchanged or 1, device=self._device)
+        if exchanged:
+            dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
+        else:
+            dist.all_reduce(sent, group=group)
 
     def post(
         self, lane: Lane, *, sends: Messages, recvs: Messages, label: Label = unnamed

@@ -8,6 +8,7 @@ import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,11 @@ def reserve_descriptors(sockets: int) -> None:
 
 
 def new_group(
-    parts: Sequence[Sequence[int]], backend: str, timeout: timedelta, cpu_group: GlooCpuGroup
+    parts: Sequence[Sequence[int]],
+    backend: str,
+    timeout: timedelta,
+    cpu_group: GlooCpuGroup,
+    options: Callable[[], object] = lambda: None,
 ) -> dist.ProcessGroup | None:
     """Make a process group for each of some disjoint sets of ranks, and return this rank's, if it
     has one. Collective over the world.
@@ -54,20 +59,21 @@ def new_group(
     once. Where others have put ranks into different numbers of groups, all ranks make all sets.
     Rejected: `split_group`, which gives every part all backends of the job, so that each lane
     would have sockets between all of its ranks, too.
+
+    options: makes the backend's options of one group.
     """
+    make = partial(dist.new_group, backend=backend, timeout=timeout)
     rank = dist.get_rank()
     own = own_part(parts, rank)
     if own is not None and len(own) == dist.get_world_size():
-        return dist.new_group(backend=backend, timeout=timeout)
+        return make(pg_options=options())
     group: dist.ProcessGroup
     counts = cpu_group.gather_ints([len(dist.distributed_c10d._world.pg_names)])  # by rank
     if all(count == counts[0] for count in counts):
-        group = dist.new_group(
-            list(own or (rank,)), backend=backend, timeout=timeout, use_local_synchronization=True
-        )
+        group = make(list(own or (rank,)), pg_options=options(), use_local_synchronization=True)
         return None if own is None else group
     for part in parts:
-        made = dist.new_group(sorted(part), backend=backend, timeout=timeout)
+        made = make(sorted(part), pg_options=options())
         if rank in part:
             group = made
     return None if own is None else group

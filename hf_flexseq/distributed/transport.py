@@ -92,9 +92,6 @@ class Message(NamedTuple):
 
     tag: int
 
-    scratch: bool = False
-    """True if the tensor is not read after it has been sent."""
-
 
 Messages = Sequence[Message]
 
@@ -253,11 +250,14 @@ class Transport(Protocol):
             one of theirs, too. Where a first message is slow they are connected at once.
         """
 
-    def open_group(self, parts: Sequence[Sequence[int]]) -> RankGroup | None:
+    def open_group(
+        self, parts: Sequence[Sequence[int]], *, exchanges: bool = False
+    ) -> RankGroup | None:
         """Make a group for each of some disjoint sets of ranks, and return this rank's, if it has
         one. Collective over the world; an open group is returned as it is.
 
-        parts: global ranks, the same list on all ranks.
+        parts: global ranks, the same list on all ranks. exchanges: whether for all-to-alls again
+        and again. Where a first one is slow its ranks are connected at once.
         """
 
     def post(

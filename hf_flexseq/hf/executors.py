@@ -8,7 +8,7 @@
 `Executor` for the rest, and never which of the two it has.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.memory.machine import budget_bytes
 from hf_flexseq.planner.process.client import InlinePlanner, Planner, PlannerWorker
 from hf_flexseq.planner.process.jobs import Job
+from hf_flexseq.program.tags import HEAD_PIECES
 from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.prefetch import ImageReader, VersionedJob
@@ -177,13 +178,22 @@ def planner_of(job: Job, *, ahead: bool) -> Planner:
     return InlinePlanner(job)
 
 
-def kernel_of(setup: EngineSetup, model: PreTrainedModel, *, whose: str = "") -> Kernel:
+def kernel_of(
+    setup: EngineSetup, model: PreTrainedModel, degrees: Iterable[int], *, whose: str = ""
+) -> Kernel:
     """Return a kernel for all attention layers of a model. Raises ValueError, on all ranks,
-    without one. Collective over the world. whose: words for the error."""
+    without one. Collective over the world.
+
+    degrees: numbers of ranks that may share heads. whose: words for the error.
+    """
     device = setup.accelerator.device
+    pieces = {1: 1}
+    for degree in degrees:
+        spans_nodes = setup.communicator.topology.spans_nodes(0, degree)
+        pieces[degree] = HEAD_PIECES if spans_nodes else 1
     with Attempt() as choosing:
         dtype = compute_dtype(model, setup.accelerator)
-        kernel = choose_kernels(device, dtype, layer_calls(model.config))
+        kernel = choose_kernels(device, dtype, layer_calls(model.config, pieces))
     choosing.raise_together(
         setup.communicator.cpu_group.gather_values, f"choosing the attention kernel{whose}"
     )

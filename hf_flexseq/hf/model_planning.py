@@ -41,7 +41,8 @@ Factors = tuple[float, ...] | None  # of the estimate's terms; None for the esti
 class ModelPlanning:
     """What a whole model costs, and what its planners are asked to do.
 
-    cost: of the model. passes: None if the planner has none. fsdp: FSDP2's policies.
+    cost: of the model. degrees: numbers of ranks that may share heads. passes: None if the planner
+    has none. fsdp: FSDP2's policies.
     """
 
     def __init__(
@@ -79,10 +80,10 @@ class ModelPlanning:
         self.cost = cost = self._lowered_cost(cost)
         self._tower = costs.find_tower(subject, cost)
         cost.strategies(args.strategy)  # raises for one that it has no figures for
-        degrees = exchange_degrees(
+        self.degrees = exchange_degrees(
             cost, communicator.topology, strategy=args.strategy, sp_degree=args.sp_degree
         )
-        communicator.open_fast_blocks(degrees)
+        communicator.open_fast_blocks(self.degrees)
         self.passes: PlanPasses | None = passes_of(
             args.planner, cost, communicator.topology, lockstep=lockstep
         )

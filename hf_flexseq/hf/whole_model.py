@@ -341,7 +341,7 @@ class WholeModelExecutor:
     def _contexts_of_run(self) -> ModelContexts:
         """Return the maker of contexts; the first step chooses its kernel. Collective."""
         if self.kernel is None:
-            self.kernel = kernel_of(self.setup, self._attached_model.base)
+            self.kernel = kernel_of(self.setup, self._attached_model.base, self.planning.degrees)
         if self._contexts is None:
             vision = self._attached_model.vision
             both_ways = () if vision is None else vision.both_ways
@@ -435,7 +435,7 @@ class WholeModelExecutor:
                 f"{name} is sharded, and its ranks have to run every micro-batch together: set "
                 "sync='lockstep'"
             )
-        kernel = kernel_of(self.setup, model, whose=f" of {name}")
+        kernel = kernel_of(self.setup, model, self.planning.degrees, whose=f" of {name}")
         columns = needed_columns(model)
         self._attached_model.need_columns(columns)
         if LENGTHS in columns:

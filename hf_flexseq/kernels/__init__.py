@@ -4,7 +4,7 @@ implementations.
     cpu_flash      torch's CPU flash kernel, sequence by sequence; windows and softcaps in pieces
     torch_varlen   the FlashAttention that is active in torch: -2, which it ships for CUDA, or -3
     flash_attn     FlashAttention-2 from its package, where it is installed
-    cudnn_long     cuDNN, to which the two before it leave one long sequence on Hopper
+    cudnn_long     cuDNN, to which the two before it leave long sequences on Hopper
     flash_attn3    FlashAttention-3 from its package, where it is installed, on Hopper
 
 They are compared with `tests/kernels/reference.py`, a plain softmax of each sequence. Each states
@@ -52,6 +52,13 @@ class KernelCall(NamedTuple):
     """Factor of the scores."""
     softcap: float | None = None
     """Cap c of the scores: a scaled score s becomes c tanh(s / c); None caps nothing."""
+    beside_transfers: bool = False
+    """True if transfers of this rank are under way."""
+
+    def part(self, rows: slice, keys: slice, segments: Segments) -> "KernelCall":
+        """Return the call of some of the sequences, whose rows stand together: views."""
+        q, k, v = self.q[rows], self.k[keys], self.v[keys]
+        return self._replace(q=q, k=k, v=v, segments=segments)
 
     def check(self) -> None:
         """Assert that the tensors fit the lengths and each other."""

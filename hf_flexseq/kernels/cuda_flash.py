@@ -24,12 +24,13 @@ torch's registry, not run on a GPU yet:
 """
 
 import abc
+from collections.abc import Iterable
 
 import torch
 
 from hf_flexseq.kernels import KernelCall, cudnn_long, lse_dtype
 from hf_flexseq.kernels.capabilities import KernelCapabilities
-from hf_flexseq.kernels.cudnn_long import GENERATION
+from hf_flexseq.kernels.cudnn_long import GENERATION, Heads
 from hf_flexseq.kernels.segments import Segments
 
 FLASH2 = KernelCapabilities(
@@ -81,17 +82,36 @@ class CudaFlash(abc.ABC):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Launch the backward of such a call -> dq [Tq, H, D], dk and dv [Tk, Hkv, D]."""
 
+    def __init__(self) -> None:
+        self._cudnn_heads: set[Heads] = set()  # whose long sequences are left to cuDNN
+
+    def try_cudnn(self, kinds: Iterable[Heads], device: torch.device) -> None:
+        """Leave long sequences of some kinds of heads to cuDNN from now on, where it is faster on
+        this device and computes the same. It takes about a second for each kind that is new."""
+        if self.capabilities.newest == GENERATION:
+            return  # FlashAttention-3 is as fast
+        launches = (self.launch_forward, self.launch_backward)
+        for heads in kinds:
+            if cudnn_long.is_verified(heads, device, launches):
+                self._cudnn_heads.add(heads)
+
     def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`: -> out [Tq, H, D], lse [H, Tq]."""
         call.check()
-        capabilities = self.capabilities
         if not call.segments.has_work():
             return _nothing_to_read(call.q)
         call = _rows_contiguous(call)
-        if self._leaves_to_cudnn(call):
+        long = self._left_to_cudnn(call)
+        if not long:
+            out, lse = self.launch_forward(call)
+            return out, _checked_lse(lse, call, self.capabilities)
+        if len(call.segments.q_lens) == 1:
             return cudnn_long.forward(call)
-        out, lse = self.launch_forward(call)
-        return out, _checked_lse(lse, call, capabilities)
+        out = call.q.new_empty(call.q.shape)
+        lse = out.new_empty((out.shape[1], out.shape[0]), dtype=lse_dtype(out.dtype))
+        for rows, keys, segments in call.segments.apart(long):
+            out[rows], lse[:, rows] = self.forward(call.part(rows, keys, segments))
+        return out, lse
 
     def backward(
         self, call: KernelCall, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
@@ -105,17 +125,26 @@ class CudaFlash(abc.ABC):
         if not call.segments.has_work():
             return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v)
         call = _rows_contiguous(call)
-        given = (rows_contiguous(dout), rows_contiguous(out), lse.contiguous())
-        if self._leaves_to_cudnn(call):
-            return cudnn_long.backward(call, *given)
-        return self.launch_backward(call, *given)
+        dout, out = rows_contiguous(dout), rows_contiguous(out)
+        long = self._left_to_cudnn(call)
+        if not long:
+            return self.launch_backward(call, dout, out, lse.contiguous())
+        if len(call.segments.q_lens) == 1:
+            return cudnn_long.backward(call, dout, out, lse)
+        dq, dk, dv = (x.new_empty(x.shape) for x in (call.q, call.k, call.v))
+        for rows, keys, segments in call.segments.apart(long):
+            dq[rows], dk[keys], dv[keys] = self.backward(
+                call.part(rows, keys, segments), dout[rows], out[rows], lse[:, rows]
+            )
+        return dq, dk, dv
 
-    def _leaves_to_cudnn(self, call: KernelCall) -> bool:
-        """Tell whether cuDNN is faster on one long sequence, and right on this machine."""
-        if self.capabilities.newest == GENERATION or not cudnn_long.is_worth_it(call):
-            return False  # FlashAttention-3 is as fast
-        launches = (self.launch_forward, self.launch_backward)
-        return cudnn_long.is_verified(cudnn_long.heads_of(call), launches)
+    def _left_to_cudnn(self, call: KernelCall) -> int:
+        """Return how many sequences at the beginning of a call are left to cuDNN."""
+        if self.capabilities.newest == GENERATION:  # it may have become active in torch since
+            return 0
+        if cudnn_long.heads_of(call) not in self._cudnn_heads:
+            return 0
+        return cudnn_long.long_sequences(call)
 
 
 class FlashPackage(CudaFlash):

@@ -48,6 +48,9 @@ _BY_NAME: Mapping[str, tuple[str, ...]] = {
     "fwd": (*_LAUNCH, "num_splits"),
     "bwd": (*_LAUNCH, "dq", "dk", "dv", "deterministic"),
 }
+# Multiprocessors that a call leaves to transfers under way, which would wait for its end: its
+# thread blocks are as many as there are multiprocessors, and stay.
+MARGIN = 8
 # Flags of a build, and what is missing under each.
 _MISSING: Mapping[str, str] = {
     "FLASHATTENTION_DISABLE_BACKWARD": "backward",
@@ -82,11 +85,14 @@ class FlashAttn3(FlashPackage):
 
     def launch_options(self, call: KernelCall) -> dict[str, object]:
         """See `FlashPackage.launch_options`."""
-        return {
+        options = {
             **shared_options(call),
             "max_seqlen_q": call.segments.max_q,
             "is_causal": call.segments.causal,
         }
+        if call.beside_transfers and _has_margin():
+            options["sm_margin"] = MARGIN
+        return options
 
 
 @functools.cache
@@ -117,6 +123,13 @@ def _operator_problem(name: str) -> str | None:
     if lacking:
         return f"flash_attn_3::{name} has no argument {', '.join(lacking)}; install a newer one"
     return None
+
+
+@functools.cache
+def _has_margin() -> bool:
+    """Tell whether both operators can leave multiprocessors to others."""
+    operators = (getattr(torch.ops.flash_attn_3, name) for name in _BY_NAME)
+    return all("int sm_margin" in str(one.default._schema) for one in operators)
 
 
 def _lacking(calls: Calls) -> str | None:

@@ -13,6 +13,8 @@ import torch
 from hf_flexseq.kernels import Kernel, KernelCall
 from hf_flexseq.kernels.capabilities import Calls
 from hf_flexseq.kernels.choose import kernel_for
+from hf_flexseq.kernels.cuda_flash import CudaFlash
+from hf_flexseq.kernels.cudnn_long import Heads
 
 
 class LayerCalls(NamedTuple):
@@ -26,6 +28,8 @@ class LayerCalls(NamedTuple):
     """True if queries do not read keys that are too far before them."""
     softcap: bool = False
     """True if scores are capped."""
+    heads: frozenset[tuple[int, int]] = frozenset()
+    """(query heads, KV heads) of the calls that are to be expected."""
 
 
 class _Key(NamedTuple):
@@ -39,7 +43,8 @@ class _Key(NamedTuple):
 def choose_kernels(
     device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerCalls]
 ) -> Kernel:
-    """Return a kernel that serves all kinds of layers, on inputs of `dtype` on `device`.
+    """Return a kernel that serves all kinds of layers, on inputs of `dtype` on `device`, and find
+    out to which of their calls cuDNN may come.
 
     Raises ValueError, naming the layer, its head size and every kernel's reason, where no
     kernel serves a kind, and where the kernels of two kinds have gradients of different dtypes.
@@ -50,6 +55,10 @@ def choose_kernels(
         for key in _keys(kind):
             if key not in chosen:
                 chosen[key] = _named(kind.name, Calls(device, dtype, *key))
+            kernel = chosen[key]
+            if isinstance(kernel, CudaFlash) and not (key.window or key.softcap):
+                own = [Heads(*heads, kind.head_dim, dtype) for heads in sorted(kind.heads)]
+                kernel.try_cudnn(own, device)
     first, *others = chosen.values()
     if all(kernel is first for kernel in others):
         return first

@@ -24,6 +24,7 @@ class Segments:
     """
 
     __slots__ = (
+        "_apart",
         "_cu_seqlens_k",
         "_cu_seqlens_q",
         "causal",
@@ -65,6 +66,7 @@ class Segments:
         self.total_k = sum(self.k_lens)
         self._cu_seqlens_q: torch.Tensor | None = None
         self._cu_seqlens_k: torch.Tensor | None = None
+        self._apart: dict[int, tuple[tuple[slice, slice, Segments], ...]] = {}  # by `first`
 
     def _check_lengths(self) -> None:
         assert len(self.q_lens) == len(self.k_lens), (
@@ -114,6 +116,29 @@ class Segments:
             k_stop += k_len
             if q_len and k_len:
                 yield slice(q_stop - q_len, q_stop), slice(k_stop - k_len, k_stop)
+
+    def apart(self, first: int) -> "tuple[tuple[slice, slice, Segments], ...]":
+        """Return each of the first `first` sequences by itself, and then all others together, if
+        there are any: query rows, key rows, lengths. The same objects every time, so that lengths
+        come to the device once."""
+        if first not in self._apart:
+            parts = []
+            q_start = k_start = 0
+            for number in range(min(first + 1, len(self.q_lens))):
+                own = slice(number, number + 1 if number < first else None)
+                part = Segments(
+                    self.q_lens[own],
+                    self.k_lens[own],
+                    causal=self.causal,
+                    device=self.device,
+                    window=self.window,
+                )
+                rows = slice(q_start, q_start + part.total_q)
+                keys = slice(k_start, k_start + part.total_k)
+                parts.append((rows, keys, part))
+                q_start, k_start = rows.stop, keys.stop
+            self._apart[first] = tuple(parts)
+        return self._apart[first]
 
     def has_work(self) -> bool:
         """Return whether any query has a key to read."""

@@ -8,6 +8,9 @@ Triton compiles a kernel anew for integers that are 1 or multiples of 16. Of siz
 one micro-batch to the next that would be all combinations, and a stall for each. So those are left
 out of it: by name, or in tuples, to whose members names do not reach, as odd numbers above 1
 (`odd`).
+
+It also compiles anew for pointers to multiples of 16 bytes. Row numbers, tables and log-sum-exps
+gain nothing by it and often begin elsewhere, so they are left out of that.
 """
 
 import triton
@@ -149,7 +152,8 @@ def rows_kernel(
         "lse_head",
         "part_lse_row",
         "part_lse_head",
-    ]
+    ],
+    do_not_specialize_on_alignment=["lse", "part_lse", "index"],
 )
 def merge_kernel(
     out,
@@ -207,7 +211,7 @@ def merge_kernel(
     tl.store(lse_at, merged_lse, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["table"])
 def pack_kernel(
     tensors,
     flat,
@@ -237,7 +241,7 @@ def pack_kernel(
             tl.store(flat_at, x.to(flat.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["table"])
 def unpack_kernel(
     tensors,
     flat,

@@ -7,7 +7,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_flexseq.base.registry import STRATEGIES
@@ -128,6 +128,19 @@ class MicroBatch:
 def widest_first(groups: Sequence[Group]) -> tuple[Group, ...]:
     """Return the groups by falling degree, stably."""
     return tuple(sorted(groups, key=lambda group: -group.degree))
+
+
+def longest_first(micro_batch: MicroBatch, lengths: Sequence[int]) -> MicroBatch:
+    """Return the micro-batch with the sequences of each group by falling length, then by id. So
+    those that a kernel computes in calls of their own stand before those that share one.
+
+    lengths: tokens of every sequence of the plan.
+    """
+    groups = []
+    for group in micro_batch.groups:
+        ids = sorted(group.sequences, key=lambda one: (-lengths[one], one))
+        groups.append(replace(group, sequences=tuple(ids)))
+    return replace(micro_batch, groups=tuple(groups))
 
 
 # ---- records

@@ -94,6 +94,19 @@ def _share(queries: range, queries_per_kv: int) -> HeadShare:
     return HeadShare(queries, keys, None if is_even else tuple(read))
 
 
+def call_heads(heads: int, kv_heads: int, degree: int, most: int) -> set[tuple[int, int]]:
+    """Return the (query heads, KV heads) of the kernel calls of a group's ranks, whose heads come
+    in at most `most` pieces."""
+    found = set()
+    for count in range(1, most + 1):
+        for piece in head_pieces(heads, kv_heads, degree, count):
+            for share in piece.shares:
+                read = share.keys if share.query2kv is None else share.query2kv
+                if share.queries:
+                    found.add((len(share.queries), len(read)))
+    return found
+
+
 def read_by(b: Builder, x: Value, keys: range, share: HeadShare) -> Value:
     """Return keys or values as the kernel reads them: [tokens, KV heads of the share, head_dim],
     or one KV head for each query head.

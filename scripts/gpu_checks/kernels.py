@@ -82,11 +82,11 @@ def kernel_errors_section(setting: Setting) -> Section:
     device = setting.device
     if device.type != "cuda":
         return section
-    heads = cudnn_long.Heads(HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16, device)
+    heads = cudnn_long.Heads(HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16)
     other = TorchVarlen()
-    takes = cudnn_long.is_verified(heads, (other.launch_forward, other.launch_backward))
+    takes = cudnn_long.is_verified(heads, device, (other.launch_forward, other.launch_backward))
     line = "computes the same" if takes else "does not, or cannot run: it is not used"
-    return replace(section, lines=(*section.lines, "", f"cuDNN on one sequence {line}."))
+    return replace(section, lines=(*section.lines, "", f"cuDNN on long sequences {line}."))
 
 
 def errors_of(device: torch.device, cases: dict[str, Case]) -> Section:

@@ -97,7 +97,9 @@ class StubTransport(NamedLanes):
         self.world_size = world_size
         self.cpu_group = StubCpuGroup(world_size)
 
-    def open_group(self, parts: Sequence[Sequence[int]]) -> StubGroup | None:
+    def open_group(
+        self, parts: Sequence[Sequence[int]], *, exchanges: bool = False
+    ) -> StubGroup | None:
         """See `Transport.open_group`; nothing is made."""
         own = own_part(parts, self.rank)
         return None if own is None else StubGroup(own)

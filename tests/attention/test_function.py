@@ -11,6 +11,7 @@ from hf_flexseq.attention import sequence_parallel_attention
 from hf_flexseq.attention.replay import Replay
 from hf_flexseq.base.registry import STRATEGIES
 from tests.attention.group import context_of, nodes_of, qkv_and_dout
+from tests.kernels.reference import Reference
 from tests.ranks import join, run_threads
 
 HEADS = (4, 2)
@@ -65,6 +66,56 @@ def test_memory_in_any_order_a_second_backward_and_checkpointing_change_no_bit(
     strategy, heads, ranks
 ):
     assert run_threads(differing, ranks, strategy, heads) == [[]] * ranks
+
+
+class Noting(Reference):
+    """The reference, and whether transfers were under way when it was called."""
+
+    def __init__(self):
+        self.beside = []
+
+    def forward(self, call):
+        self.beside.append(call.beside_transfers)
+        return super().forward(call)
+
+    def backward(self, call, *given):
+        self.beside.append(call.beside_transfers)
+        return super().backward(call, *given)
+
+
+def beside_transfers(rank, world_size, strategy):
+    kernel = Noting()
+    communicator = join(nodes_of(world_size), use_blocks=True)
+    context = context_of(communicator, strategy, LENGTHS, kernel=kernel)
+    *qkv, dout = qkv_and_dout(rank, context.tokens, *HEADS)
+    results_of(partial(sequence_parallel_attention, seq_ctx=context), *qkv, dout)
+    return kernel.beside
+
+
+@pytest.mark.parametrize(
+    ("strategy", "known"),
+    [
+        ("local", [False] * 2),
+        ("ulysses", [False] * 2),  # nothing else is under way inside a node
+        # the diagonal, while keys travel; the last half of it, while gradients travel back
+        ("zigzag", [True, ..., False, True, ..., True]),
+    ],
+)
+def test_a_kernel_is_told_of_transfers_beside_it(strategy, known):
+    for found in run_threads(beside_transfers, 2, strategy):
+        if ... not in known:
+            assert found == known
+            continue
+        middle = known.index(...)
+        assert found[:middle] == known[:middle]
+        assert found[-1] == known[-1]
+
+
+def test_one_tensor_of_heads_is_sent_as_it_is():
+    x = torch.arange(24.0).view(3, 2, 4)
+    flat = Replay.flat_heads(None, x)
+    assert flat.tolist() == list(range(24))
+    assert flat.data_ptr() == x.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

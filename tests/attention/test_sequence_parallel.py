@@ -10,10 +10,13 @@ from torch.utils.checkpoint import checkpoint
 from hf_flexseq.attention import sequence_parallel_attention
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.base.registry import STRATEGIES
+from hf_flexseq.kernels import cudnn_long
 from hf_flexseq.plan import attention_schedule as schedule
 from hf_flexseq.program import ring_steps
+from tests.attention import group
 from tests.attention.dense import dense_attention
 from tests.attention.group import context_of, nodes_of, own_rows, qkv_and_dout
+from tests.kernels import cudnn
 from tests.ranks import join, run_ranks, run_threads
 
 SIZE = 8  # of a query head
@@ -166,6 +169,24 @@ def test_rings_are_exact_however_chunks_travel(large, worthy_pairs, monkeypatch)
     monkeypatch.setitem(ring_steps.WORTHY_PAIRS, "cpu", worthy_pairs)
     strategies = ["zigzag", "balanced"]
     assert_exact(run_threads(run_cases, 4, 2, strategies, FULL_CASES[3:6]))
+
+
+@pytest.mark.parametrize("long", [1, 4, 9, 30])
+def test_long_sequences_in_calls_of_their_own_are_exact(long, monkeypatch):
+    """Windows, chunks shorter than a sequence and softcaps stay in the other kernel's call."""
+    kernel = cudnn.Split()
+    monkeypatch.setattr(cudnn_long, "LONG", long)
+    monkeypatch.setattr(group, "choose_kernel", lambda *given: kernel)
+    left = []
+    forward = cudnn_long.forward
+    monkeypatch.setattr(cudnn_long, "forward", lambda call: left.append(call) or forward(call))
+    with cudnn.operators(by_token=long % 2 == 0):
+        cases = [("full", tuple(sorted(MIXED, reverse=True)), (8, 2)), *CASES[-8::2]]
+        assert_exact(run_threads(run_cases, 4, 2, SHARED, cases))
+    assert left
+    assert all(call.softcap is None and call.segments.window is None for call in left)
+    assert all(len(call.segments.q_lens) == 1 for call in left)
+    assert min(call.segments.max_q for call in left) >= long
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,12 @@ class StubJob:
         return SimpleNamespace(name=lambda: self._backends[device.type], options=options)
 
 
+def nccl_options(is_high_priority_stream=False):
+    """Stands for `ProcessGroupNCCL.Options`, which a CPU build of torch lacks."""
+    config = SimpleNamespace(cga_cluster_size=None)
+    return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=config)
+
+
 @dataclass
 class StubGroup:
     """What `new_group` was called with, and what ran on the group, in order."""
@@ -39,6 +45,7 @@ class StubGroup:
     ranks: tuple[int, ...]
     backend: str
     timeout: timedelta
+    options: SimpleNamespace | None  # of the backend
     local: bool  # made by its members alone
     name: str
     ran: list = field(default_factory=list)
@@ -56,13 +63,15 @@ class StubDistributed:
             "new_group": self.new_group,
             "get_process_group_ranks": lambda group: list(group.ranks),
             "all_reduce": lambda tensor, group: group.ran.append("all_reduce"),
+            "all_to_all_single": self.all_to_all_single,
+            "ProcessGroupNCCL": SimpleNamespace(Options=nccl_options),
             "P2POp": lambda op, tensor, peer, group, tag: (op, peer, group),
             "batch_isend_irecv": self.batch,
             "isend": self.isend,
             "irecv": self.irecv,
         }
         for name, value in replaced.items():
-            monkeypatch.setattr(dist, name, value)
+            monkeypatch.setattr(dist, name, value, raising=name != "ProcessGroupNCCL")
         monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: job)
         # All ranks have made equally many groups, and connect without an error.
         monkeypatch.setattr(connect, "_gather_in_store", lambda value: [value] * world_size)
@@ -70,13 +79,19 @@ class StubDistributed:
             GlooCpuGroup, "gather_ints", lambda cpu_group, values: [values] * world_size
         )
 
-    def new_group(self, ranks=None, *, backend, timeout, use_local_synchronization=False):
+    def new_group(
+        self, ranks=None, *, backend, timeout, pg_options=None, use_local_synchronization=False
+    ):
         ranks = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
         number = len(self.groups)
         name = f"{ranks} after {number}" if use_local_synchronization else str(number)
-        group = StubGroup(ranks, backend, timeout, use_local_synchronization, name)
+        group = StubGroup(ranks, backend, timeout, pg_options, use_local_synchronization, name)
         self.groups.append(group)
         return group
+
+    def all_to_all_single(self, received, sent, group):
+        assert received.shape == sent.shape == (len(group.ranks),)
+        group.ran.append("all_to_all")
 
     def batch(self, ops):
         """What torch returns for these messages, posted at once."""

@@ -20,10 +20,10 @@ def run(function, world_size=2, **options):
     return ThreadHub(world_size, **options).run(function)
 
 
-def post(transport, tensor, *, tag=0, kind="everyone", scratch=False):
+def post(transport, tensor, *, tag=0, kind="everyone"):
     """Even ranks send a tensor to the next rank, odd ones receive from the one before."""
     lane = transport.open_lane(kind, [range(transport.world_size)])
-    messages = [Message(tensor, transport.rank ^ 1, tag, scratch)]
+    messages = [Message(tensor, transport.rank ^ 1, tag)]
     is_sender = transport.rank % 2 == 0
     sends, recvs = (messages, []) if is_sender else ([], messages)
     return transport.post(lane, sends=sends, recvs=recvs, label=lambda peer, sent: "the words")
@@ -56,17 +56,6 @@ def test_poisoned_bytes_are_nan_whatever_they_are_read_as(dtype):
     parcel = torch.zeros(16, dtype=torch.uint8)
     poison(parcel)
     assert parcel.view(dtype).isnan().all()
-
-
-def test_a_scratch_tensor_is_poison_once_it_was_sent():
-    def rank(transport):
-        tensor = torch.ones(3)
-        post(transport, tensor, scratch=transport.rank == 0).wait()
-        return tensor
-
-    sent, received = run(rank)
-    assert sent.isnan().all()
-    assert (received == 1).all()
 
 
 # ---- rules

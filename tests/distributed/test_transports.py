@@ -63,10 +63,28 @@ def test_all_ranks_use_a_communicator_before_some_of_them_do_and_a_message_is_a_
     topology = Topology(nodes=2, ranks_per_node=4)
     stub, communicator, (inside, _) = rank_of(monkeypatch, topology, 5)
     communicator.open_blocks([2, 8])
-    for group in stub.by_backend("nccl"):
-        assert group.ran[0] == "all_reduce", group
+    communicator.open_world()
+    communicator.open_blocks([2, 8])  # nothing is done again
+    firsts = [group.ran[0] for group in stub.by_backend("nccl")]
+    assert firsts == ["all_reduce", "all_reduce", "all_to_all", "all_to_all"]
+    # one communicator for exchanges and sums of all ranks
+    assert [group.ran[1:] for group in stub.by_backend("nccl")[2:]] == [[], ["all_reduce"]]
     Transfers(communicator, sends=[(torch.ones(3), 6)], recvs=[]).wait()
     assert inside.ran[-1] == [("send", 6)]
+
+
+def test_transfers_come_before_what_computes(monkeypatch):
+    """And every communicator has options of its own, as torch writes into them."""
+    topology = Topology(nodes=2, ranks_per_node=4)
+    stub, communicator, _ = rank_of(monkeypatch, topology, 5)
+    communicator.open_blocks([2, 8])
+    of_groups = [group.options for group in stub.by_backend("nccl")]
+    assert len({id(options) for options in of_groups}) == len(of_groups) == 4
+    for options in of_groups:
+        assert options.is_high_priority_stream
+        assert options.config.cga_cluster_size == 1
+        assert options._timeout == timedelta(seconds=1800)
+    assert [group.options for group in stub.by_backend("gloo")] == [None]
 
 
 @pytest.mark.parametrize("bound", [False, True])

@@ -2,12 +2,14 @@
 it is detached the accelerator is as it was, and what one machine lacks is refused on all ranks."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from hf_flexseq import FlexSeqEngine
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.hf import executors
 from hf_flexseq.hf.attention import NAME
@@ -221,10 +223,11 @@ def test_rank_0_s_file_of_a_cost_model_counts_and_no_other_rank_needs_it(tmp_pat
 
 
 def without_a_kernel_or_a_process(rank, world_size, kind):
-    """What is raised where rank 1 has no kernel, and then where rank 0 can start no process."""
+    """What is raised where rank 1 has no kernel for its heads, and then where rank 0 can start no
+    process."""
 
-    def no_kernel(*args, **options):
-        raise ValueError("no attention kernel")
+    def no_kernel(device, dtype, layers):
+        raise ValueError(f"no attention kernel for heads {sorted(layers[0].heads)}")
 
     def no_process(*, ahead):
         raise BlockingIOError(11, "Resource temporarily unavailable")
@@ -248,10 +251,28 @@ def without_a_kernel_or_a_process(rank, world_size, kind):
 
 @pytest.mark.processes
 def test_what_one_machine_lacks_is_refused_on_all_ranks():
-    kernel = "rank 1, choosing the attention kernel: no attention kernel"
+    kernel = "rank 1, choosing the attention kernel: no attention kernel for heads"
+    kernels = (f"{kernel} [(2, 1), (4, 2)]", f"{kernel} [(4, 2)]")  # a stage has one rank here
     process = (
         "rank 0, starting the planner: BlockingIOError: [Errno 11] Resource temporarily "
         "unavailable"
     )
     cases = [(kind,) for kind in KINDS]
-    assert on_two_ranks(without_a_kernel_or_a_process, *cases) == [(kernel, process)] * 2
+    assert on_two_ranks(without_a_kernel_or_a_process, *cases) == [
+        (kernel, process) for kernel in kernels
+    ]
+
+
+def test_a_kernel_is_chosen_for_the_heads_of_all_groups_that_plans_may_have(monkeypatch):
+    """Eight query heads over two KV heads, on one, two, four and eight ranks; eight span nodes."""
+    asked = []
+    monkeypatch.setattr(executors, "choose_kernels", lambda *given: asked.append(given))
+    cpu_group = SimpleNamespace(gather_values=lambda value: [value])
+    communicator = SimpleNamespace(topology=Topology(nodes=2, ranks_per_node=4))
+    communicator.cpu_group = cpu_group
+    setup = SimpleNamespace(accelerator=Accelerator(cpu=True), communicator=communicator)
+    model = tiny_llama(num_attention_heads=8, num_key_value_heads=2)
+    executors.kernel_of(setup, model, [2, 4, 8])
+    ((device, _, layers),) = asked
+    assert device.type == "cpu"
+    assert {layer.heads for layer in layers} == {frozenset({(8, 2), (4, 1), (2, 1), (1, 1)})}

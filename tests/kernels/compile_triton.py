@@ -6,7 +6,8 @@
 
 resources: of each kernel, for some launches, on each architecture: registers of a thread, bytes
 that it spills, and bytes of shared memory of a block. variants: as how many kernels Triton would
-compile each for launches that differ in their numbers of rows and tokens only.
+compile each for launches that differ only in their numbers of rows and tokens, and in where small
+tensors begin.
 
 Arguments are those of real launches: `triton_fused.py` is called with launches taken over, on the
 cases of `fused_cases.py`.
@@ -92,7 +93,8 @@ def variant(kernel, arguments):
             seen.append(value)
         else:
             specialize = not parameter.do_not_specialize
-            seen.append(native_specialize_impl(CUDABackend, value, False, specialize, True))
+            align = not parameter.do_not_specialize_on_alignment
+            seen.append(native_specialize_impl(CUDABackend, value, False, specialize, align))
     return tuple(seen)
 
 
@@ -159,12 +161,14 @@ def table(records):
 
 
 def launches_of_other_sizes():
-    """Call every operation on many numbers of rows and tokens."""
+    """Call every operation on many numbers of rows and tokens, wherever row numbers, tables and
+    log-sum-exps begin in memory."""
     fused = triton_fused.TritonFused()
     for rows in (2, 15, 16, 17, 32):  # of one row the strides look otherwise
-        merged(fused, rows, dtype=torch.float32)
         gathered(fused, rows, dtype=torch.float32)
-        packed(fused, "heads that divide", dtype=torch.float32, tokens=rows)
+        for shift in (0, 1):
+            merged(fused, rows, dtype=torch.float32, shift=shift)
+            packed(fused, "heads that divide", dtype=torch.float32, tokens=rows, shift=shift)
 
 
 def main():

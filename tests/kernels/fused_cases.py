@@ -15,11 +15,14 @@ ROWS = {  # a selection of 11 rows, and how many it has
 }
 
 
-def rows_of(selection):
-    """A selection or the first rows by an index, how many it has, and how many rows there are."""
+def rows_of(selection, shift=0):
+    """A selection or the first rows by an index, how many it has, and how many rows there are.
+
+    shift: numbers in memory before the index.
+    """
     if isinstance(selection, str):
         return *ROWS[selection], 11
-    return torch.arange(selection), selection, 11 + selection
+    return torch.arange(-shift, selection)[shift:], selection, 11 + selection
 
 
 # by tensor, by part, the heads of a part
@@ -55,17 +58,18 @@ def normal(seed, shape, dtype):
     return torch.randn(shape, dtype=torch.float64, generator=random).to(dtype)
 
 
-def merged(fused, selection, *, dtype, heads=3, head_dim=7):
+def merged(fused, selection, *, dtype, heads=3, head_dim=7, shift=0):
     """out [total, H, D] and lse [total, H] after a merge; some rows lack keys on one side or both.
 
-    dtype: of the part. Log-sum-exps are [H, rows] in memory, as kernels leave them.
+    dtype: of the part. Log-sum-exps are [H, rows] in memory, as kernels leave them, or behind
+    `shift` others.
     """
-    rows, count, total = rows_of(selection)
+    rows, count, total = rows_of(selection, shift)
     wide = lse_dtype(dtype)
     out = normal(0, (total, heads, head_dim), wide)
-    lse = (300 * normal(1, (heads, total), wide)).t()
+    lse = (300 * normal(1, (heads, shift + total), wide)).t()[shift:]
     part_out = normal(2, (count, heads, head_dim), dtype)
-    part_lse = (300 * normal(3, (heads, count), wide)).t()
+    part_lse = (300 * normal(3, (heads, shift + count), wide)).t()[shift:]
     for values, log_sum_exps, keyless in ((out, lse, [0, 3]), (part_out, part_lse, [1, 4])):
         for row in keyless:
             log_sum_exps[row : row + 1] = -torch.inf
@@ -98,10 +102,14 @@ def gathered(fused, selection, *, dtype, head_dim=7):
     return [buffer, lse_rows]
 
 
-def packed(fused, case, *, dtype, head_dim=7, tokens=5):
-    """The buffer of a layout, [slots x D], and the tensors that are unpacked from such a one."""
+def packed(fused, case, *, dtype, head_dim=7, tokens=5, shift=0):
+    """The buffer of a layout, [slots x D], and the tensors that are unpacked from such a one.
+
+    shift: numbers in memory before the layout's table.
+    """
     layout = HeadLayout(HEAD_RANGES[case], tokens)
-    table = torch.from_numpy(layout.numbers)
+    before = torch.zeros(shift, dtype=torch.int64)
+    table = torch.cat([before, torch.from_numpy(layout.numbers)])[shift:]
     # one head more, for strides that are not those of a tensor of its own
     shapes = [(tokens, heads + 1, head_dim) for heads in layout.heads]
     tensors = [normal(number, shape, dtype)[:, 1:] for number, shape in enumerate(shapes)]

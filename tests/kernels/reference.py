@@ -35,7 +35,7 @@ class Reference:
     def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`: -> out [Tq, H, D], lse [H, Tq]."""
         call.check()
-        q, k, v, segments, scale, softcap = call
+        q, k, v, segments, scale, softcap, *_ = call
         out = q.new_zeros(q.shape)
         lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype(q.dtype))  # [H, Tq]
         for rows, keys in segments.blocks():
@@ -54,7 +54,7 @@ class Reference:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Kernel.backward`: dout, out [Tq, H, D], lse [H, Tq] -> dq, dk, dv as q, k, v."""
         call.check()
-        q, k, v, segments, scale, softcap = call
+        q, k, v, segments, scale, softcap, *_ = call
         dq = q.new_zeros(q.shape)
         dk = k.new_zeros(k.shape)
         dv = v.new_zeros(v.shape)

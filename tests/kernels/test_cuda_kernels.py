@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.nn import attention
 
-from hf_flexseq.kernels import KernelCall
+from hf_flexseq.kernels import KernelCall, flash_attn3
 from hf_flexseq.kernels.flash_attn import FlashAttn
 from hf_flexseq.kernels.flash_attn3 import FlashAttn3
 from hf_flexseq.kernels.segments import Segments
@@ -166,28 +166,34 @@ FLASH3 = (
     "int? max_seqlen_k = None, bool is_causal = False, float? softmax_scale = None, "
     "int window_size_left = -1, int window_size_right = -1, float softcap = 0.0"
 )
+LAUNCHED = len(Launch._fields) + 1  # and the splits, or whether it is deterministic
 FLASH3_FORWARD = (
-    f"fwd(Tensor q, Tensor k, Tensor v, {FLASH3}, int num_splits = 0) "
+    f"fwd(Tensor q, Tensor k, Tensor v, {FLASH3}, int num_splits = 0, int sm_margin = 0) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 FLASH3_BACKWARD = (
     "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
     f"{FLASH3}, bool deterministic = False, Tensor(a!)? dq = None, Tensor(b!)? dk = None, "
-    "Tensor(c!)? dv = None) -> Tensor[]"
+    "Tensor(c!)? dv = None, int sm_margin = 0) -> Tensor[]"
 )
 
 
 @contextlib.contextmanager
-def flash3_operators(backward_lacks=""):
-    """The operators of FlashAttention-3 on the CPU, whose code is the stand-in."""
+def flash3_operators(backward_lacks="", margins=None):
+    """The operators of FlashAttention-3 on the CPU, whose code is the stand-in; margins: takes
+    sm_margin of each launch, () where it is not passed."""
+    margins = [] if margins is None else margins
+    flash_attn3._has_margin.cache_clear()
 
-    def forward(q, k, v, *launch_and_splits):
-        *launch, splits = launch_and_splits
+    def forward(q, k, v, *others):
+        *launch, splits = others[:LAUNCHED]
         assert splits == 1
+        margins.append(others[LAUNCHED:])
         return package_forward(flash3_forward, q, k, v, Launch(*launch))
 
     def backward(dout, q, k, v, out, lse, *others):
-        *launch, deterministic, dq, dk, dv = others
+        *launch, deterministic, dq, dk, dv = others[: LAUNCHED + 3]
+        margins.append(others[LAUNCHED + 3 :])
         targets = (dq, dk, dv)
         return package_backward(dout, q, k, v, out, lse, targets, Launch(*launch), deterministic)
 
@@ -246,6 +252,22 @@ def test_softcaps_and_torchs_determinism_switch_arrive_in_the_packages(package, 
         segments = Segments([53, 1, 17], [60, 4, 17], causal=True, device=CPU, window=window)
         with PACKAGES[package]() as kernel:
             assert_random_inputs_are_like_the_reference(kernel, segments, softcap=2.5)
+
+
+@pytest.mark.parametrize(
+    ("beside_transfers", "backward_lacks", "passed"),
+    [(True, "", (flash_attn3.MARGIN,)), (False, "", ()), (True, ", int sm_margin = 0", ())],
+    ids=["beside transfers", "alone", "an older release"],
+)
+def test_flash_attn_3_leaves_room_to_transfers(beside_transfers, backward_lacks, passed):
+    segments = random_segments(1, causal=True)
+    q, k, v, dout = random_inputs(segments, (4, 2), dtype=torch.bfloat16)
+    call = KernelCall(q, k, v, segments, 0.3, beside_transfers=beside_transfers)
+    margins = []
+    with flash3_operators(backward_lacks, margins) as kernel:
+        out, lse = kernel.forward(call)
+        kernel.backward(call, dout, out, lse)
+    assert margins == [passed, passed]
 
 
 def test_torch_is_never_called_with_a_softcap_which_it_would_lose():

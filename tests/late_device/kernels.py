@@ -7,6 +7,8 @@ FlashAttention-2 does: probabilities and their gradients are factors of 16 bits,
 keys and values are rounded for each query head before they are added up.
 """
 
+import os
+
 import torch
 
 from hf_flexseq.kernels import KernelCall
@@ -155,9 +157,12 @@ def _cudnn_forward(
     call = _dense_call(q, k, v, dropout, causal, scale)
     with torch.no_grad():
         out, lse = Reference().forward(call)
+    by_token = _is_by_token(q, k, v)
     none, state = torch.zeros(0), torch.zeros((), dtype=torch.int64)
-    results = (out.transpose(0, 1)[None], lse[None, ..., None], none, none, state, state, none)
+    results = (out, lse.t() if by_token else lse, none, none, state, state, none)
     out, lse, *_, seed, offset, mask = _made("cudnn_attention", results)
+    lse = (lse.t() if by_token else lse)[None, ..., None]
+    out = out.transpose(0, 1)[None]
     return out, lse, None, None, q.shape[2], k.shape[2], seed, offset, mask
 
 
@@ -172,11 +177,20 @@ def _cudnn_backward(
     assert dout.dtype == out.dtype == q.dtype, (dout.dtype, out.dtype, q.dtype)
     assert lse.dtype == torch.float32, lse.dtype
     assert lse.shape == (*q.shape[:3], 1), lse.shape
+    by_token = _is_by_token(q, k, v, out)
+    assert (lse[0, ..., 0].t() if by_token else lse).is_contiguous(), lse.stride()
     call = _dense_call(q, k, v, dropout, causal, scale)
     given = (_rows(dout), _rows(out), ops.cpu(lse)[0, ..., 0])
     with torch.no_grad():
         gradients = _rounded_backward(call, *given)
     return _made("cudnn_attention_backward", [x.transpose(0, 1)[None] for x in gradients])
+
+
+def _is_by_token(*tensors):
+    """Whether one plan serves many lengths: where the user asks for it, and rows of [1, heads, n,
+    D] follow each other. Torch asks the environment once."""
+    asked = os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1"
+    return asked and all(x.transpose(1, 2).is_contiguous() for x in tensors)
 
 
 def _dense_call(q, k, v, dropout, causal, scale):

@@ -92,9 +92,6 @@ class LateTransfers(Late, ThreadTransfers):
     def finish(self):
         """Make the current stream wait."""
         self.make_current_wait()
-        for send in self.sends:
-            if send.message.scratch:
-                poison(send.message.tensor)
 
 
 class LateCollective(Late, ThreadCollective):

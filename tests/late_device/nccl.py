@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
+from tests.distributed.stub import nccl_options
 from tests.late_device.install import ops
 
 NAME = "late_nccl"  # under which torch knows it
@@ -25,6 +26,7 @@ _library = torch.library.Library("_c10d_functional", "IMPL")
 def register():
     """Make torch use it wherever somebody asks for nccl."""
     dist.Backend.register_backend(NAME, _make, devices=["cuda", "cpu"])
+    dist.ProcessGroupNCCL = SimpleNamespace(Options=nccl_options)  # a CPU build lacks it
     _library.impl("all_gather_into_tensor", _all_gather, "CUDA")
     for name in ("init_process_group", "new_group"):
         original = getattr(dist.distributed_c10d, name)
@@ -42,7 +44,8 @@ def _all_gather(given, size, name):
 
 def _renamed(function):
     def call(*args, **options):
-        options.pop("device_id", None)  # binds NCCL's own communicators
+        for of_nccl in ("device_id", "pg_options"):
+            options.pop(of_nccl, None)
         given = str(options.get("backend", args[0] if args else None) or "")
         if "nccl" in given:
             options["backend"] = NAME

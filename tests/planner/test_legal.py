@@ -42,6 +42,9 @@ def problems(record: dict, nodes: int, per_node: int, cap: int) -> list[str]:
             found += wrong_ranks(ranks, nodes, per_node)
             if (len(ranks) == 1) != (group["strategy"] == "local"):
                 found.append("a strategy that does not fit the degree")
+            own = [lengths[i] for i in group["sequences"]]
+            if own != sorted(own, reverse=True):
+                found.append("sequences not longest first")
             for rank in ranks:
                 held[rank] += -(-sum(lengths[i] for i in group["sequences"]) // len(ranks))
         if max(held) > cap:

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from hf_flexseq.program.compile import FORWARD
-from hf_flexseq.program.heads import head_pieces
+from hf_flexseq.program.heads import call_heads, head_pieces
 from hf_flexseq.program.instructions import LayerShape
 from tests.program.compiled import programs_of_group
 
@@ -58,3 +58,24 @@ def test_heads_come_in_pieces_across_nodes_where_they_are_worth_calls(tokens, pe
     options = {"per_node": per_node, "device": "cuda", "whats": (FORWARD,)}
     found = programs_of_group("ulysses", 4, (tokens,), shape, **options)
     assert {program.kernel_calls for program in found[FORWARD].values()} == {pieces}
+
+
+@pytest.mark.parametrize("heads, kv_heads", HEADS)
+@pytest.mark.parametrize("degree, per_node, most", [(1, 1, 1), (3, 3, 1), (4, 4, 1), (8, 4, 4)])
+def test_heads_of_all_calls_are_known_before(heads, kv_heads, degree, per_node, most):
+    shape = LayerShape(query_heads=heads, kv_heads=kv_heads, head_dim=8, dtype="bfloat16")
+    strategies = ["local"] if degree == 1 else ["ulysses", "hybrid"]
+    found = set()
+    for strategy, tokens in product(strategies, (60, 10_000, 400_000)):
+        options = {"per_node": per_node, "device": "cuda", "whats": (FORWARD,)}
+        programs = programs_of_group(strategy, degree, (tokens, 9), shape, **options)
+        for program in programs[FORWARD].values():
+            for instruction in program.instructions:
+                if instruction.operation == "attend":
+                    q, k, _ = (program.all_values[number].shape[1] for number in instruction.ins)
+                    found.add((q, k))
+    known = call_heads(heads, kv_heads, degree, most)
+    if degree == 8:  # a hybrid exchanges heads inside of nodes
+        known |= call_heads(heads, kv_heads, per_node, 1)
+    assert found <= known
+    assert degree == 8 or found == known

@@ -152,9 +152,9 @@ def test_plans_end_with_features_of_images(of_one_rank, launches, world_size, no
 def test_features_use_the_communicator_of_all_ranks_and_no_other(monkeypatch):
     opened, open_group = set(), ThreadTransport.open_group
 
-    def noting(transport, parts):
+    def noting(transport, parts, **options):
         opened.add(as_tuples(parts))
-        return open_group(transport, parts)
+        return open_group(transport, parts, **options)
 
     monkeypatch.setattr(ThreadTransport, "open_group", noting)
     plans = [plan_of_groups(LENGTHS, [group(0, 3, *range(len(LENGTHS)), strategy="zigzag")])]

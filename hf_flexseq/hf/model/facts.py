@@ -9,8 +9,9 @@ How a model is divided between ranks is in `divided.py`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ from hf_flexseq.hf.model.layer_kinds import (
 )
 from hf_flexseq.hf.model.towers import tower_parameters, tower_shape, trained_parts
 from hf_flexseq.kernels.kinds import LayerCalls
+from hf_flexseq.program.heads import call_heads
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names
 
@@ -168,16 +170,26 @@ def attention_shape(config: PreTrainedConfig) -> AttentionShape:
     )
 
 
-def layer_calls(config: PreTrainedConfig) -> list[LayerCalls]:
-    """Return the kernel calls of each attention layer; an unused one without such layers."""
+def layer_calls(
+    config: PreTrainedConfig, pieces: Mapping[int, int] = MappingProxyType({})
+) -> list[LayerCalls]:
+    """Return the kernel calls of each attention layer; an unused one without such layers.
+
+    pieces: for each number of ranks that share heads, how many pieces these come in at most; the
+    calls have the heads of these numbers.
+    """
     calls = []
     for layer, kind in attention_layers(config.get_text_config()).items():
+        heads: set[tuple[int, int]] = set()
+        for degree, most in pieces.items():
+            heads |= call_heads(kind.query_heads, kind.kv_heads, degree, most)
         calls.append(
             LayerCalls(
                 name=f"layer {layer}",
                 head_dim=kind.width,
                 window=kind.reach.window is not None,
                 softcap=kind.softcap is not None,
+                heads=frozenset(heads),
             )
         )
     if not calls:

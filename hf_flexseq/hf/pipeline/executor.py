@@ -174,7 +174,7 @@ class StageExecutor:
             raise ValueError("the engine was made for another model")
         accelerator = self.setup.accelerator
         cpu_group = self.setup.communicator.cpu_group
-        kernel = kernel_of(self.setup, base)
+        kernel = kernel_of(self.setup, base, [self.degree])
         with Attempt() as calling:
             if self.stage.is_last and has_chunkable_loss(base):
                 _call_loss_once(accelerator.device, compute_dtype(base, accelerator))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_flexseq.kernels import KernelCall, choose, cudnn_long
+from hf_flexseq.kernels.cudnn_long import long_sequences
 from hf_flexseq.kernels.fused import TorchFused
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
@@ -18,6 +19,12 @@ def like_a_gpu_of_few_rows(monkeypatch):
     """Heads come and go in pieces."""
     monkeypatch.setitem(heads.PIECE_ROWS, "cuda", 1)
     monkeypatch.setattr(ulysses, "HEAD_PIECES", 2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known_of_cudnn():
+    for cached in (cudnn_long.is_verified, cudnn_long._operator):
+        cached.cache_clear()
 
 
 def waits_by_layer(name, **options):
@@ -49,32 +56,53 @@ def test_nor_does_one_with_triton_s_kernels(name):
     assert waits_by_layer(name) == [0] * 12
 
 
-def test_one_long_sequence_is_left_to_cudnn_once_it_was_tried(monkeypatch):
-    """A call is long here from two tokens on, and what is tried is short."""
-    monkeypatch.setattr(cudnn_long, "WORTH", 1)
-    monkeypatch.setattr(cudnn_long, "TRIED_TOKENS", 32)
+@pytest.mark.parametrize("avoid", ["0", "1"])
+@pytest.mark.parametrize("q_lens", [(37,), (37, 21, 20, 1, 5)])
+def test_long_sequences_are_left_to_cudnn_once_it_was_tried(q_lens, avoid, monkeypatch):
+    """A sequence is long here from 21 tokens on, and what is tried is short."""
+    monkeypatch.setenv(cudnn_long.AVOID_RECOMPILE, avoid)
+    monkeypatch.setattr(cudnn_long, "LONG", 21)
+    monkeypatch.setattr(cudnn_long, "TRIED_TOKENS", (30, 20))
     left, tried = [], cudnn_long._attend
-    monkeypatch.setattr(cudnn_long, "_attend", lambda call: left.append(call) or tried(call))
-    segments = Segments([37], [37], causal=True, device=scenarios.CUDA)
-    q, k, v, dout = (
-        torch.randn(37, heads, 64, device=scenarios.CUDA).bfloat16() for heads in (4, 2, 2, 4)
+    monkeypatch.setattr(
+        cudnn_long, "_attend", lambda call, *given: left.append(call) or tried(call, *given)
     )
+    segments = Segments(q_lens, q_lens, causal=True, device=scenarios.CUDA)
+    q, kv, dout = (
+        torch.randn(sum(q_lens), heads, 64, device=scenarios.CUDA).bfloat16()
+        for heads in (4, 4, 4)
+    )
+    k, v = kv.split(2, dim=1)
     call = KernelCall(q, k, v, segments, 0.125)
     kernel = TorchVarlen()
-    for times in (6, 1):  # at first it is tried, with four numbers of keys
-        left.clear()
-        out, lse = kernel.forward(call)
-        found = (out, lse, *kernel.backward(call, dout, out, lse))
-        assert len(left) == times
-        torch.cuda.set_sync_debug_mode("error")  # from then on the host does not wait
+    kernel.try_cudnn([cudnn_long.Heads(4, 2, 64, torch.bfloat16)], scenarios.CUDA)
+    assert left
+    left.clear()
+    torch.cuda.set_sync_debug_mode("error")  # the host does not wait
+    out, lse = kernel.forward(call)
+    found = (out, lse, *kernel.backward(call, dout, out, lse))
+    assert [call.segments.q_lens for call in left] == [(n,) for n in q_lens if n >= 21]
     scenarios.check(*found)
     torch.cuda.set_sync_debug_mode("default")
-    on_host = Segments([37], [37], causal=True, device=torch.device("cpu"))
+    on_host = Segments(q_lens, q_lens, causal=True, device=torch.device("cpu"))
     same_call = KernelCall(*(x.cpu() for x in (q, k, v)), on_host, 0.125)
     wanted = Reference().forward(same_call)
     wanted += Reference().backward(same_call, dout.cpu(), *wanted)
     for mine, exact in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine.cpu().float(), exact.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["ulysses", "zigzag", "hybrid"])
+def test_layers_with_long_sequences_are_run_without_a_finding(name, monkeypatch):
+    """Heads of 8 are too small for cuDNN on a GPU, though not for what stands in for it."""
+    monkeypatch.setattr(cudnn_long, "LONG", 4)
+    monkeypatch.setattr(TorchVarlen, "_left_to_cudnn", lambda _, call: long_sequences(call))
+    monkeypatch.setattr(choose, "_fused_for_cuda", TorchFused)
+    forward, left = cudnn_long.forward, []
+    monkeypatch.setattr(cudnn_long, "forward", lambda call: left.append(call) or forward(call))
+    torch.cuda.set_sync_debug_mode("error")
+    assert waits_by_layer(name) == [0] * 12
+    assert left
 
 
 def test_what_else_is_run_without_a_finding():
