@@ -394,13 +394,24 @@ class Runner:
             self.reached[one.pop("test")] = one
         for one in self.saved("results.jsonl"):
             self.results[one["key"]] = one
-        for is_quick in (True, False):  # most mutants need no other tests than quick ones
-            for test, item in self.items.items():
-                if bool(item.get_closest_marker("quick")) == is_quick:
-                    self.reach(test)
-            for index in range(len(self.mutants)):
+        for tests in self.stages():
+            for test in tests:
+                self.reach(test)
+            # Where the program is stopped, those with the fewest killers are the furthest.
+            for index in sorted(range(len(self.mutants)), key=self.count_killers):
                 self.find_killers(index)
         return True
+
+    def stages(self) -> list[list[str]]:
+        """Return all tests in four parts, as most mutants are killed by the first: one variant of
+        every quick test function, and of every other one; then their other variants."""
+        parts: list[list[str]] = [[], [], [], []]
+        seen = set()
+        for test, item in self.items.items():
+            is_slow = item.get_closest_marker("quick") is None
+            parts[2 * (function_of(test) in seen) + is_slow].append(test)
+            seen.add(function_of(test))
+        return parts
 
     @property
     def paused(self) -> bool:
@@ -492,10 +503,16 @@ class Runner:
 
     # ---- 3. the tests that kill it
 
+    def count_killers(self, index: int) -> int:
+        """Return how many killers of a mutant are known."""
+        return len(self.results.get(self.mutants[index].key, {"killers": ()})["killers"])
+
     def order(self, index: int) -> list[str]:
-        """Return the tests that reach a mutant: known killers, then the cheapest variant of every
-        test function, then the next one of each, and so on."""
+        """Return the tests that reach a mutant: known killers, tests in files that are named after
+        its module, then others; of each the cheapest variant of every test function, then the next
+        one of every function, and so on."""
         known = self.options.known.get(self.mutants[index].key, ())
+        module = Path(self.mutants[index].file).stem
         reaching = []
         for test, one in self.reached.items():
             if one["outcome"] == "p" and index in one["mutants"] and test in self.items:
@@ -503,7 +520,8 @@ class Runner:
         variants: Counter[str] = Counter()
         ranked = []
         for seconds, test in sorted(reaching):
-            ranked.append((test not in known, variants[function_of(test)], seconds, test))
+            place = (test not in known, module not in test.partition("::")[0])
+            ranked.append((*place, variants[function_of(test)], seconds, test))
             variants[function_of(test)] += 1
         return [test for *_, test in sorted(ranked)]
 

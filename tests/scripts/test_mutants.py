@@ -89,24 +89,25 @@ def test_cheap_tests_come_first_and_a_function_kills_once(mutants):
     (fault, *_) = mutants.mutants_of("plan", FILE)
     runner = mutants.Runner(options, [fault])
     seconds = {"a[1]": 0.3, "a[2]": 0.1, "b": 0.2, "c": 30.0, "failing": 0.1, "elsewhere": 0.1}
+    seconds["test_rings.py::d"] = 5.0
     for test, taken in seconds.items():
         outcome = "f" if test == "failing" else "p"
         hit = [] if test == "elsewhere" else [0]
         runner.reached[test] = {"outcome": outcome, "seconds": taken, "mutants": hit}
     runner.items = seconds
     order = runner.order(0)
-    assert order == ["a[2]", "b", "c", "a[1]"]
+    assert order == ["test_rings.py::d", "a[2]", "b", "c", "a[1]"]
     found = {"killers": [], "run": [], "seconds": 0.0}
     assert runner.next_tests(found, order) == order
-    assert runner.next_tests(found | {"seconds": 15.0}, order) == ["a[2]", "b"]
-    one = found | {"killers": ["a[2]"], "run": ["a[2]"]}
+    assert runner.next_tests(found | {"seconds": 15.0}, order) == order[:3]
+    one = found | {"killers": ["a[2]"], "run": ["test_rings.py::d", "a[2]"]}
     assert runner.next_tests(one, order) == ["b", "c"]
     assert runner.next_tests(one | {"killers": ["a[2]", "b" + mutants.LATE]}, order) == []
     options.known = {fault.key: ["c"]}
     assert runner.order(0)[0] == "c"
     for killers, run, state in (
-        ([], 4, "survived"),
-        ([], 3, "given up"),
+        ([], 5, "survived"),
+        ([], 4, "given up"),
         (["b" + mutants.LATE], 2, "timed out"),
         (["b" + mutants.LATE, "c"], 3, "killed"),
     ):
