@@ -28,7 +28,7 @@ TOKENS, SEQUENCES, CHUNKS, LAYERS = 96, 4, 4, 4
 # the head's gradient is as large as a chunk: one for every chunk in flight would show
 VOCABULARY = 1000
 KV_BYTES = 2 * 2 * 8 * 8  # keys and values of a token and layer: 2 heads of 8 in float64
-CUT = {"chunks": CHUNKS, "cuts": "even"}
+CUT = {"chunks": CHUNKS}
 CASES = {
     "1f1b": ("1f1b", {}, False),
     "seq1f1b": ("seq1f1b", CUT, False),
