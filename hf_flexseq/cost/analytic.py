@@ -11,7 +11,7 @@ from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.devices import DeviceSpec
 from hf_flexseq.cost.experts import ExpertLayers
 from hf_flexseq.cost.layer_bytes import FLOAT32_BYTES, activations_of
-from hf_flexseq.cost.model import EXCHANGES, EXCHANGES_AGAIN
+from hf_flexseq.cost.model import EXCHANGES, EXCHANGES_AGAIN, looked_up
 from hf_flexseq.cost.shapes import HeadShape, ModelShape
 from hf_flexseq.cost.sharding import TRIPS, gathered_params, shards_span_nodes
 from hf_flexseq.cost.tower import TowerCost
@@ -217,8 +217,7 @@ def _parameters_s(
         return 0.0
     shards = topology.world_size // replicas
     spans_nodes = shards_span_nodes(topology, replicas)
-    widest_inside = 1 << (topology.ranks_per_node - 1).bit_length()
-    speed = _speed(device, widest_inside / shards if spans_nodes else 1.0)
+    speed = looked_up(_bandwidths(device, topology), shards, spans_nodes)
     gathered = gathered_params(shape, shards, expert_ranks)
     return TRIPS * gathered * shape.dtype_bytes / speed
 

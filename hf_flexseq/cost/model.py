@@ -41,6 +41,7 @@ machine.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -142,23 +143,8 @@ class CostModel(CostConstants):
     # ---- links
 
     def bandwidth(self, degree: int, spans_nodes: bool) -> float:
-        """Return the bytes/s of a group of `degree` ranks.
-
-        A degree that is not in the table has the bandwidth of the next power of two, or of the
-        widest degree beyond the table.
-        """
-        wanted = degree
-        if spans_nodes and degree <= WIDEST_WITHIN_A_NODE:
-            wanted = 2 * WIDEST_WITHIN_A_NODE
-        measured = dict(self.bandwidths)
-        if wanted in measured:
-            return measured[wanted]
-        power_of_two = 1 << (wanted - 1).bit_length()
-        for measured_degree, speed in self.bandwidths:
-            if measured_degree >= power_of_two:
-                return speed
-        _, widest_speed = self.bandwidths[-1]
-        return widest_speed
+        """Return the bytes/s of a group of `degree` ranks."""
+        return looked_up(self.bandwidths, degree, spans_nodes)
 
     def trip_bytes(self) -> float:
         """Return the bytes of a token's keys and values on one trip, all layers. Raises ValueError
@@ -339,6 +325,26 @@ class CostModel(CostConstants):
         """Return the hex digest of every number: part of a plan's input."""
         text = json.dumps(self.to_record(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def looked_up(table: Sequence[tuple[int, float]], degree: int, spans_nodes: bool) -> float:
+    """Return the bytes/s of a group of `degree` ranks. table: (degree, bytes/s), ascending.
+
+    A degree that is not in the table has the bandwidth of the next power of two, or of the widest
+    degree beyond the table.
+    """
+    wanted = degree
+    if spans_nodes and degree <= WIDEST_WITHIN_A_NODE:
+        wanted = 2 * WIDEST_WITHIN_A_NODE
+    known = dict(table)
+    if wanted in known:
+        return known[wanted]
+    power_of_two = 1 << (wanted - 1).bit_length()
+    for known_degree, speed in table:
+        if known_degree >= power_of_two:
+            return speed
+    _, widest_speed = table[-1]
+    return widest_speed
 
 
 def nodes_spanned(degree: int) -> int:

@@ -128,6 +128,19 @@ def test_a_sequence_too_long_beside_what_is_held_is_planned_all_the_same():
 # ---- HSDP
 
 
+@pytest.mark.parametrize(("per_node", "replicas"), [(6, 3), (6, 1), (8, 4), (4, 2)])
+def test_an_estimate_counts_the_trips_that_policies_save(per_node, replicas):
+    """Also of four ranks over two nodes of six."""
+    nodes = Topology(nodes=2, ranks_per_node=per_node)
+    cost, whole = (
+        analytic_cost_model(LLAMA_8B, DEVICES["H100"], nodes, zero_stage=3, replicas=count)
+        for count in (replicas, nodes.world_size)
+    )
+    moved = {"moved_bytes": 2.0 * LLAMA_8B.params, "topology": nodes}
+    trip_s = trip_seconds(cost, replicas=replicas, **moved)
+    assert cost.micro_batch_s - whole.micro_batch_s == pytest.approx(3 * trip_s)
+
+
 def test_replicas_hold_more_and_move_less_far():
     nodes, device = Topology(nodes=2, ranks_per_node=8), DEVICES["H100"]
     flat, hybrid, whole = (
