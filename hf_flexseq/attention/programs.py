@@ -105,8 +105,7 @@ class MicroBatchPrograms:
     @property
     def computes(self) -> bool:
         """False with a stand-in for a kernel, which makes tensors and computes nothing
-        (`memory/live_bytes.py`): neither do recurrent layers then, block by block of
-        rows."""
+        (`memory/live_bytes.py`): neither do recurrent layers then, block by block of rows."""
         found: bool = getattr(self._kernel, "computes", True)
         return found
 

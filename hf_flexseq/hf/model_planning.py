@@ -152,11 +152,13 @@ class ModelPlanning:
         """
         cost = self.cost_of_plans(factors, may_choose=may_choose)
         figures = self.fsdp.figures
-        if figures is not None and self.cost.micro_batch_s:  # which has the seconds of trips
-            factor = cost.micro_batch_s / self.cost.micro_batch_s
-            figures = replace(figures, trip_s=factor * figures.trip_s)
-        if figures is not None and factors is not None:
-            figures = replace(figures, token_bytes=cost.token_bytes)
+        if figures is not None:
+            factor = 1.0  # of the seconds of trips, which are part of a micro-batch's
+            if self.cost.micro_batch_s:
+                factor = cost.micro_batch_s / self.cost.micro_batch_s
+            figures = replace(
+                figures, trip_s=factor * figures.trip_s, token_bytes=cost.token_bytes
+            )
         if not trains:
             cost = forward_only(cost)
         return GroupsJob(

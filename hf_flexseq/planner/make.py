@@ -152,9 +152,7 @@ def loosest_task(
     """Return the task of a step with the most tokens of a rank that any choice for activations
     allows."""
     cap = rungs_of(cost, options, topology.world_size)[-1].tokens
-    strategy = cost.allowed(options.strategy, topology)
-    task = PlanTask(lengths=tuple(lengths), topology=topology, cost=cost, cap=cap)
-    return replace(task, strategy=strategy, sync=options.sync)
+    return PlanTask.of(lengths, topology, cost, options, cap=cap)
 
 
 class _Decided(NamedTuple):

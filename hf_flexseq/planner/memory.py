@@ -133,15 +133,7 @@ def promise_ns(
         rungs = rungs_of(cost, options, topology.world_size, held_tokens)
     except ValueError:  # model states leave no room
         return math.inf
-    task = PlanTask(
-        lengths=tuple(lengths),
-        topology=topology,
-        cost=cost,
-        cap=rungs[0].tokens,
-        strategy=cost.allowed(options.strategy, topology),
-        sync=options.sync,
-        sp_degree=options.sp_degree,
-    )
+    task = PlanTask.of(lengths, topology, cost, options, cap=rungs[0].tokens)
     return min((_bound_ns(way) for way in _ways(task, rungs)), default=math.inf)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
+from hf_flexseq.plan.options import PlanOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +26,27 @@ class PlanTask:
     """"lockstep" if all ranks run every micro-batch together, "free" if they meet in groups."""
     sp_degree: int | None = None
     """Ranks of every group, for the planner `static`."""
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int],
+        topology: Topology,
+        cost: CostModel,
+        options: PlanOptions,
+        *,
+        cap: int,
+    ) -> "PlanTask":
+        """Return the task of a step with a run's options. cap: most tokens of a rank."""
+        return cls(
+            lengths=tuple(lengths),
+            topology=topology,
+            cost=cost,
+            cap=cap,
+            strategy=cost.allowed(options.strategy, topology),
+            sync=options.sync,
+            sp_degree=options.sp_degree,
+        )
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:

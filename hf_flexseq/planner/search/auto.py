@@ -46,7 +46,7 @@ from hf_flexseq.planner.problem import (
 from hf_flexseq.planner.search.effort import EFFORT
 from hf_flexseq.planner.search.fill import Filled, fill_short, lockstep_objective, water_levels
 from hf_flexseq.planner.search.place import place_long
-from hf_flexseq.planner.search.repair import repair
+from hf_flexseq.planner.search.repair import idles, repair
 from hf_flexseq.planner.search.targets import starting_candidates
 from hf_flexseq.planner.static import static_micro_batches
 from hf_flexseq.planner.task import PlanTask
@@ -59,11 +59,11 @@ def auto_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
     """Return the micro-batches of the best plan found."""
     lengths, topology, cost = task.lengths, task.topology, task.cost
     # 1. The search; without rings, too, where the plan with them gains little by them.
-    problem = make_problem(replace(task, cost=_own_experts(task)))
+    search_task = replace(task, cost=_own_experts(task))
+    problem = make_problem(search_task)
     searched = _searched(task, problem)
     if searched and _rings_gain_little(task, searched[0]):
-        without = replace(task, strategy="ulysses")
-        searched += _searched(task, make_problem(replace(without, cost=_own_experts(task))))
+        searched += _searched(task, make_problem(replace(search_task, strategy="ulysses")))
     to_beat = min((nanoseconds for nanoseconds, _ in searched), default=NEVER)
     # 2. One degree for everything, where its bound leaves hope.
     static: list[Priced] = []
@@ -181,13 +181,11 @@ def _each_again(problem: Problem, filled: Filled) -> Filled:
     they are few enough to force shapes."""
     row2block, load, tokens = filled.row2block.copy(), filled.load.copy(), filled.tokens.copy()
     for batch, busy in enumerate(filled.load):
-        slowest = int(busy.max())
-        idle = slowest * len(busy) - int(busy.sum())
-        if idle * PERMILLE <= EFFORT.idle_again * slowest * len(busy):
+        if not idles(busy, EFFORT.idle_again):
             continue
         rows = np.flatnonzero(filled.row2batch == batch)
         found = search(problem.part(rows), 1)
-        if found is not None and found.load.max() < slowest:
+        if found is not None and found.load.max() < busy.max():
             row2block[rows] = found.row2block
             load[batch], tokens[batch] = found.load[0], found.tokens[0]
     objective = lockstep_objective(problem, load)

@@ -62,7 +62,7 @@ def repair(problem: Problem, filled: Filled) -> Filled:
     for _ in range(EFFORT.repair_rounds):
         for batch in [batch for batch in range(batches) if batch not in stuck]:
             change = _between_ranks(problem, state, batch)
-            if change is None and tries > 0 and _idles(state, batch):
+            if change is None and tries > 0 and idles(state.load[batch], EFFORT.idle):
                 tries -= 1
                 change = _between_blocks(problem, state, batch)
             if change is None:
@@ -75,11 +75,11 @@ def repair(problem: Problem, filled: Filled) -> Filled:
     return replace(state, objective=lockstep_objective(problem, state.load))
 
 
-def _idles(state: Filled, batch: int) -> bool:
-    """Return True if the ranks of a micro-batch idle for more than a fraction of it."""
-    load = state.load[batch]
+def idles(load: Int64Array, permille: int) -> bool:
+    """Return True if the ranks of a micro-batch idle for more than a fraction of it. load: [ranks]
+    nanoseconds."""
     work, most = int(load.sum()), int(load.max()) * len(load)
-    return (most - work) * PERMILLE > most * EFFORT.idle
+    return (most - work) * PERMILLE > most * permille
 
 
 def _make(problem: Problem, state: Filled, change: _Change) -> None:
