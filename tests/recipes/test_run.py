@@ -110,7 +110,6 @@ def test_segments_expand_on_a_gpu_unless_the_environment_says_otherwise(monkeypa
     assert "expandable_segments:True" in capsys.readouterr().out
 
 
-
 # ---- references
 
 TINY = {
