@@ -22,7 +22,7 @@ from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.files import PlannedStep, StepsFile, parse_steps
 from hf_flexseq.plan.pipeline import PipelinePlan
-from hf_flexseq.planner.shared import SharedRows
+from hf_flexseq.planner.shared_rows import SharedRows
 from hf_flexseq.view.picture import picture_of
 from hf_flexseq.view.report import (
     ROWS,

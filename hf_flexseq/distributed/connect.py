@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.gloo import GlooTransport
-from hf_flexseq.distributed.lone import LoneTransport
+from hf_flexseq.distributed.lone_rank import LoneTransport
 from hf_flexseq.distributed.nccl import NcclTransport
 from hf_flexseq.distributed.process_groups import reserve_descriptors
 from hf_flexseq.distributed.transport import Capabilities, Transport

@@ -20,7 +20,7 @@ from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.model.mlp_trial import small_like
 from hf_flexseq.hf.model.prompts import kind_of, unsuitable_prompt
 from hf_flexseq.hf.probe import SHARED, lively_copy, probe_model
-from hf_flexseq.steps.around import around_forward
+from hf_flexseq.steps.forward_hooks import around_forward
 
 EXACT = frozenset(
     {

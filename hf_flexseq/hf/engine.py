@@ -34,9 +34,9 @@ from hf_flexseq.config import AS_SET, LOOKAHEAD, FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.attached import ModelSettings
+from hf_flexseq.hf.attachments import ModelSettings
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
-from hf_flexseq.hf.finished import FinishedSteps
+from hf_flexseq.hf.finished_steps import FinishedSteps
 from hf_flexseq.hf.loaders import LoaderSettings, batches_on_host
 from hf_flexseq.hf.lookahead import any_draws_in_place, own_code_of_data
 from hf_flexseq.hf.loop import Evaluation, TrainingItem
@@ -46,10 +46,10 @@ from hf_flexseq.hf.shared_prefixes import OFF
 from hf_flexseq.hf.sum_trial import LoopLoss, SumTrial
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.planner.process.client import Planner
+from hf_flexseq.steps.console import DrawnNotes
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.prefetch import PrefetchedSteps, Step
-from hf_flexseq.steps.screen import DrawnNotes
 from hf_flexseq.steps.trace import Figures
 
 logger = logging.getLogger(__name__)

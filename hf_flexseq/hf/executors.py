@@ -32,9 +32,9 @@ from hf_flexseq.memory.machine import budget_bytes
 from hf_flexseq.planner.process.client import InlinePlanner, Planner, PlannerWorker
 from hf_flexseq.planner.process.jobs import Job
 from hf_flexseq.program.tags import HEAD_PIECES
-from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.prefetch import ImageReader, VersionedJob
+from hf_flexseq.steps.source_row import PlannedStep
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
 # ---- what an executor is

@@ -12,14 +12,14 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from hf_flexseq.hf.executors import EngineSetup
-from hf_flexseq.hf.model.divided import unsharded_class, zero_stage
+from hf_flexseq.hf.model.sharding_kind import unsharded_class, zero_stage
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.model_planning import ModelPlanning
 from hf_flexseq.planner.images import plan_images
-from hf_flexseq.steps.ahead import BesideStep
-from hf_flexseq.steps.drawn import Columns, DrawnStep, PlannedStep, SourceRow
+from hf_flexseq.steps.early_encoding import BesideStep
 from hf_flexseq.steps.features import MicroBatchImages, images_of_step
 from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.source_row import Columns, DrawnStep, PlannedStep, SourceRow
 
 
 class ModelImages:

@@ -33,10 +33,10 @@ from hf_flexseq.hf.refusals.predictions import as_given, value_parts
 from hf_flexseq.kernels.chunked_loss import chunk_rows
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.calls import Call, images_in, types_in
-from hf_flexseq.steps.drawn import Columns, SourceRow
 from hf_flexseq.steps.figure_passes import figures_of
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.source_row import Columns, SourceRow
 
 # Runs the model on a micro-batch, whose loss is divided by a number of target tokens.
 Forward = Callable[[Inputs, torch.Tensor], torch.Tensor]

@@ -49,8 +49,8 @@ from hf_flexseq.hf.trainer_numbers import TrainerNumbers
 from hf_flexseq.hf.two_sequences import ComputeLoss, Figures, LossesOfTwo
 from hf_flexseq.hf.watch import Watch
 from hf_flexseq.hf.whole_model import WholeModelExecutor
-from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.users_code import library_method, users_forward_hooks, users_methods
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_flexseq.base.reading import DEFAULT_LIMITS
-from hf_flexseq.cost.online import Correction, learned_from
+from hf_flexseq.cost.correction import Correction, learned_from
 from hf_flexseq.distributed.agreement import Attempt
-from hf_flexseq.hf.calibration.configured import class_of, config_of, dtype_of
+from hf_flexseq.hf.calibration.model_configuration import class_of, config_of, dtype_of
 from hf_flexseq.hf.trainer import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.plan.files import read_steps
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq

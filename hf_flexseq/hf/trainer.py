@@ -40,9 +40,9 @@ from transformers import Trainer, TrainingArguments
 from hf_flexseq.base.refusals import together
 from hf_flexseq.config import FlexSeqArguments, arguments_on
 from hf_flexseq.distributed.agreement import Attempt
-from hf_flexseq.hf.attached import ModelSettings
+from hf_flexseq.hf.attachments import ModelSettings
 from hf_flexseq.hf.collators import flexseq_collator, padded_collator
-from hf_flexseq.hf.compiled import leave_others_uncompiled
+from hf_flexseq.hf.compiled_regions import leave_others_uncompiled
 from hf_flexseq.hf.data_order import Factors, check_factors
 from hf_flexseq.hf.dataset_checks import check_examples, check_labels, check_rows
 from hf_flexseq.hf.engine import FlexSeqEngine
@@ -63,7 +63,7 @@ from hf_flexseq.hf.refusals.predictions import check_predictions, wants_predicti
 from hf_flexseq.hf.refusals.trainer import check_loss_of_model, check_trainer
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
-from hf_flexseq.hf.sharded_at_load import accepted_by_trainer
+from hf_flexseq.hf.sharded_checkpoints import accepted_by_trainer
 from hf_flexseq.hf.source_rank import LossOnSourceRank
 from hf_flexseq.hf.step_loss import StepLoss
 from hf_flexseq.hf.step_memory import StepMemory

@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from hf_flexseq.hf.dataset_checks import dropped_in
 from hf_flexseq.hf.overrides import remarks
-from hf_flexseq.steps.screen import Predictions, beside_bars
+from hf_flexseq.steps.console import Predictions, beside_bars
 from hf_flexseq.steps.trace import Figures, logged_figures, plan_line
 
 # the name that users filter by (docs/start.md)

@@ -7,8 +7,8 @@ and large that it must not happen silently.
 
 A package that is installed and not used has its reason in the list, too.
 
-What is done between kernel calls (`fused.py`) is chosen by the device alone: Triton's kernels on
-CUDA, where Triton can start, and torch's operations everywhere else.
+What is done between kernel calls (`fused_operations.py`) is chosen by the device alone: Triton's
+kernels on CUDA, where Triton can start, and torch's operations everywhere else.
 """
 
 import functools
@@ -29,7 +29,7 @@ from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.cuda_flash import FLASH4_PROBLEM
 from hf_flexseq.kernels.flash_attn import FlashAttn
 from hf_flexseq.kernels.flash_attn3 import FlashAttn3
-from hf_flexseq.kernels.fused import Fused, TorchFused
+from hf_flexseq.kernels.fused_operations import Fused, TorchFused
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 
 logger = logging.getLogger(__name__)

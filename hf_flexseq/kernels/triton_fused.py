@@ -1,9 +1,10 @@
-"""The operations of `fused.py` in one launch each, on CUDA.
+"""The operations of `fused_operations.py` in one launch each, on CUDA.
 
 The host's part is small: strides, and how many programs a launch has. The kernels are in
-`triton_kernels.py`; what they compute is said at `fused.Fused`. `fused.TorchFused` is their slow
-reference. `tests/kernels/test_fused.py` runs them under Triton's interpreter, and
-compiles them for a GPU. They have not run on one yet, so the size of a tile is not tuned.
+`triton_kernels.py`; what they compute is said at `fused_operations.Fused`. Their slow reference is
+`fused_operations.TorchFused`. `tests/kernels/test_fused_operations.py` runs them under Triton's
+interpreter, and compiles them for a GPU. They have not run on one yet, so the size of a tile is
+not tuned.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from hf_flexseq.kernels.fused import Result, Rows, Tensors
+from hf_flexseq.kernels.fused_operations import Result, Rows, Tensors
 from hf_flexseq.kernels.triton_kernels import (
     ADD,
     GATHER,

@@ -41,7 +41,7 @@ class PlannedStep:
     tower: TowerLoad | None = None
     """What the tower does for the step's images; None without images."""
     learned: dict[str, Any] | None = None
-    """What a cost model learns from the step (`cost/online.py`); None if the file has none."""
+    """What a cost model learns from the step (`cost/correction.py`); None if the file has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

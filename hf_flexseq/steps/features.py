@@ -2,7 +2,7 @@
 tokens, and gradients back.
 
     encoded      in the first micro-batch's forward, every rank runs the tower on its images; a
-                 frozen one runs when a step is dispatched before its turn (`ahead.py`)
+                 frozen one runs when a step is dispatched before its turn (`early_encoding.py`)
     sent         one exchange over all ranks brings each row to the ranks that need it in the step
     used         every micro-batch takes its rows
     returned     in the last backward of a micro-batch, one exchange brings the gradients of all
@@ -39,8 +39,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.images import MODALITIES, ImagePlan, ImageSize
-from hf_flexseq.steps.ahead import Ahead, BesideStep, Weights
-from hf_flexseq.steps.drawn import Columns, DrawnStep, SourceRow
+from hf_flexseq.steps.early_encoding import Ahead, BesideStep, Weights
 from hf_flexseq.steps.images import (
     IMAGE_ROWS,
     NO_ROW,
@@ -51,6 +50,7 @@ from hf_flexseq.steps.images import (
     send_images,
 )
 from hf_flexseq.steps.random_numbers import random_numbers_of, random_states
+from hf_flexseq.steps.source_row import Columns, DrawnStep, SourceRow
 
 Ints = NDArray[np.int64]
 

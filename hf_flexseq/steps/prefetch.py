@@ -44,8 +44,13 @@ from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import Job
-from hf_flexseq.steps.all_drawn import AllDrawn, numbers_of
-from hf_flexseq.steps.drawn import (
+from hf_flexseq.steps.console import beside_bars
+from hf_flexseq.steps.features import with_image_rows
+from hf_flexseq.steps.gathered_rows import AllDrawn, numbers_of
+from hf_flexseq.steps.prefixes import candidates, gather_rows, marks_of, units_of
+from hf_flexseq.steps.rank_step import RankStep
+from hf_flexseq.steps.same_images import distinct_images
+from hf_flexseq.steps.source_row import (
     NO_COLUMNS,
     DrawnStep,
     PlannedStep,
@@ -53,11 +58,6 @@ from hf_flexseq.steps.drawn import (
     common_dtypes,
     source_row,
 )
-from hf_flexseq.steps.features import with_image_rows
-from hf_flexseq.steps.prefixes import candidates, gather_rows, marks_of, units_of
-from hf_flexseq.steps.rank_step import RankStep
-from hf_flexseq.steps.same_images import distinct_images
-from hf_flexseq.steps.screen import beside_bars
 from hf_flexseq.steps.virtual_tokens import with_virtual_tokens
 
 logger = logging.getLogger(__name__)

@@ -38,8 +38,8 @@ class Learned(NamedTuple):
     sync: str
     """How the ranks wait for each other, in lockstep or free."""
     meetings_s: Sequence[Sequence[float]]
-    """Seconds of the ranks that wait for each other, by micro-batch (`cost/online.py`); on rank 0
-    alone."""
+    """Seconds of the ranks that wait for each other, by micro-batch (`cost/correction.py`); on
+    rank 0 alone."""
     tower_s: float
     """Seconds that the estimate has for the step's images."""
     predicted_s: float

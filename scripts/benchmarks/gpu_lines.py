@@ -127,7 +127,7 @@ ASKS = "|".join(
 ASKS_IN = {
     "distributed/all_to_all.py": r"block is not None",
     "distributed/connect.py": r"\('nccl', 'cuda'\)|\['nccl', 'cuda'\]",
-    "hf/finished.py": r"^due is not None",
+    "hf/finished_steps.py": r"^due is not None",
     "kernels/capabilities.py": r"^self\.oldest",
     "kernels/choose.py": r"_NOT_USED",
     "kernels/chunked_loss.py": r"reason_without_liger is None",
@@ -135,7 +135,7 @@ ASKS_IN = {
     "steps/random_numbers.py": r"len\(states\) > 1",
     "steps/nonfinite.py": r"self\._copied is not None",
     "memory/store.py": r"self\._copies is not None|\.copied is not None",
-    "steps/ahead.py": r"self\.done is not None",
+    "steps/early_encoding.py": r"self\.done is not None",
     "steps/stopwatch.py": r"self\._events",
 }
 # Conditions that hold everywhere else.
@@ -163,7 +163,7 @@ ON_ALL = {
     "hf/prove/command.py": r"Accelerator\(cpu=not torch",
     "memory/pages.py": r"pin_memory=self\._pinned",
     "memory/store.py": r"if is_gpu else None",
-    "steps/ahead.py": r"if device\.type == \"cuda\" else None",
+    "steps/early_encoding.py": r"if device\.type == \"cuda\" else None",
     "steps/nonfinite.py": r"self\._copied: .* = None",
     "steps/random_numbers.py": r"if torch\.cuda\.is_available",
     "steps/stopwatch.py": r"self\._events: .* = \[\]",

@@ -15,7 +15,7 @@ import torch
 
 from gpu_checks.report import Section, Setting, table, verdict
 from hf_flexseq.kernels.choose import reason_without_triton
-from hf_flexseq.kernels.fused import Fused, TorchFused
+from hf_flexseq.kernels.fused_operations import Fused, TorchFused
 from hf_flexseq.plan.head_layout import HeadLayout
 
 MERGE_ERROR = 1e-5  # of an output or a log-sum-exp, relative to what is about 1

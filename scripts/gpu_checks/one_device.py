@@ -41,9 +41,9 @@ from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
-from hf_flexseq.steps.drawn import common_dtypes, source_row
 from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
+from hf_flexseq.steps.source_row import common_dtypes, source_row
 from tests.matching import Launches
 from tests.threads import ThreadHub, ThreadTransport
 

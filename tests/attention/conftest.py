@@ -1,8 +1,8 @@
 import pytest
 
-from hf_flexseq.attention import bound
+from hf_flexseq.attention import bound_programs
 from hf_flexseq.program import heads, ring_steps
-from tests.attention.strict import StrictFused
+from tests.attention.strict_operations import StrictFused
 
 
 @pytest.fixture(autouse=True)
@@ -16,4 +16,4 @@ def small_pieces(monkeypatch):
 @pytest.fixture(autouse=True)
 def strict_operations(monkeypatch):
     """What a GPU could not do fails on the CPU, too."""
-    monkeypatch.setattr(bound, "choose_fused", lambda device: StrictFused())
+    monkeypatch.setattr(bound_programs, "choose_fused", lambda device: StrictFused())

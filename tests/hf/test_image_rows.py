@@ -7,9 +7,9 @@ from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.steps.calls import Call, in_first_row, joined
 from hf_flexseq.steps.collator import IMAGES, LENGTHS
-from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.image_rows import images_of_rows, parts_of_rows
 from hf_flexseq.steps.images import IMAGE_ROWS, NO_ROW, image_columns
+from hf_flexseq.steps.source_row import SourceRow
 from tests.hf.tiny import refused
 from tests.hf.vision import VIDEO, tiny_vision_model
 

@@ -16,8 +16,8 @@ from hf_flexseq.cost.tower import TowerCost, TowerShape
 from hf_flexseq.hf.calibration.source import CostSource
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.model_images import ModelImages
-from hf_flexseq.steps.drawn import source_row
 from hf_flexseq.steps.figure_passes import figures_of
+from hf_flexseq.steps.source_row import source_row
 from tests.costs import simple_cost
 from tests.hf.test_reach import keep_float64
 from tests.hf.tiny import RandomPlanEngine, relative_errors

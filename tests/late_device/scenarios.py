@@ -16,7 +16,7 @@ from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.steps.ahead import BesideStep, weights_of
+from hf_flexseq.steps.early_encoding import BesideStep, weights_of
 from hf_flexseq.steps.features import StepImages
 from hf_flexseq.steps.images import Image
 from hf_flexseq.steps.inputs import inputs_of

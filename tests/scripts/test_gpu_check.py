@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.kernels import fused
+from hf_flexseq.kernels import fused_operations
 from hf_flexseq.kernels.choose import CANDIDATES
 from hf_flexseq.kernels.cpu_flash import CpuFlash
-from hf_flexseq.kernels.fused import TorchFused
+from hf_flexseq.kernels.fused_operations import TorchFused
 from hf_flexseq.planner.process.client import Planner
 from tests.matching import Launches
 from tests.programs import ROOT
@@ -324,7 +324,7 @@ def test_without_triton_s_interpreter_a_cpu_says_so(monkeypatch):
 
 def test_a_ring_that_loses_a_hundredth_is_found(monkeypatch):
     subject, one_device = part("subject"), part("one_device")
-    merge = fused.merge_into
+    merge = fused_operations.merge_into
 
     def wrong(out, lse, part_out, part_lse):
         merge(out, lse, 0.99 * part_out, part_lse)
@@ -345,7 +345,7 @@ def test_a_ring_that_loses_a_hundredth_is_found(monkeypatch):
     model = subject.small_llama(CPU, layers=1)
     true = subject.true_gradients(model, examples)
     assert one_device._error_of(case, model, examples, true) < subject.FLOAT32_BOUND
-    monkeypatch.setattr(fused, "merge_into", wrong)
+    monkeypatch.setattr(fused_operations, "merge_into", wrong)
     assert one_device._error_of(case, model, examples, true) > subject.FLOAT32_BOUND
 
 

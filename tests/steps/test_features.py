@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 
 from hf_flexseq.base.versions import TESTED
 from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
-from hf_flexseq.steps.ahead import BesideStep, first_values, weights_of
+from hf_flexseq.steps.early_encoding import BesideStep, first_values, weights_of
 from hf_flexseq.steps.feature_form import FeatureForm
 from hf_flexseq.steps.features import StepImages
 from hf_flexseq.steps.images import Image, UnsupportedImages

@@ -13,7 +13,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.process_groups import as_tuples
 from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.steps.ahead import BesideStep, first_values, weights_of
+from hf_flexseq.steps.early_encoding import BesideStep, first_values, weights_of
 from hf_flexseq.steps.features import StepImages
 from hf_flexseq.steps.images import Image, row_starts
 from hf_flexseq.steps.inputs import indices_to_run

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_flexseq.steps.all_drawn import AllDrawn, in_one_list
 from hf_flexseq.steps.digests import digest_of, mark_of
+from hf_flexseq.steps.gathered_rows import AllDrawn, in_one_list
 from hf_flexseq.steps.images import Image, RowImages
 from hf_flexseq.steps.same_images import distinct_images
 from tests.ranks import host_exchanges, join, run_threads

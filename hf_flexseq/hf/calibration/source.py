@@ -3,7 +3,7 @@
     1. the preset or file named by `cost_model=`
     2. the checkpoint that the run resumes from, for the same model on the same devices
     3. the estimate (`choose.py`). With "auto" it is corrected: as an earlier run of the same model
-       on the same devices has found (`cache.py`), or by the steps of this run (`learning.py`)
+       on the same devices has found (`cache.py`), or by the steps of this run (`learned_cost.py`)
 
 Plans depend on the cost model, and what steps teach varies: a resumed run that learned again would
 run other plans, with another summation order. If the checkpoint's cost model cannot be used, one
@@ -28,7 +28,7 @@ from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.cache import cache_path, keep, load_cached
 from hf_flexseq.hf.calibration.choose import CostSubject, RunWide
-from hf_flexseq.steps.learning import LearnedCost, Version, versions_of
+from hf_flexseq.steps.learned_cost import LearnedCost, Version, versions_of
 
 logger = logging.getLogger(__name__)
 

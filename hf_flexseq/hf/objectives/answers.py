@@ -20,11 +20,11 @@ from hf_flexseq.hf.loaders import LoaderState, as_drawn
 from hf_flexseq.hf.objectives.heads import Head, TokenFigures
 from hf_flexseq.hf.objectives.reference import adapter_state
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.steps.answering import answered_by
+from hf_flexseq.steps.call_answers import answered_by
 from hf_flexseq.steps.calls import Call
-from hf_flexseq.steps.drawn import Columns
 from hf_flexseq.steps.figure_passes import figures_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.source_row import Columns
 
 POLICY = "policy"
 REFERENCE = "reference"

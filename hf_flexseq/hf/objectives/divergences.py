@@ -31,19 +31,19 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.attached import on_micro_batches
+from hf_flexseq.hf.attachments import on_micro_batches
 from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.positions import needed_columns
+from hf_flexseq.hf.model.sharding_kind import unsharded_class
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.plan.images import VIDEO
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.steps.calls import Call
-from hf_flexseq.steps.drawn import Columns
 from hf_flexseq.steps.images import UnsupportedImages
 from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.source_row import Columns
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 
 # Answers a padded call of the student, by its keyword arguments.

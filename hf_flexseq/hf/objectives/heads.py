@@ -27,8 +27,8 @@ from hf_flexseq.hf.model.router import (
 )
 from hf_flexseq.hf.objectives.outputs import PlannedOutput
 from hf_flexseq.steps.calls import Call
-from hf_flexseq.steps.drawn import Columns
 from hf_flexseq.steps.inputs import Inputs, without_labels
+from hf_flexseq.steps.source_row import Columns
 
 
 class Head(Protocol):

@@ -44,11 +44,11 @@ from hf_flexseq.hf.objectives.trainers import Foreseen
 from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.hf.watch import Watch
 from hf_flexseq.steps.calls import Call
-from hf_flexseq.steps.drawn import Columns
 from hf_flexseq.steps.figure_passes import FigurePasses, check_known
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.logged_loss import filtered
 from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.source_row import Columns
 from hf_flexseq.steps.training_mode import in_training_mode
 from hf_flexseq.steps.users_code import users_method
 

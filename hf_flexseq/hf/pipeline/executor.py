@@ -30,7 +30,7 @@ from hf_flexseq.cost.walk import check_step
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
-from hf_flexseq.hf.attached import on_micro_batches
+from hf_flexseq.hf.attachments import on_micro_batches
 from hf_flexseq.hf.executors import EngineSetup, kernel_of, planner_of
 from hf_flexseq.hf.model.facts import (
     autocast_dtype,
@@ -38,12 +38,12 @@ from hf_flexseq.hf.model.facts import (
     is_checkpointed,
     model_shape,
 )
-from hf_flexseq.hf.model.images import TextReader, reader_of_text
 from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.meta_model import meta_model
 from hf_flexseq.hf.model.positions import needed_columns
-from hf_flexseq.hf.model.reentrant import NonReentrant
+from hf_flexseq.hf.model.reentrant_checkpointing import NonReentrant
 from hf_flexseq.hf.model.router import RouterLoss
+from hf_flexseq.hf.model.text_reader import TextReader, reader_of_text
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
 from hf_flexseq.hf.pipeline.loading import stage_of
@@ -59,11 +59,11 @@ from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import StagesJob
-from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.exchange import ChunkExchange
 from hf_flexseq.steps.inputs import Inputs
-from hf_flexseq.steps.learning import corrected_cost
+from hf_flexseq.steps.learned_cost import corrected_cost
 from hf_flexseq.steps.rank_step import RankChunks
+from hf_flexseq.steps.source_row import PlannedStep
 from hf_flexseq.steps.token_columns import with_token_columns
 from hf_flexseq.steps.trace import Figures, PlanTrace
 

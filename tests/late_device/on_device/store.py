@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from hf_flexseq.steps.ahead import BesideStep
+from hf_flexseq.steps.early_encoding import BesideStep
 from tests.late_device import scenarios
 from tests.late_device.install import ops
 from tests.memory.test_store import backward, forward, make_store

@@ -16,7 +16,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import Label, Lane
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.choose import choose_fused
-from hf_flexseq.kernels.fused import Rows
+from hf_flexseq.kernels.fused_operations import Rows
 from hf_flexseq.program.instructions import (
     INPUT,
     WIDE,

@@ -11,8 +11,8 @@ from itertools import accumulate, pairwise
 
 from hf_flexseq.plan.blocks import Range
 from hf_flexseq.plan.images import ImageSize
-from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.images import NUMBERS, RowImages, blocks_of, sizes_of
+from hf_flexseq.steps.source_row import SourceRow
 
 LISTS = 5
 
