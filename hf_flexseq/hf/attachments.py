@@ -56,7 +56,7 @@ from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.shared_prefixes import refuse_noise
 from hf_flexseq.hf.tiles import MlpTiles
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
-from hf_flexseq.steps.calls import Call, in_first_row, joined
+from hf_flexseq.steps.calls import ModelCall, in_first_row, joined
 from hf_flexseq.steps.forward_hooks import around_forward
 from hf_flexseq.steps.images import UnsupportedImages
 
@@ -239,7 +239,7 @@ class AttachedModel:
                 attached.callback(hook.remove)
             self._attached = attached.pop_all()  # what `detach` undoes, as does an error before
 
-    def rows_of(self, calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
+    def rows_of(self, calls: Sequence[ModelCall]) -> Iterator[dict[str, Any]]:
         """Yield the sequences of all calls as one batch of the engine; nothing without any. Raises
         NotImplementedError for types of tokens in a model that takes no images here, ValueError
         where it is not known which images belong to which sequence."""

@@ -50,7 +50,7 @@ from hf_flexseq.steps.console import DrawnNotes
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.prefetch import PrefetchedSteps, Step
-from hf_flexseq.steps.trace import Figures
+from hf_flexseq.steps.trace import LogFigures
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class FlexSeqEngine:
         communicator: Communicator | None = None,
         timeout: timedelta | None = None,
         executor: Callable[[EngineSetup], Executor] = WholeModelExecutor,
-        on_figures: Callable[[int, Figures], None] | None = None,
+        on_figures: Callable[[int, LogFigures], None] | None = None,
         uses_trl: bool = False,
     ) -> None:
         """Connect the ranks. Collective over the world.
@@ -119,7 +119,7 @@ class FlexSeqEngine:
         return self.executor.cost
 
     @property
-    def last_figures(self) -> Figures | None:
+    def last_figures(self) -> LogFigures | None:
         """Figures of the last step for which they were gathered, as `plan_line` prints them."""
         return self._finished.last_figures
 

@@ -35,7 +35,7 @@ from hf_flexseq.program.tags import HEAD_PIECES
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.prefetch import ImageReader, VersionedJob
 from hf_flexseq.steps.source_row import PlannedStep
-from hf_flexseq.steps.trace import Figures, PlanTrace
+from hf_flexseq.steps.trace import LogFigures, PlanTrace
 
 # ---- what an executor is
 
@@ -164,7 +164,7 @@ class Executor(Protocol):
         wrapped it.
         """
 
-    def figures(self, step: Any, trace: PlanTrace) -> Figures:
+    def figures(self, step: Any, trace: PlanTrace) -> LogFigures:
         """Write a finished step's trace; return its figures. Collective over the world."""
 
 

@@ -46,7 +46,7 @@ from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import GroupsJob
-from hf_flexseq.steps.calls import Call
+from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.embedding_noise import NoiseColumns
 from hf_flexseq.steps.exchange import RowExchange, united
 from hf_flexseq.steps.features import with_image_columns
@@ -56,7 +56,7 @@ from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.prefetch import ImageReader, VersionedJob
 from hf_flexseq.steps.source_row import PlannedStep, SourceRow
 from hf_flexseq.steps.token_columns import LENGTHS, with_token_columns
-from hf_flexseq.steps.trace import Figures, PlanTrace
+from hf_flexseq.steps.trace import LogFigures, PlanTrace
 
 if TYPE_CHECKING:
     from hf_flexseq.hf.model.expert_adapters import ExpertAdapters  # which needs PEFT
@@ -404,7 +404,7 @@ class WholeModelExecutor:
         )
         return reduction.of_step(step.plan, model)
 
-    def figures(self, step: RankMicroBatches, trace: PlanTrace) -> Figures:
+    def figures(self, step: RankMicroBatches, trace: PlanTrace) -> LogFigures:
         """Write a finished step's trace; return its figures. Collective over the world."""
         planning = self.planning
         cost = corrected_cost(planning.cost, planning.factors_of(step.number))
@@ -412,7 +412,7 @@ class WholeModelExecutor:
 
     # ---- what a loss on the source ranks needs of the model
 
-    def rows_of(self, calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
+    def rows_of(self, calls: Sequence[ModelCall]) -> Iterator[dict[str, Any]]:
         """Return what yields the sequences of calls; see `AttachedModel.rows_of`."""
         return self._attached_model.rows_of(calls)
 

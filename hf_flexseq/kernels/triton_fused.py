@@ -140,7 +140,7 @@ def _selection(rows: Rows, x: torch.Tensor) -> Selection:
     return Selection(x, rows.start or 0, False)
 
 
-class RowShape(NamedTuple):
+class RowStrides(NamedTuple):
     """Where a tensor [rows, ...] has the elements of its rows."""
 
     stride: int
@@ -153,22 +153,22 @@ class RowShape(NamedTuple):
     """Elements of such a run."""
 
 
-def _row_shape(x: torch.Tensor, width: int) -> RowShape:
+def _row_shape(x: torch.Tensor, width: int) -> RowStrides:
     """Return where x [rows, ...] has the `width` elements of its rows.
 
     All but the first and the second dimension must follow each other.
     """
     if x.is_contiguous():
-        return RowShape(width, 0, width)
+        return RowStrides(width, 0, width)
     inner = 1
     outer = x.dim()  # the first of the dimensions that follow each other
     while outer > 1 and (x.stride(outer - 1) == inner or x.shape[outer - 1] == 1):
         outer -= 1
         inner *= x.shape[outer]
     if outer == 1:
-        return RowShape(x.stride(0), 0, inner)
+        return RowStrides(x.stride(0), 0, inner)
     assert outer == 2, f"strides {x.stride()} of {tuple(x.shape)}: rows in more than two strides"
-    return RowShape(x.stride(0), x.stride(1), inner)
+    return RowStrides(x.stride(0), x.stride(1), inner)
 
 
 def _launch_rows(

@@ -30,7 +30,7 @@ from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.cost.evaluate import check_free
 from hf_flexseq.plan import MicroBatch, Plan, PlanInfeasible, check
 from hf_flexseq.plan.blocks import NO_PAIRS, SEE_BLOCKS
-from hf_flexseq.plan.groups import longest_first
+from hf_flexseq.plan.groups import with_longest_first
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.fit import where_it_fits
@@ -123,7 +123,7 @@ def make_plan(
     if shared.units:
         micro_batches = shared.with_units(micro_batches)
     _check_seen(micro_batches, later_pairs)
-    micro_batches = tuple(longest_first(one, shared.held) for one in micro_batches)
+    micro_batches = tuple(with_longest_first(one, shared.held) for one in micro_batches)
     notes: tuple[str, ...] = ()
     if tokens:
         by_id = replace(task, lengths=shared.by_id(), cap=cap)

@@ -46,7 +46,7 @@ from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import Job
 from hf_flexseq.steps.console import beside_bars
 from hf_flexseq.steps.features import with_image_rows
-from hf_flexseq.steps.gathered_rows import AllDrawn, numbers_of
+from hf_flexseq.steps.gathered_rows import GatheredRows, numbers_of
 from hf_flexseq.steps.prefixes import candidates, gather_rows, marks_of, units_of
 from hf_flexseq.steps.rank_step import RankStep
 from hf_flexseq.steps.same_images import distinct_images
@@ -282,7 +282,7 @@ class PrefetchedSteps:
         gathered = cpu_group.gather_ints(own)
         if any(numbers[0] == FAILED for numbers in gathered):
             drawing.raise_together(cpu_group.gather_values, f"drawing {self._what} {number}")
-        everyone = AllDrawn.of(gathered)
+        everyone = GatheredRows.of(gathered)
         if not everyone.lengths:
             self._is_exhausted = True
             return
@@ -341,7 +341,7 @@ class PrefetchedSteps:
         return row
 
     def _distinct_images(
-        self, row: SourceRow, everyone: AllDrawn
+        self, row: SourceRow, everyone: GatheredRows
     ) -> tuple[tuple[ImageSize, ...], tuple[int, ...]]:
         """Return the images of all ranks, each once, and which of them each of this rank's images
         is. Collective over the world where some may be the same."""
@@ -358,7 +358,7 @@ class PrefetchedSteps:
         images = tuple(everyone.images[index] for index in distinct)
         return images, tuple(which[first_own : first_own + len(own)])
 
-    def _units(self, step: DrawnStep, everyone: AllDrawn) -> list[Unit]:
+    def _units(self, step: DrawnStep, everyone: GatheredRows) -> list[Unit]:
         """Return the rows of a step that begin alike, on rank 0. Collective over the world."""
         if step.blocks:  # a block that rows share in part could not be computed
             return []

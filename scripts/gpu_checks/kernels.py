@@ -22,7 +22,7 @@ from torch.nn.attention import activate_flash_attention_impl, restore_flash_atte
 
 from gpu_checks.report import Section, Setting, table, verdict
 from hf_flexseq.kernels import Kernel, KernelCall, cudnn_long
-from hf_flexseq.kernels.capabilities import Calls
+from hf_flexseq.kernels.capabilities import CallKind
 from hf_flexseq.kernels.choose import CANDIDATES
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
@@ -97,12 +97,12 @@ def errors_of(device: torch.device, cases: dict[str, Case]) -> Section:
     rows = []
     holds = True
     for kernel in CANDIDATES[device.type]:
-        refusal = kernel.reason_unsupported(Calls(device, torch.bfloat16, HEAD_DIM))
+        refusal = kernel.reason_unsupported(CallKind(device, torch.bfloat16, HEAD_DIM))
         if refusal:
             rows.append([kernel.name, f"not run: {refusal}"])
             continue
         for name, case in cases.items():
-            calls = Calls(
+            calls = CallKind(
                 device,
                 torch.bfloat16,
                 HEAD_DIM,
@@ -228,7 +228,7 @@ def kernel_seconds_section(setting: Setting) -> Section:
     columns = ["kernel", *(f"{count} x {tokens:,}" for count, tokens in packs)]
     rows: list[list[str]] = []
     for kernel in CANDIDATES[device.type]:
-        refusal = kernel.reason_unsupported(Calls(device, torch.bfloat16, HEAD_DIM))
+        refusal = kernel.reason_unsupported(CallKind(device, torch.bfloat16, HEAD_DIM))
         if refusal:
             rows.append([kernel.name, f"not run: {refusal}"])
         else:

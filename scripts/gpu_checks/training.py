@@ -41,7 +41,7 @@ from gpu_checks.report import (
     verdict,
 )
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.kernels.capabilities import Calls
+from hf_flexseq.kernels.capabilities import CallKind
 from hf_flexseq.kernels.flash_attn import FlashAttn
 
 FSDP2 = SCRIPT.parents[1] / "recipes/accelerate_configs/fsdp2.yaml"
@@ -186,7 +186,7 @@ def train(trainer_name: str, sizes: Sizes, **options: Any) -> dict[str, Any]:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     packed = "flash_attention_2"
-    if FlashAttn().reason_unsupported(Calls(device, torch.bfloat16, HEAD_DIM)):
+    if FlashAttn().reason_unsupported(CallKind(device, torch.bfloat16, HEAD_DIM)):
         packed = "sdpa"
     set_seed(0)
     found = measured(

@@ -17,7 +17,7 @@ from hf_flexseq.kernels.fused_operations import TorchFused
 from hf_flexseq.kernels.scans import grid
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.steps import inputs, nonfinite, stopwatch
-from hf_flexseq.steps.early_encoding import Ahead, BesideStep
+from hf_flexseq.steps.early_encoding import EarlyEncoder, EarlyFeatures
 from hf_flexseq.steps.features import StepImages
 from tests.late_device import changes, lanes, scenarios
 
@@ -259,19 +259,19 @@ KINDS = {
         freed_too_early()
         + in_store("put", changes.free_what_leaves)
         + in_store("_collect", changes.arriving_is_forgotten)[1:]
-        + in_ahead(Ahead, "take", changes.taken_and_freed),
+        + in_ahead(EarlyFeatures, "take", changes.taken_and_freed),
         "early reuse",
     ),
     "side stream that waits for nothing": (
         in_fused(changes.on_a_side_stream(before=False, after=True))
         + in_store("_copy", changes.copy_at_once)
-        + in_ahead(BesideStep, "encode", changes.without_a_wait_for_weights)
+        + in_ahead(EarlyEncoder, "encode", changes.without_a_wait_for_weights)
         + in_features(before=False, after=True),
         "missing wait|early reuse",
     ),
     "side stream that nobody waits for": (
         in_fused(changes.on_a_side_stream(before=True, after=False))
-        + in_ahead(Ahead, "take", changes.taken_without_a_wait)
+        + in_ahead(EarlyFeatures, "take", changes.taken_without_a_wait)
         + in_features(before=True, after=False),
         "missing wait",
     ),

@@ -40,7 +40,7 @@ from hf_flexseq.hf.model.towers import (
     towers_draw_noise,
 )
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.steps.calls import Call
+from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.early_encoding import Weights, first_values, weights_of
 from hf_flexseq.steps.feature_form import FeatureForm, fits
 from hf_flexseq.steps.image_parts import batches_of, grid_of, images_in
@@ -239,7 +239,7 @@ class VisionModel:
             ) from error
         return len(positions), positions.dtype
 
-    def of_rows(self, call: Call) -> list[dict[str, torch.Tensor]]:
+    def of_rows(self, call: ModelCall) -> list[dict[str, torch.Tensor]]:
         """Return the tensors of each row of a padded batch. Raises ValueError where it is not
         known which images belong to which row."""
         modalities = self._modalities.values()

@@ -65,7 +65,7 @@ from hf_flexseq.steps.learned_cost import corrected_cost
 from hf_flexseq.steps.rank_step import RankChunks
 from hf_flexseq.steps.source_row import PlannedStep
 from hf_flexseq.steps.token_columns import with_token_columns
-from hf_flexseq.steps.trace import Figures, PlanTrace
+from hf_flexseq.steps.trace import LogFigures, PlanTrace
 
 logger = logging.getLogger(__name__)
 
@@ -289,7 +289,7 @@ class StageExecutor:
         step.add(loss * self.setup.communicator.world_size)
         yield from ()
 
-    def figures(self, step: RankChunks, trace: PlanTrace) -> Figures:
+    def figures(self, step: RankChunks, trace: PlanTrace) -> LogFigures:
         """Write a step's trace, a line per replica; return figures. Collective over the world."""
         assert self.cost is not None, "attach finds the cost model"
         if self._costs_of_run is None:
