@@ -32,7 +32,7 @@ from torch import nn
 from hf_flexseq.base.versions import warn_untested
 from hf_flexseq.config import AS_SET, LOOKAHEAD, FlexSeqArguments
 from hf_flexseq.cost import CostModel
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attachments import ModelSettings
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
@@ -88,9 +88,9 @@ class FlexSeqEngine:
             warn_untested(*([] if uses_trl else ["trl"]))
         setup = EngineSetup.of(accelerator, args, communicator, timeout=timeout)
         args.plan_options().check_on(setup.communicator.topology)
-        with Attempt() as looking:  # ranks may have machines of different sizes
+        with ErrorCapture() as looking:  # ranks may have machines of different sizes
             setup.host_bytes()
-        looking.raise_together(
+        looking.raise_on_all_ranks(
             setup.communicator.cpu_group.gather_values, "looking at the memory of the machine"
         )
         self.accelerator = accelerator
@@ -374,10 +374,12 @@ class FlexSeqEngine:
     def _started(self, start: Callable[[], Planner]) -> Planner | None:
         """Return a new planner on rank 0, None elsewhere. Collective over the world."""
         planner: Planner | None = None
-        with Attempt() as starting:  # a process may be one too many for the machine
+        with ErrorCapture() as starting:  # a process may be one too many for the machine
             if self.communicator.rank == 0:
                 planner = start()
-        starting.raise_together(self.communicator.cpu_group.gather_values, "starting the planner")
+        starting.raise_on_all_ranks(
+            self.communicator.cpu_group.gather_values, "starting the planner"
+        )
         return planner
 
     def plan_again(self, step: Step) -> Step:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.hf.calibration.source import CostSource, named_cost
@@ -191,10 +191,10 @@ def kernel_of(
     for degree in degrees:
         spans_nodes = setup.communicator.topology.spans_nodes(0, degree)
         pieces[degree] = HEAD_PIECES if spans_nodes else 1
-    with Attempt() as choosing:
+    with ErrorCapture() as choosing:
         dtype = compute_dtype(model, setup.accelerator)
         kernel = choose_kernels(device, dtype, layer_calls(model.config, pieces))
-    choosing.raise_together(
+    choosing.raise_on_all_ranks(
         setup.communicator.cpu_group.gather_values, f"choosing the attention kernel{whose}"
     )
     return kernel

@@ -35,7 +35,7 @@ from hf_flexseq.base.values import listed
 from hf_flexseq.base.versions import is_sharded_at_load
 from hf_flexseq.checkpoints.shards import read_own
 from hf_flexseq.checkpoints.weight_files import files_by_tensor
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.facts import expert_counts
 from hf_flexseq.hf.model.sharding_faults import misplaced_parts
@@ -72,14 +72,14 @@ def load_weights(model: PreTrainedModel, folder: str, communicator: Communicator
     gather = communicator.cpu_group.gather_values
     path = Path(folder)
     logger.info("loading the weights of %s", folder)
-    with Attempt() as looking:
+    with ErrorCapture() as looking:
         _check_kind(model, path)
         _check_shapes(model, path)
-    looking.raise_together(gather, f"looking at the weights in {folder}")
-    with Attempt() as loading:
+    looking.raise_on_all_ranks(gather, f"looking at the weights in {folder}")
+    with ErrorCapture() as loading:
         _copy(_read(model, path), model, path)
     gc.collect()  # FSDP2's hooks refer to their modules, which would keep the second model
-    loading.raise_together(gather, f"loading the weights in {folder}")
+    loading.raise_on_all_ranks(gather, f"loading the weights in {folder}")
 
 
 def _check_kind(model: PreTrainedModel, path: Path) -> None:

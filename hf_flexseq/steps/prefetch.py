@@ -34,7 +34,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol
 
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import LostRank
 from hf_flexseq.plan import PlanInfeasible
@@ -183,7 +183,7 @@ class PrefetchedSteps:
         dispatched: Future[Step | None] = Future()
         number = self._next_number
         step = None
-        with Attempt() as dispatching:  # what fails here has failed on all ranks together
+        with ErrorCapture() as dispatching:  # what fails here has failed on all ranks together
             step = self._dispatch_next()
             if step is not None:
                 step.begin_ahead()
@@ -270,7 +270,7 @@ class PrefetchedSteps:
         row = SourceRow(columns={}, lengths=())
         own = [FAILED]
         cpu_group = self.communicator.cpu_group
-        with cpu_group.own_work(f"{self._what} {number}"), Attempt() as drawing:
+        with cpu_group.own_work(f"{self._what} {number}"), ErrorCapture() as drawing:
             row = source_row(list(islice(self._iterator, self._num_batches)))
             if self._virtual_tokens:
                 row = with_virtual_tokens(row, self._virtual_tokens)
@@ -281,7 +281,7 @@ class PrefetchedSteps:
         cpu_group.phase = f"{self._what} {number}, gathering its lengths"
         gathered = cpu_group.gather_ints(own)
         if any(numbers[0] == FAILED for numbers in gathered):
-            drawing.raise_together(cpu_group.gather_values, f"drawing {self._what} {number}")
+            drawing.raise_on_all_ranks(cpu_group.gather_values, f"drawing {self._what} {number}")
         everyone = GatheredRows.of(gathered)
         if not everyone.lengths:
             self._is_exhausted = True
@@ -370,7 +370,7 @@ class PrefetchedSteps:
         # Equal tokens may stand for different images.
         row = with_image_rows(step.row, step) if step.images else step.row
         found = gather_rows(row, step.sources, wanted, self.communicator)
-        with Attempt() as comparing:
+        with ErrorCapture() as comparing:
             return units_of(found)
         # rows by themselves are as exact
         logger.error("rows share no prefixes in this step: %r", comparing.error)
@@ -392,7 +392,7 @@ class PrefetchedSteps:
         cpu_group = self.communicator.cpu_group
         cpu_group.phase = f"{self._what} {step.number}, sending its plan"
         began = time.perf_counter()
-        planning = Attempt()
+        planning = ErrorCapture()
         kind = "waiting"
         while kind == "waiting":
             waited_s = time.perf_counter() - began
@@ -408,7 +408,7 @@ class PrefetchedSteps:
             ) from planning.error
         return PlannedStep(drawn=step, plan=self._read(data), waited_s=waited_s)
 
-    def _answer(self, step: DrawnStep, waited_s: float, planning: Attempt) -> bytes:
+    def _answer(self, step: DrawnStep, waited_s: float, planning: ErrorCapture) -> bytes:
         """Return rank 0's checked plan, or why planning failed: a line of JSON, [kind, reason],
         and the plan's bytes; nothing on the other ranks.
 

@@ -14,7 +14,7 @@ import torch
 
 from hf_flexseq.cost import CostModel, FloatArray
 from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan.images import TowerLoad
 from hf_flexseq.steps.micro_batches import RankMicroBatches
@@ -59,10 +59,10 @@ class PlanTrace:
         Raises ValueError, on all ranks, if not."""
         self.communicator = communicator
         self._file: TraceFile | None = None
-        with Attempt() as opening:
+        with ErrorCapture() as opening:
             if path is not None and communicator.rank == 0:
                 self._file = TraceFile(path)
-        opening.raise_together(communicator.cpu_group.gather_values, "opening the plan trace")
+        opening.raise_on_all_ranks(communicator.cpu_group.gather_values, "opening the plan trace")
         # All steps share one cost model, whose digest takes longer than a line.
         self._digest = functools.lru_cache(maxsize=1)(CostModel.digest)
 

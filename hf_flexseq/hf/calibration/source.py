@@ -24,7 +24,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.cost.sharding import replicated
 from hf_flexseq.cost.tower import TowerCost
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.cache import cache_path, keep, load_cached
 from hf_flexseq.hf.calibration.choose import CostSubject, RunWide
@@ -105,10 +105,10 @@ def named_cost(asked: str, communicator: Communicator) -> CostModel | None:
     if asked in MADE_FOR_THE_MODEL:
         return None
     record = None
-    with Attempt() as loading:
+    with ErrorCapture() as loading:
         if communicator.rank == 0:
             record = load_cost_model(asked).to_record()
-    loading.raise_together(communicator.cpu_group.gather_values, "loading the cost model")
+    loading.raise_on_all_ranks(communicator.cpu_group.gather_values, "loading the cost model")
     return CostModel.from_record(communicator.cpu_group.broadcast_value(record))
 
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, Trainer
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.cost.walk import check_step
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.attachments import on_micro_batches
@@ -175,12 +175,12 @@ class StageExecutor:
         accelerator = self.setup.accelerator
         cpu_group = self.setup.communicator.cpu_group
         kernel = kernel_of(self.setup, base, [self.degree])
-        with Attempt() as calling:
+        with ErrorCapture() as calling:
             if self.stage.is_last and has_chunkable_loss(base):
                 _call_loss_once(accelerator.device, compute_dtype(base, accelerator))
         costs = self.setup.costs
         self.cost = corrected_cost(costs.find(self._cost_subject), costs.learned.newest)
-        calling.raise_together(cpu_group.gather_values, "calling the loss for the first time")
+        calling.raise_on_all_ranks(cpu_group.gather_values, "calling the loss for the first time")
         self._costs_of_run = None
         self.memory_limit = self._room(self.cost)
         with ExitStack() as attached:
