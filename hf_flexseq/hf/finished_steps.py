@@ -15,7 +15,7 @@ from hf_flexseq.hf.executors import Executor
 from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
 from hf_flexseq.steps.prefetch import Step
-from hf_flexseq.steps.trace import Figures, PlanTrace
+from hf_flexseq.steps.trace import LogFigures, PlanTrace
 
 
 class FinishedSteps:
@@ -28,7 +28,7 @@ class FinishedSteps:
         executor: Executor,
         args: FlexSeqArguments,
         *,
-        on_figures: Callable[[int, Figures], None] | None,
+        on_figures: Callable[[int, LogFigures], None] | None,
     ) -> None:
         """Collective over the world. executor: of the steps. on_figures: gets the number and the
         figures of each step as soon as they are known.
@@ -42,7 +42,7 @@ class FinishedSteps:
         self._watch = NonfiniteWatch(args.on_nonfinite, communicator.rank)
         self._on_figures = on_figures
         self._unread: Step | None = None  # has run, and its figures have not been gathered
-        self.last_figures: Figures | None = None
+        self.last_figures: LogFigures | None = None
         """Figures of the last step for which they were gathered."""
 
     def settle(self) -> None:

@@ -1,8 +1,8 @@
 """Checkpoints of a model that transformers' `DistributedConfig` has sharded: FSDP2, HSDP, experts.
 
 The plain Trainer writes such a model's weights, gathered, and refuses to write more. Here the
-optimizer's state is written too (`checkpoints/sharded.py`), so such a run resumes, on the same
-ranks or on others.
+optimizer's state is written too (`checkpoints/sharded_optimizer.py`), so such a run resumes, on
+the same ranks or on others.
 """
 
 from collections.abc import Iterator, Mapping
