@@ -1,7 +1,6 @@
 """TRL's and transformers' own tests with the Trainer exchanged for its FlexSeq variant.
 
     python scripts/benchmarks/dropin.py --trl FOLDER --transformers FOLDER
-    python scripts/benchmarks/dropin.py --trl FOLDER --images      TRL's tests with images alone
 
 FOLDER holds the sources of the library at a version near the installed one: the wheels do not have
 the tests, and nothing is downloaded here. Without a folder its tests are left out.
@@ -13,7 +12,8 @@ Hub, an accelerator, another package or another version) does not count. The res
 `Trainer` and TRL's trainers exchanged (see exchange/plugin.py): a test passes, is refused by
 hf_flexseq in one line, or fails. Tests that make no trainer of those classes are left out.
 
-Names of models and datasets are folders that exchange/hub.py and exchange/pictures.py make.
+Names of models and datasets are folders that exchange/hub.py makes; models with
+images are none of them: `tests/hf/test_vision_trl.py` trains those.
 With two processes every test runs on two ranks over gloo.
 """
 
@@ -53,9 +53,6 @@ SUITES = {
     ),
 }
 Outcomes = list[dict[str, Any]]  # test, outcome, why and seconds of each
-
-# Of TRL's tests, as for pytest -k: their names, or those of their models.
-WITH_IMAGES = "vlm or vision or multimodal"
 
 MAKE_HUB = "import pathlib, sys; from exchange.hub import make_hub; make_hub(pathlib.Path())"
 
@@ -213,15 +210,7 @@ def main() -> None:
     for name in SUITES:
         parser.add_argument(f"--{name}", type=Path, metavar="FOLDER", help=f"sources of {name}")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="processes per test")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--only", metavar="EXPRESSION", help="tests to run, as for pytest -k")
-    which.add_argument(
-        "--images",
-        dest="only",
-        action="store_const",
-        const=WITH_IMAGES,
-        help="run TRL's tests with images",
-    )
+    parser.add_argument("--only", metavar="EXPRESSION", help="tests to run, as for pytest -k")
     asked = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:

@@ -3,7 +3,7 @@ TRL's tests ask for.
 
 A test that runs in this folder finds `owner/name` as a local folder, so nothing of the libraries
 is patched, and nothing is downloaded. Weights are random, tokenizers are trained on the Zen of
-Python. `pictures.py` adds those for images.
+Python.
 """
 
 import contextlib
@@ -68,8 +68,6 @@ SPECIAL += ("<|message|>", "<|channel|>", "<|return|>", "<|start_header_id|>", "
 
 def make_hub(folder: Path) -> None:
     """Fill `folder` with everything that the tests load by name."""
-    from exchange.pictures import make_pictures  # which takes from here
-
     lines = zen()
     tokenizer = tokenizer_of(lines)
     for name, template in TOKENIZERS_ALONE.items():
@@ -81,7 +79,6 @@ def make_hub(folder: Path) -> None:
             save_tokenizer(tokenizer, place, template)
     for name, configurations in datasets_of(lines).items():
         save_dataset(folder / OWNER / name, configurations)
-    make_pictures(folder, lines)
 
 
 def zen() -> list[str]:
@@ -94,16 +91,14 @@ def zen() -> list[str]:
 # ---- tokenizers and models
 
 
-def tokenizer_of(
-    lines: list[str], more: tuple[str, ...] = ()
-) -> transformers.PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer of a few hundred tokens. more: special ones."""
+def tokenizer_of(lines: list[str]) -> transformers.PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer of a few hundred tokens."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=512,
-        special_tokens=[*SPECIAL, *more],
+        special_tokens=list(SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -257,11 +252,6 @@ def save_dataset(place: Path, configurations: dict[str, list[dict[str, Any]]]) -
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
             files[name][split] = f"{name}/{split}.jsonl"
-    save_dataset_card(place, files)
-
-
-def save_dataset_card(place: Path, files: dict[str, dict[str, str]]) -> None:
-    """Save what says where the splits of each configuration are."""
     described = []
     for name, paths in files.items():
         splits = [{"split": split, "path": path} for split, path in paths.items()]

@@ -4,7 +4,6 @@
 
 1. Before any test is imported, `transformers.Trainer` and TRL's trainers become subclasses with
    `FlexSeqMixin` in front, with a cost model that measures nothing (`cost_model="estimate"`).
-   Processors of images do without videos.
 2. Every test runs in forked processes of its own, one per rank, which a launcher's variables tell
    that they belong together. Tests do not see each other, and a hang ends.
 3. Names that the sources import and the installed library no longer has become placeholders, so
@@ -38,7 +37,6 @@ from _pytest.runner import runtestprotocol
 from _pytest.skipping import evaluate_skip_marks
 
 import hf_flexseq
-from exchange.pictures import without_videos
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 
 PACKAGE = Path(hf_flexseq.__file__).parent
@@ -64,7 +62,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # a forked child of a multi-threaded parent hangs in its first parallel region
     torch.set_num_threads(1)
     stay_on_the_cpu()
-    without_videos()
     if config.getoption("exchange"):
         for name in TRAINERS:
             setattr(trl, name, exchanged(getattr(trl, name)))
