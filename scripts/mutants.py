@@ -38,6 +38,7 @@ import resource
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -581,7 +582,9 @@ def main() -> None:
         row = mutant._asdict() | found | {"run": len(found["run"])}
         rows.append({name: row[name] for name in row if name not in ("start", "statement")})
     if options.json:
-        head = {"command": sys.argv, "date": time.strftime("%Y-%m-%d")}
+        tree = subprocess.check_output(["git", "rev-parse", "HEAD:hf_flexseq"], text=True)
+        head = {"command": " ".join(["python", "scripts/mutants.py", *sys.argv[1:]])}
+        head |= {"date": time.strftime("%Y-%m-%d"), "tree of hf_flexseq": tree.strip()}
         lines = ",\n".join(map(json.dumps, [*rows, *gone]))
         options.json.write_text(f'{json.dumps(head)[:-1]}, "mutants": [\n{lines}\n]}}\n')
     print_page(rows + gone)
