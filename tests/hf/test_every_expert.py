@@ -28,6 +28,7 @@ from tests.hf.hybrids import HYBRIDS
 from tests.hf.model_families import SETTING, TAKEN, families, options_of, rows_of
 from tests.hf.trainers import difference
 from tests.ranks import run_cases, run_ranks
+from tests.versions import pinned_transformers
 
 pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(1000)]
 
@@ -90,6 +91,7 @@ SPREAD = [
 ]
 
 
+@pinned_transformers
 @pytest.mark.parametrize("is_adapted", [False, True])
 @pytest.mark.parametrize("name", SPREAD)
 def test_gradients_of_every_family_with_a_plan_for_experts(tmp_path, name, is_adapted):
@@ -136,7 +138,8 @@ def test_ten_steps_of_trainers(tmp_path, training, layout):
     bound = 1e-5 if rounds_more else 2e-6
     apart = difference(wanted, found)
     assert apart.weights < bound
-    assert apart.metrics < bound, apart.metric
+    # KTO's KL comes of sums of log-probabilities of about 40 in float32, whose last bit is 4e-6
+    assert apart.metrics < (1e-5 if training.kind == "kto" else bound), apart.metric
     assert not apart.missing
 
 

@@ -27,6 +27,7 @@ from tests.hf.model_families import (
     rows_of,
 )
 from tests.programs import ROOT
+from tests.versions import pinned_transformers
 
 PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")
 ROWS = {row[0].strip("`"): row for row in rows_of("families.csv")}
@@ -41,25 +42,29 @@ CHANGES = ((0, 19), (2, 1))  # (sequence, token) that is changed
 AGAIN = "run python -m tests.hf.model_families"
 
 
-@pytest.mark.nightly
+def nightly(test):
+    return pinned_transformers(pytest.mark.nightly(test))
+
+
+@nightly
 def test_the_tables_have_every_model():
     assert list(ROWS) == list(families()), AGAIN
     assert list(IMAGE_ROWS) == list(image_families()), AGAIN
 
 
-@pytest.mark.nightly
+@nightly
 @pytest.mark.parametrize("name", ROWS)
 def test_a_model_is_taken_or_refused_as_its_row_says(name):
     assert family_row(families()[name]) == ROWS[name], AGAIN
 
 
-@pytest.mark.nightly
+@nightly
 @pytest.mark.parametrize("name", IMAGE_ROWS)
 def test_images_of_a_model_are_taken_or_refused_as_its_row_says(name):
     assert image_row(image_families()[name]) == IMAGE_ROWS[name], AGAIN
 
 
-@pytest.mark.nightly
+@nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ARE_TAKEN)
 def test_a_model_that_is_taken_equals_one_process(name):
