@@ -5,6 +5,7 @@ systems.
     RINGS                how ranks exchange keys and values: `plan.rings`, `cost.rings`
     PLANNERS             functions that form the groups of a step, for `make_plan`
     PIPELINE_SCHEDULES   functions that form chunks and actions, for `make_pipeline_plan`
+    PIPELINE             what takes the place of a whole model where it runs in stages
 
 The options of a run, `make_plan`, the planning process, `compare` and the command line read these
 records. Objects are dotted names that are imported on first use. So the core imports neither
@@ -124,6 +125,20 @@ PIPELINE_SCHEDULES: Mapping[str, PlannerEntry] = {
         needs_solver=True,
     ),
 }
+
+
+# ---- a model in stages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineEntry:
+    """Objects by which a pipeline takes the place of a whole model."""
+
+    mixin: str
+    """`module:class` of the trainer's subclass, to stand in front of its class."""
+
+
+PIPELINE = PipelineEntry(mixin="hf_flexseq.hf.pipeline.trainer:PipelineMixin")
 
 
 def object_of(dotted: str) -> Any:

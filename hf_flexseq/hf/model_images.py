@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.executors import EngineSetup
+from hf_flexseq.hf.engine_setup import EngineSetup
 from hf_flexseq.hf.model.divided import unsharded_class, zero_stage
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.model_planning import ModelPlanning

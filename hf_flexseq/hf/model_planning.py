@@ -22,7 +22,7 @@ from hf_flexseq.cost.online import (
 )
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.hf.calibration.choose import RunWide, with_host_bytes
-from hf_flexseq.hf.executors import EngineSetup
+from hf_flexseq.hf.engine_setup import EngineSetup
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.sharding import FsdpPolicies, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.tiles import priced_for
@@ -65,7 +65,9 @@ class ModelPlanning:
         """
         args = setup.args
         communicator = setup.communicator
-        self._setup = setup
+        self.setup = setup
+        self.lockstep = lockstep
+        """True if all ranks run each micro-batch together."""
         self._sync = "lockstep" if lockstep else "free"
         self._lowered = lowered
         self._costs = costs = setup.costs
@@ -96,6 +98,11 @@ class ModelPlanning:
             over_replicas=reduces_each_batch(setup.accelerator),
         )
 
+    @property
+    def cost_so_far(self) -> CostModel:
+        """The cost model, as far as steps have taught."""
+        return corrected_cost(self.cost, self.newest)
+
     # ---- memory
 
     def lower_cap(self, tokens: int) -> None:
@@ -108,14 +115,14 @@ class ModelPlanning:
     def _lowered_cost(self, cost: CostModel) -> CostModel:
         """Return a cost model whose memory is lowered with the cap, unless the user has set one
         in tokens."""
-        if self._lowered is None or self._setup.args.max_tokens_per_rank is not None:
+        if self._lowered is None or self.setup.args.max_tokens_per_rank is not None:
             return cost
-        return held_at_most(cost, self._lowered, self._setup.communicator.world_size)
+        return held_at_most(cost, self._lowered, self.setup.communicator.world_size)
 
     @property
     def max_tokens_per_rank(self) -> int | None:
         """The user's cap, or the lowered one; None where memory alone bounds a micro-batch."""
-        cap = self._setup.args.max_tokens_per_rank
+        cap = self.setup.args.max_tokens_per_rank
         return cap if cap is None or self._lowered is None else min(cap, self._lowered)
 
     # ---- planners
@@ -128,12 +135,12 @@ class ModelPlanning:
     @property
     def topology(self) -> Topology:
         """The ranks."""
-        return self._setup.communicator.topology
+        return self.setup.communicator.topology
 
     @property
     def options(self) -> PlanOptions:
         """How to plan."""
-        options = self._setup.args.plan_options(self._sync)
+        options = self.setup.args.plan_options(self._sync)
         return replace(options, max_tokens_per_rank=self.max_tokens_per_rank)
 
     def cost_of_plans(self, factors: Factors, *, may_choose: bool) -> CostModel:
@@ -208,7 +215,7 @@ class ModelPlanning:
             cost = corrected_cost(self.cost, newest)
             text_ns = step_ns(cost, plan.micro_batches, lengths, self.topology, sync=self._sync)
             predicted_s = text_ns / 1e9 + newest[TOWER] * tower_s
-        is_first = self._setup.communicator.rank == 0  # which alone fits and writes
+        is_first = self.setup.communicator.rank == 0  # which alone fits and writes
         batches = plan.micro_batches
         measured = MeasuredStep(
             micro_batches=batches,
@@ -219,7 +226,7 @@ class ModelPlanning:
             is_whole=step.passes > 1,
         )
         # steps up to the lookahead are drawn while the next one runs
-        lookahead = LOOKAHEAD if self._setup.args.lookahead is None else self._setup.args.lookahead
+        lookahead = LOOKAHEAD if self.setup.args.lookahead is None else self.setup.args.lookahead
         first_step = step.number + lookahead + 2 + step.stopwatch.is_behind
         learned = self._costs.learned
         if planned_by is not None:  # relative to the estimate
@@ -227,7 +234,7 @@ class ModelPlanning:
         learned.take(
             measured,
             self.cost,
-            self._setup.communicator,
+            self.setup.communicator,
             first_step=first_step,
             held=peak_share,
         )

@@ -14,7 +14,7 @@ from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.cost.walk import timed
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.facts import model_shape
-from hf_flexseq.hf.pipeline.executor import token_bytes
+from hf_flexseq.hf.pipeline.engine import token_bytes
 from hf_flexseq.pipeline import executor as executor_module
 from hf_flexseq.pipeline.cost import pipeline_cost
 from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
