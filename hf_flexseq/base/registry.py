@@ -135,10 +135,21 @@ class PipelineEntry:
     """Objects by which a pipeline takes the place of a whole model."""
 
     mixin: str
-    """`module:class` of the trainer's subclass, to stand in front of its class."""
+    """`module:class` of what a trainer becomes, to stand in front of its class."""
+    job: str
+    """`module:class` of a planner's `Job`, of the kind `stages`."""
+    read_step: str
+    """`module:function` that returns the `PlannedStep` of a record in a file of plans."""
+    timeline: str
+    """`module:function` that returns the `Timeline` of such a step."""
 
 
-PIPELINE = PipelineEntry(mixin="hf_flexseq.hf.pipeline.trainer:PipelineMixin")
+PIPELINE = PipelineEntry(
+    mixin="hf_flexseq.hf.pipeline.trainer:PipelineMixin",
+    job="hf_flexseq.planner.pipeline.job:StagesJob",
+    read_step="hf_flexseq.plan.pipeline_files:pipeline_step",
+    timeline="hf_flexseq.view.pipeline:timeline_of_step",
+)
 
 
 def object_of(dotted: str) -> Any:

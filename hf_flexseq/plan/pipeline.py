@@ -130,6 +130,11 @@ class PipelinePlan(Record):
     planning_s: float
     """Seconds that planning took; not in the digest."""
 
+    @property
+    def how(self) -> str:
+        """The chunks and stages, in words."""
+        return f"{len(self.chunks):,} chunks through {self.stages} stages"
+
     def places(self) -> dict[tuple[int, int], int]:
         """Return the index in `chunks` of each (unit, index)."""
         return {(chunk.unit, chunk.index): index for index, chunk in enumerate(self.chunks)}

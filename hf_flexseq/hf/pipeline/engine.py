@@ -44,7 +44,9 @@ from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.meta_model import meta_model
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.reentrant import NonReentrant
+from hf_flexseq.hf.pipeline.exchange import ChunkExchange
 from hf_flexseq.hf.pipeline.loading import stage_of
+from hf_flexseq.hf.pipeline.step import RankChunks, traced
 from hf_flexseq.hf.refusals.pipeline import check_divides
 from hf_flexseq.hf.shared_prefixes import OFF
 from hf_flexseq.hf.whole_model import WholeModel
@@ -57,13 +59,11 @@ from hf_flexseq.pipeline.sharding import ShardedStage
 from hf_flexseq.pipeline.stages import Stage, cut
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan.replicas import StepPlan
+from hf_flexseq.planner.pipeline.job import StagesJob
 from hf_flexseq.planner.process.client import Planner, start_planner
-from hf_flexseq.planner.process.jobs import StagesJob
 from hf_flexseq.steps.drawn import PlannedStep
-from hf_flexseq.steps.exchange import ChunkExchange
 from hf_flexseq.steps.learning import corrected_cost
 from hf_flexseq.steps.prefetch import PrefetchedSteps, Step
-from hf_flexseq.steps.rank_step import RankChunks
 from hf_flexseq.steps.token_columns import with_token_columns
 from hf_flexseq.steps.trace import Figures, PlanTrace
 
@@ -324,7 +324,7 @@ class PipelineEngine(FlexSeqEngine):
         if self._costs_of_run is None:
             self._costs_of_run = self.stage_costs()
         assert isinstance(step, RankChunks), "a stage runs chunks"
-        return trace.record_pipeline(step, self._costs_of_run, self._cost)
+        return traced(step, trace, self._costs_of_run, self._cost)
 
 
 def _call_loss_once(device: torch.device, dtype: torch.dtype) -> None:
