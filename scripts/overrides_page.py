@@ -18,7 +18,7 @@ from hf_flexseq.hf.overrides import (
     Rule,
     Standing,
 )
-from hf_flexseq.hf.refusals.pipeline import REPLACED
+from hf_flexseq.pipeline.trainer.refusals import REPLACED
 
 PAGE = Path(__file__).parents[1] / "docs/overrides.md"
 

@@ -113,11 +113,11 @@ PLANNERS: Mapping[str, PlannerEntry] = {
 }
 
 PIPELINE_SCHEDULES: Mapping[str, PlannerEntry] = {
-    "auto": PlannerEntry(function="hf_flexseq.planner.pipeline.auto_schedule:auto_pipeline"),
-    "1f1b": PlannerEntry(function="hf_flexseq.planner.pipeline.fixed_orders:whole_pipeline"),
-    "seq1f1b": PlannerEntry(function="hf_flexseq.planner.pipeline.fixed_orders:chunked_pipeline"),
+    "auto": PlannerEntry(function="hf_flexseq.pipeline.planning.auto_schedule:auto_pipeline"),
+    "1f1b": PlannerEntry(function="hf_flexseq.pipeline.planning.fixed_orders:whole_pipeline"),
+    "seq1f1b": PlannerEntry(function="hf_flexseq.pipeline.planning.fixed_orders:chunked_pipeline"),
     "seq1f1b-i": PlannerEntry(
-        function="hf_flexseq.planner.pipeline.fixed_orders:chunked_pipeline",
+        function="hf_flexseq.pipeline.planning.fixed_orders:chunked_pipeline",
         stages_per_rank=2,
     ),
     "infinipipe": PlannerEntry(
@@ -145,10 +145,10 @@ class PipelineEntry:
 
 
 PIPELINE = PipelineEntry(
-    mixin="hf_flexseq.hf.pipeline.trainer:PipelineMixin",
-    job="hf_flexseq.planner.pipeline.job:StagesJob",
-    read_step="hf_flexseq.plan.pipeline_files:pipeline_step",
-    timeline="hf_flexseq.view.pipeline:timeline_of_step",
+    mixin="hf_flexseq.pipeline.trainer.mixin:PipelineMixin",
+    job="hf_flexseq.pipeline.planning.job:StagesJob",
+    read_step="hf_flexseq.pipeline.planning.files:pipeline_step",
+    timeline="hf_flexseq.pipeline.planning.timeline:timeline_of_step",
 )
 
 

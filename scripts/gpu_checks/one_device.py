@@ -28,19 +28,19 @@ from gpu_checks.report import Section, Setting, table, verdict
 from gpu_checks.subject import Gradients, Precision
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.pipeline.executor import PipelineExecutor
+from hf_flexseq.pipeline.planning import PipelineOptions, make_pipeline_plan
+from hf_flexseq.pipeline.planning.plan import PipelinePlan
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost, StageCost
 from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.layout import PlanLayout
-from hf_flexseq.plan.pipeline import PipelinePlan
-from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
 from hf_flexseq.steps.drawn import common_dtypes, source_row
 from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of

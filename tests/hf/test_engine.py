@@ -14,7 +14,7 @@ from hf_flexseq.hf import engine_setup
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.calibration import source
 from hf_flexseq.hf.engine_setup import EngineSetup
-from hf_flexseq.hf.pipeline.engine import PipelineEngine
+from hf_flexseq.pipeline.trainer.engine import PipelineEngine
 from tests.hf.test_exactness import own_batches
 from tests.hf.tiny import (
     batches,
@@ -159,7 +159,7 @@ class FailsNow:
 def test_an_attach_that_fails_leaves_model_and_accelerator_as_they_were():
     cases = [
         ("whole", "hf_flexseq.hf.attached.refuse_noise"),
-        ("stages", "hf_flexseq.hf.pipeline.engine.PipelineExecutor"),
+        ("stages", "hf_flexseq.pipeline.trainer.engine.PipelineExecutor"),
     ]
     assert on_two_ranks(after_a_failure, *cases) == [True, True]
 

@@ -364,7 +364,7 @@ def test_the_engine_says_why_no_plan_chooses(caplog, settings, reason, then):
     with engine.attached(deep_llama()):
         assert engine.whole_model.reason_without_choices == reason
         assert engine.whole_model.host_memory_bytes > MIB
-        engine.use(ModelSettings(reason_as_set="the trainer has one"))
+        engine.settings = ModelSettings(reason_as_set="the trainer has one")
         assert engine.whole_model.reason_without_choices == then
         with caplog.at_level("INFO"):
             engine.next_step(iter(batches(1)), 1)

@@ -14,13 +14,13 @@ from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqConfig, FlexSeq
 from hf_flexseq.base.reading import Limits
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.cli import main
-from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.cost.walk import check, makespan_ns
-from hf_flexseq.hf.pipeline import engine as engine_module
-from hf_flexseq.hf.pipeline.engine import PipelineEngine
 from hf_flexseq.hf.trainer import OVERRIDDEN, FlexSeqMixin
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
+from hf_flexseq.pipeline.planning.step_plan import StepPlan
+from hf_flexseq.pipeline.planning.walk import check, makespan_ns
+from hf_flexseq.pipeline.trainer import engine as engine_module
+from hf_flexseq.pipeline.trainer.engine import PipelineEngine
 from hf_flexseq.plan.files import read_steps
-from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.process.client import InlinePlanner
 from tests.budget import others_nightly
 from tests.hf.test_reentrant import without_reentrant

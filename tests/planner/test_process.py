@@ -19,11 +19,11 @@ import pytest
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import FsdpFigures
+from hf_flexseq.pipeline.planning.job import StagesJob
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.facts import StepFacts
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.pipeline.job import StagesJob
 from hf_flexseq.planner.process import client
 from hf_flexseq.planner.process.client import InlinePlanner, PlannerWorker, _environment
 from hf_flexseq.planner.process.jobs import GroupsJob, job_from_record

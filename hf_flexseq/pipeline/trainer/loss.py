@@ -10,9 +10,9 @@ from transformers import Trainer
 
 from hf_flexseq.hf.dataset_checks import check_first_step
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches
-from hf_flexseq.hf.pipeline.engine import PipelineEngine
-from hf_flexseq.hf.pipeline.step import RankChunks
 from hf_flexseq.hf.step_loss import Prediction, StepLoss, StockPrediction
+from hf_flexseq.pipeline.step import RankChunks
+from hf_flexseq.pipeline.trainer.engine import PipelineEngine
 from hf_flexseq.steps.logged_loss import StepLosses
 from hf_flexseq.steps.step_items import StepItem, step_items
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from hf_flexseq.base.reading import Limits
 from hf_flexseq.base.values import items, whole
+from hf_flexseq.pipeline.planning.plan import KEYS, PipelinePlan
 from hf_flexseq.plan.files import PlannedStep, measured_s, plan_record, waited_s
-from hf_flexseq.plan.pipeline import KEYS, PipelinePlan
 
 
 def pipeline_step(number: int, record: dict[str, Any], limits: Limits) -> PlannedStep:

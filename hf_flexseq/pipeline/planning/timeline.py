@@ -4,7 +4,7 @@
     pipeline_timeline(plan, cost)    the same of a plan and its cost
     report(plan, cost)               seconds, bubble and peaks in one record
 
-Times are the longest path through the plan's actions (`cost/walk.py`), so they are
+Times are the longest path through the plan's actions (`pipeline/planning/walk.py`), so they are
 exact for the given cost of each action. They leave out transfers that disturb each other and
 stages that disturb their own computing.
 """
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from hf_flexseq.base.reading import Limits
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.stages import PipelineCost, StageCost
-from hf_flexseq.cost.walk import Done, check, timed
+from hf_flexseq.pipeline.planning.plan import KINDS, PipelinePlan
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost, StageCost
+from hf_flexseq.pipeline.planning.walk import Done, check, timed
 from hf_flexseq.plan.files import PlannedStep
-from hf_flexseq.plan.pipeline import KINDS, PipelinePlan
 from hf_flexseq.view.timeline import ACTION_KINDS, Event, Memory, Timeline
 
 EVENT_KINDS = dict(zip(KINDS, ACTION_KINDS, strict=True))  # kind of an action -> of its event

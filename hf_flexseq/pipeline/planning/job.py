@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES
-from hf_flexseq.cost.stages import PipelineCost
+from hf_flexseq.pipeline.planning.replicas import make_step_plan
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
+from hf_flexseq.pipeline.planning.step_plan import StepPlan
+from hf_flexseq.pipeline.planning.units import PipelineOptions
 from hf_flexseq.plan.facts import NO_FACTS, StepFacts
-from hf_flexseq.plan.replicas import StepPlan
-from hf_flexseq.planner.pipeline.replicas import make_step_plan
-from hf_flexseq.planner.pipeline.units import PipelineOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

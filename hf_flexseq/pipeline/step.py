@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.plan.pipeline import PipelinePlan
-from hf_flexseq.plan.replicas import StepPlan
+from hf_flexseq.pipeline.planning.plan import PipelinePlan
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
+from hf_flexseq.pipeline.planning.step_plan import StepPlan
 from hf_flexseq.steps.drawn import Columns, PlannedStep
 from hf_flexseq.steps.rank_step import RankStep
 from hf_flexseq.steps.trace import Figures, PlanTrace

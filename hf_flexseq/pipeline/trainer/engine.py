@@ -26,8 +26,6 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.cost.walk import check_step
 from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
@@ -44,22 +42,24 @@ from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.meta_model import meta_model
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.reentrant import NonReentrant
-from hf_flexseq.hf.pipeline.exchange import ChunkExchange
-from hf_flexseq.hf.pipeline.loading import stage_of
-from hf_flexseq.hf.pipeline.step import RankChunks, traced
-from hf_flexseq.hf.refusals.pipeline import check_divides
 from hf_flexseq.hf.shared_prefixes import OFF
 from hf_flexseq.hf.whole_model import WholeModel
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
+from hf_flexseq.pipeline.exchange import ChunkExchange
 from hf_flexseq.pipeline.executor import PipelineExecutor
+from hf_flexseq.pipeline.planning.job import StagesJob
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
+from hf_flexseq.pipeline.planning.step_plan import StepPlan
+from hf_flexseq.pipeline.planning.walk import check_step
 from hf_flexseq.pipeline.reduction import equalise, reduce_gradients
 from hf_flexseq.pipeline.sharding import ShardedStage
 from hf_flexseq.pipeline.stages import Stage, cut
+from hf_flexseq.pipeline.step import RankChunks, traced
+from hf_flexseq.pipeline.trainer.loading import stage_of
+from hf_flexseq.pipeline.trainer.refusals import check_divides
 from hf_flexseq.pipeline.ulysses import Sharing
-from hf_flexseq.plan.replicas import StepPlan
-from hf_flexseq.planner.pipeline.job import StagesJob
 from hf_flexseq.planner.process.client import Planner, start_planner
 from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.learning import corrected_cost
