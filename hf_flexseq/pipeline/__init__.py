@@ -4,6 +4,6 @@
     trainer/     the Trainer and the engine on a model in stages, and what they refuse
     executor     runs the actions of a rank; the other modules here are its parts
 
-Nothing else imports this package: the registry (`base/registry.py`) names what takes the place of a
-whole model.
+The core imports nothing of this: the registry (`base/registry.py`) names what takes the place of
+a whole model.
 """
