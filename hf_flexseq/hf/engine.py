@@ -19,8 +19,8 @@ What it needs of the attached model is in `whole_model.py`.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -53,7 +53,7 @@ from hf_flexseq.planner.process.client import Planner, start_planner
 from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.learning import corrected_cost
-from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
+from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches, TokenLoss
 from hf_flexseq.steps.prefetch import PrefetchedSteps, Step
 from hf_flexseq.steps.screen import DrawnNotes
 from hf_flexseq.steps.trace import Figures, PlanTrace
@@ -461,7 +461,7 @@ class FlexSeqEngine:
 
     def micro_batches(
         self, step: Step, model: nn.Module, *, is_last: bool = False
-    ) -> Iterator[Inputs]:
+    ) -> Generator[Inputs, None, None]:
         """Yield the inputs of every micro-batch of a training step, once: the caller runs forward
         and backward, and adds the loss with `step.add`. Collective over the world.
 
@@ -471,22 +471,18 @@ class FlexSeqEngine:
         model: as accelerate has wrapped it. is_last: True for the last step, if it is known.
         """
         own = micro_batches_of(step)
-        with self.passes(own, model, is_last=is_last) as before_last:
-            yield from self._in_order(own, model, before_last)
+        passes = self.passes(own, model, is_last=is_last)
+        return own.micro_batches(passes, self._loss_of_totals(model))
 
-    def forward_micro_batches(self, step: Step, model: nn.Module) -> Iterator[Inputs]:
+    def forward_micro_batches(self, step: Step, model: nn.Module) -> Generator[Inputs, None, None]:
         """Yield the inputs of every micro-batch of a step without backward, once; the caller adds
         the loss. Collective over the world. model: as accelerate has wrapped it."""
-        return self._in_order(micro_batches_of(step), model, nullcontext)
+        return micro_batches_of(step).micro_batches(loss=self._loss_of_totals(model))
 
-    def _in_order(
-        self, step: RankMicroBatches, model: nn.Module, before_last: BeforeLast
-    ) -> Iterator[Inputs]:
-        """Return the inputs of every micro-batch; a router loss needs a pass before."""
+    def _loss_of_totals(self, model: nn.Module) -> TokenLoss | None:
+        """Return the router loss of a step, which depends on totals; None without one."""
         router = self.whole_model.router
-        if router is None:
-            return step.micro_batches(before_last)
-        return step.with_totals(router.of_step(model), before_last)
+        return None if router is None else router.of_step(model)
 
     @contextmanager
     def passes(
@@ -498,20 +494,19 @@ class FlexSeqEngine:
         Afterwards gradients are the mean over ranks of those of their losses. model, is_last: see
         `micro_batches`.
         """
-        reduction = self.whole_model.reduction(step)
-        with (
-            self._training_step(step, model, is_last=is_last),
-            reduction.of_step(step.plan, model) as before_last,
-        ):
+        self._begin(step)
+        with self.whole_model.reduction(step).of_step(step.plan, model) as before_last:
             yield before_last
+        self._end(step, model, is_last=is_last)
 
-    @contextmanager
-    def _training_step(self, step: Step, model: nn.Module, *, is_last: bool) -> Iterator[None]:
-        """Surround a training step; then look for NaN and infinity, and dispatch the next step
-        while the device still works on this one."""
+    def _begin(self, step: Step) -> None:
+        """Begin a training step."""
         self._finished.settle()  # the previous optimizer step is done
         self.running = step
-        yield
+
+    def _end(self, step: Step, model: nn.Module, *, is_last: bool) -> None:
+        """End a training step: look for NaN and infinity, and dispatch the next step while the
+        device still works on this one."""
         self.running = None
         step.has_run = True
         self._finished.look_at(step, model)

@@ -296,12 +296,13 @@ class PipelineEngine(FlexSeqEngine):
 
         model: as accelerate has wrapped it. is_last: True for the last step.
         """
-        with self._training_step(step, model, is_last=is_last):
-            self._checkpointing.replace()
-            with step.stopwatch.timing(0):
-                with self.sharded.training() if self.sharded is not None else nullcontext():
-                    self._add_loss(step, self._attached_pipeline.train)
-                reduce_gradients(self.stage, self.neighbours)
+        self._begin(step)
+        self._checkpointing.replace()
+        with step.stopwatch.timing(0):
+            with self.sharded.training() if self.sharded is not None else nullcontext():
+                self._add_loss(step, self._attached_pipeline.train)
+            reduce_gradients(self.stage, self.neighbours)
+        self._end(step, model, is_last=is_last)
 
     def evaluate(self, step: RankChunks) -> None:
         """Run the forward actions of a step; its loss is that of `run`. Collective over the
