@@ -289,7 +289,7 @@ class FlexSeqEngine:
     def _training_steps(self, lookahead: int, first_number: int) -> PrefetchedSteps:
         """Return the source of training steps; log why no plan chooses where activations are, if
         one might have. Collective over the world."""
-        reason = self.whole_model.reason_without_choices
+        reason = self.whole_model.planning.reason_without_choices
         if (
             self.communicator.rank == 0
             and reason is not None
@@ -413,25 +413,27 @@ class FlexSeqEngine:
         plans follow what earlier ones teach. has_backward: False if no pass has one."""
         start = partial(self.planner, ahead=lookahead > 0)
         if not has_backward:
-            start = partial(start_planner, self.whole_model.job(trains=False), ahead=False)
+            start = partial(
+                start_planner, self.whole_model.planning.job(trains=False), ahead=False
+            )
         return PrefetchedSteps(
             self.communicator,
             self._started(start),
             lookahead,
             dispatch=self.dispatch,
-            check=self.whole_model.check,
+            check=self.whole_model.planning.check,
             read=Plan.from_bytes,
             first_number=first_number,
             what=what,
             shares_prefixes=shares_prefixes,
             images=self.whole_model.images,
             virtual_tokens=self.whole_model.virtual_tokens,
-            jobs=self.whole_model if trains else None,
+            jobs=self.whole_model.planning if trains else None,
         )
 
     def planner(self, *, ahead: bool) -> Planner:
         """Make the planner of rank 0. ahead: in a process of its own."""
-        return start_planner(self.whole_model.job(), ahead=ahead)
+        return start_planner(self.whole_model.planning.job(), ahead=ahead)
 
     def _started(self, start: Callable[[], Planner]) -> Planner | None:
         """Return a new planner on rank 0, None elsewhere. Collective over the world."""

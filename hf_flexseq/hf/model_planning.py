@@ -3,13 +3,13 @@
 ModelPlanning    the cost model, what memory leaves for tokens, FSDP2's figures
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedModel
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.config import LOOKAHEAD
+from hf_flexseq.config import AS_SET, LOOKAHEAD
 from hf_flexseq.cost import CostModel, FloatArray, step_ns
 from hf_flexseq.cost.choices import held_at_most
 from hf_flexseq.cost.forward import forward_only
@@ -26,6 +26,8 @@ from hf_flexseq.hf.engine_setup import EngineSetup
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.sharding import FsdpPolicies, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.tiles import priced_for
+from hf_flexseq.plan import Plan
+from hf_flexseq.plan import check as check_plan
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner.blocks import exchange_degrees
 from hf_flexseq.planner.passes import passes_of
@@ -52,6 +54,7 @@ class ModelPlanning:
         layers: LayerMemory,
         *,
         host_memory_bytes: int,
+        reason_as_set: str | None,
         lockstep: bool,
         lowered: int | None,
     ) -> None:
@@ -59,7 +62,8 @@ class ModelPlanning:
         they are faster. Collective over the world.
 
         layers: which keep what they are told. host_memory_bytes: for activations of a rank.
-        lockstep: whether all ranks run each micro-batch together. lowered: see `lower_cap`.
+        reason_as_set: why the trainer keeps plans from choosing where these are; None if it does
+        not. lockstep: whether all ranks run each micro-batch together. lowered: see `lower_cap`.
         Raises ValueError for a strategy that the cost model has no figures for, and if the model's
         state alone is too large.
         """
@@ -69,6 +73,9 @@ class ModelPlanning:
         self.lockstep = lockstep
         """True if all ranks run each micro-batch together."""
         self._sync = "lockstep" if lockstep else "free"
+        self.host_memory_bytes = host_memory_bytes
+        self._base: PreTrainedModel | None = base  # until it is detached
+        self._reason_of_model = reason_as_set or layers.reason_without_choices
         self._lowered = lowered
         self._costs = costs = setup.costs
         subject = costs.subject(
@@ -98,6 +105,11 @@ class ModelPlanning:
             over_replicas=reduces_each_batch(setup.accelerator),
         )
 
+    def forget_model(self) -> None:
+        """Drop the model; what it costs stays known."""
+        self._base = None
+        self.fsdp.forget_model()
+
     @property
     def cost_so_far(self) -> CostModel:
         """The cost model, as far as steps have taught."""
@@ -125,6 +137,16 @@ class ModelPlanning:
         cap = self.setup.args.max_tokens_per_rank
         return cap if cap is None or self._lowered is None else min(cap, self._lowered)
 
+    @property
+    def reason_without_choices(self) -> str | None:
+        """Why no plan may choose where activations are; None if it may."""
+        if self.setup.args.activation_memory == AS_SET:
+            return f"activation_memory={AS_SET!r}"
+        plugin = getattr(self.setup.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.activation_checkpointing:
+            return "activation_checkpointing of FSDP is on"
+        return self._reason_of_model
+
     # ---- planners
 
     def tower_of(self, factors: Factors) -> TowerCost:
@@ -143,21 +165,29 @@ class ModelPlanning:
         options = self.setup.args.plan_options(self._sync)
         return replace(options, max_tokens_per_rank=self.max_tokens_per_rank)
 
-    def cost_of_plans(self, factors: Factors, *, may_choose: bool) -> CostModel:
-        """Return the cost model by which steps are planned. may_choose: whether plans may choose
-        where activations are."""
+    def cost_of_plans(self, factors: Factors) -> CostModel:
+        """Return the cost model by which steps are planned."""
         cost = self._lowered_cost(corrected_cost(self.cost, factors))
-        return cost if may_choose else replace(cost, activations=None)
+        return cost if self.reason_without_choices is None else replace(cost, activations=None)
 
-    def job(
-        self, base: PreTrainedModel, factors: Factors, *, may_choose: bool, trains: bool = True
-    ) -> GroupsJob:
-        """Return what a planner is asked to do.
+    def job(self, *, trains: bool = True) -> GroupsJob:
+        """Return what a planner is asked to do, by all that steps have taught. trains: False for
+        passes that have no backward."""
+        return self._job_by(self.newest, trains=trains)
 
-        base: the model, wrapped as it will run. factors: of the cost model, see `factors_of`.
-        trains: False for passes that have no backward.
-        """
-        cost = self.cost_of_plans(factors, may_choose=may_choose)
+    def job_of(self, number: int) -> GroupsJob:
+        """Return the job by which step `number` is planned."""
+        return self._job_by(self.factors_of(number))
+
+    def version_of(self, number: int | None) -> Hashable:
+        """Return what tells the jobs of steps apart: the factors of the cost model. number: see
+        `VersionedJob`."""
+        return self.newest if number is None else self.factors_of(number)
+
+    def _job_by(self, factors: Factors, *, trains: bool = True) -> GroupsJob:
+        """Return a job by a cost model with these factors."""
+        assert self._base is not None, "steps are planned of an attached model"
+        cost = self.cost_of_plans(factors)
         figures = self.fsdp.figures
         if figures is not None:
             factor = 1.0  # of the seconds of trips, which are part of a micro-batch's
@@ -170,10 +200,15 @@ class ModelPlanning:
             cost = forward_only(cost)
         return GroupsJob(
             topology=self.topology,
-            cost=priced_for(cost, base),
+            # not earlier: FSDP wraps MLPs after `attach`, and the user may put hooks on them
+            cost=priced_for(cost, self._base),
             options=self.options,
             fsdp=figures,
         )
+
+    def check(self, plan: Plan) -> None:
+        """Raise ValueError for a plan that would compute something wrong or hang."""
+        check_plan(plan, self.topology, self.max_tokens_per_rank)
 
     # ---- what steps teach
 

@@ -9,7 +9,7 @@ A rank has all of the model, or accelerate gives it what it needs of it (FSDP, Z
 3. reduced        gradients, once where they can be (`reduction.py`)
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention.contexts import ModelContexts
-from hf_flexseq.config import AS_SET
 from hf_flexseq.hf.adapters import unsuitable_adapter
 from hf_flexseq.hf.attached import AttachedModel, ModelSettings
 from hf_flexseq.hf.engine_setup import EngineSetup
@@ -30,17 +29,15 @@ from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model_images import ModelImages
-from hf_flexseq.hf.model_planning import Factors, ModelPlanning
+from hf_flexseq.hf.model_planning import ModelPlanning
 from hf_flexseq.hf.reduction import GradientReduction, note_trained, whole_parameters
 from hf_flexseq.hf.shared_prefixes import reason_not_shared
 from hf_flexseq.hf.sync import resolve_sync
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan import Plan
-from hf_flexseq.plan import check as check_plan
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import Shard
-from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.steps.drawn import PlannedStep, SourceRow
 from hf_flexseq.steps.embedding_noise import NoiseColumns
 from hf_flexseq.steps.exchange import RowExchange, united
@@ -74,7 +71,6 @@ class WholeModel(AttachedModel):
         large.
         """
         self.setup = setup
-        self._settings = settings
         self._exchange = RowExchange(setup.communicator)
         self._contexts: ModelContexts | None = None  # from the first step on
 
@@ -88,13 +84,14 @@ class WholeModel(AttachedModel):
         lockstep = self._resolved_sync(base, lockstep=lockstep)
         note_trained(model)
         budgets = setup.communicator.cpu_group.gather_values(setup.host_bytes())
-        self.host_memory_bytes = min(budgets)  # for activations of a rank
-        layers = self._layers_of(base)
+        host_memory_bytes = min(budgets)  # for activations of a rank
+        layers = self._layers_of(base, host_memory_bytes)
         self.planning = ModelPlanning(
             setup,
             base,
             layers,
-            host_memory_bytes=self.host_memory_bytes,
+            host_memory_bytes=host_memory_bytes,
+            reason_as_set=settings.reason_as_set,
             lockstep=lockstep,
             lowered=lowered,
         )
@@ -110,9 +107,7 @@ class WholeModel(AttachedModel):
         super().__init__(model, base, setup.accelerator, layers, settings)
         self._images: ModelImages | None = None
         if self.vision is not None:
-            self._images = ModelImages(
-                setup, base, self.vision, self.planning, may_choose=self._may_choose
-            )
+            self._images = ModelImages(setup, base, self.vision, self.planning)
 
     def _adapters_of(self, base: PreTrainedModel) -> "ExpertAdapters | None":
         """Return the adapters on experts that lie on several ranks; None without any."""
@@ -142,13 +137,13 @@ class WholeModel(AttachedModel):
             communicator.open_world()  # for gradients: no group is made in a step
         return lockstep
 
-    def _layers_of(self, base: PreTrainedModel) -> LayerMemory:
+    def _layers_of(self, base: PreTrainedModel, host_memory_bytes: int) -> LayerMemory:
         """Return the layers of a model, which keep what they are told. Collective over the
-        world."""
+        world. host_memory_bytes: for activations of a rank."""
         layers = LayerMemory(
             base,
             save_attention_output=self.setup.args.save_attention_output,
-            make_store=partial(HostStore, self.setup.accelerator.device, self.host_memory_bytes),
+            make_store=partial(HostStore, self.setup.accelerator.device, host_memory_bytes),
         )
         # A hook of the user's may be on one rank alone.
         reasons = self.setup.communicator.cpu_group.gather_values(layers.reason_without_choices)
@@ -158,50 +153,12 @@ class WholeModel(AttachedModel):
     def detach(self) -> None:
         """Give the model its own attention and loss back, and accelerate its DDP handler."""
         super().detach()
-        self.planning.fsdp.forget_model()
+        self.planning.forget_model()
 
     def put_adapters_into(self, optimizer: torch.optim.Optimizer) -> None:
         """Give weights that attaching has replaced to an optimizer that was made before."""
         if self._adapters is not None:
             self._adapters.put_into(optimizer)
-
-    # ---- planning
-
-    @property
-    def reason_without_choices(self) -> str | None:
-        """Why no plan may choose where the model's activations are; None if it may."""
-        if self.setup.args.activation_memory == AS_SET:
-            return f"activation_memory={AS_SET!r}"
-        plugin = getattr(self.setup.accelerator.state, "fsdp_plugin", None)
-        if plugin is not None and plugin.activation_checkpointing:
-            return "activation_checkpointing of FSDP is on"
-        return self._settings.reason_as_set or self.layers.reason_without_choices
-
-    @property
-    def _may_choose(self) -> bool:
-        return self.reason_without_choices is None
-
-    def job(self, *, trains: bool = True) -> GroupsJob:
-        """Return what a planner is asked to do, by all that steps have taught. trains: False for
-        passes that have no backward."""
-        return self._job_by(self.planning.newest, trains=trains)
-
-    def _job_by(self, factors: Factors, *, trains: bool = True) -> GroupsJob:
-        # Not earlier: FSDP wraps MLPs after `attach`, and the user may put hooks on them.
-        return self.planning.job(self.base, factors, may_choose=self._may_choose, trains=trains)
-
-    def version_of(self, number: int | None) -> Hashable:
-        """Return what tells the jobs of steps apart: the factors of the cost model. number: see
-        `VersionedJob`."""
-        return self.planning.newest if number is None else self.planning.factors_of(number)
-
-    def job_of(self, number: int) -> GroupsJob:
-        """Return the job by which step `number` is planned."""
-        return self._job_by(self.planning.factors_of(number))
-
-    def check(self, plan: Plan) -> None:
-        """Raise ValueError for a plan that would compute something wrong or hang."""
-        check_plan(plan, self.setup.communicator.topology, self.planning.max_tokens_per_rank)
 
     # ---- steps
 
@@ -229,7 +186,8 @@ class WholeModel(AttachedModel):
 
         # 2. what the model is called with; beyond the first micro-batch it is made while they run
         if self._contexts is None:
-            self._contexts = self._contexts_by(kernel)
+            both_ways = () if self.vision is None else self.vision.both_ways
+            self._contexts = self._contexts_by(kernel, both_ways)
         contexts = self._contexts
 
         def inputs(index: int) -> Inputs:
@@ -262,10 +220,9 @@ class WholeModel(AttachedModel):
         """What reads the images of rows, or refuses them; None for a model of text."""
         return self.text_reader if self._images is None else self._images
 
-    def _contexts_by(self, kernel: Kernel, *, beside: bool = False) -> ModelContexts:
-        """Return a maker of contexts with a model's kernel. beside: True for another model, which
-        shows no layer images both ways."""
-        both_ways = () if beside or self.vision is None else self.vision.both_ways
+    def _contexts_by(self, kernel: Kernel, both_ways: Collection[int] = ()) -> ModelContexts:
+        """Return a maker of contexts with a model's kernel, whose layers `both_ways` show images
+        both ways."""
         return ModelContexts(
             self.setup.communicator,
             kernel,
@@ -314,4 +271,4 @@ class WholeModel(AttachedModel):
         self.need_columns(columns)
         if LENGTHS in columns:
             self.reason_not_shared = f"{name} reads the length of the whole row"
-        return self._contexts_by(kernel, beside=True)
+        return self._contexts_by(kernel)

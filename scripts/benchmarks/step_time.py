@@ -183,7 +183,7 @@ class OneRank:
             None,
             0,
             dispatch=partial(self.model.dispatch, kernel=self.kernel),
-            check=self.model.check,
+            check=self.model.planning.check,
             read=Plan.from_bytes,
         )
 

@@ -322,7 +322,7 @@ def reason_with_a_hook_on_one_rank(rank, world_size):
         model.model.layers[0].mlp.register_forward_hook(nothing)
     engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
     with engine.attached(model):
-        return engine.whole_model.reason_without_choices
+        return engine.planning.reason_without_choices
 
 
 @pytest.mark.processes
@@ -362,10 +362,11 @@ def test_what_the_user_has_set_is_a_choice_of_as_many_first_layers(saves):
 def test_the_engine_says_why_no_plan_chooses(caplog, settings, reason, then):
     engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments(**settings))
     with engine.attached(deep_llama()):
-        assert engine.whole_model.reason_without_choices == reason
-        assert engine.whole_model.host_memory_bytes > MIB
-        engine.settings = ModelSettings(reason_as_set="the trainer has one")
-        assert engine.whole_model.reason_without_choices == then
+        assert engine.planning.reason_without_choices == reason
+        assert engine.planning.host_memory_bytes > MIB
+    engine.settings = ModelSettings(reason_as_set="the trainer has one")
+    with engine.attached(deep_llama()):
+        assert engine.planning.reason_without_choices == then
         with caplog.at_level("INFO"):
             engine.next_step(iter(batches(1)), 1)
     said = "activations are kept as they are set for the run: the trainer has one" in caplog.text
@@ -381,7 +382,7 @@ def test_trl_and_activation_checkpointing_do_not_both_offload(tmp_path, monkeypa
     monkeypatch.setattr(sft_module, "get_act_offloading_ctx_manager", lambda model: nullcontext())
     trainer = sft(tmp_path, activation_offloading=True)
     with trainer._attached():
-        reason = trainer.flexseq.whole_model.reason_without_choices
+        reason = trainer.flexseq.planning.reason_without_choices
     assert reason == "activation_offloading=True offloads them"
     with refused("activation_offloading=True and offload=True in .*_kwargs", ValueError):
         sft(

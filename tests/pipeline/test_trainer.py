@@ -20,6 +20,8 @@ from hf_flexseq.pipeline.planning.step_plan import StepPlan
 from hf_flexseq.pipeline.planning.walk import check, makespan_ns
 from hf_flexseq.pipeline.trainer import engine as engine_module
 from hf_flexseq.pipeline.trainer.engine import PipelineEngine
+from hf_flexseq.pipeline.trainer.mixin import PipelineMixin
+from hf_flexseq.pipeline.trainer.refusals import REPLACED
 from hf_flexseq.plan.files import read_steps
 from hf_flexseq.planner.process.client import InlinePlanner
 from tests.budget import others_nightly
@@ -308,6 +310,13 @@ def test_all_that_is_overridden_is_listed_and_there():
     ours = {name for name in own if hasattr(Trainer, name) and not name.startswith("__")}
     assert ours == set(OVERRIDDEN)
     assert all(callable(getattr(Trainer, name)) for name in OVERRIDDEN)
+
+
+def test_all_that_a_pipeline_overrides_is_refused_of_the_user():
+    """Except `save_model`, which calls the user's own as well."""
+    ours = {name for name in vars(PipelineMixin) if hasattr(Trainer, name) and name[:2] != "__"}
+    assert ours - set(REPLACED) == {"save_model"}
+    assert all(callable(getattr(Trainer, name)) for name in REPLACED)
 
 
 # ---- other arithmetic and other models

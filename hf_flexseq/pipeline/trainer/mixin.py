@@ -63,8 +63,8 @@ class StageModule(nn.Module):
 
 
 class PipelineMixin(FlexSeqMixin):
-    """A `FlexSeqMixin` whose model is cut into `pipeline_parallel_size` stages. A trainer of that
-    class becomes one of this class when its options say so (`FlexSeqMixin._become_pipeline`)."""
+    """A `FlexSeqMixin` whose model is cut into `pipeline_parallel_size` stages. A trainer becomes
+    one of this class when it is set up with more than one."""
 
     flexseq: PipelineEngine
     _flexseq_loss: LossOfStages
