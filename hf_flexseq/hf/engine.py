@@ -329,7 +329,7 @@ class FlexSeqEngine:
                 what="call",
                 shares_prefixes=not forward_only and self._shares_prefixes(),
                 trains=not forward_only,
-                has_backward=not forward_only,
+                planner=self._forward_planner if forward_only else None,
             )
         steps = self._in_place[forward_only]
         steps.count_from(number)
@@ -407,33 +407,33 @@ class FlexSeqEngine:
         what: str = "step",
         shares_prefixes: bool = False,
         trains: bool = False,
-        has_backward: bool = True,
+        planner: Callable[[], Planner] | None = None,
     ) -> PrefetchedSteps:
         """Return steps planned by rank 0. Collective over the world. trains: True if the steps'
-        plans follow what earlier ones teach. has_backward: False if no pass has one."""
-        start = partial(self.planner, ahead=lookahead > 0)
-        if not has_backward:
-            start = partial(
-                start_planner, self.whole_model.planning.job(trains=False), ahead=False
-            )
+        plans follow what earlier ones teach. planner: makes another planner than `planner`."""
+        whole_model = self.whole_model
         return PrefetchedSteps(
             self.communicator,
-            self._started(start),
+            self._started(planner or partial(self.planner, ahead=lookahead > 0)),
             lookahead,
             dispatch=self.dispatch,
-            check=self.whole_model.planning.check,
+            check=whole_model.planning.check,
             read=Plan.from_bytes,
             first_number=first_number,
             what=what,
             shares_prefixes=shares_prefixes,
-            images=self.whole_model.images,
-            virtual_tokens=self.whole_model.virtual_tokens,
-            jobs=self.whole_model.planning if trains else None,
+            images=whole_model.images,
+            virtual_tokens=whole_model.virtual_tokens,
+            jobs=whole_model.planning if trains else None,
         )
 
     def planner(self, *, ahead: bool) -> Planner:
         """Make the planner of rank 0. ahead: in a process of its own."""
         return start_planner(self.whole_model.planning.job(), ahead=ahead)
+
+    def _forward_planner(self) -> Planner:
+        """Make the planner of rank 0 for passes that have no backward, in place."""
+        return start_planner(self.whole_model.planning.job(trains=False), ahead=False)
 
     def _started(self, start: Callable[[], Planner]) -> Planner | None:
         """Return a new planner on rank 0, None elsewhere. Collective over the world."""
