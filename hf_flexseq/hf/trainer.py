@@ -40,6 +40,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+from hf_flexseq.base.constructor import arguments_by_name, with_argument
 from hf_flexseq.base.refusals import together
 from hf_flexseq.base.registry import PIPELINE, object_of
 from hf_flexseq.config import FlexSeqArguments, arguments_on
@@ -47,7 +48,6 @@ from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.attached import ModelSettings
 from hf_flexseq.hf.collators import flexseq_collator, padded_collator
 from hf_flexseq.hf.compiled import leave_others_uncompiled
-from hf_flexseq.hf.constructor import arguments_by_name, with_argument
 from hf_flexseq.hf.data_order import Factors, check_factors
 from hf_flexseq.hf.dataset_checks import check_examples, check_labels, check_rows
 from hf_flexseq.hf.engine import FlexSeqEngine

@@ -1,4 +1,4 @@
-"""The arguments of a Trainer's constructor, by name."""
+"""The arguments of a constructor by name, of a class that stands behind another in the MRO."""
 
 import inspect
 from typing import Any
