@@ -59,7 +59,7 @@ from planners import CAP, COST, SETS, LengthSet
 from tiny import tiny_llama_config
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from gpu_checks.stub import StubCpuGroup, StubTransport
+from stub import StubCpuGroup, StubTransport
 
 DTYPES = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64}
 PARTS = ("plan", "dispatch", "contexts", "figures")

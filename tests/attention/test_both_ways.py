@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
@@ -20,8 +19,9 @@ from hf_flexseq.plan.units import Node, Unit
 from hf_flexseq.program.compile import FORWARD, Machine, MicroBatchLayout, compile_program
 from hf_flexseq.program.instructions import LayerShape
 from tests.attention.dense import dense_attention
-from tests.attention.group import CPU, largest_error, nodes_of, own_rows, qkv_and_dout
+from tests.attention.group import largest_error, nodes_of, own_rows, qkv_and_dout
 from tests.attention.test_sequence_parallel import KINDS, SIZE, gradient_of, options_of
+from tests.device import DEVICE, own_kernel
 from tests.kernels.reference import Reference
 from tests.plans import group, one_group
 from tests.program.compiled import messages_of, programs_of_group
@@ -111,8 +111,8 @@ def attend(seq_ctx, qkv, dout, kind, heads, *, checkpointed, both_ways=True):
 
 def context_on(communicator, micro_batch, lengths, blocks, **options):
     shard = make_shard(micro_batch, lengths, communicator.rank)
-    kernel = options.pop("kernel", None) or choose_kernel(CPU, torch.float64, 16)
-    return SequenceContext(shard, communicator, kernel, CPU, blocks=blocks, **options)
+    kernel = options.pop("kernel", None) or own_kernel(torch.float64, 16)
+    return SequenceContext(shard, communicator, kernel, DEVICE, blocks=blocks, **options)
 
 
 def run_cases(rank, world_size, cases):
@@ -158,6 +158,7 @@ def assert_exact(by_rank, sink_grads):
     assert worst == {}
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_blocks_are_exact(world_size):
     by_rank = run_threads(run_cases, world_size, CASES, seconds=100)
@@ -282,6 +283,7 @@ def run_units(rank, world_size):
     return found
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_blocks_of_units_are_exact(world_size):
     by_rank = run_threads(run_units, world_size)
@@ -408,8 +410,8 @@ def bfloat16_errors(rank, world_size, kernel, both_ways):
     strategy = "local" if world_size == 1 else "ulysses"
     micro_batch = one_group(range(world_size), len(lengths), strategy)
     found = {}
-    for dtype, own_kernel in ((torch.float64, Reference()), (torch.bfloat16, kernel)):
-        seq_ctx = context_on(communicator, micro_batch, lengths, blocks, kernel=own_kernel)
+    for dtype, used in ((torch.float64, Reference()), (torch.bfloat16, kernel)):
+        seq_ctx = context_on(communicator, micro_batch, lengths, blocks, kernel=used)
         tensors = own_rows(
             [qkv_and_dout(i, n, 4, 2, 32) for i, n in enumerate(lengths)], seq_ctx.shard
         )

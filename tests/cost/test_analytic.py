@@ -232,3 +232,8 @@ def test_memory_under_autocast_is_not_below_that_of_an_h100():
         assert max(loss, replay) / 2**30 == pytest.approx(measured_gib, rel=0.04)
         # a plan counts what either moment holds
         assert measured_gib <= (state + tokens * cost.token_bytes) / 2**30 <= 1.1 * measured_gib
+
+
+def test_an_mlp_that_is_narrower_than_its_layer_gains_nothing_by_tiles():
+    cost = estimate(shape(hidden=512, intermediate=48))
+    assert cost.activations.kinds[0].tiled_bytes == 0

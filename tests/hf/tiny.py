@@ -105,11 +105,14 @@ def reference_loss(model, examples):
     total, targets = 0.0, 0
     for example in examples:
         logits = (
-            model(input_ids=torch.tensor([example["input_ids"]]), use_cache=False)
+            model(
+                input_ids=torch.tensor([example["input_ids"]], device=model.device),
+                use_cache=False,
+            )
             .logits[0]
             .double()
         )
-        labels = torch.tensor([*example["labels"][1:], -100])
+        labels = logits.new_tensor([*example["labels"][1:], -100], dtype=torch.int64)
         total = total + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
         targets += int((labels != -100).sum())
     return total / targets

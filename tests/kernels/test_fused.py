@@ -17,6 +17,8 @@ import torch
 
 from hf_flexseq.kernels.fused import TorchFused
 from hf_flexseq.plan.head_layout import HeadLayout
+from tests.device import DEVICE
+from tests.kernels import large_fused
 from tests.kernels.fused_cases import HEAD_RANGES, ROWS, added, gathered, merged, normal, packed
 
 TORCH = TorchFused()
@@ -72,6 +74,25 @@ def assert_like_torch(fused, operation, case, **options):
 def test_tritons_operations_are_torchs(fused, operation, dtype):
     for case in CASES[operation]:
         assert_like_torch(fused, operation, case, dtype=dtype)
+
+
+@pytest.mark.on_device
+@pytest.mark.parametrize(
+    "case", large_fused.CASES if DEVICE.type == "cuda" else large_fused.SMALL_CASES, ids=str
+)
+def test_large_sizes_are_torchs(triton_fused, case):
+    for name, make in large_fused.works(case.sizes, DEVICE, case.dtype).items():
+        difference = large_fused.largest_difference(triton_fused.TritonFused(), make)
+        bound = large_fused.MERGE_ERROR if name.startswith("merge") else 0.0
+        assert difference <= bound, name
+
+
+@pytest.mark.parametrize("operation", ["merge", "add", "gather", "pack", "unpack"])
+def test_an_operation_that_leaves_something_out_is_found(operation):
+    wrong = type("Wrong", (TorchFused,), {operation: lambda *_: None})()
+    (case,) = large_fused.SMALL_CASES
+    made = large_fused.works(case.sizes, DEVICE, case.dtype).values()
+    assert max(large_fused.largest_difference(wrong, make) for make in made) > 0.1
 
 
 def test_any_head_size_is_merged_and_packed(triton_fused):

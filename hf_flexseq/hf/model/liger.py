@@ -57,8 +57,9 @@ def liger_kernels(model: PreTrainedModel, options: Mapping[str, Any]) -> Iterato
         logger.warning(
             "use_liger_kernel=True: Liger has no kernels for %s, which stays as it is", name
         )
-    elif holds_experts(model):
-        logger.info("use_liger_kernel=True: experts and MLPs of %s stay as they are", name)
+    else:
+        kept = "; its experts and MLPs stay as they are" if holds_experts(model) else ""
+        logger.info("use_liger_kernel=True: Liger's kernels are in %s%s", name, kept)
     lasting = []
     for change in changed:
         if isinstance(change.own, type):
