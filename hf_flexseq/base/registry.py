@@ -49,8 +49,8 @@ RINGS: Mapping[str, RingEntry] = {
         costs="hf_flexseq.cost.rings:ZIGZAG",
     ),
     "balanced": RingEntry(
-        ring="hf_flexseq.published.lightseq.balanced:RING",
-        costs="hf_flexseq.published.lightseq.balanced:COSTS",
+        ring="hf_flexseq.published.lightseq.balanced_ring:RING",
+        costs="hf_flexseq.published.lightseq.balanced_ring:COSTS",
     ),
 }
 
@@ -139,7 +139,7 @@ class PipelineEntry:
     job: str
     """`module:class` of a planner's `Job`, of the kind `stages`."""
     read_step: str
-    """`module:function` that returns the `PlannedStep` of a record in a file of plans."""
+    """`module:function` that returns the `RecordedStep` of a record in a file of plans."""
     timeline: str
     """`module:function` that returns the `Timeline` of such a step."""
 

@@ -8,7 +8,7 @@ from hf_flexseq.cli.plan import summary
 from hf_flexseq.command_line import say
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import Plan, check
-from hf_flexseq.plan.files import PlannedStep, read_steps
+from hf_flexseq.plan.files import RecordedStep, read_steps
 from hf_flexseq.view import (
     chrome_text,
     save_picture,
@@ -42,7 +42,7 @@ def view(options: Namespace) -> None:
         say(options, f"{options.plan}: {file.remark()}")
 
 
-def drawn(step: PlannedStep, options: Namespace) -> Timeline:
+def drawn(step: RecordedStep, options: Namespace) -> Timeline:
     """Return a step's timeline: by the cost model, by measured seconds, or by tokens."""
     limits = options.limits
     if not isinstance(step.plan, Plan):
@@ -64,7 +64,7 @@ def drawn(step: PlannedStep, options: Namespace) -> Timeline:
     return timeline_of(step.plan, options.topology, cost, sync=options.sync)
 
 
-def _title(step: PlannedStep, options: Namespace) -> str:
+def _title(step: RecordedStep, options: Namespace) -> str:
     """Return a step in one line, with its measured seconds and how experts lie over ranks."""
     measured = "" if step.measured_s is None else f", measured {sum(step.measured_s):.3f} s"
     experts = ""

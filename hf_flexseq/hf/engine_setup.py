@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.hf.calibration.source import CostSource, named_cost
@@ -79,11 +79,11 @@ class EngineSetup:
         for degree in degrees:
             spans_nodes = self.communicator.topology.spans_nodes(0, degree)
             pieces[degree] = HEAD_PIECES if spans_nodes else 1
-        with Attempt() as choosing:
+        with ErrorCapture() as choosing:
             dtype = compute_dtype(model, self.accelerator)
             layers = layer_calls(model.config, pieces)
             kernel = choose_kernels(self.accelerator.device, dtype, layers)
-        choosing.raise_together(
+        choosing.raise_on_all_ranks(
             self.communicator.cpu_group.gather_values, f"choosing the attention kernel{whose}"
         )
         return kernel

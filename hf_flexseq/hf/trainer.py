@@ -19,7 +19,7 @@
 * `log`, `_maybe_log_save_evaluate`, `_finalize_training`: figures of the steps, and the loss of
   all ranks.
 * `_load_from_checkpoint` and others: checkpoints of models that are sharded when they are loaded
-  (`sharded_at_load.py`).
+  (`sharded_checkpoints.py`).
 
 With `pipeline_parallel_size` above 1 the trainer's class becomes a subclass, which the registry
 names (`base/registry.py`).
@@ -44,10 +44,10 @@ from hf_flexseq.base.constructor import arguments_by_name, with_argument
 from hf_flexseq.base.refusals import together
 from hf_flexseq.base.registry import PIPELINE, object_of
 from hf_flexseq.config import FlexSeqArguments, arguments_on
-from hf_flexseq.distributed.agreement import Attempt
-from hf_flexseq.hf.attached import ModelSettings
+from hf_flexseq.distributed.agreement import ErrorCapture
+from hf_flexseq.hf.attachments import ModelSettings
 from hf_flexseq.hf.collators import flexseq_collator, padded_collator
-from hf_flexseq.hf.compiled import leave_others_uncompiled
+from hf_flexseq.hf.compiled_regions import leave_others_uncompiled
 from hf_flexseq.hf.data_order import Factors, check_factors
 from hf_flexseq.hf.dataset_checks import check_examples, check_labels, check_rows
 from hf_flexseq.hf.engine import FlexSeqEngine
@@ -62,7 +62,7 @@ from hf_flexseq.hf.refusals.predictions import check_predictions, wants_predicti
 from hf_flexseq.hf.refusals.trainer import check_loss_of_model, check_trainer
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
-from hf_flexseq.hf.sharded_at_load import ShardedCheckpoints, accepted_by_trainer
+from hf_flexseq.hf.sharded_checkpoints import ShardedCheckpoints, accepted_by_trainer
 from hf_flexseq.hf.source_rank import LossOnSourceRank
 from hf_flexseq.hf.step_loss import StepLoss
 from hf_flexseq.hf.step_memory import StepMemory
@@ -253,10 +253,10 @@ class FlexSeqMixin(ShardedCheckpoints):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         resumed = self._flexseq_resumed
-        with Attempt() as checking:
+        with ErrorCapture() as checking:
             check_examples(self, self.flexseq.args, resumes=resumed is not None)
         cpu_group = self.flexseq.communicator.cpu_group
-        checking.raise_together(cpu_group.gather_values, "looking at the datasets")
+        checking.raise_on_all_ranks(cpu_group.gather_values, "looking at the datasets")
         if resumed is None:
             self.flexseq.bring_cost(None, None)
         else:
@@ -416,10 +416,10 @@ class FlexSeqMixin(ShardedCheckpoints):
             prediction_loss_only = self.args.prediction_loss_only
         predicts = not prediction_loss_only
         dataset = getattr(dataloader, "dataset", None)
-        with Attempt() as checking:
+        with ErrorCapture() as checking:
             check_rows(f"{metric_key_prefix}_dataset", dataset, self, self.flexseq.args)
         gather = self.flexseq.communicator.cpu_group.gather_values
-        checking.raise_together(gather, "looking at the dataset")
+        checking.raise_on_all_ranks(gather, "looking at the dataset")
         with (
             self._flexseq_loss.evaluating(dataloader, predicts=predicts) as loader,
             self._attached(),

@@ -20,14 +20,14 @@ from transformers import PreTrainedModel
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention.contexts import ModelContexts
 from hf_flexseq.hf.adapters import unsuitable_adapter
-from hf_flexseq.hf.attached import AttachedModel, ModelSettings
+from hf_flexseq.hf.attachments import AttachedModel, ModelSettings
 from hf_flexseq.hf.engine_setup import EngineSetup
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.divided import is_fully_sharded
 from hf_flexseq.hf.model.experts import adapted_experts
 from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.positions import needed_columns
+from hf_flexseq.hf.model.sharding_kind import is_fully_sharded
 from hf_flexseq.hf.model_images import ModelImages
 from hf_flexseq.hf.model_planning import ModelPlanning
 from hf_flexseq.hf.reduction import GradientReduction, note_trained, whole_parameters
@@ -38,13 +38,13 @@ from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import Shard
-from hf_flexseq.steps.drawn import PlannedStep, SourceRow
 from hf_flexseq.steps.embedding_noise import NoiseColumns
 from hf_flexseq.steps.exchange import RowExchange, united
 from hf_flexseq.steps.features import with_image_columns
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.prefetch import ImageReader
+from hf_flexseq.steps.source_row import PlannedStep, SourceRow
 from hf_flexseq.steps.token_columns import LENGTHS, with_token_columns
 
 if TYPE_CHECKING:

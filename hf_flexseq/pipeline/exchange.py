@@ -6,8 +6,8 @@ import numpy as np
 
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.pipeline.planning.step_plan import StepPlan
-from hf_flexseq.steps.drawn import Columns, SourceRow
 from hf_flexseq.steps.exchange import TokenExchange, own_offsets, routes_of, tokens_of
+from hf_flexseq.steps.source_row import Columns, SourceRow
 
 
 class ChunkExchange(TokenExchange):

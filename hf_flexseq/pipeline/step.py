@@ -9,9 +9,9 @@ from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.pipeline.planning.plan import PipelinePlan
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.pipeline.planning.step_plan import StepPlan
-from hf_flexseq.steps.drawn import Columns, PlannedStep
 from hf_flexseq.steps.rank_step import RankStep
-from hf_flexseq.steps.trace import Figures, PlanTrace
+from hf_flexseq.steps.source_row import Columns, PlannedStep
+from hf_flexseq.steps.trace import LogFigures, PlanTrace
 
 
 class RankChunks(RankStep[StepPlan]):
@@ -44,7 +44,7 @@ class RankChunks(RankStep[StepPlan]):
         return self.plan.plans[self.replica]
 
 
-def traced(step: RankChunks, trace: PlanTrace, cost: PipelineCost, whole: CostModel) -> Figures:
+def traced(step: RankChunks, trace: PlanTrace, cost: PipelineCost, whole: CostModel) -> LogFigures:
     """Write a finished step's trace, a line per replica; return its figures. Collective over the
     world. cost: of the stages. whole: of the whole model."""
     by_rank = trace.gather(step, lambda: [step.stopwatch.seconds().get(0, 0.0)])  # [world, 1]

@@ -46,7 +46,7 @@ class PlanOfStages(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedStep:
+class RecordedStep:
     """A step of a file."""
 
     number: int
@@ -65,19 +65,19 @@ class PlannedStep:
     tower: TowerLoad | None = None
     """What the tower does for the step's images; None without images."""
     learned: dict[str, Any] | None = None
-    """What a cost model learns from the step (`cost/online.py`); None if the file has none."""
+    """What a cost model learns from the step (`cost/correction.py`); None if the file has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepsFile:
     """The steps of a file, and its broken lines."""
 
-    steps: list[PlannedStep]
+    steps: list[RecordedStep]
     """The steps, in the order of the file; at least one."""
     broken: list[tuple[int, str]]
     """(number, problem) of each line that is not a step."""
 
-    def step(self, index: int) -> PlannedStep:
+    def step(self, index: int) -> RecordedStep:
         """Return the step with this index. Raises ValueError if the file has fewer."""
         if index >= len(self.steps):
             raise ValueError(f"expected --step below {len(self.steps)}, got {index}")
@@ -117,7 +117,7 @@ def parse_steps(text: str, limits: Limits) -> StepsFile:
         raise ValueError("holds no plan")
     if len(lines) == 1:
         return StepsFile(steps=[_step(0, parse_json(text, limits), limits)], broken=[])
-    steps: list[PlannedStep] = []
+    steps: list[RecordedStep] = []
     broken: list[tuple[int, str]] = []
     for number, line in lines:
         try:
@@ -138,13 +138,13 @@ def parse_steps(text: str, limits: Limits) -> StepsFile:
     return StepsFile(steps=[_step(0, record, limits)], broken=[])
 
 
-def _step(index: int, record: Any, limits: Limits) -> PlannedStep:
+def _step(index: int, record: Any, limits: Limits) -> RecordedStep:
     """Return the step of one record; `index` counts records."""
     if not isinstance(record, dict):
         raise ValueError(f"not a plan: expected a JSON object, got {type(record).__name__}")
     number = whole("step", record.get("step", index))
     if "actions" in record:
-        step: PlannedStep = object_of(PIPELINE.read_step)(number, record, limits)
+        step: RecordedStep = object_of(PIPELINE.read_step)(number, record, limits)
         return step
     plan = Plan.from_record(plan_record(record, PLAN_KEYS))
     plan.check_form()
@@ -157,7 +157,7 @@ def _step(index: int, record: Any, limits: Limits) -> PlannedStep:
             f"step {number} has {len(plan.micro_batches)} micro-batches, "
             f"{len(measured)} of them measured"
         )
-    return PlannedStep(
+    return RecordedStep(
         number=number,
         plan=plan,
         measured_s=measured,

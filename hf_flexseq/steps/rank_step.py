@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from hf_flexseq.steps.drawn import PlannedStep
+from hf_flexseq.steps.source_row import PlannedStep
 from hf_flexseq.steps.stopwatch import Stopwatch
 
 PlanT = TypeVar("PlanT")

@@ -44,15 +44,15 @@ from common import (
 )
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.attached import ModelSettings
+from hf_flexseq.hf.attachments import ModelSettings
 from hf_flexseq.hf.calibration.source import CostSource
 from hf_flexseq.hf.engine_setup import EngineSetup
 from hf_flexseq.hf.whole_model import WholeModel
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.steps.drawn import DrawnStep, SourceRow
 from hf_flexseq.steps.prefetch import PrefetchedSteps
+from hf_flexseq.steps.source_row import DrawnStep, SourceRow
 from hf_flexseq.steps.trace import PlanTrace
 from lengths import DOCUMENTS, WIKIPEDIA, K, batch, common_crawl_like
 from planners import CAP, COST, SETS, LengthSet

@@ -1,6 +1,6 @@
 """Triton's kernels for merging, adding, gathering and packing: GB/s of what each writes, beside
 torch's operations. Plans price them by the bandwidth of memory. Their results are tests
-(`pytest --device cuda tests/kernels/test_fused.py`).
+(`pytest --device cuda tests/kernels/test_fused_operations.py`).
 """
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from gpu_checks.rates import median_s
 from gpu_checks.report import Section, Setting, table
 from hf_flexseq.kernels.choose import reason_without_triton
-from hf_flexseq.kernels.fused import Fused, TorchFused
+from hf_flexseq.kernels.fused_operations import Fused, TorchFused
 from tests.kernels.large_fused import CASES, SMALL_CASES, Case, works
 
 TITLE = "Merging, adding, gathering and packing: GB/s written"

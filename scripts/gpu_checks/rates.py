@@ -27,7 +27,7 @@ from torch.nn.attention import activate_flash_attention_impl, restore_flash_atte
 
 from gpu_checks.report import CUDNN_PART, Section, Setting, launch, table, this_script, verdict
 from hf_flexseq.kernels import Kernel, KernelCall, cudnn_long
-from hf_flexseq.kernels.capabilities import Calls
+from hf_flexseq.kernels.capabilities import CallKind
 from hf_flexseq.kernels.choose import CANDIDATES
 from hf_flexseq.kernels.cudnn_long import AVOID_RECOMPILE
 from hf_flexseq.kernels.segments import Segments
@@ -161,7 +161,7 @@ def rates_section(setting: Setting) -> Section:
 def _installed(device: torch.device) -> Iterator[tuple[str, Kernel]]:
     """Yield the name and the kernel of all that serve the device."""
     for kernel in CANDIDATES[device.type]:
-        if kernel.reason_unsupported(Calls(device, torch.bfloat16, HEAD_DIM)) is None:
+        if kernel.reason_unsupported(CallKind(device, torch.bfloat16, HEAD_DIM)) is None:
             yield kernel.name, kernel
     for name, package in OTHERS.items():
         is_there = importlib.util.find_spec(package.split(".")[0]) is not None

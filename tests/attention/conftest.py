@@ -1,8 +1,8 @@
 import pytest
 
-from hf_flexseq.attention import bound
+from hf_flexseq.attention import bound_programs
 from hf_flexseq.program import heads, ring_steps
-from tests.attention.strict import StrictFused
+from tests.attention.strict_operations import StrictFused
 from tests.device import DEVICE
 
 
@@ -18,4 +18,4 @@ def small_pieces(monkeypatch):
 def strict_operations(monkeypatch):
     """What a GPU could not do fails on the CPU, too."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(bound, "choose_fused", lambda device: StrictFused())
+        monkeypatch.setattr(bound_programs, "choose_fused", lambda device: StrictFused())

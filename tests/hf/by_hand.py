@@ -18,9 +18,9 @@ from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.program.hybrid import Reordered
 from hf_flexseq.program.ulysses import UlyssesZone
-from hf_flexseq.steps.drawn import common_dtypes, source_row
 from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
+from hf_flexseq.steps.source_row import common_dtypes, source_row
 from hf_flexseq.steps.token_columns import with_token_columns
 from tests.device import DEVICE, own_kernel
 from tests.hf.tiny import relative_errors, taken_gradients

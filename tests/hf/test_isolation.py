@@ -16,7 +16,7 @@ from hf_flexseq.plan.shard import Slice, make_shard
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from tests.hf.by_hand import ways_between_nodes
 from tests.hf.tiny import VOCAB, tiny_llama
-from tests.published.zeppelin.always import Always
+from tests.published.zeppelin.gainful_passes import Always
 from tests.ranks import join, run_threads
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from hf_flexseq.plan import Plan
 from hf_flexseq.plan.blocks import SEE_BLOCKS
 from hf_flexseq.plan.facts import NO_FACTS
 from hf_flexseq.plan.memory import MemoryChoice
-from hf_flexseq.planner.shared import SharedRows
+from hf_flexseq.planner.shared_rows import SharedRows
 from tests.plans import random_plan
 
 VOCAB = 61

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.kernels.fused import Fused, TorchFused
+from hf_flexseq.kernels.fused_operations import Fused, TorchFused
 from hf_flexseq.plan.head_layout import HeadLayout
 
 MERGE_ERROR = 1e-5  # of an output or a log-sum-exp, relative to what is about 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_flexseq.kernels import KernelCall, cudnn_long
-from hf_flexseq.kernels.capabilities import Calls
+from hf_flexseq.kernels.capabilities import CallKind
 from hf_flexseq.kernels.choose import CANDIDATES
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.segments import Segments
@@ -59,7 +59,7 @@ SHORT_CASES = {  # on a CPU
 def test_errors_are_at_most_twice_those_of_a_plain_softmax(kernel, name):
     case = CASES[name] if DEVICE.type == "cuda" else SHORT_CASES[name]
     needs = {"window": case.window is not None, "softcap": case.softcap is not None}
-    refusal = kernel.reason_unsupported(Calls(DEVICE, torch.bfloat16, HEAD_DIM, **needs))
+    refusal = kernel.reason_unsupported(CallKind(DEVICE, torch.bfloat16, HEAD_DIM, **needs))
     if refusal:
         pytest.skip(refusal)
     assert within_bounds(kernel, case), name

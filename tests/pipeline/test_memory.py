@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.facts import model_shape
@@ -20,7 +20,7 @@ from hf_flexseq.pipeline.planning.walk import timed
 from hf_flexseq.pipeline.trainer.engine import token_bytes
 from tests.budget import others_nightly
 from tests.hf.tiny import documents, tiny_llama
-from tests.pipeline.live import LiveBytes
+from tests.pipeline.live_bytes import LiveBytes
 from tests.pipeline.test_exactness import columns_of, make_executor
 from tests.ranks import run_ranks
 

@@ -5,10 +5,10 @@ from typing import Any
 from hf_flexseq.base.reading import Limits
 from hf_flexseq.base.values import items, whole
 from hf_flexseq.pipeline.planning.plan import KEYS, PipelinePlan
-from hf_flexseq.plan.files import PlannedStep, measured_s, plan_record, waited_s
+from hf_flexseq.plan.files import RecordedStep, measured_s, plan_record, waited_s
 
 
-def pipeline_step(number: int, record: dict[str, Any], limits: Limits) -> PlannedStep:
+def pipeline_step(number: int, record: dict[str, Any], limits: Limits) -> RecordedStep:
     """Return the step of a record that holds a pipeline's actions. Raises ValueError for another
     record."""
     # A word of text becomes a tuple of a dozen times its bytes.
@@ -20,7 +20,7 @@ def pipeline_step(number: int, record: dict[str, Any], limits: Limits) -> Planne
     cost = record.get("pipeline_cost")
     if cost is not None and not isinstance(cost, dict):
         raise ValueError(f"pipeline_cost: expected a JSON object, got {type(cost).__name__}")
-    return PlannedStep(
+    return RecordedStep(
         number=number,
         plan=plan,
         measured_s=measured_s(record),

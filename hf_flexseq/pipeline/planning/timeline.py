@@ -17,7 +17,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.pipeline.planning.plan import KINDS, PipelinePlan
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost, StageCost
 from hf_flexseq.pipeline.planning.walk import Done, check, timed
-from hf_flexseq.plan.files import PlannedStep
+from hf_flexseq.plan.files import RecordedStep
 from hf_flexseq.view.timeline import ACTION_KINDS, Event, Memory, Timeline
 
 EVENT_KINDS = dict(zip(KINDS, ACTION_KINDS, strict=True))  # kind of an action -> of its event
@@ -40,7 +40,7 @@ class Report:
     """[rank] Most tokens in flight; a checkpointed token counts whole."""
 
 
-def timeline_of_step(step: PlannedStep, cost_model: CostModel | None, limits: Limits) -> Timeline:
+def timeline_of_step(step: RecordedStep, cost_model: CostModel | None, limits: Limits) -> Timeline:
     """Return the timeline of a step of a file: by a cost model, or by the stages' costs in the
     file, or with tokens as time. Raises ValueError for a plan that would hang or is too long, and
     for costs of other stages."""

@@ -26,10 +26,10 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
-from hf_flexseq.hf.attached import on_micro_batches
+from hf_flexseq.hf.attachments import on_micro_batches
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.model.facts import (
     autocast_dtype,
@@ -37,11 +37,11 @@ from hf_flexseq.hf.model.facts import (
     is_checkpointed,
     model_shape,
 )
-from hf_flexseq.hf.model.images import reader_of_text
 from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.meta_model import meta_model
 from hf_flexseq.hf.model.positions import needed_columns
-from hf_flexseq.hf.model.reentrant import NonReentrant
+from hf_flexseq.hf.model.reentrant_checkpointing import NonReentrant
+from hf_flexseq.hf.model.text_reader import reader_of_text
 from hf_flexseq.hf.shared_prefixes import OFF
 from hf_flexseq.hf.whole_model import WholeModel
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
@@ -61,11 +61,11 @@ from hf_flexseq.pipeline.trainer.loading import stage_of
 from hf_flexseq.pipeline.trainer.refusals import check_divides
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.planner.process.client import Planner, start_planner
-from hf_flexseq.steps.drawn import PlannedStep
-from hf_flexseq.steps.learning import corrected_cost
+from hf_flexseq.steps.learned_cost import corrected_cost
 from hf_flexseq.steps.prefetch import PrefetchedSteps, Step
+from hf_flexseq.steps.source_row import PlannedStep
 from hf_flexseq.steps.token_columns import with_token_columns
-from hf_flexseq.steps.trace import Figures, PlanTrace
+from hf_flexseq.steps.trace import LogFigures, PlanTrace
 
 logger = logging.getLogger(__name__)
 
@@ -193,12 +193,12 @@ class PipelineEngine(FlexSeqEngine):
         accelerator = self.accelerator
         cpu_group = self.communicator.cpu_group
         kernel = self.setup.kernel_for(base, [self.degree])
-        with Attempt() as calling:
+        with ErrorCapture() as calling:
             if self.stage.is_last and has_chunkable_loss(base):
                 _call_loss_once(accelerator.device, compute_dtype(base, accelerator))
         costs = self.setup.costs
         self._cost = corrected_cost(costs.find(self._cost_subject), costs.learned.newest)
-        calling.raise_together(cpu_group.gather_values, "calling the loss for the first time")
+        calling.raise_on_all_ranks(cpu_group.gather_values, "calling the loss for the first time")
         self._costs_of_run = None
         self.memory_limit = self._room(self._cost)
         with ExitStack() as attached:
@@ -319,7 +319,7 @@ class PipelineEngine(FlexSeqEngine):
         loss = run(step.own_plan, step.columns, max(step.targets, 1), self.accelerator.autocast)
         step.add(loss * self.communicator.world_size)
 
-    def figures_of(self, step: Step, trace: PlanTrace) -> Figures:
+    def figures_of(self, step: Step, trace: PlanTrace) -> LogFigures:
         """Write a step's trace, a line per replica; return figures. Collective over the world."""
         assert self._cost is not None, "attach finds the cost model"
         if self._costs_of_run is None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_flexseq.kernels import choose
-from hf_flexseq.kernels.fused import TorchFused
+from hf_flexseq.kernels.fused_operations import TorchFused
 from tests.late_device.install import ops
 from tests.programs import ROOT
 

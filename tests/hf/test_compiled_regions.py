@@ -14,7 +14,7 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin, compile_regions
 from torch._dynamo.utils import counters
 from transformers import LlamaForCausalLM
 
-from hf_flexseq.hf.compiled import compiled_regions, leave_others_uncompiled
+from hf_flexseq.hf.compiled_regions import compiled_regions, leave_others_uncompiled
 from hf_flexseq.hf.tiles import MlpTiles
 from tests.budget import others_nightly
 from tests.hf import objectives, test_reach

@@ -39,7 +39,7 @@ def first_values(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class EarlyFeatures:
     """What was encoded ahead."""
 
     rows: torch.Tensor
@@ -58,7 +58,7 @@ class Ahead:
         return self.rows
 
 
-class BesideStep:
+class EarlyEncoder:
     """Encodes images beside the end of a step."""
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class BesideStep:
         encode: Callable[[], torch.Tensor],
         weights: Weights,
         timing: AbstractContextManager[None],
-    ) -> Ahead | None:
+    ) -> EarlyFeatures | None:
         """Return what `encode` makes, without gradients; None where memory does not suffice, and
         where it fails: the step will meet the error in its forward, as other errors.
 
@@ -81,7 +81,7 @@ class BesideStep:
             return None
         if self._stream is None:
             with suppress(Exception), torch.no_grad(), timing:
-                return Ahead(encode(), weights, None)
+                return EarlyFeatures(encode(), weights, None)
             return None
         if weights != self._weights:  # they may still be written
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -95,4 +95,4 @@ class BesideStep:
             return None
         except Exception:
             return None
-        return Ahead(rows, weights, self._stream.record_event())
+        return EarlyFeatures(rows, weights, self._stream.record_event())

@@ -30,7 +30,7 @@ from hf_flexseq.base.versions import (
     is_sharded_at_load,
     needs,
 )
-from hf_flexseq.hf.model.divided import distributed_config
+from hf_flexseq.hf.model.sharding_kind import distributed_config
 
 _UNWRITTEN = ".mup_vector"  # how the names of such buffers end
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.plan.blocks import Range
 from hf_flexseq.program.builder import Builder, Values
-from hf_flexseq.program.instructions import INPUT, WIDE, Rows, Value
+from hf_flexseq.program.instructions import INPUT, WIDE, RowsSpec, Value
 from hf_flexseq.program.sums import Total
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.weave import ZoneSteps
@@ -78,7 +78,7 @@ class BothWaysZone(SavesRows):
         own_rows = (self.queries, self.keys, self.keys)
         for causal, later, rows_of_later in zip(causal_grads, later_grads, own_rows, strict=True):
             total = Total(b, causal)
-            total.add(Rows(causal.rows, start=0), (causal,))
+            total.add(RowsSpec(causal.rows, start=0), (causal,))
             total.add(rows_of_later, (later,))
             totals.append(total.value())
         return tuple(totals)

@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from hf_flexseq.checkpoints import sharded
+from hf_flexseq.checkpoints import sharded_optimizer
 from hf_flexseq.checkpoints.optimizer import load_optimizer
-from hf_flexseq.checkpoints.sharded import divided, save_sharded_optimizer
+from hf_flexseq.checkpoints.sharded_optimizer import divided, save_sharded_optimizer
 from hf_flexseq.checkpoints.shards import read_own, whole
 from hf_flexseq.distributed.communicator import Communicator
 from tests.ranks import run_ranks
@@ -22,7 +22,7 @@ def test_every_tensor_is_in_one_part_and_a_part_is_small(monkeypatch):
         parts = divided(sizes, ranks)
         assert [key for part in parts for key in part] == list(sizes)
         assert ranks <= len(parts) <= ranks + 1
-    monkeypatch.setattr(sharded, "PART_BYTES", 9)
+    monkeypatch.setattr(sharded_optimizer, "PART_BYTES", 9)
     parts = divided(sizes, 2)
     for part in parts:
         assert len(part) == 1 or sum(sizes[key] for key in part) <= 9
@@ -74,7 +74,7 @@ def check_strided(rank, folder):
         one.weight.grad = gradient
         optimizers[one].step()
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizers[model])
-    sharded.PART_BYTES = 1
+    sharded_optimizer.PART_BYTES = 1
     save_sharded_optimizer(model, optimizers[model], scheduler, str(folder), Communicator())
     for one in (whole_model, model):
         fresh = torch.optim.AdamW(one.parameters(), lr=0.1)

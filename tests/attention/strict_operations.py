@@ -3,7 +3,7 @@ leave undefined, so that every test of attention on the CPU says whether a GPU c
 
 import torch
 
-from hf_flexseq.kernels.fused import TorchFused
+from hf_flexseq.kernels.fused_operations import TorchFused
 
 
 class StrictFused(TorchFused):

@@ -15,7 +15,7 @@ from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.shared import SharedRows, cut, restricted, unit_s, worthwhile
+from hf_flexseq.planner.shared_rows import SharedRows, cut, restricted, unit_s, worthwhile
 from tests.plans import random_unit
 
 COST = PRESETS["llama-3.1-8b-h200"]

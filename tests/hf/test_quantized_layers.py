@@ -1,6 +1,6 @@
 """QLoRA: adapters on layers that bitsandbytes has quantized, on a CPU.
 
-    pip install "bitsandbytes>=0.50" && pytest -m kernels tests/hf/test_quantized.py
+    pip install "bitsandbytes>=0.50" && pytest -m kernels tests/hf/test_quantized_layers.py
 
 PEFT imports bitsandbytes wherever it is installed, which takes seconds in every process.
 """
@@ -17,7 +17,7 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer
 
 from hf_flexseq.hf.calibration import layer_trial
 from hf_flexseq.hf.model.facts import elements, is_mostly_frozen, model_shape, stored_bytes
-from hf_flexseq.hf.model.quantized import is_quantized, quantized
+from hf_flexseq.hf.model.quantized_layers import is_quantized, quantized
 from tests.hf.test_sharding import ZERO
 from tests.hf.test_trainer import dataset, float64_loss
 from tests.hf.tiny import tiny_llama, with_torch_norms

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_flexseq.kernels.fused import TorchFused
+from hf_flexseq.kernels.fused_operations import TorchFused
 from hf_flexseq.plan.head_layout import HeadLayout
 from tests.device import DEVICE
 from tests.kernels import large_fused

@@ -9,11 +9,11 @@ import torch
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import lockstep_ns
-from hf_flexseq.cost.online import FACTORS, MeasuredStep, corrected, fit
+from hf_flexseq.cost.correction import FACTORS, MeasuredStep, corrected, fit
 from hf_flexseq.cost.terms import TERMS
 from hf_flexseq.hf import synthetic_run as command
 from hf_flexseq.hf.calibration import cache
-from hf_flexseq.steps.learning import LearnedCost, Version, versions_of
+from hf_flexseq.steps.learned_cost import LearnedCost, Version, versions_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from tests.costs import rings
 from tests.hf.test_trainer import flexseq_trainer

@@ -11,8 +11,8 @@ from itertools import accumulate, pairwise
 
 from hf_flexseq.plan.blocks import Range
 from hf_flexseq.plan.images import ImageSize
-from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.images import NUMBERS, RowImages, blocks_of, sizes_of
+from hf_flexseq.steps.source_row import SourceRow
 
 LISTS = 5
 
@@ -32,7 +32,7 @@ def in_one_list(lists: Sequence[Sequence[int]]) -> list[int]:
 
 
 @dataclass(slots=True)
-class AllDrawn:
+class GatheredRows:
     """Sequences and images of all ranks, by rank and in the order of each."""
 
     uncounted_targets: int = 0
@@ -52,7 +52,7 @@ class AllDrawn:
     """Of the beginnings of sequences; see `prefixes.py`."""
 
     @classmethod
-    def of(cls, gathered: Sequence[Sequence[int]]) -> "AllDrawn":
+    def of(cls, gathered: Sequence[Sequence[int]]) -> "GatheredRows":
         """Read the numbers of all ranks."""
         everyone = cls()
         for rank, (_, uncounted, padding_targets, other_rows, *counted) in enumerate(gathered):

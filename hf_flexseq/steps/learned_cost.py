@@ -1,9 +1,9 @@
 """What a run learns about its cost model while it goes on.
 
 With `cost_model="auto"` a run begins with the estimate. Steps that have run are compared with it
-(`cost/online.py`): after so many steps as `CORRECTIONS` says, rank 0 fits a factor for each term,
-and all ranks get them. A correction counts from a fixed step on, the first that no rank can have
-drawn when it is made, so that it does not matter how long anything took.
+(`cost/correction.py`): after so many steps as `CORRECTIONS` says, rank 0 fits a factor for each
+term, and all ranks get them. A correction counts from a fixed step on, the first that no rank can
+have drawn when it is made, so that it does not matter how long anything took.
 
 After the last correction the cost model is frozen, and kept for later runs. A checkpoint freezes
 it, too, with corrections that are still to come into effect: what a run would measure after the
@@ -20,7 +20,7 @@ import numpy as np
 
 from hf_flexseq.base.values import quoted
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.online import (
+from hf_flexseq.cost.correction import (
     FACTORS,
     Correction,
     MeasuredStep,
@@ -30,7 +30,7 @@ from hf_flexseq.cost.online import (
     usable,
 )
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.steps.screen import beside_bars
+from hf_flexseq.steps.console import beside_bars
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Version(NamedTuple):
     first_step: int
     """Number of the first step that is planned with them."""
     factors: tuple[float, ...]
-    """[FACTORS], see `cost/online.py`."""
+    """[FACTORS], see `cost/correction.py`."""
 
 
 class LearnedCost:

@@ -14,7 +14,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
 from hf_flexseq.steps.prefetch import Step
-from hf_flexseq.steps.trace import Figures, PlanTrace
+from hf_flexseq.steps.trace import LogFigures, PlanTrace
 
 
 class FinishedSteps:
@@ -26,8 +26,8 @@ class FinishedSteps:
         communicator: Communicator,
         args: FlexSeqArguments,
         *,
-        figures_of: Callable[[Step, PlanTrace], Figures],
-        on_figures: Callable[[int, Figures], None] | None,
+        figures_of: Callable[[Step, PlanTrace], LogFigures],
+        on_figures: Callable[[int, LogFigures], None] | None,
     ) -> None:
         """Collective over the world. figures_of: writes the trace of a step and returns its
         figures. on_figures: gets the number and the figures of each step as soon as they are
@@ -42,7 +42,7 @@ class FinishedSteps:
         self._watch = NonfiniteWatch(args.on_nonfinite, communicator.rank)
         self._on_figures = on_figures
         self._unread: Step | None = None  # has run, and its figures have not been gathered
-        self.last_figures: Figures | None = None
+        self.last_figures: LogFigures | None = None
         """Figures of the last step for which they were gathered."""
 
     def settle(self) -> None:

@@ -29,7 +29,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.hf.model.mlp_trial import takes_one_tensor, text_layers
-from hf_flexseq.hf.model.quantized import is_quantized
+from hf_flexseq.hf.model.quantized_layers import is_quantized
 from hf_flexseq.hf.tiles import find_mlps
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@
 | positions and lengths of whole sequences | `model/positions.py` |
 | recurrent layers over a sequence's ranks | `model/recurrent.py` |
 | Liger's norms, MLPs and rotary embeddings, if asked for | `model/liger.py` |
-| MLPs and norms compiled, if asked for | `compiled.py` |
+| MLPs and norms compiled, if asked for | `compiled_regions.py` |
 | NEFTune's noise on embedded tokens, if asked for | `model/neftune.py` |
 | embeddings of PEFT's virtual tokens | `model/prompts.py` |
 | AdaLoRA's term, once in a step | `adapters.py` |
@@ -16,7 +16,7 @@
 | gradients of experts on several ranks, where torch divides them twice | `model/experts.py` |
 | features of images | `model/vision.py` |
 | layers that obey a micro-batch's choice for memory | `model/layer_memory.py` |
-| checkpointing that is never reentrant | `model/reentrant.py` |
+| checkpointing that is never reentrant | `model/reentrant_checkpointing.py` |
 | MLPs in tiles, from the first plan that has them on | `tiles.py` |
 | DDP buckets with early reduction | `model/buckets.py` |
 
@@ -36,12 +36,11 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.hf.adapters import term_of_step
 from hf_flexseq.hf.attention import NAME
-from hf_flexseq.hf.compiled import compiled_regions
+from hf_flexseq.hf.compiled_regions import compiled_regions
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.call_count import counted_calls
 from hf_flexseq.hf.model.experts import right_gradients
 from hf_flexseq.hf.model.image_masks import layers_told_causal
-from hf_flexseq.hf.model.images import TextReader, reader_of_text
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.liger import liger_kernels
 from hf_flexseq.hf.model.loss import Total, attach_chunked_loss
@@ -50,14 +49,15 @@ from hf_flexseq.hf.model.neftune import EmbeddingNoise
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.prompts import TrainedPrompt, virtual_tokens_of
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
-from hf_flexseq.hf.model.reentrant import NonReentrant
+from hf_flexseq.hf.model.reentrant_checkpointing import NonReentrant
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
+from hf_flexseq.hf.model.text_reader import TextReader, reader_of_text
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.shared_prefixes import refuse_noise
 from hf_flexseq.hf.tiles import MlpTiles
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
-from hf_flexseq.steps.around import around_forward
-from hf_flexseq.steps.calls import Call, in_first_row, joined
+from hf_flexseq.steps.calls import ModelCall, in_first_row, joined
+from hf_flexseq.steps.forward_hooks import around_forward
 from hf_flexseq.steps.images import UnsupportedImages
 
 
@@ -239,7 +239,7 @@ class AttachedModel:
                 attached.callback(hook.remove)
             self._attached = attached.pop_all()  # what `detach` undoes, as does an error before
 
-    def rows_of(self, calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
+    def rows_of(self, calls: Sequence[ModelCall]) -> Iterator[dict[str, Any]]:
         """Yield the sequences of all calls as one batch of the engine; nothing without any. Raises
         NotImplementedError for types of tokens in a model that takes no images here, ValueError
         where it is not known which images belong to which sequence."""

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from hf_flexseq.kernels.scans import Gradients, Tensors
-from hf_flexseq.kernels.scans.grid import ChunkGrid, Step
+from hf_flexseq.kernels.scans.grid import ChunkGrid, ChunkStep
 
 
 class _Chunks(NamedTuple):
@@ -253,7 +253,7 @@ class ChunkedScan:
         return self.grid.index(ordered), self.grid.index(back)
 
 
-def _with_next(steps: Sequence[Step]) -> list[tuple[Step, int]]:
+def _with_next(steps: Sequence[ChunkStep]) -> list[tuple[ChunkStep, int]]:
     """Return each step with how many segments go on in the next one."""
     following = [step.active for step in steps[1:]] + [0]
     return list(zip(steps, following, strict=False))

@@ -10,9 +10,8 @@ import pytest
 from hf_flexseq.base.reading import DEFAULT_LIMITS
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import free_ns, lockstep_ns
-from hf_flexseq.cost.analytic import analytic_cost_model
-from hf_flexseq.cost.devices import DEVICES
-from hf_flexseq.cost.online import (
+from hf_flexseq.cost.analytic_model import analytic_cost_model
+from hf_flexseq.cost.correction import (
     ALL_TERMS,
     MeasuredStep,
     Observation,
@@ -24,6 +23,7 @@ from hf_flexseq.cost.online import (
     nnls,
     usable,
 )
+from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.terms import TERMS
 from hf_flexseq.plan.files import parse_steps
 from tests.costs import SMALL

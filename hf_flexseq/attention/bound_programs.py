@@ -16,17 +16,17 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import Label, Lane
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.kernels.choose import choose_fused
-from hf_flexseq.kernels.fused import Rows
+from hf_flexseq.kernels.fused_operations import Rows
 from hf_flexseq.program.instructions import (
     INPUT,
     WIDE,
-    Call,
+    CallReference,
     Index,
     Instruction,
     PostSpec,
     Program,
+    RowsSpec,
 )
-from hf_flexseq.program.instructions import Rows as RowsSpec
 
 
 class LaneMessages(NamedTuple):
@@ -48,7 +48,7 @@ class BoundPost(NamedTuple):
     label: Label
 
 
-class Step(NamedTuple):
+class BoundInstruction(NamedTuple):
     """An instruction whose operation and constants are bound."""
 
     operation: Callable[..., Any]
@@ -114,13 +114,13 @@ class _Binder:
         self._uploads = uploads
         self._dtypes = {INPUT: dtype, WIDE: lse_dtype(dtype)}
 
-    def step(self, instruction: Instruction, frees: tuple[int, ...]) -> Step:
+    def step(self, instruction: Instruction, frees: tuple[int, ...]) -> BoundInstruction:
         """Return the step of an instruction, after which values are freed."""
         if instruction.operation == "post":
             constants: tuple[Any, ...] = (self._post(instruction),)
         else:
             constants = tuple(self._constant(one) for one in instruction.constants)
-        return Step(
+        return BoundInstruction(
             getattr(Replay, instruction.operation),
             instruction.ins,
             instruction.outs,
@@ -133,7 +133,7 @@ class _Binder:
             return self._uploads.index(constant.number)
         if isinstance(constant, RowsSpec):
             return self._rows(constant)
-        if isinstance(constant, Call):
+        if isinstance(constant, CallReference):
             return self._uploads.segments(constant.number)
         if isinstance(constant, str):
             return self._dtypes[constant]

@@ -8,7 +8,7 @@
 
 There are two implementations. `TorchFused` is written in torch's operations, and serves every
 device. `triton_fused.TritonFused` does each in a single launch, on CUDA; `tests/kernels/
-test_fused.py` holds it against this one. `choose.choose_fused` picks one.
+test_fused_operations.py` holds it against this one. `choose.choose_fused` picks one.
 
 All write into tensors that exist, and nothing waits for the device. Sums of 16-bit parts are taken
 in float32.

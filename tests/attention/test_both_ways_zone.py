@@ -24,7 +24,7 @@ from tests.attention.test_sequence_parallel import KINDS, SIZE, gradient_of, opt
 from tests.device import DEVICE, own_kernel
 from tests.kernels.reference import Reference
 from tests.plans import group, one_group
-from tests.program.compiled import messages_of, programs_of_group
+from tests.program.rank_programs import messages_of, programs_of_group
 from tests.ranks import join, run_ranks, run_threads
 
 ASKING = [name for name, (reach, *_) in KINDS.items() if reach.chunk is None]

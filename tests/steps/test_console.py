@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from hf_flexseq.steps import screen
-from hf_flexseq.steps.screen import Predictions
+from hf_flexseq.steps import console
+from hf_flexseq.steps.console import Predictions
 from tests.hf.test_checks import make_trainer
 from tests.hf.tiny import documents
 
@@ -85,7 +85,7 @@ def verdict(measured, cost_model="estimate", first=1.0):
 @pytest.fixture
 def load(monkeypatch):
     def set_to(load):
-        monkeypatch.setattr(screen.os, "getloadavg", lambda: (load, 0.0, 0.0))
+        monkeypatch.setattr(console.os, "getloadavg", lambda: (load, 0.0, 0.0))
 
     set_to(0.0)
     return set_to

@@ -124,12 +124,12 @@ def common_dtypes(row: SourceRow, cpu_group: CpuGroup) -> dict[str, str]:
         if dtypes != known:
             raise ValueError(
                 f"ranks drew different columns in {cpu_group.phase}: "
-                f"rank {known_of} {_beside(known, dtypes)}, rank {rank} {_beside(dtypes, known)}"
+                f"rank {known_of} {_only_in(known, dtypes)}, rank {rank} {_only_in(dtypes, known)}"
             )
     return known
 
 
-def _beside(dtypes: Mapping[str, str], others: Mapping[str, str]) -> str:
+def _only_in(dtypes: Mapping[str, str], others: Mapping[str, str]) -> str:
     """Return what `dtypes` has that the others have not, for people."""
     own = [f"{name}: {dtype}" for name, dtype in dtypes.items() if others.get(name) != dtype]
     return ", ".join(own) or "without"

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.steps.rank_step import RankStep
-from hf_flexseq.steps.trace import Figures
+from hf_flexseq.steps.trace import LogFigures
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +79,10 @@ class Predictions:
     def __init__(self, cost_model: str) -> None:
         """cost_model: as in `FlexSeqArguments`."""
         self._cost_model = cost_model
-        self._steps: list[Figures] | None = None  # to be judged; None before the first step
+        self._steps: list[LogFigures] | None = None  # to be judged; None before the first step
         self._has_spoken = False
 
-    def add(self, figures: Figures) -> None:
+    def add(self, figures: LogFigures) -> None:
         """Count a step, but for the first one, which also warms up."""
         if self._steps is None:
             self._steps = []
@@ -100,7 +100,7 @@ class Predictions:
         return line
 
 
-def _far_off(steps: Sequence[Figures], cost_model: str) -> str | None:
+def _far_off(steps: Sequence[LogFigures], cost_model: str) -> str | None:
     """Return why predictions are far off, in one line; None where they are not."""
     predicted = sum(figures["predicted_s"] for figures in steps) / len(steps)
     measured = sum(figures["measured_s"] for figures in steps) / len(steps)

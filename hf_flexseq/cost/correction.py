@@ -40,7 +40,7 @@ from hf_flexseq.cost.peak import with_measured_peak
 from hf_flexseq.cost.terms import scaled, term_seconds
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.plan import MicroBatch, Plan, check
-from hf_flexseq.plan.files import PlannedStep
+from hf_flexseq.plan.files import RecordedStep
 from hf_flexseq.plan.options import SYNCS
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class MeasuredStep(NamedTuple):
     """True where micro-batches have run more than once."""
 
     @classmethod
-    def of_trace(cls, step: PlannedStep, topology: Topology) -> "MeasuredStep":
+    def of_trace(cls, step: RecordedStep, topology: Topology) -> "MeasuredStep":
         """Return a step of a plan trace. Raises ValueError for one without the seconds of its
         meetings, or that another topology ran."""
         plan = step.plan
@@ -222,7 +222,7 @@ def usable(observations: Sequence[Observation]) -> list[Observation]:
 
 
 def learned_from(
-    steps: Sequence[PlannedStep], cost: CostModel, topology: Topology
+    steps: Sequence[RecordedStep], cost: CostModel, topology: Topology
 ) -> tuple[CostModel, Correction]:
     """Return `cost` as corrected by the steps of a plan trace, and the correction. Raises
     ValueError for a trace without any seconds, or of another topology."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedConfig
 
-from hf_flexseq.steps.drawn import DrawnStep, SourceRow
 from hf_flexseq.steps.images import TYPES, RowImages
+from hf_flexseq.steps.source_row import DrawnStep, SourceRow
 
 # Options of a configuration that name the token instead of an image, or of a part of one.
 _PLACEHOLDERS = (

@@ -1,9 +1,9 @@
 """Checkpoints of a model that transformers' `DistributedConfig` has sharded: FSDP2, HSDP, experts.
 
 The plain Trainer writes such a model's weights, gathered, and refuses to write more. Here the
-optimizer's state is written too (`checkpoints/sharded.py`), so such a run resumes, on the same
-ranks or on others. Weights that transformers converts, of sharded models as of whole ones, are
-read by `weights.py`.
+optimizer's state is written too (`checkpoints/sharded_optimizer.py`), so such a run resumes, on
+the same ranks or on others. Weights that transformers converts, of sharded models as of whole
+ones, are read by `weights.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from hf_flexseq.checkpoints.optimizer import (
     is_named,
     load_optimizer,
 )
-from hf_flexseq.checkpoints.sharded import save_sharded_optimizer
+from hf_flexseq.checkpoints.sharded_optimizer import save_sharded_optimizer
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.resume import warn_without_optimizer
