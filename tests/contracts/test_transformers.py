@@ -37,7 +37,7 @@ def llama():
 
 IDS = {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "use_cache": False}
 
-# ---- hf/trainer.py and hf/pipeline: the methods that are overridden, as they are called
+# ---- hf/trainer.py and pipeline/trainer: the methods that are overridden, as they are called
 
 METHODS = {
     "get_batch_samples": "epoch_iterator num_batches device",
