@@ -48,7 +48,7 @@ class LossOfStages(StepLoss):
             return [], None
         return step_items(step, num_batches), torch.full((), max(step.items, 1), device=device)
 
-    def run(self, model: nn.Module, batch: Any) -> torch.Tensor:
+    def run_step(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Run a step at its last item, and return its loss, a scalar; 0 for the items before.
         Collective over the world."""
         step = batch.step

@@ -100,7 +100,7 @@ class PipelineMixin(FlexSeqMixin):
     ) -> torch.Tensor:
         """Run a whole step with the last of its items, and return its loss, a scalar."""
         self._flexseq_data.check_accumulation()
-        return self._flexseq_loss.run(model, inputs)
+        return self._flexseq_loss.run_step(model, inputs)
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Return the model in a wrapper that accelerate leaves alone."""
