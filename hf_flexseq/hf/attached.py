@@ -45,7 +45,7 @@ from hf_flexseq.hf.model.images import TextReader, reader_of_text
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.liger import liger_kernels
 from hf_flexseq.hf.model.loss import Total, attach_chunked_loss
-from hf_flexseq.hf.model.meta_model import attention_of_text
+from hf_flexseq.hf.model.rehearsal import attention_of_text
 from hf_flexseq.hf.model.neftune import EmbeddingNoise
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.prompts import TrainedPrompt, virtual_tokens_of

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 from hf_flexseq.hf.model.divided import has_sharded_modules
-from hf_flexseq.hf.model.meta_model import meta_model
+from hf_flexseq.hf.model.rehearsal import meta_model
 from hf_flexseq.hf.model.quantized import StandIn, is_quantized
 
 CPU = torch.device("cpu")

@@ -40,7 +40,7 @@ from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.equal_models import text_of
 from hf_flexseq.hf.model.layer_memory import decoder_of, reason_not_told
 from hf_flexseq.hf.model.loss import attach_chunked_loss
-from hf_flexseq.hf.model.meta_model import FAULTS
+from hf_flexseq.hf.model.rehearsal import FAULTS
 from hf_flexseq.hf.model.mlp_trial import holds_experts
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.tiles import find_mlps

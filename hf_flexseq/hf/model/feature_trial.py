@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.base.versions import IMAGES_FROM, is_older, needs
-from hf_flexseq.hf.model.meta_model import FAULTS, meta_model
+from hf_flexseq.hf.model.rehearsal import FAULTS, meta_model
 from hf_flexseq.plan.images import MODALITIES
 from hf_flexseq.steps.feature_form import OF_LAYERS, GivenFeatures
 from hf_flexseq.steps.images import TYPES, UnsupportedImages

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.hf.model.feature_trial import Modality
-from hf_flexseq.hf.model.meta_model import copy_users_modules, meta_model
+from hf_flexseq.hf.model.rehearsal import copy_users_modules, meta_model
 from hf_flexseq.hf.model.towers import tower_parameters
 from hf_flexseq.plan.images import frames_of_parts
 from hf_flexseq.steps.feature_form import FeatureForm

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from hf_flexseq.hf.model.equal_models import once_for_equal_models
-from hf_flexseq.hf.model.meta_model import FAULTS, TOKENS, meta_model
+from hf_flexseq.hf.model.rehearsal import FAULTS, TOKENS, meta_model
 
 ROUTER_LOSS = "load_balancing_loss_func"
 """Name of transformers' router loss, a function in the file of a model."""

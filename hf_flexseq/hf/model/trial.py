@@ -1,4 +1,4 @@
-"""Run one forward of an empty copy of a model (`meta_model.py`), and note what its layers ask for.
+"""Run one forward of an empty copy of a model (`rehearsal.py`), and note what its layers ask for.
 
 attention    Its attention returns empty tensors, and so do its recurrent functions
              (`recurrent.py`) and its experts, whose routing would need numbers.
@@ -38,7 +38,7 @@ from hf_flexseq.hf.model.calls import Asked, UnsupportedAttention, number_of, re
 from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.equal_models import once_for_equal_models
 from hf_flexseq.hf.model.liger import without_liger
-from hf_flexseq.hf.model.meta_model import FAULTS, TOKENS, copy_users_modules, meta_model
+from hf_flexseq.hf.model.rehearsal import FAULTS, TOKENS, copy_users_modules, meta_model
 from hf_flexseq.hf.model.noise import dropout_held_by
 from hf_flexseq.hf.model.recurrent import (
     RecurrentCall,

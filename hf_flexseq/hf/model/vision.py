@@ -32,7 +32,7 @@ from hf_flexseq.hf.model.feature_trial import FEATURES, try_features
 from hf_flexseq.hf.model.frame_trial import VideoParts
 from hf_flexseq.hf.model.image_masks import MasksOfImages
 from hf_flexseq.hf.model.images import placeholders_of
-from hf_flexseq.hf.model.meta_model import FAULTS
+from hf_flexseq.hf.model.rehearsal import FAULTS
 from hf_flexseq.hf.model.towers import (
     adapters_of_towers,
     patch_size,

@@ -40,7 +40,7 @@ from hf_flexseq.hf.model.facts import (
 )
 from hf_flexseq.hf.model.images import TextReader, reader_of_text
 from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
-from hf_flexseq.hf.model.meta_model import meta_model
+from hf_flexseq.hf.model.rehearsal import meta_model
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.reentrant import NonReentrant
 from hf_flexseq.hf.model.router import RouterLoss

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_flexseq.checkpoints.optimizer import WHOLE, WHOLE_SCHEDULER, is_named
-from hf_flexseq.hf.model.meta_model import meta_model
+from hf_flexseq.hf.model.rehearsal import meta_model
 from hf_flexseq.pipeline.checkpoint import StageMember, load_stage, save_stage
 from hf_flexseq.pipeline.optimizer import (
     load_stage_optimizer,

@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.model.meta_model import FAULTS
+from hf_flexseq.hf.model.rehearsal import FAULTS
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.probe import usual_tokens
 from hf_flexseq.hf.prove.drawn_images import ImageForm, Tensors, image_forms

@@ -27,7 +27,7 @@ from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.reduction import local
 from hf_flexseq.hf.model.experts import expert_ranks
 from hf_flexseq.hf.model.head_trial import ROUTER_LOSS
-from hf_flexseq.hf.model.meta_model import FAULTS
+from hf_flexseq.hf.model.rehearsal import FAULTS
 from hf_flexseq.hf.model.router import OPTION, RouterFacts
 from hf_flexseq.hf.prove.documents import Rows, tokens_per_rank
 from hf_flexseq.hf.trainer import FlexSeqConfig, FlexSeqTrainer
