@@ -35,8 +35,8 @@ from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.calibration.choose import CostSubject
 from hf_flexseq.hf.model.facts import ModelFacts, model_shape
 from hf_flexseq.hf.model.loss import attach_chunked_loss
-from hf_flexseq.hf.model.rehearsal import attention_of_text
 from hf_flexseq.hf.model.positions import attach_positions
+from hf_flexseq.hf.model.towers import attention_of_text
 from hf_flexseq.hf.synthetic_run import train
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch

@@ -40,9 +40,9 @@ from hf_flexseq.hf.model.facts import (
 )
 from hf_flexseq.hf.model.images import TextReader, reader_of_text
 from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
-from hf_flexseq.hf.model.rehearsal import meta_model
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.reentrant import NonReentrant
+from hf_flexseq.hf.model.rehearsal import class_copy
 from hf_flexseq.hf.model.router import RouterLoss
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
@@ -103,7 +103,7 @@ class StageExecutor:
         communicator.open_fast_blocks([self.degree])
 
         # 2. what the cost model of the whole is to be made for, then this rank's stage of it
-        whole = model if stage_of(model) is None else meta_model(model, dtype=model.dtype)
+        whole = model if stage_of(model) is None else class_copy(model, dtype=model.dtype)
         self._cost_subject = setup.costs.subject(whole)
         self.cost: CostModel | None = None  # found when training begins
         self._costs_of_run: PipelineCost | None = None  # made with the figures of its first step

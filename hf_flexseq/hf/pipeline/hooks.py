@@ -21,7 +21,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_flexseq.checkpoints.optimizer import WHOLE, WHOLE_SCHEDULER, is_named
-from hf_flexseq.hf.model.rehearsal import meta_model
+from hf_flexseq.hf.model.rehearsal import class_copy
 from hf_flexseq.pipeline.checkpoint import StageMember, load_stage, save_stage
 from hf_flexseq.pipeline.optimizer import (
     load_stage_optimizer,
@@ -122,7 +122,7 @@ class PipelineHooks:
         """Return all trained parameters as a Trainer groups and numbers them, those with weight
         decay first. Collective over the world."""
         trained = trained_names(self.member)
-        whole = meta_model(trainer.model)
+        whole = class_copy(trainer.model)
         names = [name for name, _ in whole.named_parameters() if name in trained]
         decayed = set(trainer.get_decay_parameter_names(whole))
         return [
