@@ -235,8 +235,7 @@ def compared(rank, world_size, kind, planted):
     """What is said of each step: of that without an error, then of the others. planted: pairs of
     an error, None for none, and the title of a step."""
     model = lively_copy(small_model(kind, {}), torch.float64)
-    precision = command._precision(on_gpu=False, whole=False)
-    subjects = dict(command._subjects(model, TWO, precision, []))
+    subjects = dict(command._subjects(model, TWO, [], bf16=False))
     cases = command._cases(model, TWO, subjects, [])
     found = []
     for error, title in planted:

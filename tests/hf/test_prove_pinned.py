@@ -50,12 +50,7 @@ def test_rounding_changes_no_experts(name):
 
 
 def in_16_bits(rank, world_size, name):
-    def precision(*, on_gpu, whole):
-        return command.Precision(torch.float32, True, "bfloat16 on one process, from float32")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "_precision", precision)
-        return command.prove(name)
+    return command.prove(name, bf16=True)
 
 
 @pytest.mark.processes

@@ -195,7 +195,7 @@ def step_of_trainer(
             learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant",
             max_grad_norm=0.0,
-            use_cpu=next(model.parameters()).device.type == "cpu",
+            use_cpu=model.device.type == "cpu",
             bf16=bf16,
             save_strategy="no",
             logging_strategy="no",
