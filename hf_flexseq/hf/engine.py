@@ -380,15 +380,6 @@ class FlexSeqEngine:
         starting.raise_together(self.communicator.cpu_group.gather_values, "starting the planner")
         return planner
 
-    def plan_again(self, step: Step) -> Step:
-        """Return the training step that was drawn last with another plan, which knows of a cap
-        that was lowered since, as do all plans to come. Collective over the world. Raises as
-        `next_step` does."""
-        assert self._training is not None, "the step was drawn"
-        ahead = self._training.plans_ahead
-        planner = self._started(partial(self.executor.planner, ahead=ahead))
-        return self._training.plan_again(step, planner)
-
     # ---- running steps
 
     def micro_batches(

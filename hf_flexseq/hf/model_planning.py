@@ -59,7 +59,8 @@ class ModelPlanning:
         they are faster. Collective over the world.
 
         layers: which keep what they are told. host_memory_bytes: for activations of a rank.
-        lockstep: whether all ranks run each micro-batch together. lowered: see `lower_cap`.
+        lockstep: whether all ranks run each micro-batch together. lowered: the cap of
+        `WholeModelExecutor.lower_cap`; None without.
         Raises ValueError for a strategy that the cost model has no figures for, and if the model's
         state alone is too large.
         """
@@ -97,13 +98,6 @@ class ModelPlanning:
         )
 
     # ---- memory
-
-    def lower_cap(self, tokens: int) -> None:
-        """Let plans of planners to come give a rank fewer tokens in a micro-batch: `tokens` where
-        activations are as set for the run, and where a choice keeps fewer of their bytes as many
-        more."""
-        self._lowered = tokens
-        self.cost = self._lowered_cost(self.cost)
 
     def _lowered_cost(self, cost: CostModel) -> CostModel:
         """Return a cost model whose memory is lowered with the cap, unless the user has set one

@@ -230,12 +230,10 @@ class WholeModelExecutor:
     # ---- planning
 
     def lower_cap(self, tokens: int) -> None:
-        """Let plans of planners to come give a rank fewer tokens in a micro-batch: `tokens` where
-        activations are as set for the run, and where a choice keeps fewer of their bytes as many
-        more. A cap that is lower already stays."""
+        """Let plans for models to be attached give a rank fewer tokens in a micro-batch: `tokens`
+        where activations are as set for the run, and where a choice keeps fewer of their bytes as
+        many more. A cap that is lower already stays."""
         self._lowered = min(tokens, self._lowered or tokens)
-        if self._planning is not None:
-            self._planning.lower_cap(self._lowered)
 
     def planner(self, *, ahead: bool) -> Planner:
         """Make the planner of rank 0. ahead: in a process of its own."""
