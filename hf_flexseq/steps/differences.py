@@ -15,7 +15,7 @@ Gradients = dict[str, torch.Tensor]
 FLOOR = 1e-3  # of the largest norm of a gradient
 
 
-class Step(NamedTuple):
+class StepOutcome(NamedTuple):
     """What an optimizer step makes of a model."""
 
     loss: float
@@ -24,7 +24,7 @@ class Step(NamedTuple):
     """Gradient of each trainable parameter by name, on the CPU in float64; 0 where none is."""
 
 
-class Bounds(NamedTuple):
+class ErrorBounds(NamedTuple):
     """How far a step may be from the one without hf_flexseq."""
 
     loss: float
@@ -45,7 +45,7 @@ class Difference(NamedTuple):
     missing: tuple[str, ...]
     """Parameters that have a gradient in one step alone."""
 
-    def within(self, bounds: Bounds) -> bool:
+    def within(self, bounds: ErrorBounds) -> bool:
         """Return True if nothing is missing and no error is above its bound or NaN."""
         is_close = self.loss <= bounds.loss and self.gradient <= bounds.gradient
         return is_close and not self.missing
@@ -55,7 +55,7 @@ class Difference(NamedTuple):
         return {**self._asdict(), "missing": list(self.missing)}
 
 
-def difference(found: Step, wanted: Step) -> Difference:
+def difference(found: StepOutcome, wanted: StepOutcome) -> Difference:
     """Return how far the step `found` is from the step `wanted`."""
     loss = abs(found.loss - wanted.loss) / max(abs(wanted.loss), 1e-12)
     missing = tuple(sorted(found.gradients.keys() ^ wanted.gradients.keys()))
@@ -87,6 +87,6 @@ def errors_of(found: Gradients, wanted: Gradients) -> dict[str, float]:
     return dict(sorted(errors.items()))
 
 
-def has_learned(step: Step) -> bool:
+def has_learned(step: StepOutcome) -> bool:
     """Return True if any gradient is not 0: two steps that compute nothing agree."""
     return any(bool(gradient.any()) for gradient in step.gradients.values())

@@ -37,8 +37,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed
 
-from hf_flexseq.hf.model.divided import unsharded_class
-from hf_flexseq.hf.model.quantized import StandIn, is_quantized
+from hf_flexseq.hf.model.quantized_layers import StandIn, is_quantized
+from hf_flexseq.hf.model.sharding_kind import unsharded_class
 from hf_flexseq.hf.model.towers import attention_of_text
 
 Copied = TypeVar("Copied", bound=nn.Module)

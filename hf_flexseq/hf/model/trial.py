@@ -35,7 +35,6 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.hf.model.calls import Asked, UnsupportedAttention, number_of, read_call
-from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.equal_models import once_for_equal_models
 from hf_flexseq.hf.model.liger import without_liger
 from hf_flexseq.hf.model.noise import dropout_held_by
@@ -54,6 +53,7 @@ from hf_flexseq.hf.model.rehearsal import (
     row_of,
     take_users_modules,
 )
+from hf_flexseq.hf.model.sharding_kind import unsharded_class
 from hf_flexseq.steps.images import TYPES
 
 logger = logging.getLogger(__name__)

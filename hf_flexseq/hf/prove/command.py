@@ -59,9 +59,9 @@ from hf_flexseq.hf.tiles import find_mlps
 from hf_flexseq.plan.blocks import SEE_BLOCKS
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.steps.differences import (
-    Bounds,
     Difference,
-    Step,
+    ErrorBounds,
+    StepOutcome,
     difference,
     furthest,
     has_learned,
@@ -69,9 +69,9 @@ from hf_flexseq.steps.differences import (
 from hf_flexseq.steps.images import UnsupportedImages
 
 # Norms, softmax and rotary embeddings of transformers compute in float32, whatever the dtype.
-FLOAT64 = Bounds(loss=1e-6, gradient=1e-4)
-FLOAT64_SCANS = Bounds(loss=1e-5, gradient=1e-3)  # scans do so, too, and add up many terms
-FLOAT32 = Bounds(loss=1e-4, gradient=1e-3)
+FLOAT64 = ErrorBounds(loss=1e-6, gradient=1e-4)
+FLOAT64_SCANS = ErrorBounds(loss=1e-5, gradient=1e-3)  # scans do so, too, and add up many terms
+FLOAT32 = ErrorBounds(loss=1e-4, gradient=1e-3)
 TIMES_CONTROL = 2.0  # that 16 bits on ranks may be as far from float32 as on one process
 CHANGES = ((0, 19), (2, 1))  # (sequence, token) that the probe changes
 AUTO: dict[str, Any] = {}  # options of the plan that the planner chooses
@@ -84,10 +84,10 @@ class Subject(NamedTuple):
 
     model: PreTrainedModel
     rows: Rows
-    wanted: Step
+    wanted: StepOutcome
     control: Difference
     """Of the same step in less precision."""
-    bounds: Bounds
+    bounds: ErrorBounds
     has_learned: bool
     """True if any gradient is not 0, and any of the tower in a step with images."""
 
@@ -329,10 +329,10 @@ def _compared(subject: Subject, case: Case, topology: Topology, *, bf16: bool) -
     }
 
 
-def _bounds(model: PreTrainedModel, control: float, *, bf16: bool) -> Bounds:
+def _bounds(model: PreTrainedModel, control: float, *, bf16: bool) -> ErrorBounds:
     """Return how far steps of a model may be. control: error of a gradient in less precision."""
     if bf16:
-        return Bounds(loss=1e-2, gradient=TIMES_CONTROL * control)
+        return ErrorBounds(loss=1e-2, gradient=TIMES_CONTROL * control)
     if model.dtype == torch.float32:
         return FLOAT32
     own = FLOAT64_SCANS if recurrent_kinds(model.config.get_text_config()) else FLOAT64
