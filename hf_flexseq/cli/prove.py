@@ -55,7 +55,7 @@ def _check_file(path: Path) -> None:
 
 def _of_this_rank(options: Namespace) -> dict[str, Any]:
     """Return the record, as one of the ranks that a launcher has started."""
-    from hf_flexseq.hf.prove import command
+    from hf_flexseq.prove import command
 
     try:
         record = command.prove(options.model, whole=options.whole)

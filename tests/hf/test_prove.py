@@ -14,8 +14,8 @@ from hf_flexseq.cli import prove as page
 from hf_flexseq.hf import probe
 from hf_flexseq.hf.model.facts import model_shape
 from hf_flexseq.hf.model.small import plain_options, small_model
-from hf_flexseq.hf.prove import command, subject
-from hf_flexseq.hf.prove.documents import (
+from hf_flexseq.prove import command, subject
+from hf_flexseq.prove.documents import (
     IMAGE_COUNTS,
     LONGEST,
     documents,
@@ -23,8 +23,8 @@ from hf_flexseq.hf.prove.documents import (
     image_documents,
     tokens_per_rank,
 )
-from hf_flexseq.hf.prove.subject import with_router_loss
-from hf_flexseq.hf.prove.trained import call_alone, step_alone
+from hf_flexseq.prove.subject import with_router_loss
+from hf_flexseq.prove.trained import call_alone, step_alone
 from hf_flexseq.steps.differences import StepOutcome, difference
 from hf_flexseq.steps.images import UnsupportedImages
 from tests.budget import others_nightly

@@ -10,8 +10,8 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.hf.model import experts, layer_memory, router
 from hf_flexseq.hf.model.small import small_model
 from hf_flexseq.hf.probe import lively_copy
-from hf_flexseq.hf.prove import command, trained
 from hf_flexseq.memory import store, tiles
+from hf_flexseq.prove import command, trained
 from hf_flexseq.steps import features, images
 from hf_flexseq.steps.feature_form import FeatureForm
 from tests.ranks import run_ranks

@@ -29,11 +29,11 @@ from hf_flexseq.hf.model.experts import expert_ranks
 from hf_flexseq.hf.model.head_trial import ROUTER_LOSS
 from hf_flexseq.hf.model.rehearsal import FAULTS
 from hf_flexseq.hf.model.router import OPTION, RouterFacts
-from hf_flexseq.hf.prove.documents import Rows, tokens_per_rank
 from hf_flexseq.hf.trainer import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.plan.memory import MemoryChoice
+from hf_flexseq.prove.documents import Rows, tokens_per_rank
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 from hf_flexseq.steps.differences import Gradients, StepOutcome
 

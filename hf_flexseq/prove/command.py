@@ -39,7 +39,10 @@ from hf_flexseq.hf.model.router import RouterFacts, UnknownRouterLoss
 from hf_flexseq.hf.model.towers import tower_parameters
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.probe import lively_copy, probe_model
-from hf_flexseq.hf.prove.documents import (
+from hf_flexseq.hf.tiles import find_mlps
+from hf_flexseq.plan.blocks import SEE_BLOCKS
+from hf_flexseq.plan.memory import MemoryChoice
+from hf_flexseq.prove.documents import (
     IMAGE_COUNTS,
     ONE_IMAGE,
     Rows,
@@ -47,17 +50,14 @@ from hf_flexseq.hf.prove.documents import (
     drawn_images,
     image_documents,
 )
-from hf_flexseq.hf.prove.pinned import pin_routers
-from hf_flexseq.hf.prove.subject import (
+from hf_flexseq.prove.pinned import pin_routers
+from hf_flexseq.prove.subject import (
     has_experts,
     model_of,
     with_router_loss,
     without_router_loss,
 )
-from hf_flexseq.hf.prove.trained import call_alone, plans_of, step_alone, step_of_trainer
-from hf_flexseq.hf.tiles import find_mlps
-from hf_flexseq.plan.blocks import SEE_BLOCKS
-from hf_flexseq.plan.memory import MemoryChoice
+from hf_flexseq.prove.trained import call_alone, plans_of, step_alone, step_of_trainer
 from hf_flexseq.steps.differences import (
     Difference,
     ErrorBounds,
