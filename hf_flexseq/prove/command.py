@@ -321,8 +321,8 @@ def _compared(subject: Subject, case: Case, topology: Topology, *, bf16: bool) -
     apart = furthest([one for one, _ in by_rank])
     has_trained = all(trained for _, trained in by_rank)
     return {
-        "groups": run.groups,
-        "units": run.units,
+        "groups": [f"{group.strategy} of {len(group.ranks)}" for group in run.plan.groups],
+        "units": len(run.plan.units),
         "has_trained": has_trained,
         "difference": apart.to_record(),
         "holds": has_trained and apart.within(subject.bounds),

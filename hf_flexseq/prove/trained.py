@@ -6,12 +6,10 @@ loss of transformers over all tokens, and torch's backward.
 """
 
 import copy
-import json
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +28,8 @@ from hf_flexseq.hf.model.head_trial import ROUTER_LOSS
 from hf_flexseq.hf.model.rehearsal import FAULTS
 from hf_flexseq.hf.model.router import OPTION, RouterFacts
 from hf_flexseq.hf.trainer import FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.kernels import lse_dtype
+from hf_flexseq.plan import Plan
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.prove.documents import Rows, tokens_per_rank
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
@@ -44,10 +42,7 @@ class PlannedRun(NamedTuple):
     """A step of FlexSeqTrainer, and the plan that it ran."""
 
     step: StepOutcome
-    groups: list[str]
-    """Strategy and degree of each group of the plan, micro-batch by micro-batch."""
-    units: int
-    """Units of documents that share a prefix."""
+    plan: Plan
     has_trained: bool
     """True if the optimizer changed a weight."""
 
@@ -149,19 +144,34 @@ def plans_of(topology: Topology) -> dict[str, dict[str, Any]]:
     return plans
 
 
-class _Gradients(TrainerCallback):
-    """Takes the gradients of the step, before the optimizer uses them."""
+class _NotedStep(TrainerCallback):
+    """Notes the plan of a trainer's step, and its gradients before the optimizer uses them."""
 
-    def __init__(self) -> None:
-        self.found: Gradients = {}
-        self.executor: WholeModelExecutor | None = None  # of a step that chooses for activations
+    def __init__(self, trainer: FlexSeqTrainer, memory: MemoryChoice | None) -> None:
+        """memory: what all micro-batches are to choose for their activations; None for what the
+        plan says."""
+        self.gradients: Gradients = {}
+        self.plan: Plan | None = None
         self.has_used_host = False
-        """True if that executor has brought any to the host."""
+        """True if activations were brought to the host."""
+        self._memory = memory
+        self._executor = trainer.flexseq.whole_model
+        self._dispatch = self._executor.dispatch
+        self._executor.dispatch = self._dispatch_noted  # type: ignore[method-assign]
+        trainer.add_callback(self)
+
+    def _dispatch_noted(self, planned: Any) -> Any:
+        plan = planned.plan
+        if self._memory is not None:
+            chosen = tuple(replace(one, memory=self._memory) for one in plan.micro_batches)
+            plan = replace(plan, micro_batches=chosen)
+        self.plan = plan
+        return self._dispatch(replace(planned, plan=plan))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self.found = gradients_of(given["model"])
-        if self.executor is not None and self.executor.layers.store is not None:
-            self.has_used_host = self.executor.layers.store.peak_bytes > 0
+        self.gradients = gradients_of(given["model"])
+        store = self._executor.layers.store
+        self.has_used_host = store is not None and store.peak_bytes > 0
 
 
 def step_of_trainer(
@@ -181,12 +191,10 @@ def step_of_trainer(
     whole models. All ranks must then see one file system.
     Raises ValueError or NotImplementedError, on all ranks, for what hf_flexseq refuses.
     """
-    taken = _Gradients()
     world_size = topology.world_size
     with tempfile.TemporaryDirectory() as folder:
         twin = copy.deepcopy(model) if sharding is None else _sharded(model, sharding, folder)
         before = [local(parameter.detach()).cpu().clone() for parameter in twin.parameters()]
-        trace = Path(folder) / "plans.jsonl"
         args = FlexSeqConfig(
             output_dir=folder,
             max_steps=1,
@@ -204,7 +212,6 @@ def step_of_trainer(
             cost_model="estimate",
             lookahead=0,
             max_tokens_per_rank=tokens_per_rank(rows, world_size),
-            plan_trace=str(trace),
             **plan,
         )
         trainer = FlexSeqTrainer(
@@ -212,18 +219,16 @@ def step_of_trainer(
             args=args,
             train_dataset=rows,
             data_collator=DataCollatorForFlexSeq(),
-            callbacks=[taken],
         )
         trainer.remove_callback(PrinterCallback)
-        if memory is not None:
-            taken.executor = _choose(trainer, memory)
+        noted = _NotedStep(trainer, memory)
         loss = trainer.train().training_loss
-        if memory is not None and not any(gather_object([taken.has_used_host])):
-            raise NotImplementedError("nothing has gone to the host, which every layer should use")
-        lines = trace.read_text().splitlines() if trace.exists() else []
+    if memory is not None and not any(gather_object([noted.has_used_host])):
+        raise NotImplementedError("nothing has gone to the host, which every layer should use")
     after = [local(parameter.detach()).cpu() for parameter in twin.parameters()]
     changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    return PlannedRun(StepOutcome(loss, taken.found), _groups(lines), _units(lines), changed)
+    assert noted.plan is not None, "a step has run"
+    return PlannedRun(StepOutcome(loss, noted.gradients), noted.plan, changed)
 
 
 def _sharded(model: PreTrainedModel, sharding: Mapping[str, int], folder: str) -> PreTrainedModel:
@@ -253,32 +258,3 @@ def _sharded(model: PreTrainedModel, sharding: Mapping[str, int], folder: str) -
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(model.dtype)
     return twin
-
-
-def _choose(trainer: FlexSeqTrainer, memory: MemoryChoice) -> WholeModelExecutor:
-    """Have all micro-batches of a trainer choose alike for their activations; return what runs
-    them."""
-    executor = trainer.flexseq.whole_model
-    dispatch = executor.dispatch
-
-    def with_choice(planned: Any) -> Any:
-        chosen = tuple(replace(one, memory=memory) for one in planned.plan.micro_batches)
-        return dispatch(replace(planned, plan=replace(planned.plan, micro_batches=chosen)))
-
-    executor.dispatch = with_choice  # type: ignore[method-assign]
-    return executor
-
-
-def _units(lines: list[str]) -> int:
-    """Return the number of units in the plans of a trace."""
-    return sum(line.count('"nodes"') for line in lines)
-
-
-def _groups(lines: list[str]) -> list[str]:
-    """Return the groups of the plans of a trace; only rank 0 has one."""
-    found = []
-    for line in lines:
-        for micro_batch in json.loads(line)["micro_batches"]:
-            for group in micro_batch["groups"]:
-                found.append(f"{group['strategy']} of {len(group['ranks'])}")
-    return found

@@ -174,14 +174,14 @@ def experts_divided_twice(patch, rank):
 
 def reduced_on_one_rank(patch, rank):
     """One rank alone has the right gradients, and the other the double of them."""
-    before_step = trained._Gradients.on_pre_optimizer_step
+    before_step = trained._NotedStep.on_pre_optimizer_step
 
     def wrong(*given, model, **others):
         for parameter in model.parameters() if rank == 1 else ():
             parameter.grad *= 2
         before_step(*given, model=model, **others)
 
-    patch.setattr(trained._Gradients, "on_pre_optimizer_step", wrong)
+    patch.setattr(trained._NotedStep, "on_pre_optimizer_step", wrong)
 
 
 def left_whole(patch, rank):
