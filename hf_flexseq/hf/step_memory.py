@@ -41,9 +41,6 @@ logger = logging.getLogger(__name__)
 RECORD = "flexseq_memory.json"
 """The file in `output_dir` with the lowered cap."""
 
-Asked = str | bool | None
-"""What training resumes from, as for `Trainer.train`."""
-
 
 class StepMemory:
     """Surrounds the training of a Trainer. With `auto_find_batch_size` it lowers the cap of plans
@@ -54,7 +51,8 @@ class StepMemory:
         self._engine = engine
         self._lowers = False
         self._has_lowered = False  # since the last start
-        self._numbers = TrainerNumbers(trainer)  # before training
+        self._numbers: TrainerNumbers
+        """As they were when training began; from `lowering` on."""
         self.saved: str | None = None
         """The checkpoint that this training has saved last, to be resumed from."""
 
@@ -129,27 +127,26 @@ class StepMemory:
         logger.error("%s", line)
         return line
 
-    def can_start_again(self, asked: Asked) -> bool:
+    def can_start_again(self, resumed: str | None) -> bool:
         """Tell if training that an error has ended can start again at once, under a lower cap: on
-        one process, whose model nothing has wrapped, from weights that are there. asked: what it
-        has resumed from."""
+        one process, whose model nothing has wrapped, from weights that are there. resumed: the
+        checkpoint that it began with; None without."""
         has_lowered, self._has_lowered = self._has_lowered, False
         is_alone = self._trainer.accelerator.distributed_type == DistributedType.NO
         if not has_lowered or not is_alone or self._engine.communicator.world_size > 1:
             return False
-        return bool(self.saved or asked) or self._trainer.state.global_step == 0
+        return bool(self.saved or resumed) or self._trainer.state.global_step == 0
 
-    def start_again(self, asked: Asked) -> Asked:
-        """Return what training that starts again resumes from, when nothing refers to its error
-        any more."""
+    def start_again(self, resumed: str | None) -> str | None:
+        """Return the checkpoint that training begins with again, None without, when nothing refers
+        to its error any more. resumed: see `can_start_again`."""
         # Autograd keeps the graph of a backward that has failed until the next one.
         torch.zeros((), requires_grad=True).mul(1).backward()
         clear_device_cache(garbage_collection=True)  # errors and frames refer to each other
         self._numbers.restore()  # such as TRL's sums, which have a part of the failed step
-        if self.saved is not None:
-            asked = self.saved
-        logger.warning("training starts again, %s", f"from {asked}" if asked else "from step 0")
-        return asked
+        folder = self.saved or resumed
+        logger.warning("training starts again, from %s", folder or "step 0")
+        return folder
 
     def _written(self, cap: int) -> str | None:
         """Write the cap for later starts, unless a lower one is there. Return why it could not be;

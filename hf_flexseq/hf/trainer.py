@@ -232,9 +232,9 @@ class FlexSeqMixin(PartOfModelMixin):
                 try:
                     return super().train(folder, *args, **kwargs)
                 except RuntimeError:
-                    if not memory.can_start_again(asked):
+                    if not memory.can_start_again(folder):
                         raise
-                asked = memory.start_again(asked)
+                asked = memory.start_again(folder)
 
     @contextmanager
     def _liger_left_out(self) -> Iterator[None]:

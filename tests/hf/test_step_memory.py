@@ -121,11 +121,11 @@ def checked_trainer(make, folder, fault, **options):
     memory = trainer._flexseq_memory
     start_again = memory.start_again
 
-    def checked(asked):
-        asked = start_again(asked)
+    def checked(resumed):
+        folder = start_again(resumed)
         alive = [one for one in fault.made if not one.expired()]
         assert not alive, f"{len(alive)} of {len(fault.made)} tensors are alive"
-        return asked
+        return folder
 
     memory.start_again = checked
     return trainer

@@ -107,10 +107,11 @@ def _count(
     complaints.disabled = True
     try:
         for skips in (True, False):
-            for whole in (_own_modules, _modules_of_class):
+            for has_own_modules in (True, False):
                 mode = FakeTensorMode(allow_non_fake_inputs=True)
                 try:
-                    copied = fake_copy(whole(model, dtype), dtype, mode)
+                    whole = _whole(model) if has_own_modules else _of_class(model, dtype)
+                    copied = fake_copy(whole, dtype, mode)
                     trial = LayerTrial(Rehearsal(copied, mode), autocast, skips=skips)
                     return trial.count(mlps)
                 except FAULTS as error:
@@ -120,15 +121,15 @@ def _count(
     return None
 
 
-def _own_modules(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model itself. Raises ValueError for a sharded one."""
+def _whole(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model. Raises ValueError for a sharded one."""
     is_sharded = any(hasattr(parameter, "ds_numel") for parameter in model.parameters())
     if is_sharded or has_sharded_modules(model):
         raise ValueError("its parameters are sharded")
     return model
 
 
-def _modules_of_class(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def _of_class(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return a copy made from class and configuration, frozen where the model is."""
     made = class_copy(model, dtype=dtype)
     trained = {name: one.requires_grad for name, one in model.named_parameters()}

@@ -22,7 +22,11 @@ A copy is made in one of two ways:
                  with adapters, frozen weights and replaced modules, and stand-ins for quantized
                  layers
 
-A copy is in training mode, and has no hooks.
+A copy is in training mode, and has no hooks. What is found is kept for equal models
+(`equal_models.py`).
+
+Rejected: to run the first steps of the model itself instead. What would be wrong, or out of memory,
+would have happened by then.
 """
 
 import copy
