@@ -25,8 +25,9 @@ A copy is made in one of two ways:
 A copy is in training mode, and has no hooks. What is found is kept for equal models
 (`equal_models.py`).
 
-Rejected: to run the first steps of the model itself instead. What would be wrong, or out of memory,
-would have happened by then.
+Rejected: to compare a small twin of each model with one process before training, as the probe does
+(`hf/probe.py`). It takes many times as long, a twin must be made for every family, and a small
+model may hide what the large one asks for.
 """
 
 import copy
