@@ -90,7 +90,6 @@ def probe_model(
     strategies: Sequence[str] = SHARED,
     changes: Sequence[tuple[int, int]] = CHANGES,
     gradients: bool = True,
-    kernel: Kernel | None = None,
     attach: Callable[[PreTrainedModel], None] | None = None,
 ) -> list[str]:
     """Return what `flexseq` computes otherwise than one process, a line each; [] if nothing.
@@ -101,7 +100,6 @@ def probe_model(
         strategies: Of the shared sequences, one after the other.
         changes: (sequence, token) to be changed, one after the other; see `SEQUENCES`.
         gradients: Whether to compare them, too.
-        kernel: Of all attention; None is the one that a trainer takes on the CPU.
         attach: Gives a model its attention and its positions; None does what a trainer does.
     """
     twin = lively_copy(model, torch.float64)
@@ -119,9 +117,7 @@ def probe_model(
         want_changed.append(after)
 
     # 2. ranks, with a model each
-    if kernel is None:
-        config = twin.config.get_text_config()
-        kernel = choose_kernels(CPU, torch.float64, layer_calls(config))
+    kernel = choose_kernels(CPU, torch.float64, layer_calls(twin.config.get_text_config()))
     twins = []
     for _ in range(TOPOLOGY.world_size):
         twins.append(copy.deepcopy(twin))
