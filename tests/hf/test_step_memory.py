@@ -24,7 +24,7 @@ from tests.budget import others_nightly
 from tests.hf.test_mixin import sft_trainer
 from tests.hf.test_tiles import starcoder
 from tests.hf.tiny import batches, documents, tiny_arguments, tiny_llama
-from tests.hf.trainers import CLOCKS, Run, trained, trainer_of, weights_of
+from tests.hf.trainers import CLOCKS, Run, loss_of_squares, trained, trainer_of, weights_of
 from tests.hf.vision import tiny_vision_model, vision_examples
 from tests.ranks import run_ranks
 
@@ -158,6 +158,10 @@ def of_trl(folder, flexseq, **settings):
     return sft_trainer(SFTTrainer, folder, 6, flexseq=flexseq, settings=settings)
 
 
+def on_samples(folder, **settings):
+    return stock(folder, compute_loss_func=loss_of_squares, **settings)
+
+
 def with_images(folder, **settings):
     examples = vision_examples("qwen3_vl", [1, 0, 2, 1, 0, 1])
     settings |= {"model": tiny_vision_model("qwen3_vl"), "train_dataset": examples}
@@ -169,6 +173,7 @@ KINDS = {
     "noise": with_noise,
     "prefixes": with_prefixes,
     "trl": of_trl,
+    "samples": on_samples,
     "images": with_images,
 }
 FIRST, SECOND = 0, 1  # steps that fail
@@ -176,6 +181,7 @@ CALLS = {  # in place of SOME
     "dropout": 30,  # 12 of a micro-batch, and 12 of its replay
     "prefixes": 10,  # of the only one
     ("trl", SECOND): 50,
+    ("samples", SECOND): 40,  # of the second pass
 }
 
 
@@ -202,6 +208,7 @@ CASES = [
 TRIED = [
     ("dropout", "backward", SECOND),
     ("trl", "forward", FIRST),
+    ("samples", "backward", SECOND),
     ("noise", "backward", FIRST),
 ]
 
