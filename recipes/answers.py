@@ -53,8 +53,8 @@ class Answers:
             return []
         before, after = self._likely
         lines = [
-            f"log-likelihood of the {len(before)} held-out answers: {before.sum():,.0f} -> "
-            f"{after.sum():,.0f}, it rises for {(after > before).sum()}"
+            f"log-likelihood of the held-out answers: {before.sum():,.0f} -> {after.sum():,.0f}, "
+            f"{(after > before).sum()} of {len(before)} rise"
         ]
         for row, *said in zip(self._rows, *self._said, strict=False):
             lines.append(f"question:      {self._question(row)}")
@@ -75,7 +75,7 @@ class Answers:
 
     def _question(self, row: dict) -> str:
         """Return the last words before the answer: those between special tokens, of which the
-        very last open the answer."""
+        very last open the answer. The user's role is left out."""
         parts: list[list[int]] = [[]]
         for token in row["input_ids"][: prompt_length(row)]:
             if token in self._tokenizer.all_special_ids:
@@ -83,7 +83,7 @@ class Answers:
             else:
                 parts[-1].append(token)
         words = [text for text in map(self._tokenizer.decode, parts) if text.strip()]
-        return " ".join(words[-2 if len(words) > 1 else -1].split())
+        return " ".join(words[-2 if len(words) > 1 else -1].split()).removeprefix("user ")
 
 
 def is_divided(trainer: Trainer) -> bool:

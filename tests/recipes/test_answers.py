@@ -12,8 +12,8 @@ from arguments import DataArguments
 from data import to_sequences
 
 CHAT = (
-    "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2, "vocab_size": 300, "eos_token_id": 1}
@@ -48,9 +48,9 @@ def test_a_model_that_learns_finds_the_written_answers_likelier(held_out, tokeni
         optimizer.zero_grad()
     answers.ask(trainer_of(model))
     likely, question, _, before, _, after = answers.lines()
-    assert likely.startswith("log-likelihood of the 3 held-out answers: -")
-    assert likely.endswith("it rises for 3")
-    assert question == "question:      user: 0?"
+    assert likely.startswith("log-likelihood of the held-out answers: -")
+    assert likely.endswith(", 3 of 3 rise")
+    assert question == "question:      0?"
     assert after.strip() == "0 of 0" != before.strip()
 
 
