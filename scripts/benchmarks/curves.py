@@ -30,16 +30,16 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 RANKS = (1, 2, 4)
 ROWS = 4  # of a step, which all numbers of ranks divide
-LONGEST = 3500  # characters of an answer
-HELD_OUT = 6  # each so many-th row
-CAP = 512  # tokens that a rank may hold
+LONGEST = 1500  # characters of an answer
+HELD_OUT = 8  # each so many-th row
+CAP = 256  # tokens that a rank may hold
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("model", type=Path, help="a checkpoint with a chat template")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--evaluate-every", type=int, default=2, metavar="STEPS")
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--evaluate-every", type=int, default=3, metavar="STEPS")
     parser.add_argument("--svg", type=Path, help="write the picture to this file")
     parser.add_argument("--lane", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -109,7 +109,7 @@ def train(args: argparse.Namespace) -> None:
             **{"per_device_train_batch_size": ROWS // ranks, "max_steps": args.steps},
             **{"per_device_eval_batch_size": len(held_out), "eval_on_start": True},
             **{"eval_strategy": "steps", "eval_steps": args.evaluate_every, "logging_steps": 1},
-            **{"learning_rate": 1e-4, "warmup_steps": 2, "max_length": None, "use_cpu": True},
+            **{"learning_rate": 2e-4, "warmup_steps": 2, "max_length": None, "use_cpu": True},
             **{"bf16": False, "gradient_checkpointing": False, "save_strategy": "no"},
             **{"report_to": "none", "ddp_find_unused_parameters": False},
         )

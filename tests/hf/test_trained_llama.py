@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(36
 SECONDS = 1800  # for the ranks of a run
 IN_A_STEP = 12  # which two, three and four ranks divide
 EARLY, LATE = 3, 10  # steps after which weights are compared
-CAP = 110  # tokens that a rank holds: fewer than the longest row has
+CAP = 64  # tokens that a rank holds: fewer than the longest row has
 BOUND = 4e-6  # of the update, unless TRL itself is further from itself
 SETTINGS = {
     **{"learning_rate": 2e-4, "lr_scheduler_type": "constant", "logging_steps": 1},
@@ -76,12 +76,12 @@ def llama(tmp_path_factory):
 
 
 def rows():
-    """Questions and what their answers begin with; each sixth has more than a rank holds."""
+    """Topics and what their texts begin with; each sixth is longer than a rank holds."""
     system = {"role": "system", "content": "Python"}
     made = []
     for index, (question, answer) in enumerate(questions()[:72]):
-        said = answer[:600] if index % 6 == 5 else answer.split(". ")[0][:120]
-        asked = [system, {"role": "user", "content": question}]
+        said = answer[: 360 if index % 6 == 5 else 60]
+        asked = [system, {"role": "user", "content": question.split("say about ")[1]}]
         made.append({"prompt": asked, "completion": [{"role": "assistant", "content": said}]})
     return made
 
