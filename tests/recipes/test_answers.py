@@ -41,7 +41,7 @@ def test_a_model_that_learns_finds_the_written_answers_likelier(held_out, tokeni
     answers = Answers(held_out, 1, tokenizer)
     answers.ask(trainer_of(model))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    for row in 30 * list(held_out):
+    for row in 60 * list(held_out):
         ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
         model(ids, labels=labels).loss.backward()
         optimizer.step()
