@@ -24,9 +24,12 @@ class Answers:
         self, held_out: Dataset | None, shown: int, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         """shown: how many questions are answered; with 0 nothing is done at all."""
-        if shown and held_out is None:
-            raise ValueError(f"show_answers={shown}, and nothing is held out: set it to 0")
-        self._rows = list(held_out) if shown else []
+        self._rows = [row for row in held_out or () if prompt_length(row)] if shown else []
+        if shown and not self._rows:
+            raise ValueError(
+                f"show_answers={shown}: no held-out sequence begins with a question, that is with "
+                "tokens that are not trained; set it to 0"
+            )
         self._shown = shown
         self._tokenizer = tokenizer
         self._said: list[list[str]] = []  # before, and after

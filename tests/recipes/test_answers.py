@@ -68,8 +68,10 @@ def test_a_likelihood_is_that_of_the_answer_alone(held_out):
 
 def test_answers_need_questions_and_a_whole_model(held_out, tokenizer):
     assert Answers(None, 0, tokenizer).lines() == []
-    with pytest.raises(ValueError, match="show_answers=2, and nothing is held out"):
-        Answers(None, 2, tokenizer)
+    text, _ = to_sequences(Dataset.from_dict({"text": ["ab"]}), tokenizer, DataArguments())
+    for nothing in (None, text):
+        with pytest.raises(ValueError, match="show_answers=2: no held-out sequence begins with"):
+            Answers(nothing, 2, tokenizer)
     in_stages = SimpleNamespace(pipeline_parallel_size=2)
     for divided in ({"is_fsdp_enabled": True}, {"args": in_stages}):
         with pytest.raises(ValueError, match="show_answers=1 needs the whole model on a process"):
