@@ -3,7 +3,7 @@
     python scripts/benchmarks/reach.py                   ask all of them
     python scripts/benchmarks/reach.py --probe           and run those that are taken, tiny
     python scripts/benchmarks/reach.py --only gemma2     some families
-    python scripts/benchmarks/reach.py --write-docs      and write docs/models.md, but for images
+    python scripts/benchmarks/reach.py --write           and write the table of docs/models.md
 
 A family is asked with the configuration that transformers makes by default, and with the kinds of
 layers of its published checkpoints (`data/checkpoints.json`). To ask is to call what every trainer
@@ -16,14 +16,14 @@ outputs change when one token does. What is taken and fails that would train wro
 Every question is answered by a process of its own, within a time limit.
 """
 
-import datetime
+import csv
 import json
 import os
 import select
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ from reach_models import (
 ASK_S = 60.0  # to answer one question
 PROBE_S = 240.0
 CHANGES = ((0, 19), (2, 1))  # (sequence, token) that the probe changes
-DOCS = ROOT / "docs" / "models.md"
+TABLES = ROOT / "scripts/pages"  # of docs/models.md
 
 # Rules of a plan for experts: that tokens travel to them, and that each rank holds some of them.
 DISPATCHED, HELD = "ep_dispatch_experts", "grouped_gemm"
@@ -129,10 +129,10 @@ def main() -> None:
         default=SHARED,
         help="of the sequences that the ranks of a probe share",
     )
-    parser.add_argument("--write-docs", action="store_true", help=f"write {DOCS.name}")
+    parser.add_argument("--write", action="store_true", help="write families.csv")
     args = parser.parse_args()
-    if args.write_docs and args.only:
-        parser.error("--write-docs needs all families; leave out --only")
+    if args.write and args.only:
+        parser.error("--write needs all families; leave out --only")
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)  # forks of a process with more hang in their first parallel region
@@ -151,10 +151,8 @@ def main() -> None:
     print()
     print(page(answers))
     write_record(args.json, [answer._asdict() for answer in answers])
-    if args.write_docs:
-        _, head, images = DOCS.read_text().partition(IMAGES_HEAD)
-        DOCS.write_text(docs(answers) + head + images)  # of reach_images.py
-        print(f"wrote {DOCS}")
+    if args.write:
+        write_table("families.csv", *family_rows(answers))
     if any(answer.probe for answer in answers):
         sys.exit("a model that is taken fails its probe")
 
@@ -360,9 +358,16 @@ def refused_lines(answers: Sequence[Answer]) -> list[str]:
     return lines
 
 
-def docs(answers: Sequence[Answer]) -> str:
-    """Return docs/models.md up to its part on images."""
-    rows = []
+def write_table(name: str, *rows: Sequence[str]) -> None:
+    """Write a table of docs/models.md; its first row has the names of the columns."""
+    with open(TABLES / name, "w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
+    print(f"wrote {TABLES / name}")
+
+
+def family_rows(answers: Sequence[Answer]) -> Iterator[Sequence[str]]:
+    """Yield the rows of the table of families."""
+    yield "family", "default configuration", "published checkpoints", "experts over ranks"
     by_family: dict[str, list[Answer]] = {}
     for answer in answers:
         by_family.setdefault(answer.family, []).append(answer)
@@ -373,14 +378,7 @@ def docs(answers: Sequence[Answer]) -> str:
         cells = [said(answer, link=True) for answer in published]
         if not cells:
             cells = ["default only" + near(family)]
-        rows.append((f"`{family.name}`", word, "<br>".join(cells), spread(family)))
-    versions = f"transformers {transformers.__version__}"
-    today = datetime.datetime.now(datetime.UTC).date()
-    text = DOCS_HEAD.format(versions=versions, today=today, shares=share_table(answers))
-    columns = ("family", "default configuration", "published checkpoints", "experts over ranks")
-    body = table(columns, rows)
-    refused = "\n".join(refused_lines(answers))
-    return f"{text}\n{body}\n\n## Not taken, by reason\n\n{refused}\n\n"
+        yield f"`{family.name}`", word, "<br>".join(cells), spread(family)
 
 
 def near(family: Family) -> str:
@@ -407,31 +405,6 @@ def said(answer: Answer, *, link: bool = False) -> str:
     if link:
         words = f"[{answer.checkpoint}]({answer.source}): {words}"
     return words
-
-
-DOCS_HEAD = """# Models
-
-This page lists the causal language models of {versions} that hf_flexseq trains, and the reasons
-for the others, as of {today}. `python scripts/benchmarks/reach.py --write-docs` writes it.
-
-* *Default configuration* is transformers' configuration of a family without arguments.
-* *Published checkpoints* have the kinds of layers of their published configuration; the link
-  leads to it. Families without one are marked *default only*. The checkpoint that transformers
-  names next to a family's defaults may have other layers.
-* *After a setting*: taken after the change of a training option that the refusal names.
-* *Given*: values that the default configuration lacks and that a model needs.
-* *Not built*: a model cannot be built from the default configuration.
-* *Experts over ranks*: whether transformers has a rule for the family by which tokens travel to
-  [experts on other ranks](experts.md). Families without experts have no word there.
-* `python scripts/benchmarks/reach.py --probe` compared a tiny model of every taken family with one
-  process: outputs, gradients, and the effect of a change in one token.
-* Encoders, and encoder-decoders with a decoder's class, are not counted.
-
-{shares}
-"""
-
-IMAGES_HEAD = "## Models with images\n"
-"""Of the part of docs/models.md that `reach_images.py` writes."""
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ trains on images.
     python scripts/benchmarks/reach_images.py                 ask all of them
     python scripts/benchmarks/reach_images.py --probe         and run those that are taken, tiny
     python scripts/benchmarks/reach_images.py --only llava    some families
-    python scripts/benchmarks/reach_images.py --write-docs    and write the end of docs/models.md
+    python scripts/benchmarks/reach_images.py --write         and write the table of docs/models.md
 
 A family is asked with the configuration that transformers makes by default, with the values of
 GIVEN where no model could be built of it. To ask is to call `check_model`, as every trainer does,
@@ -18,7 +18,7 @@ wrongly in silence.
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +31,13 @@ from hf_flexseq.steps.images import UnsupportedImages
 from reach import (
     ASK_S,
     BUILDING_FAILS,
-    DOCS,
-    IMAGES_HEAD,
     NOT_BUILT,
     REFUSED,
     TAKEN,
     in_process,
     one_line,
     refusals_of,
+    write_table,
 )
 from reach_models import Family
 
@@ -122,10 +121,10 @@ def main() -> None:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="ask these families alone")
     parser.add_argument("--probe", action="store_true", help="run what is taken, tiny")
-    parser.add_argument("--write-docs", action="store_true", help=f"write to {DOCS.name}")
+    parser.add_argument("--write", action="store_true", help="write image_families.csv")
     args = parser.parse_args()
-    if args.write_docs and (args.only or not args.probe):
-        parser.error("--write-docs needs all families and --probe")
+    if args.write and (args.only or not args.probe):
+        parser.error("--write needs all families and --probe")
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)  # forks of a process with more hang in their first parallel region
@@ -142,10 +141,8 @@ def main() -> None:
     print()
     print(page(answers))
     write_record(args.json, [answer._asdict() for answer in answers])
-    if args.write_docs:
-        before = DOCS.read_text().partition(IMAGES_HEAD)[0]
-        DOCS.write_text(before + page(answers) + "\n")
-        print(f"wrote {DOCS}")
+    if args.write:
+        write_table("image_families.csv", COLUMNS, *image_rows(answers))
     if any(answer.probe for answer in answers):
         sys.exit("a model that is taken fails its probe")
 
@@ -213,25 +210,29 @@ def probed(name: str) -> tuple[str, ...]:
 
 # ---- the page
 
+COLUMNS = ("family", "class", "images")
+
 
 def page(answers: Sequence[Answer]) -> str:
-    """Return the part of docs/models.md on images."""
+    """Return the result as Markdown."""
     taken = [answer for answer in answers if answer.verdict == TAKEN]
     run = [answer for answer in taken if answer.probe == ()]
     refused = [answer for answer in answers if answer.verdict == REFUSED]
-    rows = []
+    counts = (
+        f"Of {len(answers)} classes {len(taken)} are taken with images, {len(run)} of them "
+        f"probed; {len(refused)} are refused, and {len(answers) - len(taken) - len(refused)} "
+        "cannot be built."
+    )
+    return f"{counts}\n\n{table(COLUMNS, image_rows(answers))}"
+
+
+def image_rows(answers: Sequence[Answer]) -> Iterator[Sequence[str]]:
+    """Yield the rows of the table of classes with images."""
     for answer in answers:
         name = f"`{answer.family}`"
         if answer.verdict == TAKEN and answer.family in GIVEN:
             name += f" (given {', '.join(GIVEN[answer.family])})"
-        rows.append((name, f"`{answer.model}`", images_cell(answer)))
-    not_built = len(answers) - len(taken) - len(refused)
-    counts = (
-        f"Of {len(answers)} classes {len(taken)} are taken with images, {len(run)} of them "
-        f"probed; {len(refused)} are refused, and {not_built} cannot be built."
-    )
-    body = table(("family", "class", "images"), rows)
-    return f"{IMAGES_HEAD}{IMAGES_TEXT}{counts}\n\n{body}"
+        yield name, f"`{answer.model}`", images_cell(answer)
 
 
 def images_cell(answer: Answer) -> str:
@@ -246,39 +247,6 @@ def images_cell(answer: Answer) -> str:
         return f"{said}; fails: {'; '.join(answer.probe)}"
     has_videos = FAMILIES[answer.family].video is not None
     return f"{said}; probed" + (" with images" if "videos" in said and not has_videos else "")
-
-
-IMAGES_TEXT = """
-The classes of AutoModelForImageTextToText were asked with their default configurations, or with
-*given* values that they lack. Steps of a refused family with images raise an error on all ranks,
-and train on text if the family is taken on text.
-
-* *Probed*: on two ranks, under random plans that cut images, loss and all gradients of a tiny
-  model equal those of one process to 1e-10, and after a change of one pixel of an image exactly
-  those outputs change that change in one process. Some of the sequences have no images.
-* *Not probed*: taken by the same trial of an empty copy, but no tiny model was run.
-* *Probed with images*: its videos were not run. Those of GLM and Nemotron raise an error, since
-  their processors write tokens of images for them, and so do those of Qwen-Omni, whose positions
-  need seconds.
-
-A checkpoint can also be trained on text alone, as the causal language model of its text, if
-transformers has one:
-
-```python
-# transformers finds the weights of the text model
-model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3.5-27B")  # a Qwen3_5ForCausalLM
-
-# without key_mapping transformers would make new weights here
-model = Gemma4ForCausalLM.from_pretrained(
-    "google/gemma-4-31B", key_mapping={r"^model\\.language_model\\.": "model."}
-)
-```
-
-Always look for `MISSING` in transformers' output.
-
-`python scripts/benchmarks/reach_images.py --probe --write-docs` writes this section.
-
-"""
 
 
 if __name__ == "__main__":
