@@ -163,7 +163,7 @@ class LearnedCost:
         with beside_bars():
             logger.warning(
                 "the last %d steps took %.2f times what the cost model says; plans keep to it, "
-                "since a common factor changes none (docs/cost_models.md)",
+                "since a common factor changes none (docs/planning.md)",
                 WATCHED,
                 ratio,
             )
