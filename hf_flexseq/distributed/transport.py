@@ -27,42 +27,49 @@ Three rules hold for posts on every transport:
   completes even if a rank executes its posts strictly in sequence across all lanes
   (docs/architecture.md has the proof).
 
-NCCL hangs, or moves wrong bytes, if ranks break its rules. `tests/threads.py` raises an error where
-NCCL would hang. In the last column test_* stands for a file of tests/distributed unless it has a
-folder.
+NCCL hangs, or moves wrong bytes, if ranks break its rules. `tests/threads.py` raises an error
+where NCCL would hang. Tests without a folder are in tests/distributed.
 
-    rule                                    how the code keeps it             tests
-    --------------------------------------  --------------------------------  ---------------------
-    all ranks of a communicator call its    the plan is the order; a block    test_threads,
-    collectives in one order                has one communicator              attention/test_never_hangs
-    messages of a pair match by the order   a zone's messages are posted in   test_threads,
-    of their posts; tags do not exist       its program's order               program/test_check
-    a communicator runs one operation       a lane inside nodes, a lane       attention/test_never_hangs,
-    after the other                         between nodes, in one order       test_planted_faults
-    all ranks of the parent make a          all groups are made before the    test_transports,
-    communicator, in one order              first step, none by a plan        test_connect
-    all ranks use a new communicator        it runs an all-reduce or an       test_transports
-    before some do; the first message of    all-to-all at once; lanes send
-    a pair connects it and blocks hosts     one message per pair
-    a send without a batch opens another    every post is a batch             test_transports
-    communicator
-    a kernel that fills the GPU delays an   streams of high priority,         test_transports,
-    earlier transfer                        clusters of one thread block      kernels/test_cuda_kernels
-    sizes, dtypes and shapes agree          both sides read the plan; empty   test_threads
-                                            messages are not posted
-    `wait` blocks the stream, not the host  attention never reads the device  tests/test_no_host_sync
-    DDP's, experts' and images' exchanges   their places in the one order     hf/test_one_order,
-    have a place among attention's                                            steps/test_image_order
-    sizes that depend on data agree         experts exchange counts first,    test_threads
-                                            ranks without tokens take part
-    other streams wait for the stream       one stream copies to the host,    late_device/on_device
-    that has waited                         and posts nothing
-    processes outside of the job, such as   TRL opens their communicator on   hf/test_vllm
-    vLLM's server, have a communicator      rank 0, between steps
-    a lost rank shows as a timeout          a gloo group names the rank       hf/test_lost_ranks
+    rule                               how the code keeps it         tests
+    ---------------------------------  ----------------------------  ---------------------------
+    all ranks of a communicator call   the plan is the order; a      test_threads,
+    its collectives in one order       block has one communicator    attention/test_never_hangs
+    messages of a pair match by the    a zone's messages are posted  test_threads,
+    order of their posts; tags do not  in its program's order        program/test_check
+    exist
+    a communicator runs one operation  one lane inside nodes and     attention/test_never_hangs,
+    after the other                    one between nodes, in one     attention/test_planted_faults
+                                       order
+    all ranks of the parent make a     all groups are made before    test_transports,
+    communicator, in one order         the first step, none by a     test_connect
+                                       plan
+    all ranks use a new communicator   each runs an all-reduce or    test_transports
+    before some do; a pair's first     all-to-all at once; lanes
+    message connects it and blocks     send one message per pair
+    both hosts
+    a send without a batch opens       every post is a batch         test_transports
+    another communicator
+    a kernel that fills the GPU        streams of high priority,     test_transports,
+    delays an earlier transfer         clusters of one thread block  kernels/test_cuda_kernels
+    sizes, dtypes and shapes agree     both sides read the plan;     test_threads
+                                       empty messages are not
+                                       posted
+    `wait` blocks the stream, not the  attention never reads the     tests/test_no_host_sync
+    host                               device
+    exchanges of DDP, experts and      the one order; all ranks      hf/test_one_order,
+    images have a place among          take part, also without       steps/test_image_order
+    attention's                        images or tokens
+    sizes that depend on data agree    experts exchange counts       test_threads
+                                       first
+    other streams wait for the stream  one stream copies to the      late_device/on_device
+    that has waited                    host, and posts nothing
+    vLLM's server has a communicator   TRL opens and uses it         hf/test_vllm
+    with rank 0                        between steps
+    a lost rank shows as a timeout     a gloo group names the rank   hf/test_lost_ranks
 
-A rank has eight NCCL communicators on 64 and on 1,024 ranks: two lanes, five groups of 2 to 32 ranks
-for all-to-alls, and all ranks. A pipeline of 8 stages adds at most six, FSDP2 with experts three.
+A rank has eight NCCL communicators on 64 and on 1,024 ranks: two lanes, five groups of 2 to 32
+ranks for all-to-alls, and all ranks. A pipeline of 8 stages adds at most six, FSDP2 with experts
+three.
 """
 
 import abc

@@ -59,14 +59,16 @@ def write_files(page, folder):
 
 
 def followed(page, folder):
-    """What each command of a page has printed. A recipe's run is cut short. Those of torchrun
-    come last, for they are of other readers than the recipes and write to the same folders."""
-    commands = sorted(commands_of(page), key=lambda command: command.startswith("torchrun"))
+    """What each command of a page has printed. A recipe's run is cut short. Scripts come last,
+    because they are of other readers than the recipes and write to the same folders."""
+    scripts = re.compile(r"torchrun --nproc_per_node \d+ \w+\.py")
+    commands = sorted(commands_of(page), key=lambda command: bool(scripts.match(command)))
     return {command: run(command, folder, "--max_steps", "2") for command in commands}
 
 
 @pytest.mark.nightly
 @pytest.mark.processes
+@pytest.mark.timeout(400)
 def test_a_newcomer_gets_from_an_example_to_scripts_of_their_own(clone):
     write_files("start.md", clone)
     printed = followed("start.md", clone)
