@@ -38,7 +38,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_flexseq.base.values import listed
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.hf.executors import Executor
 from hf_flexseq.hf.model.call_count import forwards_of, replaced_attention
 from hf_flexseq.hf.model.checks import unsuitable_hooks
@@ -49,8 +49,8 @@ from hf_flexseq.hf.trainer_numbers import TrainerNumbers
 from hf_flexseq.hf.two_sequences import ComputeLoss, Figures, LossesOfTwo
 from hf_flexseq.hf.watch import Watch
 from hf_flexseq.hf.whole_model import WholeModelExecutor
-from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.users_code import library_method, users_forward_hooks, users_methods
 
 logger = logging.getLogger(__name__)
@@ -182,14 +182,16 @@ class SumTrial:
         if not all(of_rank[2] for of_rank in of_ranks):
             return  # a rank has drawn nothing: the next step will do
         self._is_due = False
-        with Attempt() as trying, _unchanged(self._trainer):
+        with ErrorCapture() as trying, _unchanged(self._trainer):
             assert isinstance(self._executor, WholeModelExecutor), "a stage has no loss to try"
             losses = LossesOfTwo(self._trainer, self._executor, self._watch, row, model)
             if has_model_code:
                 self._try_model(losses, figures)
             if has_methods:
                 self._try_methods(losses)
-        trying.raise_together(cpu_group.gather_values, "trying if the loss is a sum over tokens")
+        trying.raise_on_all_ranks(
+            cpu_group.gather_values, "trying if the loss is a sum over tokens"
+        )
         self._passed = self._code
 
     def _refuse_later_code(self) -> None:

@@ -22,9 +22,9 @@ from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.model.facts import compute_dtype
 from hf_flexseq.hf.watch import Watch
 from hf_flexseq.hf.whole_model import WholeModelExecutor
-from hf_flexseq.steps.drawn import Columns, SourceRow
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.known_columns import shifted
+from hf_flexseq.steps.source_row import Columns, SourceRow
 from hf_flexseq.steps.virtual_tokens import real_tokens, with_virtual_tokens
 
 logger = logging.getLogger(__name__)
