@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(36
 SECONDS = 1800  # for the ranks of a run
 IN_A_STEP = 12  # which two, three and four ranks divide
 EARLY, LATE = 3, 10  # steps after which weights are compared
-CAP = 64  # tokens that a rank holds: fewer than the longest row has
+CAP = 48  # tokens that a rank holds: fewer than the longest row has
 BOUND = 4e-6  # of the update, unless TRL itself is further from itself
 SETTINGS = {
     **{"learning_rate": 2e-4, "lr_scheduler_type": "constant", "logging_steps": 1},
@@ -80,7 +80,7 @@ def rows():
     system = {"role": "system", "content": "Python"}
     made = []
     for index, (question, answer) in enumerate(questions()[:72]):
-        said = answer[: 360 if index % 6 == 5 else 60]
+        said = answer[: 220 if index % 6 == 5 else 30]
         asked = [system, {"role": "user", "content": question.split("say about ")[1]}]
         made.append({"prompt": asked, "completion": [{"role": "assistant", "content": said}]})
     return made
