@@ -46,6 +46,7 @@ IN_A_STEP = 12  # which two, three and four ranks divide
 EARLY, LATE = 3, 10  # steps after which weights are compared
 CAP = 48  # tokens that a rank holds: fewer than the longest row has
 BOUND = 4e-6  # of the update, unless TRL itself is further from itself
+CHANCE = 1.5  # between two distances that are rounding alone: 1.1 was measured
 SETTINGS = {
     **{"learning_rate": 2e-4, "lr_scheduler_type": "constant", "logging_steps": 1},
     **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True},
@@ -218,6 +219,15 @@ class Distances(TrainerCallback):
             }
 
 
+def distances_of(trainer, stock, resume=None):
+    """Train; what `Distances` finds."""
+    distances = Distances(stock)
+    distances.trainer = trainer
+    trainer.add_callback(distances)
+    trainer.train(resume_from_checkpoint=resume)
+    return distances.found
+
+
 def squares(some, others):
     return float((some.double() - others.double()).square().sum())
 
@@ -239,17 +249,14 @@ def compared(rank, world_size, make, stock, options):
     several ranks has formed."""
     trainer = make(ranks=world_size, **options)
     steps = noting_figures(trainer)
-    distances = Distances(stock)
-    distances.trainer = trainer
-    trainer.add_callback(distances)
-    trainer.train()
+    distances = distances_of(trainer, stock)
     is_shared = any(
         value
         for one in steps
         for name, value in one.items()
         if name.startswith("groups_of_") and name != "groups_of_1"
     )
-    return distances.found, losses(trainer), is_shared
+    return distances, losses(trainer), is_shared
 
 
 def apart(make, ranks, stock, name, *, pipeline=False, **options):
@@ -270,19 +277,17 @@ def stock(llama, tmp_path_factory):
     return stock_run(llama, tmp_path_factory.mktemp("stock"), max_steps=LATE)
 
 
+def bounds_of(llama, folder, stock, kind="sft", **settings):
+    """By step: BOUND, or CHANCE times how far TRL is from itself with three batches a step."""
+    trainer = of_trl(llama, folder, kind, ours=False, accumulation=3, **settings)
+    found = of_update(distances_of(trainer, stock[0]))
+    print(f"TRL from itself with another accumulation: {found}")
+    return {step: max(BOUND, CHANCE * value) for step, value in found.items()}
+
+
 @pytest.fixture(scope="module")
 def bounds(llama, stock, tmp_path_factory):
-    """By step: BOUND, or how far TRL is from itself with three batches a step."""
-    trainer = of_trl(
-        llama, tmp_path_factory.mktemp("again"), "sft", ours=False, accumulation=3, max_steps=LATE
-    )
-    distances = Distances(stock[0])
-    distances.trainer = trainer
-    trainer.add_callback(distances)
-    trainer.train()
-    found = of_update(distances.found)
-    print(f"TRL from itself with another accumulation: {found}")
-    return {step: max(BOUND, value) for step, value in found.items()}
+    return bounds_of(llama, tmp_path_factory.mktemp("again"), stock, max_steps=LATE)
 
 
 # ---- the tests
@@ -343,11 +348,7 @@ def resumed(rank, world_size, llama, folder, stock):
     saving = {"ours": True, "ranks": world_size, "save_strategy": "steps", "save_steps": 2}
     of_trl(llama, folder, "sft", max_steps=2, **saving).train()
     trainer = of_trl(llama, folder, "sft", **saving)
-    distances = Distances(stock)
-    distances.trainer = trainer
-    trainer.add_callback(distances)
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    return distances.found
+    return distances_of(trainer, stock, resume=str(folder / "checkpoint-2"))
 
 
 def test_a_run_that_goes_on_equals_trls(llama, tmp_path, stock, bounds):
@@ -359,11 +360,7 @@ def test_a_run_that_goes_on_equals_trls(llama, tmp_path, stock, bounds):
 
 def test_autocast_is_as_near_to_float32_as_trls(llama, tmp_path, stock):
     trainer = of_trl(llama, tmp_path / "stock", "sft", ours=False, bf16=True)
-    distances = Distances(stock[0])
-    distances.trainer = trainer
-    trainer.add_callback(distances)
-    trainer.train()
-    theirs = of_update(distances.found)[EARLY]
+    theirs = of_update(distances_of(trainer, stock[0]))[EARLY]
     print(f"TRL in bf16: {theirs}")
     make = made_by(of_trl, llama, tmp_path, "sft", ours=True, bf16=True)
     assert apart(make, 2, stock, "bf16")[EARLY] <= 1.2 * theirs
@@ -371,14 +368,16 @@ def test_autocast_is_as_near_to_float32_as_trls(llama, tmp_path, stock):
 
 def test_adapters_equal_trls(llama, tmp_path):
     kept = stock_run(llama, tmp_path / "stock", lora=True)
+    bounds = bounds_of(llama, tmp_path, kept, lora=True)
     make = made_by(of_trl, llama, tmp_path, "sft", ours=True, lora=True)
-    assert apart(make, 2, kept, "LoRA")[EARLY] <= 1e-4
+    assert apart(make, 2, kept, "LoRA")[EARLY] <= bounds[EARLY]
 
 
 def test_preferences_with_shared_prompts_equal_trls(llama, tmp_path):
     kept = stock_run(llama, tmp_path / "stock", "dpo", learning_rate=5e-6)
+    bounds = bounds_of(llama, tmp_path, kept, "dpo", learning_rate=5e-6)
     make = made_by(of_trl, llama, tmp_path, "dpo", ours=True, learning_rate=5e-6)
-    assert apart(make, 2, kept, "DPO")[EARLY] <= 1e-4
+    assert apart(make, 2, kept, "DPO")[EARLY] <= bounds[EARLY]
 
 
 def test_the_recipes_checkpoint_generates_in_plain_transformers(llama, tmp_path):
@@ -414,5 +413,6 @@ def test_a_gemma_with_windows_equals_trl(tmp_path):
     file = chunks.assemble(tmp_path / chunks.MODEL_NAME)
     gemma = checkpoint_of(file, tmp_path / "cache")
     kept = stock_run(gemma, tmp_path / "stock")
+    bounds = bounds_of(gemma, tmp_path, kept)
     make = made_by(of_trl, gemma, tmp_path, "sft", ours=True)
-    assert apart(make, 2, kept, "Gemma")[EARLY] <= 1e-4
+    assert apart(make, 2, kept, "Gemma")[EARLY] <= bounds[EARLY]
