@@ -282,8 +282,8 @@ class PreferenceArguments(CorpusArguments):
         default="python-topics",
         metadata={
             "help": "Hub id, a local file (.jsonl, .json, .parquet, .csv, .txt), a local folder, "
-            "or python-topics: questions about Python with the right topic of its help, and with "
-            "another."
+            "or python-topics: questions about Python, with the topics of its help as chosen and "
+            "an evasion as rejected answers."
         },
     )
     max_length: int = field(

@@ -1,6 +1,6 @@
 """Tune a causal language model on pairs of a better and a worse answer: TRL's DPO on plans.
 
-    # a Llama of 135M parameters learns which answers belong to questions, two CPU processes
+    # a Llama of 135M parameters learns to answer and not to evade, two CPU processes
     accelerate launch --config_file recipes/accelerate_configs/cpu.yaml recipes/dpo.py \\
         --config recipes/smollm2-135m/dpo.yaml
 

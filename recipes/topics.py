@@ -1,11 +1,10 @@
 """Questions about Python, with the topics of its own `help` as answers: a real text that every
 Python has, 76 answers of 60 to 15,000 tokens, most of them short.
 
-The pairs of preference tuning have the topic's text as the chosen answer, and that of another
-topic as the rejected one.
+The pairs of preference tuning have the topic's text as the chosen answer, and as the rejected one
+what small models like to say of anything.
 """
 
-import random
 from collections.abc import Iterator
 
 from datasets import Dataset
@@ -13,7 +12,10 @@ from datasets import Dataset
 from corpus import stdlib
 
 TOPICS = "python-topics"
-SEED = 0  # of which answer is rejected for which question
+EVASION = (
+    "Python's documentation is a comprehensive guide that covers a wide range of topics, "
+    "including syntax, data types, and usage. Please read it to learn more."
+)
 
 Message = dict[str, str]
 
@@ -24,7 +26,7 @@ def load_topics() -> Dataset:
 
 
 def load_topic_pairs() -> Dataset:
-    """Return the topics as pairs of a right and a wrong answer to a question."""
+    """Return the topics as pairs of an answer and an evasion."""
     return Dataset.from_generator(pairs, gen_kwargs=stdlib(__file__))
 
 
@@ -36,14 +38,11 @@ def conversations(root: str, version: str) -> Iterator[dict[str, list[Message]]]
 
 def pairs(root: str, version: str) -> Iterator[dict[str, list[Message]]]:
     """Yield a row for each topic. root, version: unused, for the cache of `datasets`."""
-    asked = questions()
-    random.Random(SEED).shuffle(asked)
-    for index, (question, right) in enumerate(asked):
-        _, wrong = asked[index - 1]
+    for question, answer in questions():
         yield {
             "prompt": [_said("user", question)],
-            "chosen": [_said("assistant", right)],
-            "rejected": [_said("assistant", wrong)],
+            "chosen": [_said("assistant", answer)],
+            "rejected": [_said("assistant", EVASION)],
         }
 
 

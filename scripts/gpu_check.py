@@ -90,8 +90,8 @@ PARTS = {
 
 # Minutes that are kept for parts, relative to each other. Guesses, from an H100 where a part has
 # run there.
-SHARES = {"rates": 0.6, "split": 0.3, "cudnn": 0.6, "nccl": 0.4, "tests": 1.0, "lengths": 1.2}
-SHARES |= {"layers": 2.0, "training": 1.8, "memory": 0.6, "calibration": 1.0, "fused": 0.5}
+SHARES = {"rates": 0.8, "split": 0.4, "cudnn": 1.0, "nccl": 0.5, "tests": 1.0, "lengths": 1.2}
+SHARES |= {"layers": 2.0, "training": 1.6, "memory": 0.6, "calibration": 0.9, "fused": 0.4}
 SHARES |= {"several": 4.0, "hsdp": 2.0, "lost": 1.5}
 LEAST_GPUS = {"several": 2, "hsdp": 4, "lost": 2}  # other parts need one
 

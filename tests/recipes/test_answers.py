@@ -20,8 +20,8 @@ SIZES |= {"num_attention_heads": 2, "vocab_size": 300, "eos_token_id": 1}
 
 
 @pytest.fixture
-def held_out(tokenizer):
-    tokenizer.chat_template = CHAT
+def held_out(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT)
     talks = [
         [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i} of {i}"}]
         for i in range(3)
