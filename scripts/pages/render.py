@@ -26,11 +26,11 @@ from hf_flexseq import config as options
 from hf_flexseq.base import registry
 from hf_flexseq.base.refusals import Refusal
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.overrides import OF_SHARDED_CHECKPOINTS, REFUSED_IN_PIPELINES, RULES, Rule
+from hf_flexseq.hf.overrides import OF_SHARDED_CHECKPOINTS, RULES, Rule
 from hf_flexseq.hf.refusals.accelerator import ACCELERATOR
-from hf_flexseq.hf.refusals.pipeline import FSDP_OF_STAGES, PIPELINE
 from hf_flexseq.hf.refusals.predictions import PREDICTIONS
 from hf_flexseq.hf.refusals.trainer import MODEL, ON_SAMPLES, ONE_PASS, TRAINER
+from hf_flexseq.pipeline.trainer.refusals import FSDP_OF_STAGES, PIPELINE, REPLACED
 
 FOLDER = Path(__file__).parent
 MARK = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
@@ -176,7 +176,7 @@ def overrides_table() -> str:
     columns = ("method", "in one pass", "on samples", "")
     return (
         f"{table(columns, map(rule_row, RULES))}\n\n"
-        f"A [pipeline](pipelines.md) also refuses {code(REFUSED_IN_PIPELINES)}. In the saving of "
+        f"A [pipeline](pipelines.md) also refuses {code(REPLACED)}. In the saving of "
         f"models sharded by `DistributedConfig`, {code(OF_SHARDED_CHECKPOINTS)} are replaced."
     )
 
