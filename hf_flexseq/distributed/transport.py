@@ -170,7 +170,7 @@ class RankGroup(Protocol):
         """Replace a tensor of any shape by its sum over the ranks."""
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor of any shape by that of the first rank."""
+        """Replace a tensor of any shape by the first rank's."""
 
     def all_to_all(
         self,
@@ -208,7 +208,7 @@ class CpuGroup(abc.ABC):
         """Return the bytes of every rank, by rank; they may differ in length."""
 
     def broadcast_bytes(self, data: bytes) -> bytes:
-        """Return the bytes of rank 0 on every rank; those of the others do not count."""
+        """Return the bytes of rank 0 on every rank; other ranks' bytes do not count."""
         return self.gather_bytes(data)[0]
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
