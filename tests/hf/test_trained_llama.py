@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from hf_flexseq.hf.pipeline.executor import StageExecutor
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -32,7 +33,6 @@ from arguments import DataArguments, ModelArguments
 from data import to_sequences
 from hf_flexseq import FlexSeqArguments, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.checkpoints.shards import whole
-from hf_flexseq.hf.pipeline.executor import StageExecutor
 from tests.hf.tiny import noting_figures
 from tests.hf.trainers import flexseq_class
 from tests.programs import ROOT, run_program_on_ranks
