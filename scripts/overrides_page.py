@@ -14,11 +14,11 @@ from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
 from hf_flexseq.hf.overrides import (
     OF_SHARDED_CHECKPOINTS,
-    REFUSED_IN_PIPELINES,
     RULES,
     Rule,
     Standing,
 )
+from hf_flexseq.pipeline.trainer.refusals import REPLACED
 
 PAGE = Path(__file__).parents[1] / "docs/overrides.md"
 
@@ -169,7 +169,7 @@ def page_text() -> str:
     """Return the page as Markdown."""
     lines = [INTRODUCTION, "| method | in one pass | on samples | |", "|---|---|---|---|"]
     lines += [_row_of(rule) for rule in RULES]
-    pipelines = ", ".join(f"`{name}`" for name in REFUSED_IN_PIPELINES)
+    pipelines = ", ".join(f"`{name}`" for name in REPLACED)
     called = ", ".join(f"`{name}`" for name in methods_without_rule())
     replaced = ", ".join(f"`{name}`" for name in OF_SHARDED_CHECKPOINTS)
     lines += [

@@ -21,8 +21,8 @@ from transformers.utils import is_datasets_available
 from hf_flexseq.base.refusals import together
 from hf_flexseq.base.values import listed
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.losses import has_planned_loss
+from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.sum_trial import NO_CODE, UsersCode
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.steps.collator import LENGTHS, DataCollatorForFlexSeq

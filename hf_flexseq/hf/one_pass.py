@@ -5,7 +5,7 @@ its tokens are, and get the target tokens of the whole step.
 """
 
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class LossInOnePass(StepLoss):
         self.lockstep = self._is_watched
         self._watch = Watch(trainer, users_methods(trainer, IN_PARTS))
         self._changes_step = users_method(trainer, "training_step") is not None
-        self._trial = SumTrial(trainer, engine.executor, self._watch)
+        self._trial = SumTrial(trainer, engine.communicator.cpu_group, self._watch)
         self._router = AddedRouterLoss(trainer)
         self._sum = EvaluationLoss()  # of the evaluation that runs
         self._means = TokenMeans(trainer)
@@ -60,18 +60,18 @@ class LossInOnePass(StepLoss):
     def attached(self) -> Iterator[None]:
         """Surround training or an evaluation: micro-batches get their shares of a router loss, and
         SFTTrainer the outputs of its head for all rows."""
-        executor = self._engine.executor
-        self._trial.look()
+        router = self._engine.whole_model.router
+        self._trial.look(self._engine.whole_model)
         with ExitStack() as around:
             if reads_fused_head(self._trainer):
                 around.enter_context(outputs_of_rows(self._trainer.model))
-            if executor.router is not None:
-                around.enter_context(self._router.adding(executor.router))
+            if router is not None:
+                around.enter_context(self._router.adding(router))
             yield
 
     def _reason_not_shared(self) -> str | None:
         """Return why the loss keeps rows from sharing prefixes, or None."""
-        self._trial.look()  # callbacks have come between
+        self._trial.look(self._engine.whole_model)  # callbacks have come between
         if not self._trial.has_code and reads_fused_head(self._trainer):
             return GIVES_SUMS if reads_sums(self._trainer) else None
         return USERS_CODE if self._is_watched else self._trial.reason_not_shared()
@@ -107,7 +107,7 @@ class LossInOnePass(StepLoss):
             return
         self._trial.run(step.row, model)
         self._means.begin("train")
-        with self._in_training_mode(model):
+        with in_training_mode(model):
             inputs = self._engine.micro_batches(step, model, is_last=self._is_last_step)
             for micro_batch in inputs:
                 watched = self._watch.gradients(model) if self._changes_step else nullcontext()
@@ -131,14 +131,6 @@ class LossInOnePass(StepLoss):
     def settle(self, logged: torch.Tensor) -> None:
         """Filter NaN and infinity out of the losses of whole steps. Collective over the world."""
         self._losses.settle(logged, self._engine.communicator)
-
-    def _in_training_mode(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Put a model into training mode for a step, or the stage that a rank has of it."""
-        hooks = self._engine.executor.trainer_hooks
-        if hooks is None:
-            return in_training_mode(model)
-        hooks.set_training_mode(model, self._trainer.optimizer)
-        return nullcontext()
 
     @contextmanager
     def _on_parts(self, micro_batch: Inputs) -> Iterator[None]:
@@ -185,9 +177,8 @@ class LossInOnePass(StepLoss):
         divisor = _divisor(items, self._trainer.args.device)
         self._trial.run(step.row, model)
         self._means.begin("eval")
-        executor = self._engine.executor
-        with noted(executor, step):
-            for micro_batch in executor.micro_batches(step, model, trains=False):
+        with noted(self._engine.whole_model.planning, step):
+            for micro_batch in self._engine.forward_micro_batches(step, model):
                 step.add(self._forward(model, micro_batch, divisor))
         loss = step.final_loss
         self._raise_noted()

@@ -140,37 +140,13 @@ RULES = (
     ),
 )
 
-# Methods that `PartOfModelMixin` overrides (`part_of_model.py`).
-OF_PART_OF_MODEL = (
-    "_wrap_model",
-    "floating_point_ops",
-    "_clip_grad_norm",
-    "_get_grad_norm",
-    "_save",
-    "_load_from_checkpoint",
-    "_load_best_model",
-    "_save_optimizer_and_scheduler",
-    "_load_optimizer_and_scheduler",
-)
-
-# Methods of these that are replaced for a model that `DistributedConfig` has sharded: an override
+# Methods that are replaced for a model that `DistributedConfig` has sharded: an override
 # behind FlexSeqMixin is not called.
 OF_SHARDED_CHECKPOINTS = (
     "_load_from_checkpoint",
     "_load_best_model",
     "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler",
-)
-
-# Methods that a pipeline replaces: it calls no override of the user's.
-REFUSED_IN_PIPELINES = (
-    *OF_PART_OF_MODEL,
-    "training_step",
-    "_prepare_input",
-    "_prepare_inputs",
-    "_prepare_context_parallel_inputs",
-    "autocast_smart_context_manager",
-    "compute_loss_context_manager",
 )
 
 # Methods that run for every micro-batch of a loss in one pass.
@@ -185,7 +161,7 @@ def runs_other_code(trainer: Any) -> bool:
     return not is_stock or bool(users_methods(trainer, IN_PARTS))
 
 
-def check_overrides(trainer: Any, *, pipeline_parallel_size: int) -> None:
+def check_overrides(trainer: Any) -> None:
     """Raise NotImplementedError for overrides of the user's that would be ignored."""
     ignored = []
     on_samples = has_planned_loss(trainer)
@@ -194,13 +170,6 @@ def check_overrides(trainer: Any, *, pipeline_parallel_size: int) -> None:
         if standing is Standing.REFUSED:
             for where in users_methods(trainer, rule.names):
                 ignored.append(f"{where} would be ignored, since {rule.why}: {rule.instead}")
-    if pipeline_parallel_size > 1:
-        for where in users_methods(trainer, REFUSED_IN_PIPELINES):
-            ignored.append(
-                f"{where} would not be called with pipeline_parallel_size="
-                f"{pipeline_parallel_size}, whose stages do this themselves: remove it, or set "
-                "pipeline_parallel_size=1"
-            )
     if is_sharded_at_load(trainer):
         for name in OF_SHARDED_CHECKPOINTS:
             behind = users_method_behind(trainer, name)

@@ -89,7 +89,7 @@ class StepMemory:
         caps = [cap for cap in cpu_group.gather_values(own) if cap is not None]
         if not caps:
             return
-        self._engine.whole_model.lower_cap(min(caps))
+        self._engine.lower_cap(min(caps))
         if self._engine.communicator.rank == 0:
             logger.warning(
                 "a rank gets at most %s tokens in a micro-batch, as %s says, since memory has run "
@@ -136,9 +136,9 @@ class StepMemory:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            ran_out = RanOut.of(self._engine.executor, self._engine.running)
+            ran_out = RanOut.of(self._engine.planning, self._engine.running)
             if not self._lowers or ran_out is None or not ran_out.lowered:
-                add_note(error, self._engine.executor, self._engine.running)
+                add_note(error, self._engine.planning, self._engine.running)
                 raise
             if before is None or not before.can_restore():
                 error.add_note(self._left_to_next_start(ran_out))
@@ -164,7 +164,7 @@ class StepMemory:
         # Autograd keeps the graph of a backward that has failed until the next one.
         torch.zeros((), requires_grad=True).mul(1).backward()
         clear_device_cache(garbage_collection=True)  # errors and frames refer to each other
-        self._engine.whole_model.lower_cap(ran_out.lowered)
+        self._engine.lower_cap(ran_out.lowered)
         try:
             again = self._engine.plan_again(step)
         except PlanInfeasible as error:

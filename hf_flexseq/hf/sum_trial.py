@@ -39,7 +39,7 @@ from transformers import Trainer
 
 from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.agreement import ErrorCapture
-from hf_flexseq.hf.executors import Executor
+from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.hf.model.call_count import forwards_of, replaced_attention
 from hf_flexseq.hf.model.checks import unsuitable_hooks
 from hf_flexseq.hf.model.equal_models import code_of_model
@@ -48,7 +48,7 @@ from hf_flexseq.hf.shared_prefixes import KEEPS_OWN_LOSS, USERS_CODE
 from hf_flexseq.hf.trainer_numbers import TrainerNumbers
 from hf_flexseq.hf.two_sequences import ComputeLoss, Figures, LossesOfTwo
 from hf_flexseq.hf.watch import Watch
-from hf_flexseq.hf.whole_model import WholeModelExecutor
+from hf_flexseq.hf.whole_model import WholeModel
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.users_code import library_method, users_forward_hooks, users_methods
@@ -120,11 +120,12 @@ class SumTrial:
     """Tries the user's code of one trainer, each time that it has changed."""
 
     def __init__(
-        self, trainer: Trainer | LoopLoss, executor: Executor, watch: Watch | None = None
+        self, trainer: Trainer | LoopLoss, cpu_group: CpuGroup, watch: Watch | None = None
     ) -> None:
-        """watch: of the calls of a loss in one pass."""
+        """cpu_group: of all ranks. watch: of the calls of a loss in one pass."""
         self._trainer: Any = trainer
-        self._executor = executor
+        self._cpu_group = cpu_group
+        self._whole_model: WholeModel | None = None  # when the code was looked at
         self._watch = watch
         self._forwards: list[Any] | None = None  # of all modules, when the code was looked at
         self._code = NO_CODE
@@ -138,20 +139,24 @@ class SumTrial:
         """True if `look` has found any code of the user's on this rank."""
         return bool(self._code.methods or self._code.of_model)
 
-    def look(self) -> None:
-        """Find out which code of the user's there is now; a stage of a model has none to try. All
-        ranks do so together."""
-        if not isinstance(self._executor, WholeModelExecutor):
-            return
+    def look(self, whole_model: WholeModel) -> None:
+        """Find out which code of the user's there is now. All ranks do so together. whole_model:
+        the attached one."""
+        self._whole_model = whole_model
         self._code = UsersCode.of(self._trainer)
         self._forwards = _forwards(self._trainer.model)
         self._is_due = True
+
+    @property
+    def _attached(self) -> WholeModel:
+        assert self._whole_model is not None, "look is told the attached model"
+        return self._whole_model
 
     def reason_not_shared(self) -> str | None:
         """Return why the loss keeps rows from sharing prefixes; None if it does not."""
         if self.has_code:
             return USERS_CODE
-        return KEEPS_OWN_LOSS if self._executor.keeps_own_loss else None
+        return KEEPS_OWN_LOSS if self._attached.keeps_own_loss else None
 
     def run(self, row: SourceRow, model: nn.Module, figures: Figures | None = None) -> None:
         """Try the code that `look` has found, unless it has passed before. Collective over the
@@ -167,9 +172,9 @@ class SumTrial:
         if not self._is_due:
             self._refuse_later_code()
             return
-        self.look()  # on_step_begin may have brought some
+        self.look(self._attached)  # on_step_begin may have brought some
         self._refuse_gradient_hooks()
-        cpu_group = self._executor.setup.communicator.cpu_group
+        cpu_group = self._cpu_group
         is_new = self._code != self._passed
         own = [is_new and bool(self._code.of_model), is_new and bool(self._code.methods)]
         of_ranks = cpu_group.gather_ints([*map(int, own), len(row.lengths), int(self.has_code)])
@@ -183,8 +188,7 @@ class SumTrial:
             return  # a rank has drawn nothing: the next step will do
         self._is_due = False
         with ErrorCapture() as trying, _unchanged(self._trainer):
-            assert isinstance(self._executor, WholeModelExecutor), "a stage has no loss to try"
-            losses = LossesOfTwo(self._trainer, self._executor, self._watch, row, model)
+            losses = LossesOfTwo(self._trainer, self._attached, self._watch, row, model)
             if has_model_code:
                 self._try_model(losses, figures)
             if has_methods:
@@ -227,7 +231,7 @@ class SumTrial:
         if figures is not None:
             found = losses.of_figures(figures)
         else:
-            found = losses.of(_stock_loss(self._trainer, self._executor))
+            found = losses.of(_stock_loss(self._trainer, self._attached))
         if found is not None and not found.add_up:
             raise NotImplementedError(
                 f"{listed(self._code.of_model)}: {found}; tokens of one sequence change the "
@@ -262,10 +266,10 @@ class SumTrial:
             )
 
 
-def _stock_loss(trainer: Trainer, executor: Executor) -> ComputeLoss:
+def _stock_loss(trainer: Trainer, whole_model: WholeModel) -> ComputeLoss:
     """Return `compute_loss` without the user's overrides, plus the share of any router loss."""
     compute_loss = library_method(trainer, "compute_loss")
-    router = executor.router
+    router = whole_model.router
     if router is None:
         return compute_loss
 

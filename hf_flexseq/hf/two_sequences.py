@@ -18,10 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.executors import base_model
-from hf_flexseq.hf.model.facts import compute_dtype
+from hf_flexseq.hf.model.facts import base_model, compute_dtype
 from hf_flexseq.hf.watch import Watch
-from hf_flexseq.hf.whole_model import WholeModelExecutor
+from hf_flexseq.hf.whole_model import WholeModel
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.known_columns import shifted
 from hf_flexseq.steps.source_row import Columns, SourceRow
@@ -101,13 +100,13 @@ class LossesOfTwo:
     def __init__(
         self,
         trainer: Trainer,
-        executor: WholeModelExecutor,
+        whole_model: WholeModel,
         watch: Watch | None,
         row: SourceRow,
         model: nn.Module,
     ) -> None:
         self._trainer: Any = trainer
-        self._executor = executor
+        self._whole_model = whole_model
         self._watch = watch
         self._model = model
         self._columns = _short_columns(real_tokens(row))
@@ -194,7 +193,7 @@ class LossesOfTwo:
         row = SourceRow(columns=own, lengths=lengths)
         if self._virtual_tokens:
             row = self._with_virtual_tokens(row, is_labelled=is_labelled)
-        inputs = self._executor.inputs_alone(row)
+        inputs = self._whole_model.inputs_alone(row)
         with nullcontext() if self._watch is None else self._watch.calls(inputs, notes=False):
             return self._computed(compute_loss, inputs)
 
@@ -208,7 +207,7 @@ class LossesOfTwo:
     def _padded_loss(self, compute_loss: ComputeLoss) -> float:
         """Return the loss of both sequences in a padded batch, [2, tokens]; NaN where the user's
         code or the model cannot compute it, which is not needed for planned steps."""
-        if self._executor.router is not None:
+        if self._whole_model.router is not None:
             return math.nan  # the model would add a router loss of the batch
         batch: Inputs = {}
         for name, value in self._columns.items():
@@ -230,7 +229,7 @@ class LossesOfTwo:
         """Return the loss that a function gives of inputs, without gradients."""
         trainer = self._trainer
         items = torch.full((), ITEMS, device=trainer.accelerator.device)
-        router = self._executor.router
+        router = self._whole_model.router
         with ExitStack() as around:
             around.enter_context(torch.no_grad())
             around.enter_context(trainer.compute_loss_context_manager())

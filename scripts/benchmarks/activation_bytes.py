@@ -43,7 +43,6 @@ from hf_flexseq.hf.calibration.fake_model import own_copy
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.tiles import MlpTiles
-from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.memory.live_bytes import LiveBytes, stand_in_sum
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan import Group, MicroBatch
@@ -177,7 +176,7 @@ TINY: dict[str, Model] = {
 @contextmanager
 def always(choice: MemoryChoice) -> Iterator[None]:
     """Let all sequences of a step make one micro-batch with this choice inside the block."""
-    original = WholeModelExecutor.dispatch
+    original = FlexSeqEngine.dispatch
 
     def dispatch(self: Any, planned: Any) -> Any:
         everything = tuple(range(len(planned.plan.lengths)))
@@ -186,11 +185,11 @@ def always(choice: MemoryChoice) -> Iterator[None]:
         plan = replace(planned.plan, micro_batches=(batch,))
         return original(self, replace(planned, plan=plan))
 
-    WholeModelExecutor.dispatch = dispatch  # type: ignore[method-assign]
+    FlexSeqEngine.dispatch = dispatch  # type: ignore[method-assign]
     try:
         yield
     finally:
-        WholeModelExecutor.dispatch = original  # type: ignore[method-assign]
+        FlexSeqEngine.dispatch = original  # type: ignore[method-assign]
 
 
 def peak_of(run: Callable[[], Any]) -> int:

@@ -33,8 +33,8 @@ from transformers import Trainer
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.engine import FlexSeqEngine
-from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.losses import distills, reads_figures, rolls_out
+from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.objectives.answers import POLICY, REFERENCE, Answers
 from hf_flexseq.hf.objectives.divergences import Divergences
 from hf_flexseq.hf.objectives.drawing import Drawing
@@ -73,7 +73,7 @@ class PlannedLoss:
         self.answers = Answers(trainer, engine, self._head)
         self._is_attached = False
         self._equals_reference = True  # unless a step has shown otherwise; alike on all ranks
-        self._trial = SumTrial(trainer, engine.executor)
+        self._trial = SumTrial(trainer, engine.communicator.cpu_group)
         where = users_method(trainer, "training_step")
         self._watch = None if where is None else Watch(trainer, [where])
         self._loss: _SourceLoss | None = None  # of the step that runs
@@ -90,7 +90,7 @@ class PlannedLoss:
         policy = base_model(self._trainer.model)
         self.answers.begin()
         hooks = self._head.attach()
-        self._trial.look()
+        self._trial.look(self._engine.whole_model)
         try:
             with ExitStack() as attached:
                 reference = getattr(self._trainer, "ref_model", None)

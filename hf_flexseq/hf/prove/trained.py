@@ -25,13 +25,13 @@ from transformers.distributed import DistributedConfig
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.reduction import local
+from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.model.experts import expert_ranks
 from hf_flexseq.hf.model.head_trial import ROUTER_LOSS
 from hf_flexseq.hf.model.meta_model import FAULTS
 from hf_flexseq.hf.model.router import OPTION, RouterFacts
 from hf_flexseq.hf.prove.documents import Rows, tokens_per_rank
 from hf_flexseq.hf.trainer import FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
@@ -154,14 +154,14 @@ class _Gradients(TrainerCallback):
 
     def __init__(self) -> None:
         self.found: Gradients = {}
-        self.executor: WholeModelExecutor | None = None  # of a step that chooses for activations
+        self.engine: FlexSeqEngine | None = None  # of a step that chooses for activations
         self.has_used_host = False
-        """True if that executor has brought any to the host."""
+        """True if it has brought any to the host."""
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self.found = gradients_of(given["model"])
-        if self.executor is not None and self.executor.layers.store is not None:
-            self.has_used_host = self.executor.layers.store.peak_bytes > 0
+        if self.engine is not None and self.engine.whole_model.layers.store is not None:
+            self.has_used_host = self.engine.whole_model.layers.store.peak_bytes > 0
 
 
 def step_of_trainer(
@@ -216,7 +216,7 @@ def step_of_trainer(
         )
         trainer.remove_callback(PrinterCallback)
         if memory is not None:
-            taken.executor = _choose(trainer, memory)
+            taken.engine = _choose(trainer, memory)
         loss = trainer.train().training_loss
         if memory is not None and not any(gather_object([taken.has_used_host])):
             raise NotImplementedError("nothing has gone to the host, which every layer should use")
@@ -255,18 +255,18 @@ def _sharded(model: PreTrainedModel, sharding: Mapping[str, int], folder: str) -
     return twin
 
 
-def _choose(trainer: FlexSeqTrainer, memory: MemoryChoice) -> WholeModelExecutor:
+def _choose(trainer: FlexSeqTrainer, memory: MemoryChoice) -> FlexSeqEngine:
     """Have all micro-batches of a trainer choose alike for their activations; return what runs
     them."""
-    executor = trainer.flexseq.whole_model
-    dispatch = executor.dispatch
+    engine = trainer.flexseq
+    dispatch = engine.dispatch
 
     def with_choice(planned: Any) -> Any:
         chosen = tuple(replace(one, memory=memory) for one in planned.plan.micro_batches)
         return dispatch(replace(planned, plan=replace(planned.plan, micro_batches=chosen)))
 
-    executor.dispatch = with_choice  # type: ignore[method-assign]
-    return executor
+    engine.dispatch = with_choice  # type: ignore[method-assign]
+    return engine
 
 
 def _units(lines: list[str]) -> int:

@@ -67,7 +67,7 @@ def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
     on_samples = has_planned_loss(trainer)
     together(
         lambda: refuse((*TRAINER, *(ON_SAMPLES if on_samples else ONE_PASS)), trainer),
-        lambda: check_overrides(trainer, pipeline_parallel_size=args.pipeline_parallel_size),
+        lambda: check_overrides(trainer),
         lambda: resolve_sync(
             args,
             trainer.model,

@@ -23,12 +23,11 @@ input and weight gradients apart.
 import math
 from collections.abc import Sequence
 
-from hf_flexseq.cost.stages import WEIGHT_CHUNK, ChunkCosts, chunk_costs
-from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.planner.pipeline.cuts import CutWork
-from hf_flexseq.planner.pipeline.greedy import Played, actions_of, play
-from hf_flexseq.planner.pipeline.pack import level_units
-from hf_flexseq.planner.pipeline.units import (
+from hf_flexseq.pipeline.planning.cuts import CutWork
+from hf_flexseq.pipeline.planning.greedy import Played, actions_of, play
+from hf_flexseq.pipeline.planning.pack import level_units
+from hf_flexseq.pipeline.planning.stage_cost import WEIGHT_CHUNK, ChunkCosts, chunk_costs
+from hf_flexseq.pipeline.planning.units import (
     Layers,
     PipelineAnswer,
     PipelineTask,
@@ -37,6 +36,7 @@ from hf_flexseq.planner.pipeline.units import (
     shapes_of,
     unit_bytes,
 )
+from hf_flexseq.plan import PlanInfeasible
 
 # Chosen with the benchmark of pipelines (scripts/benchmarks/pipeline.py): its part "tail" weighs
 # seconds and peaks on long-tailed batches, its part "planning" prints the planner's CPU time.

@@ -16,16 +16,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES, object_of
-from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.cost.walk import check_memory, makespan_ns
-from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.plan.pipeline import PipelinePlan
-from hf_flexseq.planner.pipeline.units import (
+from hf_flexseq.pipeline.planning.plan import PipelinePlan
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
+from hf_flexseq.pipeline.planning.units import (
     PipelineAnswer,
     PipelineOptions,
     PipelineTask,
     plan_of,
 )
+from hf_flexseq.pipeline.planning.walk import check_memory, makespan_ns
+from hf_flexseq.plan import PlanInfeasible
 
 DEFAULTS = PipelineOptions()
 

@@ -17,9 +17,9 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+from hf_flexseq.pipeline.planning.cuts import CutWork, cut, on_tiles
+from hf_flexseq.pipeline.planning.units import Row, Unit, unit_of
 from hf_flexseq.plan.shard import Slice
-from hf_flexseq.planner.pipeline.cuts import CutWork, cut, on_tiles
-from hf_flexseq.planner.pipeline.units import Row, Unit, unit_of
 from hf_flexseq.planner.task import longest_first
 
 SLACK = 0.15  # share of its target that a part may exceed it by, before there is one more part

@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 
 from hf_flexseq.cli import main
-from hf_flexseq.plan.pipeline import parse
-from hf_flexseq.view import chrome_trace, pipeline_timeline, save_picture, text_grid
-from hf_flexseq.view.pipeline import peak_tokens, report, tokens_as_time
+from hf_flexseq.pipeline.planning.plan import parse
+from hf_flexseq.pipeline.planning.timeline import (
+    peak_tokens,
+    pipeline_timeline,
+    report,
+    tokens_as_time,
+)
+from hf_flexseq.view import chrome_trace, save_picture, text_grid
 from tests.pipelines import even_cost, pipelined, plan_of
 
 SCRIPT = Path(__file__).parents[2] / "scripts/benchmarks/pipeline.py"

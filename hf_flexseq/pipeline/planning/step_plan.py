@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_flexseq.base.values import MAX_TOKENS, VERSION, fields_of, items, quoted, wholes, words
-from hf_flexseq.plan.pipeline import Chunk, PipelinePlan
+from hf_flexseq.pipeline.planning.plan import Chunk, PipelinePlan
 from hf_flexseq.plan.records import Record
 
 

@@ -26,7 +26,7 @@ which is the above where k divides P.
 
 from collections.abc import Sequence
 
-from hf_flexseq.plan.pipeline import Action
+from hf_flexseq.pipeline.planning.plan import Action
 
 Name = tuple[int, int]  # (unit, index of the chunk inside the unit)
 Actions = tuple[tuple[Action, ...], ...]  # [rank] in their order

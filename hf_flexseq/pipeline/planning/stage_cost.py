@@ -36,7 +36,7 @@ from hf_flexseq.base.records import Amount, Bounds, Constants, Positive, Whole
 from hf_flexseq.base.values import MAX_BYTES
 from hf_flexseq.cost.kernels import FloatArray
 from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES, CostModel
-from hf_flexseq.plan.pipeline import MAX_STAGES
+from hf_flexseq.pipeline.planning.plan import MAX_STAGES
 from hf_flexseq.plan.shard import Slice
 
 # Nanoseconds of a token, of a pair or of a chunk: those of `MAX_SECONDS`.

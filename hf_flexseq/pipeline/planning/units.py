@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES, entry_of
-from hf_flexseq.cost.stages import ChunkCosts, ChunkShape, PipelineCost, shape_of
+from hf_flexseq.pipeline.planning.plan import Action, Chunk, PipelinePlan
+from hf_flexseq.pipeline.planning.stage_cost import ChunkCosts, ChunkShape, PipelineCost, shape_of
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.plan.pipeline import Action, Chunk, PipelinePlan
 from hf_flexseq.plan.shard import Slice
 
 Row = list[Slice]

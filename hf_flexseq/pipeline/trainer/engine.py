@@ -1,7 +1,7 @@
-"""The executor of a rank that has one stage of the model.
+"""The engine of a rank that has one stage of the model.
 
 It differs from that of a whole model in three things: the model is cut, and sharded, when the
-executor is made, so that the optimizer sees the parameters of the stage alone; a step's plan has
+engine is made, so that the optimizer sees the parameters of the stage alone; a step's plan has
 chunks and actions instead of micro-batches; and gradients are summed here, over replicas and over
 the two copies of a tied tensor, where otherwise accelerate does it.
 
@@ -14,7 +14,7 @@ is a replica of its own.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -22,16 +22,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
+from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.cost.walk import check_step
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.attachments import on_micro_batches
-from hf_flexseq.hf.executors import EngineSetup, kernel_of, planner_of
+from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.model.facts import (
     autocast_dtype,
     compute_dtype,
@@ -42,27 +41,28 @@ from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.meta_model import meta_model
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.reentrant_checkpointing import NonReentrant
-from hf_flexseq.hf.model.router import RouterLoss
-from hf_flexseq.hf.model.text_reader import TextReader, reader_of_text
-from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
-from hf_flexseq.hf.pipeline.hooks import PipelineHooks
-from hf_flexseq.hf.pipeline.loading import stage_of
-from hf_flexseq.hf.refusals.pipeline import check_divides
+from hf_flexseq.hf.model.text_reader import reader_of_text
+from hf_flexseq.hf.shared_prefixes import OFF
+from hf_flexseq.hf.whole_model import WholeModel
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
+from hf_flexseq.pipeline.exchange import ChunkExchange
 from hf_flexseq.pipeline.executor import PipelineExecutor
+from hf_flexseq.pipeline.planning.job import StagesJob
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
+from hf_flexseq.pipeline.planning.step_plan import StepPlan
+from hf_flexseq.pipeline.planning.walk import check_step
 from hf_flexseq.pipeline.reduction import equalise, reduce_gradients
 from hf_flexseq.pipeline.sharding import ShardedStage
 from hf_flexseq.pipeline.stages import Stage, cut
+from hf_flexseq.pipeline.step import RankChunks, traced
+from hf_flexseq.pipeline.trainer.loading import stage_of
+from hf_flexseq.pipeline.trainer.refusals import check_divides
 from hf_flexseq.pipeline.ulysses import Sharing
-from hf_flexseq.plan.replicas import StepPlan
-from hf_flexseq.planner.process.client import Planner
-from hf_flexseq.planner.process.jobs import StagesJob
-from hf_flexseq.steps.exchange import ChunkExchange
-from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.planner.process.client import Planner, start_planner
 from hf_flexseq.steps.learned_cost import corrected_cost
-from hf_flexseq.steps.rank_step import RankChunks
+from hf_flexseq.steps.prefetch import PrefetchedSteps, Step
 from hf_flexseq.steps.source_row import PlannedStep
 from hf_flexseq.steps.token_columns import with_token_columns
 from hf_flexseq.steps.trace import LogFigures, PlanTrace
@@ -70,26 +70,29 @@ from hf_flexseq.steps.trace import LogFigures, PlanTrace
 logger = logging.getLogger(__name__)
 
 
-class StageExecutor:
-    """Runs chunks on a model in `args.pipeline_parallel_size` stages."""
+class PipelineEngine(FlexSeqEngine):
+    """Plans chunks and runs them on a model in `args.pipeline_parallel_size` stages."""
 
-    router: RouterLoss | None = None
-    reason_not_shared: str | None = "the stages of a pipeline run chunks of rows"
-    reason_without_choices: str | None = reason_not_shared
-    keeps_own_loss = False
-    virtual_tokens = 0
-
-    def __init__(self, setup: EngineSetup, model: PreTrainedModel, *, fsdp: bool = False) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        args: FlexSeqArguments,
+        *,
+        model: PreTrainedModel,
+        fsdp: bool = False,
+        **options: Any,
+    ) -> None:
         """Cut `model` in place, unless it was loaded as a stage. Collective over the world.
 
         fsdp: True if the ranks of a stage share its parameters (FSDP2); of no effect where a stage
-        has one rank. Raises ValueError for a number of stages that does not divide the ranks or
-        exceeds layers + 1, NotImplementedError for a model without a plain decoder stack.
+        has one rank. accelerator, args, options: see `FlexSeqEngine`. Raises ValueError for a
+        number of stages that does not divide the ranks or exceeds layers + 1, NotImplementedError
+        for a model without a plain decoder stack.
         """
-        self.setup = setup
-        args = setup.args
-        communicator = setup.communicator
-        device = setup.accelerator.device
+        super().__init__(accelerator, args, **options)
+        setup = self.setup
+        communicator = self.communicator
+        device = accelerator.device
 
         # 1. which rank has what
         stages = args.pipeline_parallel_size
@@ -105,7 +108,7 @@ class StageExecutor:
         # 2. what the cost model of the whole is to be made for, then this rank's stage of it
         whole = model if stage_of(model) is None else meta_model(model, dtype=model.dtype)
         self._cost_subject = setup.costs.subject(whole)
-        self.cost: CostModel | None = None  # found when training begins
+        self._cost: CostModel | None = None  # found when training begins
         self._costs_of_run: PipelineCost | None = None  # made with the figures of its first step
         self.stage: Stage = stage_of(model) or cut(
             model, stage_index, stages, virtual=args.stages_per_rank
@@ -123,7 +126,7 @@ class StageExecutor:
         )
         self.stage.stack.model.to(device)
         equalise(self.stage, self.neighbours)
-        cast_dtype = _cast_dtype(model, setup.accelerator)
+        cast_dtype = _cast_dtype(model, accelerator)
         self.sharded = self._shard(cast_dtype) if fsdp else None
         # Hidden states have the dtype that the parameters have during a step.
         hidden_dtype = cast_dtype if self.sharded is not None else None
@@ -139,13 +142,15 @@ class StageExecutor:
             index=member_index,
             is_sharded=self.sharded is not None,
         )
-        self.trainer_hooks = PipelineHooks(self.member, self.degree)
         self._exchange = ChunkExchange(communicator, self.ranks_per_stage, self.degree)
         self._token_columns: list[str] = []  # that some stage needs of each token
 
         self._checkpointing = NonReentrant(self.stage.stack.model)
         self._pipeline: PipelineExecutor | None = None
-        self._attached = ExitStack()  # what `detach` undoes
+        self._undone_by_detach = ExitStack()
+
+    def _check_stages(self, args: FlexSeqArguments) -> None:
+        """Accept stages, which this engine runs."""
 
     def _shard(self, cast_dtype: torch.dtype | None) -> ShardedStage | None:
         """Share the stage's parameters over its ranks (FSDP2); None where it has one rank."""
@@ -159,30 +164,43 @@ class StageExecutor:
         sharded_over = self.ranks_per_stage if self.sharded is not None else 1
         return room_bytes(cost, self.stage, sharded_over=sharded_over, mixed=self._is_mixed)
 
+    # ---- the model
+
     @property
-    def attached(self) -> bool:
+    def cost(self) -> CostModel | None:
+        """The cost model of the whole model; None before it is known."""
+        return self._cost
+
+    @property
+    def is_attached(self) -> bool:
         """True between `attach` and `detach`, while the stage runs on chunks."""
         return self._pipeline is not None
 
-    # ---- the model
+    @property
+    def whole_model(self) -> WholeModel:
+        """Raises NotImplementedError."""
+        raise NotImplementedError(
+            "a loop of your own, and a loss that is computed from figures of whole sequences, do "
+            "not run in pipeline stages: set pipeline_parallel_size=1"
+        )
 
-    def attach(self, model: nn.Module, *, lockstep: bool) -> None:
+    def _attach(self, model: nn.Module, *, lockstep: bool) -> None:
         """Make the stage run on chunks; `lockstep` has no effect. Collective over the world.
         Raises ValueError for another model than the one that was cut."""
         base = self.stage.stack.model
         if model is not base:
             raise ValueError("the engine was made for another model")
-        accelerator = self.setup.accelerator
-        cpu_group = self.setup.communicator.cpu_group
-        kernel = kernel_of(self.setup, base, [self.degree])
+        accelerator = self.accelerator
+        cpu_group = self.communicator.cpu_group
+        kernel = self.setup.kernel_for(base, [self.degree])
         with ErrorCapture() as calling:
             if self.stage.is_last and has_chunkable_loss(base):
                 _call_loss_once(accelerator.device, compute_dtype(base, accelerator))
         costs = self.setup.costs
-        self.cost = corrected_cost(costs.find(self._cost_subject), costs.learned.newest)
+        self._cost = corrected_cost(costs.find(self._cost_subject), costs.learned.newest)
         calling.raise_on_all_ranks(cpu_group.gather_values, "calling the loss for the first time")
         self._costs_of_run = None
-        self.memory_limit = self._room(self.cost)
+        self.memory_limit = self._room(self._cost)
         with ExitStack() as attached:
             attached.enter_context(on_micro_batches(base, self.stage.own_layers))
             attached.callback(self._checkpointing.restore)
@@ -195,26 +213,47 @@ class StageExecutor:
                 self.stage, self.neighbours, kernel, sharing=self.sharing
             )
             attached.callback(self._pipeline.detach)
-            self._attached = attached.pop_all()
+            self._undone_by_detach = attached.pop_all()
+        self._loader_settings.change()
 
-    def detach(self) -> None:
-        """Undo `attach`. The model stays cut."""
-        self._attached.close()
+    def _detach_model(self) -> None:
+        """Undo `_attach`. The model stays cut."""
+        self._undone_by_detach.close()
         self._pipeline = None
 
     # ---- planning
 
     def planner(self, *, ahead: bool) -> Planner:
         """Make the planner of rank 0. ahead: in a process of its own."""
-        job = StagesJob(cost=self._stage_costs(), options=self._options())
-        return planner_of(job, ahead=ahead)
+        job = StagesJob(cost=self.stage_costs(), options=self._options())
+        return start_planner(job, ahead=ahead)
 
-    jobs = None
-    """Steps of a pipeline teach nothing."""
+    def _training_steps(self, lookahead: int, first_number: int) -> PrefetchedSteps:
+        if self.args.shared_prefixes != OFF:
+            logger.info("rows share no prefixes: the stages of a pipeline run chunks of rows")
+        return self._prefetched(lookahead, first_number)
+
+    def _prefetched(
+        self, lookahead: int, first_number: int = 0, *, what: str = "step", **options: Any
+    ) -> PrefetchedSteps:
+        """Return steps planned by rank 0, which share no prefixes and teach nothing. Collective
+        over the world."""
+        config = self.stage.stack.model.config
+        return PrefetchedSteps(
+            self.communicator,
+            self._started(partial(self.planner, ahead=lookahead > 0)),
+            lookahead,
+            dispatch=self.dispatch,
+            check=check_step,
+            read=StepPlan.from_bytes,
+            first_number=first_number,
+            what=what,
+            images=reader_of_text(config, "the stages of a pipeline take text"),
+        )
 
     def _options(self) -> dict[str, Any]:
         """Return the fields of `PipelineOptions`, and `replicas`, as JSON values."""
-        args = self.setup.args
+        args = self.args
         max_tokens = args.max_tokens_per_rank
         if max_tokens is not None:
             max_tokens *= self.degree  # so many ranks share a chunk
@@ -225,32 +264,18 @@ class StageExecutor:
             "memory_limit": self.memory_limit,
         }
 
-    def _stage_costs(self) -> PipelineCost:
+    def stage_costs(self) -> PipelineCost:
         """Return the stages' current costs: activation checkpointing may begin with training."""
-        assert self.cost is not None, "attach finds the cost model"
+        assert self._cost is not None, "attach finds the cost model"
         model = self.stage.stack.model
         return pipeline_cost(
-            self.cost,
+            self._cost,
             self.stage,
             token_bytes(model, hidden_bytes=self._hidden_bytes),
             checkpointed=is_checkpointed(model),
             degree=self.degree,
-            topology=self.setup.communicator.topology,
+            topology=self.communicator.topology,
         )
-
-    def check(self, plan: StepPlan) -> None:
-        """Raise ValueError for a plan that would compute something wrong or hang."""
-        check_step(plan)
-
-    def read(self, data: bytes) -> StepPlan:
-        """Return the plan whose `to_bytes` gave `data`."""
-        return StepPlan.from_bytes(data)
-
-    @property
-    def images(self) -> TextReader | None:
-        """What refuses rows with images; None for a model of text."""
-        config = self.stage.stack.model.config
-        return reader_of_text(config, "the stages of a pipeline take text")
 
     # ---- steps
 
@@ -259,48 +284,48 @@ class StageExecutor:
         drawn = planned.drawn
         row = with_token_columns(drawn.row, self._token_columns)
         columns = self._exchange(row, planned.plan, drawn.sources, self.replica)
-        return RankChunks(
-            planned, columns, replica=self.replica, device=self.setup.accelerator.device
-        )
+        return RankChunks(planned, columns, replica=self.replica, device=self.accelerator.device)
 
-    def micro_batches(
-        self, step: RankChunks, model: nn.Module, *, trains: bool
-    ) -> Iterator[Inputs]:
-        """Run the actions of one step, and yield nothing: neither a micro-batch nor a wrapped
-        model is run. In training, gradients are those of the whole step afterwards.
+    def run(self, step: RankChunks, model: nn.Module, *, is_last: bool) -> None:
+        """Run the actions of a training step: neither a micro-batch nor a wrapped model is run.
+        Afterwards gradients are those of the whole step. Collective over the world.
 
         The loss of the step is multiplied by the number of ranks on the last stage, and 0 on the
         others: the mean over ranks, which is what the Trainer logs, is the mean over the step's
         target tokens.
+
+        model: as accelerate has wrapped it. is_last: True for the last step.
         """
-        pipeline = self._pipeline
-        assert pipeline is not None, "a drawn step has an attached stage"
-        targets = max(step.targets, 1)
-        autocast = self.setup.accelerator.autocast
-        if trains:
-            self._checkpointing.replace()
-            with step.stopwatch.timing(0):
-                with self.sharded.training() if self.sharded is not None else nullcontext():
-                    loss = pipeline.train(step.own_plan, step.columns, targets, autocast)
-                reduce_gradients(self.stage, self.neighbours)
-        else:
-            with self.sharded.whole() if self.sharded is not None else nullcontext():
-                loss = pipeline.evaluate(step.own_plan, step.columns, targets, autocast)
-        step.add(loss * self.setup.communicator.world_size)
-        yield from ()
+        self._begin(step)
+        self._checkpointing.replace()
+        with step.stopwatch.timing(0):
+            with self.sharded.training() if self.sharded is not None else nullcontext():
+                self._add_loss(step, self._attached_pipeline.train)
+            reduce_gradients(self.stage, self.neighbours)
+        self._end(step, model, is_last=is_last)
 
-    def figures(self, step: RankChunks, trace: PlanTrace) -> LogFigures:
+    def evaluate(self, step: RankChunks) -> None:
+        """Run the forward actions of a step; its loss is that of `run`. Collective over the
+        world."""
+        with self.sharded.whole() if self.sharded is not None else nullcontext():
+            self._add_loss(step, self._attached_pipeline.evaluate)
+
+    @property
+    def _attached_pipeline(self) -> PipelineExecutor:
+        assert self._pipeline is not None, "a drawn step has an attached stage"
+        return self._pipeline
+
+    def _add_loss(self, step: RankChunks, run: Callable[..., torch.Tensor]) -> None:
+        loss = run(step.own_plan, step.columns, max(step.targets, 1), self.accelerator.autocast)
+        step.add(loss * self.communicator.world_size)
+
+    def figures_of(self, step: Step, trace: PlanTrace) -> LogFigures:
         """Write a step's trace, a line per replica; return figures. Collective over the world."""
-        assert self.cost is not None, "attach finds the cost model"
+        assert self._cost is not None, "attach finds the cost model"
         if self._costs_of_run is None:
-            self._costs_of_run = self._stage_costs()
-        return trace.record_pipeline(step, self._costs_of_run, self.cost)
-
-
-def stage_executor_for(trainer: Trainer) -> Callable[[EngineSetup], StageExecutor]:
-    """Return the maker of the engine's executor, for a trainer that a pipeline does not refuse."""
-    fsdp = take_over_fsdp(trainer)
-    return partial(StageExecutor, model=trainer.model, fsdp=fsdp)
+            self._costs_of_run = self.stage_costs()
+        assert isinstance(step, RankChunks), "a stage runs chunks"
+        return traced(step, trace, self._costs_of_run, self._cost)
 
 
 def _call_loss_once(device: torch.device, dtype: torch.dtype) -> None:

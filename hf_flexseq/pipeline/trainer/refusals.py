@@ -7,7 +7,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedModel, Trainer
 
-from hf_flexseq.base.refusals import Refusal, option, refuse
+from hf_flexseq.base.refusals import Refusal, option, raise_all, refuse
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.losses import has_planned_loss
 from hf_flexseq.hf.model.equal_models import code_of_model
@@ -16,9 +16,28 @@ from hf_flexseq.hf.model.router import NO_ROUTER_LOSS, OPTION, asks_for_router_l
 from hf_flexseq.hf.model.sharding_kind import has_sharded_modules
 from hf_flexseq.hf.model.trial import try_model
 from hf_flexseq.hf.refusals.checkpointing import offloads
-from hf_flexseq.steps.users_code import is_known, users_forward_hooks
+from hf_flexseq.steps.users_code import is_known, users_forward_hooks, users_methods
 
 ONE_STAGE = "set pipeline_parallel_size=1"
+
+# Methods that a pipeline replaces (`pipeline/trainer.py`), or never calls.
+REPLACED = (
+    "_wrap_model",
+    "floating_point_ops",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_save",
+    "_load_from_checkpoint",
+    "_load_best_model",
+    "_save_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler",
+    "training_step",
+    "_prepare_input",
+    "_prepare_inputs",
+    "_prepare_context_parallel_inputs",
+    "autocast_smart_context_manager",
+    "compute_loss_context_manager",
+)
 
 
 class Staged(NamedTuple):
@@ -61,6 +80,19 @@ class ShardedStages(NamedTuple):
 def check_pipeline_trainer(trainer: Any, args: FlexSeqArguments) -> None:
     """Raise NotImplementedError for a Trainer that a pipeline refuses."""
     refuse(PIPELINE, Staged(trainer, args), where=_stages(args))
+
+
+def check_replaced(trainer: Any, args: FlexSeqArguments) -> None:
+    """Raise NotImplementedError for overrides of the user's that a pipeline would not call."""
+    raise_all(
+        [
+            NotImplementedError(
+                f"{where} would not be called{_stages(args)}, whose stages do this themselves: "
+                f"remove it, or {ONE_STAGE}"
+            )
+            for where in users_methods(trainer, REPLACED)
+        ]
+    )
 
 
 def check_fsdp_of_stages(

@@ -4,11 +4,11 @@
 seq1f1b    sequences in chunks (arXiv 2406.03488), also over several stages per rank
 """
 
+from hf_flexseq.pipeline.planning.cuts import CutWork
+from hf_flexseq.pipeline.planning.orders import interleaved, one_forward_one_backward
+from hf_flexseq.pipeline.planning.pack import chunked_units, whole_units
+from hf_flexseq.pipeline.planning.units import PipelineAnswer, PipelineTask
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.planner.pipeline.cuts import CutWork
-from hf_flexseq.planner.pipeline.orders import interleaved, one_forward_one_backward
-from hf_flexseq.planner.pipeline.pack import chunked_units, whole_units
-from hf_flexseq.planner.pipeline.units import PipelineAnswer, PipelineTask
 
 SEQ1F1B_CHUNKS = 4  # chunks of the longest sequence: Seq1F1B's own setting at 64K tokens
 

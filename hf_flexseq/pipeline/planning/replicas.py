@@ -11,11 +11,11 @@ replicas.
 from collections import Counter
 from collections.abc import Sequence
 
-from hf_flexseq.cost.stages import PipelineCost, causal_pairs
-from hf_flexseq.plan.pipeline import PipelinePlan
-from hf_flexseq.plan.replicas import StepPlan
-from hf_flexseq.planner.pipeline.pipeline_plan import DEFAULTS, make_pipeline_plan
-from hf_flexseq.planner.pipeline.units import PipelineOptions
+from hf_flexseq.pipeline.planning.make import DEFAULTS, make_pipeline_plan
+from hf_flexseq.pipeline.planning.plan import PipelinePlan
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost, causal_pairs
+from hf_flexseq.pipeline.planning.step_plan import StepPlan
+from hf_flexseq.pipeline.planning.units import PipelineOptions
 from hf_flexseq.planner.task import longest_first
 
 

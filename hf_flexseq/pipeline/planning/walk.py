@@ -22,9 +22,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hf_flexseq.cost.stages import ChunkCosts, PipelineCost, chunk_costs, shape_of
-from hf_flexseq.plan.pipeline import Action, PipelinePlan
-from hf_flexseq.plan.replicas import StepPlan
+from hf_flexseq.pipeline.planning.plan import Action, PipelinePlan
+from hf_flexseq.pipeline.planning.stage_cost import ChunkCosts, PipelineCost, chunk_costs, shape_of
+from hf_flexseq.pipeline.planning.step_plan import StepPlan
 
 # (F or B, the stage that sends) -> (unit, index) of the chunks that were sent and not yet taken
 Queues = dict[tuple[str, int], deque[tuple[int, int]]]

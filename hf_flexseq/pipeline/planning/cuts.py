@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hf_flexseq.cost.model import ATTENTION_BACKWARD, LINEAR_PASSES
-from hf_flexseq.cost.stages import PipelineCost
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 
 # Tokens of a tile, the largest of torch's CPU attention. Of four chunks of 4,096 tokens on tiles
 # forwards and backwards take 1 to 3 % less of a processor.

@@ -1,9 +1,10 @@
 """The timeline of a pipeline's plan: every stage's actions, its memory, and the bubble.
 
-    pipeline_timeline(plan, cost)    a Timeline in nanoseconds
+    timeline_of_step(step, ...)      a Timeline in nanoseconds, of a step of a file
+    pipeline_timeline(plan, cost)    the same of a plan and its cost
     report(plan, cost)               seconds, bubble and peaks in one record
 
-Times are the longest path through the plan's actions (`cost/walk.py`), so they are
+Times are the longest path through the plan's actions (`pipeline/planning/walk.py`), so they are
 exact for the given cost of each action. They leave out transfers that disturb each other and
 stages that disturb their own computing.
 """
@@ -11,9 +12,12 @@ stages that disturb their own computing.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_flexseq.cost.stages import PipelineCost, StageCost
-from hf_flexseq.cost.walk import Done, timed
-from hf_flexseq.plan.pipeline import KINDS, PipelinePlan
+from hf_flexseq.base.reading import Limits
+from hf_flexseq.cost import CostModel
+from hf_flexseq.pipeline.planning.plan import KINDS, PipelinePlan
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost, StageCost
+from hf_flexseq.pipeline.planning.walk import Done, check, timed
+from hf_flexseq.plan.files import RecordedStep
 from hf_flexseq.view.timeline import ACTION_KINDS, Event, Memory, Timeline
 
 EVENT_KINDS = dict(zip(KINDS, ACTION_KINDS, strict=True))  # kind of an action -> of its event
@@ -34,6 +38,31 @@ class Report:
 
     peak_tokens: tuple[int, ...]
     """[rank] Most tokens in flight; a checkpointed token counts whole."""
+
+
+def timeline_of_step(step: RecordedStep, cost_model: CostModel | None, limits: Limits) -> Timeline:
+    """Return the timeline of a step of a file: by a cost model, or by the stages' costs in the
+    file, or with tokens as time. Raises ValueError for a plan that would hang or is too long, and
+    for costs of other stages."""
+    plan = step.plan
+    assert isinstance(plan, PipelinePlan), "only a pipeline's plan has actions"
+    # Finding the next action may look at every rank; a hundred looks take as long as an event.
+    actions = sum(map(len, plan.actions))
+    work = actions + actions * plan.ranks // 100
+    limits.refuse_above("work", work, f"step {step.number} may be {work:,} events")
+    check(plan)
+    if cost_model is not None:
+        cost = PipelineCost.of_model(cost_model, plan.stages)
+    elif step.cost is None:
+        cost = tokens_as_time(plan)
+    else:
+        cost = PipelineCost.from_record(step.cost)
+    if len(cost.stages) != plan.stages:
+        raise ValueError(
+            f"step {step.number}: expected pipeline_cost of {plan.stages} stages, "
+            f"got {len(cost.stages)}"
+        )
+    return pipeline_timeline(plan, cost)
 
 
 def pipeline_timeline(plan: PipelinePlan, cost: PipelineCost) -> Timeline:

@@ -1,5 +1,5 @@
 """The shortest order of a few chunks' actions, by exhaustion: the slow twin of
-`planner/pipeline/greedy.py`.
+`pipeline/planning/greedy.py`.
 
 Forwards, I's and W's of a stage each have a fixed order, so a stage's next action is one of three.
 Giffler and Thompson's branching visits all active schedules, one of which is optimal: find the
@@ -11,7 +11,7 @@ beat the best.
 from collections import defaultdict
 from itertools import accumulate
 
-from hf_flexseq.planner.pipeline.orders import backward_names
+from hf_flexseq.pipeline.planning.orders import backward_names
 
 KINDS = "FIW"
 

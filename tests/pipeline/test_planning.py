@@ -9,19 +9,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES
-from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.cost.walk import check, check_memory, makespan_ns, peak_bytes
+from hf_flexseq.pipeline.planning import PipelineOptions
+from hf_flexseq.pipeline.planning.cuts import TILE, UNEVEN, CutWork, cut, on_tiles
+from hf_flexseq.pipeline.planning.greedy import actions_of, play
+from hf_flexseq.pipeline.planning.orders import interleaved, one_forward_one_backward
+from hf_flexseq.pipeline.planning.pack import chunked_units, first_fit, level_units, whole_units
+from hf_flexseq.pipeline.planning.plan import KINDS, text
+from hf_flexseq.pipeline.planning.replicas import make_step_plan
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
+from hf_flexseq.pipeline.planning.walk import check, check_memory, makespan_ns, peak_bytes
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.plan.pipeline import KINDS, text
-from hf_flexseq.planner.pipeline import PipelineOptions
-from hf_flexseq.planner.pipeline.cuts import TILE, UNEVEN, CutWork, cut, on_tiles
-from hf_flexseq.planner.pipeline.greedy import actions_of, play
-from hf_flexseq.planner.pipeline.orders import interleaved, one_forward_one_backward
-from hf_flexseq.planner.pipeline.pack import chunked_units, first_fit, level_units, whole_units
-from hf_flexseq.planner.pipeline.replicas import make_step_plan
 from tests.budget import examples, for_seeds
+from tests.pipeline.exact_orders import shortest
 from tests.pipelines import costs_of, even_cost, pipelined, plan_of, relaxed, stage_cost
-from tests.planner.pipeline_exact import shortest
 
 LENGTHS = st.lists(st.one_of(st.integers(1, 50), st.integers(1, 20_000)), max_size=12)
 EVEN = CutWork(linear=1.0, square=0.0)

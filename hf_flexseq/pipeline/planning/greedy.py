@@ -15,7 +15,7 @@ One pass over the step, without a flush:
    checkpointed layers, which are recomputed in I.
 4. I and W become one B if the previous stage did not wait for the I (`actions_of`).
 
-The slow reference, a search over all orders, is `tests/planner/pipeline_exact.py`.
+The slow reference, a search over all orders, is `tests/pipeline/exact_orders.py`.
 
 Rejected:
 
@@ -36,9 +36,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 
-from hf_flexseq.cost.stages import ChunkCosts
-from hf_flexseq.plan.pipeline import KINDS, Action
-from hf_flexseq.planner.pipeline.orders import backward_names, forward_names
+from hf_flexseq.pipeline.planning.orders import backward_names, forward_names
+from hf_flexseq.pipeline.planning.plan import KINDS, Action
+from hf_flexseq.pipeline.planning.stage_cost import ChunkCosts
 
 NEVER = 1 << 62  # a time in nanoseconds that no step reaches
 

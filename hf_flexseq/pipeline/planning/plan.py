@@ -21,7 +21,7 @@ accepts it. `PipelinePlan.check_form` refuses it:
     order     inside a unit forwards ascend and backwards descend; a W follows its I, in the order
               of the I's, since stage 0 and every carry run the whole backward in it
 
-`cost/walk.py` walks through the actions: it checks the order of exchanges between
+`walk.py` walks through the actions: it checks the order of exchanges between
 neighbours, and memory.
 
 Rejected: sends and receives as actions. They follow from the order of the others, and redundant
@@ -126,9 +126,14 @@ class PipelinePlan(Record):
     schedule: str
     """Name of the schedule that made the plan."""
     objective_s: float
-    """Predicted seconds of the step; for `auto` at most a wait or two above `cost/walk.py`."""
+    """Predicted seconds of the step; for `auto` at most a wait or two above `walk.py`."""
     planning_s: float
     """Seconds that planning took; not in the digest."""
+
+    @property
+    def how(self) -> str:
+        """The chunks and stages, in words."""
+        return f"{len(self.chunks):,} chunks through {self.stages} stages"
 
     def places(self) -> dict[tuple[int, int], int]:
         """Return the index in `chunks` of each (unit, index)."""
@@ -181,7 +186,7 @@ class PipelinePlan(Record):
     def check_form(self) -> None:
         """Raise ValueError, naming chunk or action, unless chunks and actions are legal.
 
-        A plan of legal form can still hang: see `cost/walk.py`.
+        A plan of legal form can still hang: see `walk.py`.
         """
         if self.ranks < 1 or self.stages < self.ranks or self.stages % self.ranks:
             raise ValueError(

@@ -7,10 +7,17 @@ from dataclasses import replace
 import pytest
 
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.cost.walk import check, check_memory, check_step, makespan_ns, peak_bytes, timed
-from hf_flexseq.plan.pipeline import parse
-from hf_flexseq.plan.replicas import StepPlan
+from hf_flexseq.pipeline.planning.plan import parse
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
+from hf_flexseq.pipeline.planning.step_plan import StepPlan
+from hf_flexseq.pipeline.planning.walk import (
+    check,
+    check_memory,
+    check_step,
+    makespan_ns,
+    peak_bytes,
+    timed,
+)
 from hf_flexseq.plan.shard import Slice
 from tests.budget import examples, for_seeds
 from tests.pipelines import costs_of, even_cost, pipelined, plan_of, relaxed, stage_cost
