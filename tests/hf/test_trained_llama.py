@@ -32,7 +32,7 @@ from arguments import DataArguments, ModelArguments
 from data import to_sequences
 from hf_flexseq import FlexSeqArguments, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.checkpoints.shards import whole
-from hf_flexseq.hf.pipeline.executor import StageExecutor
+from hf_flexseq.pipeline.trainer.engine import PipelineEngine
 from tests.hf.tiny import noting_figures
 from tests.hf.trainers import flexseq_class
 from tests.programs import ROOT, run_program_on_ranks
@@ -164,9 +164,9 @@ def of_transformers(llama, folder, ranks, *, sharded=False, **more):
 def weights(trainer):
     """This rank's trained weights, whole, by the names of the model."""
     named = trainer.model.named_parameters()
-    executor = getattr(getattr(trainer, "flexseq", None), "executor", None)
-    if isinstance(executor, StageExecutor):
-        named = executor.stage.global_parameters()
+    engine = getattr(trainer, "flexseq", None)
+    if isinstance(engine, PipelineEngine):
+        named = engine.stage.global_parameters()
     return {name: whole(one.detach()).clone() for name, one in named if one.requires_grad}
 
 
