@@ -148,12 +148,11 @@ def of_transformers(llama, folder, ranks, *, sharded=False, **more):
     set_seed(0)
     config = DistributedConfig(fsdp_size=ranks) if sharded else None
     more = {"max_tokens_per_rank": CAP, "cost_model": "estimate", "lookahead": 0} | more
-    stages = more.get("pipeline_parallel_size", 1)
     return FlexSeqTrainer(
         model=AutoModelForCausalLM.from_pretrained(
             llama, dtype=torch.float32, distributed_config=config
         ),
-        args=arguments(FlexSeqConfig, folder, ranks // stages, 1, max_steps=EARLY, **more),
+        args=arguments(FlexSeqConfig, folder, ranks, 1, max_steps=EARLY, **more),
         train_dataset=sequences(AutoTokenizer.from_pretrained(llama)),
     )
 
