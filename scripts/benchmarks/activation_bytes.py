@@ -39,9 +39,9 @@ from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.devices import HOST_BYTES, HOST_RATE
 from hf_flexseq.hf.attachments import on_micro_batches
 from hf_flexseq.hf.calibration import layer_trial
-from hf_flexseq.hf.calibration.fake_model import own_copy
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.model.rehearsal import Rehearsal, fake_copy
 from hf_flexseq.hf.tiles import MlpTiles
 from hf_flexseq.memory.live_bytes import LiveBytes, stand_in_sum
 from hf_flexseq.memory.store import HostStore
@@ -318,7 +318,8 @@ TRUE: dict[str, Model] = {
 def peak_of_whole(model: transformers.PreTrainedModel, choice: MemoryChoice) -> float:
     """Return the most bytes of a token in forward and backward of a model, all layers."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    trial = layer_trial.LayerTrial(own_copy(model, torch.bfloat16, mode), mode, None, skips=False)
+    rehearsal = Rehearsal(fake_copy(model, torch.bfloat16, mode), mode)
+    trial = layer_trial.LayerTrial(rehearsal, None, skips=False)
     network = trial.model
     attach_chunked_loss(network, stand_in_sum)
     layers = LayerMemory(

@@ -13,11 +13,9 @@ Which values a row has, and which dimensions pixels, is not the same everywhere.
 may come into question, of which the first one that the tower takes is the model's.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -26,24 +24,16 @@ from hf_flexseq.hf.model.towers import patch_size
 
 Tensors = dict[str, torch.Tensor]
 
-MOST_PATCHES = 4096
-"""Patches of the largest image that is drawn."""
 _TILES = 5  # that an image of any size is cut into, with a small copy of it
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImageForm:
+class ImageForm(NamedTuple):
     """How a model takes an image."""
 
-    patches: tuple[int, ...]
-    """Patches of the square images that can be drawn, ascending: four times as many again and
-    again, or one number alone."""
-    tensors_of: Callable[[int], Tensors]
+    sides: tuple[int, ...]
+    """Patches along each side of the square images that can be drawn."""
+    draw: Callable[[int], Tensors]
     """Draws the tensors of one image with so many patches along each side."""
-
-    def draw(self, patches: int) -> Tensors:
-        """Return the tensors of a square image."""
-        return self.tensors_of(math.isqrt(patches))
 
 
 def image_forms(config: PreTrainedConfig, names: Collection[str]) -> Iterator[ImageForm]:
@@ -53,11 +43,19 @@ def image_forms(config: PreTrainedConfig, names: Collection[str]) -> Iterator[Im
     if vision is None or "pixel_values" not in names:
         return
     size = patch_size(config)
+    channels = _first(vision, ("in_channels", "in_chans", "num_channels"), 3)
+    # An image of any size has two tokens along a side, or four; a token is two patches wide if
+    # that is not known.
+    side = 2 * _first(vision, ("spatial_merge_size", "pooling_kernel_size"), 2)
+    sides = (side, 2 * side)
     grid = next((name for name in names if name.endswith(("grid_thw", "grid_hw"))), None)
     if grid is not None:
-        yield from _grids(vision, grid, "image_merge_sizes" in names, size)
+        frames = _first(vision, ("temporal_patch_size",), 2)
+        rows = channels * size**2
+        for shape in ((frames * rows,), (rows,), (channels, size, size)):
+            yield ImageForm(sides, partial(_with_grid, shape, grid, "image_merge_sizes" in names))
         return
-    drawn: dict[str, Callable[[int, int, int], Tensors]] = {
+    drawn = {
         "image_position_ids": _with_places,
         "spatial_shapes": _with_shape,
         "target_sizes": _in_a_strip,
@@ -65,50 +63,23 @@ def image_forms(config: PreTrainedConfig, names: Collection[str]) -> Iterator[Im
     }
     for name, draw in drawn.items():
         if name in names:
-            tensors_of = partial(draw, _channels(vision), size)
-            yield ImageForm(patches=_any_size(vision), tensors_of=tensors_of)
-    yield from _pixels(vision, names, size)
+            yield ImageForm(sides, partial(draw, channels, size))
+    yield from _pixels(vision, names, channels, size)
 
 
-def _channels(vision: Any) -> int:
-    for name in ("in_channels", "in_chans", "num_channels"):
-        value = getattr(vision, name, None)
-        if isinstance(value, int):
-            return value
-    return 3
+def _first(vision: Any, names: Collection[str], otherwise: int) -> int:
+    """Return the first of some options that is a number."""
+    found = [getattr(vision, name, None) for name in names]
+    return next((one for one in found if isinstance(one, int)), otherwise)
 
 
-def _any_size(vision: Any) -> tuple[int, ...]:
-    """Return the patches of images of a model that takes any size: from two tokens along a side
-    on, which are two patches wide if that is not known."""
-    found = [getattr(vision, name, None) for name in ("spatial_merge_size", "pooling_kernel_size")]
-    merged = next((one for one in found if isinstance(one, int)), 2)
-    patches = [(2 * merged) ** 2]
-    while 4 * patches[-1] <= MOST_PATCHES:
-        patches.append(4 * patches[-1])
-    return tuple(patches)
-
-
-def _grids(vision: Any, grid: str, has_merge: bool, size: int) -> Iterator[ImageForm]:
-    """Yield forms with a row for each patch. size: of a patch in pixels. has_merge: True if images
-    say how many patches become a token."""
-    channels = _channels(vision)
-    frames = getattr(vision, "temporal_patch_size", None) or 2
-    shapes = (
-        (channels * frames * size**2,),
-        (channels * size**2,),
-        (channels, size, size),
-    )
-    for shape in shapes:
-
-        def tensors_of(side: int, shape: tuple[int, ...] = shape) -> Tensors:
-            sizes = [side, side] if grid.endswith("grid_hw") else [1, side, side]
-            tensors = {"pixel_values": torch.rand(side**2, *shape), grid: torch.tensor([sizes])}
-            if has_merge:
-                tensors["image_merge_sizes"] = torch.tensor([2])
-            return tensors
-
-        yield ImageForm(patches=_any_size(vision), tensors_of=tensors_of)
+def _with_grid(shape: tuple[int, ...], grid: str, has_merge: bool, side: int) -> Tensors:
+    """shape: of a patch. has_merge: True if images say how many patches become a token."""
+    sizes = [side, side] if grid.endswith("grid_hw") else [1, side, side]
+    tensors = {"pixel_values": torch.rand(side**2, *shape), grid: torch.tensor([sizes])}
+    if has_merge:
+        tensors["image_merge_sizes"] = torch.tensor([2])
+    return tensors
 
 
 def _with_places(channels: int, size: int, side: int) -> Tensors:
@@ -143,27 +114,25 @@ def _with_size(channels: int, size: int, side: int) -> Tensors:
     }
 
 
-def _pixels(vision: Any, names: Collection[str], size: int) -> Iterator[ImageForm]:
-    """Yield forms of images of one size."""
+def _pixels(vision: Any, names: Collection[str], channels: int, size: int) -> Iterator[ImageForm]:
+    """Yield forms of images of one size, a single one or several tiles."""
     given = getattr(vision, "image_size", None)
     sizes = set(given) if isinstance(given, (list, tuple)) else {given}
     pixels = sizes.pop()
     if sizes or not isinstance(pixels, int) or pixels < size:
         return
+    masks = [name for name in names if name.endswith("mask")]
     leadings: list[tuple[int, ...]] = [(1,), (1, 1)]
-    for leading in [*leadings, (1, _TILES)] if "image_sizes" in names else leadings:
-        has_size = len(leading) > 1 and leading[1] == _TILES
+    if "image_sizes" in names:
+        leadings.append((1, _TILES))
+    for leading in leadings:
 
-        def tensors_of(
-            side: int, leading: tuple[int, ...] = leading, has_size: bool = has_size
-        ) -> Tensors:
-            tensors = {"pixel_values": torch.rand(*leading, _channels(vision), pixels, pixels)}
-            for name in names:
-                if name.endswith("mask"):
-                    tensors[name] = torch.ones(*leading, pixels, pixels, dtype=torch.bool)
-            if has_size:
+        def draw(side: int, leading: tuple[int, ...] = leading) -> Tensors:
+            tensors = {"pixel_values": torch.rand(*leading, channels, pixels, pixels)}
+            for name in masks:
+                tensors[name] = torch.ones(*leading, pixels, pixels, dtype=torch.bool)
+            if leading[-1] == _TILES:
                 tensors["image_sizes"] = torch.tensor([[pixels, pixels]])
             return tensors
 
-        patches = leading[-1] * (pixels**2 // size**2)
-        yield ImageForm(patches=(patches,), tensors_of=tensors_of)
+        yield ImageForm((pixels // size,), draw)

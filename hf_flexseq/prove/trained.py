@@ -6,12 +6,10 @@ loss of transformers over all tokens, and torch's backward.
 """
 
 import copy
-import json
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +23,15 @@ from transformers.distributed import DistributedConfig
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.reduction import local
-from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.model.experts import expert_ranks
 from hf_flexseq.hf.model.head_trial import ROUTER_LOSS
-from hf_flexseq.hf.model.meta_model import FAULTS
+from hf_flexseq.hf.model.rehearsal import FAULTS
 from hf_flexseq.hf.model.router import OPTION, RouterFacts
-from hf_flexseq.hf.prove.documents import Rows, tokens_per_rank
 from hf_flexseq.hf.trainer import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.kernels import lse_dtype
+from hf_flexseq.plan import Plan
 from hf_flexseq.plan.memory import MemoryChoice
+from hf_flexseq.prove.documents import Rows, tokens_per_rank
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 from hf_flexseq.steps.differences import Gradients, StepOutcome
 
@@ -44,10 +42,7 @@ class PlannedRun(NamedTuple):
     """A step of FlexSeqTrainer, and the plan that it ran."""
 
     step: StepOutcome
-    groups: list[str]
-    """Strategy and degree of each group of the plan, micro-batch by micro-batch."""
-    units: int
-    """Units of documents that share a prefix."""
+    plan: Plan
     has_trained: bool
     """True if the optimizer changed a weight."""
 
@@ -149,19 +144,34 @@ def plans_of(topology: Topology) -> dict[str, dict[str, Any]]:
     return plans
 
 
-class _Gradients(TrainerCallback):
-    """Takes the gradients of the step, before the optimizer uses them."""
+class _NotedStep(TrainerCallback):
+    """Notes the plan of a trainer's step, and its gradients before the optimizer uses them."""
 
-    def __init__(self) -> None:
-        self.found: Gradients = {}
-        self.engine: FlexSeqEngine | None = None  # of a step that chooses for activations
+    def __init__(self, trainer: FlexSeqTrainer, memory: MemoryChoice | None) -> None:
+        """memory: what all micro-batches are to choose for their activations; None for what the
+        plan says."""
+        self.gradients: Gradients = {}
+        self.plan: Plan | None = None
         self.has_used_host = False
-        """True if it has brought any to the host."""
+        """True if activations were brought to the host."""
+        self._memory = memory
+        self._engine = trainer.flexseq
+        self._dispatch = self._engine.dispatch
+        self._engine.dispatch = self._dispatch_noted  # type: ignore[method-assign]
+        trainer.add_callback(self)
+
+    def _dispatch_noted(self, planned: Any) -> Any:
+        plan = planned.plan
+        if self._memory is not None:
+            chosen = tuple(replace(one, memory=self._memory) for one in plan.micro_batches)
+            plan = replace(plan, micro_batches=chosen)
+        self.plan = plan
+        return self._dispatch(replace(planned, plan=plan))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self.found = gradients_of(given["model"])
-        if self.engine is not None and self.engine.whole_model.layers.store is not None:
-            self.has_used_host = self.engine.whole_model.layers.store.peak_bytes > 0
+        self.gradients = gradients_of(given["model"])
+        store = self._engine.whole_model.layers.store
+        self.has_used_host = store is not None and store.peak_bytes > 0
 
 
 def step_of_trainer(
@@ -181,12 +191,10 @@ def step_of_trainer(
     whole models. All ranks must then see one file system.
     Raises ValueError or NotImplementedError, on all ranks, for what hf_flexseq refuses.
     """
-    taken = _Gradients()
     world_size = topology.world_size
     with tempfile.TemporaryDirectory() as folder:
         twin = copy.deepcopy(model) if sharding is None else _sharded(model, sharding, folder)
         before = [local(parameter.detach()).cpu().clone() for parameter in twin.parameters()]
-        trace = Path(folder) / "plans.jsonl"
         args = FlexSeqConfig(
             output_dir=folder,
             max_steps=1,
@@ -195,7 +203,7 @@ def step_of_trainer(
             learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant",
             max_grad_norm=0.0,
-            use_cpu=next(model.parameters()).device.type == "cpu",
+            use_cpu=model.device.type == "cpu",
             bf16=bf16,
             save_strategy="no",
             logging_strategy="no",
@@ -204,7 +212,6 @@ def step_of_trainer(
             cost_model="estimate",
             lookahead=0,
             max_tokens_per_rank=tokens_per_rank(rows, world_size),
-            plan_trace=str(trace),
             **plan,
         )
         trainer = FlexSeqTrainer(
@@ -212,18 +219,16 @@ def step_of_trainer(
             args=args,
             train_dataset=rows,
             data_collator=DataCollatorForFlexSeq(),
-            callbacks=[taken],
         )
         trainer.remove_callback(PrinterCallback)
-        if memory is not None:
-            taken.engine = _choose(trainer, memory)
+        noted = _NotedStep(trainer, memory)
         loss = trainer.train().training_loss
-        if memory is not None and not any(gather_object([taken.has_used_host])):
-            raise NotImplementedError("nothing has gone to the host, which every layer should use")
-        lines = trace.read_text().splitlines() if trace.exists() else []
+    if memory is not None and not any(gather_object([noted.has_used_host])):
+        raise NotImplementedError("nothing has gone to the host, which every layer should use")
     after = [local(parameter.detach()).cpu() for parameter in twin.parameters()]
     changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    return PlannedRun(StepOutcome(loss, taken.found), _groups(lines), _units(lines), changed)
+    assert noted.plan is not None, "a step has run"
+    return PlannedRun(StepOutcome(loss, noted.gradients), noted.plan, changed)
 
 
 def _sharded(model: PreTrainedModel, sharding: Mapping[str, int], folder: str) -> PreTrainedModel:
@@ -253,32 +258,3 @@ def _sharded(model: PreTrainedModel, sharding: Mapping[str, int], folder: str) -
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(model.dtype)
     return twin
-
-
-def _choose(trainer: FlexSeqTrainer, memory: MemoryChoice) -> FlexSeqEngine:
-    """Have all micro-batches of a trainer choose alike for their activations; return what runs
-    them."""
-    engine = trainer.flexseq
-    dispatch = engine.dispatch
-
-    def with_choice(planned: Any) -> Any:
-        chosen = tuple(replace(one, memory=memory) for one in planned.plan.micro_batches)
-        return dispatch(replace(planned, plan=replace(planned.plan, micro_batches=chosen)))
-
-    engine.dispatch = with_choice  # type: ignore[method-assign]
-    return engine
-
-
-def _units(lines: list[str]) -> int:
-    """Return the number of units in the plans of a trace."""
-    return sum(line.count('"nodes"') for line in lines)
-
-
-def _groups(lines: list[str]) -> list[str]:
-    """Return the groups of the plans of a trace; only rank 0 has one."""
-    found = []
-    for line in lines:
-        for micro_batch in json.loads(line)["micro_batches"]:
-            for group in micro_batch["groups"]:
-                found.append(f"{group['strategy']} of {len(group['ranks'])}")
-    return found

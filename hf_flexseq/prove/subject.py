@@ -11,14 +11,9 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_flexseq.hf.calibration.model_configuration import class_of, config_of
 from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.hf.model.router import OPTION, RouterFacts, UnknownRouterLoss, router_facts
 from hf_flexseq.hf.model.small import plain_options, small_model
@@ -51,7 +46,7 @@ def model_of(name: str, *, whole: bool) -> tuple[PreTrainedModel, str]:
     if isinstance(named, type):
         raise ValueError(f"{name} is not a class of models: {_WANTED}")
     config = _config_of(name)
-    kind = _kind_of(config, name)
+    kind = class_of(config)
     if whole:
         return kind.from_pretrained(name, dtype=torch.float32), name
     return _small(kind, plain_options(config.to_diff_dict())), name
@@ -59,31 +54,13 @@ def model_of(name: str, *, whole: bool) -> tuple[PreTrainedModel, str]:
 
 def _config_of(name: str) -> PreTrainedConfig:
     try:
-        # None would prompt on the terminal before running a model's own code
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return config_of(name)
     except (OSError, *_BUILDING_FAILS) as error:
         reason = " ".join(str(error).split()).split(". ")[0].rstrip(".")
         raise ValueError(
             f"{name} has no configuration that transformers {transformers.__version__} can read "
             f"({reason}): {_WANTED}"
         ) from error
-
-
-def _kind_of(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:
-    """Return the class that a configuration is of: the one that it names, if that predicts tokens,
-    or else the one of its kind that does."""
-    kinds: list[type[PreTrainedModel]] = []
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
-        if type(config) in mapping:
-            found = mapping[type(config)]
-            kinds += found if isinstance(found, tuple) else (found,)
-    if not kinds:
-        raise ValueError(
-            f"{name} has model_type={config.model_type!r}, which is not a causal language model "
-            "of transformers"
-        )
-    own = [kind for kind in kinds if kind.__name__ in (config.architectures or ())]
-    return (own or kinds)[0]
 
 
 def _small(kind: type[PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:

@@ -21,11 +21,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.model.meta_model import FAULTS
+from hf_flexseq.hf.model.rehearsal import FAULTS
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.probe import usual_tokens
-from hf_flexseq.hf.prove.drawn_images import ImageForm, Tensors, image_forms
 from hf_flexseq.plan.images import IMAGE
+from hf_flexseq.prove.drawn_images import ImageForm, Tensors, image_forms
 from hf_flexseq.steps.images import Image, UnsupportedImages
 
 LENGTHS = (41, 23, 14, 3, 1, 11, 9, 12, 2, 13, 7, 5)
@@ -85,8 +85,7 @@ class DrawnImages(NamedTuple):
     """How the images of a model look, and how many tokens stand for each."""
 
     form: ImageForm
-    patches: tuple[int, ...]
-    """Of images, one after the other."""
+    """With the sides of images, one after the other."""
     model: PreTrainedModel
     vision: VisionModel
     placeholder: int
@@ -96,7 +95,7 @@ class DrawnImages(NamedTuple):
         """Return the tensors of an image, with values in the dtype of the model."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)
-            values = self.form.draw(self.patches[number % len(self.patches)])
+            values = self.form.draw(self.form.sides[number % len(self.form.sides)])
         dtype = self.model.dtype
         return {n: v.to(dtype) if v.is_floating_point() else v for n, v in values.items()}
 
@@ -131,7 +130,8 @@ def drawn_images(
     said: list[str] = []
     for form in image_forms(model.config, vision.arguments_of(IMAGE)):
         for count in (2, 1):  # of sizes; not every tower takes several
-            drawn = DrawnImages(form, form.patches[:count], model, vision, _placeholder(model))
+            fewer = form._replace(sides=form.sides[:count])
+            drawn = DrawnImages(fewer, model, vision, _placeholder(model))
             try:
                 row = image_documents(drawn, counts=(2,))[0]
                 with torch.no_grad():

@@ -9,7 +9,6 @@
               and in tiles
 3. changes    `probe_model`: one token is changed, and exactly the outputs that depend on it change
 4. control    the steps without hf_flexseq against themselves in less precision
-5. faults     that were made on purpose, and must be found
 """
 
 import copy
@@ -40,7 +39,10 @@ from hf_flexseq.hf.model.router import RouterFacts, UnknownRouterLoss
 from hf_flexseq.hf.model.towers import tower_parameters
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.probe import lively_copy, probe_model
-from hf_flexseq.hf.prove.documents import (
+from hf_flexseq.hf.tiles import find_mlps
+from hf_flexseq.plan.blocks import SEE_BLOCKS
+from hf_flexseq.plan.memory import MemoryChoice
+from hf_flexseq.prove.documents import (
     IMAGE_COUNTS,
     ONE_IMAGE,
     Rows,
@@ -48,17 +50,14 @@ from hf_flexseq.hf.prove.documents import (
     drawn_images,
     image_documents,
 )
-from hf_flexseq.hf.prove.pinned import pin_routers
-from hf_flexseq.hf.prove.subject import (
+from hf_flexseq.prove.pinned import pin_routers
+from hf_flexseq.prove.subject import (
     has_experts,
     model_of,
     with_router_loss,
     without_router_loss,
 )
-from hf_flexseq.hf.prove.trained import call_alone, plans_of, step_alone, step_of_trainer
-from hf_flexseq.hf.tiles import find_mlps
-from hf_flexseq.plan.blocks import SEE_BLOCKS
-from hf_flexseq.plan.memory import MemoryChoice
+from hf_flexseq.prove.trained import call_alone, plans_of, step_alone, step_of_trainer
 from hf_flexseq.steps.differences import (
     Difference,
     ErrorBounds,
@@ -66,7 +65,6 @@ from hf_flexseq.steps.differences import (
     difference,
     furthest,
     has_learned,
-    planted_faults,
 )
 from hf_flexseq.steps.images import UnsupportedImages
 
@@ -79,15 +77,6 @@ CHANGES = ((0, 19), (2, 1))  # (sequence, token) that the probe changes
 AUTO: dict[str, Any] = {}  # options of the plan that the planner chooses
 TILES = 3  # of an MLP
 RINGS = tuple(strategy for strategy in STRATEGIES[1:] if strategy not in SEE_BLOCKS)
-
-
-class Precision(NamedTuple):
-    """How the model computes, and what its step without hf_flexseq is compared with as control."""
-
-    dtype: torch.dtype
-    bf16: bool
-    """True for autocast to bfloat16, as on a GPU."""
-    control: str
 
 
 class Subject(NamedTuple):
@@ -115,13 +104,14 @@ class Case(NamedTuple):
     """Options of DistributedConfig; None for whole models."""
 
 
-def prove(name: str, *, whole: bool = False) -> dict[str, Any]:
+def prove(name: str, *, whole: bool = False, bf16: bool | None = None) -> dict[str, Any]:
     """Compare steps and changes, and return the record, plain JSON values, on every rank.
     Collective over the world.
 
     name: folder or hub id of a model, a config.json, or the name of a class of transformers, which
     stands for its default configuration. whole: the model itself with its weights, instead of a
-    small one; it has to fit into one process, and changes of tokens are not tried.
+    small one; it has to fit into one process, and changes of tokens are not tried. bf16: whether
+    it trains in 16 bits; None to do so on GPUs.
 
     Raises OSError, ValueError or NotImplementedError for a model that cannot be built, that is
     refused, or that cannot be made small, and on a single rank of a CPU.
@@ -140,20 +130,22 @@ def prove(name: str, *, whole: bool = False) -> dict[str, Any]:
             "1 rank shares nothing with others, and two are needed: leave out --ranks, or give "
             "--ranks 2"
         )
-    precision = _precision(on_gpu=on_gpu, whole=whole)
+    if bf16 is None:
+        bf16 = on_gpu
     probed = model
-    model = model.to(precision.dtype) if whole else lively_copy(model, precision.dtype)
+    if not whole:
+        model = lively_copy(model, torch.float32 if bf16 else torch.float64)
     model = model.to(accelerator.device)
 
     left = _not_proven(model, topology, on_gpu=on_gpu, whole=whole)
-    if precision.bf16 and has_experts(model):
+    if bf16 and has_experts(model):
         left.append(_pinned(model))
-    subjects = dict(_subjects(model, topology, precision, left))
+    subjects = dict(_subjects(model, topology, left, bf16=bf16))
     control = max((one.control for one in subjects.values()), key=lambda one: one.gradient)
     steps: dict[str, dict[str, Any]] = {}
     for title, case in _cases(model, topology, subjects, left).items():
         subject = subjects[case.subject]
-        steps[title] = _compared(subject, case, topology, bf16=precision.bf16)
+        steps[title] = _compared(subject, case, topology, bf16=bf16)
         if "not_run" in steps[title] and title == "auto":
             raise ValueError(steps[title]["not_run"])
     changes: list[str] | None = None
@@ -162,20 +154,20 @@ def prove(name: str, *, whole: bool = False) -> dict[str, Any]:
             changes = probe_model(probed, changes=CHANGES, gradients=False)
         except NotImplementedError as error:  # of a model whose mask depends on its images
             left.append(f"which outputs the change of a token changes: {error}")
+    own, low = str(model.dtype).removeprefix("torch."), "bfloat16" if bf16 else "float32"
     return {
         "model": type(model).__name__,
         "origin": origin,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "ranks": [topology.nodes, topology.ranks_per_node],
         "device": accelerator.device.type,
-        "dtype": "bfloat16" if precision.bf16 else str(precision.dtype).removeprefix("torch."),
+        "dtype": low if bf16 else own,
         "documents": {what: _lengths(one.rows) for what, one in subjects.items()},
         "learned": {what: one.has_learned for what, one in subjects.items()},
         "bounds": {what: one.bounds._asdict() for what, one in subjects.items()},
-        "control": {"what": precision.control, **control.to_record()},
+        "control": {"what": f"{low} on one process, from {own}", **control.to_record()},
         "steps": steps,
         "changes": changes,
-        "faults": planted_faults(subjects[TEXT].wanted, subjects[TEXT].bounds),
         "not_proven": left,
     }
 
@@ -197,18 +189,18 @@ TEXT, ROUTER, IMAGES, IMAGE = "text", "router loss", "images", "one image"
 
 
 def _subjects(
-    model: PreTrainedModel, topology: Topology, precision: Precision, left: list[str]
+    model: PreTrainedModel, topology: Topology, left: list[str], *, bf16: bool
 ) -> Iterator[tuple[str, Subject]]:
     """Yield what is trained, by name. left: gets a line for what the model does not have here."""
     rows = documents(model.config, topology.world_size)
-    yield TEXT, _subject(model, rows, precision)
+    yield TEXT, _subject(model, rows, bf16=bf16)
     if has_experts(model):
         try:
             routed = with_router_loss(model)
         except UnknownRouterLoss as reason:
             left.append(f"a router loss: {reason}")
         else:
-            yield ROUTER, _subject(routed.model, rows, precision, router=routed.facts)
+            yield ROUTER, _subject(routed.model, rows, bf16=bf16, router=routed.facts)
     if not _has_tower(model):
         return
     try:
@@ -219,7 +211,7 @@ def _subjects(
     left.append("videos, and images of other sizes and numbers")
     for what, counts in ((IMAGES, IMAGE_COUNTS), (IMAGE, ONE_IMAGE)):
         pictured = image_documents(drawn, counts, topology.world_size)
-        yield what, _subject(model, pictured, precision, has_images=True)
+        yield what, _subject(model, pictured, bf16=bf16, has_images=True)
 
 
 def _has_tower(model: PreTrainedModel) -> bool:
@@ -229,20 +221,24 @@ def _has_tower(model: PreTrainedModel) -> bool:
 def _subject(
     model: PreTrainedModel,
     rows: Rows,
-    precision: Precision,
     *,
+    bf16: bool,
     router: RouterFacts | None = None,
     has_images: bool = False,
 ) -> Subject:
     """Return what is trained, with its step without hf_flexseq."""
     wanted = step_alone(model, rows, router=router)
-    control = difference(_control(model, rows, precision, router), wanted)
+    if bf16:
+        less_precise = step_alone(model, rows, autocast=torch.bfloat16, router=router)
+    else:  # the same for a whole model, which is in float32
+        less_precise = step_alone(copy.deepcopy(model).to(torch.float32), rows, router=router)
+    control = difference(less_precise, wanted)
     learned = has_learned(wanted)
     if has_images:
         of_tower = {id(parameter) for parameter in tower_parameters(model)}
         names = [name for name, one in model.named_parameters() if id(one) in of_tower]
         learned = any(bool(wanted.gradients[name].any()) for name in names)
-    bounds = _bounds(model, precision, control.gradient)
+    bounds = _bounds(model, control.gradient, bf16=bf16)
     return Subject(model, rows, wanted, control, bounds, learned)
 
 
@@ -325,40 +321,19 @@ def _compared(subject: Subject, case: Case, topology: Topology, *, bf16: bool) -
     apart = furthest([one for one, _ in by_rank])
     has_trained = all(trained for _, trained in by_rank)
     return {
-        "groups": run.groups,
-        "units": run.units,
+        "groups": [f"{group.strategy} of {len(group.ranks)}" for group in run.plan.groups],
+        "units": len(run.plan.units),
         "has_trained": has_trained,
         "difference": apart.to_record(),
         "holds": has_trained and apart.within(subject.bounds),
     }
 
 
-# ---- precision
-
-
-def _precision(*, on_gpu: bool, whole: bool) -> Precision:
-    if on_gpu:
-        return Precision(torch.float32, True, "bfloat16 on one process, from float32")
-    if whole:
-        return Precision(torch.float32, False, "float32 twice on one process")
-    return Precision(torch.float64, False, "float32 on one process, from float64")
-
-
-def _control(
-    model: PreTrainedModel, rows: Rows, own: Precision, router: RouterFacts | None
-) -> StepOutcome:
-    """Return the step without hf_flexseq in less precision."""
-    if own.bf16:
-        return step_alone(model, rows, autocast=torch.bfloat16, router=router)
-    if own.dtype == torch.float64:
-        return step_alone(copy.deepcopy(model).to(torch.float32), rows, router=router)
-    return step_alone(model, rows, router=router)
-
-
-def _bounds(model: PreTrainedModel, precision: Precision, control: float) -> ErrorBounds:
-    if precision.bf16:
+def _bounds(model: PreTrainedModel, control: float, *, bf16: bool) -> ErrorBounds:
+    """Return how far steps of a model may be. control: error of a gradient in less precision."""
+    if bf16:
         return ErrorBounds(loss=1e-2, gradient=TIMES_CONTROL * control)
-    if precision.dtype == torch.float32:
+    if model.dtype == torch.float32:
         return FLOAT32
     own = FLOAT64_SCANS if recurrent_kinds(model.config.get_text_config()) else FLOAT64
     # A model that loses digits where it computes in float32 has no more of them in float64.
