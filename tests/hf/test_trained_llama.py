@@ -384,7 +384,8 @@ def test_the_recipes_checkpoint_generates_in_plain_transformers(llama, tmp_path)
     options = {
         **{"config": "recipes/smollm2-135m/chat.yaml", "model_name_or_path": llama},
         **{"output_dir": tmp_path, "max_length": 256, "max_steps": 2, "max_tokens_per_rank": 256},
-        **{"held_out_fraction": 0.3},
+        # the first step of Adam moves every weight as far: a greedy answer changes with 5e-6
+        **{"held_out_fraction": 0.3, "learning_rate": 1e-7},
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     recipe = ROOT / "recipes/sft.py"
