@@ -1,7 +1,7 @@
 """`fit`: the longest sequence that fits on all ranks of a cluster, and what each choice for its
 activations costs.
 
-A model is described by its sizes: those of a preset, without torch, or those of a configuration,
+A model is described by its sizes: a preset's, without torch, or a configuration's,
 which transformers reads. With a device they make a cost model; a measured one has both in it.
 """
 

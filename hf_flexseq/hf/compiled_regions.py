@@ -5,7 +5,7 @@ that a model cannot be compiled as a whole. What can are the modules around atte
 hidden states alone. Each class of them is compiled for any number of tokens; the rest of the model
 runs as it is.
 
-The options are those of accelerate's `TorchDynamoPlugin`, which the Trainer's `torch_compile` sets
+The options come from accelerate's `TorchDynamoPlugin`, which the Trainer's `torch_compile` sets
 as well. accelerate would compile the whole model when it prepares it, so its plugin is off while
 the model is attached. Models that a trainer of TRL's has had prepared in its constructor, to ask
 them beside its own, become the uncompiled ones again.

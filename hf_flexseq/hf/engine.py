@@ -259,12 +259,10 @@ class FlexSeqEngine:
             self._whole_model.put_adapters_into(optimizer)
 
     def lower_cap(self, tokens: int) -> None:
-        """Let plans of planners to come give a rank fewer tokens in a micro-batch: `tokens` where
-        activations are as set for the run, and where a choice keeps fewer of their bytes as many
-        more. A cap that is lower already stays."""
+        """Let plans for models to be attached give a rank fewer tokens in a micro-batch: `tokens`
+        where activations are as set for the run, and where a choice keeps fewer of their bytes as
+        many more. A cap that is lower already stays."""
         self._lowered = min(tokens, self._lowered or tokens)
-        if self.planning is not None:
-            self.planning.lower_cap(self._lowered)
 
     def next_step(
         self, iterator: Iterator[Mapping[str, Any]], num_batches: int, *, first_number: int = 0
@@ -452,14 +450,6 @@ class FlexSeqEngine:
         if self.kernel is None:
             self.kernel = self.setup.kernel_for(whole_model.base, whole_model.planning.degrees)
         return whole_model.dispatch(planned, self.kernel)
-
-    def plan_again(self, step: Step) -> Step:
-        """Return the training step that was drawn last with another plan, which knows of a cap
-        that was lowered since, as do all plans to come. Collective over the world. Raises as
-        `next_step` does."""
-        assert self._training is not None, "the step was drawn"
-        planner = self._started(partial(self.planner, ahead=self._training.plans_ahead))
-        return self._training.plan_again(step, planner)
 
     # ---- running steps
 

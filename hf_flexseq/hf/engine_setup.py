@@ -44,7 +44,7 @@ class EngineSetup:
         """Connect the ranks, unless `communicator` does already, and load the named cost model.
         Collective over the world.
 
-        timeout: of every exchange; None takes that of the job's group. Raises ValueError, on all
+        timeout: of every exchange; None takes the job's. Raises ValueError, on all
         ranks, for a cost model that does not exist on rank 0's machine, and where the ranks cannot
         be connected.
         """

@@ -63,7 +63,8 @@ class ModelPlanning:
 
         layers: which keep what they are told. host_memory_bytes: for activations of a rank.
         reason_as_set: why the trainer keeps plans from choosing where these are; None if it does
-        not. lockstep: whether all ranks run each micro-batch together. lowered: see `lower_cap`.
+        not. lockstep: whether all ranks run each micro-batch together. lowered: the cap of
+        `FlexSeqEngine.lower_cap`; None without.
         Raises ValueError for a strategy that the cost model has no figures for, and if the model's
         state alone is too large.
         """
@@ -116,13 +117,6 @@ class ModelPlanning:
         return corrected_cost(self.cost, self.newest)
 
     # ---- memory
-
-    def lower_cap(self, tokens: int) -> None:
-        """Let plans of planners to come give a rank fewer tokens in a micro-batch: `tokens` where
-        activations are as set for the run, and where a choice keeps fewer of their bytes as many
-        more."""
-        self._lowered = tokens
-        self.cost = self._lowered_cost(self.cost)
 
     def _lowered_cost(self, cost: CostModel) -> CostModel:
         """Return a cost model whose memory is lowered with the cap, unless the user has set one

@@ -105,7 +105,7 @@ class RanOut:
         levers.append("activation checkpointing")
         return (
             f"set {', or '.join(levers)}; a Trainer lowers the cap by itself with "
-            "auto_find_batch_size=True (docs/out_of_memory.md)"
+            "auto_find_batch_size=True (docs/memory.md)"
         )
 
 

@@ -10,7 +10,7 @@ standing for each of the two ways in which a step's loss is computed (`step_loss
                 effect if its loss is a sum over tokens, which `sum_trial.py` tests
     REFUSED     it would not be called, or its result would be ignored: an error names it
 
-`docs/overrides.md` is written from these rules by `scripts/overrides_page.py`.
+A table of docs/migrating.md is made of these rules (`scripts/pages/render.py`).
 """
 
 from collections.abc import Iterator

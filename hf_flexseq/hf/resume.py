@@ -99,7 +99,7 @@ def _newest_whole(output_dir: Path) -> dict[str, Any]:
 
 
 def _newest_first(output_dir: Path) -> list[Path]:
-    """Return the checkpoints in a folder, that of the last step first."""
+    """Return the checkpoints in a folder, the last step's first."""
     folders = [path for path in output_dir.iterdir() if path.is_dir() and _step(path) >= 0]
     return sorted(folders, key=_step, reverse=True)
 

@@ -45,7 +45,7 @@ def accepted_by_trainer(trainer: Any, arguments: Mapping[str, Any]) -> Iterator[
     It refuses one unless `save_only_model` is set, which therefore is inside the block. TRL makes
     training arguments of its own from those that it is given; both get the user's value back.
 
-    arguments: those of the constructor, by name.
+    arguments: the constructor's, by name.
     """
     args = arguments.get("args")
     if args is None or not _is_sharded(arguments.get("model"), args):

@@ -306,7 +306,7 @@ class _Leaf:
 
 def _without_hooks(module: nn.Module, forward: types.MethodType | None = None) -> nn.Module:
     """Return a module with the weights and attributes of `module`, whose modules have no hooks.
-    forward: a method of `module` to run instead of that of its class."""
+    forward: a method of `module` to run instead of its class's."""
     twin: nn.Module = object.__new__(type(module))
     inside = vars(twin)
     inside.update(vars(module))

@@ -233,13 +233,18 @@ class FlexSeqMixin(ShardedCheckpoints):
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         """Train, from a whole checkpoint if asked: True takes the newest. Raises ValueError."""
-        resumed = choose_checkpoint(
-            resume_from_checkpoint, self.args.output_dir, self.flexseq.communicator
-        )
-        self._flexseq_resumed = resumed
-        folder = None if resumed is None else resumed.folder
-        with self._liger_left_out(), self._flexseq_memory.lowering():
-            return super().train(folder, *args, **kwargs)
+        asked, memory = resume_from_checkpoint, self._flexseq_memory
+        with self._liger_left_out(), memory.lowering():
+            while True:
+                resumed = choose_checkpoint(asked, self.args.output_dir, self.flexseq.communicator)
+                self._flexseq_resumed = resumed
+                folder = None if resumed is None else resumed.folder
+                try:
+                    return super().train(folder, *args, **kwargs)
+                except RuntimeError:
+                    if not memory.can_start_again(folder):
+                        raise
+                asked = memory.start_again(folder)
 
     @contextmanager
     def _liger_left_out(self) -> Iterator[None]:
@@ -300,21 +305,15 @@ class FlexSeqMixin(ShardedCheckpoints):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Run a whole step with the last of its items, and return its loss, a scalar. Where memory
-        runs out it may run again (`step_memory.py`)."""
+        """Run a whole step with the last of its items, and return its loss, a scalar."""
         self._flexseq_data.check_accumulation()
-        for attempt in self._flexseq_memory.attempts(model, inputs):
-            with attempt:
-                self._flexseq_run(model, inputs, num_items_in_batch)
-        self._flexseq_in_front.note(model, self.args.gradient_accumulation_steps)
-        return self._flexseq_loss.value
-
-    def _flexseq_run(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> None:
-        """Run the batches of a step, each through the Trainer's own `training_step`."""
         loss = self._flexseq_loss
-        with closing(loss.batches(model, inputs)) as batches:
+        with self._flexseq_memory.noted(), closing(loss.batches(model, inputs)) as batches:
+            # Each batch goes through the Trainer's own `training_step`.
             for own_model, batch in batches:
                 loss.add(super().training_step(own_model, batch, num_items_in_batch))
+        self._flexseq_in_front.note(model, self.args.gradient_accumulation_steps)
+        return loss.value
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         self._flexseq_in_front.check(model)
@@ -385,6 +384,8 @@ class FlexSeqMixin(ShardedCheckpoints):
         folder = checkpoint_folder(self, trial)
         with saved_whole(self, folder, marker, self.flexseq.communicator):
             super()._save_checkpoint(model, trial)
+        if not self.args.save_only_model:
+            self._flexseq_memory.saved = str(folder)
 
     # ---- the datasets
 

@@ -174,7 +174,7 @@ class RankMicroBatches(RankStep[Plan]):
         return self._inputs_of(index)
 
     def forget(self) -> None:
-        """Let go of inputs and of encoded images, for a step that is planned again."""
+        """Let go of inputs and of encoded images: the step has failed."""
         self._ready = None
         self._inputs_of = _forgotten
         self.images = None
@@ -306,4 +306,4 @@ class _Totals:
 
 
 def _forgotten(index: int) -> Inputs:
-    raise AssertionError("a step that was planned again does not run any more")
+    raise AssertionError("a step that has failed does not run any more")

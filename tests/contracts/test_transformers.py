@@ -141,7 +141,7 @@ AVERAGE = "self._tr_loss / (1 + self.state.global_step - self._globalstep_last_l
         (neftune_post_forward_hook, ["module.training", "/ torch.sqrt(dims)", "uniform_(-mag_"]),
         (TrainingArguments, ["fsdp_plugin_args"]),  # pipeline/trainer/fsdp.py
         (PreTrainedModel.maybe_distribute_model, ["config.distributed_config = "]),
-        # docs/architecture.md, docs/nccl.md: exchanges of experts, with one wait of the host
+        # docs/architecture.md: exchanges of experts, with one wait of the host
         (
             AllToAllEP._dispatch_tokens,
             ["all_to_all_single(recv_counts", ".tolist()", "all_to_all_single_autograd("],

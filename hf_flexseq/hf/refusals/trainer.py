@@ -308,7 +308,7 @@ TRAINER: tuple[Refusal[Any], ...] = (
         setting="methods and options of PEFT that [are not exact](lora.md#methods-of-peft)",
         found=lambda one: unsuitable_adapter(one.model),
         why="a row has parts of several sequences, and virtual tokens are alike in all of them",
-        instead="use LoRA, prompt tuning, or another method that docs/lora.md lists as exact",
+        instead="use LoRA, prompt tuning, or another exact method (docs/integrations.md)",
     ),
     Refusal(
         setting="label_smoothing_factor of SFTTrainer",

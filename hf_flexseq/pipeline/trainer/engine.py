@@ -38,9 +38,9 @@ from hf_flexseq.hf.model.facts import (
     model_shape,
 )
 from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
-from hf_flexseq.hf.model.meta_model import meta_model
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.reentrant_checkpointing import NonReentrant
+from hf_flexseq.hf.model.rehearsal import class_copy
 from hf_flexseq.hf.model.text_reader import reader_of_text
 from hf_flexseq.hf.shared_prefixes import OFF
 from hf_flexseq.hf.whole_model import WholeModel
@@ -106,7 +106,7 @@ class PipelineEngine(FlexSeqEngine):
         communicator.open_fast_blocks([self.degree])
 
         # 2. what the cost model of the whole is to be made for, then this rank's stage of it
-        whole = model if stage_of(model) is None else meta_model(model, dtype=model.dtype)
+        whole = model if stage_of(model) is None else class_copy(model, dtype=model.dtype)
         self._cost_subject = setup.costs.subject(whole)
         self._cost: CostModel | None = None  # found when training begins
         self._costs_of_run: PipelineCost | None = None  # made with the figures of its first step

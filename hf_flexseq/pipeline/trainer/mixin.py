@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from hf_flexseq.base.versions import saves_on_writers
 from hf_flexseq.checkpoints.optimizer import WHOLE, WHOLE_SCHEDULER, is_named
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.model.meta_model import meta_model
+from hf_flexseq.hf.model.rehearsal import class_copy
 from hf_flexseq.hf.resume import warn_without_optimizer
 from hf_flexseq.hf.trainer import FlexSeqMixin
 from hf_flexseq.pipeline.checkpoint import load_stage, save_stage
@@ -183,7 +183,7 @@ class PipelineMixin(FlexSeqMixin):
         """Return all trained parameters as a Trainer groups and numbers them, those with weight
         decay first. Collective over the world."""
         trained = trained_names(self.flexseq.member)
-        whole = meta_model(self.model)
+        whole = class_copy(self.model)
         names = [name for name, _ in whole.named_parameters() if name in trained]
         decayed = set(self.get_decay_parameter_names(whole))
         return [
