@@ -53,8 +53,7 @@ from hf_flexseq.hf import model_planning
 from hf_flexseq.hf.calibration import cache
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.steps import stopwatch
-from images import sequence, small_model
-from placements import images_of_sequence
+from images import images_of_sequence, sequence, small_model
 
 FIRST = 5  # step from which on errors count
 PER_RANK = 4  # sequences of a step

@@ -1,5 +1,5 @@
 """Experts that transformers spreads over ranks, under plans of groups of any degree: loss and
-gradients are those of one process. The wide matrix is `scripts/benchmarks/experts.py`."""
+gradients are those of one process. The wide matrix is `test_every_expert.py`."""
 
 import re
 from contextlib import nullcontext

@@ -1,5 +1,5 @@
 """The probe for silent wrongness passes models that are exact, and sees faults that are planted.
-The matrix of all families is `python scripts/benchmarks/reach.py --probe`."""
+All families are probed by `test_every_model.py`, with `-m nightly`."""
 
 import pytest
 import torch

@@ -1,48 +1,38 @@
-"""scripts/benchmarks/mutations.py: a few hundred of its inputs, and that it sees a broken
-promise."""
+"""Commands keep their promise on mutated input, and a broken promise is seen."""
 
 import os
 import pickle
-import runpy
 import sys
 
 import pytest
 
-from tests.programs import ROOT
-
-SCRIPT = ROOT / "scripts/benchmarks/mutations.py"
-COUNT = 240  # inputs: of each kind 20 or 40
-
-
-@pytest.fixture(scope="module")
-def script():
-    sys.path.insert(0, str(SCRIPT.parent))  # as when it is run: its imports stand beside it
-    try:
-        yield runpy.run_path(str(SCRIPT))
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
+from tests.cli.mutated_inputs import KINDS, Case, Maker, broken_promise, planted, run_case
 
 
 @pytest.mark.slow
-def test_mutated_inputs_end_with_a_result_or_one_line(script, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [(13, 240), pytest.param(0, 4000, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])],
+)
+def test_mutated_inputs_end_with_a_result_or_one_line(tmp_path, monkeypatch, seed, count):
     with open(os.devnull) as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
-        maker = script["Maker"](tmp_path)
+        maker = Maker(tmp_path)
         ended = set()
-        for index in range(COUNT):
-            case = maker.case(index, seed=13)
-            outcome = script["run_case"](case)
+        for index in range(count):
+            case = maker.case(index, seed)
+            outcome = run_case(case)
             assert not outcome.problem, f"input {index}, {case}: {outcome.problem}"
             ended.add((case.kind, outcome.status))
     assert not maker.mark.exists()  # no planted pickle was loaded
     # Of a trace with a broken line the other lines are shown.
-    for kind in set(script["KINDS"]) - {"trace"}:
+    for kind in set(KINDS) - {"trace"}:
         assert (kind, 2) in ended, f"no {kind} was refused"
     assert sum(status == 0 for _, status in ended) > 5
 
 
-def test_a_broken_promise_is_seen(script, tmp_path):
-    case = script["Case"]("arguments", ["view", "x"])
+def test_a_broken_promise_is_seen(tmp_path):
+    case = Case("arguments", ["view", "x"])
     for status, out, err, problem in (
         (1, "", "", "exit status 1"),
         (2, "", "a\nb\n", "2 lines of error"),
@@ -56,8 +46,8 @@ def test_a_broken_promise_is_seen(script, tmp_path):
         (0, "information on finance", "", ""),
         (2, "", "flexseq view: no\n", ""),
     ):
-        seen = script["broken_promise"](case, status, out, err)
+        seen = broken_promise(case, status, out, err)
         assert problem in seen
         assert bool(problem) == bool(seen)
-    pickle.loads(script["planted"](tmp_path / "mark")).close()
+    pickle.loads(planted(tmp_path / "mark")).close()
     assert (tmp_path / "mark").exists(), "a planted pickle leaves its mark where it is loaded"

@@ -1,7 +1,7 @@
-"""scripts/benchmarks/reach.py: what it knows of published checkpoints, and what the page on models
-says. The census itself takes minutes."""
+"""Every model of transformers is taken or refused as the tables of the page on models say, and a
+small one of each family that is taken equals one process (`-m nightly`): its outputs and gradients
+on four ranks that are threads, and the outputs that change when one token does."""
 
-import importlib
 import inspect
 import re
 import sys
@@ -12,63 +12,101 @@ import transformers
 
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.layer_kinds import layer_kinds
+from hf_flexseq.hf.model.small import has_near_layers, small_model
+from hf_flexseq.hf.probe import probe_model
+from tests.hf.model_families import (
+    SETTING,
+    TAKEN,
+    checkpoints,
+    config_of,
+    families,
+    family_row,
+    image_families,
+    image_row,
+    options_of,
+    rows_of,
+)
 from tests.programs import ROOT
+from tests.versions import pinned_transformers
 
-FOLDER = ROOT / "scripts/benchmarks"
 PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")
-TABLE = (ROOT / "scripts/pages/families.csv").read_text(encoding="utf-8")
+ROWS = {row[0].strip("`"): row for row in rows_of("families.csv")}
+IMAGE_ROWS = {row[0].split("`")[1]: row for row in rows_of("image_families.csv")}
+# By default, or by a checkpoint of theirs.
+ARE_TAKEN = [
+    name
+    for name, (_, default, published, _) in ROWS.items()
+    if default.startswith((TAKEN, SETTING)) or f"): {TAKEN}" in published
+]
+CHANGES = ((0, 19), (2, 1))  # (sequence, token) that is changed
+AGAIN = "run python -m tests.hf.model_families"
 
 
-@pytest.fixture(scope="module")
-def census():
-    """The modules (reach_models, reach) of the benchmarks."""
-    sys.modules.pop("common", None)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module("reach_models"), importlib.import_module("reach")
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in ("reach_models", "reach", "common"):
-            sys.modules.pop(name, None)
+def nightly(test):
+    return pinned_transformers(pytest.mark.nightly(test))
 
 
-@pytest.mark.slow
-def test_every_checkpoint_has_a_family_a_source_and_options_that_say_something(census):
-    families, _ = census
-    known = {family.name: family for family in families.families()}
-    assert [name for name in known if f"\n`{name}`," not in TABLE] == []
-    for name, rows in families.checkpoints().items():
+@nightly
+def test_the_tables_have_every_model():
+    assert list(ROWS) == list(families()), AGAIN
+    assert list(IMAGE_ROWS) == list(image_families()), AGAIN
+
+
+@nightly
+@pytest.mark.parametrize("name", ROWS)
+def test_a_model_is_taken_or_refused_as_its_row_says(name):
+    assert family_row(families()[name]) == ROWS[name], AGAIN
+
+
+@nightly
+@pytest.mark.parametrize("name", IMAGE_ROWS)
+def test_images_of_a_model_are_taken_or_refused_as_its_row_says(name):
+    assert image_row(image_families()[name]) == IMAGE_ROWS[name], AGAIN
+
+
+@nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ARE_TAKEN)
+def test_a_model_that_is_taken_equals_one_process(name):
+    """One of all kinds of its layers, and one without full attention, whose changes end where
+    windows and chunks do."""
+    family = families()[name]
+    for checkpoint in (None, *checkpoints().get(name, ())):
+        options = options_of(family, checkpoint)
+        model = small_model(family.kind, options)
+        assert probe_model(model, changes=CHANGES) == [], checkpoint
+        if has_near_layers(model.config.get_text_config()):
+            near = small_model(family.kind, options, near=True)
+            assert probe_model(near, changes=CHANGES, gradients=False) == [], checkpoint
+
+
+def test_every_checkpoint_has_a_row_a_source_and_options_that_say_something():
+    known = families()
+    for name, rows in checkpoints().items():
         kind = known[name].kind
         source = ""  # of the configuration and of the model, which read the options
         for cls in (kind.config_class, kind):
             source += inspect.getsource(sys.modules[cls.__module__])
         for row in rows:
+            assert f"[{row.checkpoint}]({row.source})" in ROWS[name][2]
             assert row.source.startswith("https://")
             for option in row.options:
                 assert option in source, (row.checkpoint, option)
 
 
-def test_checkpoints_have_the_windows_that_are_known_of_them(census):
-    families, _ = census
-    known = {family.name: family for family in families.families()}
+def test_checkpoints_have_the_windows_that_are_known_of_them():
+    known = families()
     wanted = {
         "openai/gpt-oss-120b": (36, 18, {128}),
         "google/gemma-2-27b": (46, 23, {4096}),
         "google/gemma-3-27b (text)": (62, 52, {1024}),
     }
-    for row in (row for rows in families.checkpoints().values() for row in rows):
+    for row in (row for rows in checkpoints().values() for row in rows):
         if row.checkpoint in wanted:
-            kinds = layer_kinds(families.checkpoint_config(known[row.family], row))
+            kinds = layer_kinds(config_of(known[row.family], row))
             near = [kind.reach.window for kind in kinds if not kind.reach.is_full]
             assert (len(kinds), len(near), set(near)) == wanted.pop(row.checkpoint)
     assert not wanted
-
-
-def test_a_refusal_is_put_into_a_group(census):
-    _, reach = census
-    why = "A counts positions itself, in b"
-    answer = reach.Answer("a", "A", None, None, reach.REFUSED, why, ())
-    assert "count positions" in reach.group_of(answer)
 
 
 # How the page loads the text of a model with towers, and further options of a tiny one.
