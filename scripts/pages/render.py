@@ -6,7 +6,7 @@ of the package, such as the rules that refuse a setting, or of the data files in
     options.yaml        the order of our options, and links
     arguments.yaml      options of transformers and TRL
     places.yaml         where else than in a trainer's methods a user's own code runs
-    *families.csv       models, written by python -m tests.hf.model_families
+    *families.csv       models, written by tests/hf/model_families.py
     moved.yaml          pages that went, and where their content is; each leaves a redirect
 
 No generated page is committed, so none can differ from the code.
