@@ -304,7 +304,7 @@ DPO: dict[str, Row] = {
         shown=LOSSES,
     ),
     "activation_offloading": Row(
-        REFUSED, "", "", ("activation_offloading=True with an objective on samples",)
+        REFUSED, "", "", ("activation_offloading=True with an objective or a loss of your own",)
     ),
 }
 

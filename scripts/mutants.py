@@ -70,7 +70,7 @@ GROUPS = {
     ),
     "loss": (
         *("kernels/chunked_loss.py", "kernels/token_outputs.py", "hf/model/loss.py"),
-        *("hf/losses.py", "hf/step_loss.py", "hf/one_pass.py", "hf/token_means.py"),
+        *("hf/losses.py", "hf/step_loss.py", "hf/next_token.py", "hf/token_means.py"),
         *("steps/loss_masks.py", "steps/logged_loss.py", "steps/row_outputs.py"),
         "steps/figure_passes.py",
     ),

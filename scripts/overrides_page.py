@@ -12,13 +12,7 @@ from pathlib import Path
 from transformers import Trainer
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
-from hf_flexseq.hf.overrides import (
-    OF_SHARDED_CHECKPOINTS,
-    REFUSED_IN_PIPELINES,
-    RULES,
-    Rule,
-    Standing,
-)
+from hf_flexseq.hf.overrides import OF_PART_OF_MODEL, OF_SHARDED_CHECKPOINTS, RULES, Rule
 
 PAGE = Path(__file__).parents[1] / "docs/overrides.md"
 
@@ -42,7 +36,7 @@ ARGUMENTS = {
     "eval_dataset": (HONOURED, "a data set, or a dictionary of data sets"),
     "processing_class": (HONOURED, "saved with the model"),
     "model_init": (HONOURED, "the model of each run is checked when it is attached"),
-    "compute_loss_func": (HONOURED, "it gets whole samples; under SFTTrainer it is refused"),
+    "compute_loss_func": (HONOURED, "it reads log-probabilities and entropies of whole samples"),
     "compute_metrics": (HONOURED, "with `preprocess_logits_for_metrics`"),
     "callbacks": (HONOURED, "see the events below"),
     "optimizers": (HONOURED, "an optimizer that updates weights in every backward is refused"),
@@ -128,22 +122,25 @@ layer, and refuses one that has not called it as a model of this class and confi
 A layer that was copied within a model has a configuration of its own, for example: give it
 `layer.self_attn.config = model.config`.
 
-## The trial
+## Your code in the loss
 
-In one pass the plan decides which sequences share a micro-batch. A loss does not depend on that if
-it is a sum over tokens divided by `num_items_in_batch`:
+A method of the loss sees the batches of the plain Trainer, and its gradients are those that it has
+there ([a loss of your own](objectives/own.md)). Nothing is assumed of it. What it cannot have are
+logits and hidden states, which stay where the plan has put their tokens: `flexseq_figures`, a
+method of your class, makes a few values of each token there
+([example](objectives/own.md#hidden-states-and-logits)).
+
+## The trial of your code in the model
+
+The plan decides which sequences share a micro-batch. A module or a hook must not depend on that:
 
     L(A and B in one row) = L(A) + L(B) = L(A and B as rows of a padded batch)
 
-and a row without labels has the loss 0. If your code takes part in the loss, these losses are
-computed on nine tokens before the first step. A plan may also cut a sequence anywhere, so only
-attention may read neighbouring tokens. The trial makes each token a sequence of its own, and their
-order must not matter. Such code is a method marked below, your own module or `forward`, or a hook.
-So `compute_loss` is called sixteen additional times. If the losses disagree, training ends with an
-error that shows the numbers. On several ranks the plain loss is computed, too, and the log names a
-loss that differs from it by [the number of ranks](objectives/own.md#a-compute_loss-in-a-subclass)
-alone. A class that sets `flexseq_loss_on_whole_samples = True` gets [whole
-samples](objectives/own.md) instead, for any loss.
+If your own module, `forward` or hook takes part in a forward, these losses are computed on nine
+tokens before the first step. A plan may also cut a sequence anywhere, so only attention may read
+neighbouring tokens. The trial makes each token a sequence of its own, and their order must not
+matter. If the losses disagree, training ends with an error that shows the numbers. If the trainer
+computes its loss on its own batches, the squares of its figures take the place of the loss.
 
 The trial sees code that is there when the first step begins: put yours in before `train()`, or in
 `on_train_begin`. Modules, forwards and hooks that come later are refused. The trial cannot detect
@@ -155,9 +152,6 @@ A callback may call the model and generate with it, as under the plain Trainer. 
 `seq_ctx` runs with the model's own attention and its own loss.
 
 ## Methods of a trainer
-
-"In one pass" is next-token loss, with `Trainer` and SFTTrainer. "On samples" are the
-[objectives](objectives/index.md) whose loss the trainer computes on its own batches.
 """
 
 
@@ -167,15 +161,16 @@ def main() -> None:
 
 def page_text() -> str:
     """Return the page as Markdown."""
-    lines = [INTRODUCTION, "| method | in one pass | on samples | |", "|---|---|---|---|"]
+    lines = [INTRODUCTION, "| method | | |", "|---|---|---|"]
     lines += [_row_of(rule) for rule in RULES]
-    pipelines = ", ".join(f"`{name}`" for name in REFUSED_IN_PIPELINES)
+    pipelines = ", ".join(f"`{name}`" for name in OF_PART_OF_MODEL)
     called = ", ".join(f"`{name}`" for name in methods_without_rule())
     replaced = ", ".join(f"`{name}`" for name in OF_SHARDED_CHECKPOINTS)
     lines += [
         "",
-        f"A [pipeline](pipelines.md) also refuses these: {pipelines}, every `compute_loss` except "
-        "the Trainer's, forward hooks, and modules of your own in a library's model.",
+        f"A [pipeline](pipelines.md) also refuses these: {pipelines}, every method of the loss, "
+        "every `compute_loss` except the Trainer's, forward hooks, and modules of your own in a "
+        "library's model.",
         "",
         f"For a model that `DistributedConfig` has sharded, {replaced} are replaced "
         "([checkpoints](reliability.md#models-that-distributedconfig-has-sharded)). Overrides in "
@@ -195,11 +190,7 @@ def page_text() -> str:
 def _row_of(rule: Rule) -> str:
     names = ", ".join(f"`{name}`" for name in rule.names)
     instead = f". Instead: {rule.instead}" if rule.instead else ""
-    standings = (rule.in_one_pass, rule.on_samples)
-    own_loss = Standing.IN_PARTS in standings and "compute_loss" in rule.names
-    tried = " (tried)" if own_loss else ""
-    one_pass, samples = (standing.value for standing in standings)
-    return f"| {names} | {one_pass}{tried} | {samples} | {rule.why}{instead} |"
+    return f"| {names} | {rule.standing.value} | {rule.why}{instead} |"
 
 
 def methods_without_rule() -> list[str]:

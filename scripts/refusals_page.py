@@ -10,7 +10,7 @@ from hf_flexseq.base.refusals import Refusal
 from hf_flexseq.hf.refusals.accelerator import ACCELERATOR
 from hf_flexseq.hf.refusals.pipeline import FSDP_OF_STAGES, PIPELINE
 from hf_flexseq.hf.refusals.predictions import PREDICTIONS
-from hf_flexseq.hf.refusals.trainer import MODEL, ON_SAMPLES, ONE_PASS, TRAINER
+from hf_flexseq.hf.refusals.trainer import MODEL, NEXT_TOKEN, ON_SAMPLES, TRAINER
 
 PAGE = Path(__file__).parents[1] / "docs/refusals.md"
 
@@ -28,8 +28,8 @@ TRL](arguments.md).
 TABLES: dict[str, tuple[Refusal[Any], ...]] = {
     "Accelerators": ACCELERATOR,
     "Trainers and training arguments": TRAINER,
-    "Trainers with next-token loss": ONE_PASS,
-    "Trainers with a loss on whole samples": ON_SAMPLES,
+    "Trainers of causal language models": NEXT_TOKEN,
+    "Trainers that compute their loss on their own batches": ON_SAMPLES,
     "Losses of models": MODEL,
     "Metrics and predict() of causal language models": PREDICTIONS,
     "Pipelines": PIPELINE,

@@ -19,7 +19,7 @@ The engine serves whole models and pipeline stages; its executor differs (`execu
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -43,7 +43,7 @@ from hf_flexseq.hf.loop import Evaluation, TrainingItem
 from hf_flexseq.hf.model.own_loss import check_own_loss
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from hf_flexseq.hf.shared_prefixes import OFF
-from hf_flexseq.hf.sum_trial import LoopLoss, SumTrial
+from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.steps.inputs import Inputs
@@ -156,7 +156,7 @@ class FlexSeqEngine:
     def _attach(self, model: nn.Module, *, lockstep: bool) -> None:
         """Attach a model whose own loss function is unused or has been checked."""
         self.executor.attach(model, lockstep=lockstep)
-        self._trial = SumTrial(LoopLoss(model, self.accelerator), self.executor)
+        self._trial = SumTrial(lambda: model, self.executor)
         self._loader_settings.change()
 
     def detach(self) -> None:
@@ -393,7 +393,7 @@ class FlexSeqEngine:
 
     def micro_batches(
         self, step: Step, model: nn.Module, *, is_last: bool = False
-    ) -> Iterator[Inputs]:
+    ) -> Generator[Inputs, None, None]:
         """Yield the inputs of every micro-batch of a training step, once: the caller runs forward
         and backward, and adds the loss with `step.add`. A rank with one stage of the model runs it
         here, and nothing is yielded. Collective over the world.

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlanSteps, once_each
 from hf_flexseq.hf.executors import Executor
 from hf_flexseq.hf.out_of_memory import noted
-from hf_flexseq.hf.sum_trial import SumTrial
+from hf_flexseq.hf.sum_trial import SumTrial, loss_of_model
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.prefetch import Step
 
@@ -84,7 +84,7 @@ class TrainingItem(LoopItem):
             options["scale_wrt_gas"] = False
         cpu_group = self._executor.setup.communicator.cpu_group
         with cpu_group.naming_lost(), noted(self._executor, self.step):
-            self._trial.run(self.step.row, model)
+            self._trial.run(self.step.row, model, loss_of_model(self._executor))
             for inputs in self._micro_batches(self.step, model):
                 # DDP, FSDP and DeepSpeed average gradients over ranks, as the loss is.
                 loss = self._loss(model, inputs)
@@ -120,7 +120,7 @@ class EvaluationItem(LoopItem):
         # DDP would exchange buffers in each forward, and ranks run different numbers of them.
         whole = model.module if isinstance(model, DistributedDataParallel) else model
         with noted(self._executor, self.step):
-            self._trial.run(self.step.row, whole)
+            self._trial.run(self.step.row, whole, loss_of_model(self._executor))
             for inputs in self._micro_batches(self.step, model):
                 with torch.no_grad():
                     self.step.add(self._loss(whole, inputs))

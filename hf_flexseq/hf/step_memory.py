@@ -25,8 +25,8 @@ last micro-batch, in which DDP reduces, could still fail.
 
 import logging
 import random
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,6 @@ class StepMemory:
         self._trainer: Any = trainer
         self._engine = engine
         self._lowers = False
-        self._ran_out: RanOut | None = None  # in the last attempt, after which another follows
 
     @contextmanager
     def lowering(self) -> Iterator[None]:
@@ -102,23 +101,27 @@ class StepMemory:
     def _record(self) -> Path:
         return Path(self._trainer.args.output_dir) / RECORD
 
-    def attempts(self, model: nn.Module, inputs: Any) -> Iterator[AbstractContextManager[None]]:
-        """Yield what surrounds an attempt at a step, and once more as long as memory runs out in
-        it and the step can run again; then `inputs` have the step with its new plan.
+    def run(
+        self, model: nn.Module, inputs: Any, run_step: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """Run a step, and once more as long as memory runs out in it and the step can run again;
+        then `inputs` have the step with its new plan. Return its loss, a scalar.
 
-        The block must leave no reference to what it has computed. Raises PlanInfeasible if a
-        sequence fits under no lower cap.
+        Raises PlanInfeasible if a sequence fits under no lower cap.
         """
         before = None
         if self._may_run_again(inputs):
             before = _Before(self._trainer, model)
         while True:
-            self._ran_out = None
-            yield self._attempt(before)
-            if self._ran_out is None:
-                return
+            try:
+                return run_step()
+            except RuntimeError as error:
+                ran_out = self._judged(error, before)
+                if ran_out is None:
+                    raise
+            # the error, which refers to what the step has computed, is gone
             assert before is not None, "the step can run again"
-            inputs.step = self._planned_again(inputs.step, self._ran_out)
+            inputs.step = self._planned_again(inputs.step, ran_out)
             before.restore()
 
     def _may_run_again(self, inputs: Any) -> bool:
@@ -128,22 +131,19 @@ class StepMemory:
         is_alone = self._trainer.accelerator.distributed_type == DistributedType.NO
         return is_alone and self._engine.communicator.world_size == 1
 
-    @contextmanager
-    def _attempt(self, before: "_Before | None") -> Iterator[None]:
-        """Surround one attempt at a step. before: None if it cannot run again."""
-        try:
-            yield
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            ran_out = RanOut.of(self._engine.executor, self._engine.running)
-            if not self._lowers or ran_out is None or not ran_out.lowered:
-                add_note(error, self._engine.executor, self._engine.running)
-                raise
-            if before is None or not before.can_restore():
-                error.add_note(self._left_to_next_start(ran_out))
-                raise
-            self._ran_out = ran_out
+    def _judged(self, error: RuntimeError, before: "_Before | None") -> RanOut | None:
+        """Return where memory ran out if the step is to run again; else add to the error what to
+        do, and return None. before: None if the step cannot run again."""
+        if not is_out_of_memory(error):
+            return None
+        ran_out = RanOut.of(self._engine.executor, self._engine.running)
+        if not self._lowers or ran_out is None or not ran_out.lowered:
+            add_note(error, self._engine.executor, self._engine.running)
+            return None
+        if before is None or not before.can_restore():
+            error.add_note(self._left_to_next_start(ran_out))
+            return None
+        return ran_out
 
     def _left_to_next_start(self, ran_out: RanOut) -> str:
         """Write a lowered cap; return what happened and what follows."""

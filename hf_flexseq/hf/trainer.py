@@ -21,13 +21,13 @@
 * Everything that handles the whole model: a rank may have one pipeline stage of it, or a share of
   its tensors (`part_of_model.py`).
 
-The loss of a step (`step_loss.py`) is computed in one pass over the micro-batches (`one_pass.py`),
-or on the source ranks, on the trainer's own batches (`source_rank.py`). Data order, gradient
+The loss of a step (`step_loss.py`) is computed on the micro-batches (`next_token.py`), or by the
+trainer's own code, on its own batches (`objectives/on_samples.py`). Data order, gradient
 accumulation, clipping, schedules and saving stay the Trainer's own.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -48,10 +48,12 @@ from hf_flexseq.hf.dataset_checks import check_examples, check_labels, check_row
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import left_unprepared
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
-from hf_flexseq.hf.losses import has_planned_loss, reads_figures
+from hf_flexseq.hf.losses import has_own_loss, is_objective, is_on_samples
 from hf_flexseq.hf.model.checks import check_kind, check_model
 from hf_flexseq.hf.model.facts import is_classifier
-from hf_flexseq.hf.one_pass import LossInOnePass
+from hf_flexseq.hf.next_token import NextTokenLoss
+from hf_flexseq.hf.objectives.on_samples import LossOnSamples
+from hf_flexseq.hf.objectives.outputs import PlannedSmoother
 from hf_flexseq.hf.overrides import OF_PART_OF_MODEL
 from hf_flexseq.hf.part_of_model import PartOfModelMixin
 from hf_flexseq.hf.pipeline.constructor import arguments_by_name, with_own_stage
@@ -64,7 +66,6 @@ from hf_flexseq.hf.refusals.trainer import check_loss_of_model, check_trainer
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
 from hf_flexseq.hf.sharded_at_load import accepted_by_trainer
-from hf_flexseq.hf.source_rank import LossOnSourceRank
 from hf_flexseq.hf.step_loss import StepLoss
 from hf_flexseq.hf.step_memory import StepMemory
 from hf_flexseq.hf.trainer_log import TrainerLog
@@ -140,8 +141,8 @@ class FlexSeqMixin(PartOfModelMixin):
         self._flexseq_log = TrainerLog(self, options.cost_model)
         self._flexseq_log.say_remarks()
         self.flexseq = self._make_engine(options)
-        way = LossOnSourceRank if has_planned_loss(self) else LossInOnePass
-        self._flexseq_loss = way(self, self.flexseq)
+        kind = LossOnSamples if is_on_samples(self) else NextTokenLoss
+        self._flexseq_loss = kind(self, self.flexseq)
         self._flexseq_in_front = StepInFront(self, FlexSeqMixin)
         self._flexseq_memory = StepMemory(self, self.flexseq)
         self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
@@ -166,19 +167,18 @@ class FlexSeqMixin(PartOfModelMixin):
         ]
         if stages > 1:
             checks += [lambda: check_fsdp(self), lambda: check_pipeline_trainer(self, options)]
-        if not has_planned_loss(self) or reads_figures(self):  # else TRL's own
+        if not is_objective(self):  # which has data of its own
             checks.append(lambda: check_labels(self, flexseq_collator(self.data_collator)))
         together(*checks)
 
     def _choose_collators(self) -> None:
         """Wrap the user's collator to plan batches; keep one that makes the plain Trainer's."""
         self._flexseq_padded = self.data_collator
-        on_samples = has_planned_loss(self)
-        if on_samples and not reads_figures(self):
+        if is_objective(self):
             return  # TRL's own collators, of pairs and prompts
         collator = flexseq_collator(self.data_collator)
         self._flexseq_padded = padded_collator(self.data_collator, collator)
-        self.data_collator = self._flexseq_padded if on_samples else collator
+        self.data_collator = self._flexseq_padded if has_own_loss(self) else collator
 
     def _make_engine(self, options: FlexSeqArguments) -> FlexSeqEngine:
         """Return the engine with its executor, and the user's timeout, which on a CPU the Trainer
@@ -205,10 +205,11 @@ class FlexSeqMixin(PartOfModelMixin):
         """Return what is set for the model here, and keep the Trainer from doing the same."""
         alpha = self.args.neftune_noise_alpha
         self.neftune_noise_alpha = None  # its own noise would depend on the plan
-        smoothing = 0.0  # a planned loss smooths nothing under the plain Trainer either
-        if not has_planned_loss(self):
-            smoothing = self.args.label_smoothing_factor
-            self.label_smoother = None  # it would make the logits of all tokens
+        smoothing = self.args.label_smoothing_factor
+        if smoothing and not is_objective(self):  # it would make the logits of all tokens
+            self.label_smoother = PlannedSmoother(smoothing) if has_own_loss(self) else None
+        if is_on_samples(self):
+            smoothing = 0.0  # in the model
         offloads = getattr(self.args, "activation_offloading", False)
         return ModelSettings(
             label_smoothing=smoothing,
@@ -290,21 +291,17 @@ class FlexSeqMixin(PartOfModelMixin):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Run a whole step with the last of its items, and return its loss, a scalar. Where memory
-        runs out it may run again (`step_memory.py`)."""
+        """Run a whole step with the last of its batches, and return its loss, a scalar. Where
+        memory runs out it may run again (`step_memory.py`)."""
         self._flexseq_data.check_accumulation()
-        for attempt in self._flexseq_memory.attempts(model, inputs):
-            with attempt:
-                self._flexseq_run(model, inputs, num_items_in_batch)
+        stock = super().training_step
+        loss = self._flexseq_memory.run(
+            model,
+            inputs,
+            lambda: self._flexseq_loss.run_step(model, inputs, num_items_in_batch, run=stock),
+        )
         self._flexseq_in_front.note(model, self.args.gradient_accumulation_steps)
-        return self._flexseq_loss.value
-
-    def _flexseq_run(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> None:
-        """Run the batches of a step, each through the Trainer's own `training_step`."""
-        loss = self._flexseq_loss
-        with closing(loss.batches(model, inputs)) as batches:
-            for own_model, batch in batches:
-                loss.add(super().training_step(own_model, batch, num_items_in_batch))
+        return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         self._flexseq_in_front.check(model)
@@ -328,8 +325,8 @@ class FlexSeqMixin(PartOfModelMixin):
         **options: Any,
     ) -> Any:
         """Plan a whole batch's log-probabilities together. Only TRL's GRPO and RLOO call this."""
-        assert isinstance(self._flexseq_loss, LossOnSourceRank), "GRPO and RLOO are known as such"
-        with self._flexseq_loss.planned.answers.answering(self.model_wrapped):
+        assert isinstance(self._flexseq_loss, LossOnSamples), "GRPO and RLOO are known as such"
+        with self._flexseq_loss.answers.answering(self.model_wrapped):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, None, **options
             )

@@ -4,12 +4,14 @@
     . a b c     0 1 1 1            a b c d e      3 and 2 tokens
     d e . .     1 1 0 0
 
-The row is what `DataCollatorForFlexSeq` would have made of the sequences. Results of its tokens
+The row is what `DataCollatorForFlexSeq` would have made of the sequences. A packed row has several
+of them: one begins wherever position_ids are 0. Results of its tokens
 are put back where the padded batch has them. Images of all sequences come together, as a processor
 joins them; the model knows how to divide them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import torch
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.steps.collator import IMAGES, LENGTHS, is_of_images
 from hf_flexseq.steps.images import TYPES
+from hf_flexseq.steps.known_columns import DIVIDING, FOLLOWING, NUMBERING
 
 # Arguments of a call that change nothing of what is computed of its tokens, or say how it is
 # answered.
@@ -24,8 +27,11 @@ _HARMLESS = {
     *("use_cache", "fused_lm_head", "return_dict", "num_items_in_batch", "logits_to_keep"),
     "past_key_values",
     "margin",  # of a pair: TRL hands it to reward models, which ignore it
+    # what else tells the sequences of a packed row apart
+    *(*DIVIDING, *FOLLOWING, *NUMBERING),
 }
-_READ = {"input_ids", "attention_mask", "labels", "shift_labels"}
+READ = ("input_ids", "attention_mask", "labels", "shift_labels", "position_ids")
+"""Arguments of a call that are read of its tokens."""
 
 Images = Mapping[str, torch.Tensor]  # tensors of some images, by name
 
@@ -42,15 +48,18 @@ class Call:
         labels: torch.Tensor | None,
         *,
         shift_labels: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
         images: Images | None = None,
         types: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """ids: [B, S]. attention_mask: [B, S], 1 for tokens and 0 around them; None: all are.
         labels: [B, S], of the tokens themselves; None where the model predicts no tokens.
         shift_labels: [B, S], the targets, where a batch has them besides labels.
+        positions: [B, S], of tokens in their sequences; None where every row is a sequence.
         images: see `images_in`. types: see `types_in`.
 
-        Raises ValueError for a mask that does more than to mark padding.
+        Raises ValueError for a mask that does more than to mark padding, and for positions that
+        do not count the tokens of sequences.
         """
         self.images = dict(images or {})
         """Tensors of the images of all sequences, in the order of the rows, by name."""
@@ -69,6 +78,8 @@ class Call:
             # the next token's label, and none where padding is next
             self.targets[:, :-1] = labels[:, 1:].masked_fill(~self.mask[:, 1:], IGNORE_INDEX)
         self.lengths = _checked_lengths(self.mask)
+        if positions is not None:
+            self.lengths = self._packed_lengths(positions)
         """Tokens of each sequence."""
         self._places = self.mask.nonzero(as_tuple=True)  # rows and columns of all tokens
 
@@ -78,13 +89,18 @@ class Call:
         tokens. Raises NotImplementedError for arguments that the planned model is not given."""
         images, types = images_in(given), types_in(given)
         for name, value in given.items():
-            if name in _READ or name in _HARMLESS or value is None or value is False:
+            if name in READ or name in _HARMLESS or value is None or value is False:
                 continue
             if name in images or name in types:
                 continue
             raise NotImplementedError(
                 f"a loss calls the model with {name}: hf_flexseq computes the figures of a loss "
-                f"from {', '.join(sorted(_READ))} alone{_ADVICE.get(name, '')}"
+                f"from {', '.join(sorted(READ))} alone{_ADVICE.get(name, '')}"
+            )
+        dividing = [name for name in (*DIVIDING, *NUMBERING) if given.get(name) is not None]
+        if dividing and given.get("position_ids") is None:
+            raise NotImplementedError(
+                f"a loss calls the model with {dividing[0]} and without position_ids: give both"
             )
         if given.get("past_key_values") is not None:
             raise NotImplementedError("a loss calls the model with past_key_values: give tokens")
@@ -101,9 +117,34 @@ class Call:
             given.get("attention_mask"),
             given.get("labels") if of_tokens else None,
             shift_labels=targets,
+            positions=given.get("position_ids"),
             images=images,
             types=types,
         )
+
+    def _packed_lengths(self, positions: torch.Tensor) -> list[int]:
+        """Return the tokens of every sequence, from the positions of all tokens, [B, S]."""
+        rows = self.lengths
+        found = positions[self.mask].cpu() if positions.shape == self.ids.shape else None
+        lengths: list[int] = []
+        if found is not None:
+            starts = (found == 0).nonzero().flatten().tolist()
+            lengths = [stop - start for start, stop in pairwise([*starts, len(found)])]
+        counted = torch.cat([torch.arange(length) for length in lengths or [0]])
+        ends = {*accumulate(lengths)}
+        is_counted = found is not None and torch.equal(found, counted.to(found.dtype))
+        if not is_counted or not ends >= {*accumulate(rows)}:
+            raise ValueError(
+                "position_ids of a batch that a loss calls the model with do not count the tokens "
+                "of its sequences, 0, 1, 2, and so on: leave position_ids out, or begin every "
+                "sequence with 0"
+            )
+        if self.images and len(lengths) > len(rows):
+            raise ValueError(
+                f"a row of a batch is packed, and it has {', '.join(sorted(self.images))}, of "
+                "which nobody knows the sequence: give every sequence as a row of its own"
+            )
+        return lengths
 
     @property
     def tokens(self) -> int:
@@ -115,6 +156,7 @@ class Call:
         return (
             self.ids.device == other.ids.device
             and torch.equal(self.ids, other.ids)
+            and self.lengths == other.lengths
             and torch.equal(self.mask, other.mask)
             and torch.equal(self.targets, other.targets)
             and _are_equal(self.types, other.types)

@@ -151,7 +151,7 @@ CASES = {  # by Refusal.setting: the table, and a case in it
             activation_checkpointing_kwargs={"offload": True, "use_reentrant": False},
         ),
     ),
-    "activation_offloading=True with an objective on samples": lambda: (
+    "activation_offloading=True with an objective or a loss of your own": lambda: (
         ON_SAMPLES,
         fake(activation_offloading=True),
     ),

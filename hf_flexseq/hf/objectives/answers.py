@@ -17,7 +17,8 @@ from transformers import Trainer
 
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.loaders import LoaderState, as_drawn
-from hf_flexseq.hf.objectives.heads import Head, TokenFigures
+from hf_flexseq.hf.losses import has_own_loss
+from hf_flexseq.hf.objectives.heads import BATCHES, Head
 from hf_flexseq.hf.objectives.reference import adapter_state
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.answering import answered_by
@@ -54,6 +55,7 @@ class Answers:
         self.prepared: Any = None
         """The batch whose loss is computed, which is prepared already."""
         self._labels: torch.Tensor | None = None  # [B, S] of the batch whose loss is computed
+        self._is_own = has_own_loss(trainer)
 
     def begin(self) -> None:
         """Take the model as it is now for the trained one, whatever becomes of its adapters."""
@@ -92,6 +94,9 @@ class Answers:
             owns = [values] * len(calls) if is_total else values.split(sizes)
             for part, own in zip(parts, owns, strict=True):
                 part[name] = to_device(own, device)
+        if self._head.totals:
+            for part in parts:
+                part[BATCHES] = torch.tensor(len(calls))
         return parts
 
     # ---- calls of the loss
@@ -143,7 +148,7 @@ class Answers:
     def on_batch(self, batch: Any) -> Iterator[None]:
         """Surround the loss of one batch, whose labels the Trainer may withhold from the model."""
         former = self._labels
-        if isinstance(self._head, TokenFigures):
+        if self._is_own:
             self._labels = batch.get("labels")
         try:
             yield
@@ -173,7 +178,7 @@ class Answers:
 
     def _answer(self, role: str, model: nn.Module, given: Mapping[str, Any]) -> Any:
         """Return a model's result. Collective over the world if the call was not foreseen."""
-        if isinstance(self._head, TokenFigures) and given.get("labels") is None:
+        if self._is_own and given.get("labels") is None:
             given = {**given, "labels": self._labels_for(given)}
         call = self._head.read(given)
         figures = self._taken(role, call)

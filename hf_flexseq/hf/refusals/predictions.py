@@ -10,7 +10,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hf_flexseq.base.refusals import Refusal, refuse
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.executors import base_model
-from hf_flexseq.hf.losses import has_fused_head, reads_figures
+from hf_flexseq.hf.losses import has_fused_head, has_own_loss
 from hf_flexseq.hf.model.facts import compute_dtype, is_classifier
 from hf_flexseq.hf.model.loss import ChunkedLoss
 from hf_flexseq.hf.model.prompts import virtual_tokens_of
@@ -73,7 +73,7 @@ def _states(case: Predicting) -> str | None:
 def _loss_of_samples(case: Predicting) -> str | None:
     """Find losses of samples that are not a sum of what the head says of their tokens."""
     trainer, model = case.trainer, case.model
-    if "loss" not in trainer.args.include_for_metrics or reads_figures(trainer):
+    if "loss" not in trainer.args.include_for_metrics or has_own_loss(trainer):
         return None
     is_own = type(trainer).compute_loss is not Trainer.compute_loss
     own_function = getattr(model, "loss_function", None)
