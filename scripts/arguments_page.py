@@ -180,7 +180,9 @@ TRAINING: dict[str, dict[str, Row]] = {
         "include_for_metrics": Row(
             PARTLY,
             shown=DRAWS,
-            refusals=("include_for_metrics=['loss'] with a loss of your own",),
+            refusals=(
+                "include_for_metrics=['loss'] with a model's own loss_function or router loss",
+            ),
         ),
     },
     "Saving and the Hub": {

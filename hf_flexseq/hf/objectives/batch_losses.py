@@ -55,6 +55,7 @@ class BatchLosses:
         self._leaves: list[Columns] = []  # figures of each batch, at which its backward ends
         self.parameters = [one for one in model.parameters() if one.requires_grad]
         """Those that are trained."""
+        self._index_of = {id(one): index for index, one in enumerate(self.parameters)}
         self.of_parameters: dict[int, torch.Tensor] = {}
         """Gradients of a term of parameters, by the index of each, until a backward."""
         self.has_term = False
@@ -153,20 +154,43 @@ class BatchLosses:
             del accelerator.backward
 
     def _end_at_figures(self, loss: torch.Tensor, **options: Any) -> None:
-        """Add the gradients of a loss, a scalar, to those of figures and of parameters, without
-        the hooks with which DDP and ZeRO reduce a parameter's gradient."""
+        """Run backward of a loss, a scalar, to the figures, and to whatever else it depends on,
+        without the hooks with which DDP and ZeRO reduce a parameter's gradient. Raises
+        NotImplementedError for parameters that FSDP2 has gathered."""
         if not loss.requires_grad:  # a batch has nothing to learn
             return
-        leaves = [one for own in self._leaves for one in own.values() if one.requires_grad]
-        found = torch.autograd.grad(loss, [*leaves, *self.parameters], allow_unused=True)
-        for leaf, gradient in zip(leaves, found[: len(leaves)], strict=True):
-            if gradient is not None:
-                leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
-        for index, gradient in enumerate(found[len(leaves) :]):
-            if gradient is not None:
-                self.has_term = True
+        leaves = leaves_of(loss)
+        for leaf, gradient in zip(leaves, torch.autograd.grad(loss, leaves), strict=True):
+            index = self._index_of.get(id(leaf))
+            if index is not None:
                 former = self.of_parameters.get(index)
                 self.of_parameters[index] = gradient if former is None else former + gradient
+                self.has_term = True
+                continue
+            if any(leaf is one for one in self._model.parameters()):
+                raise NotImplementedError(
+                    f"the loss of {type(self._trainer).__name__} depends on parameters that FSDP2 "
+                    "has gathered for the model's forward: leave the term out, or use weight_decay"
+                )
+            leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+
+def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors, without duplicates, at which the backward of a scalar ends."""
+    if loss.grad_fn is None:
+        return [loss]
+    found: dict[int, torch.Tensor] = {}
+    seen = {loss.grad_fn}
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            found[id(node.variable)] = node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return list(found.values())
 
 
 def _product(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
