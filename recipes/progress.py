@@ -6,7 +6,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
 from hf_flexseq import FlexSeqEngine
-from hf_flexseq.steps.trace import Figures, plan_line
+from hf_flexseq.steps.trace import LogFigures, plan_line
 
 
 class PlanProgress(ProgressCallback):
@@ -35,7 +35,7 @@ class PlanProgress(ProgressCallback):
 SHOWN = {"rewards/accuracies": "accuracy", "reward": "reward"}
 
 
-def log_line(step: int, logs: dict[str, Any], figures: Figures | None) -> str | None:
+def log_line(step: int, logs: dict[str, Any], figures: LogFigures | None) -> str | None:
     """Return a log in one line; None for a log that is not about a step.
 
     figures: of the last step.

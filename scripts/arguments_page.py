@@ -77,7 +77,7 @@ _FIGURES = "[figures](differences.md#loss-and-figures)"
 _DATA = "[data and steps](differences.md#data-and-steps)"
 _MODEL = "[model and gradients](differences.md#model-and-gradients)"
 _REENTRANT = "use_reentrant=True runs as False, which has the same results"
-_COMPILED = "tests/hf/test_compiled.py"
+_COMPILED = "tests/hf/test_compiled_regions.py"
 _LOADERS = (
     "dispatch_batches=True",
     "split_batches=True",

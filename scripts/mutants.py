@@ -59,11 +59,11 @@ GROUPS = {
     "plan": ("plan/*.py",),
     "program": ("program/[a-z]*.py",),
     "replay": (
-        *("attention/replay.py", "attention/bound.py", "attention/programs.py"),
+        *("attention/replay.py", "attention/bound_programs.py", "attention/programs.py"),
         *("attention/function.py", "attention/uploads.py"),
     ),
     "exchange": ("steps/exchange.py", "steps/token_words.py", "distributed/all_to_all.py"),
-    "merges": ("kernels/merge.py", "kernels/fused.py"),
+    "merges": ("kernels/merge.py", "kernels/fused_operations.py"),
     "reduction": (
         *("hf/reduction.py", "hf/gradients.py"),
         *("distributed/reduction.py", "pipeline/reduction.py"),

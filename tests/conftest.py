@@ -6,6 +6,7 @@
     pytest -m nightly        those that no other command runs, since they take very long: all
                              families of models, all draws, the programs of the documentation
     pytest -m kernels        kernels of packages that no other test needs, interpreted on a CPU
+    pytest --device cuda     those that a GPU can run, and no other (`device.py`)
 
 A test that forks ranks or starts a command is marked `processes`, one that computes for many
 seconds `slow`; every other test is `quick`. A quick test that starts a process all the same fails,
@@ -29,18 +30,17 @@ from collections import Counter
 
 # Read by libraries when they are loaded, and by accelerate, which would give ranks more threads.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Read by Triton when it is imported, by whichever library is first: its kernels run on the CPU.
-os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch
 
-from tests import budget
+from tests import budget, device
 
 torch.set_num_threads(1)
 # Fake tensors have a CUDA build of torch on a machine without a GPU take it that there is one. Its
 # autograd then starts a thread for the device, after which a forked rank has no backward.
-torch._C._ensureCUDADeviceGuardSet = lambda: None
+if device.NAME == "cpu":
+    torch._C._ensureCUDADeviceGuardSet = lambda: None
 # For all that tests start, too: a thread that wakes up does not push aside one that runs. Tests of
 # several ranks on two cores spend 0.6 of the system time then. Linux alone has it.
 with contextlib.suppress(AttributeError, PermissionError):
@@ -52,6 +52,10 @@ _FONT_LIST = "fc-list"
 SHOWN_FROM_S = 60.0  # a run that takes less shows no files
 SHOWN_FILES = 25
 _watched: list[str] = []  # the quick test that runs now
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="cuda: run the tests marked on_device there")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,14 +70,20 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for mark in ("nightly", "kernels"):
         if mark not in config.option.markexpr:
-            left_out = [item for item in items if item.get_closest_marker(mark)]
-            items[:] = [item for item in items if not item.get_closest_marker(mark)]
-            config.hook.pytest_deselected(items=left_out)
+            _deselect(config, items, lambda item, mark=mark: item.get_closest_marker(mark))
+    if device.NAME != "cpu":
+        _deselect(config, items, lambda item: not item.get_closest_marker("on_device"))
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
     for item in items:
         marks = ("processes", "slow")
         if all(item.get_closest_marker(mark) is None for mark in marks):
             item.add_marker(pytest.mark.quick)
+
+
+def _deselect(config, items, is_left_out):
+    left_out = [item for item in items if is_left_out(item)]
+    items[:] = [item for item in items if not is_left_out(item)]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

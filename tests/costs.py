@@ -2,7 +2,7 @@
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.shapes import ModelShape
 

@@ -61,7 +61,7 @@ from tests.matching import Launches
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import columns_of, make_executor
 from tests.plans import random_blocks, random_plan, random_unit
-from tests.published.zeppelin.always import Always
+from tests.published.zeppelin.gainful_passes import Always
 from tests.ranks import join, run_threads
 from tests.threads import ThreadGroup
 

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from hf_flexseq.distributed.communicator import Communicator
+from tests.device import DEVICE
 from tests.matching import Launches
 from tests.threads import ThreadHub
 
@@ -60,7 +61,7 @@ def run_threads(function, world_size, *args, launches=Launches.BY_LANE, seed=Non
         _this_rank.transport = transport
         return function(transport.rank, world_size, *args)
 
-    hub = ThreadHub(world_size, launches=launches, seed=seed)
+    hub = ThreadHub(world_size, launches=launches, seed=seed, device=DEVICE)
     return hub.run(run_rank, seconds=seconds)
 
 

@@ -18,7 +18,7 @@ from hf_flexseq.attention import (
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
-from hf_flexseq.kernels import chunked_loss, fused
+from hf_flexseq.kernels import chunked_loss, fused_operations
 from hf_flexseq.kernels.scans import grid
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from hf_flexseq.kernels.upload import to_device
@@ -37,7 +37,7 @@ from tests.pipeline import test_executor as pipeline
 from tests.pipeline.test_exactness import columns_of
 from tests.pipelines import chunk_of
 from tests.plans import NESTED, one_group
-from tests.published.zeppelin.always import Always
+from tests.published.zeppelin.gainful_passes import Always
 
 HEAD_DIM = 8
 LAYERS = 2
@@ -311,13 +311,13 @@ def left_on_the_host(host, device):
 
 def read_in_the_ring(read):
     """The fault of a ring that first does something with a log-sum-exp."""
-    merge_into = fused.merge_into
+    merge_into = fused_operations.merge_into
 
     def merge(out, lse, call_out, call_lse):
         read(lse)
         merge_into(out, lse, call_out, call_lse)
 
-    return "balanced", fused, "merge_into", merge
+    return "balanced", fused_operations, "merge_into", merge
 
 
 # the groups, what is replaced where and by what, and words of the error

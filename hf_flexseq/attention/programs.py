@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hf_flexseq.attention.bound import BoundProgram
+from hf_flexseq.attention.bound_programs import BoundProgram
 from hf_flexseq.attention.uploads import Uploads
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.distributed.communicator import Communicator

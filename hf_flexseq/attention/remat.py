@@ -157,7 +157,7 @@ def kept_region(kept: "KeptAttention | None") -> Region | None:
     return region
 
 
-class _Calls:
+class _KeptCalls:
     """The calls of attention in one region, in their order, which every replay repeats."""
 
     __slots__ = ("_hook", "_kept", "_next")
@@ -192,7 +192,7 @@ class KeptAttention:
     __slots__ = ("_calls", "_host", "_keeps")
 
     def __init__(self) -> None:
-        self._calls: weakref.WeakKeyDictionary[_CheckpointFrame, _Calls] = (
+        self._calls: weakref.WeakKeyDictionary[_CheckpointFrame, _KeptCalls] = (
             weakref.WeakKeyDictionary()
         )
         # of the layer whose forward runs now
@@ -220,7 +220,7 @@ class KeptAttention:
     def put(self, region: Region, kept: Kept) -> None:
         """Keep the result of the region's next call."""
         one = kept if self._host is None else KeptOnHost.of(kept, self._host)
-        self._calls.setdefault(region.frame, _Calls()).append(one)
+        self._calls.setdefault(region.frame, _KeptCalls()).append(one)
 
     def take(self, region: Region) -> Kept | None:
         """Return what the first run kept of this call; None in a first run."""

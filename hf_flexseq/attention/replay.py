@@ -1,6 +1,6 @@
 """The operations of programs, on tensors: one run of a program in one direction of one layer. It
-obeys instructions, one after the other, and decides nothing. `bound.py` makes the programs that
-run.
+obeys instructions, one after the other, and decides nothing. `bound_programs.py` makes the
+programs that run.
 
 Every operation that an instruction can name is a method of `Replay`; `program/builder.py` says
 what they mean, with their shapes.
@@ -15,7 +15,7 @@ from hf_flexseq.distributed.all_to_all import all_to_all
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import Message, Pending
 from hf_flexseq.kernels import Kernel, KernelCall, lse_dtype
-from hf_flexseq.kernels.fused import Fused, Rows
+from hf_flexseq.kernels.fused_operations import Fused, Rows
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.plan.head_layout import HeadLayout
 from hf_flexseq.program.instructions import AllToAllSpec

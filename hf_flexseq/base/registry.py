@@ -48,8 +48,8 @@ RINGS: Mapping[str, RingEntry] = {
         costs="hf_flexseq.cost.rings:ZIGZAG",
     ),
     "balanced": RingEntry(
-        ring="hf_flexseq.published.lightseq.balanced:RING",
-        costs="hf_flexseq.published.lightseq.balanced:COSTS",
+        ring="hf_flexseq.published.lightseq.balanced_ring:RING",
+        costs="hf_flexseq.published.lightseq.balanced_ring:COSTS",
     ),
 }
 

@@ -40,7 +40,7 @@ from hf_flexseq.checkpoints.optimizer_files import (
     write_index,
 )
 from hf_flexseq.checkpoints.shards import read_own
-from hf_flexseq.distributed.agreement import Attempt, Gather
+from hf_flexseq.distributed.agreement import ErrorCapture, Gather
 from hf_flexseq.distributed.communicator import Communicator
 
 FOLDER = "flexseq_optimizer"
@@ -133,24 +133,24 @@ def write_optimizer(
     gather = communicator.cpu_group.gather_values
 
     # 1. the folder is there, and empty of what is old
-    with Attempt() as clearing:
+    with ErrorCapture() as clearing:
         if communicator.rank == 0:
             clear(path)
-    clearing.raise_together(gather, f"clearing {path}")
+    clearing.raise_on_all_ranks(gather, f"clearing {path}")
 
     # 2. tensors, in files of different ranks
     files: dict[str, str] = {}
-    writing = Attempt()
+    writing = ErrorCapture()
     for file, tensors in parts:
         with writing:
             if writing.error is None:
                 _write_part(path / file, tensors)
                 files.update(dict.fromkeys(tensors, file))
-    writing.raise_together(gather, f"writing {path}")
+    writing.raise_on_all_ranks(gather, f"writing {path}")
     written = gather((files, dict(values)))
 
     # 3. the index, when all files are there
-    with Attempt() as indexing:
+    with ErrorCapture() as indexing:
         if communicator.rank == 0:
             all_files: dict[str, str] = {}
             all_values: dict[str, Any] = {}
@@ -159,7 +159,7 @@ def write_optimizer(
                 all_values.update(values_of_rank)
             _save_scheduler(scheduler.state_dict(), Path(folder))
             write_index(path, all_files, all_values)
-    indexing.raise_together(gather, f"writing the index of {path}")
+    indexing.raise_on_all_ranks(gather, f"writing the index of {path}")
 
 
 def _write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -217,7 +217,7 @@ def load_optimizer(
     together, or of another optimizer.
     """
     renamed = renamed or {}
-    with Attempt() as opening:
+    with ErrorCapture() as opening:
         saved: SavedState | _NumberedState
         if numbered is None:
             saved = SavedState(Path(folder) / FOLDER)
@@ -225,17 +225,17 @@ def load_optimizer(
             saved = _NumberedState(Path(folder) / WHOLE, numbered)
         optimizer.zero_grad(set_to_none=True)  # torch makes a state only without gradients
         state = _flat_state(model, optimizer)
-    opening.raise_together(gather, f"opening the optimizer's state in {folder}")
+    opening.raise_on_all_ranks(gather, f"opening the optimizer's state in {folder}")
 
     own_key_of = {renamed_key(own_key, renamed): own_key for own_key in state}
     _check_fits(saved.keys(), own_key_of, gather, folder)
-    with Attempt() as reading:
+    with ErrorCapture() as reading:
         _read(saved, state, own_key_of, folder)
         with _without_empty_groups(optimizer):
             set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
         _forget(model, optimizer, saved.keys(), renamed)
         _load_scheduler(scheduler, optimizer, folder)
-    reading.raise_together(gather, f"reading the optimizer's state in {folder}")
+    reading.raise_on_all_ranks(gather, f"reading the optimizer's state in {folder}")
 
 
 def renamed_key(key: str, names: Mapping[str, str]) -> str:

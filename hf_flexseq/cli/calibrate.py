@@ -5,7 +5,7 @@ import os
 from argparse import Namespace
 
 from hf_flexseq.command_line import say
-from hf_flexseq.cost.online import learned_from
+from hf_flexseq.cost.correction import learned_from
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan.files import read_steps
 from hf_flexseq.steps.trace_file import is_trace

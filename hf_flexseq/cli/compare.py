@@ -31,7 +31,7 @@ from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.images import TowerLoad
 from hf_flexseq.planner.make import loosest_task
-from hf_flexseq.planner.shared import SharedRows
+from hf_flexseq.planner.shared_rows import SharedRows
 from hf_flexseq.view import timeline_of
 
 # Columns of the table, and their widths.

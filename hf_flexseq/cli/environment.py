@@ -59,10 +59,10 @@ def _devices() -> list[str]:
 
 def _kernels(device: "torch.device", dtype: "torch.dtype") -> list[str]:
     """Return lines about a device's kernels: the choice with reasons, and their capabilities."""
-    from hf_flexseq.kernels.capabilities import Calls
+    from hf_flexseq.kernels.capabilities import CallKind
     from hf_flexseq.kernels.choose import capabilities, explain
 
-    calls = Calls(device, dtype, HEAD_DIM)
+    calls = CallKind(device, dtype, HEAD_DIM)
     lines = [f"  kernel {line}" for line in explain(calls)]
     return [*lines, *(f"  guaranteed by {line}" for line in capabilities(calls))]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_flexseq.base.values import quoted
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import MODELS, PRESETS, load_cost_model
 from hf_flexseq.cost.shapes import ModelShape
@@ -152,7 +152,7 @@ def _sizes(model: str, dtype: str) -> tuple[ModelShape, "CountedBytes | None"]:
             "--device"
         )
     try:
-        from hf_flexseq.hf.calibration.configured import read_model
+        from hf_flexseq.hf.calibration.model_configuration import read_model
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"MODEL={quoted(model)} is none of {', '.join(MODELS)}; others need torch and "

@@ -31,7 +31,7 @@ from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.units import ROOT, Unit
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.images import plan_images
-from hf_flexseq.planner.shared import SharedRows
+from hf_flexseq.planner.shared_rows import SharedRows
 
 
 def plan(options: Namespace) -> None:

@@ -20,9 +20,9 @@ from hf_flexseq.cli.view import drawn
 from hf_flexseq.command_line import say
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import Plan
-from hf_flexseq.plan.files import PlannedStep, StepsFile, parse_steps
+from hf_flexseq.plan.files import RecordedStep, StepsFile, parse_steps
 from hf_flexseq.plan.pipeline import PipelinePlan
-from hf_flexseq.planner.shared import SharedRows
+from hf_flexseq.planner.shared_rows import SharedRows
 from hf_flexseq.view.picture import picture_of
 from hf_flexseq.view.report import (
     ROWS,
@@ -139,12 +139,12 @@ def _source(options: Namespace) -> tuple[SharedRows, StepsFile | None]:
 # ---- planners
 
 
-def _best_plans(results: Sequence[Result]) -> list[PlannedStep]:
+def _best_plans(results: Sequence[Result]) -> list[RecordedStep]:
     """Return the plans of `auto`, or else of the fastest planner with plans."""
     able = [result for result in results if result.problem is None]
     best = min(able, key=lambda result: (result.name != "auto", result.seconds))
     return [
-        PlannedStep(number=number, plan=plan, measured_s=None, tower=tower)
+        RecordedStep(number=number, plan=plan, measured_s=None, tower=tower)
         for number, (plan, tower) in enumerate(zip(best.plans, best.towers, strict=True))
     ]
 
@@ -201,9 +201,9 @@ def _in_groups_text(results: Sequence[Result]) -> str:
 # ---- steps
 
 
-def _last_runs(file: StepsFile) -> list[PlannedStep]:
+def _last_runs(file: StepsFile) -> list[RecordedStep]:
     """Return the kept lines by step: the last run of each, a line per replica."""
-    by_number: dict[int, list[PlannedStep]] = {}
+    by_number: dict[int, list[RecordedStep]] = {}
     for step in file.steps:
         if step.replica == 0:  # the first line of a step
             by_number[step.number] = []
@@ -211,15 +211,15 @@ def _last_runs(file: StepsFile) -> list[PlannedStep]:
     return [line for number in sorted(by_number) for line in by_number[number]]
 
 
-def _rows(lines: Sequence[PlannedStep]) -> list[StepRow]:
+def _rows(lines: Sequence[RecordedStep]) -> list[StepRow]:
     """Return the steps in numbers; the replicas of a step are one."""
-    by_number: dict[int, list[PlannedStep]] = {}
+    by_number: dict[int, list[RecordedStep]] = {}
     for line in lines:
         by_number.setdefault(line.number, []).append(line)
     return [step_row(replicas) for replicas in by_number.values()]
 
 
-def _trace_remarks(file: StepsFile, lines: Sequence[PlannedStep]) -> list[str]:
+def _trace_remarks(file: StepsFile, lines: Sequence[RecordedStep]) -> list[str]:
     """Return what a trace's figures leave out."""
     remarks = []
     if file.broken:
@@ -237,7 +237,7 @@ def _trace_remarks(file: StepsFile, lines: Sequence[PlannedStep]) -> list[str]:
 
 
 def _drawn_step(
-    lines: Sequence[PlannedStep], rows: Sequence[StepRow], options: Namespace
+    lines: Sequence[RecordedStep], rows: Sequence[StepRow], options: Namespace
 ) -> tuple[str, str]:
     """Return the title and the figure of one step; the figure is "" beyond a limit."""
     number = options.step

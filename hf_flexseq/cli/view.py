@@ -9,7 +9,7 @@ from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.cost.walk import check as check_pipeline
 from hf_flexseq.plan import check
-from hf_flexseq.plan.files import PlannedStep, read_steps
+from hf_flexseq.plan.files import RecordedStep, read_steps
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.view import (
     chrome_text,
@@ -46,7 +46,7 @@ def view(options: Namespace) -> None:
         say(options, f"{options.plan}: {file.remark()}")
 
 
-def drawn(step: PlannedStep, options: Namespace) -> Timeline:
+def drawn(step: RecordedStep, options: Namespace) -> Timeline:
     """Return a step's timeline: by the cost model, by measured seconds, or by tokens."""
     limits = options.limits
     if isinstance(step.plan, PipelinePlan):
@@ -66,7 +66,7 @@ def drawn(step: PlannedStep, options: Namespace) -> Timeline:
     return timeline_of(step.plan, options.topology, cost, sync=options.sync)
 
 
-def _stage_costs(step: PlannedStep, made: PipelinePlan, options: Namespace) -> PipelineCost:
+def _stage_costs(step: RecordedStep, made: PipelinePlan, options: Namespace) -> PipelineCost:
     """Return stage costs: of the options' cost model, else of the file, else tokens as time."""
     # Finding the next action may look at every rank; a hundred looks take as long as an event.
     actions = sum(map(len, made.actions))
@@ -86,7 +86,7 @@ def _stage_costs(step: PlannedStep, made: PipelinePlan, options: Namespace) -> P
     return cost
 
 
-def _title(step: PlannedStep, options: Namespace) -> str:
+def _title(step: RecordedStep, options: Namespace) -> str:
     """Return a step in one line, with its measured seconds and how experts lie over ranks."""
     measured = "" if step.measured_s is None else f", measured {sum(step.measured_s):.3f} s"
     experts = ""

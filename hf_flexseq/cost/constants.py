@@ -2,7 +2,8 @@
 and JSON.
 
 `model.py` has the seconds that follow. Numbers are estimated from the figures of a model and a
-device (`analytic.py`), fitted while a run goes on (`online.py`), or published (`presets.py`).
+device (`analytic_model.py`), fitted while a run goes on (`correction.py`), or published
+(`presets.py`).
 """
 
 import json

@@ -19,9 +19,10 @@ RING_STEP_S = 2.48e-4
 
 # Share of a GPU's FLOP/s in training that a chunked scan achieves: 32,768 tokens
 # of 64 Gated DeltaNet heads of 128 take an H800 15.56 ms forward and backward
-# (https://github.com/fla-org/flash-linear-attention/pull/691). `_scan_flops` of analytic.py counts
-# 1.16 TFLOP for these. By the same page a quarter of them on each of four ranks takes 5.73 ms with
-# transfers, 47 % more than the quarter alone; the arithmetic of the second pass is 36 % more.
+# (https://github.com/fla-org/flash-linear-attention/pull/691). `_scan_flops` of analytic_model.py
+# counts 1.16 TFLOP for these. By the same page a quarter of them on each of four ranks takes 5.73
+# ms with transfers, 47 % more than the quarter alone; the arithmetic of the second pass is 36 %
+# more.
 SCAN_EFFICIENCY = 0.17
 
 

@@ -114,7 +114,7 @@ def _layer(
         mlp_bytes=float(mlp) if is_tiled else 0.0,
         peak_bytes=peak,
         # The gradient of the MLP's input is whole, whatever the tiles.
-        tiled_bytes=float(mlp + inside - moved * hidden) if is_tiled else 0.0,
+        tiled_bytes=max(0.0, float(mlp + inside - moved * hidden)) if is_tiled else 0.0,
         rest_bytes=min(peak, in_norm) if is_tiled else peak,
     )
 

@@ -27,7 +27,7 @@ from typing import Any
 from hf_flexseq.base.layers import Reach, RecurrentShape
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES, DeviceSpec
 from hf_flexseq.cost.shapes import ExpertShape, ModelShape
 from hf_flexseq.cost.tower import TowerShape

@@ -1,5 +1,5 @@
 """The price of a micro-batch as a sum of terms, one for each number behind it: what pictures show
-and what a fit compares with measured seconds (`online.py`)."""
+and what a fit compares with measured seconds (`correction.py`)."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -79,7 +79,7 @@ class TowerCost(Constants):
         if shape.is_trained:
             passes = TRAINED_PASSES + checkpointing
         of_patch, of_pair = shape.forward_flops
-        # as for text (`analytic.py`): a layer's inputs, or all that its parts read again
+        # as for text (`analytic_model.py`): a layer's inputs, or all that its parts read again
         numbers = shape.layers * (9 * shape.hidden + 4 * shape.intermediate)
         if checkpointing:
             numbers = shape.layers * shape.hidden + 9 * shape.hidden + 4 * shape.intermediate

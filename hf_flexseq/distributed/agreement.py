@@ -3,11 +3,11 @@
 A rank that raised alone would leave the others waiting for it until their timeout, for a reason
 that they never learn.
 
-    with Attempt() as reading:
+    with ErrorCapture() as reading:
         text = Path(name).read_text()
-    reading.raise_together(cpu_group.gather_values, "reading the file")
+    reading.raise_on_all_ranks(cpu_group.gather_values, "reading the file")
 
-1. `Attempt` keeps what its block raises. The block exchanges nothing.
+1. `ErrorCapture` keeps the error that its block raises. The block exchanges nothing.
 2. All ranks show each other what they have kept, in an exchange made for it, or, where an exchange
    follows anyway, only after that one has told them that some rank has failed.
 3. The error of the first rank that failed is raised on all of them, in one line.
@@ -27,8 +27,9 @@ CAUSE_CHARACTERS = 240  # of another rank's error; its own rank shows all of it
 KINDS = {kind.__name__: kind for kind in (NotImplementedError, ValueError, RuntimeError)}
 
 
-class Attempt:
-    """Keeps the error of its block, which goes no further until the ranks have agreed on it.
+class ErrorCapture:
+    """Keeps the error of its block for `raise_on_all_ranks`. A block whose error need not reach
+    anybody has `contextlib.suppress` instead.
 
     Interrupts and exits are not errors of the block: they are raised at once.
     """
@@ -38,7 +39,7 @@ class Attempt:
     def __init__(self) -> None:
         self.error: Exception | None = None
 
-    def __enter__(self) -> "Attempt":
+    def __enter__(self) -> "ErrorCapture":
         return self
 
     def __exit__(
@@ -53,7 +54,7 @@ class Attempt:
         self.error = error
         return True
 
-    def raise_together(self, gather: Gather, doing: str) -> None:
+    def raise_on_all_ranks(self, gather: Gather, doing: str) -> None:
         """Return when no rank has failed; otherwise raise on all ranks. Collective over the world.
 
         The error names the first rank that failed, what it was `doing`, and its cause; on a rank

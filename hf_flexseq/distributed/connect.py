@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.gloo import GlooTransport
-from hf_flexseq.distributed.lone import LoneTransport
+from hf_flexseq.distributed.lone_rank import LoneTransport
 from hf_flexseq.distributed.nccl import NcclTransport
 from hf_flexseq.distributed.process_groups import reserve_descriptors
 from hf_flexseq.distributed.transport import Capabilities, Transport
@@ -62,9 +62,9 @@ def connect(device: torch.device | None = None, *, timeout: timedelta | None = N
     key = (device, timeout)
     if key not in _transports:
         kind = _transport_kind(backend, device)
-        with Attempt() as reserving:
+        with ErrorCapture() as reserving:
             reserve_descriptors(kind.meshes * dist.get_world_size())
-        reserving.raise_together(_gather_in_store, "connecting to the others")
+        reserving.raise_on_all_ranks(_gather_in_store, "connecting to the others")
         _transports[key] = kind(timeout, device)
     return _transports[key]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.distributed.lone import LoneTransport
+from hf_flexseq.distributed.lone_rank import LoneTransport
 from hf_flexseq.distributed.transport import Label, Lane, Message, Messages, unnamed
 
 STUCK_S = 300.0  # seconds that a rank waits for a message

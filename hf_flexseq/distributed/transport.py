@@ -2,7 +2,7 @@
 
     gloo.py       CPU: messages carry tags, and `wait` blocks the host
     nccl.py       CUDA: a lane carries out one post after the other, and `wait` blocks the stream
-    lone.py       one rank, which has no peers
+    lone_rank.py  one rank, which has no peers
 
 `tests/threads.py` keeps any of these promises to the letter, for ranks that are threads.
 

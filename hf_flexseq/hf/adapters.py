@@ -16,11 +16,11 @@ from torch import nn
 
 from hf_flexseq.base.versions import untested
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.hf.model.mlp_trial import small_like
 from hf_flexseq.hf.model.prompts import kind_of, unsuitable_prompt
 from hf_flexseq.hf.probe import SHARED, lively_copy, probe_model
-from hf_flexseq.steps.around import around_forward
+from hf_flexseq.steps.forward_hooks import around_forward
 
 EXACT = frozenset(
     {
@@ -87,7 +87,7 @@ def _try(model: Any, name: str, config: Any) -> str | None:
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     ids, labels = torch.arange(8).expand(2, -1), torch.full((2, 8), IGNORE_INDEX)
-    with Attempt() as trying, torch.random.fork_rng(devices=[]):
+    with ErrorCapture() as trying, torch.random.fork_rng(devices=[]):
         small = get_peft_model(small_like(base).float(), copy.deepcopy(config), adapter_name=name)
         wrong = probe_model(small, strategies=SHARED[:1], changes=())
         small = lively_copy(small, torch.float64).train()

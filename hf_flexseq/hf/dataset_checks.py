@@ -8,6 +8,7 @@ step. All ranks have the same datasets and draw the same steps, so they raise to
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sized
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,12 +21,11 @@ from transformers.utils import is_datasets_available
 from hf_flexseq.base.refusals import together
 from hf_flexseq.base.values import listed
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.losses import is_objective
 from hf_flexseq.hf.sum_trial import users_code_of
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.steps.calls import READ, Call
+from hf_flexseq.steps.calls import READ, ModelCall
 from hf_flexseq.steps.collator import LENGTHS, DataCollatorForFlexSeq
 from hf_flexseq.steps.known_columns import dropped_columns
 from hf_flexseq.steps.rank_step import RankStep
@@ -131,7 +131,8 @@ def dropped_in(trainer: Trainer) -> Iterator[str]:
         if not _is_map_style(dataset) or not len(dataset):
             continue
         dropped: list[str] = []
-        with Attempt(), random_numbers_kept():  # an error is raised again when it is drawn
+        # An error is raised again when the example is drawn.
+        with suppress(Exception), random_numbers_kept():
             example = dict(dataset[0])
             made = _read_columns(example, trainer)
             if own is not None and is_known(own):
@@ -207,7 +208,8 @@ def draws_random_numbers(trainer: Trainer, dataloader: Any) -> str | None:
     dataset = trainer.train_dataset
     if getattr(dataloader, "num_workers", 0) or not _is_map_style(dataset) or not len(dataset):
         return None
-    with Attempt(), random_numbers_kept():  # an error is raised again when examples are drawn
+    # An error is raised again when examples are drawn.
+    with suppress(Exception), random_numbers_kept():
         before = torch.get_rng_state()
         example = dataset[0]
         if not torch.equal(before, torch.get_rng_state()):
@@ -324,7 +326,9 @@ def _collated_tokens(example: Mapping[str, Any], trainer: Trainer) -> int:
     if is_planned:
         return max(batch[LENGTHS])
     if "position_ids" in batch:
-        return max(Call.read({name: batch.get(name) for name in READ}, of_tokens=False).lengths)
+        return max(
+            ModelCall.read({name: batch.get(name) for name in READ}, of_tokens=False).lengths
+        )
     masks = [value for name, value in batch.items() if name.endswith("attention_mask")]
     return max((int(mask.sum(dim=1).max()) for mask in masks), default=0)  # 0 where none is known
 

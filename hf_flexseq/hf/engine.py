@@ -32,11 +32,11 @@ from torch import nn
 from hf_flexseq.base.versions import warn_untested
 from hf_flexseq.config import AS_SET, LOOKAHEAD, FlexSeqArguments
 from hf_flexseq.cost import CostModel
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.attached import ModelSettings
+from hf_flexseq.hf.attachments import ModelSettings
 from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
-from hf_flexseq.hf.finished import FinishedSteps
+from hf_flexseq.hf.finished_steps import FinishedSteps
 from hf_flexseq.hf.loaders import LoaderSettings, batches_on_host
 from hf_flexseq.hf.lookahead import any_draws_in_place, own_code_of_data
 from hf_flexseq.hf.loop import Evaluation, TrainingItem
@@ -46,11 +46,11 @@ from hf_flexseq.hf.shared_prefixes import OFF
 from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.planner.process.client import Planner
+from hf_flexseq.steps.console import DrawnNotes
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.prefetch import PrefetchedSteps, Step
-from hf_flexseq.steps.screen import DrawnNotes
-from hf_flexseq.steps.trace import Figures
+from hf_flexseq.steps.trace import LogFigures
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class FlexSeqEngine:
         communicator: Communicator | None = None,
         timeout: timedelta | None = None,
         executor: Callable[[EngineSetup], Executor] = WholeModelExecutor,
-        on_figures: Callable[[int, Figures], None] | None = None,
+        on_figures: Callable[[int, LogFigures], None] | None = None,
         uses_trl: bool = False,
     ) -> None:
         """Connect the ranks. Collective over the world.
@@ -88,9 +88,9 @@ class FlexSeqEngine:
             warn_untested(*([] if uses_trl else ["trl"]))
         setup = EngineSetup.of(accelerator, args, communicator, timeout=timeout)
         args.plan_options().check_on(setup.communicator.topology)
-        with Attempt() as looking:  # ranks may have machines of different sizes
+        with ErrorCapture() as looking:  # ranks may have machines of different sizes
             setup.host_bytes()
-        looking.raise_together(
+        looking.raise_on_all_ranks(
             setup.communicator.cpu_group.gather_values, "looking at the memory of the machine"
         )
         self.accelerator = accelerator
@@ -119,7 +119,7 @@ class FlexSeqEngine:
         return self.executor.cost
 
     @property
-    def last_figures(self) -> Figures | None:
+    def last_figures(self) -> LogFigures | None:
         """Figures of the last step for which they were gathered, as `plan_line` prints them."""
         return self._finished.last_figures
 
@@ -374,10 +374,12 @@ class FlexSeqEngine:
     def _started(self, start: Callable[[], Planner]) -> Planner | None:
         """Return a new planner on rank 0, None elsewhere. Collective over the world."""
         planner: Planner | None = None
-        with Attempt() as starting:  # a process may be one too many for the machine
+        with ErrorCapture() as starting:  # a process may be one too many for the machine
             if self.communicator.rank == 0:
                 planner = start()
-        starting.raise_together(self.communicator.cpu_group.gather_values, "starting the planner")
+        starting.raise_on_all_ranks(
+            self.communicator.cpu_group.gather_values, "starting the planner"
+        )
         return planner
 
     def plan_again(self, step: Step) -> Step:

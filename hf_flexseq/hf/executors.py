@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.hf.calibration.source import CostSource, named_cost
@@ -32,10 +32,10 @@ from hf_flexseq.memory.machine import budget_bytes
 from hf_flexseq.planner.process.client import InlinePlanner, Planner, PlannerWorker
 from hf_flexseq.planner.process.jobs import Job
 from hf_flexseq.program.tags import HEAD_PIECES
-from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.prefetch import ImageReader, VersionedJob
-from hf_flexseq.steps.trace import Figures, PlanTrace
+from hf_flexseq.steps.source_row import PlannedStep
+from hf_flexseq.steps.trace import LogFigures, PlanTrace
 
 # ---- what an executor is
 
@@ -164,7 +164,7 @@ class Executor(Protocol):
         wrapped it.
         """
 
-    def figures(self, step: Any, trace: PlanTrace) -> Figures:
+    def figures(self, step: Any, trace: PlanTrace) -> LogFigures:
         """Write a finished step's trace; return its figures. Collective over the world."""
 
 
@@ -191,10 +191,10 @@ def kernel_of(
     for degree in degrees:
         spans_nodes = setup.communicator.topology.spans_nodes(0, degree)
         pieces[degree] = HEAD_PIECES if spans_nodes else 1
-    with Attempt() as choosing:
+    with ErrorCapture() as choosing:
         dtype = compute_dtype(model, setup.accelerator)
         kernel = choose_kernels(device, dtype, layer_calls(model.config, pieces))
-    choosing.raise_together(
+    choosing.raise_on_all_ranks(
         setup.communicator.cpu_group.gather_values, f"choosing the attention kernel{whose}"
     )
     return kernel

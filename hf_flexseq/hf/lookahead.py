@@ -26,7 +26,7 @@ from hf_flexseq.config import LOOKAHEAD
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.dataset_checks import draws_random_numbers
 from hf_flexseq.hf.loaders import LoaderProxy
-from hf_flexseq.steps.screen import beside_bars
+from hf_flexseq.steps.console import beside_bars
 from hf_flexseq.steps.users_code import NEUTRAL_PACKAGES, is_known, package
 
 logger = logging.getLogger(__name__)

@@ -12,14 +12,14 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from hf_flexseq.hf.executors import EngineSetup
-from hf_flexseq.hf.model.divided import unsharded_class, zero_stage
+from hf_flexseq.hf.model.sharding_kind import unsharded_class, zero_stage
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.model_planning import ModelPlanning
 from hf_flexseq.planner.images import plan_images
-from hf_flexseq.steps.ahead import BesideStep
-from hf_flexseq.steps.drawn import Columns, DrawnStep, PlannedStep, SourceRow
+from hf_flexseq.steps.early_encoding import EarlyEncoder
 from hf_flexseq.steps.features import MicroBatchImages, images_of_step
 from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.source_row import Columns, DrawnStep, PlannedStep, SourceRow
 
 
 class ModelImages:
@@ -41,7 +41,7 @@ class ModelImages:
         self._base = base
         self._planning = planning
         self._may_choose = may_choose
-        self._beside: BesideStep | None = None  # where a frozen tower encodes images
+        self._early_encoder: EarlyEncoder | None = None  # where a frozen tower encodes images
         setup.communicator.open_world()  # for features
 
     # ---- rows, before they are planned
@@ -111,8 +111,8 @@ class ModelImages:
             return
         if self.vision.is_trained or self.vision.draws_noise or self._is_sharded:
             return
-        if self._beside is None:
-            self._beside = BesideStep(self._setup.accelerator.device)
+        if self._early_encoder is None:
+            self._early_encoder = EarlyEncoder(self._setup.accelerator.device)
         with self._setup.accelerator.autocast():  # as in the model's forward
             timing = step.stopwatch.timing(step.indices[0])
-            step.images.encode_ahead(self.vision, self._beside, timing)
+            step.images.encode_ahead(self.vision, self._early_encoder, timing)

@@ -12,14 +12,14 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.config import LOOKAHEAD
 from hf_flexseq.cost import CostModel, FloatArray, step_ns
 from hf_flexseq.cost.choices import held_at_most
-from hf_flexseq.cost.forward import forward_only
-from hf_flexseq.cost.lengths import with_shares
-from hf_flexseq.cost.online import (
+from hf_flexseq.cost.correction import (
     TOWER,
     MeasuredStep,
     corrected_tower,
     meeting_seconds,
 )
+from hf_flexseq.cost.forward import forward_only
+from hf_flexseq.cost.lengths import with_shares
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.hf.calibration.choose import RunWide, with_host_bytes
 from hf_flexseq.hf.executors import EngineSetup
@@ -31,7 +31,7 @@ from hf_flexseq.planner.blocks import exchange_degrees
 from hf_flexseq.planner.passes import passes_of
 from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.program.passes import PlanPasses
-from hf_flexseq.steps.learning import corrected_cost
+from hf_flexseq.steps.learned_cost import corrected_cost
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.trace import Learned
 

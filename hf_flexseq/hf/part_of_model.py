@@ -6,8 +6,8 @@ own methods:
 * A rank with one pipeline stage: the executor's hooks (`pipeline/hooks.py`) wrap, clip, save and
   load.
 * A model that `DistributedConfig` has sharded: weights are read by `weights.py`, and the state of
-  the optimizer is written and read by names (`sharded_at_load.py`). Its weights are saved by the
-  Trainer.
+  the optimizer is written and read by names (`sharded_checkpoints.py`). Its weights are saved by
+  the Trainer.
 * A model whose weights transformers converts: they are read by `weights.py`.
 """
 
@@ -18,11 +18,11 @@ from torch import nn
 
 from hf_flexseq.base.versions import is_sharded_at_load, saves_on_writers
 from hf_flexseq.checkpoints.optimizer import is_named, load_optimizer
-from hf_flexseq.checkpoints.sharded import save_sharded_optimizer
+from hf_flexseq.checkpoints.sharded_optimizer import save_sharded_optimizer
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
 from hf_flexseq.hf.resume import warn_without_optimizer
-from hf_flexseq.hf.sharded_at_load import check_adapter, load_trainers_optimizer
+from hf_flexseq.hf.sharded_checkpoints import check_adapter, load_trainers_optimizer
 from hf_flexseq.hf.weights import is_read_by_transformers, load_weights
 
 if TYPE_CHECKING:

@@ -32,17 +32,17 @@ from hf_flexseq.hf.model.router import TOTALS
 from hf_flexseq.hf.refusals.predictions import as_given, value_parts
 from hf_flexseq.kernels.chunked_loss import chunk_rows
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.steps.calls import READ, Call, images_in, types_in
-from hf_flexseq.steps.drawn import Columns, SourceRow
+from hf_flexseq.steps.calls import READ, ModelCall, images_in, types_in
 from hf_flexseq.steps.figure_passes import figures_of
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.source_row import Columns, SourceRow
 
 # Runs the model on a micro-batch, whose loss is divided by a number of target tokens.
 Forward = Callable[[Inputs, torch.Tensor], torch.Tensor]
 
 # Makes the rows of calls of the model.
-RowsOf = Callable[[Sequence[Call]], Iterator[dict[str, Any]]]
+RowsOf = Callable[[Sequence[ModelCall]], Iterator[dict[str, Any]]]
 
 # Columns besides the shifted labels: labels as the batch has them, and the targets of all samples.
 _LABELS = "labels_for_metrics_"
@@ -164,7 +164,7 @@ class PredictedBatch:
                 )
         self._trainer = trainer
         self._batch = {name: value for name, value in batch.items() if value is not None}
-        self._call = Call(
+        self._call = ModelCall(
             ids,
             self._batch.get("attention_mask"),
             self._batch.get("labels"),

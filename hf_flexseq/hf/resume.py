@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER, Inspection, inspect
 from hf_flexseq.checkpoints.optimizer import WHOLE_SCHEDULER, is_named
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 
 logger = logging.getLogger(__name__)
@@ -43,10 +43,10 @@ def choose_checkpoint(
     """Return the checkpoint to resume from, the same on all ranks, or None. Collective over the
     world. Raises ValueError, on all ranks, for an unusable one. asked: as for `Trainer.train`."""
     found: dict[str, Any] | None = None
-    with Attempt() as looking:
+    with ErrorCapture() as looking:
         if communicator.rank == 0:
             found = _chosen(asked, output_dir)
-    looking.raise_together(communicator.cpu_group.gather_values, "looking for a checkpoint")
+    looking.raise_on_all_ranks(communicator.cpu_group.gather_values, "looking for a checkpoint")
     found = communicator.cpu_group.broadcast_value(found)
     if found is None:
         return None

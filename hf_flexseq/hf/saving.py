@@ -30,7 +30,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_flexseq.checkpoints.manifest import begin, finish, flush_files, is_torn
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 
 logger = logging.getLogger(__name__)
@@ -51,11 +51,11 @@ def saved_whole(
     cpu_group.phase = f"saving {folder.name}"
     writes = communicator.rank == 0
     flushes = communicator.rank % communicator.topology.ranks_per_node == 0  # for its machine
-    with Attempt() as beginning:
+    with ErrorCapture() as beginning:
         if writes:
             begin(folder, marker)
     # No rank writes before the marker is there.
-    beginning.raise_together(cpu_group.gather_values, f"beginning {folder.name}")
+    beginning.raise_on_all_ranks(cpu_group.gather_values, f"beginning {folder.name}")
     have_met = is_finished = False
 
     def meet() -> None:

@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import GRADIENT_BYTES, MEMORY_FRACTION
+from hf_flexseq.cost.analytic_model import GRADIENT_BYTES, MEMORY_FRACTION
 from hf_flexseq.cost.sharding import (
     PLAIN,
     TRIPS,
@@ -40,8 +40,8 @@ from hf_flexseq.cost.sharding import (
     trip_seconds,
 )
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.model.divided import expert_group_size, is_fsdp2, replicas
 from hf_flexseq.hf.model.facts import gathered_itemsize, model_shape, trained_elements
+from hf_flexseq.hf.model.sharding_kind import expert_group_size, is_fsdp2, replicas
 from hf_flexseq.memory.device import device_memory_bytes
 from hf_flexseq.plan import Plan
 from hf_flexseq.steps.micro_batches import BeforeLast

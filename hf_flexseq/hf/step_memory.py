@@ -39,7 +39,7 @@ from transformers import Trainer
 
 from hf_flexseq.checkpoints.files import write_json
 from hf_flexseq.checkpoints.manifest import read_object
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.out_of_memory import CAP, RanOut, add_note, is_out_of_memory
 from hf_flexseq.hf.trainer_numbers import TrainerNumbers
@@ -82,9 +82,9 @@ class StepMemory:
             return
         cpu_group = self._engine.communicator.cpu_group
         own: int | None = None
-        with Attempt() as reading:
+        with ErrorCapture() as reading:
             own = _recorded(self._record)
-        reading.raise_together(cpu_group.gather_values, f"reading {RECORD}")
+        reading.raise_on_all_ranks(cpu_group.gather_values, f"reading {RECORD}")
         caps = [cap for cap in cpu_group.gather_values(own) if cap is not None]
         if not caps:
             return

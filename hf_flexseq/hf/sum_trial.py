@@ -32,7 +32,6 @@ import torch
 from torch import nn
 
 from hf_flexseq.base.values import listed
-from hf_flexseq.distributed.agreement import Attempt
 from hf_flexseq.hf.executors import Executor, base_model
 from hf_flexseq.hf.model.call_count import forwards_of, replaced_attention
 from hf_flexseq.hf.model.checks import unsuitable_hooks
@@ -40,8 +39,8 @@ from hf_flexseq.hf.model.equal_models import code_of_model
 from hf_flexseq.hf.shared_prefixes import KEEPS_OWN_LOSS, USERS_CODE
 from hf_flexseq.hf.two_sequences import ITEMS, Found, TwoSequences, Value
 from hf_flexseq.hf.whole_model import WholeModelExecutor
-from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.users_code import users_forward_hooks
 
 
@@ -154,13 +153,15 @@ class SumTrial:
         if not all(of_rank[1] for of_rank in of_ranks):
             return  # a rank has drawn nothing: the next step will do
         self._is_due = False
-        with Attempt() as trying, _unchanged(self._model_of()):
+        with ErrorCapture() as trying, _unchanged(self._model_of()):
             assert isinstance(self._executor, WholeModelExecutor), "a stage has no loss to try"
             two = TwoSequences(self._executor, base_model(self._model_of()), row, model)
             self._try(two.of(value, pads=pads))
             if next_token_loss is not None:
                 self._compare(two, next_token_loss)
-        trying.raise_together(cpu_group.gather_values, "trying if the loss is a sum over tokens")
+        trying.raise_on_all_ranks(
+            cpu_group.gather_values, "trying if the loss is a sum over tokens"
+        )
         self._passed = self._code
 
     def _try(self, found: Found | None) -> None:

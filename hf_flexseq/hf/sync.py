@@ -10,7 +10,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch import nn
 
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.model.divided import is_fully_sharded, zero_stage
+from hf_flexseq.hf.model.sharding_kind import is_fully_sharded, zero_stage
 
 
 def resolve_sync(

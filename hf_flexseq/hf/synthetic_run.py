@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_flexseq.base.reading import DEFAULT_LIMITS
-from hf_flexseq.cost.online import Correction, learned_from
-from hf_flexseq.distributed.agreement import Attempt
-from hf_flexseq.hf.calibration.configured import class_of, config_of, dtype_of
+from hf_flexseq.cost.correction import Correction, learned_from
+from hf_flexseq.distributed.agreement import ErrorCapture
+from hf_flexseq.hf.calibration.model_configuration import class_of, config_of, dtype_of
 from hf_flexseq.hf.trainer import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.plan.files import read_steps
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
@@ -69,7 +69,7 @@ def train(
         trainer.train()
         communicator = trainer.flexseq.communicator
         found = None
-        with Attempt() as fitting:
+        with ErrorCapture() as fitting:
             if communicator.rank == 0:
                 estimate = trainer.flexseq.cost
                 assert estimate is not None, "the model was attached"
@@ -78,7 +78,7 @@ def train(
                 cost, correction = learned_from(steps, estimate, communicator.topology)
                 cost.save(output)
                 found = list(correction)
-        fitting.raise_together(communicator.cpu_group.gather_values, "correcting the estimate")
+        fitting.raise_on_all_ranks(communicator.cpu_group.gather_values, "correcting the estimate")
         factors, error, seen = communicator.cpu_group.broadcast_value(found)
     return Correction(tuple(factors), error, tuple(seen))
 

@@ -39,10 +39,10 @@ from transformers import Trainer, TrainingArguments
 
 from hf_flexseq.base.refusals import together
 from hf_flexseq.config import FlexSeqArguments, arguments_on
-from hf_flexseq.distributed.agreement import Attempt
-from hf_flexseq.hf.attached import ModelSettings
+from hf_flexseq.distributed.agreement import ErrorCapture
+from hf_flexseq.hf.attachments import ModelSettings
 from hf_flexseq.hf.collators import flexseq_collator, padded_collator
-from hf_flexseq.hf.compiled import leave_others_uncompiled
+from hf_flexseq.hf.compiled_regions import leave_others_uncompiled
 from hf_flexseq.hf.data_order import Factors, check_factors
 from hf_flexseq.hf.dataset_checks import check_examples, check_labels, check_rows
 from hf_flexseq.hf.engine import FlexSeqEngine
@@ -65,7 +65,7 @@ from hf_flexseq.hf.refusals.predictions import check_predictions, wants_predicti
 from hf_flexseq.hf.refusals.trainer import check_loss_of_model, check_trainer
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
-from hf_flexseq.hf.sharded_at_load import accepted_by_trainer
+from hf_flexseq.hf.sharded_checkpoints import accepted_by_trainer
 from hf_flexseq.hf.step_loss import StepLoss
 from hf_flexseq.hf.step_memory import StepMemory
 from hf_flexseq.hf.trainer_log import TrainerLog
@@ -244,10 +244,10 @@ class FlexSeqMixin(PartOfModelMixin):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         resumed = self._flexseq_resumed
-        with Attempt() as checking:
+        with ErrorCapture() as checking:
             check_examples(self, self.flexseq.args, resumes=resumed is not None)
         cpu_group = self.flexseq.communicator.cpu_group
-        checking.raise_together(cpu_group.gather_values, "looking at the datasets")
+        checking.raise_on_all_ranks(cpu_group.gather_values, "looking at the datasets")
         if resumed is None:
             self.flexseq.bring_cost(None, None)
         else:
@@ -403,10 +403,10 @@ class FlexSeqMixin(PartOfModelMixin):
             prediction_loss_only = self.args.prediction_loss_only
         predicts = not prediction_loss_only
         dataset = getattr(dataloader, "dataset", None)
-        with Attempt() as checking:
+        with ErrorCapture() as checking:
             check_rows(f"{metric_key_prefix}_dataset", dataset, self, self.flexseq.args)
         gather = self.flexseq.communicator.cpu_group.gather_values
-        checking.raise_together(gather, "looking at the dataset")
+        checking.raise_on_all_ranks(gather, "looking at the dataset")
         with (
             self._flexseq_loss.evaluating(dataloader, predicts=predicts) as loader,
             self._attached(),

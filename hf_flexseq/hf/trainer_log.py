@@ -13,8 +13,8 @@ from transformers import Trainer
 
 from hf_flexseq.hf.dataset_checks import dropped_in
 from hf_flexseq.hf.overrides import remarks
-from hf_flexseq.steps.screen import Predictions, beside_bars
-from hf_flexseq.steps.trace import Figures, logged_figures, plan_line
+from hf_flexseq.steps.console import Predictions, beside_bars
+from hf_flexseq.steps.trace import LogFigures, logged_figures, plan_line
 
 # the name that users filter by (docs/start.md)
 logger = logging.getLogger("hf_flexseq.hf.trainer")
@@ -27,7 +27,7 @@ class TrainerLog:
         """cost_model: as in `FlexSeqArguments`."""
         self._trainer: Any = trainer
         self._said: set[str] = set()
-        self._figures: list[Figures] = []  # of the steps since the last entry
+        self._figures: list[LogFigures] = []  # of the steps since the last entry
         self._predictions = Predictions(cost_model)
 
     def say_remarks(self) -> None:
@@ -39,7 +39,7 @@ class TrainerLog:
                 self._said.add(line)
                 logger.warning("%s", line)
 
-    def note(self, number: int, figures: Figures) -> None:
+    def note(self, number: int, figures: LogFigures) -> None:
         """Record the figures of a step for the next entry."""
         self._figures.append(figures)
         self._predictions.add(figures)
@@ -47,7 +47,7 @@ class TrainerLog:
             with beside_bars():
                 logger.info("step %d: %s", number, plan_line(figures))
 
-    def take_figures(self) -> Figures:
+    def take_figures(self) -> LogFigures:
         """Return the mean figures since the last entry, under their names in the log."""
         means = logged_figures(self._figures)
         self._figures.clear()

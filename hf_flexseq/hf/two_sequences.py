@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.facts import compute_dtype
 from hf_flexseq.hf.whole_model import WholeModelExecutor
-from hf_flexseq.steps.drawn import Columns, SourceRow
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.known_columns import shifted
+from hf_flexseq.steps.source_row import Columns, SourceRow
 from hf_flexseq.steps.virtual_tokens import real_tokens, with_virtual_tokens
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_flexseq.base.values import listed
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.hf.executors import base_model
 from hf_flexseq.steps.inputs import LABELS, Inputs
@@ -33,11 +33,11 @@ class LabelGuard:
 
     def raise_together(self, cpu_group: CpuGroup) -> None:
         """Raise what was noted on any rank, on all of them. Collective over the world."""
-        with Attempt() as watching:
+        with ErrorCapture() as watching:
             if self._noted is not None:
                 raise self._noted
         self._noted = None
-        watching.raise_together(cpu_group.gather_values, "running a micro-batch")
+        watching.raise_on_all_ranks(cpu_group.gather_values, "running a micro-batch")
 
     @contextmanager
     def of(self, micro_batch: Inputs) -> Iterator[None]:

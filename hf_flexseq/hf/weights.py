@@ -10,8 +10,8 @@ The Trainer puts the tensors of a file into the model by their names. That fails
 So the weights are read by `from_pretrained` into a second model, sharded as the first one: a rank
 reads only its own rows. They are copied, and the second model is freed. It needs as much memory as
 the model's weights, before the optimizer has any when a run resumes. For the few families whose
-rows transformers would mix up (`model/sharded_load.py`) the second model is whole, on each rank's
-host.
+rows transformers would mix up (`model/sharding_faults.py`) the second model is whole, on each
+rank's host.
 
 Rejected: transformers' own function that loads into a model, which replaces the parameters that
 FSDP2 and the optimizer refer to.
@@ -35,11 +35,11 @@ from hf_flexseq.base.values import listed
 from hf_flexseq.base.versions import is_sharded_at_load
 from hf_flexseq.checkpoints.shards import read_own
 from hf_flexseq.checkpoints.weight_files import files_by_tensor
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.facts import expert_counts
-from hf_flexseq.hf.model.sharded_load import misplaced_parts
+from hf_flexseq.hf.model.sharding_faults import misplaced_parts
+from hf_flexseq.hf.model.sharding_kind import unsharded_class
 from hf_flexseq.steps.users_code import users_method_behind
 
 logger = logging.getLogger(__name__)
@@ -72,14 +72,14 @@ def load_weights(model: PreTrainedModel, folder: str, communicator: Communicator
     gather = communicator.cpu_group.gather_values
     path = Path(folder)
     logger.info("loading the weights of %s", folder)
-    with Attempt() as looking:
+    with ErrorCapture() as looking:
         _check_kind(model, path)
         _check_shapes(model, path)
-    looking.raise_together(gather, f"looking at the weights in {folder}")
-    with Attempt() as loading:
+    looking.raise_on_all_ranks(gather, f"looking at the weights in {folder}")
+    with ErrorCapture() as loading:
         _copy(_read(model, path), model, path)
     gc.collect()  # FSDP2's hooks refer to their modules, which would keep the second model
-    loading.raise_together(gather, f"loading the weights in {folder}")
+    loading.raise_on_all_ranks(gather, f"loading the weights in {folder}")
 
 
 def _check_kind(model: PreTrainedModel, path: Path) -> None:

@@ -8,7 +8,7 @@ A rank has all of the model, or accelerate gives it what it needs of it (FSDP, Z
                   see `steps/micro_batches.py`
 3. reduced        gradients, once where they can be (`reduction.py`)
 
-What the model itself is given is in `attached.py`.
+What the model itself is given is in `attachments.py`.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -25,14 +25,14 @@ from hf_flexseq.attention.contexts import ModelContexts
 from hf_flexseq.config import AS_SET
 from hf_flexseq.cost import CostModel
 from hf_flexseq.hf.adapters import unsuitable_adapter
-from hf_flexseq.hf.attached import AttachedModel, AttentionByCall, ModelSettings
+from hf_flexseq.hf.attachments import AttachedModel, AttentionByCall, ModelSettings
 from hf_flexseq.hf.executors import EngineSetup, base_model, kernel_of, planner_of
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.divided import is_fully_sharded
 from hf_flexseq.hf.model.experts import adapted_experts
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.router import RouterLoss
+from hf_flexseq.hf.model.sharding_kind import is_fully_sharded
 from hf_flexseq.hf.model_images import ModelImages
 from hf_flexseq.hf.model_planning import Factors, ModelPlanning
 from hf_flexseq.hf.reduction import GradientReduction, note_trained, whole_parameters
@@ -46,17 +46,17 @@ from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import GroupsJob
-from hf_flexseq.steps.calls import Call
-from hf_flexseq.steps.drawn import PlannedStep, SourceRow
+from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.embedding_noise import NoiseColumns
 from hf_flexseq.steps.exchange import RowExchange, united
 from hf_flexseq.steps.features import with_image_columns
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
-from hf_flexseq.steps.learning import corrected_cost
+from hf_flexseq.steps.learned_cost import corrected_cost
 from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.prefetch import ImageReader, VersionedJob
+from hf_flexseq.steps.source_row import PlannedStep, SourceRow
 from hf_flexseq.steps.token_columns import LENGTHS, with_token_columns
-from hf_flexseq.steps.trace import Figures, PlanTrace
+from hf_flexseq.steps.trace import LogFigures, PlanTrace
 
 if TYPE_CHECKING:
     from hf_flexseq.hf.model.expert_adapters import ExpertAdapters  # which needs PEFT
@@ -404,7 +404,7 @@ class WholeModelExecutor:
         )
         return reduction.of_step(step.plan, model)
 
-    def figures(self, step: RankMicroBatches, trace: PlanTrace) -> Figures:
+    def figures(self, step: RankMicroBatches, trace: PlanTrace) -> LogFigures:
         """Write a finished step's trace; return its figures. Collective over the world."""
         planning = self.planning
         cost = corrected_cost(planning.cost, planning.factors_of(step.number))
@@ -412,7 +412,7 @@ class WholeModelExecutor:
 
     # ---- what a loss on the source ranks needs of the model
 
-    def rows_of(self, calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
+    def rows_of(self, calls: Sequence[ModelCall]) -> Iterator[dict[str, Any]]:
         """Return what yields the sequences of calls; see `AttachedModel.rows_of`."""
         return self._attached_model.rows_of(calls)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 
-class Calls(NamedTuple):
+class CallKind(NamedTuple):
     """Calls of one kind, which a kernel is asked to serve."""
 
     device: torch.device
@@ -60,7 +60,7 @@ class KernelCapabilities:
     softcap: bool = False
     """True if scores may be capped, in forward and backward."""
 
-    def reason_unsupported(self, calls: Calls) -> str | None:
+    def reason_unsupported(self, calls: CallKind) -> str | None:
         """Return why such calls are not supported and what to change; None if they are."""
         return (
             self._device_reason(calls.device)
@@ -98,7 +98,7 @@ class KernelCapabilities:
         name = torch.cuda.get_device_name(device)
         return f"{name} has compute capability {major}.{minor}, not {self._generations_text()}"
 
-    def _layer_reason(self, calls: Calls) -> str | None:
+    def _layer_reason(self, calls: CallKind) -> str | None:
         """Say what a kind of attention layer needs and lacks."""
         if calls.window and not self.windows:
             return "it has no sliding windows"

@@ -7,8 +7,8 @@ and large that it must not happen silently.
 
 A package that is installed and not used has its reason in the list, too.
 
-What is done between kernel calls (`fused.py`) is chosen by the device alone: Triton's kernels on
-CUDA, where Triton can start, and torch's operations everywhere else.
+What is done between kernel calls (`fused_operations.py`) is chosen by the device alone: Triton's
+kernels on CUDA, where Triton can start, and torch's operations everywhere else.
 """
 
 import functools
@@ -24,12 +24,12 @@ from typing import Protocol
 import torch
 
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.kernels.capabilities import Calls, KernelCapabilities
+from hf_flexseq.kernels.capabilities import CallKind, KernelCapabilities
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.cuda_flash import FLASH4_PROBLEM
 from hf_flexseq.kernels.flash_attn import FlashAttn
 from hf_flexseq.kernels.flash_attn3 import FlashAttn3
-from hf_flexseq.kernels.fused import Fused, TorchFused
+from hf_flexseq.kernels.fused_operations import Fused, TorchFused
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Candidate(Kernel, Protocol):
         """Capabilities for every call that it serves."""
         ...
 
-    def reason_unsupported(self, calls: Calls) -> str | None:
+    def reason_unsupported(self, calls: CallKind) -> str | None:
         """Return why this kernel cannot serve such calls and what to change; None if it can."""
         ...
 
@@ -74,10 +74,10 @@ def choose_kernel(
     The choice is logged once at INFO, with the reasons. Raises ValueError, with every kernel's
     reason, when there is none.
     """
-    return kernel_for(Calls(device, dtype, head_dim, window, softcap))
+    return kernel_for(CallKind(device, dtype, head_dim, window, softcap))
 
 
-def kernel_for(calls: Calls) -> Kernel:
+def kernel_for(calls: CallKind) -> Kernel:
     """Return the fastest kernel for calls of one kind. See `choose_kernel`."""
     lines = tuple(explain(calls))
     for kernel in _candidates(calls.device):
@@ -87,7 +87,7 @@ def kernel_for(calls: Calls) -> Kernel:
     raise ValueError(f"no attention kernel for {calls} on {calls.device}: " + "; ".join(lines))
 
 
-def explain(calls: Calls) -> list[str]:
+def explain(calls: CallKind) -> list[str]:
     """List one line per kernel of the device, in order of preference: chosen, not needed, or the
     reason; then one per package that is installed and not used."""
     lines = []
@@ -107,7 +107,7 @@ def explain(calls: Calls) -> list[str]:
     return lines
 
 
-def capabilities(calls: Calls) -> list[str]:
+def capabilities(calls: CallKind) -> list[str]:
     """List the capabilities of each kernel that serves such inputs, in order of preference."""
     return [
         f"{kernel.name}: {kernel.capabilities.text()}"

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_flexseq.kernels import KernelCall, lse_dtype
-from hf_flexseq.kernels.capabilities import Calls, KernelCapabilities
+from hf_flexseq.kernels.capabilities import CallKind, KernelCapabilities
 from hf_flexseq.kernels.cpu_pieces import PiecewiseAttention, heads_first, tokens_first
 
 
@@ -43,7 +43,7 @@ class CpuFlash:
     )
     wide_gradients = capabilities.wide_gradients
 
-    def reason_unsupported(self, calls: Calls) -> str | None:
+    def reason_unsupported(self, calls: CallKind) -> str | None:
         """Return why this kernel cannot serve such calls, or None if it can."""
         return self.capabilities.reason_unsupported(calls)
 

@@ -43,7 +43,7 @@ _CAPPED_RUN = 512  # keys
 Tensors = tuple[torch.Tensor, ...]
 
 
-class Piece(NamedTuple):
+class AttentionPiece(NamedTuple):
     """Queries of a sequence that follow each other, and some of the keys that they read."""
 
     rows: slice
@@ -139,13 +139,13 @@ class PiecewiseAttention:
         """Return whether the window hides any of these keys."""
         return self._window is not None and self._window < k.shape[2]
 
-    def pieces(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[Piece]:
+    def pieces(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[AttentionPiece]:
         """Iterate over the pieces of a sequence: q [1, H, n, D], k [1, Hkv, m, D]."""
         queries = q.shape[2]
         earlier = k.shape[2] - queries  # keys before the first query's own
         if self._softcap is None and not self._has_window(k):
-            yield Piece(slice(queries), slice(earlier))
-            yield Piece(slice(queries), slice(earlier, earlier + queries), is_causal=True)
+            yield AttentionPiece(slice(queries), slice(earlier))
+            yield AttentionPiece(slice(queries), slice(earlier, earlier + queries), is_causal=True)
             return
         block, run = self._sizes()
         for start in range(0, queries, block):
@@ -156,7 +156,7 @@ class PiecewiseAttention:
             key_stop = earlier + rows.stop if self._causal else k.shape[2]
             for key_start in range(first_key, key_stop, run):
                 keys = slice(key_start, min(key_start + run, key_stop))
-                yield Piece(rows, keys, mask=self._mask(rows, keys, earlier, q.dtype))
+                yield AttentionPiece(rows, keys, mask=self._mask(rows, keys, earlier, q.dtype))
 
     def _sizes(self) -> tuple[int, int]:
         """Return the queries of a block and the keys of a run."""
@@ -192,7 +192,7 @@ class PiecewiseAttention:
     # ---- one piece: q, dout and out [1, H, r, D], lse [1, H, r], k and v [1, Hkv, c, D]
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: AttentionPiece
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out and lse."""
         out, lse = FORWARD(
@@ -201,7 +201,7 @@ class PiecewiseAttention:
         return out, lse
 
     def _gradients(
-        self, of_queries: Tensors, k: torch.Tensor, v: torch.Tensor, piece: Piece
+        self, of_queries: Tensors, k: torch.Tensor, v: torch.Tensor, piece: AttentionPiece
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return dq, dk and dv. of_queries: dout, q, out and lse."""
         dout, q, out, lse = of_queries
@@ -210,7 +210,7 @@ class PiecewiseAttention:
         return dq, dk, dv
 
     def _attend_capped(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: AttentionPiece
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out and lse, with capped scores."""
         scores = self._tanh(q, k).mul_(self._softcap)  # [Hkv, G, r, c]
@@ -223,7 +223,7 @@ class PiecewiseAttention:
         return out.view(q.shape), lse.view(q.shape[:3])
 
     def _capped_gradients(
-        self, of_queries: Tensors, k: torch.Tensor, v: torch.Tensor, piece: Piece
+        self, of_queries: Tensors, k: torch.Tensor, v: torch.Tensor, piece: AttentionPiece
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return dq, dk and dv, with capped scores. of_queries: dout, q, out and lse."""
         dout, q, out, lse = of_queries

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 
 from hf_flexseq.kernels import KernelCall
-from hf_flexseq.kernels.capabilities import Calls
+from hf_flexseq.kernels.capabilities import CallKind
 from hf_flexseq.kernels.cuda_flash import (
     FLASH2,
     FlashPackage,
@@ -32,7 +32,7 @@ class FlashAttn(FlashPackage):
     name = "flash_attn"
     capabilities = FLASH2
 
-    def reason_unsupported(self, calls: Calls) -> str | None:
+    def reason_unsupported(self, calls: CallKind) -> str | None:
         """Return why this kernel cannot serve such calls, or None if it can."""
         problem = package_problem()
         return problem or FLASH2.reason_unsupported(calls)

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 import torch
 
 from hf_flexseq.kernels import KernelCall
-from hf_flexseq.kernels.capabilities import Calls
+from hf_flexseq.kernels.capabilities import CallKind
 from hf_flexseq.kernels.cuda_flash import (
     FLASH3,
     FlashPackage,
@@ -66,7 +66,7 @@ class FlashAttn3(FlashPackage):
     name = "flash_attn3"
     capabilities = FLASH3
 
-    def reason_unsupported(self, calls: Calls) -> str | None:
+    def reason_unsupported(self, calls: CallKind) -> str | None:
         """Return why this kernel cannot serve such calls, or None if it can."""
         problem = package_problem()
         return problem or FLASH3.reason_unsupported(calls) or _lacking(calls)
@@ -132,7 +132,7 @@ def _has_margin() -> bool:
     return all("int sm_margin" in str(one.default._schema) for one in operators)
 
 
-def _lacking(calls: Calls) -> str | None:
+def _lacking(calls: CallKind) -> str | None:
     """Return what the build lacks for such calls, or None."""
     features = _MISSING_WINDOWS if calls.window else {}
     return _without({**features, **(_MISSING_SOFTCAP if calls.softcap else {})})

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from hf_flexseq.kernels import Kernel, KernelCall
-from hf_flexseq.kernels.capabilities import Calls
+from hf_flexseq.kernels.capabilities import CallKind
 from hf_flexseq.kernels.choose import kernel_for
 from hf_flexseq.kernels.cuda_flash import CudaFlash
 from hf_flexseq.kernels.cudnn_long import Heads
@@ -32,7 +32,7 @@ class LayerCalls(NamedTuple):
     """(query heads, KV heads) of the calls that are to be expected."""
 
 
-class _Key(NamedTuple):
+class _CallProperties(NamedTuple):
     """Properties of a call that decide its kernel."""
 
     head_dim: int
@@ -50,11 +50,11 @@ def choose_kernels(
     kernel serves a kind, and where the kernels of two kinds have gradients of different dtypes.
     """
     assert kinds, "a model without attention layers needs no kernel"
-    chosen: dict[_Key, Kernel] = {}
+    chosen: dict[_CallProperties, Kernel] = {}
     for kind in kinds:
         for key in _keys(kind):
             if key not in chosen:
-                chosen[key] = _named(kind.name, Calls(device, dtype, *key))
+                chosen[key] = _named(kind.name, CallKind(device, dtype, *key))
             kernel = chosen[key]
             if isinstance(kernel, CudaFlash) and not (key.window or key.softcap):
                 own = [Heads(*heads, kind.head_dim, dtype) for heads in sorted(kind.heads)]
@@ -74,7 +74,7 @@ def choose_kernels(
 class KernelOfKinds:
     """Attention that each call's own kernel computes."""
 
-    def __init__(self, kernels: Mapping[_Key, Kernel]) -> None:
+    def __init__(self, kernels: Mapping[_CallProperties, Kernel]) -> None:
         """kernels: by kind of call, at least one; all have the same `wide_gradients`."""
         self._kernels = dict(kernels)
         names = {kernel.name: None for kernel in kernels.values()}  # in order, each once
@@ -93,20 +93,22 @@ class KernelOfKinds:
 
     def _kernel(self, call: KernelCall) -> Kernel:
         """Return the kernel of a call."""
-        key = _Key(call.q.shape[2], call.segments.window is not None, call.softcap is not None)
+        key = _CallProperties(
+            call.q.shape[2], call.segments.window is not None, call.softcap is not None
+        )
         assert key in self._kernels, f"no kernel was chosen for calls of {key}"
         return self._kernels[key]
 
 
-def _keys(kind: LayerCalls) -> list[_Key]:
+def _keys(kind: LayerCalls) -> list[_CallProperties]:
     """Return the kinds of a layer's calls; a window may hold all keys of a call."""
-    whole = _Key(kind.head_dim, False, kind.softcap)
+    whole = _CallProperties(kind.head_dim, False, kind.softcap)
     if not kind.window:
         return [whole]
-    return [_Key(kind.head_dim, True, kind.softcap), whole]
+    return [_CallProperties(kind.head_dim, True, kind.softcap), whole]
 
 
-def _named(layer: str, calls: Calls) -> Kernel:
+def _named(layer: str, calls: CallKind) -> Kernel:
     """Return the kernel for such calls. Raises ValueError that names the layer."""
     try:
         return kernel_for(calls)

@@ -22,7 +22,7 @@ import torch
 from torch.nn import attention
 
 from hf_flexseq.kernels import KernelCall
-from hf_flexseq.kernels.capabilities import Calls, KernelCapabilities
+from hf_flexseq.kernels.capabilities import CallKind, KernelCapabilities
 from hf_flexseq.kernels.cuda_flash import (
     FLASH2,
     FLASH3,
@@ -55,7 +55,7 @@ class TorchVarlen(CudaFlash):
             raise NotImplementedError(_unknown(active))
         return _KNOWN[active]
 
-    def reason_unsupported(self, calls: Calls) -> str | None:
+    def reason_unsupported(self, calls: CallKind) -> str | None:
         """Return why this kernel cannot serve such calls, or None if it can."""
         if calls.device.type == "cuda" and not torch.backends.cuda.is_flash_attention_available():
             return "this build of torch has no FlashAttention"

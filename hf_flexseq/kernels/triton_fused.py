@@ -1,9 +1,10 @@
-"""The operations of `fused.py` in one launch each, on CUDA.
+"""The operations of `fused_operations.py` in one launch each, on CUDA.
 
 The host's part is small: strides, and how many programs a launch has. The kernels are in
-`triton_kernels.py`; what they compute is said at `fused.Fused`. `fused.TorchFused` is their slow
-reference. `tests/kernels/test_fused.py` runs them under Triton's interpreter, and
-compiles them for a GPU. They have not run on one yet, so the size of a tile is not tuned.
+`triton_kernels.py`; what they compute is said at `fused_operations.Fused`. Their slow reference is
+`fused_operations.TorchFused`. `tests/kernels/test_fused_operations.py` runs them under Triton's
+interpreter, and compiles them for a GPU. They have not run on one yet, so the size of a tile is
+not tuned.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from hf_flexseq.kernels.fused import Result, Rows, Tensors
+from hf_flexseq.kernels.fused_operations import Result, Rows, Tensors
 from hf_flexseq.kernels.triton_kernels import (
     ADD,
     GATHER,
@@ -139,7 +140,7 @@ def _selection(rows: Rows, x: torch.Tensor) -> Selection:
     return Selection(x, rows.start or 0, False)
 
 
-class RowShape(NamedTuple):
+class RowStrides(NamedTuple):
     """Where a tensor [rows, ...] has the elements of its rows."""
 
     stride: int
@@ -152,22 +153,22 @@ class RowShape(NamedTuple):
     """Elements of such a run."""
 
 
-def _row_shape(x: torch.Tensor, width: int) -> RowShape:
+def _row_shape(x: torch.Tensor, width: int) -> RowStrides:
     """Return where x [rows, ...] has the `width` elements of its rows.
 
     All but the first and the second dimension must follow each other.
     """
     if x.is_contiguous():
-        return RowShape(width, 0, width)
+        return RowStrides(width, 0, width)
     inner = 1
     outer = x.dim()  # the first of the dimensions that follow each other
     while outer > 1 and (x.stride(outer - 1) == inner or x.shape[outer - 1] == 1):
         outer -= 1
         inner *= x.shape[outer]
     if outer == 1:
-        return RowShape(x.stride(0), 0, inner)
+        return RowStrides(x.stride(0), 0, inner)
     assert outer == 2, f"strides {x.stride()} of {tuple(x.shape)}: rows in more than two strides"
-    return RowShape(x.stride(0), x.stride(1), inner)
+    return RowStrides(x.stride(0), x.stride(1), inner)
 
 
 def _launch_rows(

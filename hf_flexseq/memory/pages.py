@@ -39,7 +39,7 @@ class Page:
         self.pieces = 0  # of tensors that still need it
 
 
-class Piece(NamedTuple):
+class PageBytes(NamedTuple):
     """Bytes [start, stop) of a page."""
 
     page: Page
@@ -76,19 +76,19 @@ class Pages:
         """Bytes of all pages, in use or not."""
         return len(self._all) * self.page_bytes
 
-    def take(self, count: int) -> tuple[Piece, ...]:
+    def take(self, count: int) -> tuple[PageBytes, ...]:
         """Return `count` bytes. Raises HostMemoryFull over the budget."""
         pieces = []
         while count:
             page = self._page_with_room()
             stop = min(page.used + count, self.page_bytes)
-            pieces.append(Piece(page, page.used, stop))
+            pieces.append(PageBytes(page, page.used, stop))
             page.pieces += 1
             count -= stop - page.used
             page.used = min(-(-stop // ALIGNMENT) * ALIGNMENT, self.page_bytes)
         return tuple(pieces)
 
-    def give_back(self, pieces: tuple[Piece, ...]) -> None:
+    def give_back(self, pieces: tuple[PageBytes, ...]) -> None:
         """Take bytes back that no tensor needs any more."""
         for piece in pieces:
             page = piece.page

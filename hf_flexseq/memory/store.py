@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.memory.pages import Pages, Piece
+from hf_flexseq.memory.pages import PageBytes, Pages
 
 
 class HostTensor:
@@ -44,7 +44,7 @@ class HostTensor:
         store: "HostStore",
         layer: "_Layer",
         tensor: torch.Tensor,
-        pieces: tuple[Piece, ...],
+        pieces: tuple[PageBytes, ...],
     ) -> None:
         self._store = store
         self._layer = layer
@@ -103,7 +103,7 @@ class HostStore:
         self._put = 0  # tensors of this layer so far
         self._leaving: deque[_Leaving] = deque()
         # Filled whenever a handle dies, in any thread and in the middle of anything.
-        self._dropped: deque[tuple[tuple[Piece, ...], _UnderWay | None]] = deque()
+        self._dropped: deque[tuple[tuple[PageBytes, ...], _UnderWay | None]] = deque()
         self._used_bytes = 0
         self._peak_bytes = 0
         self._is_closed = False
@@ -230,7 +230,7 @@ class HostStore:
     # ---- copies
 
     def _copy(
-        self, on_device: torch.Tensor, pieces: tuple[Piece, ...], *, to_host: bool
+        self, on_device: torch.Tensor, pieces: tuple[PageBytes, ...], *, to_host: bool
     ) -> torch.cuda.Event | None:
         """Copy a contiguous tensor to its pieces or from them, after the work so far; return an
         event after which it is done, None if it is done."""
@@ -276,7 +276,7 @@ class HostStore:
                 free_cached_pinned_memory()
 
 
-def _copy_pieces(on_device: torch.Tensor, pieces: Iterable[Piece], *, to_host: bool) -> None:
+def _copy_pieces(on_device: torch.Tensor, pieces: Iterable[PageBytes], *, to_host: bool) -> None:
     """Copy the bytes of a contiguous tensor to pieces of the host, or from them."""
     flat = on_device.view(-1).view(torch.uint8)  # [...] -> [elements] -> [bytes]
     at = 0

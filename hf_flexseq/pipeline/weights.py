@@ -33,7 +33,7 @@ from torch import nn
 
 from hf_flexseq.kernels.products import addmm_into, mm_into
 
-Key = Hashable  # names the backward of a chunk on a stage
+BackwardKey = Hashable  # names the backward of a chunk on a stage
 
 
 class WeightGradients:
@@ -43,8 +43,8 @@ class WeightGradients:
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         """Make plain nn.Linears inside `layers` use this store, until `detach`."""
-        self._waiting: dict[Key, list[_Product]] = {}
-        self._deferred_to: Key | None = None  # the backward that is running, if it is an I
+        self._waiting: dict[BackwardKey, list[_Product]] = {}
+        self._deferred_to: BackwardKey | None = None  # the backward that is running, if it is an I
         self._casts: dict[nn.Linear, _Cast] = {}
         self._keeps_casts = False  # True if a step is running
         self._linears: list[nn.Linear] = []
@@ -90,7 +90,7 @@ class WeightGradients:
     # ---- gradients
 
     @contextmanager
-    def deferred(self, key: Key) -> Iterator[None]:
+    def deferred(self, key: BackwardKey) -> Iterator[None]:
         """Make backwards inside this block leave their weight gradients for `run(key)`."""
         assert self._deferred_to is None, f"a backward inside the backward of {self._deferred_to}"
         assert key not in self._waiting, f"the input gradient of {key} comes twice"
@@ -101,7 +101,7 @@ class WeightGradients:
         finally:
             self._deferred_to = None
 
-    def run(self, key: Key) -> None:
+    def run(self, key: BackwardKey) -> None:
         """Add the weight gradients that the backward of `key` has left."""
         assert key in self._waiting, (
             f"the weight gradient of {key} comes before its input gradient, or twice"

@@ -118,7 +118,7 @@ def calls_of_rank(
     strategy: str, degree: int, index: int, *, mirrored: bool = False, chunk_by_chunk: bool = False
 ) -> tuple[tuple[BlockCall, ...], ...]:
     """Return, by time, the calls of `attention_schedule` in which the rank takes part."""
-    calls = _Calls(strategy, degree, mirrored)
+    calls = _RingCalls(strategy, degree, mirrored)
     place = calls.place(index)
     by_time = []
     for time, one_round in enumerate(ring_rounds(strategy, degree, chunk_by_chunk=chunk_by_chunk)):
@@ -138,7 +138,7 @@ def attention_schedule(
     mirrored: True if the last rank holds the first chunk. chunk_by_chunk: True if a call reads one
     chunk of another rank's keys at a time.
     """
-    calls = _Calls(strategy, degree, mirrored)
+    calls = _RingCalls(strategy, degree, mirrored)
     of_all = []
     for time, one_round in enumerate(ring_rounds(strategy, degree, chunk_by_chunk=chunk_by_chunk)):
         for index in range(degree):
@@ -149,7 +149,7 @@ def attention_schedule(
     return Schedule(chunks=chunks, calls=tuple(of_all))
 
 
-class _Calls:
+class _RingCalls:
     """Makes the calls of a ring from rounds, which count *places*: the ranks in token order."""
 
     def __init__(self, strategy: str, degree: int, mirrored: bool) -> None:

@@ -22,7 +22,7 @@ LINES_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedStep:
+class RecordedStep:
     """A step of a file."""
 
     number: int
@@ -41,19 +41,19 @@ class PlannedStep:
     tower: TowerLoad | None = None
     """What the tower does for the step's images; None without images."""
     learned: dict[str, Any] | None = None
-    """What a cost model learns from the step (`cost/online.py`); None if the file has none."""
+    """What a cost model learns from the step (`cost/correction.py`); None if the file has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepsFile:
     """The steps of a file, and its broken lines."""
 
-    steps: list[PlannedStep]
+    steps: list[RecordedStep]
     """The steps, in the order of the file; at least one."""
     broken: list[tuple[int, str]]
     """(number, problem) of each line that is not a step."""
 
-    def step(self, index: int) -> PlannedStep:
+    def step(self, index: int) -> RecordedStep:
         """Return the step with this index. Raises ValueError if the file has fewer."""
         if index >= len(self.steps):
             raise ValueError(f"expected --step below {len(self.steps)}, got {index}")
@@ -93,7 +93,7 @@ def parse_steps(text: str, limits: Limits) -> StepsFile:
         raise ValueError("holds no plan")
     if len(lines) == 1:
         return StepsFile(steps=[_step(0, parse_json(text, limits), limits)], broken=[])
-    steps: list[PlannedStep] = []
+    steps: list[RecordedStep] = []
     broken: list[tuple[int, str]] = []
     for number, line in lines:
         try:
@@ -114,7 +114,7 @@ def parse_steps(text: str, limits: Limits) -> StepsFile:
     return StepsFile(steps=[_step(0, record, limits)], broken=[])
 
 
-def _step(index: int, record: Any, limits: Limits) -> PlannedStep:
+def _step(index: int, record: Any, limits: Limits) -> RecordedStep:
     """Return the step of one record; `index` counts records."""
     if not isinstance(record, dict):
         raise ValueError(f"not a plan: expected a JSON object, got {type(record).__name__}")
@@ -138,7 +138,7 @@ def _step(index: int, record: Any, limits: Limits) -> PlannedStep:
             f"step {number} has {len(plan.micro_batches)} micro-batches, "
             f"{len(measured)} of them measured"
         )
-    return PlannedStep(
+    return RecordedStep(
         number=number,
         plan=plan,
         measured_s=measured,
@@ -151,7 +151,7 @@ def _step(index: int, record: Any, limits: Limits) -> PlannedStep:
 
 def _pipeline_step(
     number: int, record: dict[str, Any], plan_record: dict[str, Any], limits: Limits
-) -> PlannedStep:
+) -> RecordedStep:
     """Return the step of a record that holds a pipeline's actions."""
     # A word of text becomes a tuple of a dozen times its bytes.
     texts = [line for line in items("actions", record["actions"]) if isinstance(line, str)]
@@ -162,7 +162,7 @@ def _pipeline_step(
     cost = record.get("pipeline_cost")
     if cost is not None and not isinstance(cost, dict):
         raise ValueError(f"pipeline_cost: expected a JSON object, got {type(cost).__name__}")
-    return PlannedStep(
+    return RecordedStep(
         number=number,
         plan=plan,
         measured_s=_measured(record),

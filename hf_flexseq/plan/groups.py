@@ -130,7 +130,7 @@ def widest_first(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(sorted(groups, key=lambda group: -group.degree))
 
 
-def longest_first(micro_batch: MicroBatch, lengths: Sequence[int]) -> MicroBatch:
+def with_longest_first(micro_batch: MicroBatch, lengths: Sequence[int]) -> MicroBatch:
     """Return the micro-batch with the sequences of each group by falling length, then by id. So
     those that a kernel computes in calls of their own stand before those that share one.
 

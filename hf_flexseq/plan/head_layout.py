@@ -11,7 +11,7 @@ A *slot* is the place of one head of one token. With T tokens part 0 has slots 0
 head q1 of token n is in slot 1 + 3n. So a head of a part is a *column* of slots: a first one and a
 stride. Columns with the same pattern in consecutive parts are a *run*.
 
-`kernels/fused.py` packs tensors into such a buffer, run by run, and unpacks them again;
+`kernels/fused_operations.py` packs tensors into such a buffer, run by run, and unpacks them again;
 `kernels/triton_kernels.py` does so column by column.
 """
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hf_flexseq.plan.rings import chunks_per_rank
 from hf_flexseq.plan.shard import Zone, contiguous_part, cuts
-from hf_flexseq.plan.units import ROOT, Piece, UnitLayout
+from hf_flexseq.plan.units import ROOT, NodeTokens, UnitLayout
 
 
 class Segment(NamedTuple):
@@ -167,7 +167,7 @@ def _tree(parts: Iterable[Segment], unit: UnitLayout | None) -> SegmentTree:
     for part in parts:
         if part.start == part.stop:
             continue
-        pieces: Iterable[Piece] = (Piece(0, part.start, part.stop),)
+        pieces: Iterable[NodeTokens] = (NodeTokens(0, part.start, part.stop),)
         if unit is not None:
             pieces = unit.pieces(part.start, part.stop)
         for node, start, stop in pieces:

@@ -115,7 +115,7 @@ class Unit(NamedTuple):
         return unit
 
 
-class Piece(NamedTuple):
+class NodeTokens(NamedTuple):
     """Tokens [start, stop) of a unit that are in one node."""
 
     node: int
@@ -171,12 +171,12 @@ class UnitLayout:
                 found.append((low + shift, high + shift))
         return found
 
-    def pieces(self, first: int, stop: int) -> Iterator[Piece]:
+    def pieces(self, first: int, stop: int) -> Iterator[NodeTokens]:
         """Yield the parts of tokens [first, stop) by node."""
         for node, (low, high) in enumerate(zip(self.starts, self.stops, strict=True)):
             low, high = max(low, first), min(high, stop)
             if low < high:
-                yield Piece(node, low, high)
+                yield NodeTokens(node, low, high)
 
     def pairs(self, reach: Reach = FULL) -> int:
         """Return the number of (query, key) pairs."""

@@ -5,11 +5,11 @@
     ... PlanOptions(planner="static", sp_degree=8)                         one degree for all
 
     1. check       sequences without tokens, and those that fit nowhere, are refused
-    2. decide      which rows share prefixes (`shared.py`), and which micro-batches recompute or
-                   offload more than is set for the run (`memory.py`); the planner makes
+    2. decide      which rows share prefixes (`shared_rows.py`), and which micro-batches recompute
+                   or offload more than is set for the run (`memory.py`); the planner makes
                    micro-batches (`search/` for `auto`; see `registry.py`)
     3. order       micro-batches that communicate most come first (`order.py`)
-    4. bound       what no plan can beat (`bound.py`)
+    4. bound       what no plan can beat (`lower_bound.py`)
     5. note        why the widest groups are as wide as they are, and how much experts take that
                    lie on several ranks (`notes.py`)
 
@@ -30,15 +30,15 @@ from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.cost.evaluate import check_free
 from hf_flexseq.plan import MicroBatch, Plan, PlanInfeasible, check
 from hf_flexseq.plan.blocks import NO_PAIRS, SEE_BLOCKS
-from hf_flexseq.plan.groups import longest_first
+from hf_flexseq.plan.groups import with_longest_first
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.units import Unit
-from hf_flexseq.planner.bound import step_bound_ns
 from hf_flexseq.planner.fit import where_it_fits
+from hf_flexseq.planner.lower_bound import step_bound_ns
 from hf_flexseq.planner.memory import Rung, planned_by_rung, rungs_of
 from hf_flexseq.planner.notes import choice_note, degree_note, experts_note
 from hf_flexseq.planner.order import communication_first
-from hf_flexseq.planner.shared import SharedRows, variants
+from hf_flexseq.planner.shared_rows import SharedRows, variants
 from hf_flexseq.planner.task import PlanTask
 
 DEFAULTS = PlanOptions()
@@ -123,7 +123,7 @@ def make_plan(
     if shared.units:
         micro_batches = shared.with_units(micro_batches)
     _check_seen(micro_batches, later_pairs)
-    micro_batches = tuple(longest_first(one, shared.held) for one in micro_batches)
+    micro_batches = tuple(with_longest_first(one, shared.held) for one in micro_batches)
     notes: tuple[str, ...] = ()
     if tokens:
         by_id = replace(task, lengths=shared.by_id(), cap=cap)

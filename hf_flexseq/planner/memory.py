@@ -9,8 +9,8 @@ and takes longer for each. The lowest one is what the user has set. A step can b
     on a rung     all of it on a higher one: long sequences then need fewer ranks, and the step
                   fewer micro-batches
 
-The way is planned that has the least bound on its seconds (`bound.py`); as set counts 3 % less.
-Another one is planned where its bound promises so much over the best plan so far. Every
+The way is planned that has the least bound on its seconds (`lower_bound.py`); as set counts 3 %
+less. Another one is planned where its bound promises so much over the best plan so far. Every
 micro-batch then takes the lowest rung that holds its fullest rank. So most steps are planned once,
 and those that cannot gain as if there were no choices.
 
@@ -32,7 +32,7 @@ from hf_flexseq.cost.lengths import Lengths
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.plan.options import PlanOptions
-from hf_flexseq.planner.bound import step_bound_ns
+from hf_flexseq.planner.lower_bound import step_bound_ns
 from hf_flexseq.planner.task import PlanTask
 
 # Share of a step's seconds below which another way of planning it is tried.

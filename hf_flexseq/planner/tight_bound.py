@@ -1,4 +1,5 @@
-"""Nanoseconds that no lockstep plan beats, by a mixed-integer program: above those of `bound.py`.
+"""Nanoseconds that no lockstep plan beats, by a mixed-integer program: above those of
+`lower_bound.py`.
 
 There is a program for each number M of micro-batches that may beat a known plan. T_b are the
 nanoseconds of micro-batch b. x_isb in {0, 1} says whether the long row i is on d ranks of shape s
@@ -30,7 +31,7 @@ import highspy
 import numpy as np
 
 from hf_flexseq.cost.kernels import FloatArray
-from hf_flexseq.planner.bound import step_bound_ns
+from hf_flexseq.planner.lower_bound import step_bound_ns
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem
 from hf_flexseq.planner.task import PlanTask
 

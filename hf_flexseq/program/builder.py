@@ -12,13 +12,13 @@ from hf_flexseq.program.instructions import (
     INPUT,
     WIDE,
     AllToAllSpec,
-    Call,
+    CallReference,
     Index,
     Instruction,
     LayerShape,
     PostSpec,
     Program,
-    Rows,
+    RowsSpec,
     Value,
     last_uses,
 )
@@ -116,12 +116,12 @@ class Builder:
 
     # ---- rows
 
-    def take(self, x: Value, rows: Rows) -> Value:
+    def take(self, x: Value, rows: RowsSpec) -> Value:
         """Return some rows of x: [t, ...] -> [n, ...], a view where they stand together."""
         (taken,) = self.take_all((x,), rows)
         return taken
 
-    def take_all(self, values: Values, rows: Rows) -> Values:
+    def take_all(self, values: Values, rows: RowsSpec) -> Values:
         """Return the same rows of some values: [t, ...] -> [n, ...] each, views where they stand
         together. They are copied once for all who ask, so the values must not change any more."""
         if rows.array is None:
@@ -145,22 +145,22 @@ class Builder:
             self._parts[key] = self._made("part", (x,), shape, x.dtype, start, stop)
         return self._parts[key]
 
-    def put(self, total: Value, rows: Rows, part: Value) -> None:
+    def put(self, total: Value, rows: RowsSpec, part: Value) -> None:
         """Write part [n, ...] to these n rows of total [t, ...], in the dtype of total."""
         if rows.tokens:
             self._emit("put", (total, part), (), rows)
 
-    def add(self, total: Value, rows: Rows, part: Value) -> None:
+    def add(self, total: Value, rows: RowsSpec, part: Value) -> None:
         """Add part [n, ...] to these n different rows of total [t, ...], in its dtype."""
         if rows.tokens:
             self._emit("add", (total, part), (), rows)
 
-    def accumulate(self, total: Value, rows: Rows, part: Value) -> None:
+    def accumulate(self, total: Value, rows: RowsSpec, part: Value) -> None:
         """Add part [n, ...] to rows of total [t, ...], which may repeat, in its dtype."""
         assert rows.array is not None, "rows that stand together are meant once: add them"
         self._emit("accumulate", (total, part), (), Index(rows.array))
 
-    def merge(self, out: Value, lse: Value, rows: Rows, part: tuple[Value, Value]) -> None:
+    def merge(self, out: Value, lse: Value, rows: RowsSpec, part: tuple[Value, Value]) -> None:
         """Merge the result of a call into the running result of all calls so far.
 
         out [t, H, D], lse [t, H]: the running result; rows: those n that the part is about.
@@ -305,8 +305,8 @@ class Builder:
         self._emit(operation, ins, outs, *constants)
         return outs
 
-    def _call(self, number: int) -> Call:
-        return Call(number, self.tables.calls[number])
+    def _call(self, number: int) -> CallReference:
+        return CallReference(number, self.tables.calls[number])
 
     # ---- transfers
 

@@ -22,7 +22,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan.blocks import NO_BLOCKS, Blocks, Range, block_rows
 from hf_flexseq.plan.shard import Shard, Zone, cuts
 from hf_flexseq.program import row_programs
-from hf_flexseq.program.both_ways import seeing_both_ways
+from hf_flexseq.program.both_ways_zone import seeing_both_ways
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.heads import PIECE_ROWS

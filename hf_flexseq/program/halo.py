@@ -33,7 +33,7 @@ from hf_flexseq.base.layers import Reach, Span
 from hf_flexseq.plan.attention_schedule import ChunkKey
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel, Exchange, Label, post
-from hf_flexseq.program.instructions import WIDE, Rows, Value
+from hf_flexseq.program.instructions import WIDE, RowsSpec, Value
 from hf_flexseq.program.ring_steps import ZoneLayout, name_chunks
 from hf_flexseq.program.tables import IntArray, Tables
 from hf_flexseq.program.tags import HALO_GRADIENTS, HALO_KEYS
@@ -47,7 +47,7 @@ class ChunkMessage(NamedTuple):
     peer: int
     """Global rank."""
 
-    rows: Rows
+    rows: RowsSpec
     """Row indices when sending, row count when receiving."""
 
     chunks: tuple[ChunkKey, ...]
@@ -67,7 +67,7 @@ class HaloZone:
         *,
         sent: Sequence[ChunkMessage],
         received: Sequence[ChunkMessage],
-        key_rows: Rows,
+        key_rows: RowsSpec,
         call: int,
     ) -> None:
         """rows: of this zone among all rows of the rank. tokens: their number.
@@ -130,7 +130,7 @@ class HaloZone:
         kv = b.pair(k, v)  # [tokens, 2, kv_heads, head_dim]
         # [gathered tokens, 2, kv_heads, head_dim]: this rank's own rows come first
         gathered = b.empty((self.gathered_tokens, *kv.shape[1:]), kv.dtype)
-        b.put(gathered, Rows(kv.rows, start=0), kv)
+        b.put(gathered, RowsSpec(kv.rows, start=0), kv)
         label = self._label("keys of", sent=self.sent, received=self.received)
         exchange = Exchange(b, self.channel.tag(HALO_KEYS), label)
         for message in self.sent:
@@ -194,7 +194,7 @@ class HaloZone:
 # ---- which rows travel
 
 
-class Piece(NamedTuple):
+class ChunkEnd(NamedTuple):
     """The end of a chunk, as another rank reads it; positions in the sequence."""
 
     key: ChunkKey
@@ -230,7 +230,7 @@ def halo_zone(rows: slice, layout: ZoneLayout, reach: Reach, channel: Channel) -
             places[piece.key] = (piece.first, row + tokens)
             tokens += piece.stop - piece.first
         keys = tuple(piece.key for piece in pieces)
-        received.append(ChunkMessage(layout.ranks[peer], Rows(tokens), keys))
+        received.append(ChunkMessage(layout.ranks[peer], RowsSpec(tokens), keys))
         row += tokens
 
     # 3. the kernel call: a sequence for each span of queries
@@ -255,22 +255,22 @@ def halo_zone(rows: slice, layout: ZoneLayout, reach: Reach, channel: Channel) -
     )
 
 
-def listed_rows(ranges: Sequence[tuple[int, int]], tables: Tables) -> Rows:
+def listed_rows(ranges: Sequence[tuple[int, int]], tables: Tables) -> RowsSpec:
     """Return rows given as ranges, listed one by one: they become a tensor of their own."""
     parts: list[IntArray] = [np.arange(0)]
     for start, stop in ranges:
         parts.append(np.arange(start, stop))
     rows = np.concatenate(parts)
-    return Rows(len(rows), array=tables.index(rows))
+    return RowsSpec(len(rows), array=tables.index(rows))
 
 
-def _received(layout: ZoneLayout, reach: Reach) -> dict[int, list[Piece]]:
+def _received(layout: ZoneLayout, reach: Reach) -> dict[int, list[ChunkEnd]]:
     """Return what this rank reads of others, by index of the rank that holds it."""
-    received: dict[int, list[Piece]] = defaultdict(list)
+    received: dict[int, list[ChunkEnd]] = defaultdict(list)
     for sequence, cut in enumerate(layout.cuts):
         for chunk, first in sorted(_read_before(layout, reach, sequence).items()):
             holder = layout.holder(sequence, chunk)
-            received[holder].append(Piece((sequence, chunk), first, cut.bounds[chunk + 1]))
+            received[holder].append(ChunkEnd((sequence, chunk), first, cut.bounds[chunk + 1]))
     return received
 
 
@@ -292,16 +292,16 @@ def _read_before(layout: ZoneLayout, reach: Reach, sequence: int) -> dict[int, i
     return first_read
 
 
-def _sent(layout: ZoneLayout, reach: Reach) -> dict[int, list[Piece]]:
+def _sent(layout: ZoneLayout, reach: Reach) -> dict[int, list[ChunkEnd]]:
     """Return what other ranks read of this one, by index of the rank that reads it."""
-    sent: dict[int, list[Piece]] = defaultdict(list)
+    sent: dict[int, list[ChunkEnd]] = defaultdict(list)
     for sequence, cut in enumerate(layout.cuts):
         for chunk in sorted(layout.held(sequence, layout.index)):
             start, stop = cut.bounds[chunk : chunk + 2]
             if start == stop:
                 continue
             for reader, first_key in _readers(layout, reach, sequence, chunk):
-                sent[reader].append(Piece((sequence, chunk), max(start, first_key), stop))
+                sent[reader].append(ChunkEnd((sequence, chunk), max(start, first_key), stop))
     return sent
 
 

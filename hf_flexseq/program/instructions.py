@@ -104,7 +104,7 @@ class Value(NamedTuple):
         return self.shape[0]
 
 
-class Rows(NamedTuple):
+class RowsSpec(NamedTuple):
     """Some rows of a value."""
 
     tokens: int
@@ -141,7 +141,7 @@ class CallLengths(NamedTuple):
     window: int | None = None
 
 
-class Call(NamedTuple):
+class CallReference(NamedTuple):
     """Stands for the lengths of a kernel call among the constants of an instruction."""
 
     number: int

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hf_flexseq.plan.attention_schedule import ChunkKey
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel, Exchange, Label, post
-from hf_flexseq.program.instructions import Rows, Value
+from hf_flexseq.program.instructions import RowsSpec, Value
 from hf_flexseq.program.ring_steps import (
     DIAGONAL_TIME,
     Operand,
@@ -44,10 +44,10 @@ class PendingReturn(NamedTuple):
 
     exchange: Exchange
 
-    of_queries: tuple[tuple[Rows, Values], ...]
+    of_queries: tuple[tuple[RowsSpec, Values], ...]
     """(the n rows, (out [n, H, D], lse [n, H])), in the backward (the n rows, (dq [n, H, D],))."""
 
-    of_keys: tuple[tuple[Rows, Values], ...]
+    of_keys: tuple[tuple[RowsSpec, Values], ...]
     """Nothing in the forward; in the backward (the m rows, (dkv [m, 2, Hkv, D],))."""
 
 
@@ -214,7 +214,7 @@ def _send_results(
 
 def _receive_results(
     exchange: Exchange, shares: Sequence[Share], likes: Values
-) -> tuple[tuple[Rows, Values], ...]:
+) -> tuple[tuple[RowsSpec, Values], ...]:
     """Return (rows, results [n, ...]) of what peers compute about each of the shares.
 
     The results have come when `exchange` has been waited for.

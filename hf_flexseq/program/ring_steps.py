@@ -41,7 +41,7 @@ from hf_flexseq.plan.attention_schedule import (
     interleaved,
 )
 from hf_flexseq.plan.shard import Cut, held_chunks
-from hf_flexseq.program.instructions import Rows
+from hf_flexseq.program.instructions import RowsSpec
 from hf_flexseq.program.tables import Tables
 
 DIAGONAL_TIME = 0  # time of a schedule at which every rank attends to its own chunks
@@ -62,7 +62,7 @@ class Operand(NamedTuple):
     peer: int | None
     """Global rank that holds the rows; None where they are this rank's own."""
 
-    rows: Rows
+    rows: RowsSpec
 
     chunks: tuple[ChunkKey, ...] = ()
     """The chunks that the rows are, in the order of the rows; errors name them."""
@@ -74,7 +74,7 @@ class Share(NamedTuple):
     peer: int
     """Global rank on the other side."""
 
-    rows: Rows
+    rows: RowsSpec
 
     chunks: tuple[ChunkKey, ...] = ()
     """The chunks that the rows are, in the order of the rows; errors name them."""
@@ -162,7 +162,7 @@ class ZoneLayout:
         """Return the tokens that `chunks` have in each of the sequences."""
         return [self.cuts[sequence].tokens(chunks) for sequence in sequences]
 
-    def rows(self, chunks: Iterable[ChunkKey]) -> Rows:
+    def rows(self, chunks: Iterable[ChunkKey]) -> RowsSpec:
         """Return the rows of some chunks of this rank, given in the order of its rows."""
         ranges = []
         for sequence, chunk in chunks:
@@ -269,7 +269,7 @@ def _operand(
     if holder == layout.index:
         return Operand(None, layout.rows(keys), keys)
     tokens = sum(layout.tokens_of(sequences, chunks))
-    return Operand(layout.ranks[holder], Rows(tokens), keys)
+    return Operand(layout.ranks[holder], RowsSpec(tokens), keys)
 
 
 def _share(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Exchange, post
-from hf_flexseq.program.instructions import INPUT, WIDE, Program, Rows, RowShape, Value
+from hf_flexseq.program.instructions import INPUT, WIDE, Program, RowShape, RowsSpec, Value
 from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.tags import RECURRENT_BACKWARD, RECURRENT_FORWARD
 from hf_flexseq.program.zone_segments import RowMessages
@@ -57,7 +57,7 @@ def _gather(b: Builder, messages: Sequence[RowMessages], own: Value, tag: int) -
 def _return(b: Builder, messages: Sequence[RowMessages], received: Value, sums: Value) -> None:
     """Return gradients of received rows to their owners, and add arriving ones to sums."""
     exchanges = []
-    returned: list[tuple[Rows, Value]] = []
+    returned: list[tuple[RowsSpec, Value]] = []
     start = 0
     for of_group in messages:
         exchange = Exchange(b, of_group.channel.tag(RECURRENT_BACKWARD), of_group.label())

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_flexseq.program.instructions import Rows
+from hf_flexseq.program.instructions import RowsSpec
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.zone_segments import RowMessages, SegmentKey, ZoneSegments
 
@@ -112,7 +112,7 @@ def _of_zone(
             segment = zone.segment(key)
             parts.append(rows[key] + np.arange(first, segment.stop) - segment.start)
         places = np.searchsorted(edges, np.concatenate(parts))
-        sent.append((zone.rank(index), Rows(len(places), array=tables.index(places))))
+        sent.append((zone.rank(index), RowsSpec(len(places), array=tables.index(places))))
 
     # 2. rows that come from others, after the edges
     arrived = []

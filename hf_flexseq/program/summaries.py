@@ -26,7 +26,7 @@ import numpy as np
 
 from hf_flexseq.plan.segments import SegmentTree
 from hf_flexseq.plan.units import ROOT
-from hf_flexseq.program.instructions import Rows
+from hf_flexseq.program.instructions import RowsSpec
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.zone_segments import RowMessages, SegmentKey, ZoneSegments
 
@@ -34,7 +34,7 @@ from hf_flexseq.program.zone_segments import RowMessages, SegmentKey, ZoneSegmen
 class Link(NamedTuple):
     """Sums of some states: the ways from what gives them to what takes them."""
 
-    given: Rows
+    given: RowsSpec
     """The states that are taken, one for each way."""
     places: int | None
     """Number of an index array: where each is added to. None where each goes to a place of its
@@ -62,9 +62,9 @@ class Stage(NamedTuple):
     """Summaries that become *results*: the state after a segment, or the gradient of the state
     before it."""
 
-    results: Rows
+    results: RowsSpec
     """The summaries of these, level by level, among those that the stage is given."""
-    transitions: Rows
+    transitions: RowsSpec
     """The transitions that are applied, level by level, among those that the stage is given."""
     levels: tuple[Level, ...]
     """Those with results that continue others."""
@@ -80,7 +80,7 @@ class Neighbours(NamedTuple):
     this rank's segments between others."""
     rows: Link
     """From the results of `own` to the rows that others, or `every`, read."""
-    middle: Rows
+    middle: RowsSpec
     """The transitions that these rows have, among those of this rank's segments between others."""
     middle_rows: int
     """Number of an index array: the rows of these transitions."""
@@ -98,8 +98,8 @@ class Neighbours(NamedTuple):
     """From the results of `own` to all segments of this rank."""
 
 
-Key = tuple[int, SegmentKey]  # (zone, segment)
-Givers = Callable[[Key], Sequence[Key]]
+SummaryKey = tuple[int, SegmentKey]  # (zone, segment)
+Givers = Callable[[SummaryKey], Sequence[SummaryKey]]
 
 
 def make_neighbours(
@@ -126,7 +126,7 @@ def make_neighbours(
     own = _stage(levels, order.own_givers, own_places, transitions, tables)
 
     # 2. the rows of this rank, and those of others
-    rows: dict[Key, int] = {}
+    rows: dict[SummaryKey, int] = {}
     ways = []
     for key in read:
         if order.members(key):
@@ -174,10 +174,11 @@ class _Order:
     def __init__(self, zones: Sequence[ZoneSegments], *, after: bool) -> None:
         self.zones = zones
         self._after = after
-        self.held: dict[Key, int] = {}
+        self.held: dict[SummaryKey, int] = {}
         """This rank's segments of sequences that have several, with their numbers."""
-        self._members: dict[Key, list[int]] = {}  # row -> places of those that it is the sum of
-        needed: set[Key] = set()
+        # row -> places of those that it is the sum of
+        self._members: dict[SummaryKey, list[int]] = {}
+        needed: set[SummaryKey] = set()
         for index, zone in enumerate(zones):
             if after:
                 for member, tree in zone.segments.trees.items():
@@ -196,8 +197,8 @@ class _Order:
                         needed.add(key)
         self.needed = sorted(needed)
         """The rows that results are computed of, of all ranks."""
-        self._children: dict[Key, list[Key]] = defaultdict(list)
-        self._own_children: dict[Key, list[Key]] = defaultdict(list)
+        self._children: dict[SummaryKey, list[SummaryKey]] = defaultdict(list)
+        self._own_children: dict[SummaryKey, list[SummaryKey]] = defaultdict(list)
         if after:
             for key in self.needed:
                 self._children[self._parent(key)].append(key)
@@ -205,30 +206,30 @@ class _Order:
                 if self.tree(key).parents[key[1][1]] != ROOT:
                     self._own_children[self._parent(key)].append(key)
 
-    def tree(self, key: Key) -> SegmentTree:
+    def tree(self, key: SummaryKey) -> SegmentTree:
         """Return all segments of the sequence of one."""
         index, (member, _) = key
         return self.zones[index].segments.trees[member]
 
-    def _parent(self, key: Key) -> Key:
+    def _parent(self, key: SummaryKey) -> SummaryKey:
         index, (member, place) = key
         return (index, (member, self.tree(key).parents[place]))
 
-    def is_whole(self, key: Key) -> bool:
+    def is_whole(self, key: SummaryKey) -> bool:
         """Return True if the results of all that a segment depends on are those of its rank."""
         return self._after and self.tree(key).wholes[key[1][1]]
 
-    def is_read(self, key: Key) -> bool:
+    def is_read(self, key: SummaryKey) -> bool:
         """Return True if results of other segments depend on that of one."""
         return self.tree(key).has_any(key[1][1], after=not self._after)
 
-    def readers(self, key: Key) -> set[int]:
+    def readers(self, key: SummaryKey) -> set[int]:
         """Return the indices of the ranks that hold segments which depend on one."""
         tree = self.tree(key)
         places = tree.beside(key[1][1], after=not self._after)
         return {tree.segments[place].holder for place in places}
 
-    def members(self, key: Key) -> list[Key]:
+    def members(self, key: SummaryKey) -> list[SummaryKey]:
         """Return the segments whose results the row of one is the sum of; none if it has no row of
         its own."""
         if not self._after:
@@ -236,21 +237,21 @@ class _Order:
         index, (member, _) = key
         return [(index, (member, place)) for place in self._members.get(key, ())]
 
-    def givers(self, key: Key) -> Sequence[Key]:
+    def givers(self, key: SummaryKey) -> Sequence[SummaryKey]:
         """Return the rows whose results a segment continues."""
         if self._after:
             return () if self.is_whole(key) else self._children.get(key, ())
         parent = self._parent(key)
         return () if parent[1][1] == ROOT else (parent,)
 
-    def own_givers(self, key: Key) -> Sequence[Key]:
+    def own_givers(self, key: SummaryKey) -> Sequence[SummaryKey]:
         """Return the segments of this rank whose results one continues, without other ranks."""
         return self._own_children.get(key, ()) if self.is_whole(key) else ()
 
-    def levels(self, keys: Collection[Key], givers: Givers) -> list[list[Key]]:
+    def levels(self, keys: Collection[SummaryKey], givers: Givers) -> list[list[SummaryKey]]:
         """Return segments by depth, in the order in which results can be computed; of each depth
         those that continue others first."""
-        by_depth: dict[int, list[Key]] = defaultdict(list)
+        by_depth: dict[int, list[SummaryKey]] = defaultdict(list)
         for key in keys:
             by_depth[self.tree(key).depths[key[1][1]]].append(key)
         levels = []
@@ -260,10 +261,10 @@ class _Order:
 
 
 def _stage(
-    levels: Sequence[Sequence[Key]],
+    levels: Sequence[Sequence[SummaryKey]],
     givers: Givers,
-    rows: Mapping[Key, int],
-    transitions: Mapping[Key, int],
+    rows: Mapping[SummaryKey, int],
+    transitions: Mapping[SummaryKey, int],
     tables: Tables,
 ) -> Stage:
     """Return the stage of these results. rows, transitions: where the summary and the transition
@@ -290,11 +291,13 @@ def _stage(
     )
 
 
-def _messages(index: int, order: _Order, rows: dict[Key, int], tables: Tables) -> RowMessages:
+def _messages(
+    index: int, order: _Order, rows: dict[SummaryKey, int], tables: Tables
+) -> RowMessages:
     """Return the messages of a zone's rows, and add those of others to `rows`."""
     zone = order.zones[index]
     # 1. the rows that go to others: to all before, or behind, what they are about
-    given: dict[int, list[Key]] = defaultdict(list)  # by reader
+    given: dict[int, list[SummaryKey]] = defaultdict(list)  # by reader
     for key in rows:
         if key[0] == index and key in order.held:
             for holder in order.readers(key) - {zone.own}:
@@ -305,7 +308,7 @@ def _messages(index: int, order: _Order, rows: dict[Key, int], tables: Tables) -
         sent.append((zone.rank(holder), tables.rows(ranges)))
 
     # 2. those that come from others
-    wanted: dict[int, list[Key]] = defaultdict(list)  # by holder
+    wanted: dict[int, list[SummaryKey]] = defaultdict(list)  # by holder
     for key in order.needed:
         holder = zone.segment(key[1]).holder if key[0] == index else zone.own
         if holder != zone.own:
@@ -318,7 +321,7 @@ def _messages(index: int, order: _Order, rows: dict[Key, int], tables: Tables) -
     return RowMessages(zone.channel, "summaries of segments", tuple(sent), tuple(received))
 
 
-def _rows_of(numbers: Sequence[int], tables: Tables) -> Rows:
+def _rows_of(numbers: Sequence[int], tables: Tables) -> RowsSpec:
     """Return rows by their numbers."""
     return tables.order(np.array(numbers, dtype=np.int64))
 

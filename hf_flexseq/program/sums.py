@@ -8,7 +8,7 @@ begins the sum, and nothing has to be cleared.
 from collections.abc import Iterable
 
 from hf_flexseq.program.builder import Builder, Values
-from hf_flexseq.program.instructions import WIDE, Rows, Value
+from hf_flexseq.program.instructions import WIDE, RowsSpec, Value
 
 
 class RunningResult:
@@ -40,7 +40,7 @@ class RunningResult:
             self._lse = self._builder.turned(lse)
         return self._out, self._lse
 
-    def take(self, rows: Rows, result: Values, *, first: bool) -> None:
+    def take(self, rows: RowsSpec, result: Values, *, first: bool) -> None:
         """Take the result (out [n, H, D], lse [n, H]) of a call of this rank about these rows.
 
         first: whether no call before it has read these rows.
@@ -55,7 +55,7 @@ class RunningResult:
         else:
             self._builder.merge(self.out, self.lse, rows, (out, lse))
 
-    def merge_all(self, results: Iterable[tuple[Rows, Values]]) -> None:
+    def merge_all(self, results: Iterable[tuple[RowsSpec, Values]]) -> None:
         """Merge results that have come back, in their order."""
         for rows, result in results:
             self.take(rows, result, first=False)
@@ -76,7 +76,7 @@ class Total:
             self._value = self._builder.zeros(self._shape, WIDE)
         return self._value
 
-    def add(self, rows: Rows, parts: Values) -> None:
+    def add(self, rows: RowsSpec, parts: Values) -> None:
         """Add each part [n, ...] to these n rows."""
         for part in parts:
             if self._value is None and rows.array is None and rows.tokens == self._shape[0]:

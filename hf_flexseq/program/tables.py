@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_flexseq.plan.head_layout import HeadLayout
-from hf_flexseq.program.instructions import CallLengths, Rows
+from hf_flexseq.program.instructions import CallLengths, RowsSpec
 
 IntArray = NDArray[np.int64]
 
@@ -29,7 +29,7 @@ class Tables:
         self.calls: list[CallLengths] = []
         self._calls: dict[CallLengths, int] = {}
         self._ranges: dict[tuple[tuple[int, int], ...], int] = {}
-        self._backwards: dict[tuple[tuple[int, int], ...], Rows] = {}
+        self._backwards: dict[tuple[tuple[int, int], ...], RowsSpec] = {}
         self._constants: dict[tuple[int, ...], int] = {}
         self._head_tables: dict[HeadLayout, int] = {}
 
@@ -50,7 +50,7 @@ class Tables:
             self._head_tables[layout] = self.index(layout.numbers)
         return self._head_tables[layout]
 
-    def rows(self, ranges: Sequence[tuple[int, int]]) -> Rows:
+    def rows(self, ranges: Sequence[tuple[int, int]]) -> RowsSpec:
         """Return rows given as ranges [start, stop), which may be empty, one after the other."""
         # 1. ranges that follow each other are one
         joined: list[tuple[int, int]] = []
@@ -65,16 +65,16 @@ class Tables:
                 joined.append((start, stop))
         # 2. the simplest way to say which they are
         if not joined:
-            return Rows(0, start=0)
+            return RowsSpec(0, start=0)
         if len(joined) == 1:
-            return Rows(tokens, start=joined[0][0])
+            return RowsSpec(tokens, start=joined[0][0])
         key = tuple(joined)
         if key not in self._ranges:
             parts = [np.arange(start, stop) for start, stop in joined]
             self._ranges[key] = self.index(np.concatenate(parts))
-        return Rows(tokens, array=self._ranges[key])
+        return RowsSpec(tokens, array=self._ranges[key])
 
-    def backwards(self, ranges: Sequence[tuple[int, int]]) -> Rows:
+    def backwards(self, ranges: Sequence[tuple[int, int]]) -> RowsSpec:
         """Return rows given as ranges [start, stop), each from its last row to its first."""
         key = tuple(ranges)
         if key not in self._backwards:
@@ -82,19 +82,19 @@ class Tables:
             self._backwards[key] = self.order(np.concatenate(parts))
         return self._backwards[key]
 
-    def positions(self, rows: Rows) -> IntArray:
+    def positions(self, rows: RowsSpec) -> IntArray:
         """Return the rows one by one: int64 [n]."""
         if rows.array is not None:
             return self.indices[rows.array]
         assert rows.start is not None, "the rows of another rank have no positions here"
         return np.arange(rows.start, rows.start + rows.tokens)
 
-    def order(self, array: IntArray) -> Rows:
+    def order(self, array: IntArray) -> RowsSpec:
         """Return rows in the order of `array`, int64 [n]."""
         tokens = len(array)
         if tokens == 0 or (array[0] + np.arange(tokens) == array).all():
-            return Rows(tokens, start=int(array[0]) if tokens else 0)
-        return Rows(tokens, array=self.index(array))
+            return RowsSpec(tokens, start=int(array[0]) if tokens else 0)
+        return RowsSpec(tokens, array=self.index(array))
 
     def call(
         self,

@@ -22,7 +22,7 @@ from hf_flexseq.plan.attention_schedule import ChunkKey
 from hf_flexseq.plan.units import ROOT, Node, UnitLayout, layout_of
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.halo import ChunkMessage, HaloZone, listed_rows
-from hf_flexseq.program.instructions import Rows
+from hf_flexseq.program.instructions import RowsSpec
 from hf_flexseq.program.ring_steps import ZoneLayout
 
 Range = tuple[int, int]  # tokens [start, stop) of a unit
@@ -74,7 +74,7 @@ def tree_halo_zone(
             places.add(part, row + tokens)
             tokens += part.stop - part.start
         keys = tuple(dict.fromkeys(part.key for part in parts))
-        received.append(ChunkMessage(layout.ranks[index], Rows(tokens), keys))
+        received.append(ChunkMessage(layout.ranks[index], RowsSpec(tokens), keys))
         row += tokens
 
     # 3. the kernel call: a sequence for each span of queries

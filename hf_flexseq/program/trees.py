@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from hf_flexseq.plan.units import UnitLayout
 from hf_flexseq.program.builder import Builder, Values
-from hf_flexseq.program.instructions import Rows, Value
+from hf_flexseq.program.instructions import RowsSpec, Value
 from hf_flexseq.program.sums import RunningResult, Total
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.weave import ZoneSteps
@@ -62,7 +62,7 @@ class TreeZone(SavesRows):
             start, stop = record.queries
             keys, values = (b.part(x, *record.keys) for x in (k, v))
             out, lse = b.attend(b.part(q, start, stop), keys, values, record.call)
-            rows = Rows(stop - start, start=start)
+            rows = RowsSpec(stop - start, start=start)
             running.take(rows, (out, b.turned(lse)), first=number == 0)
         whole_lse = b.turned(running.lse)  # [heads, tokens]
         if sinks is not None:
@@ -86,10 +86,10 @@ class TreeZone(SavesRows):
             keys, values = (b.part(x, *record.keys) for x in (k, v))
             own_lse = b.columns(lse, start, stop)
             grads = b.gradients(own_dout, own_q, keys, values, own_out, own_lse, record.call)
-            dq.add(Rows(stop - start, start=start), grads[:1])
+            dq.add(RowsSpec(stop - start, start=start), grads[:1])
             first, last = record.keys
             for total, grad in zip((dk, dv), grads[1:], strict=True):
-                total.add(Rows(last - first, start=first), (grad,))
+                total.add(RowsSpec(last - first, start=first), (grad,))
         return dq.value(), dk.value(), dv.value()
 
 

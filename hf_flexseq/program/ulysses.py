@@ -33,7 +33,7 @@ from typing import NamedTuple
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.plan.blocks import Range
 from hf_flexseq.plan.shard import Zone, contiguous_parts
-from hf_flexseq.program.both_ways import seeing_both_ways
+from hf_flexseq.program.both_ways_zone import seeing_both_ways
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.head_exchange import ArrivingHeads, HeadExchange, LeavingHeads

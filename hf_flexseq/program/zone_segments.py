@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from hf_flexseq.plan.segments import HeldSegment, HeldSegments, Segment, SegmentTree
 from hf_flexseq.program.exchange import Channel, Label
-from hf_flexseq.program.instructions import Rows
+from hf_flexseq.program.instructions import RowsSpec
 
 SegmentKey = tuple[int, int]  # (index of the sequence in the group, place in its tree)
 
@@ -16,7 +16,7 @@ class RowMessages(NamedTuple):
     channel: Channel
     what: str
     """Names the rows in errors."""
-    sent: tuple[tuple[int, Rows], ...]
+    sent: tuple[tuple[int, RowsSpec], ...]
     """(peer, which of this rank's rows)."""
     received: tuple[tuple[int, int], ...]
     """(peer, number of rows), in the order in which the rows are received."""

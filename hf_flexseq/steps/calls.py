@@ -36,7 +36,7 @@ READ = ("input_ids", "attention_mask", "labels", "shift_labels", "position_ids")
 Images = Mapping[str, torch.Tensor]  # tensors of some images, by name
 
 
-class Call:
+class ModelCall:
     """One call of a model, on a padded batch."""
 
     __slots__ = ("_places", "ids", "images", "lengths", "mask", "targets", "types")
@@ -84,7 +84,7 @@ class Call:
         self._places = self.mask.nonzero(as_tuple=True)  # rows and columns of all tokens
 
     @classmethod
-    def read(cls, given: Mapping[str, Any], *, of_tokens: bool) -> "Call":
+    def read(cls, given: Mapping[str, Any], *, of_tokens: bool) -> "ModelCall":
         """Return the call with the keyword arguments `given`. of_tokens: True for labels of
         tokens. Raises NotImplementedError for arguments that the planned model is not given."""
         images, types = images_in(given), types_in(given)
@@ -151,7 +151,7 @@ class Call:
         """Tokens of all sequences."""
         return sum(self.lengths)
 
-    def same_as(self, other: "Call") -> bool:
+    def same_as(self, other: "ModelCall") -> bool:
         """Tell if both ask the same of the same tokens."""
         return (
             self.ids.device == other.ids.device
@@ -195,7 +195,7 @@ def _are_equal(some: Images, others: Images) -> bool:
 
 
 def joined(
-    calls: Sequence[Call], images_of_rows: Callable[[Call], Sequence[Images]]
+    calls: Sequence[ModelCall], images_of_rows: Callable[[ModelCall], Sequence[Images]]
 ) -> dict[str, Any] | None:
     """Return all calls as one batch of the engine, columns [1, tokens] and lengths, or None.
     images_of_rows: divides the images of a call by its rows."""
@@ -225,7 +225,7 @@ def joined(
     return row
 
 
-def in_first_row(call: Call) -> list[Images]:
+def in_first_row(call: ModelCall) -> list[Images]:
     """Return the images of a call as if they all belonged to its first row, for a model that takes
     none: it is drawn, and refused, on all ranks."""
     return [call.images, *({} for _ in call.lengths[1:])]

@@ -17,7 +17,7 @@ LEAST_FAULT = 0.01  # relative error that is planted, where the bounds are narro
 TIMES_BOUND = 2.0  # planted error over the bound, in 16 bits
 
 
-class Step(NamedTuple):
+class StepOutcome(NamedTuple):
     """What an optimizer step makes of a model."""
 
     loss: float
@@ -26,7 +26,7 @@ class Step(NamedTuple):
     """Gradient of each trainable parameter by name, on the CPU in float64; 0 where none is."""
 
 
-class Bounds(NamedTuple):
+class ErrorBounds(NamedTuple):
     """How far a step may be from the one without hf_flexseq."""
 
     loss: float
@@ -47,7 +47,7 @@ class Difference(NamedTuple):
     missing: tuple[str, ...]
     """Parameters that have a gradient in one step alone."""
 
-    def within(self, bounds: Bounds) -> bool:
+    def within(self, bounds: ErrorBounds) -> bool:
         """Return True if nothing is missing and no error is above its bound or NaN."""
         is_close = self.loss <= bounds.loss and self.gradient <= bounds.gradient
         return is_close and not self.missing
@@ -57,7 +57,7 @@ class Difference(NamedTuple):
         return {**self._asdict(), "missing": list(self.missing)}
 
 
-def difference(found: Step, wanted: Step) -> Difference:
+def difference(found: StepOutcome, wanted: StepOutcome) -> Difference:
     """Return how far the step `found` is from the step `wanted`."""
     loss = abs(found.loss - wanted.loss) / max(abs(wanted.loss), 1e-12)
     missing = tuple(sorted(found.gradients.keys() ^ wanted.gradients.keys()))
@@ -89,12 +89,12 @@ def errors_of(found: Gradients, wanted: Gradients) -> dict[str, float]:
     return dict(sorted(errors.items()))
 
 
-def has_learned(step: Step) -> bool:
+def has_learned(step: StepOutcome) -> bool:
     """Return True if any gradient is not 0: two steps that compute nothing agree."""
     return any(bool(gradient.any()) for gradient in step.gradients.values())
 
 
-def planted_faults(step: Step, bounds: Bounds) -> dict[str, bool]:
+def planted_faults(step: StepOutcome, bounds: ErrorBounds) -> dict[str, bool]:
     """Return faults of a step that were made on purpose, and whether the comparison finds each.
 
     Errors of 1 % are planted, or of twice the bounds where those are wide, as in 16 bits.
@@ -105,7 +105,7 @@ def planted_faults(step: Step, bounds: Bounds) -> dict[str, bool]:
     scaled = {**step.gradients, largest: factor * step.gradients[largest]}
     halved = {name: gradient / 2 for name, gradient in step.gradients.items()}
     without = {name: step.gradients[name] for name in step.gradients if name != largest}
-    faults: Mapping[str, Step] = {
+    faults: Mapping[str, StepOutcome] = {
         f"the gradient of {largest} times {factor:.3g}": step._replace(gradients=scaled),
         "all gradients halved, as by a mean over two ranks": step._replace(gradients=halved),
         f"no gradient of {largest}": step._replace(gradients=without),

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.source_row import SourceRow
 
 KEYS = "noise_keys"
 SIZES = "noise_sizes"

@@ -24,7 +24,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.plan.shard import Slice
-from hf_flexseq.steps.drawn import Columns, SourceRow
+from hf_flexseq.steps.source_row import Columns, SourceRow
 from hf_flexseq.steps.token_words import TokenWords
 
 Ints = NDArray[np.int64]

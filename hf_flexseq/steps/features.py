@@ -2,7 +2,7 @@
 tokens, and gradients back.
 
     encoded      in the first micro-batch's forward, every rank runs the tower on its images; a
-                 frozen one runs when a step is dispatched before its turn (`ahead.py`)
+                 frozen one runs when a step is dispatched before its turn (`early_encoding.py`)
     sent         one exchange over all ranks brings each row to the ranks that need it in the step
     used         every micro-batch takes its rows
     returned     in the last backward of a micro-batch, one exchange brings the gradients of all
@@ -39,8 +39,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.images import MODALITIES, ImagePlan, ImageSize
-from hf_flexseq.steps.ahead import Ahead, BesideStep, Weights
-from hf_flexseq.steps.drawn import Columns, DrawnStep, SourceRow
+from hf_flexseq.steps.early_encoding import EarlyEncoder, EarlyFeatures, Weights
 from hf_flexseq.steps.images import (
     IMAGE_ROWS,
     NO_ROW,
@@ -51,6 +50,7 @@ from hf_flexseq.steps.images import (
     send_images,
 )
 from hf_flexseq.steps.random_numbers import random_numbers_of, random_states
+from hf_flexseq.steps.source_row import Columns, DrawnStep, SourceRow
 
 Ints = NDArray[np.int64]
 
@@ -236,7 +236,7 @@ class StepImages:
         self._follows = False  # a pass with gradients follows on one without
         self._random: list[torch.Tensor] | None = None  # states before the tower's first run
         # what was encoded before the step, and the tower's first values then
-        self._ahead: tuple[Ahead, torch.Tensor] | None = None
+        self._ahead: tuple[EarlyFeatures, torch.Tensor] | None = None
         self._features: list[torch.Tensor] | None = None  # of each micro-batch, [rows, width]
         self._encoded: torch.Tensor | None = None  # by this rank, [rows, width], with its graph
         self._leaves: dict[int, torch.Tensor] = {}  # features of micro-batches before the last
@@ -266,11 +266,11 @@ class StepImages:
             self._features, self._encoded, self._ahead = former
 
     def encode_ahead(
-        self, tower: Tower, beside: BesideStep, timing: AbstractContextManager[None]
+        self, tower: Tower, encoder: EarlyEncoder, timing: AbstractContextManager[None]
     ) -> None:
         """Encode this rank's images before the step begins, with a frozen tower that draws no
         random numbers and has whole parameters. timing: surrounds the work on the device."""
-        ahead = beside.encode(partial(self._encode, tower), tower.weights, timing)
+        ahead = encoder.encode(partial(self._encode, tower), tower.weights, timing)
         if ahead is not None:
             self._ahead = ahead, tower.first_values()
 

@@ -35,9 +35,9 @@ from typing import Protocol
 import torch
 
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.steps.drawn import Columns
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
+from hf_flexseq.steps.source_row import Columns
 
 # Runs a micro-batch: its inputs -> figures of its tokens, each [tokens, ...], by name.
 Forward = Callable[[Inputs], Columns]

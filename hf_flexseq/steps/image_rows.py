@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hf_flexseq.plan.images import MODALITIES
-from hf_flexseq.steps.calls import Call
+from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.image_parts import parts_of
 
 KINDS = "mm_token_type_ids"
@@ -25,7 +25,7 @@ not."""
 
 
 def images_of_rows(
-    call: Call, placeholders: Mapping[str, int], arguments: Mapping[str, Sequence[str]]
+    call: ModelCall, placeholders: Mapping[str, int], arguments: Mapping[str, Sequence[str]]
 ) -> list[dict[str, torch.Tensor]]:
     """Return the tensors of the images of each row of a padded batch. placeholders: the token of
     each modality. arguments: names of what the model takes of its images.

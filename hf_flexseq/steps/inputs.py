@@ -15,10 +15,10 @@ from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import Shard, Slice, Zone, make_shard
-from hf_flexseq.steps.drawn import Columns
 from hf_flexseq.steps.embedding_noise import KEYS, SIZES, TokenNoise
 from hf_flexseq.steps.exchange import ROW_COUNTS, TARGET_COUNTS
 from hf_flexseq.steps.images import GRID_POSITIONS
+from hf_flexseq.steps.source_row import Columns
 from hf_flexseq.steps.virtual_tokens import NUMBERS as VIRTUAL_NUMBERS
 from hf_flexseq.steps.virtual_tokens import VirtualTokens
 

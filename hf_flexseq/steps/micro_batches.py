@@ -21,13 +21,13 @@ import torch
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.peak import peak_share
 from hf_flexseq.plan import Plan
-from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.exchange import Routes, RowExchange
 from hf_flexseq.steps.features import StepImages
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.peaks import peaks_of
 from hf_flexseq.steps.random_numbers import random_numbers_of, random_states
 from hf_flexseq.steps.rank_step import RankStep
+from hf_flexseq.steps.source_row import PlannedStep
 
 BeforeLast = Callable[[], AbstractContextManager[Any]]  # surrounds a micro-batch
 

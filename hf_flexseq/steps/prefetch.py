@@ -34,7 +34,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol
 
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import LostRank
 from hf_flexseq.plan import PlanInfeasible
@@ -44,8 +44,13 @@ from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import Job
-from hf_flexseq.steps.all_drawn import AllDrawn, numbers_of
-from hf_flexseq.steps.drawn import (
+from hf_flexseq.steps.console import beside_bars
+from hf_flexseq.steps.features import with_image_rows
+from hf_flexseq.steps.gathered_rows import GatheredRows, numbers_of
+from hf_flexseq.steps.prefixes import candidates, gather_rows, marks_of, units_of
+from hf_flexseq.steps.rank_step import RankStep
+from hf_flexseq.steps.same_images import distinct_images
+from hf_flexseq.steps.source_row import (
     NO_COLUMNS,
     DrawnStep,
     PlannedStep,
@@ -53,11 +58,6 @@ from hf_flexseq.steps.drawn import (
     common_dtypes,
     source_row,
 )
-from hf_flexseq.steps.features import with_image_rows
-from hf_flexseq.steps.prefixes import candidates, gather_rows, marks_of, units_of
-from hf_flexseq.steps.rank_step import RankStep
-from hf_flexseq.steps.same_images import distinct_images
-from hf_flexseq.steps.screen import beside_bars
 from hf_flexseq.steps.virtual_tokens import with_virtual_tokens
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class PrefetchedSteps:
         dispatched: Future[Step | None] = Future()
         number = self._next_number
         step = None
-        with Attempt() as dispatching:  # what fails here has failed on all ranks together
+        with ErrorCapture() as dispatching:  # what fails here has failed on all ranks together
             step = self._dispatch_next()
             if step is not None:
                 step.begin_ahead()
@@ -270,7 +270,7 @@ class PrefetchedSteps:
         row = SourceRow(columns={}, lengths=())
         own = [FAILED]
         cpu_group = self.communicator.cpu_group
-        with cpu_group.own_work(f"{self._what} {number}"), Attempt() as drawing:
+        with cpu_group.own_work(f"{self._what} {number}"), ErrorCapture() as drawing:
             row = source_row(list(islice(self._iterator, self._num_batches)))
             if self._virtual_tokens:
                 row = with_virtual_tokens(row, self._virtual_tokens)
@@ -281,8 +281,8 @@ class PrefetchedSteps:
         cpu_group.phase = f"{self._what} {number}, gathering its lengths"
         gathered = cpu_group.gather_ints(own)
         if any(numbers[0] == FAILED for numbers in gathered):
-            drawing.raise_together(cpu_group.gather_values, f"drawing {self._what} {number}")
-        everyone = AllDrawn.of(gathered)
+            drawing.raise_on_all_ranks(cpu_group.gather_values, f"drawing {self._what} {number}")
+        everyone = GatheredRows.of(gathered)
         if not everyone.lengths:
             self._is_exhausted = True
             return
@@ -341,7 +341,7 @@ class PrefetchedSteps:
         return row
 
     def _distinct_images(
-        self, row: SourceRow, everyone: AllDrawn
+        self, row: SourceRow, everyone: GatheredRows
     ) -> tuple[tuple[ImageSize, ...], tuple[int, ...]]:
         """Return the images of all ranks, each once, and which of them each of this rank's images
         is. Collective over the world where some may be the same."""
@@ -358,7 +358,7 @@ class PrefetchedSteps:
         images = tuple(everyone.images[index] for index in distinct)
         return images, tuple(which[first_own : first_own + len(own)])
 
-    def _units(self, step: DrawnStep, everyone: AllDrawn) -> list[Unit]:
+    def _units(self, step: DrawnStep, everyone: GatheredRows) -> list[Unit]:
         """Return the rows of a step that begin alike, on rank 0. Collective over the world."""
         if step.blocks:  # a block that rows share in part could not be computed
             return []
@@ -370,7 +370,7 @@ class PrefetchedSteps:
         # Equal tokens may stand for different images.
         row = with_image_rows(step.row, step) if step.images else step.row
         found = gather_rows(row, step.sources, wanted, self.communicator)
-        with Attempt() as comparing:
+        with ErrorCapture() as comparing:
             return units_of(found)
         # rows by themselves are as exact
         logger.error("rows share no prefixes in this step: %r", comparing.error)
@@ -392,7 +392,7 @@ class PrefetchedSteps:
         cpu_group = self.communicator.cpu_group
         cpu_group.phase = f"{self._what} {step.number}, sending its plan"
         began = time.perf_counter()
-        planning = Attempt()
+        planning = ErrorCapture()
         kind = "waiting"
         while kind == "waiting":
             waited_s = time.perf_counter() - began
@@ -408,7 +408,7 @@ class PrefetchedSteps:
             ) from planning.error
         return PlannedStep(drawn=step, plan=self._read(data), waited_s=waited_s)
 
-    def _answer(self, step: DrawnStep, waited_s: float, planning: Attempt) -> bytes:
+    def _answer(self, step: DrawnStep, waited_s: float, planning: ErrorCapture) -> bytes:
         """Return rank 0's checked plan, or why planning failed: a line of JSON, [kind, reason],
         and the plan's bytes; nothing on the other ranks.
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan.units import ROOT, Node, Unit
-from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.token_words import TokenWords
 
 Ints = NDArray[np.int64]

@@ -15,7 +15,7 @@ from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.replicas import StepPlan
-from hf_flexseq.steps.drawn import Columns, PlannedStep
+from hf_flexseq.steps.source_row import Columns, PlannedStep
 from hf_flexseq.steps.stopwatch import Stopwatch
 
 PlanT = TypeVar("PlanT", bound=Plan | StepPlan)

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.source_row import SourceRow
 
 LENGTHS = "sequence_lengths"
 INDICES = "sequence_indices"

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from hf_flexseq.steps.drawn import Columns
+from hf_flexseq.steps.source_row import Columns
 
 # Columns of any dtype travel side by side in words of one of these types, by bytes of a word: the
 # largest one of which each column's values are made up.

@@ -14,7 +14,7 @@ import torch
 
 from hf_flexseq.cost import CostModel, FloatArray
 from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan.images import TowerLoad
 from hf_flexseq.steps.micro_batches import RankMicroBatches
@@ -29,7 +29,7 @@ LOGGED = ("micro_batches", "measured_s", "tokens_per_s", SPARED, IMAGES, IMAGE_I
 # Beginnings of names: then comes a degree, or the words of a choice for memory.
 GROUPS_OF, CHOSEN = "groups_of_", "chosen: "
 
-Figures = dict[str, float]
+LogFigures = dict[str, float]
 
 
 class Learned(NamedTuple):
@@ -38,8 +38,8 @@ class Learned(NamedTuple):
     sync: str
     """How the ranks wait for each other, in lockstep or free."""
     meetings_s: Sequence[Sequence[float]]
-    """Seconds of the ranks that wait for each other, by micro-batch (`cost/online.py`); on rank 0
-    alone."""
+    """Seconds of the ranks that wait for each other, by micro-batch (`cost/correction.py`); on
+    rank 0 alone."""
     tower_s: float
     """Seconds that the estimate has for the step's images."""
     predicted_s: float
@@ -59,16 +59,16 @@ class PlanTrace:
         Raises ValueError, on all ranks, if not."""
         self.communicator = communicator
         self._file: TraceFile | None = None
-        with Attempt() as opening:
+        with ErrorCapture() as opening:
             if path is not None and communicator.rank == 0:
                 self._file = TraceFile(path)
-        opening.raise_together(communicator.cpu_group.gather_values, "opening the plan trace")
+        opening.raise_on_all_ranks(communicator.cpu_group.gather_values, "opening the plan trace")
         # All steps share one cost model, whose digest takes longer than a line.
         self._digest = functools.lru_cache(maxsize=1)(CostModel.digest)
 
     def record(
         self, step: RankMicroBatches, cost: CostModel, learn: Learn | None = None
-    ) -> Figures:
+    ) -> LogFigures:
         """Write a finished step's trace; return its figures. Collective over the world. cost: by
         which the step was planned. learn: told of the step; None where nothing is learned."""
         world_size = self.communicator.world_size
@@ -99,7 +99,9 @@ class PlanTrace:
             figures["predicted_s"] = learned.predicted_s
         return figures
 
-    def record_pipeline(self, step: RankChunks, cost: PipelineCost, whole: CostModel) -> Figures:
+    def record_pipeline(
+        self, step: RankChunks, cost: PipelineCost, whole: CostModel
+    ) -> LogFigures:
         """Write a finished step's trace, a line per replica; return its figures. Collective over
         the world. cost: of the stages. whole: of the whole model."""
         by_rank = self._gather(step, lambda: [step.stopwatch.seconds().get(0, 0.0)])  # [world, 1]
@@ -143,9 +145,9 @@ class PlanTrace:
 # ---- figures
 
 
-def step_figures(step: RankMicroBatches, measured_s: float) -> Figures:
+def step_figures(step: RankMicroBatches, measured_s: float) -> LogFigures:
     """Return the figures of a step in micro-batches. measured_s: seconds of the slowest rank."""
-    figures: Figures = {
+    figures: LogFigures = {
         "micro_batches": len(step.plan.micro_batches),
         "predicted_s": step.plan.objective_s,
         "measured_s": measured_s,
@@ -164,7 +166,7 @@ def step_figures(step: RankMicroBatches, measured_s: float) -> Figures:
     return figures
 
 
-def pipeline_figures(step: RankChunks, measured_s: float) -> Figures:
+def pipeline_figures(step: RankChunks, measured_s: float) -> LogFigures:
     """Return the figures of a step in chunks. measured_s: seconds of the slowest rank."""
     plans = step.plan.plans
     return {
@@ -176,7 +178,7 @@ def pipeline_figures(step: RankChunks, measured_s: float) -> Figures:
     }
 
 
-def logged_figures(steps: Sequence[Figures]) -> Figures:
+def logged_figures(steps: Sequence[LogFigures]) -> LogFigures:
     """Return mean logged figures over some steps by logged name; pipelines lack micro-batches.
     Spared tokens are left out where there are none."""
     means = {}
@@ -190,7 +192,7 @@ def logged_figures(steps: Sequence[Figures]) -> Figures:
 # ---- one line for people
 
 
-def plan_line(figures: Figures) -> str:
+def plan_line(figures: LogFigures) -> str:
     """Return the figures of a step in one line, for people."""
     line = (
         f"{_work_line(figures)}, predicted {figures['predicted_s']:.3f} s, "
@@ -201,7 +203,7 @@ def plan_line(figures: Figures) -> str:
     return line
 
 
-def _work_line(value: Figures) -> str:
+def _work_line(value: LogFigures) -> str:
     """Return what was planned: chunks through a pipeline, or groups in micro-batches."""
     if "chunks" in value:
         return f"{value['chunks']:g} chunk(s) through {value['stages']:g} stages"
@@ -211,7 +213,7 @@ def _work_line(value: Figures) -> str:
     return f"{' + '.join(groups)} in {value['micro_batches']:g} micro-batch(es)"
 
 
-def _named(figures: Figures, beginning: str) -> dict[str, float]:
+def _named(figures: LogFigures, beginning: str) -> dict[str, float]:
     """Return the figures whose names begin so, by the rest of their names."""
     found = {}
     for name, value in figures.items():

@@ -21,7 +21,7 @@ import torch
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.steps.drawn import Columns, SourceRow
+from hf_flexseq.steps.source_row import Columns, SourceRow
 
 NUMBERS = "virtual_tokens"
 

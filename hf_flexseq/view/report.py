@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_flexseq.plan.files import PlannedStep
+from hf_flexseq.plan.files import RecordedStep
 from hf_flexseq.plan.images import TowerLoad
 from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.view.picture import INK, LABEL, colour_of, new_figure, require, style_axes, svg_of
@@ -62,7 +62,7 @@ class StepRow:
         return sum(self.degree2tokens.values())
 
 
-def step_row(replicas: Sequence[PlannedStep]) -> StepRow:
+def step_row(replicas: Sequence[RecordedStep]) -> StepRow:
     """Return a step in numbers. replicas: plans that run at the same time, one without pipelines.
 
     Seconds are those of the slowest replica.

@@ -37,7 +37,7 @@ from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.devices import HOST_BYTES, HOST_RATE
-from hf_flexseq.hf.attached import on_micro_batches
+from hf_flexseq.hf.attachments import on_micro_batches
 from hf_flexseq.hf.calibration import layer_trial
 from hf_flexseq.hf.calibration.fake_model import own_copy
 from hf_flexseq.hf.model.layer_memory import LayerMemory

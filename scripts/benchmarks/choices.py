@@ -28,7 +28,7 @@ import numpy as np
 from common import argument_parser, machine, table, write_record
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.choices import choices_of, most_tokens, with_choice
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import LLAMA_8B
@@ -37,7 +37,7 @@ from hf_flexseq.plan import Plan, PlanInfeasible
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.bound import bound_ns
+from hf_flexseq.planner.lower_bound import bound_ns
 from lengths import K, common_crawl_like
 
 TOPOLOGY = Topology(nodes=8, ranks_per_node=8)

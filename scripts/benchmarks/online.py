@@ -47,8 +47,8 @@ from transformers.distributed import DistributedConfig
 from common import argument_parser, load_average, machine, table, write_record
 from forked import main_or_rank, start_ranks
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.cost.correction import meetings
 from hf_flexseq.cost.kernels import FloatArray
-from hf_flexseq.cost.online import meetings
 from hf_flexseq.hf import model_planning
 from hf_flexseq.hf.calibration import cache
 from hf_flexseq.plan import MicroBatch

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.activations import LayerBytes
-from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.choices import with_choice
 from hf_flexseq.cost.devices import DeviceSpec
 from hf_flexseq.cost.shapes import ModelShape

@@ -16,7 +16,7 @@ that planning takes, so that other programs on the machine count little.
 `--choices` plans the sets of 64 ranks once with choices for activations (`planner/memory.py`) and
 once without, alternately, for Llama-3.1-8B on H100 whose user recomputes nothing, or all layers.
 
-"over bound" is above the lower bound of the plan (`hf_flexseq/planner/bound.py`).
+"over bound" is above the lower bound of the plan (`hf_flexseq/planner/lower_bound.py`).
 """
 
 import argparse
@@ -37,7 +37,7 @@ from common import (
     write_record,
 )
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import LLAMA_8B, PRESETS
 from hf_flexseq.plan.options import PlanOptions

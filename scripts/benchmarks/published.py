@@ -29,7 +29,7 @@ from typing import Any
 from common import HERE, argument_parser, table, write_record
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import MEMORY_FRACTION, analytic_cost_model
+from hf_flexseq.cost.analytic_model import MEMORY_FRACTION, analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES, DeviceSpec
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import PlanInfeasible

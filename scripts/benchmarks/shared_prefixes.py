@@ -34,8 +34,8 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner import make_plan
-from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.prefixes import candidates, marks_of
+from hf_flexseq.steps.source_row import SourceRow
 
 Row = dict[str, list[int]]
 VOCAB, HIDDEN, LAYERS, INNER, HEADS, KV_HEADS = 4096, 256, 4, 768, 8, 4

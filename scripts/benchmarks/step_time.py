@@ -49,15 +49,15 @@ from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.steps.drawn import DrawnStep, SourceRow
 from hf_flexseq.steps.prefetch import PrefetchedSteps
+from hf_flexseq.steps.source_row import DrawnStep, SourceRow
 from hf_flexseq.steps.trace import PlanTrace
 from lengths import DOCUMENTS, WIKIPEDIA, K, batch, common_crawl_like
 from planners import CAP, COST, SETS, LengthSet
 from tiny import tiny_llama_config
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from gpu_checks.stub import StubCpuGroup, StubTransport
+from stub import StubCpuGroup, StubTransport
 
 DTYPES = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64}
 PARTS = ("plan", "dispatch", "contexts", "figures")

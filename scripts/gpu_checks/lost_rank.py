@@ -21,11 +21,11 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
-from gpu_checks import several, subject
+from gpu_checks import several
 from gpu_checks.report import LOST_PART, Section, Setting, table, this_script, verdict
 from hf_flexseq.distributed.hosts import last_error
 from hf_flexseq.plan import Group, MicroBatch, Plan
-from hf_flexseq.plan.facts import NO_FACTS, StepFacts
+from tests.hf.tiny import documents
 
 TIMEOUT_S = 20.0  # of the job
 MARGIN_S = 30.0  # for a watchdog that looks now and then
@@ -105,24 +105,15 @@ def _late(process: subprocess.Popen[bytes], deadline: float) -> str:
 # ---- one rank
 
 
-class OneRing:
+class OneRing(several.PlansInPlace):
     """A planner that puts all sequences on one ring of all ranks."""
 
     def __init__(self, ranks: int) -> None:
+        super().__init__()
         self._ranks = tuple(range(ranks))
-        self._lengths: dict[int, list[int]] = {}  # by step
 
-    def submit(self, step: int, lengths: list[int], facts: StepFacts = NO_FACTS) -> None:
-        """Note the lengths of a step. facts: none, as documents are text that shares nothing."""
-        self._lengths[step] = lengths
-
-    def wait(self, step: int, seconds: float) -> str | None:
-        """Wait for nobody: planning happens in `result`."""
-        return None
-
-    def result(self, step: int) -> Plan:
-        """Return the plan of a step that was submitted."""
-        lengths = self._lengths.pop(step)
+    def plan_of(self, lengths: list[int]) -> Plan:
+        """See `PlansInPlace.plan_of`."""
         sequences = tuple(range(len(lengths)))
         group = Group(ranks=self._ranks, sequences=sequences, strategy="zigzag")
         return Plan(
@@ -134,21 +125,18 @@ class OneRing:
             planning_s=0.0,
         )
 
-    def close(self) -> None:
-        """Leave nothing to close."""
-
 
 def run_rank(setting: Setting) -> None:
     """Train two steps as one rank; the last rank kills itself in the second."""
     timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=TIMEOUT_S))
     accelerator = Accelerator(cpu=setting.rehearse, kwargs_handlers=[timeout])
     ranks = accelerator.num_processes
-    model = subject.small_llama(accelerator.device, layers=several.LAYERS)
-    _, precision = subject.precisions(accelerator.device)
+    model = several.small_llama(accelerator.device)
+    _, precision = several.precisions(accelerator.device)
     runner = several.Runner(
         accelerator,
         model,
-        subject.documents(setting),
+        documents(several.SHORT_LENGTHS if setting.rehearse else several.LENGTHS),
         several.Combination(sharding="DDP", sync="lockstep", blocks=False),
         precision,
         OneRing(ranks),

@@ -1,11 +1,12 @@
 """Settings, a section of the page, and commands in processes of their own."""
 
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from hf_flexseq.distributed.hosts import last_error
 
 SCRIPT = Path(__file__).resolve().parents[1] / "gpu_check.py"
 NOT_RUN = "Not run: "
-# Processes of parts: a rank of plans, a rank of which one is killed, a row of trainers.
-RANKS_PART, LOST_PART, TRAIN_PART = "ranks", "lost rank", "train"
+# Processes of parts: a rank of plans, a rank of which one is killed, new lengths for cuDNN.
+RANKS_PART, LOST_PART, CUDNN_PART = "ranks", "lost rank", "cudnn lengths"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +83,7 @@ class Section:
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Section":
         """Return the section whose `to_record` gave `record`."""
-        return cls(title=record["title"], lines=tuple(record["lines"]), holds=record["holds"])
+        return cls(**record | {"lines": tuple(record["lines"])})
 
     @classmethod
     def not_run(cls, title: str, reason: str) -> "Section":
@@ -92,6 +93,21 @@ class Section:
     def text(self) -> str:
         """Return the section as the page has it."""
         return "\n".join([f"\n## {self.title}\n", *self.lines])
+
+
+def tests_section(setting: Setting) -> Section:
+    """Run the tests of kernels on the device, and all others that a GPU can run if not quick."""
+    title = "Tests on the device"
+    if importlib.util.find_spec("pytest") is None:
+        return Section.not_run(title, "pytest is not installed")
+    folders = ["tests/kernels"] if setting.quick or setting.rehearse else ["tests"]
+    words = ["-q", "-m", "on_device", "-p", "no:cacheprovider", f"--device={setting.device}"]
+    command = [sys.executable, "-m", "pytest", *words, *folders]
+    done = subprocess.run(command, cwd=SCRIPT.parents[1], capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    lines.append(f"`pytest {' '.join([*words, *folders])}`: {done.stdout.splitlines()[-1]}")
+    said = done.stdout + done.stderr if done.returncode else ""
+    return Section(title=title, lines=tuple(lines), holds=done.returncode == 0, said=said)
 
 
 def verdict(holds: bool) -> str:
@@ -126,19 +142,25 @@ def torchrun(processes: int, arguments: Sequence[str]) -> list[str]:
 
 
 def launch(
-    command: Sequence[str], *, seconds: float | None = None, is_part: bool = False
+    command: Sequence[str],
+    *,
+    seconds: float | None = None,
+    is_part: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run a command; return the JSON of its last line, or `error`, its last words, with `said`,
     all of its words.
 
     seconds: after which it is ended; None for no limit.
-    is_part: True for a process group of its own, which is ended as a whole.
+    is_part: True for a process group of its own, which is ended as a whole. environment:
+    variables besides those of this process.
     """
     process = subprocess.Popen(
         list(command),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ | dict(environment or {}),
         start_new_session=is_part,
     )
     try:

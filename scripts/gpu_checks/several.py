@@ -1,7 +1,7 @@
 """The same random plans over NCCL, one rank for each GPU of this machine.
 
 Every way of sharding and every kind of steps runs the same number of plans, and the gradients are
-compared with the truth (`subject.py`):
+compared with one process in float64:
 
     DDP, free         each rank runs its own micro-batches
     DDP, lockstep     all ranks run every micro-batch together
@@ -19,12 +19,10 @@ import copy
 import json
 import os
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
-from gpu_checks import subject
+from gpu_checks.one_rank import host_waits_nowhere
 from gpu_checks.report import (
     RANKS_PART,
     Section,
@@ -45,20 +43,86 @@ from gpu_checks.report import (
     torchrun,
     verdict,
 )
-from gpu_checks.subject import Gradients, Precision
-from hf_flexseq import FlexSeqArguments, FlexSeqEngine
-from hf_flexseq.attention import function as attention_function
-from hf_flexseq.base.topology import Topology
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.facts import NO_FACTS, StepFacts
 from hf_flexseq.planner.process.client import Planner
+from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
+from tests.kernels.reference import Reference
+from tests.plans import random_plan
 
-LAYERS = 2
+LENGTHS = (1, 2, 170, 64, 1021, 3, 1, 512, 333, 2, 129, 700)  # on a GPU
+SHORT_LENGTHS = (1, 2, 17, 5, 31, 3, 1, 40, 11, 2)  # in a rehearsal
+HEAD_DIM = 64
+FLOAT32_BOUND = 1e-4
+BFLOAT16_FACTOR = 2.0
 WARM_UP = 3  # plans before the host may no longer wait
 HSDP = "HSDP"
 LEAST_FOR_HSDP = 4
 LIMIT_S = 3600.0  # of one launch
+
+Gradients = dict[str, torch.Tensor]  # by name of the parameter
+
+
+# ---- what is trained, and how exact it has to be
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """The arithmetic of a run."""
+
+    name: str
+    kernel: Kernel
+    autocast: bool
+    """True for a forward in bfloat16; False for one in the dtype of the parameters."""
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return the context of a forward."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.autocast)
+
+
+def precisions(device: torch.device) -> tuple[Precision, Precision]:
+    """Return float32 by the plain softmax and bfloat16 by the device's own kernel."""
+    kernel = choose_kernel(device, torch.bfloat16, HEAD_DIM)
+    return (
+        Precision(name="float32", kernel=Reference(), autocast=False),
+        Precision(name="bfloat16", kernel=kernel, autocast=True),
+    )
+
+
+def small_llama(device: torch.device) -> LlamaForCausalLM:
+    """Return a float32 model with 8 query heads that share 4 key heads."""
+    sizes = {"hidden_size": 8 * HEAD_DIM, "intermediate_size": 16 * HEAD_DIM}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+    return tiny_llama(torch.float32, **sizes).to(device).train()
+
+
+def bound_of(
+    precision: Precision,
+    model: LlamaForCausalLM,
+    examples: Sequence[dict[str, list[int]]],
+    true: Gradients,
+) -> float:
+    """Return the largest error that a plan may have: in bfloat16 twice that of one process.
+
+    Sums of a few thousand float32 terms differ by some 1e-6 with their order; a token that is lost
+    changes a gradient by more than 1e-4. In bfloat16 rounding decides; a chunk that comes too late
+    or from elsewhere gives errors of the size of the gradient.
+    """
+    if not precision.autocast:
+        return FLOAT32_BOUND
+    with precision.forward(model.device):
+        _, found = reference_gradients(copy.deepcopy(model), examples)
+    return BFLOAT16_FACTOR * largest_error(found, true)
+
+
+def largest_error(found: Gradients, true: Gradients) -> float:
+    """Return the largest relative error of a parameter's gradient; infinite for a NaN."""
+    errors = relative_errors({name: one.double() for name, one in found.items()}, true).values()
+    return max(error if error == error else float("inf") for error in errors)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,8 +178,6 @@ def _launched(title: str, setting: Setting, sharding: str) -> Section:
             f"{setting.processes} ranks over {found['backend']}. {found['syncs']}",
             "",
             *table(columns, found["rows"]),
-            "",
-            found["counts"],
         ),
         holds=found["holds"],
     )
@@ -128,21 +190,18 @@ def run_ranks(setting: Setting, sharding: str) -> None:
     """Run all plans as one rank of a launch; rank 0 prints its findings as JSON."""
     accelerator = make_accelerator(setting, sharding)
     device = accelerator.device
-    examples = subject.documents(setting)
-    model = subject.small_llama(device, layers=LAYERS)
-    true = subject.true_gradients(model, examples)
+    examples = documents(SHORT_LENGTHS if setting.rehearse else LENGTHS)
+    model = small_llama(device)
+    _, true = reference_gradients(copy.deepcopy(model).double(), examples)
     rows = []
     holds = True
-    counts: Counter[str] = Counter()
-    for precision in subject.precisions(device):
-        alone = _error_alone(model, examples, precision, true)
-        bound = subject.bound_of(precision, alone)
+    for precision in precisions(device):
+        bound = bound_of(precision, model, examples, true)
         for combination in combinations(sharding):
-            topology = topology_of(accelerator)
-            planner = RandomPlans(topology, f"{combination.sharding} {combination.sync}")
+            seed = f"{combination.sharding} {combination.sync}"
+            planner = RandomPlans(accelerator.num_processes, seed)
             runner = Runner(accelerator, model, examples, combination, precision, planner)
             error = runner.largest_error(setting.plans, true)
-            counts += planner.counts
             is_close = error <= bound
             holds = holds and is_close
             blocks = "yes" if combination.blocks else "no"
@@ -156,7 +215,6 @@ def run_ranks(setting: Setting, sharding: str) -> None:
             "backend": dist.get_backend(),
             "syncs": syncs,
             "rows": rows,
-            "counts": subject.counts_line(counts),
             "holds": holds,
         }
         print(json.dumps(found), flush=True)
@@ -179,40 +237,10 @@ def make_accelerator(setting: Setting, sharding: str) -> Accelerator:
     )
 
 
-def _error_alone(
-    model: LlamaForCausalLM,
-    examples: Sequence[dict[str, list[int]]],
-    precision: Precision,
-    true: Gradients,
-) -> float:
-    """Return the largest error of one rank that takes one document at a time."""
-    twin = copy.deepcopy(model)
-    twin.set_attn_implementation("sdpa")
-    targets = subject.targets_of(examples)
-    for example in examples:
-        ids = torch.tensor([example["input_ids"]], device=twin.device)  # [1, tokens]
-        labels = ids.new_tensor([example["labels"]])  # [1, tokens]
-        with precision.forward(twin.device):
-            outputs = twin(
-                input_ids=ids, labels=labels, use_cache=False, num_items_in_batch=targets
-            )
-        outputs.loss.backward()
-    found = {name: parameter.grad for name, parameter in twin.named_parameters()}
-    return subject.largest_error(found, true)
+class PlansInPlace:
+    """A planner that plans where its result is asked for. Subclasses say how."""
 
-
-def topology_of(accelerator: Accelerator) -> Topology:
-    """Return the topology of the ranks of one machine."""
-    return Topology(nodes=1, ranks_per_node=accelerator.num_processes)
-
-
-class RandomPlans:
-    """A planner whose plans are random and legal, the same ones for the same seed."""
-
-    def __init__(self, topology: Topology, seed: str) -> None:
-        self.counts: Counter[str] = Counter()
-        self._topology = topology
-        self._random = random.Random(seed)
+    def __init__(self) -> None:
         self._lengths: dict[int, list[int]] = {}  # by step
 
     def submit(self, step: int, lengths: list[int], facts: StepFacts = NO_FACTS) -> None:
@@ -224,13 +252,28 @@ class RandomPlans:
         return None
 
     def result(self, step: int) -> Plan:
-        """Return a random plan of a step that was submitted."""
-        plan = subject.random_plan(self._lengths.pop(step), self._topology, self._random)
-        self.counts += subject.features(plan, self._topology)
-        return plan
+        """Return the plan of a step that was submitted."""
+        return self.plan_of(self._lengths.pop(step))
+
+    def plan_of(self, lengths: list[int]) -> Plan:
+        """Return the plan of some sequences."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Leave nothing to close."""
+
+
+class RandomPlans(PlansInPlace):
+    """A planner whose plans are random and legal, the same ones for the same seed."""
+
+    def __init__(self, ranks: int, seed: str) -> None:
+        super().__init__()
+        self._ranks = ranks
+        self._random = random.Random(seed)
+
+    def plan_of(self, lengths: list[int]) -> Plan:
+        """See `PlansInPlace.plan_of`."""
+        return random_plan(lengths, self._ranks, self._random)
 
 
 class Runner:
@@ -280,7 +323,7 @@ class Runner:
                 if hasattr(gradient, "full_tensor"):
                     gradient = gradient.full_tensor()
                 found[name] = gradient
-            largest = max(largest, subject.largest_error(found, true))
+            largest = max(largest, largest_error(found, true))
             self.model.zero_grad()
         self.engine.detach()
         return largest
@@ -301,11 +344,12 @@ class Runner:
     def step(self, wrapped: nn.Module, *, may_wait: bool) -> None:
         """Draw a step, and run it up to its gradients."""
         world_size = self.accelerator.num_processes
-        batches = subject.drawn_by(self.accelerator.process_index, world_size, self.examples)
+        own = self.examples[self.accelerator.process_index :: world_size]
+        batches = [DataCollatorForFlexSeq()(own)] if own else []
         step = self.engine.next_step(iter(batches), 1)
         assert step is not None, "the ranks have drawn documents"
 
-        is_guarded = self.precision.autocast is not None and not may_wait
+        is_guarded = self.precision.autocast and not may_wait
         with host_waits_nowhere(is_guarded and self.accelerator.device.type == "cuda"):
             for inputs in self.engine.micro_batches(step, wrapped):
                 with self.precision.forward(self.accelerator.device):
@@ -314,41 +358,3 @@ class Runner:
                 loss.backward()
                 step.add(loss.detach())
         self.engine.finish(step)
-
-
-# ---- the host must not wait
-
-
-@contextmanager
-def host_waits_nowhere(is_guarded: bool) -> Iterator[None]:
-    """Raise an error where attention makes the host wait for the device; do so if `is_guarded`."""
-    if not is_guarded:
-        yield
-        return
-    plain = attention_function._SequenceParallelAttention
-    checkpointed = attention_function._CheckpointedAttention
-    with (
-        mock.patch.multiple(plain, **_guarded_halves(plain)),
-        mock.patch.multiple(checkpointed, **_guarded_halves(checkpointed)),
-    ):
-        yield
-
-
-def _guarded_halves(node: type[torch.autograd.Function]) -> dict[str, staticmethod]:
-    """Return forward and backward of a node, each in a mode in which waiting is an error."""
-    return {
-        "forward": staticmethod(_guarded(node.forward)),
-        "backward": staticmethod(_guarded(node.backward)),
-    }
-
-
-def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        former = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return function(*args)
-        finally:
-            torch.cuda.set_sync_debug_mode(former)
-
-    return run

@@ -1,28 +1,31 @@
-"""A small Llama: FlexSeqTrainer against the stock Trainer.
+"""FlexSeqTrainer against the stock Trainer, on one GPU in bfloat16.
 
-    training    on long-tailed lengths, packed; under accelerate's FSDP2, too, each in a process
-                of its own
-    lengths     on one sequence a step, of 8,192 to 65,536 tokens
+    training    four layers of Llama-3.1-8B on long-tailed packs of about 33,000 tokens. The stock
+                Trainer packs, too, with torch's varlen attention behind transformers' interface
+                (`attend_packed`): sdpa would compute a dense mask. FlexSeqTrainer runs on the same
+                kernel, and with cuDNN for long sequences, as it is by default on Hopper
+    lengths     12 layers of 1,024 on one sequence a step, of 8,192 to 65,536 tokens; the stock
+                Trainer with sdpa, as a user without packages would
 
-Losses must agree to 1 % at every step; tokens per second and peak memory are reported.
+Losses must agree to 1 % at every step. Tokens per second, ratios and peak memory are reported.
 """
 
 import gc
-import json
-import math
+import inspect
 import random
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from transformers import (
+    AttentionInterface,
     DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
     Trainer,
     TrainerCallback,
     TrainerState,
@@ -30,211 +33,153 @@ from transformers import (
     set_seed,
 )
 
-from gpu_checks.report import (
-    SCRIPT,
-    TRAIN_PART,
-    Section,
-    Setting,
-    launch,
-    table,
-    this_script,
-    verdict,
-)
+from gpu_checks.one_rank import FOUR_LAYERS, TINY
+from gpu_checks.rates import LONG_TAIL
+from gpu_checks.report import Section, Setting, table, verdict
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.kernels.capabilities import Calls
-from hf_flexseq.kernels.flash_attn import FlashAttn
+from hf_flexseq.hf.attention import packed_rows
+from hf_flexseq.kernels import cudnn_long
 
-FSDP2 = SCRIPT.parents[1] / "recipes/accelerate_configs/fsdp2.yaml"
-HEAD_DIM = 128
 VOCAB = 8192
+PACKED = "varlen"  # torch's varlen attention, by the name that transformers knows it by
+NEVER = 1 << 60  # tokens
+WIDE = {  # of `lengths`
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 12,
+    "max_position_embeddings": 131072,
+}
+LENGTHS, QUICK_LENGTHS, SHORT_LENGTHS = (8192, 16384, 32768, 65536), (16384, 65536), (64, 128)
 
 
-class Sizes(NamedTuple):
-    """The model and the run that the trainers are compared on."""
+class Run(NamedTuple):
+    """A model, and the lengths of its sequences step by step."""
 
-    layers: int
-    hidden: int
-    longest: int
-    """Tokens of the longest sequence."""
-    batch: int
-    """Sequences per step."""
-    steps: int
-    warmup: int
+    sizes: dict[str, Any]
+    steps: list[list[int]]
+    warm_up: int
     """Steps at the start that are not timed."""
-    one_length: bool = False
-    """Whether all sequences are as long as the longest; else lengths are long-tailed."""
-
-
-TRAINERS = ("stock", "flexseq")
-FULL = Sizes(layers=12, hidden=1024, longest=8192, batch=8, steps=20, warmup=5)
-SHORT = Sizes(layers=1, hidden=128, longest=64, batch=2, steps=3, warmup=1)
-QUICK_STEPS = 10
-LENGTHS, SHORT_LENGTHS = (8192, 16384, 32768, 65536), (64, 128)  # tokens, in the part `lengths`
-STEPS, WARMUP = 6, 2  # there
 
 
 def training_section(setting: Setting) -> Section:
-    """Train in all ways, and compare the losses with those of the stock Trainer."""
-    runs = {}
-    for name in TRAINERS:
-        try:
-            runs[name] = train(name, _sizes(setting), **options_of(name, setting))
-        except (RuntimeError, ValueError, OSError) as error:
-            runs[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    runs |= {name: launch(command) for name, command in fsdp_commands(setting).items()}
-    return section_of(runs, _sizes(setting))
-
-
-def fsdp_commands(setting: Setting) -> dict[str, list[str]]:
-    """Return a command for every row under accelerate's FSDP2, which it has not on a CPU."""
+    """Train on packs with the stock Trainer and in both ways with FlexSeqTrainer."""
+    lengths, count = (LONG_TAIL, 8 if setting.quick else 16)
     if setting.rehearse:
-        return {}
-    accelerate = ["-m", "accelerate.commands.launch", f"--config_file={FSDP2}"]
-    launcher = [sys.executable, *accelerate, "--num_processes=1"]
-    commands = {}
-    for trainer in TRAINERS:
-        arguments = this_script(TRAIN_PART, setting, "--trainer", trainer)
-        commands[f"{trainer}, FSDP2"] = [*launcher, *arguments]
-    return commands
-
-
-def options_of(trainer_name: str, setting: Setting) -> dict[str, Any]:
-    """Return training arguments of a trainer: a quick run does not measure a cost model first."""
-    options: dict[str, Any] = {"use_cpu": True} if setting.rehearse else {}
-    if trainer_name == "flexseq" and setting.quick:
-        options["cost_model"] = "estimate"
-    return options
-
-
-def section_of(runs: dict[str, dict[str, Any]], sizes: Sizes) -> Section:
-    """Return a table of the runs, by name; "stock" is what the others are compared with."""
-    stock = runs["stock"]
-    rows = []
-    holds = True
-    for name, run in runs.items():
-        if "error" in run:
-            rows.append([name, f"FAILED: {run['error']}"])
-            holds = False
-            continue
-        agrees = "error" not in stock and losses_agree(run["losses"], stock["losses"])
-        holds = holds and agrees
-        losses = f"{run['losses'][0]:.4f}, {run['losses'][-1]:.4f}"
-        speed = f"{run['tokens_per_s']:,.0f}"
-        cells = [name, run["attention"], speed, f"{run['peak_gib']:.2f}", losses]
-        rows.append([*cells, verdict(agrees)])
-    columns = ["run", "attention", "tokens/s", "peak GiB", "loss, first and last", ""]
-    return Section(
-        title=f"Training on one device: {sizes.layers} layers of {sizes.hidden}, up to "
-        f"{sizes.longest} tokens",
-        lines=table(columns, rows),
-        holds=holds,
+        lengths, count = (40, 9, 4, 3), 3
+    rng = random.Random(0)
+    steps = []
+    for _ in range(count):
+        steps.append([max(2, int(n * rng.uniform(0.9, 1.0))) for n in lengths])
+    sizes = TINY if setting.rehearse else FOUR_LAYERS
+    run = Run({**sizes, "vocab_size": VOCAB}, steps, warm_up=1 if setting.rehearse else 3)
+    packed = "sdpa" if setting.rehearse else PACKED
+    ways = {
+        f"stock, {packed}": lambda: trained(False, run, packed, setting),
+        "flexseq, without cuDNN": lambda: trained(True, run, packed, setting, long=NEVER),
+        "flexseq": lambda: trained(True, run, packed, setting),
+    }
+    title = (
+        f"Training on one device: {sizes['num_hidden_layers']} layers of {sizes['hidden_size']}"
     )
-
-
-def losses_agree(a: list[float], b: list[float]) -> bool:
-    """Return whether losses, by step, differ by 1 % at most."""
-    return len(a) == len(b) and all(abs(x - y) <= 0.01 * y for x, y in zip(a, b, strict=True))
+    return compared(f"{title}, packs of about {sum(steps[-1]):,} tokens", ways)
 
 
 def lengths_section(setting: Setting) -> Section:
     """Train on one sequence a step, of every length, with both trainers in turns."""
-    short = setting.rehearse
-    lengths = SHORT_LENGTHS if short else LENGTHS
-    sizes = SHORT if short else FULL
-    rows = []
+    lengths = QUICK_LENGTHS if setting.quick else LENGTHS
+    lines: list[str] = []
     holds = True
-    for tokens in lengths:
-        alone = sizes._replace(
-            longest=tokens, batch=1, steps=STEPS, warmup=WARMUP, one_length=True
-        )
-        stock, flexseq = (train(one, alone, **options_of(one, setting)) for one in TRAINERS)
-        agrees = losses_agree(flexseq["losses"], stock["losses"])
-        holds = holds and agrees
-        ratio = flexseq["tokens_per_s"] / stock["tokens_per_s"]
-        speeds = [f"{run['tokens_per_s']:,.0f}" for run in (stock, flexseq)]
-        peaks = [f"{run['peak_gib']:.2f}" for run in (stock, flexseq)]
-        rows.append([f"{tokens:,}", *speeds, f"{ratio:.2f}x", *peaks, verdict(agrees)])
-    columns = ["tokens", f"stock, {stock['attention']}: tokens/s", "flexseq: tokens/s", "ratio"]
-    columns += ["stock: peak GiB", "flexseq: peak GiB", ""]
+    for tokens in SHORT_LENGTHS if setting.rehearse else lengths:
+        sizes = {**(TINY if setting.rehearse else WIDE), "vocab_size": VOCAB}
+        run = Run(sizes, [[tokens]] * 6, warm_up=2)
+        ways = {
+            f"{tokens:,} tokens: stock, sdpa": lambda run=run: trained(
+                False, run, "sdpa", setting
+            ),
+            f"{tokens:,} tokens: flexseq": lambda run=run: trained(True, run, "sdpa", setting),
+        }
+        section = compared("", ways)
+        lines += section.lines[2 if lines else 0 :]  # one head of the table
+        holds = holds and section.holds
     return Section(
-        title=f"One sequence a step on one device: {sizes.layers} layers of {sizes.hidden}",
-        lines=table(columns, rows),
+        title=f"One sequence a step on one device: {sizes['num_hidden_layers']} layers of "
+        f"{sizes['hidden_size']}",
+        lines=tuple(lines),
         holds=holds,
     )
 
 
-def run_training(setting: Setting, trainer_name: str) -> None:
-    """Train in one way, and print what was measured as JSON."""
-    found = train(trainer_name, _sizes(setting), **options_of(trainer_name, setting))
-    print(json.dumps(found))
+def compared(title: str, ways: dict[str, Callable[[], dict[str, Any]]]) -> Section:
+    """Train in all ways; return a table in which the first is what others are compared with."""
+    rows = []
+    holds = True
+    stock: dict[str, Any] | None = None
+    for name, train in ways.items():
+        try:
+            found = train()
+        except (RuntimeError, ValueError, OSError) as error:
+            rows.append([name, f"FAILED: {type(error).__name__}: {error}".splitlines()[0]])
+            holds = False
+            continue
+        finally:
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        if stock is None and not rows:
+            stock = found
+        agrees = stock is not None and losses_agree(found["losses"], stock["losses"])
+        holds = holds and agrees
+        ratio = f"{found['tokens_per_s'] / stock['tokens_per_s']:.2f}x" if stock else "-"
+        losses = f"{found['losses'][0]:.4f}, {found['losses'][-1]:.4f}"
+        speed = f"{found['tokens_per_s']:,.0f}"
+        rows.append([name, speed, ratio, f"{found['peak_gib']:.2f}", losses, verdict(agrees)])
+    columns = ["trainer", "tokens/s", "ratio", "peak GiB", "loss, first and last", ""]
+    return Section(title=title, lines=table(columns, rows), holds=holds)
 
 
-def _sizes(setting: Setting) -> Sizes:
-    """Return the model and the run on long-tailed lengths."""
-    if setting.rehearse:
-        return SHORT
-    return FULL._replace(steps=QUICK_STEPS) if setting.quick else FULL
+def losses_agree(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Return whether losses, by step, differ by 1 % at most."""
+    return len(a) == len(b) and all(abs(x - y) <= 0.01 * y for x, y in zip(a, b, strict=True))
 
 
-def train(trainer_name: str, sizes: Sizes, **options: Any) -> dict[str, Any]:
-    """Train with the `stock` or the `flexseq` trainer and return what was measured.
-
-    options: for the training arguments.
-    """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    packed = "flash_attention_2"
-    if FlashAttn().reason_unsupported(Calls(device, torch.bfloat16, HEAD_DIM)):
-        packed = "sdpa"
-    set_seed(0)
-    found = measured(
-        trainer_name == "flexseq",
-        small_llama(sizes, packed),
-        list(examples(sizes)),
-        DataCollatorWithFlattening(),
-        warmup=sizes.warmup,
-        per_device_train_batch_size=sizes.batch,
-        max_steps=sizes.steps,
-        **options,
-    )
-    return {"attention": "flexseq" if trainer_name == "flexseq" else packed} | found
-
-
-def measured(
-    flexseq: bool,
-    model: PreTrainedModel,
-    dataset: list[dict[str, Any]],
-    collator: Callable[..., Any],
-    *,
-    warmup: int,
-    **options: Any,
+def trained(
+    flexseq: bool, run: Run, attention: str, setting: Setting, *, long: int = cudnn_long.LONG
 ) -> dict[str, Any]:
-    """Train in bfloat16 with FlexSeqTrainer or the stock Trainer; return losses, tokens per second
-    and peak memory.
+    """Train with FlexSeqTrainer or the stock Trainer; return losses, tokens per second and peak
+    memory.
 
-    collator: of the stock Trainer. warmup: steps that are not timed. options: for the training
-    arguments.
+    attention: of the stock Trainer. long: tokens from which on FlexSeqTrainer leaves sequences to
+    cuDNN, where it can run.
     """
-    clock = Clock(warmup)
+    clock = Clock(run.warm_up)
+    set_seed(0)
+    with torch.device(setting.device):
+        model = LlamaForCausalLM(LlamaConfig(**run.sizes, attn_implementation=attention))
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    with tempfile.TemporaryDirectory() as folder:
+    own = {"cost_model": "estimate"} if flexseq else {}
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=attention == PACKED)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(cudnn_long, "LONG", long):
         args = (FlexSeqConfig if flexseq else TrainingArguments)(
             output_dir=folder,
             bf16=True,
+            use_cpu=setting.rehearse,
+            max_steps=len(run.steps),
+            per_device_train_batch_size=len(run.steps[0]),
+            train_sampling_strategy="sequential",
             logging_steps=1,
             include_num_input_tokens_seen="all",
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
-            **options,
+            **own,
         )
         trainer = (FlexSeqTrainer if flexseq else Trainer)(
             model=model,
             args=args,
-            train_dataset=dataset,
+            train_dataset=list(examples(run)),
             data_collator=DataCollatorForFlexSeq() if flexseq else collator,
             callbacks=[clock],
         )
@@ -243,38 +188,49 @@ def measured(
     return {"losses": losses} | clock.measured()
 
 
-def small_llama(sizes: Sizes, attention: str) -> LlamaForCausalLM:
-    """Return a model of these sizes with transformers' own attention of this name."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.hidden * 11 // 4,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.hidden // HEAD_DIM,
-        num_key_value_heads=max(sizes.hidden // HEAD_DIM // 4, 1),
-        max_position_embeddings=sizes.longest,
-        attn_implementation=attention,
-    )
-    return LlamaForCausalLM(config)
-
-
-def examples(sizes: Sizes) -> Iterator[dict[str, list[int]]]:
-    """Yield random sequences, enough for one pass; long-tailed lengths are log-normal as those of
-    CommonCrawl are."""
+def examples(run: Run) -> Iterator[dict[str, list[int]]]:
+    """Yield random sequences, step by step."""
     rng = random.Random(0)
-    for _ in range(sizes.batch * sizes.steps):
-        length = sizes.longest
-        if not sizes.one_length:
-            length = min(max(int(rng.lognormvariate(math.log(950), 1.75)), 2), length)
-        tokens = rng.choices(range(VOCAB), k=length)
-        yield {"input_ids": tokens, "labels": tokens}
+    for lengths in run.steps:
+        for length in lengths:
+            tokens = rng.choices(range(VOCAB), k=length)
+            yield {"input_ids": tokens, "labels": tokens}
+
+
+def attend_packed(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend over the sequences of a packed row by torch's own varlen attention.
+
+    query [1, heads, tokens, D], key and value [1, kv_heads, tokens, D] -> [1, tokens, heads, D].
+    """
+    known = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"scale": scaling} if "scale" in known else {}
+    options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:
+        options["enable_gqa"] = key.shape[1] != query.shape[1]
+    cu, most = cu_seq_lens_q.to(torch.int32), int(max_length_q)
+    out = varlen_attn(*packed_rows(query, key, value), cu, cu, most, most, **options)
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(PACKED, attend_packed)
 
 
 class Clock(TrainerCallback):
-    """A clock of the steps after the first `warmup`."""
+    """A clock of the steps after the first `warm_up`."""
 
-    def __init__(self, warmup: int) -> None:
-        self.warmup = warmup
+    def __init__(self, warm_up: int) -> None:
+        self.warm_up = warm_up
         self.marks: list[tuple[float, int]] = []  # seconds and tokens so far, after each step
 
     def on_step_end(
@@ -287,7 +243,7 @@ class Clock(TrainerCallback):
 
     def measured(self) -> dict[str, float]:
         """Return tokens per second, and the peak memory in GiB."""
-        start, tokens_before = self.marks[self.warmup - 1]
+        start, tokens_before = self.marks[self.warm_up - 1]
         stop, tokens = self.marks[-1]
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
         return {"tokens_per_s": (tokens - tokens_before) / (stop - start), "peak_gib": peak}

@@ -26,16 +26,18 @@ def dense_attention(
     scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(_hidden(len(q), reach, blocks), -torch.inf)
+    scores = scores.masked_fill(_hidden(len(q), reach, blocks, q.device), -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), dim=2)
     shares = scores.softmax(-1)[:, :, : len(k)]
     return torch.einsum("hqk,khd->qhd", shares, v)
 
 
-def _hidden(length: int, reach: Reach, blocks: Sequence[tuple[int, int]]) -> torch.Tensor:
+def _hidden(
+    length: int, reach: Reach, blocks: Sequence[tuple[int, int]], device: torch.device
+) -> torch.Tensor:
     """Where a query may not look: bool [length, length]."""
-    positions = torch.arange(length)
+    positions = torch.arange(length, device=device)
     ago = positions[:, None] - positions
     hidden = ago < 0
     for start, stop in blocks:

@@ -6,11 +6,9 @@ import torch
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan.shard import make_shard
+from tests.device import DEVICE, own_kernel
 from tests.plans import one_group
-
-CPU = torch.device("cpu")
 
 
 def nodes_of(world_size, per_node=2):
@@ -27,8 +25,8 @@ def context_of(
     if strategy == "local":
         ranks = [communicator.rank]
     shard = make_shard(one_group(ranks, len(lengths), strategy), lengths, communicator.rank)
-    kernel = kernel or choose_kernel(CPU, dtype, head_dim)
-    return SequenceContext(shard, communicator, kernel, CPU, passes=passes)
+    kernel = kernel or own_kernel(dtype, head_dim)
+    return SequenceContext(shard, communicator, kernel, DEVICE, passes=passes)
 
 
 @functools.cache
@@ -38,7 +36,7 @@ def qkv_and_dout(seed, tokens, heads, kv_heads, size=8, value_size=None):
     value_size = value_size or size
     shapes = [(heads, size), (kv_heads, size), (kv_heads, value_size), (heads, value_size)]
     options = {"generator": generator, "dtype": torch.float64}
-    return [torch.randn(tokens, *shape, **options) for shape in shapes]
+    return [torch.randn(tokens, *shape, **options).to(DEVICE) for shape in shapes]
 
 
 def own_rows(by_sequence, shard):

@@ -8,7 +8,7 @@ import pytest
 
 from hf_flexseq.program.compile import BACKWARD, FORWARD
 from hf_flexseq.program.instructions import LayerShape
-from tests.program.compiled import moved_bytes, programs_of_group
+from tests.program.rank_programs import moved_bytes, programs_of_group
 
 HEAD_DIM, CHUNK = 128, 16
 CASES = {  # (heads, key and value heads, tokens of the sequences for one rank)

@@ -12,7 +12,7 @@ import torch
 from hf_flexseq.attention import sequence_parallel_attention
 from hf_flexseq.base.topology import Topology
 from tests.attention.group import context_of
-from tests.published.zeppelin.always import Always
+from tests.published.zeppelin.gainful_passes import Always
 from tests.ranks import be_silent, give_up, join, run_ranks
 
 pytestmark = pytest.mark.processes

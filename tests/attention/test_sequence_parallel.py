@@ -16,6 +16,7 @@ from hf_flexseq.program import ring_steps
 from tests.attention import group
 from tests.attention.dense import dense_attention
 from tests.attention.group import context_of, nodes_of, own_rows, qkv_and_dout
+from tests.device import DEVICE
 from tests.kernels import cudnn
 from tests.ranks import join, run_ranks, run_threads
 
@@ -48,7 +49,8 @@ def options_of(kind, heads):
     reach, has_sinks, softcap, _ = KINDS[kind]
     sinks = None
     if has_sinks:
-        sinks = torch.linspace(-1.0, 2.0, heads, dtype=torch.float64).requires_grad_()
+        sinks = torch.linspace(-1.0, 2.0, heads, dtype=torch.float64, device=DEVICE)
+        sinks.requires_grad_()
     scale = None if kind == "full" else SCALE
     return {"reach": reach, "sinks": sinks, "softcap": softcap, "scale": scale}
 
@@ -130,6 +132,7 @@ def assert_exact(by_rank):
     assert {case: error for case, error in errors.items() if not error <= 1e-12} == {}
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
@@ -152,6 +155,7 @@ def test_every_strategy_is_exact_on_processes():
     assert_exact(run_ranks(run_cases, 4, 2, SHARED, FULL_CASES, seconds=100))
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 3), (2, 3), (2, 4)])
 def test_hybrid_is_exact_on_wider_nodes(nodes, per_node):
     ranks = nodes * per_node
@@ -176,7 +180,7 @@ def test_long_sequences_in_calls_of_their_own_are_exact(long, monkeypatch):
     """Windows, chunks shorter than a sequence and softcaps stay in the other kernel's call."""
     kernel = cudnn.Split()
     monkeypatch.setattr(cudnn_long, "LONG", long)
-    monkeypatch.setattr(group, "choose_kernel", lambda *given: kernel)
+    monkeypatch.setattr(group, "own_kernel", lambda *given: kernel)
     left = []
     forward = cudnn_long.forward
     monkeypatch.setattr(cudnn_long, "forward", lambda call: left.append(call) or forward(call))

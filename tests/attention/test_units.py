@@ -9,13 +9,13 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.base.registry import STRATEGIES
-from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.plan.units import Node, Unit
 from tests.attention.dense import dense_attention
-from tests.attention.group import CPU, largest_error, nodes_of, own_rows, qkv_and_dout
+from tests.attention.group import largest_error, nodes_of, own_rows, qkv_and_dout
 from tests.attention.test_sequence_parallel import KINDS, SIZE, gradient_of, options_of
+from tests.device import DEVICE, own_kernel
 from tests.ranks import join, run_ranks, run_threads
 
 SHARED = [name for name in STRATEGIES if name != "local"]
@@ -118,8 +118,8 @@ def run_case(rank, world_size, strategies, cases):
             micro_batch, lengths = group_of(names, ranks, strategy)
             shard = make_shard(micro_batch, lengths, rank)
             value_size = KINDS[kind][3]
-            kernel = choose_kernel(CPU, torch.float64, max(SIZE, value_size))
-            seq_ctx = SequenceContext(shard, communicator, kernel, CPU)
+            kernel = own_kernel(torch.float64, max(SIZE, value_size))
+            seq_ctx = SequenceContext(shard, communicator, kernel, DEVICE)
             *qkv, dout = own_rows(given(names, value_size), shard)
             qkv = [x.requires_grad_() for x in qkv]
             options = options_of(kind, HEADS[0])
@@ -158,10 +158,12 @@ ONE_BY_ONE = [("full", (name,)) for name in TREES]
 CASES = [*ONE_BY_ONE, *((kind, ALL) for kind in KINDS)]
 
 
+@pytest.mark.on_device
 def test_units_are_exact_on_one_rank():
     assert_exact(run_threads(run_case, 1, ["local"], CASES), alone=True)
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize(
     "world_size",
     [pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.slow)],

@@ -3,7 +3,7 @@
 import pytest
 
 from hf_flexseq.cli import main
-from tests.cli.refused import failed
+from tests.cli.refusal_output import failed
 
 
 @pytest.fixture

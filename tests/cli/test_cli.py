@@ -15,7 +15,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cli import compare as comparing
 from hf_flexseq.cli import main
 from hf_flexseq.cost import CostModel, lockstep_ns
-from hf_flexseq.cost.online import ALL_TERMS, Correction
+from hf_flexseq.cost.correction import ALL_TERMS, Correction
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.options import PlanOptions

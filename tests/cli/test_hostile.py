@@ -8,7 +8,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cli import main
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.planner import make_plan
-from tests.cli.refused import failed
+from tests.cli.refusal_output import failed
 
 MACHINE = "--topology 2x4 --cost-model llama-3.1-8b-h200"
 

@@ -14,7 +14,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cli import main
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import Group, MicroBatch, Plan
-from hf_flexseq.plan.files import PlannedStep
+from hf_flexseq.plan.files import RecordedStep
 from hf_flexseq.plan.pipeline import parse
 from hf_flexseq.planner import make_plan
 from hf_flexseq.view import report
@@ -193,7 +193,7 @@ def test_totals_of_a_run_by_hand():
         )  # fmt: skip
         seconds = None if measured is None else (measured,)
         return step_row(
-            [PlannedStep(number=number, plan=made, measured_s=seconds, waited_s=waited)]
+            [RecordedStep(number=number, plan=made, measured_s=seconds, waited_s=waited)]
         )
 
     rows = [ran(0, 60, 4.0, 0.3), ran(1, 40, 1.0, 0.2), ran(2, 40, None, 1.0)]
@@ -262,7 +262,7 @@ def test_a_plan_that_was_not_run_is_drawn(plan, made, tmp_path):
 
 
 def planned_rows(plan, count):
-    return [step_row([PlannedStep(number=n, plan=plan, measured_s=None)]) for n in range(count)]
+    return [step_row([RecordedStep(number=n, plan=plan, measured_s=None)]) for n in range(count)]
 
 
 def test_a_long_run_is_drawn_by_means(plan):

@@ -148,7 +148,7 @@ AVERAGE = "self._tr_loss / (1 + self.state.global_step - self._globalstep_last_l
         ),
         (AllToAllEP.__call__, ["_dispatch_tokens(", "experts_forward(", "_combine_tokens("]),
         (AllToAllEP._combine_tokens, ["all_to_all_single_autograd("]),
-        # hf/sharded_at_load.py sets the one, hf/part_of_model.py replaces the other
+        # hf/sharded_checkpoints.py sets the one, hf/part_of_model.py replaces the other
         (Trainer.__init__, ["not args.save_only_model", "callback_handler.on_init_end("]),
         (Trainer._save_checkpoint, ["if not self.args.save_only_model:", "_save_optimizer_and"]),
         # hf/weights.py reads in another way than this, and into a model on the same meshes
@@ -177,7 +177,7 @@ def test_names_that_are_read():
 
 
 def test_experts_can_be_put_over_ranks():
-    # hf/weights.py, hf/model/divided.py; older versions do not dispatch tokens
+    # hf/weights.py, hf/model/sharding_kind.py; older versions do not dispatch tokens
     pytest.importorskip("transformers.distributed.expert_parallel")
     names = {field.name for field in fields(DistributedConfig)}
     assert {"ep_size", "ep_plan", "ep_implementation"} <= names

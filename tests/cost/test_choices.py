@@ -8,7 +8,7 @@ import pytest
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, lockstep_ns, step_ns
 from hf_flexseq.cost.activations import Activations, LayerBytes
-from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.choices import choices_of, most_tokens, token_bytes, with_choice
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import LLAMA_8B, PRESETS

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.choices import choices_of, most_tokens
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.peak import LEAST_FACTOR, MOST_FACTOR, Peak, peak_share, with_measured_peak

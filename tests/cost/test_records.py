@@ -6,7 +6,7 @@ import pytest
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.experts import ExpertLayers
 from hf_flexseq.cost.kernels import WITH_CUDNN

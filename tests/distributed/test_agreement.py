@@ -2,18 +2,18 @@
 
 import pytest
 
-from hf_flexseq.distributed.agreement import CAUSE_CHARACTERS, Attempt
+from hf_flexseq.distributed.agreement import CAUSE_CHARACTERS, ErrorCapture
 from tests.ranks import join, run_threads
 
 
 def attempts(rank, world_size, errors):
     """What a rank raises whose attempt ends in the error under its number, if there is one."""
     cpu_group = join().cpu_group
-    with Attempt() as trying:
+    with ErrorCapture() as trying:
         if rank in errors:
             raise errors[rank]
     try:
-        trying.raise_together(cpu_group.gather_values, "trying it")
+        trying.raise_on_all_ranks(cpu_group.gather_values, "trying it")
     except (ValueError, RuntimeError) as error:
         return type(error), str(error), error.__cause__
     return None
@@ -58,5 +58,5 @@ def test_ranks_that_failed_alike_raise_their_own_errors():
 
 
 def test_an_interrupt_goes_on_at_once():
-    with pytest.raises(KeyboardInterrupt), Attempt():
+    with pytest.raises(KeyboardInterrupt), ErrorCapture():
         raise KeyboardInterrupt

@@ -12,7 +12,7 @@ from hf_flexseq.distributed import process_groups
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.distributed.gloo import GlooTransport
-from hf_flexseq.distributed.lone import LoneTransport
+from hf_flexseq.distributed.lone_rank import LoneTransport
 from hf_flexseq.distributed.nccl import NcclTransport
 from tests.distributed.stub import StubDistributed, StubJob
 from tests.ranks import run_ranks

@@ -5,7 +5,7 @@ import pytest
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed import hosts
 from hf_flexseq.distributed.hosts import last_error, topology_of
-from hf_flexseq.distributed.lone import LoneTransport
+from hf_flexseq.distributed.lone_rank import LoneTransport
 
 
 class Answers:

@@ -23,8 +23,8 @@ from hf_flexseq.program.instructions import LayerShape
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from hf_flexseq.published.zeppelin.routes import routed_posts
 from tests.plans import one_group, random_plan
-from tests.program.compiled import TRANSFERS, messages_of, programs_of
-from tests.published.zeppelin.always import Always
+from tests.program.rank_programs import TRANSFERS, messages_of, programs_of
+from tests.published.zeppelin.gainful_passes import Always
 
 # ---- the functions, against the numbers of the table
 

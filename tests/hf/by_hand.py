@@ -15,18 +15,17 @@ from hf_flexseq.hf.model.facts import attention_shape
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import attach_recurrent
-from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.program.hybrid import Reordered
 from hf_flexseq.program.ulysses import UlyssesZone
-from hf_flexseq.steps.drawn import common_dtypes, source_row
 from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
+from hf_flexseq.steps.source_row import common_dtypes, source_row
 from hf_flexseq.steps.token_columns import with_token_columns
+from tests.device import DEVICE, own_kernel
 from tests.hf.tiny import relative_errors, taken_gradients
 from tests.ranks import join, run_threads
 
-CPU = torch.device("cpu")
 TWO_NODES = Topology(nodes=2, ranks_per_node=2)
 
 
@@ -52,7 +51,7 @@ def run_plan(model, plan, examples, communicator, *, passes=None):
     for inputs in planned_inputs(model, plan, examples, communicator, passes=passes):
         own = model(**inputs, use_cache=False, num_items_in_batch=targets).loss
         own.backward()
-        loss += own.detach()
+        loss += own.detach().cpu()
         contexts.append(inputs["seq_ctx"])
     communicator.cpu_group.all_reduce(loss)
     return float(loss), summed_gradients(model, communicator), contexts
@@ -71,14 +70,14 @@ def planned_inputs(model, plan, examples, communicator, *, passes=None, lockstep
 
     # 2. the context of each micro-batch
     shape = attention_shape(model.config.get_text_config())
-    kernel = choose_kernel(CPU, torch.float64, shape.head_dim)
+    kernel = own_kernel(torch.float64, shape.head_dim)
 
     def make_context(shard, memory):
-        return SequenceContext(shard, communicator, kernel, CPU, memory=memory, passes=passes)
+        return SequenceContext(shard, communicator, kernel, DEVICE, memory=memory, passes=passes)
 
     for index in indices_to_run(layout.shards, lockstep=lockstep):
         with_memory = partial(make_context, memory=plan.micro_batches[index].memory)
-        yield inputs_of(layout.shards[index], columns[index], CPU, with_memory)
+        yield inputs_of(layout.shards[index], columns[index], DEVICE, with_memory)
 
 
 def worst_error(make, topology, plans, examples, wanted, attached=lambda model: None):
@@ -91,7 +90,7 @@ def worst_error(make, topology, plans, examples, wanted, attached=lambda model: 
 
     def errors(rank, world_size):
         communicator = join(topology)
-        model = make()
+        model = make().to(DEVICE)
         base = getattr(model, "get_base_model", lambda: model)()
         recurrent = attach(base)
         attached(base)
@@ -131,7 +130,7 @@ def summed_gradients(model, communicator):
     """Gradients by parameter name, added up over ranks; the model has none afterwards."""
     gradients = taken_gradients(model)
     for gradient in gradients.values():
-        communicator.cpu_group.all_reduce(gradient)
+        communicator.all_reduce(gradient)
     return gradients
 
 

@@ -159,7 +159,7 @@ class FailsNow:
 @pytest.mark.processes
 def test_an_attach_that_fails_leaves_model_and_accelerator_as_they_were():
     cases = [
-        ("whole", "hf_flexseq.hf.attached.refuse_noise"),
+        ("whole", "hf_flexseq.hf.attachments.refuse_noise"),
         ("stages", "hf_flexseq.hf.pipeline.executor.PipelineExecutor"),
     ]
     assert on_two_ranks(after_a_failure, *cases) == [True, True]

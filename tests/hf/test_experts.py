@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from hf_flexseq import FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.base import versions
-from hf_flexseq.cost.analytic import PARAMETER_BYTES
+from hf_flexseq.cost.analytic_model import PARAMETER_BYTES
 from hf_flexseq.distributed.reduction import local
 from hf_flexseq.hf.model import experts
 from hf_flexseq.hf.model.checks import check_model

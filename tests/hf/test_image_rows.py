@@ -5,11 +5,11 @@ import torch
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.vision import VisionModel
-from hf_flexseq.steps.calls import Call, in_first_row, joined
+from hf_flexseq.steps.calls import ModelCall, in_first_row, joined
 from hf_flexseq.steps.collator import IMAGES, LENGTHS
-from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.image_rows import images_of_rows, parts_of_rows
 from hf_flexseq.steps.images import IMAGE_ROWS, NO_ROW, image_columns
+from hf_flexseq.steps.source_row import SourceRow
 from tests.hf.tiny import refused
 from tests.hf.vision import VIDEO, tiny_vision_model
 
@@ -36,7 +36,7 @@ def test_patches_go_to_the_rows_whose_tokens_stand_for_them():
 def seconds_of_rows(*seconds):
     """What rows with 1, 0 and 2 videos get of these seconds."""
     grids = torch.tensor([[2, 2, 2], [1, 2, 4], [1, 2, 2]])
-    call = Call(
+    call = ModelCall(
         torch.tensor([[IMAGE, IMAGE, 1], [1, 1, 1], [IMAGE, IMAGE, IMAGE]]),
         None,
         None,
@@ -116,7 +116,7 @@ def call_with(**given):
     images = with_grids((2, 2), (2, 4))
     labels = IDS.masked_fill(IDS == IMAGE, IGNORE_INDEX)
     batch = {"input_ids": IDS, "attention_mask": MASK, "labels": labels, **images, **given}
-    return Call.read(batch, of_tokens=True)
+    return ModelCall.read(batch, of_tokens=True)
 
 
 def divided(call):
@@ -126,7 +126,7 @@ def divided(call):
 def test_a_call_carries_images_and_types_into_the_row():
     types = (IDS == IMAGE).long()
     call = call_with(mm_token_type_ids=types)
-    row = joined([call, Call(IDS, MASK, None)], divided)
+    row = joined([call, ModelCall(IDS, MASK, None)], divided)
     assert row["mm_token_type_ids"].tolist() == [[0, 1, 0, 1, 1, 0] + [0] * 6]
     assert row[LENGTHS] == [3] * 4
     assert [len(own.get("pixel_values", ())) for own in row[IMAGES]] == [4, 8, 0, 0]
@@ -135,7 +135,7 @@ def test_a_call_carries_images_and_types_into_the_row():
 def test_calls_with_other_images_or_types_are_others():
     call = call_with()
     assert call.same_as(call_with())
-    assert not call.same_as(Call(call.ids, call.mask, None))
+    assert not call.same_as(ModelCall(call.ids, call.mask, None))
     assert not call.same_as(call_with(pixel_values=torch.ones(12, 1)))
     assert not call.same_as(call_with(mm_token_type_ids=torch.zeros_like(IDS)))
 

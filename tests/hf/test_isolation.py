@@ -14,10 +14,12 @@ from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.pipeline import Chunk
 from hf_flexseq.plan.shard import Slice, make_shard
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
-from tests.hf.by_hand import CPU, ways_between_nodes
+from tests.hf.by_hand import ways_between_nodes
 from tests.hf.tiny import VOCAB, tiny_llama
-from tests.published.zeppelin.always import Always
+from tests.published.zeppelin.gainful_passes import Always
 from tests.ranks import join, run_threads
+
+CPU = torch.device("cpu")
 
 LENGTHS = [9, 14, 5, 1, 11]
 CHANGED = 2

@@ -6,7 +6,6 @@ import transformers
 
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.hf.model.facts import attention_shape
-from hf_flexseq.hf.model.images import reader_of_text
 from hf_flexseq.hf.model.layer_kinds import (
     UnknownLayers,
     attention_layers,
@@ -14,7 +13,8 @@ from hf_flexseq.hf.model.layer_kinds import (
     layer_reach,
     reach_counts,
 )
-from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.hf.model.text_reader import reader_of_text
+from hf_flexseq.steps.source_row import SourceRow
 from tests.hf.tiny import refused
 
 

@@ -11,9 +11,9 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 
-from hf_flexseq.hf.attached import ModelSettings
-from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.hf.attachments import ModelSettings
 from hf_flexseq.steps.embedding_noise import KEYS, SIZES, NoiseColumns, TokenNoise
+from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.token_words import TokenWords
 from tests.hf import objectives
 from tests.hf.objectives import Case

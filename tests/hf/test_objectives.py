@@ -18,7 +18,7 @@ from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older
 from hf_flexseq.hf.losses import _ON_SAMPLES
 from hf_flexseq.hf.objectives.reference import adapter_off, adapter_state
 from hf_flexseq.hf.objectives.trainers import _OF_TRAINERS
-from hf_flexseq.steps.calls import Call
+from hf_flexseq.steps.calls import ModelCall
 from tests.budget import others_nightly
 from tests.hf.objectives import (
     BOUNDS,
@@ -161,12 +161,12 @@ def padded_call(**given):
 )
 def test_a_row_that_is_no_sequence_is_refused(mask, what):
     with refused(f"{what}.* with padding around it", ValueError):
-        Call(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor(mask), None)
+        ModelCall(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor(mask), None)
 
 
 def test_padding_on_either_side_is_no_part_of_a_row():
     ids = torch.tensor([[0, 5, 6, 7], [8, 9, 0, 0]])
-    call = Call(ids, torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]), ids)
+    call = ModelCall(ids, torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]), ids)
     assert call.lengths == [3, 2]
     assert call.in_row(call.ids).tolist() == [5, 6, 7, 8, 9]
     # a sequence's last token predicts nothing, also where padding follows
@@ -177,7 +177,7 @@ def test_padding_on_either_side_is_no_part_of_a_row():
 @pytest.mark.parametrize("name", ["output_hidden_states", "cache_position", "inputs_embeds"])
 def test_arguments_that_change_results_are_refused_by_name(name):
     with refused(f"calls the model with {name}"):
-        Call.read(padded_call(**{name: torch.ones(1)}), of_tokens=True)
+        ModelCall.read(padded_call(**{name: torch.ones(1)}), of_tokens=True)
 
 
 def asking(asks):

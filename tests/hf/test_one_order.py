@@ -37,7 +37,7 @@ from tests.hf.tiny import documents, reference_gradients, refused, relative_erro
 from tests.matching import Launches
 from tests.plans import ends_apart, group, plan_of_groups, random_plan
 from tests.process_group import needs_new_names, run_threads_with_groups
-from tests.published.zeppelin.always import Always
+from tests.published.zeppelin.gainful_passes import Always
 from tests.ranks import join, run_cases
 
 pytestmark = needs_new_names

@@ -24,7 +24,7 @@ from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.trial import try_model
 from hf_flexseq.pipeline.reduction import reduce_gradients
-from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS, with_token_columns
 from tests.hf import test_reach
 from tests.hf.by_hand import run_plan

@@ -25,7 +25,7 @@ from hf_flexseq.hf.prove.documents import (
 )
 from hf_flexseq.hf.prove.subject import with_router_loss
 from hf_flexseq.hf.prove.trained import call_alone, step_alone
-from hf_flexseq.steps.differences import Step, difference, planted_faults
+from hf_flexseq.steps.differences import StepOutcome, difference, planted_faults
 from hf_flexseq.steps.images import UnsupportedImages
 from tests.budget import others_nightly
 from tests.ranks import run_ranks
@@ -65,7 +65,7 @@ def mean_of_means(llama, rows):
         name: sum(step.gradients[name] for step in steps) / len(steps)
         for name in steps[0].gradients
     }
-    return Step(sum(step.loss for step in steps) / len(steps), gradients)
+    return StepOutcome(sum(step.loss for step in steps) / len(steps), gradients)
 
 
 def boundary_lost(labels, ids):

@@ -17,6 +17,7 @@ from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.base.versions import is_older
 from tests.budget import examples, others_nightly
+from tests.device import DEVICE
 from tests.hf import hybrids
 from tests.hf.by_hand import TWO_NODES, worst_error
 from tests.hf.hybrids import HYBRIDS, make_hybrid
@@ -214,11 +215,12 @@ def plans_across(lengths, seed):
 def check_family(make, lengths, plans, topology=TWO_NODES):
     """Compare with one process under each plan, and return the gradients of that process. make:
     returns the model."""
-    wanted = reference_gradients(make(), documents(lengths), attention="eager")
+    wanted = reference_gradients(make().to(DEVICE), documents(lengths), attention="eager")
     assert worst_error(make, topology, plans, documents(lengths), wanted) < 1e-10, topology
     return wanted[1]
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("family", others_nightly(FAMILIES, tried=TRIED[: examples(len(TRIED))]))
 def test_a_family_is_exact(family, stays_in_float64):
     check_family(partial(make_model, family), LENGTHS, plans_across(LENGTHS, family))
@@ -231,6 +233,7 @@ TRIED_HYBRIDS = ("Qwen3Next", "KimiLinear", "Bamba without attention", "Zamba2",
 TOPOLOGIES = (*(Topology(nodes=1, ranks_per_node=ranks) for ranks in (2, 3, 4)), TWO_NODES)
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize(
     "family", others_nightly(HYBRIDS, tried=TRIED_HYBRIDS[: examples(len(TRIED_HYBRIDS))])
 )

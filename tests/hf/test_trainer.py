@@ -18,7 +18,7 @@ from hf_flexseq import (
     FlexSeqTrainer,
 )
 from tests import budget
-from tests.hf.ordered import ordered_gloo
+from tests.hf.ordered_gloo import ordered_gloo
 from tests.hf.tiny import documents, noting_figures, tiny_llama, weights
 from tests.ranks import run_cases, run_ranks
 

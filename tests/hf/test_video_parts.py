@@ -14,7 +14,7 @@ from hf_flexseq.hf.model.feature_trial import try_features
 from hf_flexseq.hf.model.frame_trial import has_independent_frames
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.plan.images import IMAGE, VIDEO
-from hf_flexseq.steps.drawn import source_row
+from hf_flexseq.steps.source_row import source_row
 from tests.budget import others_nightly
 from tests.hf.vision import IMAGES, tiny_vision_model, vision_examples
 from tests.hf.vision_families import FAMILIES

@@ -16,8 +16,8 @@ from hf_flexseq.cost.tower import TowerCost, TowerShape
 from hf_flexseq.hf.calibration.source import CostSource
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.model_images import ModelImages
-from hf_flexseq.steps.drawn import source_row
 from hf_flexseq.steps.figure_passes import figures_of
+from hf_flexseq.steps.source_row import source_row
 from tests.costs import simple_cost
 from tests.hf.test_reach import keep_float64
 from tests.hf.tiny import RandomPlanEngine, relative_errors
@@ -208,7 +208,7 @@ def test_the_tower_is_not_kept_whole_beside_its_shards():
 def test_only_a_frozen_tower_that_no_other_rank_has_a_part_of_is_run_ahead(reason):
     """The gathers of a sharded one would be launched beside the step's."""
     ran = []
-    images = SimpleNamespace(encode_ahead=lambda tower, beside, timing: ran.append(tower))
+    images = SimpleNamespace(encode_ahead=lambda tower, encoder, timing: ran.append(tower))
     clock = SimpleNamespace(timing=lambda index: nullcontext())
     step = SimpleNamespace(images=images, indices=[0], stopwatch=clock)
     tower = SimpleNamespace(is_trained=reason == "is_trained", draws_noise=reason == "draws_noise")
@@ -216,7 +216,7 @@ def test_only_a_frozen_tower_that_no_other_rank_has_a_part_of_is_run_ahead(reaso
     model = SimpleNamespace(
         vision=tower,
         _is_sharded=reason == "_is_sharded",
-        _beside=None,
+        _early_encoder=None,
         _setup=SimpleNamespace(accelerator=accelerator),
     )
     ModelImages.encode_ahead(model, step)

@@ -15,7 +15,7 @@ from hf_flexseq.plan import Plan
 from hf_flexseq.plan.blocks import SEE_BLOCKS
 from hf_flexseq.plan.facts import NO_FACTS
 from hf_flexseq.plan.memory import MemoryChoice
-from hf_flexseq.planner.shared import SharedRows
+from hf_flexseq.planner.shared_rows import SharedRows
 from tests.plans import random_plan
 
 VOCAB = 61
@@ -106,11 +106,14 @@ def reference_loss(model, examples):
     total, targets = 0.0, 0
     for example in examples:
         logits = (
-            model(input_ids=torch.tensor([example["input_ids"]]), use_cache=False)
+            model(
+                input_ids=torch.tensor([example["input_ids"]], device=model.device),
+                use_cache=False,
+            )
             .logits[0]
             .double()
         )
-        labels = torch.tensor([*example["labels"][1:], -100])
+        labels = logits.new_tensor([*example["labels"][1:], -100], dtype=torch.int64)
         total = total + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
         targets += int((labels != -100).sum())
     return total / targets

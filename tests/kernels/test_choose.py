@@ -12,7 +12,7 @@ import torch
 from torch.nn import attention
 
 from hf_flexseq.kernels import KernelCall, choose, flash_attn, flash_attn3, kinds
-from hf_flexseq.kernels.capabilities import Calls
+from hf_flexseq.kernels.capabilities import CallKind
 from hf_flexseq.kernels.choose import capabilities, choose_fused, choose_kernel, explain
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.kinds import LayerCalls, choose_kernels
@@ -84,7 +84,7 @@ def gpu(monkeypatch):
 
 def chosen(device, dtype, head_dim, **needs):
     """The name of the kernel, None where all are refused; and all that is said."""
-    said = "; ".join(explain(Calls(device, dtype, head_dim, **needs)))
+    said = "; ".join(explain(CallKind(device, dtype, head_dim, **needs)))
     try:
         return choose_kernel(device, dtype, head_dim, **needs).name, said
     except ValueError as error:
@@ -143,13 +143,13 @@ def test_a_gpu_gets_the_first_kernel_that_serves_and_hears_of_the_others(
 ):
     gpu(**machine)
     asked = {"dtype": BF16, "head_dim": 128} | asked
-    assert [line.partition(":")[0] for line in explain(Calls(CUDA, **asked))] == [
+    assert [line.partition(":")[0] for line in explain(CallKind(CUDA, **asked))] == [
         FLASH3,
         FLASH2,
         TORCH,
     ]
     name, said = chosen(CUDA, **asked)
-    assert said.endswith("; ".join(explain(Calls(CUDA, **asked))))
+    assert said.endswith("; ".join(explain(CallKind(CUDA, **asked))))
     assert name == choice
     assert re.search(words, said), said
 
@@ -190,7 +190,7 @@ def test_torch_without_flash_attention_and_torch_without_a_registry(gpu, monkeyp
 def test_the_package_of_flash_attention_4_is_named_where_it_is_installed(gpu, monkeypatch):
     gpu()
     monkeypatch.setattr(choose.metadata, "version", {"flash-attn-4": "4.0.0"}.__getitem__)
-    *_, said = explain(Calls(CUDA, BF16, 128))
+    *_, said = explain(CallKind(CUDA, BF16, 128))
     assert said.startswith("flash-attn-4: not used, for the releases of FlashAttention-4 differ")
 
 
@@ -286,14 +286,14 @@ def test_kernels_whose_gradients_differ_in_dtype_do_not_go_together(monkeypatch)
 def test_capabilities_of_the_kernels_that_fit(gpu):
     gpu(flash3="")
     half = "bfloat16, float16; head size a multiple of 8 up to 256; compute capability"
-    assert capabilities(Calls(CUDA, BF16, 128)) == [
+    assert capabilities(CallKind(CUDA, BF16, 128)) == [
         f"flash_attn3: {half} 9.0 to 9.x; lse -inf without keys; gradients in the inputs' dtype; "
         "sliding windows; softcap",
         f"torch_varlen: {half} 8.0 or newer; lse -inf without keys (mended from +inf); "
         "gradients in the inputs' dtype; sliding windows; no softcap",
     ]
-    assert capabilities(Calls(CUDA, torch.float32, 128)) == []
-    assert capabilities(Calls(CPU, torch.float32, 128)) == [
+    assert capabilities(CallKind(CUDA, torch.float32, 128)) == []
+    assert capabilities(CallKind(CPU, torch.float32, 128)) == [
         "cpu_flash: float32, float64, bfloat16, float16; head size any number; lse -inf without "
         "keys; 16-bit inputs get float32 gradients; sliding windows; softcap"
     ]

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_flexseq.attention import bound, uploads
+from hf_flexseq.attention import bound_programs, uploads
 from hf_flexseq.attention.replay import Replay
 from hf_flexseq.kernels import segments
-from hf_flexseq.kernels.fused import TorchFused
+from hf_flexseq.kernels.fused_operations import TorchFused
 from hf_flexseq.kernels.scans import grid
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.steps import inputs, nonfinite, stopwatch
-from hf_flexseq.steps.ahead import Ahead, BesideStep
+from hf_flexseq.steps.early_encoding import EarlyEncoder, EarlyFeatures
 from hf_flexseq.steps.features import StepImages
 from tests.late_device import changes, lanes, scenarios
 
@@ -82,7 +82,7 @@ def in_programs(owner, attribute, change, **options):
 
 def freed_too_early():
     def plant(patch):
-        wrapped(bound.BoundProgram, "__init__", changes.free_what_is_sent)(patch)
+        wrapped(bound_programs.BoundProgram, "__init__", changes.free_what_is_sent)(patch)
         wrapped(lanes.Late, "ended", changes.forget_what_is_sent)(patch)
 
     return [Fault(f"a program of {name}", layers(name), plant) for name in STRATEGIES]
@@ -191,7 +191,7 @@ def in_store(name, change):
 
 def in_ahead(owner, name, change):
     """A fault in images that are encoded ahead."""
-    place = f"steps/ahead.py, {owner.__name__}.{name}"
+    place = f"steps/early_encoding.py, {owner.__name__}.{name}"
     return [Fault(place, scenarios.run_ahead, wrapped(owner, name, change))]
 
 
@@ -243,7 +243,7 @@ KINDS = {
         "missing wait",
     ),
     "wait too late": (
-        in_programs(bound.BoundProgram, "__init__", changes.wait_later),
+        in_programs(bound_programs.BoundProgram, "__init__", changes.wait_later),
         "missing wait|NaN",
     ),
     "sent tensor changed early": (in_sent_tensors(), "missing wait"),
@@ -259,19 +259,19 @@ KINDS = {
         freed_too_early()
         + in_store("put", changes.free_what_leaves)
         + in_store("_collect", changes.arriving_is_forgotten)[1:]
-        + in_ahead(Ahead, "take", changes.taken_and_freed),
+        + in_ahead(EarlyFeatures, "take", changes.taken_and_freed),
         "early reuse",
     ),
     "side stream that waits for nothing": (
         in_fused(changes.on_a_side_stream(before=False, after=True))
         + in_store("_copy", changes.copy_at_once)
-        + in_ahead(BesideStep, "encode", changes.without_a_wait_for_weights)
+        + in_ahead(EarlyEncoder, "encode", changes.without_a_wait_for_weights)
         + in_features(before=False, after=True),
         "missing wait|early reuse",
     ),
     "side stream that nobody waits for": (
         in_fused(changes.on_a_side_stream(before=True, after=False))
-        + in_ahead(Ahead, "take", changes.taken_without_a_wait)
+        + in_ahead(EarlyFeatures, "take", changes.taken_without_a_wait)
         + in_features(before=True, after=False),
         "missing wait",
     ),

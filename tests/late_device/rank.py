@@ -21,7 +21,7 @@ from accelerate import Accelerator  # noqa: E402
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer  # noqa: E402
 from hf_flexseq.kernels import choose  # noqa: E402
-from hf_flexseq.kernels.fused import TorchFused  # noqa: E402
+from hf_flexseq.kernels.fused_operations import TorchFused  # noqa: E402
 from tests.hf.tiny import documents, tiny_llama  # noqa: E402
 from tests.hf.vision import tiny_vision_model, vision_examples  # noqa: E402
 from tests.hf.vision_runs import VIDEOS  # noqa: E402

@@ -16,7 +16,7 @@ from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.steps.ahead import BesideStep, weights_of
+from hf_flexseq.steps.early_encoding import EarlyEncoder, weights_of
 from hf_flexseq.steps.features import StepImages
 from hf_flexseq.steps.images import Image
 from hf_flexseq.steps.inputs import inputs_of
@@ -177,7 +177,7 @@ def run_store_with_other_work(layers=4):
 def run_ahead(steps=4):
     """Images that a frozen tower encodes beside the end of the step before; its weights change
     once, in the middle."""
-    beside = BesideStep(CUDA)
+    encoder = EarlyEncoder(CUDA)
     tower = torch.nn.Parameter(torch.ones(8, 8, device=CUDA), requires_grad=False)
 
     def encode():
@@ -188,7 +188,7 @@ def run_ahead(steps=4):
         if step == steps // 2:
             with torch.no_grad():
                 tower.mul_(2)
-        ahead = beside.encode(encode, weights_of([tower]), contextlib.nullcontext())
+        ahead = encoder.encode(encode, weights_of([tower]), contextlib.nullcontext())
         total.mul_(2)  # the end of the step before
         # an error, also one that the device finds, is left to the step
         rows = (encode() if ahead is None else ahead.take()) * 2

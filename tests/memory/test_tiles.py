@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.memory.tiles import TokenWise, in_tiles
-from tests.pipeline.live import LiveBytes
+from tests.pipeline.live_bytes import LiveBytes
 
 HIDDEN, WIDE, TOKENS = 8, 12, 17
 

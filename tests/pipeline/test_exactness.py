@@ -15,12 +15,12 @@ from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
-from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.executor import PipelineExecutor, _ChunkRun
 from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.pipeline.ulysses import Sharing
 from tests.budget import others_nightly
+from tests.device import DEVICE, own_kernel
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.matching import Launches
 from tests.pipeline.plans import random_pipeline_plan
@@ -47,7 +47,7 @@ def columns_of(plan, examples):
     """Each chunk's tensors, as every stage gets them."""
 
     def column(chunk, make):
-        return torch.tensor([[x for part in chunk.slices for x in make(part)]])
+        return torch.tensor([[x for part in chunk.slices for x in make(part)]], device=DEVICE)
 
     shifted = [[*e["labels"][1:], -100] for e in examples]
     return [
@@ -74,7 +74,7 @@ def make_executor(model, stages, degree, communicator, virtual=1):
     neighbours = Neighbours(communicator, pipelines, ring=virtual > 1)
     ranks = tuple(range(index * degree, (index + 1) * degree))
     sharing = Sharing(communicator, ranks, place) if degree > 1 else None
-    return PipelineExecutor(stage, neighbours, CpuFlash(), sharing=sharing)
+    return PipelineExecutor(stage, neighbours, own_kernel(torch.float64, 9), sharing=sharing)
 
 
 # ---- a step, and its errors
@@ -130,7 +130,7 @@ def model_and_gradients(layers, tied, uneven_heads=False):
     heads = {}
     if uneven_heads:
         heads = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3}
-    model = tiny_llama(num_hidden_layers=layers, tie_word_embeddings=tied, **heads)
+    model = tiny_llama(num_hidden_layers=layers, tie_word_embeddings=tied, **heads).to(DEVICE)
     return model, *reference_gradients(copy.deepcopy(model), documents(LENGTHS))
 
 
@@ -157,6 +157,7 @@ def errors_by_case(rank, world_size, degree, virtual):
 ON_PROCESSES = [pytest.mark.processes, pytest.mark.nightly]
 
 
+@pytest.mark.on_device
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "world_size", "degree", "virtual"),
@@ -189,7 +190,7 @@ RING = (2, 4)  # ranks, and stages of each
 def steps(rank, world_size, virtual, plans):
     """Steps of random plans. Where a send waits for a receive that is posted only when it is
     needed, two ranks of four stages each hang."""
-    model = tiny_llama(num_hidden_layers=8, hidden_size=16, intermediate_size=16)
+    model = tiny_llama(num_hidden_layers=8, hidden_size=16, intermediate_size=16).to(DEVICE)
     executor = make_executor(model, world_size, 1, join(), virtual)
     for seed in range(plans):
         rng = random.Random(seed)
@@ -201,6 +202,7 @@ def steps(rank, world_size, virtual, plans):
     return plans
 
 
+@pytest.mark.on_device
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launches",

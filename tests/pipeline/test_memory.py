@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.cost.walk import timed
@@ -20,7 +20,7 @@ from hf_flexseq.pipeline.cost import pipeline_cost
 from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
 from tests.budget import others_nightly
 from tests.hf.tiny import documents, tiny_llama
-from tests.pipeline.live import LiveBytes
+from tests.pipeline.live_bytes import LiveBytes
 from tests.pipeline.test_exactness import columns_of, make_executor
 from tests.ranks import run_ranks
 

@@ -23,7 +23,7 @@ from hf_flexseq.plan.files import read_steps
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.process.client import InlinePlanner
 from tests.budget import others_nightly
-from tests.hf.test_reentrant import without_reentrant
+from tests.hf.test_reentrant_checkpointing import without_reentrant
 from tests.hf.test_trainer import (
     dataset,
     float64_loss,

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.pipeline.weights import WeightGradients
-from tests.pipeline.live import LiveBytes
+from tests.pipeline.live_bytes import LiveBytes
 
 
 def layer():

@@ -9,7 +9,7 @@ import pytest
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan.options import PlanOptions
-from hf_flexseq.planner.bound import bound_ns
+from hf_flexseq.planner.lower_bound import bound_ns
 from hf_flexseq.planner.make import loosest_task, make_plan
 from tests.budget import examples
 from tests.planner.exact import least_lockstep_ns

@@ -15,7 +15,7 @@ from hf_flexseq.base.registry import PLANNERS
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import step_ns
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.published.aligned import aligned_degrees
+from hf_flexseq.published.aligned_groups import aligned_degrees
 from tests.budget import examples, for_seeds
 from tests.costs import rings
 from tests.plans import planned

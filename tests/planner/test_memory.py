@@ -10,7 +10,7 @@ import pytest
 from hf_flexseq.base.registry import PLANNERS
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, step_ns
-from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.choices import choices_of, most_tokens, with_choice
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import LLAMA_8B

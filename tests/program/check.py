@@ -15,8 +15,8 @@ random plans, and groups of 32 ranks; tests/attention runs them.
 from collections import deque
 from typing import NamedTuple
 
-from tests.program.compiled import TRANSFERS, messages_of
 from tests.program.memory import VIEWS, places_of
+from tests.program.rank_programs import TRANSFERS, messages_of
 
 # Operations that write to some of the values that they read: how many of them, the first ones.
 WRITES = {

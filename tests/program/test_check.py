@@ -12,7 +12,7 @@ from hf_flexseq.program.instructions import LayerShape, RowShape
 from tests.budget import examples, for_seeds
 from tests.plans import random_blocks, random_plan
 from tests.program.check import ProgramError, check
-from tests.program.compiled import moved_bytes, programs_of, programs_of_group
+from tests.program.rank_programs import moved_bytes, programs_of, programs_of_group
 
 SHAPE = LayerShape(query_heads=6, kv_heads=2, head_dim=8, dtype="bfloat16")
 STRATEGIES = ["zigzag", "balanced", "ulysses", "hybrid"]

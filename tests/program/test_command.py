@@ -13,9 +13,9 @@ from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.planner.pipeline import make_pipeline_plan
 from hf_flexseq.program.__main__ import main
 from hf_flexseq.program.instructions import LayerShape, RowShape
-from tests.cli.refused import failed
+from tests.cli.refusal_output import failed
 from tests.plans import group, plan_of_groups
-from tests.program.compiled import OF_ATTENTION, OF_ROWS, programs_of
+from tests.program.rank_programs import OF_ATTENTION, OF_ROWS, programs_of
 
 LLAMA = LayerShape(query_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
 SMALL = LayerShape(query_heads=6, kv_heads=2, head_dim=8, dtype="float64")

@@ -8,7 +8,7 @@ from hf_flexseq.plan.shard import group_slices
 from hf_flexseq.program.compile import BACKWARD, FORWARD
 from hf_flexseq.program.instructions import LayerShape
 from tests.plans import one_group
-from tests.program.compiled import moved_bytes, programs_of_group
+from tests.program.rank_programs import moved_bytes, programs_of_group
 
 HALO_STRATEGIES = ("zigzag", "balanced")
 LAYER = LayerShape(4, 2, 16, "bfloat16")

@@ -7,7 +7,7 @@ import pytest
 from hf_flexseq.program.compile import FORWARD
 from hf_flexseq.program.heads import call_heads, head_pieces
 from hf_flexseq.program.instructions import LayerShape
-from tests.program.compiled import programs_of_group
+from tests.program.rank_programs import programs_of_group
 
 HEADS = [(4, 4), (8, 2), (8, 8), (12, 4), (7, 7), (6, 1), (3, 3), (32, 8)]
 

@@ -6,8 +6,8 @@ The figures are those that torch's allocator was measured to need.
 import pytest
 
 from hf_flexseq.program.instructions import LayerShape
-from tests.program.compiled import programs_of_group
 from tests.program.memory import nbytes, places_of
+from tests.program.rank_programs import programs_of_group
 
 SHAPE = LayerShape(query_heads=32, kv_heads=8, head_dim=64, dtype="bfloat16")
 TOKENS = 4096  # of a rank: steps of rings are long enough, and are not joined

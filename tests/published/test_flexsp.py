@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.planner.task import PlanTask
-from hf_flexseq.published.aligned import aligned_degrees, fit_together, rank_ranges
+from hf_flexseq.published.aligned_groups import aligned_degrees, fit_together, rank_ranges
 from hf_flexseq.published.blaster import blast
 from hf_flexseq.published.flexsp.buckets import bucketed
 from hf_flexseq.published.flexsp.milp import GroupingTask, slowest_ns, solve

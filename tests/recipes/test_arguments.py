@@ -22,7 +22,7 @@ from arguments import (
 from dpo import FlexSeqDPOConfig
 from grpo import FlexSeqGRPOConfig
 from hf_flexseq import FlexSeqConfig
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from mistakes import errors_in_a_line, refusals_in_a_line
 from tests.ranks import join, run_cases
 from vision_model import VisionModelArguments
@@ -218,11 +218,11 @@ def said(rank, world_size, refused_on, is_bug, together):
     os.environ["LOCAL_RANK"] = str(rank)
     try:
         with redirect_stderr(written), suppress(SystemExit), refusals_in_a_line():
-            with Attempt() if together else nullcontext() as attempt:
+            with ErrorCapture() if together else nullcontext() as attempt:
                 if rank in refused_on:
                     int("x") if is_bug else FlexSeqConfig(**REFUSED[together])
             if together:
-                attempt.raise_together(join().cpu_group.gather_values, "collating")
+                attempt.raise_on_all_ranks(join().cpu_group.gather_values, "collating")
     except ValueError:
         return "a traceback"
     return written.getvalue()

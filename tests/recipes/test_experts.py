@@ -8,7 +8,7 @@ from transformers.distributed import DistributedConfig
 from arguments import parse
 from hf_flexseq import FlexSeqConfig
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import MODELS
 from hf_flexseq.planner import make_plan

@@ -1,5 +1,6 @@
 """What recipes do around their training: where a run starts, what it prints, and how it ends."""
 
+import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -83,12 +84,30 @@ def test_processes_that_do_not_see_each_other_are_refused(monkeypatch):
 
 def test_the_cpu_is_used_where_there_is_nothing_better(monkeypatch):
     monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     for kind, options in ((None, {"use_cpu": True}), ("mps", {"use_cpu": True}), ("cuda", {})):
         device = kind and SimpleNamespace(type=kind)
         monkeypatch.setattr(
             "torch.accelerator.current_accelerator", lambda check_available, found=device: found
         )
         assert launch.device_defaults() == options
+
+
+@pytest.mark.parametrize("name", launch.ALLOCATOR_VARIABLES)
+def test_segments_expand_on_a_gpu_unless_the_environment_says_otherwise(monkeypatch, capsys, name):
+    for variable in launch.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(launch, "on_cpu", lambda: False)
+    with monkeypatch.context() as own:
+        own.setenv(name, "backend:native")
+        launch.device_defaults()
+        assert os.environ[name] == "backend:native"
+        assert not capsys.readouterr().out
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # so that the test's end restores it
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    launch.device_defaults()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "expandable_segments:True" in capsys.readouterr().out
 
 
 # ---- references

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost.analytic import analytic_cost_model
+from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import MODELS, load_cost_model
 from tests.budget import others_nightly

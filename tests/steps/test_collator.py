@@ -10,7 +10,7 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from hf_flexseq import DataCollatorForFlexSeq
-from hf_flexseq.steps.calls import Call
+from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.collator import PaddedCollator
 
 THREE = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
@@ -134,7 +134,7 @@ def test_a_padded_batch_keeps_the_sequences_of_packed_examples():
     batch = PaddedCollator(DataCollatorForFlexSeq())([numbered, THREE])
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 0, 0, 0]]
     assert batch["labels"][0].tolist() == [-100, 2, 3, -100, 5, -100]
-    call = Call.read({**batch, "cu_seq_lens_q": None}, of_tokens=True)
+    call = ModelCall.read({**batch, "cu_seq_lens_q": None}, of_tokens=True)
     assert call.lengths == [3, 2, 1, 3]
     assert call.in_row(call.targets)[:6].tolist() == [2, 3, -100, 5, -100, -100]
     for wrong in (
@@ -142,9 +142,9 @@ def test_a_padded_batch_keeps_the_sequences_of_packed_examples():
         [[0, 1, 2, 3, 4, 5], [1, 2, 3, 0, 0, 0]],
     ):
         with pytest.raises(ValueError, match="position_ids .* do not count the tokens"):
-            Call.read({**batch, "position_ids": torch.tensor(wrong)}, of_tokens=True)
+            ModelCall.read({**batch, "position_ids": torch.tensor(wrong)}, of_tokens=True)
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q and without position_ids"):
-        Call.read({**packed, "cu_seq_lens_q": [0, 3, 6]}, of_tokens=True)
+        ModelCall.read({**packed, "cu_seq_lens_q": [0, 3, 6]}, of_tokens=True)
 
 
 def test_a_padded_batch_has_the_images_of_all_examples():

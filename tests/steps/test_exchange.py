@@ -8,11 +8,11 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.exchange import RowExchange
+from hf_flexseq.steps.source_row import SourceRow
 from tests.budget import for_seeds
 from tests.plans import random_plan
-from tests.published.zeppelin.always import Always
+from tests.published.zeppelin.gainful_passes import Always
 from tests.ranks import host_exchanges, join, run_threads
 
 DTYPES = {

@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 
 from hf_flexseq.base.versions import TESTED
 from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
-from hf_flexseq.steps.ahead import BesideStep, first_values, weights_of
+from hf_flexseq.steps.early_encoding import EarlyEncoder, first_values, weights_of
 from hf_flexseq.steps.feature_form import FeatureForm
 from hf_flexseq.steps.features import StepImages
 from hf_flexseq.steps.images import Image, UnsupportedImages
@@ -192,7 +192,7 @@ def encoded_ahead(rank, world_size, change):
         yield
         timed.append(tower.runs)
 
-    step.encode_ahead(tower, BesideStep(torch.device("cpu")), timing())
+    step.encode_ahead(tower, EarlyEncoder(torch.device("cpu")), timing())
     with torch.no_grad(), step.of_other_weights():
         step.begin(last=0)
         of_other = step.of_micro_batch(0, other)
@@ -201,7 +201,7 @@ def encoded_ahead(rank, world_size, change):
     assert (timed, tower.runs, other.runs) == ([1], 1, 1)
 
     again = step_of_one_image([torch.arange(TOKENS)])
-    again.encode_ahead(tower, BesideStep(torch.device("cpu")), timing())
+    again.encode_ahead(tower, EarlyEncoder(torch.device("cpu")), timing())
     change(tower)
     again.begin(last=0)
     return of_other, features, again.of_micro_batch(0, tower), tower.runs
@@ -226,7 +226,7 @@ def test_an_error_ahead_of_a_step_is_that_of_its_forward(error):
     def encode():
         raise error
 
-    beside = BesideStep(torch.device("cpu"))
+    beside = EarlyEncoder(torch.device("cpu"))
     assert beside.encode(encode, (), nullcontext()) is None
     assert beside.encode(lambda: torch.ones(2), (), nullcontext()).take().tolist() == [1, 1]
 

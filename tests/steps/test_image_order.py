@@ -13,7 +13,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.process_groups import as_tuples
 from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.steps.ahead import BesideStep, first_values, weights_of
+from hf_flexseq.steps.early_encoding import EarlyEncoder, first_values, weights_of
 from hf_flexseq.steps.features import StepImages
 from hf_flexseq.steps.images import Image, row_starts
 from hf_flexseq.steps.inputs import indices_to_run
@@ -195,7 +195,7 @@ def ahead_on_one_rank(rank, world_size):
     step.begin(0)
     before = host_exchanges(communicator)
     if rank == 0:
-        step.encode_ahead(tower, BesideStep(CPU), nullcontext())
+        step.encode_ahead(tower, EarlyEncoder(CPU), nullcontext())
     exchanges = host_exchanges(communicator) - before
     return step.of_micro_batch(0, tower), exchanges, step.runs
 

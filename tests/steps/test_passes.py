@@ -20,16 +20,18 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan.layout import PlanLayout
-from hf_flexseq.steps.drawn import DrawnStep, PlannedStep
 from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.figure_passes import FigurePasses
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
-from tests.hf.by_hand import CPU, TWO_NODES, drawn_row, summed_gradients
+from hf_flexseq.steps.source_row import DrawnStep, PlannedStep
+from tests.hf.by_hand import TWO_NODES, drawn_row, summed_gradients
 from tests.hf.test_exactness import whole
 from tests.hf.tiny import RandomPlanEngine, documents, relative_errors, taken_gradients, tiny_llama
 from tests.plans import group, plan_of_groups, random_plan
 from tests.ranks import join, run_cases, run_threads
+
+CPU = torch.device("cpu")
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 40, 11]
 EXAMPLES = documents(LENGTHS)

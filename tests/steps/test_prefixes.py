@@ -8,7 +8,6 @@ import torch
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.plan.units import Node
-from hf_flexseq.steps.drawn import SourceRow
 from hf_flexseq.steps.known_columns import shifted
 from hf_flexseq.steps.prefixes import (
     RowTokens,
@@ -18,6 +17,7 @@ from hf_flexseq.steps.prefixes import (
     marks_of,
     units_of,
 )
+from hf_flexseq.steps.source_row import SourceRow
 from tests.ranks import join, run_threads
 
 NONE = IGNORE_INDEX

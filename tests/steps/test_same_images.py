@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_flexseq.steps.all_drawn import AllDrawn, in_one_list
 from hf_flexseq.steps.digests import digest_of, mark_of
+from hf_flexseq.steps.gathered_rows import GatheredRows, in_one_list
 from hf_flexseq.steps.images import Image, RowImages
 from hf_flexseq.steps.same_images import distinct_images
 from tests.ranks import host_exchanges, join, run_threads
@@ -34,7 +34,7 @@ def found_by(rank, world_size, by_rank):
     own = RowImages(images=tuple(by_rank[rank]), placeholders={"image": 9})
     counts = [1] * len(own.images)
     numbers = [0, 0, 0, 0, *in_one_list((counts, counts, own.numbers, [], []))]
-    everyone = AllDrawn.of(communicator.cpu_group.gather_ints(numbers))
+    everyone = GatheredRows.of(communicator.cpu_group.gather_ints(numbers))
     before = host_exchanges(communicator)
     found = distinct_images(
         own.images,

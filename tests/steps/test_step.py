@@ -11,9 +11,9 @@ from torch import nn
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.steps.drawn import DrawnStep, PlannedStep, SourceRow
 from hf_flexseq.steps.inputs import inputs_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.source_row import DrawnStep, PlannedStep, SourceRow
 from hf_flexseq.steps.training_mode import in_training_mode
 from tests.plans import one_group, random_plan
 from tests.ranks import join, run_threads

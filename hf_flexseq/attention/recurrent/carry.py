@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-Key = tuple[Hashable, int]  # (layer and call in it, sequence)
+CarryKey = tuple[Hashable, int]  # (layer and call in it, sequence)
 
 
 class WrongOrder(RuntimeError):
@@ -47,7 +47,7 @@ class StateCarry:
     __slots__ = ("sequences",)
 
     def __init__(self) -> None:
-        self.sequences: dict[Key, _Sequence] = {}
+        self.sequences: dict[CarryKey, _Sequence] = {}
 
     def bytes(self) -> int:
         """Return the memory of all that is carried."""
@@ -95,7 +95,7 @@ class Carrying(NamedTuple):
     """True if the call is in a checkpointed region."""
 
     @property
-    def _key(self) -> Key:
+    def _key(self) -> CarryKey:
         return (self.layer, self.part.sequence)
 
     def given(self) -> torch.Tensor | None:
@@ -151,6 +151,6 @@ class Carrying(NamedTuple):
             del self.carry.sequences[self._key]
 
 
-def _name(key: Key) -> str:
+def _name(key: CarryKey) -> str:
     layer, sequence = key
     return f"sequence {sequence} in layer {layer}"

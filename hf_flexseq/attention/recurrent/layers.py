@@ -21,7 +21,7 @@ from hf_flexseq.attention.recurrent.scan import run_scan
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.kernels.scans import Tensors, fla, gated_delta, kimi, mamba2
 from hf_flexseq.kernels.scans.choose import FLA, GATED_DELTA, KIMI_DELTA, MAMBA2, choose_scan
-from hf_flexseq.kernels.scans.chunked import ChunkedScan
+from hf_flexseq.kernels.scans.chunked_scan import ChunkedScan
 
 ChunkInputs = Callable[..., Tensors]
 # by kind: what a chunk does to a state, and the kernels of flash-linear-attention

@@ -37,7 +37,7 @@ from hf_flexseq.attention.recurrent.rows import RecurrentContext, exchange
 from hf_flexseq.attention.remat import Kept, Region, kept_region
 from hf_flexseq.kernels.scans import Scan, Tensors, apply_transition, apply_transposed
 from hf_flexseq.program.compile import SUMMARIES_AFTER, SUMMARIES_BEFORE
-from hf_flexseq.program.instructions import Rows
+from hf_flexseq.program.instructions import RowsSpec
 from hf_flexseq.program.summaries import Link, Neighbours, Stage
 
 
@@ -180,7 +180,7 @@ class _Run(NamedTuple):
             rows[:, :columns].view(-1, *transitions.shape[1:]),
         )
 
-    def _chosen(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def _chosen(self, x: torch.Tensor, rows: RowsSpec) -> torch.Tensor:
         """Return some rows of x, [t, ...] -> [n, ...]: a view where they stand together."""
         if rows.start is not None:
             return x[rows.start : rows.start + rows.tokens]

@@ -1,5 +1,5 @@
 """The estimate of a model on its devices. It is computed from the sizes of both
-(`cost/analytic.py`), but for the bytes of a token, which are counted (`layer_trial.py`)."""
+(`cost/analytic_model.py`), but for the bytes of a token, which are counted (`layer_trial.py`)."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.analytic import PARAMETER_BYTES, analytic_cost_model
+from hf_flexseq.cost.analytic_model import PARAMETER_BYTES, analytic_cost_model
 from hf_flexseq.hf.calibration.layer_trial import count_bytes
 from hf_flexseq.hf.model.facts import ModelFacts, model_facts
 from hf_flexseq.hf.model.loss import has_chunkable_loss

@@ -21,9 +21,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.divided import has_sharded_modules
 from hf_flexseq.hf.model.meta_model import meta_model
-from hf_flexseq.hf.model.quantized import StandIn, is_quantized
+from hf_flexseq.hf.model.quantized_layers import StandIn, is_quantized
+from hf_flexseq.hf.model.sharding_kind import has_sharded_modules
 
 CPU = torch.device("cpu")
 """Device that fake tensors say they are on: autocast knows it, and kernels are not asked for."""

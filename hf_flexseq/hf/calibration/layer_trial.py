@@ -33,16 +33,16 @@ from hf_flexseq.cost.activations import Activations, LayerBytes
 from hf_flexseq.cost.layer_bytes import with_uneven_experts
 from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.lone import LoneTransport
-from hf_flexseq.hf.attached import on_micro_batches
+from hf_flexseq.distributed.lone_rank import LoneTransport
+from hf_flexseq.hf.attachments import on_micro_batches
 from hf_flexseq.hf.calibration.fake_model import CPU, class_copy, own_copy, without_complaints
-from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.equal_models import text_of
 from hf_flexseq.hf.model.layer_memory import decoder_of, reason_not_told
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.meta_model import FAULTS
 from hf_flexseq.hf.model.mlp_trial import holds_experts
 from hf_flexseq.hf.model.positions import needed_columns
+from hf_flexseq.hf.model.sharding_kind import unsharded_class
 from hf_flexseq.hf.tiles import find_mlps
 from hf_flexseq.memory.layer_watch import LayerWatch, SeenLayer
 from hf_flexseq.memory.live_bytes import LiveBytes, StandInKernel, stand_in_sum

@@ -3,7 +3,7 @@
     1. the preset or file named by `cost_model=`
     2. the checkpoint that the run resumes from, for the same model on the same devices
     3. the estimate (`choose.py`). With "auto" it is corrected: as an earlier run of the same model
-       on the same devices has found (`cache.py`), or by the steps of this run (`learning.py`)
+       on the same devices has found (`cache.py`), or by the steps of this run (`learned_cost.py`)
 
 Plans depend on the cost model, and what steps teach varies: a resumed run that learned again would
 run other plans, with another summation order. If the checkpoint's cost model cannot be used, one
@@ -24,11 +24,11 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.cost.sharding import replicated
 from hf_flexseq.cost.tower import TowerCost
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.calibration.cache import cache_path, keep, load_cached
 from hf_flexseq.hf.calibration.choose import CostSubject, RunWide
-from hf_flexseq.steps.learning import LearnedCost, Version, versions_of
+from hf_flexseq.steps.learned_cost import LearnedCost, Version, versions_of
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +105,10 @@ def named_cost(asked: str, communicator: Communicator) -> CostModel | None:
     if asked in MADE_FOR_THE_MODEL:
         return None
     record = None
-    with Attempt() as loading:
+    with ErrorCapture() as loading:
         if communicator.rank == 0:
             record = load_cost_model(asked).to_record()
-    loading.raise_together(communicator.cpu_group.gather_values, "loading the cost model")
+    loading.raise_on_all_ranks(communicator.cpu_group.gather_values, "loading the cost model")
     return CostModel.from_record(communicator.cpu_group.broadcast_value(record))
 
 

@@ -26,10 +26,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.hf.model.calls import number_of
-from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.layer_kinds import layers_of
+from hf_flexseq.hf.model.sharding_kind import unsharded_class
 from hf_flexseq.hf.model.trial import try_model
-from hf_flexseq.steps.around import around_forward
+from hf_flexseq.steps.forward_hooks import around_forward
 from hf_flexseq.steps.users_code import is_known, package
 
 # Packages whose functions may stand around the forward of a library's attention: they run it.

@@ -30,8 +30,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.divided import distributed_config, expert_group_size
 from hf_flexseq.hf.model.facts import EXPERT_GROUP, expert_counts
+from hf_flexseq.hf.model.sharding_kind import distributed_config, expert_group_size
 
 _SAME_EXPERTS = "efsdp"  # transformers' name of a dimension of meshes
 ADAPTED = "base_layer"  # PEFT's name of what an adapter is around

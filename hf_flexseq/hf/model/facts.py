@@ -5,7 +5,7 @@ autocast_dtype, compute_dtype    the arithmetic that accelerate is set up for
 is_checkpointed                  whether layers are recomputed
 ModelFacts                       all of them that the cost of training depends on
 
-How a model is divided between ranks is in `divided.py`.
+How a model is divided between ranks is in `sharding_kind.py`.
 """
 
 import math
@@ -29,13 +29,6 @@ from hf_flexseq.base.layers import Reach, RecurrentShape
 from hf_flexseq.base.versions import is_sharded_at_load
 from hf_flexseq.cost.shapes import ExpertShape, HeadShape, ModelShape
 from hf_flexseq.distributed.reduction import local
-from hf_flexseq.hf.model.divided import (
-    distributed_config,
-    expert_group_size,
-    replicas,
-    unsharded_class,
-    zero_stage,
-)
 from hf_flexseq.hf.model.layer_kinds import (
     Layer,
     LayerKind,
@@ -43,6 +36,13 @@ from hf_flexseq.hf.model.layer_kinds import (
     layer_kinds,
     layers_of,
     reach_counts,
+)
+from hf_flexseq.hf.model.sharding_kind import (
+    distributed_config,
+    expert_group_size,
+    replicas,
+    unsharded_class,
+    zero_stage,
 )
 from hf_flexseq.hf.model.towers import tower_parameters, tower_shape, trained_parts
 from hf_flexseq.kernels.kinds import LayerCalls

@@ -183,7 +183,7 @@ class LayerMemory:
             assert self.reason_without_choices is None, "a plan chooses for layers that cannot"
         if choices.uses_host and self.store is None:
             self.store = self._make_store()
-        call = _Call(choices, context, self.store)
+        call = _DecoderCall(choices, context, self.store)
         self._undo = partial(_restore, [(layer, _own(layer)) for layer in self.layers])
         for number, layer in enumerate(self.layers):
             options = _options_of(layer)
@@ -205,7 +205,7 @@ class LayerMemory:
             undo()
 
 
-class _Call:
+class _DecoderCall:
     """One call of a decoder under a choice."""
 
     def __init__(

@@ -24,8 +24,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 
-from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.mlp_trial import holds_experts
+from hf_flexseq.hf.model.sharding_kind import unsharded_class
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,9 @@ def liger_kernels(model: PreTrainedModel, options: Mapping[str, Any]) -> Iterato
         logger.warning(
             "use_liger_kernel=True: Liger has no kernels for %s, which stays as it is", name
         )
-    elif holds_experts(model):
-        logger.info("use_liger_kernel=True: experts and MLPs of %s stay as they are", name)
+    else:
+        kept = "; its experts and MLPs stay as they are" if holds_experts(model) else ""
+        logger.info("use_liger_kernel=True: Liger's kernels are in %s%s", name, kept)
     lasting = []
     for change in changed:
         if isinstance(change.own, type):

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed
 
-from hf_flexseq.hf.model.divided import unsharded_class
+from hf_flexseq.hf.model.sharding_kind import unsharded_class
 
 TOKENS = 53
 """Length of the row that a meta model runs on: a prime unlike any size of features."""

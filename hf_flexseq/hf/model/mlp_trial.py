@@ -25,9 +25,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.equal_models import once_for_equal_models
 from hf_flexseq.hf.model.meta_model import FAULTS, TOKENS, without_sharding
+from hf_flexseq.hf.model.sharding_kind import unsharded_class
 from hf_flexseq.hf.model.small import plain_options, small_config
 
 _PIECE = slice(20, 33)  # of the tokens

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_flexseq.steps.around import around_forward
 from hf_flexseq.steps.embedding_noise import TokenNoise
+from hf_flexseq.steps.forward_hooks import around_forward
 
 
 class EmbeddingNoise:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.hf.model.loss import ChunkedLoss
 
 Loss = Callable[..., torch.Tensor]
@@ -39,7 +39,7 @@ def check_own_loss(model: Any) -> None:
     if own is None:
         return
     name = f"{type(model).__name__}: its loss_function {getattr(own, '__name__', own)}"
-    with Attempt() as trying, torch.random.fork_rng(devices=[]):
+    with ErrorCapture() as trying, torch.random.fork_rng(devices=[]):
         whole, parts = _tried(own, model)
     if trying.error is not None:
         raise NotImplementedError(

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.hf.model.trial import Count
-from hf_flexseq.steps.around import around_forward
+from hf_flexseq.steps.forward_hooks import around_forward
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 from hf_flexseq.steps.users_code import is_known
 

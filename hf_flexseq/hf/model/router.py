@@ -38,12 +38,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.head_trial import ROUTER_LOSS, try_head
+from hf_flexseq.hf.model.sharding_kind import unsharded_class
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.steps.drawn import Columns
 from hf_flexseq.steps.inputs import Inputs, without_labels
 from hf_flexseq.steps.micro_batches import AddUp
+from hf_flexseq.steps.source_row import Columns
 
 COUNTS = "router_counts"
 """C, [experts] in float64."""

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.cost.tower import TowerShape
-from hf_flexseq.hf.model.images import placeholders_of
 from hf_flexseq.hf.model.noise import has_noise_of_its_own, noisy_option
+from hf_flexseq.hf.model.text_reader import placeholders_of
 
 # Names of sizes in configurations of vision models, and a usual tower where they have none.
 _SIZES: dict[str, tuple[tuple[str, ...], int]] = {

@@ -35,7 +35,6 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.hf.model.calls import Asked, UnsupportedAttention, number_of, read_call
-from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.equal_models import once_for_equal_models
 from hf_flexseq.hf.model.liger import without_liger
 from hf_flexseq.hf.model.meta_model import FAULTS, TOKENS, copy_users_modules, meta_model
@@ -46,6 +45,7 @@ from hf_flexseq.hf.model.recurrent import (
     attach_recurrent,
     mixers,
 )
+from hf_flexseq.hf.model.sharding_kind import unsharded_class
 from hf_flexseq.steps.images import TYPES
 
 logger = logging.getLogger(__name__)

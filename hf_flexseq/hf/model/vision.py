@@ -31,8 +31,8 @@ from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.hf.model.feature_trial import FEATURES, try_features
 from hf_flexseq.hf.model.frame_trial import VideoParts
 from hf_flexseq.hf.model.image_masks import MasksOfImages
-from hf_flexseq.hf.model.images import placeholders_of
 from hf_flexseq.hf.model.meta_model import FAULTS
+from hf_flexseq.hf.model.text_reader import placeholders_of
 from hf_flexseq.hf.model.towers import (
     adapters_of_towers,
     patch_size,
@@ -40,13 +40,13 @@ from hf_flexseq.hf.model.towers import (
     towers_draw_noise,
 )
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.steps.ahead import Weights, first_values, weights_of
-from hf_flexseq.steps.calls import Call
-from hf_flexseq.steps.drawn import SourceRow
+from hf_flexseq.steps.calls import ModelCall
+from hf_flexseq.steps.early_encoding import Weights, first_values, weights_of
 from hf_flexseq.steps.feature_form import FeatureForm, fits
 from hf_flexseq.steps.image_parts import batches_of, grid_of, images_in
 from hf_flexseq.steps.image_rows import KINDS, NUMBERS, images_of_rows
 from hf_flexseq.steps.images import TYPES, Image, RowImages, UnsupportedImages
+from hf_flexseq.steps.source_row import SourceRow
 
 _POSITIONS = "get_rope_index"  # the method of models whose positions have several axes
 
@@ -239,7 +239,7 @@ class VisionModel:
             ) from error
         return len(positions), positions.dtype
 
-    def of_rows(self, call: Call) -> list[dict[str, torch.Tensor]]:
+    def of_rows(self, call: ModelCall) -> list[dict[str, torch.Tensor]]:
         """Return the tensors of each row of a padded batch. Raises ValueError where it is not
         known which images belong to which row."""
         modalities = self._modalities.values()

@@ -16,5 +16,5 @@ code runs unchanged, once per batch, with its own collectives and metrics.
     outputs.py      what such a call returns to a loss of the user's own
 
 A call itself is a padded batch (`steps/calls.py`), and is answered instead of the model
-(`steps/answering.py`).
+(`steps/call_answers.py`).
 """

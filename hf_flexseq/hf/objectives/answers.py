@@ -21,11 +21,11 @@ from hf_flexseq.hf.losses import has_own_loss
 from hf_flexseq.hf.objectives.heads import BATCHES, Head
 from hf_flexseq.hf.objectives.reference import adapter_state
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.steps.answering import answered_by
-from hf_flexseq.steps.calls import Call
-from hf_flexseq.steps.drawn import Columns
+from hf_flexseq.steps.call_answers import answered_by
+from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.figure_passes import figures_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.source_row import Columns
 
 POLICY = "policy"
 REFERENCE = "reference"
@@ -36,7 +36,7 @@ class _Result:
     """Known result of a call."""
 
     role: str
-    call: Call
+    call: ModelCall
     figures: Columns
     """Figures of the call's tokens, each [tokens, ...] on the model's device."""
 
@@ -68,14 +68,14 @@ class Answers:
     # ---- what is known
 
     def run(
-        self, step: RankMicroBatches, model: nn.Module, role: str, calls: Sequence[Call]
+        self, step: RankMicroBatches, model: nn.Module, role: str, calls: Sequence[ModelCall]
     ) -> None:
         """Run a model forward, and note its results for the calls. Collective over the world."""
         figures = self.figures(step, model)
         for call, own in zip(calls, self.split(figures, calls), strict=True):
             self.note(role, call, own)
 
-    def note(self, role: str, call: Call, figures: Columns) -> None:
+    def note(self, role: str, call: ModelCall, figures: Columns) -> None:
         """Keep what a model gives for a call; figures: of its tokens, each [tokens, ...]."""
         self._results.append(_Result(role, call, figures))
 
@@ -83,7 +83,7 @@ class Answers:
         """Run a model forward, and return the figures of this rank's tokens and totals."""
         return figures_of(step, partial(self._head.forward, model), self._head.totals)
 
-    def split(self, figures: Columns, calls: Sequence[Call]) -> list[Columns]:
+    def split(self, figures: Columns, calls: Sequence[ModelCall]) -> list[Columns]:
         """Return the figures of each call, and totals, which are those of all, on the model's
         device. figures: of all calls' tokens, each [tokens, ...], and totals on the CPU."""
         device = self._trainer.accelerator.device
@@ -209,7 +209,7 @@ class Answers:
             )
         return labels
 
-    def _taken(self, role: str, call: Call) -> Columns | None:
+    def _taken(self, role: str, call: ModelCall) -> Columns | None:
         """Return what is known of a call, once; None for nothing. Figures with gradients answer a
         call with gradients, others one without: KTO may ask both of the same tokens."""
         for index, result in enumerate(self._results):

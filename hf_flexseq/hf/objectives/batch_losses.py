@@ -25,10 +25,10 @@ from hf_flexseq.hf.objectives.answers import POLICY, Answers
 from hf_flexseq.hf.objectives.heads import Head
 from hf_flexseq.hf.step_loss import RunStep
 from hf_flexseq.hf.watch import no_gradients_yet
-from hf_flexseq.steps.calls import Call
-from hf_flexseq.steps.drawn import Columns
+from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.logged_loss import filtered
+from hf_flexseq.steps.source_row import Columns
 
 
 class BatchLosses:
@@ -41,7 +41,7 @@ class BatchLosses:
         answers: Answers,
         model: nn.Module,
         batches: Sequence[Any],
-        calls: Sequence[Call],
+        calls: Sequence[ModelCall],
     ) -> None:
         """model: as accelerate has wrapped it. batches: as the trainer has prepared them. calls:
         with gradients, one of each batch."""

@@ -31,19 +31,19 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.attached import on_micro_batches
+from hf_flexseq.hf.attachments import on_micro_batches
 from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.divided import unsharded_class
 from hf_flexseq.hf.model.positions import needed_columns
+from hf_flexseq.hf.model.sharding_kind import unsharded_class
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.plan.images import VIDEO
 from hf_flexseq.plan.shard import Shard
-from hf_flexseq.steps.calls import Call
-from hf_flexseq.steps.drawn import Columns
+from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.images import UnsupportedImages
 from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.source_row import Columns
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 
 # Answers a padded call of the student, by its keyword arguments.
@@ -215,7 +215,7 @@ class Divergences:
 
     # ---- as any head
 
-    def read(self, given: Mapping[str, Any]) -> Call:
+    def read(self, given: Mapping[str, Any]) -> ModelCall:
         """Return the call with these keyword arguments, of `_get_last_hidden_state`."""
         if "logits_to_keep" not in given:
             raise NotImplementedError(
@@ -225,7 +225,7 @@ class Divergences:
         ids, mask = given["input_ids"], given["attention_mask"]
         labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
         labels[:, : ids.shape[1] - given["logits_to_keep"]] = IGNORE_INDEX
-        return Call.read({**given, "labels": labels}, of_tokens=True)
+        return ModelCall.read({**given, "labels": labels}, of_tokens=True)
 
     def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
         """Run a micro-batch through student and teacher: return figures, each [tokens]."""
@@ -253,7 +253,7 @@ class Divergences:
             self._row = self._targets = None
             self._found = {}
 
-    def answer(self, call: Call, figures: Columns, given: Mapping[str, Any]) -> torch.Tensor:
+    def answer(self, call: ModelCall, figures: Columns, given: Mapping[str, Any]) -> torch.Tensor:
         """Return figures instead of hidden states: [B, kept, 2], divergences and entropies."""
         both = torch.stack([figures["divergence"], figures["entropy"]], dim=1)  # [tokens, 2]
         padded = call.padded(both)  # -> [B, S, 2]
@@ -262,7 +262,7 @@ class Divergences:
     # ---- the loss's gradients, before it is computed
 
     def weights(
-        self, batches: Sequence[Mapping[str, Any]], calls: Sequence[Call]
+        self, batches: Sequence[Mapping[str, Any]], calls: Sequence[ModelCall]
     ) -> Columns | None:
         """Return this rank's loss gradients [tokens] by divergence, or None for another loss."""
         from trl import DistillationTrainer

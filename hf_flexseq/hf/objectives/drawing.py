@@ -23,7 +23,7 @@ from hf_flexseq.hf.objectives.generations import Generations
 from hf_flexseq.hf.objectives.heads import Head
 from hf_flexseq.hf.objectives.trainers import Foreseen, foreseen
 from hf_flexseq.hf.shared_prefixes import GROUPS
-from hf_flexseq.steps.calls import Call
+from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.users_code import users_methods
 
@@ -38,7 +38,7 @@ class StepBatches:
     batches: list[Any]
     loader_state: LoaderState
     """State of their loader after the last of them."""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ModelCall, ...] = ()
     """Planned calls of each batch, if the trainer may change batches later."""
 
 
@@ -70,7 +70,7 @@ class Drawing:
         self._num_batches = 0  # of a step
         self._rows: Rows = iter(())
         self._drawn: deque[StepBatches] = deque()  # of a dataset
-        self._to_come: deque[list[Call]] = deque()  # of samples that are there already
+        self._to_come: deque[list[ModelCall]] = deque()  # of samples that are there already
         self._changes_samples = False  # on their way to the loss, as a subclass may
         # of the step whose batches were returned
         self._current = _NOTHING
@@ -169,14 +169,14 @@ class Drawing:
         """Return the calls that the loss will make on each of the batches."""
         return [foreseen(self._trainer, batch, self._head) for batch in batches]
 
-    def _rows_of_step(self, calls: Sequence[Call]) -> Rows:
+    def _rows_of_step(self, calls: Sequence[ModelCall]) -> Rows:
         """Yield the sequences of a step's calls, as one batch of the engine."""
         return self._engine.whole_model.rows_of(calls)
 
-    def _policy_calls(self, batches: Sequence[Any]) -> list[Call]:
+    def _policy_calls(self, batches: Sequence[Any]) -> list[ModelCall]:
         return [own.policy for own in self.foreseen(batches)]
 
-    def planned_step(self, calls: Sequence[Call]) -> RankMicroBatches:
+    def planned_step(self, calls: Sequence[ModelCall]) -> RankMicroBatches:
         """Return the step with all ranks' sequences. Collective over the world. calls: with
         gradients."""
         number = self._trainer.state.global_step
@@ -191,7 +191,7 @@ class Drawing:
         assert step is not None, "a batch has a sequence at least"
         return step
 
-    def _step_of_samples(self, calls: Sequence[Call], number: int) -> RankMicroBatches | None:
+    def _step_of_samples(self, calls: Sequence[ModelCall], number: int) -> RankMicroBatches | None:
         """Return the step, which was planned ahead where its samples were there already; and have
         those planned that will go on with them. Collective over the world."""
         expected = self._to_come.popleft() if self._to_come else []
@@ -209,18 +209,18 @@ class Drawing:
         assert step is None or isinstance(step, RankMicroBatches), "the model is whole"
         return step
 
-    def _arrival(self, calls: Sequence[Call], expected: Sequence[Call]) -> int:
+    def _arrival(self, calls: Sequence[ModelCall], expected: Sequence[ModelCall]) -> int:
         """Return how the calls of a step compare with the expected ones, on the worst rank.
         Collective over the world. The last step of an epoch may have fewer batches."""
         own = _AS_PLANNED
         if len(calls) != len(expected):
             own = _NOT_PLANNED
-        elif not all(map(Call.same_as, calls, expected)):
+        elif not all(map(ModelCall.same_as, calls, expected)):
             own = _CHANGED
         of_all = self._engine.communicator.cpu_group.gather_ints([own])
         return max(of_rank[0] for of_rank in of_all)
 
-    def _calls_to_come(self, num_batches: int) -> Iterator[list[Call]]:
+    def _calls_to_come(self, num_batches: int) -> Iterator[list[ModelCall]]:
         """Yield the calls of each later step of the present samples. num_batches: of a step."""
         assert self._generations is not None, "the samples are the trainer's own"
         if not self._changes_samples:

@@ -32,9 +32,9 @@ from hf_flexseq.hf.model.router import (
 )
 from hf_flexseq.hf.objectives.divergences import Divergences
 from hf_flexseq.hf.objectives.outputs import MEANS, PlannedOutput, PlannedSmoother
-from hf_flexseq.steps.calls import Call
-from hf_flexseq.steps.drawn import Columns
+from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.inputs import Inputs, without_labels
+from hf_flexseq.steps.source_row import Columns
 
 BATCHES = "batches_of_step"
 """Name, beside those of totals, of the number of a rank's batches in the step."""
@@ -60,13 +60,13 @@ class Head(Protocol):
     def attach(self) -> list[Any]:
         """Prepare the model; return the hooks, which undo it when they are removed."""
 
-    def read(self, given: Mapping[str, Any]) -> Call:
+    def read(self, given: Mapping[str, Any]) -> ModelCall:
         """Return the call with these arguments. Raises NotImplementedError if it has no answer."""
 
     def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
         """Run a micro-batch: return figures of tokens, each [tokens, ...], and sums over them."""
 
-    def answer(self, call: Call, figures: Columns, given: Mapping[str, Any]) -> Any:
+    def answer(self, call: ModelCall, figures: Columns, given: Mapping[str, Any]) -> Any:
         """Return the model's result from figures of the call's tokens, each [tokens, ...], and
         totals of its step with BATCHES, on the model's device."""
 
@@ -114,7 +114,7 @@ class LogProbabilities:
         self._router = RouterSums(self._model)
         return self._router.hooks
 
-    def read(self, given: Mapping[str, Any]) -> Call:
+    def read(self, given: Mapping[str, Any]) -> ModelCall:
         """Return the call with these arguments. Raises NotImplementedError for logits."""
         if not given.get("fused_lm_head") and not self._is_own:
             raise NotImplementedError(
@@ -126,7 +126,7 @@ class LogProbabilities:
             raise NotImplementedError("a loss asks for log-probabilities without labels")
         if self._has_router_loss:
             given = {name: value for name, value in given.items() if name != OPTION}
-        return Call.read(given, of_tokens=True)
+        return ModelCall.read(given, of_tokens=True)
 
     def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
         """Run a micro-batch: return figures, each [tokens], and sums of the trained routers."""
@@ -141,7 +141,7 @@ class LogProbabilities:
             figures.update(self._router.take() or {})  # none of a reference model
         return figures
 
-    def answer(self, call: Call, figures: Columns, given: Mapping[str, Any]) -> Any:
+    def answer(self, call: ModelCall, figures: Columns, given: Mapping[str, Any]) -> Any:
         """Return TRL's output, or ours for a call without TRL's head, whose fields are [B, S - 1]:
         of every token but the last."""
         from trl.trainer.utils import FusedCausalLMOutput
@@ -200,11 +200,11 @@ class TokenFigures:
         self._router = RouterSums(self._model)
         return self._router.hooks
 
-    def read(self, given: Mapping[str, Any]) -> Call:
+    def read(self, given: Mapping[str, Any]) -> ModelCall:
         """Return the call with these keyword arguments."""
         if given.get("labels") is None:
             raise NotImplementedError("a loss asks for log-probabilities without labels")
-        call = Call.read(given, of_tokens=True)
+        call = ModelCall.read(given, of_tokens=True)
         check_labels_of(call, given["labels"])
         return call
 
@@ -253,7 +253,7 @@ class TokenFigures:
         self.differentiable = (*self._always, *names)
         return dict(found)
 
-    def answer(self, call: Call, figures: Columns, given: Mapping[str, Any]) -> Any:
+    def answer(self, call: ModelCall, figures: Columns, given: Mapping[str, Any]) -> Any:
         """Return an output whose fields are [B, S - 1]: of every token but the last. The user's
         figures are of all tokens, [B, S, ...]."""
         of_labels = {name: figures[name] for name in self._of_labels}
@@ -279,7 +279,7 @@ class TokenFigures:
         return facts.coefficient * loss / (figures[BATCHES] * self._ranks)
 
 
-def _fields(call: Call, figures: Columns, given: Mapping[str, Any]) -> Columns:
+def _fields(call: ModelCall, figures: Columns, given: Mapping[str, Any]) -> Columns:
     """Return what an output says of labels: figures of every token but the last, each [B, S - 1],
     0 where it predicts none; `label_mask`, where it predicts one; and `loss`, a scalar.
 
@@ -310,7 +310,7 @@ def figures_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> Columns:
     return {name: value.masked_fill(none, 0) for name, value in figures.items()}
 
 
-def check_labels_of(call: Call, labels: torch.Tensor) -> None:
+def check_labels_of(call: ModelCall, labels: torch.Tensor) -> None:
     """Raise ValueError for labels [B, S] that predict padding or are predicted from it."""
     of_padding = (labels[:, 1:] != IGNORE_INDEX) & ~(call.mask[:, 1:] & call.mask[:, :-1])
     wrong = of_padding.any(dim=1).nonzero().flatten()
@@ -351,9 +351,9 @@ class Classes:
         # accelerate has made float32 of what mixed precision computes in 16 bits
         return type(outputs)(**{**outputs, "logits": scores.to(outputs.logits.dtype)})
 
-    def read(self, given: Mapping[str, Any]) -> Call:
+    def read(self, given: Mapping[str, Any]) -> ModelCall:
         """Return the call with these keyword arguments, whose labels may be of sequences."""
-        return Call.read(given, of_tokens=False)
+        return ModelCall.read(given, of_tokens=False)
 
     def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
         """Run a micro-batch: return the logits of its tokens, [tokens, labels]."""
@@ -365,7 +365,7 @@ class Classes:
             noting.remove()
         return {"logits": outputs.logits.squeeze(0)}  # [1, tokens, labels] -> [tokens, labels]
 
-    def answer(self, call: Call, figures: Columns, given: Mapping[str, Any]) -> Any:
+    def answer(self, call: ModelCall, figures: Columns, given: Mapping[str, Any]) -> Any:
         """Return the model's output for padded logits [B, S, labels]."""
         stand_in = _WithLogits(self._model, call.padded(figures["logits"]))
         passed = {name: given[name] for name in ("attention_mask", "labels") if name in given}

@@ -18,9 +18,9 @@ import torch
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.hf.objectives.batch_losses import BatchLosses
-from hf_flexseq.steps.calls import Call
-from hf_flexseq.steps.drawn import Columns
+from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.figure_passes import rounding_of
+from hf_flexseq.steps.source_row import Columns
 
 MAIN = "log_probs"
 """The figure of next-token loss."""
@@ -44,7 +44,7 @@ class SumOverTokens:
         """Know from now on that the loss is no such sum."""
         self._is_one = False
 
-    def weights(self, calls: Sequence[Call], items: Any) -> Columns | None:
+    def weights(self, calls: Sequence[ModelCall], items: Any) -> Columns | None:
         """Return the gradients of the loss of calls by figure, [tokens] on the CPU; None if they
         are unknown. items: the step's target tokens, as the Trainer counts them."""
         if not self._is_one or items is None:
@@ -98,6 +98,6 @@ def _are_alike(some: Mapping[str, float], others: Mapping[str, float], dtype: to
     return all(abs(some[name] - c) <= bound * abs(c) for name, c in others.items())
 
 
-def _targets_of(calls: Sequence[Call]) -> torch.Tensor:
+def _targets_of(calls: Sequence[ModelCall]) -> torch.Tensor:
     """Return which tokens of all calls in a row predict one, [tokens] on the CPU."""
     return torch.cat([call.in_row(call.targets) != IGNORE_INDEX for call in calls]).cpu()

@@ -55,11 +55,11 @@ from hf_flexseq.hf.step_loss import (
 )
 from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.hf.two_sequences import ITEMS
-from hf_flexseq.steps.calls import Call
-from hf_flexseq.steps.drawn import Columns
+from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.figure_passes import FigurePasses, difference_of
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.source_row import Columns
 from hf_flexseq.steps.training_mode import in_training_mode
 
 logger = logging.getLogger(__name__)
@@ -318,7 +318,11 @@ class LossOnSamples(StepLoss):
                 self.answers.run(others_step, reference, REFERENCE, others)
 
     def _renew_reference(
-        self, step: RankMicroBatches, model: nn.Module, batches: Sequence[Any], calls: list[Call]
+        self,
+        step: RankMicroBatches,
+        model: nn.Module,
+        batches: Sequence[Any],
+        calls: list[ModelCall],
     ) -> Columns:
         """Put the reference's log-probabilities on the step's plan into GRPO's batches. Return the
         figures of all drawn tokens, each [tokens] on the CPU; none for other trainers, or where

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.attached import on_micro_batches
+from hf_flexseq.hf.attachments import on_micro_batches
 from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import layer_calls

@@ -15,20 +15,20 @@ from transformers import Trainer
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.losses import has_own_loss
 from hf_flexseq.hf.objectives.heads import Head
-from hf_flexseq.steps.calls import READ, Call, images_in, types_in
+from hf_flexseq.steps.calls import READ, ModelCall, images_in, types_in
 
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
     """The calls that a loss will make on one batch."""
 
-    policy: Call
+    policy: ModelCall
     """With gradients."""
 
     wants_reference: bool = False
     """True if the same is asked of the reference."""
 
-    others: Call | None = None
+    others: ModelCall | None = None
     """Asked of the policy without gradients, and of the reference if that is asked at all."""
 
 
@@ -54,12 +54,12 @@ def _kto(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
     return Foreseen(call, wants_reference=not trainer.precompute_ref_logps, others=others)
 
 
-def _completion_call(batch: Mapping[str, Any], prefix: str = "") -> Call:
+def _completion_call(batch: Mapping[str, Any], prefix: str = "") -> ModelCall:
     """Return the call whose labels are the tokens of completions. prefix: of the names of its
     columns, each [B, S]."""
     ids = batch[f"{prefix}input_ids"]
     labels = ids.masked_fill(batch[f"{prefix}completion_mask"] == 0, IGNORE_INDEX)
-    return Call(
+    return ModelCall(
         ids,
         batch[f"{prefix}attention_mask"],
         labels,
@@ -74,11 +74,11 @@ def _rollouts(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
     labels[:, : batch["prompt_ids"].shape[1]] = IGNORE_INDEX
-    return Foreseen(Call(ids, mask, labels, images=images_in(batch), types=types_in(batch)))
+    return Foreseen(ModelCall(ids, mask, labels, images=images_in(batch), types=types_in(batch)))
 
 
 def _reward(trainer: Any, batch: Mapping[str, Any]) -> Foreseen:
-    return Foreseen(Call(batch["input_ids"], batch.get("attention_mask"), None))
+    return Foreseen(ModelCall(batch["input_ids"], batch.get("attention_mask"), None))
 
 
 _OF_TRAINERS: dict[str, Callable[[Any, Mapping[str, Any]], Foreseen]] = {

@@ -27,10 +27,10 @@ from transformers import PreTrainedModel, Trainer
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.cost.walk import check_step
-from hf_flexseq.distributed.agreement import Attempt
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
-from hf_flexseq.hf.attached import on_micro_batches
+from hf_flexseq.hf.attachments import on_micro_batches
 from hf_flexseq.hf.executors import EngineSetup, kernel_of, planner_of
 from hf_flexseq.hf.model.facts import (
     autocast_dtype,
@@ -38,12 +38,12 @@ from hf_flexseq.hf.model.facts import (
     is_checkpointed,
     model_shape,
 )
-from hf_flexseq.hf.model.images import TextReader, reader_of_text
 from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.meta_model import meta_model
 from hf_flexseq.hf.model.positions import needed_columns
-from hf_flexseq.hf.model.reentrant import NonReentrant
+from hf_flexseq.hf.model.reentrant_checkpointing import NonReentrant
 from hf_flexseq.hf.model.router import RouterLoss
+from hf_flexseq.hf.model.text_reader import TextReader, reader_of_text
 from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.hf.pipeline.hooks import PipelineHooks
 from hf_flexseq.hf.pipeline.loading import stage_of
@@ -59,13 +59,13 @@ from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import StagesJob
-from hf_flexseq.steps.drawn import PlannedStep
 from hf_flexseq.steps.exchange import ChunkExchange
 from hf_flexseq.steps.inputs import Inputs
-from hf_flexseq.steps.learning import corrected_cost
+from hf_flexseq.steps.learned_cost import corrected_cost
 from hf_flexseq.steps.rank_step import RankChunks
+from hf_flexseq.steps.source_row import PlannedStep
 from hf_flexseq.steps.token_columns import with_token_columns
-from hf_flexseq.steps.trace import Figures, PlanTrace
+from hf_flexseq.steps.trace import LogFigures, PlanTrace
 
 logger = logging.getLogger(__name__)
 
@@ -175,12 +175,12 @@ class StageExecutor:
         accelerator = self.setup.accelerator
         cpu_group = self.setup.communicator.cpu_group
         kernel = kernel_of(self.setup, base, [self.degree])
-        with Attempt() as calling:
+        with ErrorCapture() as calling:
             if self.stage.is_last and has_chunkable_loss(base):
                 _call_loss_once(accelerator.device, compute_dtype(base, accelerator))
         costs = self.setup.costs
         self.cost = corrected_cost(costs.find(self._cost_subject), costs.learned.newest)
-        calling.raise_together(cpu_group.gather_values, "calling the loss for the first time")
+        calling.raise_on_all_ranks(cpu_group.gather_values, "calling the loss for the first time")
         self._costs_of_run = None
         self.memory_limit = self._room(self.cost)
         with ExitStack() as attached:
@@ -289,7 +289,7 @@ class StageExecutor:
         step.add(loss * self.setup.communicator.world_size)
         yield from ()
 
-    def figures(self, step: RankChunks, trace: PlanTrace) -> Figures:
+    def figures(self, step: RankChunks, trace: PlanTrace) -> LogFigures:
         """Write a step's trace, a line per replica; return figures. Collective over the world."""
         assert self.cost is not None, "attach finds the cost model"
         if self._costs_of_run is None:

@@ -60,9 +60,9 @@ from hf_flexseq.hf.tiles import find_mlps
 from hf_flexseq.plan.blocks import SEE_BLOCKS
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.steps.differences import (
-    Bounds,
     Difference,
-    Step,
+    ErrorBounds,
+    StepOutcome,
     difference,
     furthest,
     has_learned,
@@ -71,9 +71,9 @@ from hf_flexseq.steps.differences import (
 from hf_flexseq.steps.images import UnsupportedImages
 
 # Norms, softmax and rotary embeddings of transformers compute in float32, whatever the dtype.
-FLOAT64 = Bounds(loss=1e-6, gradient=1e-4)
-FLOAT64_SCANS = Bounds(loss=1e-5, gradient=1e-3)  # scans do so, too, and add up many terms
-FLOAT32 = Bounds(loss=1e-4, gradient=1e-3)
+FLOAT64 = ErrorBounds(loss=1e-6, gradient=1e-4)
+FLOAT64_SCANS = ErrorBounds(loss=1e-5, gradient=1e-3)  # scans do so, too, and add up many terms
+FLOAT32 = ErrorBounds(loss=1e-4, gradient=1e-3)
 TIMES_CONTROL = 2.0  # that 16 bits on ranks may be as far from float32 as on one process
 CHANGES = ((0, 19), (2, 1))  # (sequence, token) that the probe changes
 AUTO: dict[str, Any] = {}  # options of the plan that the planner chooses
@@ -95,10 +95,10 @@ class Subject(NamedTuple):
 
     model: PreTrainedModel
     rows: Rows
-    wanted: Step
+    wanted: StepOutcome
     control: Difference
     """Of the same step in less precision."""
-    bounds: Bounds
+    bounds: ErrorBounds
     has_learned: bool
     """True if any gradient is not 0, and any of the tower in a step with images."""
 
@@ -346,7 +346,7 @@ def _precision(*, on_gpu: bool, whole: bool) -> Precision:
 
 def _control(
     model: PreTrainedModel, rows: Rows, own: Precision, router: RouterFacts | None
-) -> Step:
+) -> StepOutcome:
     """Return the step without hf_flexseq in less precision."""
     if own.bf16:
         return step_alone(model, rows, autocast=torch.bfloat16, router=router)
@@ -355,9 +355,9 @@ def _control(
     return step_alone(model, rows, router=router)
 
 
-def _bounds(model: PreTrainedModel, precision: Precision, control: float) -> Bounds:
+def _bounds(model: PreTrainedModel, precision: Precision, control: float) -> ErrorBounds:
     if precision.bf16:
-        return Bounds(loss=1e-2, gradient=TIMES_CONTROL * control)
+        return ErrorBounds(loss=1e-2, gradient=TIMES_CONTROL * control)
     if precision.dtype == torch.float32:
         return FLOAT32
     own = FLOAT64_SCANS if recurrent_kinds(model.config.get_text_config()) else FLOAT64

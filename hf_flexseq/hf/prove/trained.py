@@ -35,7 +35,7 @@ from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
-from hf_flexseq.steps.differences import Gradients, Step
+from hf_flexseq.steps.differences import Gradients, StepOutcome
 
 LEARNING_RATE = 0.01
 
@@ -43,7 +43,7 @@ LEARNING_RATE = 0.01
 class PlannedRun(NamedTuple):
     """A step of FlexSeqTrainer, and the plan that it ran."""
 
-    step: Step
+    step: StepOutcome
     groups: list[str]
     """Strategy and degree of each group of the plan, micro-batch by micro-batch."""
     units: int
@@ -61,7 +61,7 @@ def step_alone(
     *,
     autocast: torch.dtype | None = None,
     router: RouterFacts | None = None,
-) -> Step:
+) -> StepOutcome:
     """Return one step of a copy of a model on this process alone. router: of the router loss that
     is added; None for none."""
     twin = copy.deepcopy(model).train()
@@ -90,7 +90,7 @@ def step_alone(
         added = router.coefficient * theirs(layers, layers[0].shape[-1], router.top_k)
         total += float(added.detach())
         torch.stack([*losses, added.to(losses[0].dtype)]).sum().backward()
-    return Step(total, gradients_of(twin))
+    return StepOutcome(total, gradients_of(twin))
 
 
 def call_alone(model: PreTrainedModel, row: dict[str, Any], **options: Any) -> Any:
@@ -223,7 +223,7 @@ def step_of_trainer(
         lines = trace.read_text().splitlines() if trace.exists() else []
     after = [local(parameter.detach()).cpu() for parameter in twin.parameters()]
     changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    return PlannedRun(Step(loss, taken.found), _groups(lines), _units(lines), changed)
+    return PlannedRun(StepOutcome(loss, taken.found), _groups(lines), _units(lines), changed)
 
 
 def _sharded(model: PreTrainedModel, sharding: Mapping[str, int], folder: str) -> PreTrainedModel:

@@ -31,7 +31,7 @@ from hf_flexseq.hf.model.liger import LOSSES
 from hf_flexseq.hf.model.loss import has_chunkable_loss
 from hf_flexseq.hf.model.own_loss import check_own_loss, own_loss_of
 from hf_flexseq.hf.model.prompts import virtual_tokens_of
-from hf_flexseq.hf.model.quantized import outlier_threshold
+from hf_flexseq.hf.model.quantized_layers import outlier_threshold
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
     UnknownRouterLoss,

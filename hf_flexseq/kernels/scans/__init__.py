@@ -7,10 +7,10 @@ rank alone.
 other; a `Scan` gives it summaries, and takes true states. The split into four methods around two
 exchanges is that of Megatron's `LinearAttentionCPBackend`.
 
-    chunked.py        a scan from chunk to chunk, in torch
-    grid.py           rows of tokens <-> chunks
+    chunked_scan.py  a scan from chunk to chunk, in torch
+    grid.py          rows of tokens <-> chunks
     gated_delta.py, kimi.py, mamba2.py
-                      what a chunk does to a state, by kind of layer
+                     what a chunk does to a state, by kind of layer
 """
 
 from collections.abc import Sequence

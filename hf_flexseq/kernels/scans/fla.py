@@ -83,7 +83,7 @@ def _run_rule(
     return out, finals
 
 
-class _Rows:
+class _SegmentRows:
     """The rows of some segments."""
 
     __slots__ = ("cu_seqlens", "cu_seqlens_cpu", "parts")
@@ -112,7 +112,7 @@ class FlaScan:
         self._lengths = tuple(lengths)
         self._device = device
         self._rule = rule
-        self._rows_of: dict[tuple[int, ...], _Rows] = {}
+        self._rows_of: dict[tuple[int, ...], _SegmentRows] = {}
 
     def summarise(
         self, inputs: Tensors, states_of: Sequence[int], transitions_of: Sequence[int]
@@ -183,7 +183,7 @@ class FlaScan:
         return tuple(grads), dstates
 
     def _run(
-        self, rows: _Rows, inputs: Sequence[torch.Tensor], states: torch.Tensor
+        self, rows: _SegmentRows, inputs: Sequence[torch.Tensor], states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out [tokens, H, V] and the states [n, H, K, V] after these rows."""
         batch = [x.unsqueeze(0) for x in inputs]  # [1, tokens, ...]
@@ -192,16 +192,16 @@ class FlaScan:
 
     # ---- rows and states of segments
 
-    def _everywhere(self) -> _Rows:
+    def _everywhere(self) -> _SegmentRows:
         """Return the rows of all segments."""
         return self._rows(range(len(self._lengths)))
 
-    def _rows(self, chosen: Sequence[int]) -> _Rows:
+    def _rows(self, chosen: Sequence[int]) -> _SegmentRows:
         """Return the rows of chosen segments."""
         key = tuple(chosen)
         if key not in self._rows_of:
             lengths = [self._lengths[one] for one in key]
-            self._rows_of[key] = _Rows(self._parts(key), lengths, self._device)
+            self._rows_of[key] = _SegmentRows(self._parts(key), lengths, self._device)
         return self._rows_of[key]
 
     def _parts(self, chosen: Sequence[int]) -> list[slice]:

@@ -24,7 +24,7 @@ from hf_flexseq.kernels.upload import to_device
 CHUNK = 64
 
 
-class Step(NamedTuple):
+class ChunkStep(NamedTuple):
     """Chunks that are computed together, one of each segment that has any left."""
 
     chunks: slice | torch.Tensor
@@ -67,7 +67,7 @@ class ChunkGrid:
         self._place = np.argsort(self.order)  # segment -> place
         self._slots = self._make_slots(lengths)
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
-        self._steps_of: dict[tuple[int, ...] | None, tuple[Step, ...]] = {}
+        self._steps_of: dict[tuple[int, ...] | None, tuple[ChunkStep, ...]] = {}
 
     def _first_chunks(self) -> np.ndarray:
         """Return the number of the first chunk of each step, [steps + 1]."""
@@ -87,7 +87,7 @@ class ChunkGrid:
         slots = chunk * CHUNK + within % CHUNK
         return to_device(torch.from_numpy(slots), self.device)
 
-    def steps(self, chosen: Sequence[int] | None = None) -> tuple[Step, ...]:
+    def steps(self, chosen: Sequence[int] | None = None) -> tuple[ChunkStep, ...]:
         """Return the steps through all chunks, or through those of chosen segments.
 
         The states of a step are those of its first `active` segments: of all segments in `order`,
@@ -99,13 +99,13 @@ class ChunkGrid:
             if key is None:
                 steps = []
                 for first, stop in pairwise(firsts.tolist()):
-                    steps.append(Step(slice(first, stop), stop - first))
+                    steps.append(ChunkStep(slice(first, stop), stop - first))
             else:
                 steps = self._chosen_steps(key, firsts)
             self._steps_of[key] = tuple(steps)
         return self._steps_of[key]
 
-    def _chosen_steps(self, chosen: tuple[int, ...], firsts: np.ndarray) -> list[Step]:
+    def _chosen_steps(self, chosen: tuple[int, ...], firsts: np.ndarray) -> list[ChunkStep]:
         segments = np.array(self.sort(chosen), dtype=np.int64)
         steps = []
         for step in range(int(self.counts[segments].max(initial=0))):
@@ -113,10 +113,10 @@ class ChunkGrid:
             numbers = firsts[step] + self._place[active]
             first, last = int(numbers[0]), int(numbers[-1])
             if last - first == len(numbers) - 1:
-                steps.append(Step(slice(first, last + 1), len(numbers)))
+                steps.append(ChunkStep(slice(first, last + 1), len(numbers)))
             else:
                 index = to_device(torch.from_numpy(numbers), self.device)
-                steps.append(Step(index, len(numbers)))
+                steps.append(ChunkStep(index, len(numbers)))
         return steps
 
     def index(self, numbers: Sequence[int]) -> torch.Tensor:

@@ -14,7 +14,7 @@ micro-batch, with the method that does each step:
 
 Left out, because the published rule leaves it out: linear layers, communication and the constant
 of a micro-batch. The cost model only prices the outcome. Changed: where Megatron allows any ranks,
-groups are aligned here (`aligned.py`).
+groups are aligned here (`aligned_groups.py`).
 
 tests/published/test_baselines.py walks through the steps on small examples.
 """
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from hf_flexseq.plan import MicroBatch, widest_first
 from hf_flexseq.planner.static import one_strategy_groups
 from hf_flexseq.planner.task import PlanTask, longest_first
-from hf_flexseq.published.aligned import allowed_degrees, fit_together, rank_ranges
+from hf_flexseq.published.aligned_groups import allowed_degrees, fit_together, rank_ranges
 
 SPARE = 5  # per cent of work above the limit, as published
 

@@ -58,7 +58,7 @@ Chosen = list[tuple[int, tuple[int, ...]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slots:
-    """The slots for groups of one unit of `aligned.units`, (8) of the program."""
+    """The slots for groups of one unit of `aligned_groups.units`, (8) of the program."""
 
     available: int
     """Slots of all ranks."""
@@ -87,7 +87,7 @@ class GroupingTask:
     ranks: int
     """Ranks of the world."""
     slots: tuple[Slots, ...]
-    """Groups that must fit side by side, for each unit of `aligned.units`."""
+    """Groups that must fit side by side, for each unit of `aligned_groups.units`."""
 
 
 def solve(task: GroupingTask, start: Chosen, *, gap: float = GAP, nodes: int = NODES) -> Chosen:

@@ -29,7 +29,7 @@ from hf_flexseq.plan import MicroBatch, widest_first
 from hf_flexseq.planner.problem import NEVER, cheapest, least_wait_ns
 from hf_flexseq.planner.static import best_fit, least_loaded, one_strategy_groups
 from hf_flexseq.planner.task import PlanTask
-from hf_flexseq.published.aligned import allowed_degrees, rank_ranges, slots, units
+from hf_flexseq.published.aligned_groups import allowed_degrees, rank_ranges, slots, units
 from hf_flexseq.published.blaster import blast
 from hf_flexseq.published.flexsp.buckets import Buckets, bucketed
 from hf_flexseq.published.flexsp.milp import Chosen, GroupingTask, Slots, slowest_ns, solve

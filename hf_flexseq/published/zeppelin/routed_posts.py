@@ -25,7 +25,7 @@ POST_TAGS = (ZONE_TAGS - PASS_MESSAGES) // POSTS
 Exchanges = frozenset[int]  # numbers of the exchanges in one post
 
 
-class Piece(NamedTuple):
+class LegRows(NamedTuple):
     """Rows of a value on one leg."""
 
     leg: int
@@ -63,7 +63,7 @@ class RoutedPost(NamedTuple):
     """By transfer, path and value."""
     relays: dict[tuple[int, int], tuple[int, int]]
     """By transfer and path, the exit rank and the entry rank."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LegRows, ...]
     packets: int
 
 
@@ -175,7 +175,7 @@ def _routed_post(
                         source, target = stops[leg], stops[leg + 1]
                         if source == target or not part:
                             continue
-                        piece = Piece(
+                        piece = LegRows(
                             leg=leg,
                             packet=packet,
                             source=source,

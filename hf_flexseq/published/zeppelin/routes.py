@@ -55,7 +55,7 @@ from hf_flexseq.published.zeppelin.routed_posts import (
     POSTS,
     SCATTER,
     Exchanges,
-    Piece,
+    LegRows,
     RoutedPost,
     exchanges_of,
     routed_posts,
@@ -177,7 +177,7 @@ class _Legs:
         spec = PostSpec(sends=tuple(sends), recvs=tuple(recvs), labels=(label,))
         return self._builder.post(spec, tensors, ())
 
-    def _rows(self, piece: Piece) -> Value:
+    def _rows(self, piece: LegRows) -> Value:
         """Return the rows of a piece on this rank, a view."""
         if piece.transfer in self.ends:
             value = self.ends[piece.transfer][piece.value]

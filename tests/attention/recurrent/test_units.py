@@ -8,15 +8,15 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, recurrent
-from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.tables import Tables
-from tests.attention.group import CPU, largest_error, nodes_of, own_rows
+from tests.attention.group import largest_error, nodes_of, own_rows
 from tests.attention.recurrent import stepwise
 from tests.attention.test_units import SHARED, TREES, group_of, tree, units_of
+from tests.device import DEVICE, own_kernel
 from tests.ranks import join, run_ranks, run_threads
 
 HEADS, KEY_HEADS, KEYS, VALUES = 4, 2, 5, 3
@@ -68,7 +68,7 @@ ACROSS_RANKS = {
 def drawn(seed, shapes, tokens=()):
     generator = torch.Generator().manual_seed(seed)
     options = {"generator": generator, "dtype": torch.float64}
-    return [torch.randn(*tokens, *shape, **options) for shape in shapes.values()]
+    return [torch.randn(*tokens, *shape, **options).to(DEVICE) for shape in shapes.values()]
 
 
 def computed(kind, tensors, shared, seq_ctx=None):
@@ -145,10 +145,10 @@ def run_case(rank, world_size, strategies, cases):
             ranks = [rank] if strategy == "local" else range(world_size)
             micro_batch, lengths = group_of(names, ranks, strategy)
             shard = make_shard(micro_batch, lengths, rank)
-            kernel = choose_kernel(CPU, torch.float64, KEYS)
+            kernel = own_kernel(torch.float64, KEYS)
             keeps = (number + place) % 3 > 0
             seq_ctx = SequenceContext(
-                shard, communicator, kernel, CPU, save_attention_output=keeps
+                shard, communicator, kernel, DEVICE, save_attention_output=keeps
             )
             *tensors, dout = own_rows(given(kind, names), shard)
             tensors = [x.requires_grad_() for x in tensors]
@@ -178,7 +178,7 @@ def assert_exact(by_rank, *, alone=False):
                 torch.tensor(found[case][1][number], dtype=torch.float64) for found in by_rank
             ]
             total = parts[0] if alone else sum(parts)
-            errors.append(float((total - exact).abs().max()))
+            errors.append(float((total - exact.cpu()).abs().max()))
         worst[case] = max(errors)
     assert {case: error for case, error in worst.items() if not error <= 1e-10} == {}
 
@@ -194,11 +194,13 @@ def trees(monkeypatch):
         monkeypatch.setitem(TREES, name, made)
 
 
+@pytest.mark.on_device
 def test_units_are_exact_on_one_rank():
     cases = [*CASES, *ONE_BY_ONE]
     assert_exact(run_threads(run_case, 1, ["local"], cases, seconds=100), alone=True)
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize(
     "world_size",
     [pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.slow)],

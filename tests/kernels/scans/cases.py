@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_flexseq.kernels.scans import fla, gated_delta, kimi, mamba2
-from hf_flexseq.kernels.scans.chunked import ChunkedScan
+from hf_flexseq.kernels.scans.chunked_scan import ChunkedScan
 from hf_flexseq.kernels.scans.grid import ChunkGrid
 from tests.attention.recurrent import stepwise
 

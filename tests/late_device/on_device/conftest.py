@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_flexseq.kernels import choose
-from hf_flexseq.kernels.fused import TorchFused
+from hf_flexseq.kernels.fused_operations import TorchFused
 from tests.kernels.reference import Reference
 from tests.late_device.install import ops
 

@@ -12,7 +12,7 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.kernels import choose
-from hf_flexseq.kernels.fused import TorchFused
+from hf_flexseq.kernels.fused_operations import TorchFused
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.steps.exchange import RowExchange
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of

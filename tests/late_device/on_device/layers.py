@@ -5,7 +5,7 @@ import torch
 
 from hf_flexseq.kernels import KernelCall, choose, cudnn_long
 from hf_flexseq.kernels.cudnn_long import long_sequences
-from hf_flexseq.kernels.fused import TorchFused
+from hf_flexseq.kernels.fused_operations import TorchFused
 from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from hf_flexseq.program import heads, ulysses

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_flexseq.kernels import choose
-from hf_flexseq.kernels.fused import TorchFused
+from hf_flexseq.kernels.fused_operations import TorchFused
 from hf_flexseq.program import heads, ulysses
 from tests.late_device.changes import on_a_side_stream
 from tests.late_device.faults import FUSED, KINDS, layers, wrapped

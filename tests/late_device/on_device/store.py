@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from hf_flexseq.steps.ahead import BesideStep
+from hf_flexseq.steps.early_encoding import EarlyEncoder
 from tests.late_device import scenarios
 from tests.late_device.install import ops
 from tests.memory.test_store import backward, forward, make_store
@@ -39,7 +39,7 @@ def test_a_graph_that_is_dropped_while_tensors_come_back():
 
 
 def test_images_are_encoded_in_their_step_once_memory_has_run_out():
-    beside = BesideStep(CUDA)
+    encoder = EarlyEncoder(CUDA)
     calls = []
 
     def encode():
@@ -47,5 +47,5 @@ def test_images_are_encoded_in_their_step_once_memory_has_run_out():
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     for _ in range(2):
-        assert beside.encode(encode, (), contextlib.nullcontext()) is None
+        assert encoder.encode(encode, (), contextlib.nullcontext()) is None
     assert len(calls) == 1

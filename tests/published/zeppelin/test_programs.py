@@ -23,7 +23,7 @@ from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from hf_flexseq.published.zeppelin.routes import routed_posts
 from tests.plans import group, plan_of_groups, random_plan
 from tests.program.check import ProgramError, check
-from tests.published.zeppelin.always import Always
+from tests.published.zeppelin.gainful_passes import Always
 
 SHAPE = LayerShape(query_heads=4, kv_heads=2, head_dim=8, dtype="float64")
 

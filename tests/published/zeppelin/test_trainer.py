@@ -17,7 +17,7 @@ from tests.hf.test_trainer import (
     update_error,
 )
 from tests.hf.tiny import tiny_llama
-from tests.published.zeppelin.always import SLOW
+from tests.published.zeppelin.gainful_passes import SLOW
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
