@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from hf_flexseq.base.values import listed
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.hf.executors import Executor, base_model
 from hf_flexseq.hf.model.call_count import forwards_of, replaced_attention
 from hf_flexseq.hf.model.checks import unsuitable_hooks
