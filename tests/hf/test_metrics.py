@@ -280,6 +280,18 @@ def test_a_model_that_scales_its_logits_shows_them_scaled(tmp_path):
     )
 
 
+@pytest.mark.parametrize("base", [Trainer, OwnLoss])
+def test_rows_without_labels_are_predicted(tmp_path, base):
+    rows = [{"input_ids": row["input_ids"]} for row in documents(LENGTHS[:5])]
+    given = {"base": base, "data_collator": without_labels, **showing(best)}
+    stock, ours = (make(flex, tmp_path, **given).predict(rows) for flex in (False, True))
+    assert ours.label_ids is None
+    assert "test_loss" not in ours.metrics
+    np.testing.assert_array_equal(
+        at_tokens(ours.predictions, LENGTHS[:5]), at_tokens(stock.predictions, LENGTHS[:5])
+    )
+
+
 def test_chunks_see_the_labels_of_their_tokens(tmp_path, monkeypatch):
     chunks = []
 

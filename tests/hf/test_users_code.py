@@ -16,7 +16,6 @@ from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.steps.collator import OTHER_ROWS
 from hf_flexseq.steps.users_code import (
     is_known,
-    library_method,
     users_forward_hooks,
     users_modules,
 )
@@ -579,5 +578,3 @@ def test_code_is_told_apart_by_its_package():
     model = tiny_llama()
     assert not list(users_modules(model))
     assert not list(users_forward_hooks(model))
-    trainer = object.__new__(Scales)
-    assert library_method(trainer, "compute_loss").__func__ is Trainer.compute_loss

@@ -55,6 +55,8 @@ class BatchLosses:
         self._leaves: list[Columns] = []  # figures of each batch, at which its backward ends
         self.parameters = [one for one in model.parameters() if one.requires_grad]
         """Those that are trained."""
+        self.had_gradients = any(one.grad is not None for one in self.parameters)
+        """True if some of them had gradients before the step."""
         self._index_of = {id(one): index for index, one in enumerate(self.parameters)}
         self.of_parameters: dict[int, torch.Tensor] = {}
         """Gradients of a term of parameters, by the index of each, until a backward."""
@@ -82,6 +84,11 @@ class BatchLosses:
         self.of_parameters = {}
         options = {"scale_wrt_gas": False} if self._trainer.is_deepspeed_enabled else {}
         self._trainer.accelerator.backward(weighted, **options)
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of a pass, before which there were none."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
     # ---- the losses
 

@@ -157,92 +157,69 @@ class LossOnSamples(StepLoss):
                 self._foresee(step, model, foreseen)
                 reference = self._renew_reference(step, model, batches, calls)
                 # 4. to 6.
-                passes = self._engine.passes(step, model, is_last=self._is_last_step)
-                with passes as before_last:
-                    self._run_passes(
-                        FigurePasses(step, losses, before_last),
-                        step,
-                        losses,
-                        reference,
-                        items,
-                        run,
-                    )
+                with self._engine.passes(step, model, is_last=self._is_last_step) as before_last:
+                    passes = FigurePasses(step, losses, before_last)
+                    weights = self._known_weights(step, losses, items)
+                    if weights is None:
+                        figures = passes.first()
+                    else:
+                        figures = passes.only(weights)
+                    if reference:
+                        self._compare(reference, figures)
+                    losses.compute(figures, items, run, self.drawing.loader_state)
+                    gradients = losses.gradients(figures)
+                    if weights is None:
+                        passes.second(figures, gradients)
+                        self._learn(gradients, losses, items)
+                    elif self._is_other(weights, gradients, losses):
+                        losses.drop_gradients()
+                        passes.second(figures, gradients)
                     step.loss = losses.total
         self.answers.clear()
         self._engine.finish(step)
         return losses.logged
 
-    def _run_passes(
-        self,
-        passes: FigurePasses,
-        step: RankMicroBatches,
-        losses: BatchLosses,
-        reference: Columns,
-        items: Any,
-        run: RunStep,
-    ) -> None:
-        """Run both passes of a step around its loss, or one where its gradients are known.
-        Collective over the world. reference: figures of GRPO's reference. items: the Trainer's
-        count of targets. run: the Trainer's own `training_step`."""
-        weights = self._known_weights(step, losses, items)
-        figures = passes.first() if weights is None else passes.only(weights)
-        if reference:
-            self._compare(reference, figures)
-        losses.compute(figures, items, run, self.drawing.loader_state)
-        gradients = losses.gradients(figures)
-        if weights is not None:
-            found = difference_of(weights, gradients)
-            if losses.has_term:
-                found = "has a term of parameters"
-            if not self._is_other(found):
-                return
-            for parameter in losses.parameters:
-                parameter.grad = None
-        passes.second(figures, gradients)
-        if self._sum is not None and weights is None:
-            cpu_group = self._engine.communicator.cpu_group
-            if self._sum.learn(gradients, losses, items, cpu_group):
-                self._warn_of_ranks(self._sum)
-
     def _known_weights(
         self, step: RankMicroBatches, losses: BatchLosses, items: Any
     ) -> Columns | None:
         """Return the loss's gradients, each [tokens, ...] on the CPU, if they are known before, or
-        None."""
+        None, on all ranks alike. items: the Trainer's count of targets."""
         if isinstance(self._head, Divergences):
             return self._head.weights(losses.batches, losses.calls)
-        if self._sum is None or step.images is not None or not self._may_drop(losses):
+        # DeepSpeed keeps gradients of its own, which nobody can drop
+        kind = self._trainer.accelerator.distributed_type
+        if self._sum is None or step.images is not None or kind == DistributedType.DEEPSPEED:
             return None
         return self._sum.weights(losses.calls, items)
 
-    def _may_drop(self, losses: BatchLosses) -> bool:
-        """Tell if gradients of a step can be dropped again: there were none before, and DeepSpeed,
-        which keeps its own, has none of them."""
-        is_deepspeed = self._trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
-        return not is_deepspeed and all(one.grad is None for one in losses.parameters)
-
-    def _is_other(self, found: str | None) -> bool:
-        """Tell if the loss of any rank has other gradients than were known, and take two passes
-        for all steps to come. Collective over the world. found: what differs on this rank. Raises
-        RuntimeError where gradients cannot be dropped."""
+    def _learn(self, gradients: Columns, losses: BatchLosses, items: Any) -> None:
+        """Learn from a step of two passes whether later ones can take one. Collective over the
+        world."""
         cpu_group = self._engine.communicator.cpu_group
-        of_ranks = cpu_group.gather_values(found)
-        reasons = [reason for reason in of_ranks if reason is not None]
+        if self._sum is not None and self._sum.learn(gradients, losses, items, cpu_group):
+            self._warn_of_ranks(self._sum)
+
+    def _is_other(self, weights: Columns, gradients: Columns, losses: BatchLosses) -> bool:
+        """Tell if the loss of any rank has other gradients than the weights that were known, and
+        take two passes for all steps to come. Collective over the world. Raises RuntimeError where
+        the step's gradients cannot be dropped."""
+        found = difference_of(weights, gradients)
+        if losses.has_term:
+            found = "has a term of parameters"
+        cpu_group = self._engine.communicator.cpu_group
+        of_ranks = cpu_group.gather_values((found, losses.had_gradients))
+        reasons = [reason for reason, _ in of_ranks if reason is not None]
         if not reasons:
             return False
-        name = type(self._trainer).__name__
-        if self._sum is None:
+        what = f"the loss of {type(self._trainer).__name__} {reasons[0]}"
+        if self._sum is None or any(had for _, had in of_ranks):
             raise RuntimeError(
-                f"the loss of {name} {reasons[0]}: it is not the sum over tokens that it was "
-                "taken for"
+                f"{what}: it is not the sum over tokens that it was taken for, and gradients of "
+                "the step cannot be taken back"
             )
         self._sum.refute()
         if self._trainer.is_world_process_zero():
-            logger.info(
-                "the loss of %s %s, other than in the steps before: steps take two passes from "
-                "here on",
-                *(name, reasons[0]),
-            )
+            logger.info("%s, other than in earlier steps: steps take two passes now", what)
         return True
 
     def _warn_of_ranks(self, found: SumOverTokens) -> None:
@@ -348,6 +325,9 @@ class LossOnSamples(StepLoss):
     ) -> Prediction:
         """Return the Trainer's own result on planned figures. Collective over the world."""
         predicts = self._tokens is not None
+        names = self._trainer.label_names
+        if self._tokens is not None and not all(batch.get(name) is not None for name in names):
+            return None, *self._predict_tokens(self._tokens, model, batch)
         with ExitStack() as answered:
             answered.enter_context(self.answers.answering(model))
             if self.has_predictions:
