@@ -5,13 +5,13 @@
     d e . .     1 1 0 0
 
 The row is what `DataCollatorForFlexSeq` would have made of the sequences. A packed row has several
-of them: one begins wherever position_ids are 0. Results of its tokens
+of them: one begins wherever position_ids begin at 0 again. Results of its tokens
 are put back where the padded batch has them. Images of all sequences come together, as a processor
 joins them; the model knows how to divide them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ Images = Mapping[str, torch.Tensor]  # tensors of some images, by name
 class ModelCall:
     """One call of a model, on a padded batch."""
 
-    __slots__ = ("_places", "ids", "images", "lengths", "mask", "targets", "types")
+    __slots__ = ("_places", "ids", "images", "lengths", "mask", "positions", "targets", "types")
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ModelCall:
         images: see `images_in`. types: see `types_in`.
 
         Raises ValueError for a mask that does more than to mark padding, and for positions that
-        do not count the tokens of sequences.
+        neither rise nor begin at 0 again.
         """
         self.images = dict(images or {})
         """Tensors of the images of all sequences, in the order of the rows, by name."""
@@ -78,6 +78,8 @@ class ModelCall:
             # the next token's label, and none where padding is next
             self.targets[:, :-1] = labels[:, 1:].masked_fill(~self.mask[:, 1:], IGNORE_INDEX)
         self.lengths = _checked_lengths(self.mask)
+        self.positions = positions
+        """[B, S] Positions of tokens in their sequences; None where nothing says so."""
         if positions is not None:
             self.lengths = self._packed_lengths(positions)
         """Tokens of each sequence."""
@@ -124,22 +126,18 @@ class ModelCall:
 
     def _packed_lengths(self, positions: torch.Tensor) -> list[int]:
         """Return the tokens of every sequence, from the positions of all tokens, [B, S]."""
-        rows = self.lengths
-        found = positions[self.mask].cpu() if positions.shape == self.ids.shape else None
         lengths: list[int] = []
-        if found is not None:
-            starts = (found == 0).nonzero().flatten().tolist()
-            lengths = [stop - start for start, stop in pairwise([*starts, len(found)])]
-        counted = torch.cat([torch.arange(length) for length in lengths or [0]])
-        ends = {*accumulate(lengths)}
-        is_counted = found is not None and torch.equal(found, counted.to(found.dtype))
-        if not is_counted or not ends >= {*accumulate(rows)}:
+        is_known = positions.shape == self.ids.shape
+        for row in positions[self.mask].cpu().split(self.lengths) if is_known else ():
+            starts = (row.diff() < 1).nonzero().flatten() + 1
+            is_known = is_known and not row[starts].any()
+            lengths += [stop - start for start, stop in pairwise([0, *starts.tolist(), len(row)])]
+        if not is_known:
             raise ValueError(
-                "position_ids of a batch that a loss calls the model with do not count the tokens "
-                "of its sequences, 0, 1, 2, and so on: leave position_ids out, or begin every "
-                "sequence with 0"
+                "position_ids of a batch that a loss calls the model with neither rise nor begin "
+                "at 0 again: leave them out, or let the positions of each sequence begin at 0"
             )
-        if self.images and len(lengths) > len(rows):
+        if self.images and len(lengths) > len(self.lengths):
             raise ValueError(
                 f"a row of a batch is packed, and it has {', '.join(sorted(self.images))}, of "
                 "which nobody knows the sequence: give every sequence as a row of its own"
@@ -157,6 +155,7 @@ class ModelCall:
             self.ids.device == other.ids.device
             and torch.equal(self.ids, other.ids)
             and self.lengths == other.lengths
+            and torch.equal(self.positions_in_row().cpu(), other.positions_in_row().cpu())
             and torch.equal(self.mask, other.mask)
             and torch.equal(self.targets, other.targets)
             and _are_equal(self.types, other.types)
@@ -166,6 +165,12 @@ class ModelCall:
     def in_row(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values of the tokens, [B, S] -> [tokens]."""
         return values[self._places]
+
+    def positions_in_row(self) -> torch.Tensor:
+        """Return the position of every token in its sequence, [tokens]."""
+        if self.positions is None:
+            return torch.cat([torch.arange(length) for length in self.lengths])
+        return self.in_row(self.positions).to(self.ids.dtype)
 
     def padded(self, values: torch.Tensor) -> torch.Tensor:
         """Put tokens' values into the batch, [tokens, ...] -> [B, S, ...]; differentiable."""
@@ -204,7 +209,7 @@ def joined(
         lengths += call.lengths
     if not lengths:
         return None
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    positions = torch.cat([call.positions_in_row() for call in calls])
     targets = torch.cat([call.in_row(call.targets) for call in calls])
     row: dict[str, Any] = {
         "input_ids": torch.cat([call.in_row(call.ids) for call in calls]).unsqueeze(0),
@@ -231,7 +236,10 @@ def in_first_row(call: ModelCall) -> list[Images]:
     return [call.images, *({} for _ in call.lengths[1:])]
 
 
+_STATES = "; give the trainer's class flexseq_figures, which reads them (docs/objectives/own.md)"
 _ADVICE = {
+    "output_hidden_states": _STATES,
+    "output_attentions": _STATES,
     "output_router_logits": (
         "; set config.output_router_logits=False, or for TRL's trainers router_aux_loss_coef=0.0"
     ),

@@ -145,6 +145,13 @@ def hooked_gradients():
     return model
 
 
+def hooked_gradients_halved():
+    model = tiny_llama()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient / 2)
+    return model
+
+
 def hooked():
     model = tiny_llama()
     model.lm_head.register_forward_hook(lambda module, args, output: 0.5 * output)
@@ -177,6 +184,7 @@ def hooked_with_own_loss():
         (changing_loss(with_ids), tiny_llama, 1e-6),
         (changing_loss(at_random), tiny_llama, 1e-6),
         (Trainer, hooked_gradients, 1e-6),
+        (changing_loss(with_penalty), hooked_gradients_halved, 1e-6),
         (Trainer, hooked_with_own_loss, 1e-9),
     ],
 )
@@ -512,6 +520,21 @@ def test_modules_and_hooks_that_mix_tokens_of_a_row_are_refused(tmp_path, base):
     model.model.embed_tokens.register_forward_hook(rolled)
     said = r"rolled on model\.embed_tokens: two sequences"
     refuses_to_train(base, tmp_path, said, model=model)
+
+
+def doubles_the_loss(module, args, outputs):
+    outputs.loss = 2 * outputs.loss if outputs.loss is not None else None
+    return outputs
+
+
+@pytest.mark.slow
+def test_a_loss_of_the_models_own_is_none_that_a_compute_loss_gets(tmp_path):
+    model = tiny_llama()
+    model.register_forward_hook(doubles_the_loss)
+    said = (
+        r"doubles_the_loss on the model: two sequences have the loss .* by the log-probabilities"
+    )
+    refuses_to_train(Scales, tmp_path, said, model=model)
 
 
 def test_a_hook_on_the_head_keeps_the_models_own_loss():

@@ -137,12 +137,13 @@ def test_a_padded_batch_keeps_the_sequences_of_packed_examples():
     call = ModelCall.read({**batch, "cu_seq_lens_q": None}, of_tokens=True)
     assert call.lengths == [3, 2, 1, 3]
     assert call.in_row(call.targets)[:6].tolist() == [2, 3, -100, 5, -100, -100]
-    for wrong in (
-        [[0, 1, 2, 4, 5, 0], [0, 1, 2, 0, 0, 0]],
-        [[0, 1, 2, 3, 4, 5], [1, 2, 3, 0, 0, 0]],
-    ):
-        with pytest.raises(ValueError, match="position_ids .* do not count the tokens"):
-            ModelCall.read({**batch, "position_ids": torch.tensor(wrong)}, of_tokens=True)
+    fixed = torch.tensor([[3, 4, 5, 0, 2, 4], [7, 8, 9, 0, 0, 0]])
+    call = ModelCall.read({**batch, "position_ids": fixed}, of_tokens=True)
+    assert call.lengths == [3, 3, 3]
+    assert call.positions_in_row().tolist() == [3, 4, 5, 0, 2, 4, 7, 8, 9]
+    for wrong in (torch.tensor([[0, 1, 2, 1, 2, 3], [0, 1, 2, 0, 0, 0]]), torch.zeros(3, 2, 6)):
+        with pytest.raises(ValueError, match="neither rise nor begin at 0 again"):
+            ModelCall.read({**batch, "position_ids": wrong}, of_tokens=True)
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q and without position_ids"):
         ModelCall.read({**packed, "cu_seq_lens_q": [0, 3, 6]}, of_tokens=True)
 

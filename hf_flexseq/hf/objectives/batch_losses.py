@@ -167,7 +167,9 @@ class BatchLosses:
         if not loss.requires_grad:  # a batch has nothing to learn
             return
         leaves = leaves_of(loss)
-        for leaf, gradient in zip(leaves, torch.autograd.grad(loss, leaves), strict=True):
+        with _without_hooks(leaves):
+            gradients = torch.autograd.grad(loss, leaves)
+        for leaf, gradient in zip(leaves, gradients, strict=True):
             index = self._index_of.get(id(leaf))
             if index is not None:
                 former = self.of_parameters.get(index)
@@ -180,6 +182,21 @@ class BatchLosses:
                     "has gathered for the model's forward: leave the term out, or use weight_decay"
                 )
             leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+
+@contextmanager
+def _without_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Keep hooks of tensors from their gradients inside the block: those of a parameter see the
+    gradient of the whole step, in its last backward."""
+    hooks = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
+    kept = [dict(own) for own in hooks]
+    for own in hooks:
+        own.clear()
+    try:
+        yield
+    finally:
+        for own, former in zip(hooks, kept, strict=True):
+            own.update(former)
 
 
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:

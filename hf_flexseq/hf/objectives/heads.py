@@ -57,6 +57,9 @@ class Head(Protocol):
     totals: tuple[str, ...]
     """Figures that are sums over all tokens of a step."""
 
+    is_own: bool
+    """True if code of the user's takes part in the loss."""
+
     def attach(self) -> list[Any]:
         """Prepare the model; return the hooks, which undo it when they are removed."""
 
@@ -103,7 +106,7 @@ class LogProbabilities:
         """has_router_loss: True if the trainer's loss includes a router loss. is_own: True if code
         of the user's takes part in the loss, which may call the model without TRL's head."""
         self._model = model
-        self._is_own = is_own
+        self.is_own = is_own
         self._has_router_loss = has_router_loss
         self._router: RouterSums | None = None  # while the head is attached
 
@@ -116,7 +119,7 @@ class LogProbabilities:
 
     def read(self, given: Mapping[str, Any]) -> ModelCall:
         """Return the call with these arguments. Raises NotImplementedError for logits."""
-        if not given.get("fused_lm_head") and not self._is_own:
+        if not given.get("fused_lm_head") and not self.is_own:
             raise NotImplementedError(
                 "a loss asks the model for logits, a whole vocabulary for every token, which stay "
                 "where the plan has put them: read log-probabilities instead, as TRL's trainers "
@@ -148,7 +151,7 @@ class LogProbabilities:
 
         of_tokens = {name: value for name, value in figures.items() if name not in OF_STEP}
         fields = _fields(call, of_tokens, given)
-        if self._is_own and not given.get("fused_lm_head"):
+        if self.is_own and not given.get("fused_lm_head"):
             names = ("loss", "log_probs", "entropy", "label_mask")
             return PlannedOutput(**{name: fields[name] for name in names})
         if given.get(OPTION):
@@ -169,6 +172,7 @@ class TokenFigures:
     them, or if the user makes further figures of them."""
 
     main = "log_probs"
+    is_own = True
 
     def __init__(
         self,
@@ -329,6 +333,7 @@ class Classes:
     main = "logits"
     differentiable: tuple[str, ...] = ("logits",)
     totals: tuple[str, ...] = ()
+    is_own = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

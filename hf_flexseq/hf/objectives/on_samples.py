@@ -34,9 +34,10 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import Trainer
 
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.executors import base_model
-from hf_flexseq.hf.losses import has_own_loss, rolls_out
+from hf_flexseq.hf.losses import rolls_out
 from hf_flexseq.hf.objectives.answers import POLICY, REFERENCE, Answers
 from hf_flexseq.hf.objectives.batch_losses import BatchLosses
 from hf_flexseq.hf.objectives.divergences import Divergences
@@ -75,15 +76,14 @@ class LossOnSamples(StepLoss):
 
     def __init__(self, trainer: Trainer, engine: FlexSeqEngine) -> None:
         super().__init__(trainer, engine)
-        is_own = has_own_loss(trainer)
-        self.has_predictions = is_own  # TRL's own heads give no logits
         self._head: Head = head_of(trainer)
+        self.has_predictions = self._head.is_own  # TRL's own heads give no logits
         self.drawing = Drawing(trainer, engine, self._head)
         self.answers = Answers(trainer, engine, self._head)
         self._is_attached = False
         self._equals_reference = True  # unless a step has shown otherwise; alike on all ranks
         self._trial = SumTrial(lambda: trainer.model, engine.executor)
-        self._sum = SumOverTokens() if is_own else None
+        self._sum = SumOverTokens() if self._head.is_own else None
 
     def check_loader(self, dataloader: Any) -> None:
         """Raise ValueError for ranks with different numbers of batches. Collective."""
@@ -131,9 +131,7 @@ class LossOnSamples(StepLoss):
         return batches, self._trainer._get_num_items_in_batch(batches, device)
 
     def prepare(self, batch: Any, stock_preparation: StockPreparation) -> Any:
-        """Return a batch, prepared once; samples are made with the model's own attention."""
-        if batch is self.answers.prepared:
-            return batch
+        """Return a prepared batch; samples are made with the model's own attention."""
         if not rolls_out(self._trainer):
             return stock_preparation(batch)
         with self.answers.pausing(True), self._engine.whole_model.attention.own():
@@ -166,7 +164,7 @@ class LossOnSamples(StepLoss):
                         figures = passes.only(weights)
                     if reference:
                         self._compare(reference, figures)
-                    losses.compute(figures, items, run, self.drawing.loader_state)
+                    self._compute(losses, figures, items, run)
                     gradients = losses.gradients(figures)
                     if weights is None:
                         passes.second(figures, gradients)
@@ -191,6 +189,17 @@ class LossOnSamples(StepLoss):
         if self._sum is None or step.images is not None or kind == DistributedType.DEEPSPEED:
             return None
         return self._sum.weights(losses.calls, items)
+
+    def _compute(self, losses: BatchLosses, figures: Columns, items: Any, run: RunStep) -> None:
+        """Compute the losses of a step. Collective over the world for code of the user's, whose
+        errors on one rank are raised on all."""
+        if not self._head.is_own:
+            losses.compute(figures, items, run, self.drawing.loader_state)
+            return
+        with ErrorCapture() as computing:
+            losses.compute(figures, items, run, self.drawing.loader_state)
+        gather = self._engine.communicator.cpu_group.gather_values
+        computing.raise_on_all_ranks(gather, "computing the loss")
 
     def _learn(self, gradients: Columns, losses: BatchLosses, items: Any) -> None:
         """Learn from a step of two passes whether later ones can take one. Collective over the
@@ -257,8 +266,7 @@ class LossOnSamples(StepLoss):
             with trainer.compute_loss_context_manager():
                 return -head.forward(wrapped, inputs)["log_probs"].sum() / ITEMS
 
-        is_own = self._sum is not None
-        compared = next_token_loss if is_own else None
+        compared = next_token_loss if head.is_own else None
         self._trial.run(step.row, model, squares, pads=False, next_token_loss=compared)
 
     @contextmanager

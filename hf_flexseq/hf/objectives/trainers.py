@@ -13,7 +13,6 @@ import torch
 from transformers import Trainer
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.losses import has_own_loss
 from hf_flexseq.hf.objectives.heads import Head
 from hf_flexseq.steps.calls import READ, ModelCall, images_in, types_in
 
@@ -34,7 +33,7 @@ class Foreseen:
 
 def foreseen(trainer: Trainer, batch: Mapping[str, Any], head: Head) -> Foreseen:
     """Return the calls that the loss of `trainer` will make on a batch."""
-    if has_own_loss(trainer):
+    if head.is_own:
         given = {name: batch[name] for name in READ if name in batch}
         return Foreseen(head.read({**given, **images_in(batch), **types_in(batch)}))
     for cls in type(trainer).__mro__:
