@@ -12,7 +12,8 @@ from pathlib import Path
 from transformers import Trainer
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
-from hf_flexseq.hf.overrides import OF_PART_OF_MODEL, OF_SHARDED_CHECKPOINTS, RULES, Rule
+from hf_flexseq.hf.overrides import OF_SHARDED_CHECKPOINTS, RULES, Rule
+from hf_flexseq.pipeline.trainer.refusals import REPLACED
 
 PAGE = Path(__file__).parents[1] / "docs/overrides.md"
 
@@ -163,7 +164,7 @@ def page_text() -> str:
     """Return the page as Markdown."""
     lines = [INTRODUCTION, "| method | | |", "|---|---|---|"]
     lines += [_row_of(rule) for rule in RULES]
-    pipelines = ", ".join(f"`{name}`" for name in OF_PART_OF_MODEL)
+    pipelines = ", ".join(f"`{name}`" for name in REPLACED)
     called = ", ".join(f"`{name}`" for name in methods_without_rule())
     replaced = ", ".join(f"`{name}`" for name in OF_SHARDED_CHECKPOINTS)
     lines += [

@@ -8,9 +8,9 @@ from typing import Any
 
 from hf_flexseq.base.refusals import Refusal
 from hf_flexseq.hf.refusals.accelerator import ACCELERATOR
-from hf_flexseq.hf.refusals.pipeline import FSDP_OF_STAGES, PIPELINE
 from hf_flexseq.hf.refusals.predictions import PREDICTIONS
 from hf_flexseq.hf.refusals.trainer import MODEL, NEXT_TOKEN, ON_SAMPLES, TRAINER
+from hf_flexseq.pipeline.trainer.refusals import FSDP_OF_STAGES, PIPELINE
 
 PAGE = Path(__file__).parents[1] / "docs/refusals.md"
 

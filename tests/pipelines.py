@@ -1,9 +1,9 @@
 """Pipeline costs and plans for tests."""
 
-from hf_flexseq.cost.stages import PipelineCost, StageCost, chunk_costs, shape_of
-from hf_flexseq.plan.pipeline import Chunk, PipelinePlan
+from hf_flexseq.pipeline.planning import PipelineOptions, make_pipeline_plan
+from hf_flexseq.pipeline.planning.plan import Chunk, PipelinePlan
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost, StageCost, chunk_costs, shape_of
 from hf_flexseq.plan.shard import Slice
-from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
 
 
 def stage_cost(**changed):

@@ -41,11 +41,11 @@ from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.scans import grid
+from hf_flexseq.pipeline.planning.plan import PipelinePlan
 from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import attention_schedule as schedule
 from hf_flexseq.plan.blocks import Blocks
-from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.program import heads as head_pieces

@@ -13,6 +13,7 @@ results, so that ranks forked later know it, as one process would.
 import contextlib
 import faulthandler
 import gc
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -181,17 +182,17 @@ def _answer(pipe):
 def _counted():
     """What this process has counted of models; nothing before it has imported the module."""
     module = sys.modules.get("hf_flexseq.hf.calibration.layer_trial")
-    return {} if module is None else module._known
+    return {} if module is None else inspect.getclosurevars(module._count).nonlocals["kept"]
 
 
 def _learned(known):
     """Pickles of what this process has counted that is not in `known`. What has a class that is
     defined in a function has none."""
     pickles = []
-    for item in _counted().items():
-        if item[0] not in known:
+    for key, kept in _counted().items():
+        if key not in known:
             with contextlib.suppress(pickle.PicklingError, AttributeError):
-                pickles.append(pickle.dumps(item))
+                pickles.append(pickle.dumps((key, kept._replace(code=()))))
     return pickles
 
 

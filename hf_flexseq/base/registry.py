@@ -5,6 +5,7 @@ systems.
     RINGS                how ranks exchange keys and values: `plan.rings`, `cost.rings`
     PLANNERS             functions that form the groups of a step, for `make_plan`
     PIPELINE_SCHEDULES   functions that form chunks and actions, for `make_pipeline_plan`
+    PIPELINE             what takes the place of a whole model where it runs in stages
 
 The options of a run, `make_plan`, the planning process, `compare` and the command line read these
 records. Objects are dotted names that are imported on first use. So the core imports neither
@@ -112,11 +113,11 @@ PLANNERS: Mapping[str, PlannerEntry] = {
 }
 
 PIPELINE_SCHEDULES: Mapping[str, PlannerEntry] = {
-    "auto": PlannerEntry(function="hf_flexseq.planner.pipeline.auto_schedule:auto_pipeline"),
-    "1f1b": PlannerEntry(function="hf_flexseq.planner.pipeline.fixed_orders:whole_pipeline"),
-    "seq1f1b": PlannerEntry(function="hf_flexseq.planner.pipeline.fixed_orders:chunked_pipeline"),
+    "auto": PlannerEntry(function="hf_flexseq.pipeline.planning.auto_schedule:auto_pipeline"),
+    "1f1b": PlannerEntry(function="hf_flexseq.pipeline.planning.fixed_orders:whole_pipeline"),
+    "seq1f1b": PlannerEntry(function="hf_flexseq.pipeline.planning.fixed_orders:chunked_pipeline"),
     "seq1f1b-i": PlannerEntry(
-        function="hf_flexseq.planner.pipeline.fixed_orders:chunked_pipeline",
+        function="hf_flexseq.pipeline.planning.fixed_orders:chunked_pipeline",
         stages_per_rank=2,
     ),
     "infinipipe": PlannerEntry(
@@ -124,6 +125,31 @@ PIPELINE_SCHEDULES: Mapping[str, PlannerEntry] = {
         needs_solver=True,
     ),
 }
+
+
+# ---- a model in stages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineEntry:
+    """Objects by which a pipeline takes the place of a whole model."""
+
+    mixin: str
+    """`module:class` of what a trainer becomes, to stand in front of its class."""
+    job: str
+    """`module:class` of a planner's `Job`, of the kind `stages`."""
+    read_step: str
+    """`module:function` that returns the `RecordedStep` of a record in a file of plans."""
+    timeline: str
+    """`module:function` that returns the `Timeline` of such a step."""
+
+
+PIPELINE = PipelineEntry(
+    mixin="hf_flexseq.pipeline.trainer.mixin:PipelineMixin",
+    job="hf_flexseq.pipeline.planning.job:StagesJob",
+    read_step="hf_flexseq.pipeline.planning.files:pipeline_step",
+    timeline="hf_flexseq.pipeline.planning.timeline:timeline_of_step",
+)
 
 
 def object_of(dotted: str) -> Any:

@@ -18,6 +18,7 @@ from hf_flexseq.base.registry import PLANNERS
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import PRESETS, load_cost_model
 from hf_flexseq.plan import Plan
+from hf_flexseq.plan.files import PlanOfStages
 from hf_flexseq.plan.images import (
     IMAGE,
     VIDEO,
@@ -27,7 +28,6 @@ from hf_flexseq.plan.images import (
     frames_of_parts,
 )
 from hf_flexseq.plan.options import PlanOptions
-from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.units import ROOT, Unit
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.images import plan_images
@@ -198,20 +198,17 @@ def plan_options(options: Namespace) -> PlanOptions:
     )
 
 
-def summary(made: Plan | PipelinePlan, tower: TowerLoad | None = None) -> str:
+def summary(made: Plan | PlanOfStages, tower: TowerLoad | None = None) -> str:
     """Return a plan in one line: its contents, its parts, and its predicted seconds, to which
     those of the tower are added."""
     contents = f"{len(made.lengths):,} sequences, {sum(made.lengths):,} tokens"
-    if isinstance(made, Plan) and made.units:
+    if not isinstance(made, Plan):
+        return f"{contents} in {made.how} by {made.schedule}, predicted {made.objective_s:.3f} s"
+    if made.units:
         rows = sum(len(unit.rows) for unit in made.units)
         contents += (
             f" ({rows:,} of them share prefixes in {len(made.units):,} units, which spares "
             f"{made.tokens_spared:,} tokens)"
-        )
-    if isinstance(made, PipelinePlan):
-        return (
-            f"{contents} in {len(made.chunks):,} chunks through {made.stages} stages by "
-            f"{made.schedule}, predicted {made.objective_s:.3f} s"
         )
     seconds = f"{made.objective_s:.3f} s ({100 * _gap(made):.1f} % above the bound)"
     if tower is not None:

@@ -55,7 +55,7 @@ def _check_file(path: Path) -> None:
 
 def _of_this_rank(options: Namespace) -> dict[str, Any]:
     """Return the record, as one of the ranks that a launcher has started."""
-    from hf_flexseq.hf.prove import command
+    from hf_flexseq.prove import command
 
     try:
         record = command.prove(options.model, whole=options.whole)
@@ -101,15 +101,13 @@ def _of_own_ranks(options: Namespace) -> dict[str, Any]:
 
 
 def holds(record: dict[str, Any]) -> bool:
-    """Return True if a record proves what it says: nothing differs, something trained, and every
-    planted fault was found."""
+    """Return True if a record proves what it says: nothing differs, and something trained."""
     steps = [step for step in record["steps"].values() if "not_run" not in step]
     return bool(
         all(record["learned"].values())
         and steps
         and all(step["holds"] for step in steps)
         and not record["changes"]
-        and all(record["faults"].values())
     )
 
 
@@ -139,11 +137,6 @@ def page_of(record: dict[str, Any]) -> str:
     )
     if record["changes"] is not None:
         lines.append("one token changed: " + _changes(record["changes"]))
-    found = sum(record["faults"].values())
-    lines.append(f"faults made on purpose: {found} of {len(record['faults'])} found")
-    lines += [
-        f"  NOT FOUND: {name}" for name, is_found in record["faults"].items() if not is_found
-    ]
     lines += [
         f"NOTHING TRAINED on {what}: all gradients are 0"
         for what, learned in record["learned"].items()

@@ -21,7 +21,6 @@ from hf_flexseq.command_line import say
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.files import RecordedStep, StepsFile, parse_steps
-from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.planner.shared_rows import SharedRows
 from hf_flexseq.view.picture import picture_of
 from hf_flexseq.view.report import (
@@ -69,7 +68,7 @@ def report(options: Namespace) -> None:
     else:
         lines = _last_runs(file)
         remarks += _trace_remarks(file, lines)
-        groups = not any(isinstance(line.plan, PipelinePlan) for line in lines)
+        groups = all(isinstance(line.plan, Plan) for line in lines)
         if options.topology is not None and options.cost_model is not None and groups:
             plans = [line.plan for line in lines[: options.steps]]
             planned = [SharedRows.of_plan(plan) for plan in plans if isinstance(plan, Plan)]

@@ -3,17 +3,14 @@
 from argparse import Namespace
 from pathlib import Path
 
+from hf_flexseq.base.registry import PIPELINE, object_of
 from hf_flexseq.cli.plan import summary
 from hf_flexseq.command_line import say
 from hf_flexseq.cost.presets import load_cost_model
-from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.cost.walk import check as check_pipeline
-from hf_flexseq.plan import check
+from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.files import RecordedStep, read_steps
-from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.view import (
     chrome_text,
-    pipeline_timeline,
     save_picture,
     sketch,
     text_grid,
@@ -21,7 +18,6 @@ from hf_flexseq.view import (
 )
 from hf_flexseq.view.chrome import MOST_BYTES
 from hf_flexseq.view.closed_form import most_events
-from hf_flexseq.view.pipeline import tokens_as_time
 from hf_flexseq.view.timeline import Timeline
 
 
@@ -49,8 +45,10 @@ def view(options: Namespace) -> None:
 def drawn(step: RecordedStep, options: Namespace) -> Timeline:
     """Return a step's timeline: by the cost model, by measured seconds, or by tokens."""
     limits = options.limits
-    if isinstance(step.plan, PipelinePlan):
-        return pipeline_timeline(step.plan, _stage_costs(step, step.plan, options))
+    if not isinstance(step.plan, Plan):
+        cost = None if options.cost_model is None else load_cost_model(options.cost_model)
+        timeline: Timeline = object_of(PIPELINE.timeline)(step, cost, limits)
+        return timeline
     if options.cost_model is not None and options.topology is None:
         raise ValueError("--cost-model also needs --topology")
     world = max((group.stop for mb in step.plan.micro_batches for group in mb.groups), default=1)
@@ -64,26 +62,6 @@ def drawn(step: RecordedStep, options: Namespace) -> Timeline:
         return sketch(step.plan, world, step.measured_s)
     cost = load_cost_model(options.cost_model)
     return timeline_of(step.plan, options.topology, cost, sync=options.sync)
-
-
-def _stage_costs(step: RecordedStep, made: PipelinePlan, options: Namespace) -> PipelineCost:
-    """Return stage costs: of the options' cost model, else of the file, else tokens as time."""
-    # Finding the next action may look at every rank; a hundred looks take as long as an event.
-    actions = sum(map(len, made.actions))
-    work = actions + actions * made.ranks // 100
-    options.limits.refuse_above("work", work, f"step {step.number} may be {work:,} events")
-    check_pipeline(made)
-    if options.cost_model is not None:
-        return PipelineCost.of_model(load_cost_model(options.cost_model), made.stages)
-    if step.cost is None:
-        return tokens_as_time(made)
-    cost = PipelineCost.from_record(step.cost)
-    if len(cost.stages) != made.stages:
-        raise ValueError(
-            f"step {step.number}: expected pipeline_cost of {made.stages} stages, "
-            f"got {len(cost.stages)}"
-        )
-    return cost
 
 
 def _title(step: RecordedStep, options: Namespace) -> str:

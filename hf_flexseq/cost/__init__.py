@@ -1,5 +1,5 @@
-"""Costs of work: seconds and bytes of sequences on groups of ranks, and of chunks on pipeline
-stages.
+"""Costs of work: seconds and bytes of sequences on groups of ranks. Those of chunks on the stages
+of a pipeline are in `hf_flexseq/pipeline/planning/`.
 
     constants.py       the numbers of a cost model: their meaning, checks and JSON
     kernels.py         attention calls by the lengths of their sequences
@@ -11,7 +11,6 @@ stages.
     choices.py         cost models under other choices than the user's own; the ladder of choices
     peak.py            bytes of a token by the peak that a device has reported
     tower.py           images in a vision tower
-    stages.py          chunks on the stages of a pipeline
     experts.py         layers whose experts lie on several ranks
     sharding.py        FSDP2's trips in a micro-batch, and the policies that a step can afford
     shapes.py          a model's figures

@@ -44,7 +44,6 @@ from hf_flexseq.hf.model.image_masks import layers_told_causal
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.liger import liger_kernels
 from hf_flexseq.hf.model.loss import Total, attach_chunked_loss
-from hf_flexseq.hf.model.meta_model import attention_of_text
 from hf_flexseq.hf.model.neftune import EmbeddingNoise
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.prompts import TrainedPrompt, virtual_tokens_of
@@ -52,6 +51,7 @@ from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.hf.model.reentrant_checkpointing import NonReentrant
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
 from hf_flexseq.hf.model.text_reader import TextReader, reader_of_text
+from hf_flexseq.hf.model.towers import attention_of_text
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.shared_prefixes import refuse_noise
 from hf_flexseq.hf.tiles import MlpTiles

@@ -11,17 +11,29 @@ separates documents. Windows and chunks are read from the configuration (`model/
 and compared with the model's own masks when it is attached (`model/trial.py`).
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
+from hf_flexseq.attention import sequence_parallel_attention
+from hf_flexseq.attention.function import AttentionContext
 from hf_flexseq.hf.model.calls import read_call
-from hf_flexseq.pipeline.context import ChunkContext
 
 NAME = "flexseq"
+
+
+class PlannedCall(Protocol):
+    """What a model is called with on planned steps: the `SequenceContext` of a micro-batch, or a
+    pipeline's `ChunkContext`."""
+
+    calls: list[Any] | None
+    """Modules that have called attention in the forward that runs; None outside of one."""
+
+    def of_layer(self, layer: int | None, *, keeps_grad: bool) -> AttentionContext:
+        """Return what the attention of one layer must know, by its index in the model. keeps_grad:
+        True if a backward will follow."""
 
 
 def flexseq_attention(
@@ -31,7 +43,7 @@ def flexseq_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     *,
-    seq_ctx: SequenceContext | ChunkContext | None = None,
+    seq_ctx: PlannedCall | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,

@@ -21,8 +21,8 @@ from transformers.utils import is_datasets_available
 from hf_flexseq.base.refusals import together
 from hf_flexseq.base.values import listed
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.losses import is_objective
+from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.sum_trial import users_code_of
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.steps.calls import READ, ModelCall

@@ -15,7 +15,7 @@ and of a plain loop.
     engine.detach()
 
 A step is drawn, planned, dispatched, run and finished (docs/architecture.md, the path of a batch).
-The engine serves whole models and pipeline stages; its executor differs (`executors.py`).
+What it needs of the attached model is in `whole_model.py`.
 """
 
 import logging
@@ -35,22 +35,28 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attachments import ModelSettings
-from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
+from hf_flexseq.hf.engine_setup import EngineSetup
 from hf_flexseq.hf.finished_steps import FinishedSteps
 from hf_flexseq.hf.loaders import LoaderSettings, batches_on_host
 from hf_flexseq.hf.lookahead import any_draws_in_place, own_code_of_data
 from hf_flexseq.hf.loop import Evaluation, TrainingItem
+from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.own_loss import check_own_loss
+from hf_flexseq.hf.model_planning import ModelPlanning
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from hf_flexseq.hf.shared_prefixes import OFF
 from hf_flexseq.hf.sum_trial import SumTrial
-from hf_flexseq.hf.whole_model import WholeModelExecutor
-from hf_flexseq.planner.process.client import Planner
+from hf_flexseq.hf.whole_model import WholeModel
+from hf_flexseq.kernels import Kernel
+from hf_flexseq.plan import Plan
+from hf_flexseq.planner.process.client import Planner, start_planner
 from hf_flexseq.steps.console import DrawnNotes
 from hf_flexseq.steps.inputs import Inputs
-from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
+from hf_flexseq.steps.learned_cost import corrected_cost
+from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches, TokenLoss
 from hf_flexseq.steps.prefetch import PrefetchedSteps, Step
-from hf_flexseq.steps.trace import LogFigures
+from hf_flexseq.steps.source_row import PlannedStep
+from hf_flexseq.steps.trace import LogFigures, PlanTrace
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +71,6 @@ class FlexSeqEngine:
         *,
         communicator: Communicator | None = None,
         timeout: timedelta | None = None,
-        executor: Callable[[EngineSetup], Executor] = WholeModelExecutor,
         on_figures: Callable[[int, LogFigures], None] | None = None,
         uses_trl: bool = False,
     ) -> None:
@@ -76,17 +81,17 @@ class FlexSeqEngine:
             args: The options.
             communicator: Over all ranks; None makes one.
             timeout: Of every exchange of that one; None takes the timeout of the job's group.
-            executor: Makes what runs the steps.
             on_figures: Gets the number and the figures of each step as soon as they are known.
             uses_trl: True for a trainer of TRL's, whose version has to be a tested one.
 
         Raises ValueError or NotImplementedError for an accelerator, a cost model, a degree or a
         plan trace that cannot work.
         """
+        self._check_stages(args)
         check_accelerator(accelerator, args)
         if accelerator.is_main_process:
             warn_untested(*([] if uses_trl else ["trl"]))
-        setup = EngineSetup.of(accelerator, args, communicator, timeout=timeout)
+        self.setup = setup = EngineSetup.of(accelerator, args, communicator, timeout=timeout)
         args.plan_options().check_on(setup.communicator.topology)
         with ErrorCapture() as looking:  # ranks may have machines of different sizes
             setup.host_bytes()
@@ -96,11 +101,21 @@ class FlexSeqEngine:
         self.accelerator = accelerator
         self.args = args
         self.communicator = setup.communicator
-        self.executor = executor(setup)
+        self.settings = ModelSettings()
+        """Settings of the models that are attached from now on."""
+        self.kernel: Kernel | None = None
+        """Kernel of the model's attention, chosen with the first step."""
+        self.planning: ModelPlanning | None = None
+        """Planning of the model that was attached last."""
+        self._whole_model: WholeModel | None = None  # between `attach` and `detach`
+        self._lowered: int | None = None  # by `lower_cap`
         self._finished = FinishedSteps(
-            accelerator, setup.communicator, self.executor, args, on_figures=on_figures
+            accelerator,
+            setup.communicator,
+            args,
+            figures_of=self.figures_of,
+            on_figures=on_figures,
         )
-        self._costs = setup.costs
         self._training: PrefetchedSteps | None = None
         self._in_place: dict[bool, PrefetchedSteps] = {}  # of calls: with a backward, without one
         self._draws_in_place = False  # training steps, though `lookahead` says otherwise
@@ -113,10 +128,19 @@ class FlexSeqEngine:
         # Dataloaders may be prepared before a model is attached.
         self._loader_settings = LoaderSettings(accelerator)
 
+    def _check_stages(self, args: FlexSeqArguments) -> None:
+        """Raise NotImplementedError for pipeline stages, which a Trainer alone can run."""
+        stages = args.pipeline_parallel_size
+        if stages > 1:
+            raise NotImplementedError(
+                f"pipeline_parallel_size={stages} in a loop of your own: use FlexSeqTrainer, or 1"
+            )
+
     @property
     def cost(self) -> CostModel | None:
-        """The cost model of the attached model."""
-        return self.executor.cost
+        """What the model costs that was attached last, as far as its steps have taught; None
+        before."""
+        return None if self.planning is None else self.planning.cost_so_far
 
     @property
     def last_figures(self) -> LogFigures | None:
@@ -130,12 +154,12 @@ class FlexSeqEngine:
             checkpoint: Its folder, which is named in the log; None without one.
             record: Result of `cost_record` when the checkpoint was written.
         """
-        self._costs.bring(checkpoint, record)
+        self.setup.costs.bring(checkpoint, record)
 
     def cost_record(self) -> dict[str, Any] | None:
         """Return the cost model for a checkpoint as plain JSON values; None if unknown. Steps
         correct it no more from then on, so that a resumed run has the same."""
-        return self._costs.to_record()
+        return self.setup.costs.to_record()
 
     # ---- the model
 
@@ -154,16 +178,37 @@ class FlexSeqEngine:
         self._attach(model, lockstep=lockstep)
 
     def _attach(self, model: nn.Module, *, lockstep: bool) -> None:
-        """Attach a model whose own loss function is unused or has been checked."""
-        self.executor.attach(model, lockstep=lockstep)
-        self._trial = SumTrial(lambda: model, self.executor)
+        """Attach a model whose own loss function is unused or has been checked. Collective over
+        the world."""
+        self._whole_model = whole_model = WholeModel(
+            self.setup, model, self.settings, lockstep=lockstep, lowered=self._lowered
+        )
+        self.planning = whole_model.planning
+        self._trial = SumTrial(lambda: model, self.communicator.cpu_group)
         self._loader_settings.change()
+
+    def _detach_model(self) -> None:
+        """Leave the model as `_attach` found it."""
+        whole_model, self._whole_model = self._whole_model, None
+        if whole_model is not None:
+            whole_model.detach()
+
+    @property
+    def is_attached(self) -> bool:
+        """True between `attach` and `detach`."""
+        return self._whole_model is not None
+
+    @property
+    def whole_model(self) -> WholeModel:
+        """The attached model."""
+        assert self._whole_model is not None, "attach sets the model"
+        return self._whole_model
 
     def detach(self) -> None:
         """Restore the model and the accelerator, and end the planner, without waiting for other
         ranks: a loop that was broken off calls `check_finite` before, for its last figures."""
         try:
-            self.executor.detach()
+            self._detach_model()
         finally:
             self._loader_settings.restore()
             self._finished.forget()
@@ -180,7 +225,7 @@ class FlexSeqEngine:
     @contextmanager
     def attached(self, model: nn.Module, *, lockstep: bool = False) -> Iterator[None]:
         """Surround a block by `attach` and `detach`; a no-op if a model is attached."""
-        if self.executor.attached:
+        if self.is_attached:
             yield
             return
         self._attach(model, lockstep=lockstep)
@@ -195,7 +240,7 @@ class FlexSeqEngine:
 
     def _check_attached(self) -> None:
         """Raise RuntimeError without an attached model, on every rank alike."""
-        if not self.executor.attached:
+        if not self.is_attached:
             raise RuntimeError("call engine.attach(model) before drawing steps")
 
     # ---- drawing steps
@@ -205,17 +250,18 @@ class FlexSeqEngine:
         assert self._training is None, "steps have been drawn ahead already"
         self._draws_in_place = True
 
-    def use(self, settings: ModelSettings) -> None:
-        """Attach whole models with these settings from now on; stages of a pipeline have none."""
-        if isinstance(self.executor, WholeModelExecutor):
-            self.executor.settings = settings
-
     def put_adapters_into(self, optimizer: torch.optim.Optimizer) -> None:
         """Give weights of adapters that `attach` has replaced to an optimizer that was made
         before. Called while a model is attached; one that accelerate has prepared gets them with
         the first step."""
-        if isinstance(self.executor, WholeModelExecutor):
-            self.executor.put_adapters_into(optimizer)
+        if self._whole_model is not None:
+            self._whole_model.put_adapters_into(optimizer)
+
+    def lower_cap(self, tokens: int) -> None:
+        """Let plans for models to be attached give a rank fewer tokens in a micro-batch: `tokens`
+        where activations are as set for the run, and where a choice keeps fewer of their bytes as
+        many more. A cap that is lower already stays."""
+        self._lowered = min(tokens, self._lowered or tokens)
 
     def next_step(
         self, iterator: Iterator[Mapping[str, Any]], num_batches: int, *, first_number: int = 0
@@ -228,31 +274,32 @@ class FlexSeqEngine:
         """
         self._check_attached()
         if self._training is None:
-            self._say_who_keeps_activations()
             chosen = LOOKAHEAD if self.args.lookahead is None else self.args.lookahead
             lookahead = 0 if self._draws_in_place else chosen
-            shares = self._shares_prefixes()
-            self._training = self._prefetched(
-                lookahead, first_number, shares_prefixes=shares, trains=True
-            )
+            self._training = self._training_steps(lookahead, first_number)
         step = self._training.next(iterator, num_batches)
         if step is not None:
             self._notes.say_padding(step)
             self._notes.say_other_rows(step)
         return step
 
-    def _say_who_keeps_activations(self) -> None:
-        """Log why no plan chooses where activations are, if one might have."""
-        if not isinstance(self.executor, WholeModelExecutor) or self.communicator.rank:
-            return
-        reason = self.executor.reason_without_choices
-        if reason is not None and self.args.activation_memory != AS_SET:
+    def _training_steps(self, lookahead: int, first_number: int) -> PrefetchedSteps:
+        """Return the source of training steps; log why no plan chooses where activations are, if
+        one might have. Collective over the world."""
+        reason = self.whole_model.planning.reason_without_choices
+        if (
+            self.communicator.rank == 0
+            and reason is not None
+            and self.args.activation_memory != AS_SET
+        ):
             logger.info("activations are kept as they are set for the run: %s", reason)
+        shares = self._shares_prefixes()
+        return self._prefetched(lookahead, first_number, shares_prefixes=shares, trains=True)
 
     def _shares_prefixes(self) -> bool:
         """Tell whether rows of training steps may share prefixes, on all ranks alike; log why
         not. Collective over the world."""
-        own = self.reason_of_loss() or self.executor.reason_not_shared
+        own = self.reason_of_loss() or self.whole_model.reason_not_shared
         # A hook of the user's may be on one rank alone.
         reasons = self.communicator.cpu_group.gather_values(own)
         reason = next((of_rank for of_rank in reasons if of_rank is not None), None)
@@ -274,21 +321,19 @@ class FlexSeqEngine:
         """
         self._check_attached()
         if forward_only not in self._in_place:
-            planner = self.whole_model.forward_planner if forward_only else None
             self._in_place[forward_only] = self._prefetched(
                 0,
                 what="call",
-                planner=planner,
                 shares_prefixes=not forward_only and self._shares_prefixes(),
                 trains=not forward_only,
+                planner=self._forward_planner if forward_only else None,
             )
         steps = self._in_place[forward_only]
         steps.count_from(number)
         step = steps.next(iter(rows), 1)
         if step is None:
             raise ValueError("no rank has a sequence to compute a loss of")
-        assert isinstance(step, RankMicroBatches), "a stage computes no loss of given sequences"
-        return step
+        return micro_batches_of(step)
 
     def evaluation_steps(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Step]:
         """Yield every batch as a step, planned in place. Collective over the world."""
@@ -319,7 +364,8 @@ class FlexSeqEngine:
         no step follows it; RuntimeError when the loop continues without a step's backward.
         """
         self._check_attached()
-        self._trial.look()
+        whole_model = self.whole_model
+        self._trial.look(whole_model)
         self.reason_of_loss = self._trial.reason_not_shared
         if self.args.lookahead is None and self._training is None:
             found = own_code_of_data(dataloader)
@@ -330,7 +376,7 @@ class FlexSeqEngine:
             while (
                 step := self.next_step(iterator, accumulation, first_number=first_number)
             ) is not None:
-                item = TrainingItem(step, self.executor, self._trial, self.micro_batches)
+                item = TrainingItem(step, whole_model, self._trial, self.micro_batches)
                 yield item
                 item.check_has_run()
                 self.finish(step)
@@ -340,8 +386,15 @@ class FlexSeqEngine:
         """Return one pass over a prepared dataloader, collated by `DataCollatorForFlexSeq`,
         without gradients: its steps have a `forward` instead of a `backward`."""
         self._check_attached()
-        self._trial.look()
-        return Evaluation(dataloader, self.evaluation_steps, self.executor, self._trial)
+        whole_model = self.whole_model
+        self._trial.look(whole_model)
+        return Evaluation(
+            dataloader,
+            self.evaluation_steps,
+            whole_model,
+            self._trial,
+            self.forward_micro_batches,
+        )
 
     def _prefetched(
         self,
@@ -349,27 +402,35 @@ class FlexSeqEngine:
         first_number: int = 0,
         *,
         what: str = "step",
-        planner: Callable[[], Planner] | None = None,
         shares_prefixes: bool = False,
         trains: bool = False,
+        planner: Callable[[], Planner] | None = None,
     ) -> PrefetchedSteps:
-        """Return steps planned by rank 0. Collective over the world. planner: makes the planner.
-        trains: True if the steps' plans follow what earlier ones teach."""
-        start = planner or partial(self.executor.planner, ahead=lookahead > 0)
+        """Return steps planned by rank 0. Collective over the world. trains: True if the steps'
+        plans follow what earlier ones teach. planner: makes another planner than `planner`."""
+        whole_model = self.whole_model
         return PrefetchedSteps(
             self.communicator,
-            self._started(start),
+            self._started(planner or partial(self.planner, ahead=lookahead > 0)),
             lookahead,
-            dispatch=self.executor.dispatch,
-            check=self.executor.check,
-            read=self.executor.read,
+            dispatch=self.dispatch,
+            check=whole_model.planning.check,
+            read=Plan.from_bytes,
             first_number=first_number,
             what=what,
             shares_prefixes=shares_prefixes,
-            images=self.executor.images,
-            virtual_tokens=self.executor.virtual_tokens,
-            jobs=self.executor.jobs if trains else None,
+            images=whole_model.images,
+            virtual_tokens=whole_model.virtual_tokens,
+            jobs=whole_model.planning if trains else None,
         )
+
+    def planner(self, *, ahead: bool) -> Planner:
+        """Make the planner of rank 0. ahead: in a process of its own."""
+        return start_planner(self.whole_model.planning.job(), ahead=ahead)
+
+    def _forward_planner(self) -> Planner:
+        """Make the planner of rank 0 for passes that have no backward, in place."""
+        return start_planner(self.whole_model.planning.job(trains=False), ahead=False)
 
     def _started(self, start: Callable[[], Planner]) -> Planner | None:
         """Return a new planner on rank 0, None elsewhere. Collective over the world."""
@@ -382,14 +443,12 @@ class FlexSeqEngine:
         )
         return planner
 
-    def plan_again(self, step: Step) -> Step:
-        """Return the training step that was drawn last with another plan, which knows of a cap
-        that was lowered since, as do all plans to come. Collective over the world. Raises as
-        `next_step` does."""
-        assert self._training is not None, "the step was drawn"
-        ahead = self._training.plans_ahead
-        planner = self._started(partial(self.executor.planner, ahead=ahead))
-        return self._training.plan_again(step, planner)
+    def dispatch(self, planned: PlannedStep) -> Step:
+        """Bring the drawn tokens to the ranks that the plan names. Collective over the world."""
+        whole_model = self.whole_model
+        if self.kernel is None:
+            self.kernel = self.setup.kernel_for(whole_model.base, whole_model.planning.degrees)
+        return whole_model.dispatch(planned, self.kernel)
 
     # ---- running steps
 
@@ -397,54 +456,62 @@ class FlexSeqEngine:
         self, step: Step, model: nn.Module, *, is_last: bool = False
     ) -> Generator[Inputs, None, None]:
         """Yield the inputs of every micro-batch of a training step, once: the caller runs forward
-        and backward, and adds the loss with `step.add`. A rank with one stage of the model runs it
-        here, and nothing is yielded. Collective over the world.
+        and backward, and adds the loss with `step.add`. Collective over the world.
 
         Afterwards gradients are those of the whole step, and `step.loss` is this rank's loss, a
         scalar; the mean over ranks is the mean over the step's target tokens.
 
         model: as accelerate has wrapped it. is_last: True for the last step, if it is known.
         """
-        with self._training_step(step, model, is_last=is_last):
-            yield from self.executor.micro_batches(step, model, trains=True)
+        own = micro_batches_of(step)
+        passes = self.passes(own, model, is_last=is_last)
+        return own.micro_batches(passes, self._loss_of_totals(model))
+
+    def forward_micro_batches(self, step: Step, model: nn.Module) -> Generator[Inputs, None, None]:
+        """Yield the inputs of every micro-batch of a step without backward, once; the caller adds
+        the loss. Collective over the world. model: as accelerate has wrapped it."""
+        return micro_batches_of(step).micro_batches(loss=self._loss_of_totals(model))
+
+    def _loss_of_totals(self, model: nn.Module) -> TokenLoss | None:
+        """Return the router loss of a step, which depends on totals; None without one."""
+        router = self.whole_model.router
+        return None if router is None else router.of_step(model)
 
     @contextmanager
     def passes(
         self, step: RankMicroBatches, model: nn.Module, *, is_last: bool = False
     ) -> Iterator[BeforeLast]:
-        """Surround the passes of a training step around a loss on the source ranks; the block gets
-        what surrounds each micro-batch but the last that runs backward, and sets `step.loss`.
-        Collective over the world.
+        """Surround the passes of a training step; the block gets what surrounds each micro-batch
+        but the last that runs backward, and sets `step.loss`. Collective over the world.
 
         Afterwards gradients are the mean over ranks of those of their losses. model, is_last: see
         `micro_batches`.
         """
-        reducing = self.whole_model.reducing(step, model)
-        with self._training_step(step, model, is_last=is_last), reducing as before_last:
+        self._begin(step)
+        with self.whole_model.reduction(step).of_step(step.plan, model) as before_last:
             yield before_last
+        self._end(step, model, is_last=is_last)
 
-    @contextmanager
-    def _training_step(self, step: Step, model: nn.Module, *, is_last: bool) -> Iterator[None]:
-        """Surround a training step; then look for NaN and infinity, and dispatch the next step
-        while the device still works on this one."""
+    def _begin(self, step: Step) -> None:
+        """Begin a training step."""
         self._finished.settle()  # the previous optimizer step is done
         self.running = step
-        yield
+
+    def _end(self, step: Step, model: nn.Module, *, is_last: bool) -> None:
+        """End a training step: look for NaN and infinity, and dispatch the next step while the
+        device still works on this one."""
         self.running = None
         step.has_run = True
         self._finished.look_at(step, model)
         if self._training is not None and not is_last:
             self._training.prefetch()
 
-    @property
-    def whole_model(self) -> WholeModelExecutor:
-        """The executor of a whole model."""
-        if not isinstance(self.executor, WholeModelExecutor):
-            raise NotImplementedError(
-                "a loss that is computed from figures of whole sequences does not run in pipeline "
-                "stages: set pipeline_parallel_size=1"
-            )
-        return self.executor
+    def figures_of(self, step: Step, trace: PlanTrace) -> LogFigures:
+        """Write a finished step's trace; return its figures. Collective over the world."""
+        planning = self.planning
+        assert planning is not None, "a step that has run has had a model"
+        cost = corrected_cost(planning.cost, planning.factors_of(step.number))
+        return trace.record(micro_batches_of(step), cost, planning.learn)
 
     def finish(self, step: Step) -> None:
         """Gather the figures of a step that has run, and write its plan trace. Collective over the
@@ -468,3 +535,9 @@ class FlexSeqEngine:
         that fp16's loss scaling has skipped does not count.
         """
         self._finished.check()
+
+
+def micro_batches_of(step: Step) -> RankMicroBatches:
+    """Return a step of a whole model as what it is."""
+    assert isinstance(step, RankMicroBatches), "a whole model runs micro-batches"
+    return step

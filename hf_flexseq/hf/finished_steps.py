@@ -11,7 +11,6 @@ from torch import nn
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.executors import Executor
 from hf_flexseq.hf.gradients import gradients_of, step_was_skipped
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
 from hf_flexseq.steps.prefetch import Step
@@ -25,19 +24,20 @@ class FinishedSteps:
         self,
         accelerator: Accelerator,
         communicator: Communicator,
-        executor: Executor,
         args: FlexSeqArguments,
         *,
+        figures_of: Callable[[Step, PlanTrace], LogFigures],
         on_figures: Callable[[int, LogFigures], None] | None,
     ) -> None:
-        """Collective over the world. executor: of the steps. on_figures: gets the number and the
-        figures of each step as soon as they are known.
+        """Collective over the world. figures_of: writes the trace of a step and returns its
+        figures. on_figures: gets the number and the figures of each step as soon as they are
+        known.
 
         Raises ValueError for a plan trace that cannot be written.
         """
         self._accelerator = accelerator
         self._cpu_group = communicator.cpu_group
-        self._executor = executor
+        self._figures_of = figures_of
         self._trace = PlanTrace(args.plan_trace, communicator)
         self._watch = NonfiniteWatch(args.on_nonfinite, communicator.rank)
         self._on_figures = on_figures
@@ -89,7 +89,7 @@ class FinishedSteps:
             return
         self._cpu_group.phase = f"step {due.number}, gathering its figures"
         due.remark = own
-        figures = self._executor.figures(due, self._trace)
+        figures = self._figures_of(due, self._trace)
         self.last_figures = figures
         if self._on_figures is not None:
             self._on_figures(due.number, figures)

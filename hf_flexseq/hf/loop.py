@@ -15,7 +15,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +23,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlanSteps, once_each
-from hf_flexseq.hf.executors import Executor
 from hf_flexseq.hf.out_of_memory import noted
 from hf_flexseq.hf.sum_trial import SumTrial, loss_of_model
+from hf_flexseq.hf.whole_model import WholeModel
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.prefetch import Step
 
@@ -37,13 +36,13 @@ MicroBatches = Callable[[Step, nn.Module], Iterator[Inputs]]
 class LoopItem:
     """A planned step, as a hand-written loop gets it."""
 
-    __slots__ = ("_executor", "_micro_batches", "_trial", "step")
+    __slots__ = ("_micro_batches", "_trial", "_whole_model", "step")
 
     def __init__(
-        self, step: Step, executor: Executor, trial: SumTrial, micro_batches: MicroBatches
+        self, step: Step, whole_model: WholeModel, trial: SumTrial, micro_batches: MicroBatches
     ) -> None:
         self.step = step
-        self._executor = executor
+        self._whole_model = whole_model
         self._trial = trial
         self._micro_batches = micro_batches
 
@@ -57,16 +56,16 @@ class LoopItem:
         without any. Collective over the world."""
         own = EvaluationLoss()
         own.add(self.step.final_loss, self.step.targets)
-        return own.mean(self._executor.setup.communicator)
+        return own.mean(self._whole_model.setup.communicator)
 
     def _loss(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
         """Return this rank's share of a micro-batch's loss, a scalar."""
         outputs = model(**inputs, use_cache=False, num_items_in_batch=max(self.step.targets, 1))
         loss: torch.Tensor = outputs.loss
-        router = self._executor.router
+        router = self._whole_model.router
         if router is not None:
             loss = loss + router.coefficient * router.share()
-        return loss * self._executor.setup.accelerator.num_processes
+        return loss * self._whole_model.setup.accelerator.num_processes
 
 
 class TrainingItem(LoopItem):
@@ -78,13 +77,13 @@ class TrainingItem(LoopItem):
         """Run forward and backward of the whole step. Return this rank's share of the loss, a
         detached scalar: its mean over ranks is `mean_loss`. Gradients are those of the mean over
         the step's target tokens."""
-        accelerator = self._executor.setup.accelerator
+        accelerator = self._whole_model.setup.accelerator
         options: dict[str, Any] = {}
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             options["scale_wrt_gas"] = False
-        cpu_group = self._executor.setup.communicator.cpu_group
-        with cpu_group.naming_lost(), noted(self._executor, self.step):
-            self._trial.run(self.step.row, model, loss_of_model(self._executor))
+        cpu_group = self._whole_model.setup.communicator.cpu_group
+        with cpu_group.naming_lost(), noted(self._whole_model.planning, self.step):
+            self._trial.run(self.step.row, model, loss_of_model(self._whole_model))
             for inputs in self._micro_batches(self.step, model):
                 # DDP, FSDP and DeepSpeed average gradients over ranks, as the loss is.
                 loss = self._loss(model, inputs)
@@ -107,10 +106,15 @@ class EvaluationItem(LoopItem):
     __slots__ = ("_sum",)
 
     def __init__(
-        self, step: Step, executor: Executor, trial: SumTrial, sum_of_all: EvaluationLoss
+        self,
+        step: Step,
+        whole_model: WholeModel,
+        trial: SumTrial,
+        micro_batches: MicroBatches,
+        sum_of_all: EvaluationLoss,
     ) -> None:
         """sum_of_all: gets the loss of the step when it runs."""
-        super().__init__(step, executor, trial, partial(executor.micro_batches, trains=False))
+        super().__init__(step, whole_model, trial, micro_batches)
         self._sum = sum_of_all
 
     def forward(self, model: nn.Module) -> torch.Tensor:
@@ -119,8 +123,8 @@ class EvaluationItem(LoopItem):
         wrapped it."""
         # DDP would exchange buffers in each forward, and ranks run different numbers of them.
         whole = model.module if isinstance(model, DistributedDataParallel) else model
-        with noted(self._executor, self.step):
-            self._trial.run(self.step.row, whole, loss_of_model(self._executor))
+        with noted(self._whole_model.planning, self.step):
+            self._trial.run(self.step.row, whole, loss_of_model(self._whole_model))
             for inputs in self._micro_batches(self.step, model):
                 with torch.no_grad():
                     self.step.add(self._loss(whole, inputs))
@@ -134,16 +138,17 @@ class Evaluation:
 
     dataloader: Iterable[Mapping[str, Any]]
     plan_steps: PlanSteps
-    executor: Executor
+    whole_model: WholeModel
     trial: SumTrial
+    micro_batches: MicroBatches
     _sum: EvaluationLoss = field(default_factory=EvaluationLoss, init=False)
 
     def __iter__(self) -> Iterator[EvaluationItem]:
         """Yield the steps, each sample once. Collective over the world."""
         self._sum = EvaluationLoss()
         for step in once_each(self.dataloader, self.plan_steps):
-            yield EvaluationItem(step, self.executor, self.trial, self._sum)
+            yield EvaluationItem(step, self.whole_model, self.trial, self.micro_batches, self._sum)
 
     def mean_loss(self) -> float:
         """Return the mean loss over all targets so far; nan without any. Collective."""
-        return self._sum.mean(self.executor.setup.communicator)
+        return self._sum.mean(self.whole_model.setup.communicator)

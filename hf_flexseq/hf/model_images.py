@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.executors import EngineSetup
+from hf_flexseq.hf.engine_setup import EngineSetup
 from hf_flexseq.hf.model.sharding_kind import unsharded_class, zero_stage
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.hf.model_planning import ModelPlanning
@@ -31,16 +31,12 @@ class ModelImages:
         base: PreTrainedModel,
         vision: VisionModel,
         planning: ModelPlanning,
-        *,
-        may_choose: bool,
     ) -> None:
-        """Collective over the world. vision: how `base` takes images. may_choose: whether plans
-        may choose where activations are."""
+        """Collective over the world. vision: how `base` takes images."""
         self.vision = vision
         self._setup = setup
         self._base = base
         self._planning = planning
-        self._may_choose = may_choose
         self._early_encoder: EarlyEncoder | None = None  # where a frozen tower encodes images
         setup.communicator.open_world()  # for features
 
@@ -58,7 +54,7 @@ class ModelImages:
     def planned(self, step: DrawnStep) -> DrawnStep:
         """Return a step that says how its images are encoded, and what memory they take."""
         factors = self._planning.factors_of(step.number)
-        cost = self._planning.cost_of_plans(factors, may_choose=self._may_choose)
+        cost = self._planning.cost_of_plans(factors)
         plan = plan_images(
             step.images,
             step.lengths,

@@ -3,13 +3,13 @@
 ModelPlanning    the cost model, what memory leaves for tokens, FSDP2's figures
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedModel
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.config import LOOKAHEAD
+from hf_flexseq.config import AS_SET, LOOKAHEAD
 from hf_flexseq.cost import CostModel, FloatArray, step_ns
 from hf_flexseq.cost.choices import held_at_most
 from hf_flexseq.cost.correction import (
@@ -22,10 +22,12 @@ from hf_flexseq.cost.forward import forward_only
 from hf_flexseq.cost.lengths import with_shares
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.hf.calibration.choose import RunWide, with_host_bytes
-from hf_flexseq.hf.executors import EngineSetup
+from hf_flexseq.hf.engine_setup import EngineSetup
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.sharding import FsdpPolicies, fsdp_figures, reduces_each_batch
 from hf_flexseq.hf.tiles import priced_for
+from hf_flexseq.plan import Plan
+from hf_flexseq.plan import check as check_plan
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner.blocks import exchange_degrees
 from hf_flexseq.planner.passes import passes_of
@@ -52,6 +54,7 @@ class ModelPlanning:
         layers: LayerMemory,
         *,
         host_memory_bytes: int,
+        reason_as_set: str | None,
         lockstep: bool,
         lowered: int | None,
     ) -> None:
@@ -59,14 +62,21 @@ class ModelPlanning:
         they are faster. Collective over the world.
 
         layers: which keep what they are told. host_memory_bytes: for activations of a rank.
-        lockstep: whether all ranks run each micro-batch together. lowered: see `lower_cap`.
+        reason_as_set: why the trainer keeps plans from choosing where these are; None if it does
+        not. lockstep: whether all ranks run each micro-batch together. lowered: the cap of
+        `FlexSeqEngine.lower_cap`; None without.
         Raises ValueError for a strategy that the cost model has no figures for, and if the model's
         state alone is too large.
         """
         args = setup.args
         communicator = setup.communicator
-        self._setup = setup
+        self.setup = setup
+        self.lockstep = lockstep
+        """True if all ranks run each micro-batch together."""
         self._sync = "lockstep" if lockstep else "free"
+        self.host_memory_bytes = host_memory_bytes
+        self._base: PreTrainedModel | None = base  # until it is detached
+        self._reason_of_model = reason_as_set or layers.reason_without_choices
         self._lowered = lowered
         self._costs = costs = setup.costs
         subject = costs.subject(
@@ -96,27 +106,40 @@ class ModelPlanning:
             over_replicas=reduces_each_batch(setup.accelerator),
         )
 
-    # ---- memory
+    def forget_model(self) -> None:
+        """Drop the model; what it costs stays known."""
+        self._base = None
+        self.fsdp.forget_model()
 
-    def lower_cap(self, tokens: int) -> None:
-        """Let plans of planners to come give a rank fewer tokens in a micro-batch: `tokens` where
-        activations are as set for the run, and where a choice keeps fewer of their bytes as many
-        more."""
-        self._lowered = tokens
-        self.cost = self._lowered_cost(self.cost)
+    @property
+    def cost_so_far(self) -> CostModel:
+        """The cost model, as far as steps have taught."""
+        return corrected_cost(self.cost, self.newest)
+
+    # ---- memory
 
     def _lowered_cost(self, cost: CostModel) -> CostModel:
         """Return a cost model whose memory is lowered with the cap, unless the user has set one
         in tokens."""
-        if self._lowered is None or self._setup.args.max_tokens_per_rank is not None:
+        if self._lowered is None or self.setup.args.max_tokens_per_rank is not None:
             return cost
-        return held_at_most(cost, self._lowered, self._setup.communicator.world_size)
+        return held_at_most(cost, self._lowered, self.setup.communicator.world_size)
 
     @property
     def max_tokens_per_rank(self) -> int | None:
         """The user's cap, or the lowered one; None where memory alone bounds a micro-batch."""
-        cap = self._setup.args.max_tokens_per_rank
+        cap = self.setup.args.max_tokens_per_rank
         return cap if cap is None or self._lowered is None else min(cap, self._lowered)
+
+    @property
+    def reason_without_choices(self) -> str | None:
+        """Why no plan may choose where activations are; None if it may."""
+        if self.setup.args.activation_memory == AS_SET:
+            return f"activation_memory={AS_SET!r}"
+        plugin = getattr(self.setup.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.activation_checkpointing:
+            return "activation_checkpointing of FSDP is on"
+        return self._reason_of_model
 
     # ---- planners
 
@@ -128,29 +151,37 @@ class ModelPlanning:
     @property
     def topology(self) -> Topology:
         """The ranks."""
-        return self._setup.communicator.topology
+        return self.setup.communicator.topology
 
     @property
     def options(self) -> PlanOptions:
         """How to plan."""
-        options = self._setup.args.plan_options(self._sync)
+        options = self.setup.args.plan_options(self._sync)
         return replace(options, max_tokens_per_rank=self.max_tokens_per_rank)
 
-    def cost_of_plans(self, factors: Factors, *, may_choose: bool) -> CostModel:
-        """Return the cost model by which steps are planned. may_choose: whether plans may choose
-        where activations are."""
+    def cost_of_plans(self, factors: Factors) -> CostModel:
+        """Return the cost model by which steps are planned."""
         cost = self._lowered_cost(corrected_cost(self.cost, factors))
-        return cost if may_choose else replace(cost, activations=None)
+        return cost if self.reason_without_choices is None else replace(cost, activations=None)
 
-    def job(
-        self, base: PreTrainedModel, factors: Factors, *, may_choose: bool, trains: bool = True
-    ) -> GroupsJob:
-        """Return what a planner is asked to do.
+    def job(self, *, trains: bool = True) -> GroupsJob:
+        """Return what a planner is asked to do, by all that steps have taught. trains: False for
+        passes that have no backward."""
+        return self._job_by(self.newest, trains=trains)
 
-        base: the model, wrapped as it will run. factors: of the cost model, see `factors_of`.
-        trains: False for passes that have no backward.
-        """
-        cost = self.cost_of_plans(factors, may_choose=may_choose)
+    def job_of(self, number: int) -> GroupsJob:
+        """Return the job by which step `number` is planned."""
+        return self._job_by(self.factors_of(number))
+
+    def version_of(self, number: int | None) -> Hashable:
+        """Return what tells the jobs of steps apart: the factors of the cost model. number: see
+        `VersionedJob`."""
+        return self.newest if number is None else self.factors_of(number)
+
+    def _job_by(self, factors: Factors, *, trains: bool = True) -> GroupsJob:
+        """Return a job by a cost model with these factors."""
+        assert self._base is not None, "steps are planned of an attached model"
+        cost = self.cost_of_plans(factors)
         figures = self.fsdp.figures
         if figures is not None:
             factor = 1.0  # of the seconds of trips, which are part of a micro-batch's
@@ -163,10 +194,15 @@ class ModelPlanning:
             cost = forward_only(cost)
         return GroupsJob(
             topology=self.topology,
-            cost=priced_for(cost, base),
+            # not earlier: FSDP wraps MLPs after `attach`, and the user may put hooks on them
+            cost=priced_for(cost, self._base),
             options=self.options,
             fsdp=figures,
         )
+
+    def check(self, plan: Plan) -> None:
+        """Raise ValueError for a plan that would compute something wrong or hang."""
+        check_plan(plan, self.topology, self.max_tokens_per_rank)
 
     # ---- what steps teach
 
@@ -208,7 +244,7 @@ class ModelPlanning:
             cost = corrected_cost(self.cost, newest)
             text_ns = step_ns(cost, plan.micro_batches, lengths, self.topology, sync=self._sync)
             predicted_s = text_ns / 1e9 + newest[TOWER] * tower_s
-        is_first = self._setup.communicator.rank == 0  # which alone fits and writes
+        is_first = self.setup.communicator.rank == 0  # which alone fits and writes
         batches = plan.micro_batches
         measured = MeasuredStep(
             micro_batches=batches,
@@ -219,7 +255,7 @@ class ModelPlanning:
             is_whole=step.passes > 1,
         )
         # steps up to the lookahead are drawn while the next one runs
-        lookahead = LOOKAHEAD if self._setup.args.lookahead is None else self._setup.args.lookahead
+        lookahead = LOOKAHEAD if self.setup.args.lookahead is None else self.setup.args.lookahead
         first_step = step.number + lookahead + 2 + step.stopwatch.is_behind
         learned = self._costs.learned
         if planned_by is not None:  # relative to the estimate
@@ -227,7 +263,7 @@ class ModelPlanning:
         learned.take(
             measured,
             self.cost,
-            self._setup.communicator,
+            self.setup.communicator,
             first_step=first_step,
             held=peak_share,
         )

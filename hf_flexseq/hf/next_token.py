@@ -7,7 +7,7 @@ travels. Code of the user's in the loss sees the trainer's own batches instead
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from hf_flexseq.hf.shared_prefixes import GIVES_SUMS, USERS_CODE
 from hf_flexseq.hf.step_loss import Prediction, RunStep, StepLoss, StockPrediction
 from hf_flexseq.hf.sum_trial import SumTrial, loss_of_model
 from hf_flexseq.hf.token_means import TokenMeans
+from hf_flexseq.hf.two_sequences import Value
 from hf_flexseq.hf.watch import LabelGuard
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.logged_loss import StepLosses
@@ -35,7 +36,6 @@ from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.prefetch import Step
 from hf_flexseq.steps.row_outputs import outputs_of_rows
 from hf_flexseq.steps.step_items import StepItem, step_items
-from hf_flexseq.steps.training_mode import in_training_mode
 
 
 class NextTokenLoss(StepLoss):
@@ -49,10 +49,9 @@ class NextTokenLoss(StepLoss):
         # Such code has collectives between forwards and backwards.
         self.lockstep = self._notes_figures
         self._guard = LabelGuard(trainer)
-        self._trial = SumTrial(lambda: trainer.model, engine.executor)
+        self._trial = SumTrial(lambda: trainer.model, engine.communicator.cpu_group)
         is_fused = reads_fused_head(trainer) and not is_older("trl", FUSED_HEAD_FROM)
-        options = {"fused_lm_head": True} if is_fused else {}
-        self._loss_of_model = loss_of_model(engine.executor, **options)
+        self._options = {"fused_lm_head": True} if is_fused else {}
         self._router = AddedRouterLoss(trainer)
         self._sum = EvaluationLoss()  # of the evaluation that runs
         self._means = TokenMeans(trainer)
@@ -63,18 +62,22 @@ class NextTokenLoss(StepLoss):
     def attached(self) -> Iterator[None]:
         """Surround training or an evaluation: micro-batches get their shares of a router loss, and
         SFTTrainer the outputs of its head for all rows."""
-        executor = self._engine.executor
-        self._trial.look()
+        router = self._engine.whole_model.router
+        self._trial.look(self._engine.whole_model)
         with ExitStack() as around:
             if reads_fused_head(self._trainer):
                 around.enter_context(outputs_of_rows(self._trainer.model))
-            if executor.router is not None:
-                around.enter_context(self._router.adding(executor.router))
+            if router is not None:
+                around.enter_context(self._router.adding(router))
             yield
+
+    @property
+    def _loss_of_model(self) -> Value:
+        return loss_of_model(self._engine.whole_model, **self._options)
 
     def _reason_not_shared(self) -> str | None:
         """Return why the loss keeps rows from sharing prefixes, or None."""
-        self._trial.look()  # callbacks have come between
+        self._trial.look(self._engine.whole_model)  # callbacks have come between
         if not self._trial.has_code and reads_fused_head(self._trainer):
             return GIVES_SUMS if reads_sums(self._trainer) else None
         return USERS_CODE if self._notes_figures else self._trial.reason_not_shared()
@@ -103,7 +106,7 @@ class NextTokenLoss(StepLoss):
         self._trial.run(step.row, model, self._loss_of_model)
         self._means.begin("train")
         with (
-            self._in_training_mode(model),
+            in_training_mode(model),
             closing(self._engine.micro_batches(step, model, is_last=self._is_last_step)) as parts,
         ):
             for micro_batch in parts:
@@ -138,14 +141,6 @@ class NextTokenLoss(StepLoss):
     def settle(self, logged: torch.Tensor) -> None:
         """Filter NaN and infinity out of the losses of whole steps. Collective over the world."""
         self._losses.settle(logged, self._engine.communicator)
-
-    def _in_training_mode(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Put a model into training mode for a step, or the stage that a rank has of it."""
-        hooks = self._engine.executor.trainer_hooks
-        if hooks is None:
-            return in_training_mode(model)
-        hooks.set_training_mode(model, self._trainer.optimizer)
-        return nullcontext()
 
     @contextmanager
     def _on_part(self, micro_batch: Inputs) -> Iterator[None]:
@@ -193,9 +188,8 @@ class NextTokenLoss(StepLoss):
         divisor = _divisor(items, self._trainer.args.device)
         self._trial.run(step.row, model, self._loss_of_model)
         self._means.begin("eval")
-        executor = self._engine.executor
-        with noted(executor, step):
-            for micro_batch in executor.micro_batches(step, model, trains=False):
+        with noted(self._engine.whole_model.planning, step):
+            for micro_batch in self._engine.forward_micro_batches(step, model):
                 step.add(self._forward(model, micro_batch, divisor))
         loss = step.final_loss
         self._raise_noted()
@@ -216,7 +210,11 @@ class NextTokenLoss(StepLoss):
         found, loss, step = tokens.predict(batch, forward)
         if not found.has_labels:
             return None, found.predictions, None
-        self._trial.run(without_metrics(step.row), model, self._loss_of_model)
+        self._trial.run(
+            without_metrics(step.row),
+            model,
+            loss_of_model(self._engine.whole_model, **self._options),
+        )
         self._raise_noted()
         self._sum.add(loss, step.targets)
         return loss if found.loss is None else found.loss, found.predictions, found.labels

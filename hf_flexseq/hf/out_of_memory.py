@@ -12,8 +12,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 
 from hf_flexseq.config import AS_SET, FlexSeqArguments
 from hf_flexseq.cost.choices import token_bytes
-from hf_flexseq.hf.executors import Executor
-from hf_flexseq.hf.whole_model import WholeModelExecutor
+from hf_flexseq.hf.model_planning import ModelPlanning
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.prefetch import Step
 
@@ -54,14 +53,13 @@ class RanOut:
     """The cap to go on with; 0 if nothing is left of it."""
 
     @classmethod
-    def of(cls, executor: Executor, step: Step | None) -> "RanOut | None":
-        """Return what this rank was running of a step; None outside of micro-batches."""
-        if not isinstance(executor, WholeModelExecutor) or not isinstance(step, RankMicroBatches):
+    def of(cls, planning: ModelPlanning | None, step: Step | None) -> "RanOut | None":
+        """Return what this rank was running of a step; None outside of micro-batches. planning: of
+        the model; None before it is attached."""
+        if not isinstance(step, RankMicroBatches) or step.current is None or planning is None:
             return None
-        if step.current is None or executor.cost is None:
-            return None
-        communicator = executor.setup.communicator
-        cost = executor.cost
+        communicator = planning.setup.communicator
+        cost = planning.cost_so_far
         micro_batch = step.plan.micro_batches[step.current]
         size = 1.0  # bytes of a token, relative to those as set for the run
         if micro_batch.memory is not None:
@@ -72,7 +70,7 @@ class RanOut:
         fullest = max(by_rank) * size
         beside = step.drawn.facts.held_tokens
         free_bytes = cost.free_bytes(communicator.world_size)
-        cap = executor.planning.max_tokens_per_rank
+        cap = planning.max_tokens_per_rank
         if cap is None:  # the memory model counts what is held beside
             cap = max(0, int(free_bytes // cost.token_bytes))
             fullest += beside
@@ -112,18 +110,18 @@ class RanOut:
 
 
 @contextmanager
-def noted(executor: Executor, step: Step) -> Iterator[None]:
+def noted(planning: ModelPlanning, step: Step) -> Iterator[None]:
     """Add to an error about memory inside the block what was held, and what to set."""
     try:
         yield
     except RuntimeError as error:
         if is_out_of_memory(error):
-            add_note(error, executor, step)
+            add_note(error, planning, step)
         raise
 
 
-def add_note(error: RuntimeError, executor: Executor, step: Step | None) -> None:
+def add_note(error: RuntimeError, planning: ModelPlanning | None, step: Step | None) -> None:
     """Add to an error what this rank held of a step, and what to set, if it ran a micro-batch."""
-    ran_out = RanOut.of(executor, step)
-    if ran_out is not None:
-        error.add_note(f"{ran_out}; {ran_out.advice(executor.setup.args)}")
+    ran_out = RanOut.of(planning, step)
+    if ran_out is not None and planning is not None:
+        error.add_note(f"{ran_out}; {ran_out.advice(planning.setup.args)}")

@@ -95,21 +95,7 @@ RULES = (
     ),
 )
 
-# Methods that `PartOfModelMixin` overrides (`part_of_model.py`). A pipeline calls no override of
-# the user's.
-OF_PART_OF_MODEL = (
-    "_wrap_model",
-    "floating_point_ops",
-    "_clip_grad_norm",
-    "_get_grad_norm",
-    "_save",
-    "_load_from_checkpoint",
-    "_load_best_model",
-    "_save_optimizer_and_scheduler",
-    "_load_optimizer_and_scheduler",
-)
-
-# Methods of these that are replaced for a model that `DistributedConfig` has sharded: an override
+# Methods that are replaced for a model that `DistributedConfig` has sharded: an override
 # behind FlexSeqMixin is not called.
 OF_SHARDED_CHECKPOINTS = (
     "_load_from_checkpoint",
@@ -124,20 +110,13 @@ def has_other_compute_loss(trainer: Any) -> bool:
     return type(trainer).compute_loss is not Trainer.compute_loss
 
 
-def check_overrides(trainer: Any, *, pipeline_parallel_size: int) -> None:
+def check_overrides(trainer: Any) -> None:
     """Raise NotImplementedError for overrides of the user's that would be ignored."""
     ignored = []
     for rule in RULES:
         if rule.standing is Standing.REFUSED:
             for where in users_methods(trainer, rule.names):
                 ignored.append(f"{where} would be ignored, since {rule.why}: {rule.instead}")
-    if pipeline_parallel_size > 1:
-        for where in users_methods(trainer, OF_PART_OF_MODEL):
-            ignored.append(
-                f"{where} would not be called with pipeline_parallel_size="
-                f"{pipeline_parallel_size}, whose stages do this themselves: remove it, or set "
-                "pipeline_parallel_size=1"
-            )
     if is_sharded_at_load(trainer):
         for name in OF_SHARDED_CHECKPOINTS:
             behind = users_method_behind(trainer, name)

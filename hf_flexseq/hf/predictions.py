@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.engine import FlexSeqEngine
-from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.losses import has_own_loss
+from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.model.router import TOTALS
 from hf_flexseq.hf.refusals.predictions import as_given, value_parts
@@ -96,7 +96,7 @@ class TokenPredictions:
         device = self._trainer.args.device
         targets = torch.full((), max(step.targets, 1), device=device)
         model = base_model(self._trainer.model)
-        router = self._engine.executor.router
+        router = self._engine.whole_model.router
         losses = []
         several = []
 

@@ -20,11 +20,13 @@ tokens, so changes tell most about a model without them.
 """
 
 import copy
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 import hf_flexseq.hf.attention  # noqa: F401  registers "flexseq"
@@ -37,11 +39,11 @@ from hf_flexseq.hf.model.facts import layer_calls
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
-from hf_flexseq.hf.module_outputs import ModuleOutputs, noted_outputs
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.shard import Slice, make_shard
+from hf_flexseq.steps.differences import errors_of
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS
 
 CPU = torch.device("cpu")
@@ -88,7 +90,6 @@ def probe_model(
     strategies: Sequence[str] = SHARED,
     changes: Sequence[tuple[int, int]] = CHANGES,
     gradients: bool = True,
-    kernel: Kernel | None = None,
     attach: Callable[[PreTrainedModel], None] | None = None,
 ) -> list[str]:
     """Return what `flexseq` computes otherwise than one process, a line each; [] if nothing.
@@ -99,7 +100,6 @@ def probe_model(
         strategies: Of the shared sequences, one after the other.
         changes: (sequence, token) to be changed, one after the other; see `SEQUENCES`.
         gradients: Whether to compare them, too.
-        kernel: Of all attention; None is the one that a trainer takes on the CPU.
         attach: Gives a model its attention and its positions; None does what a trainer does.
     """
     twin = lively_copy(model, torch.float64)
@@ -117,9 +117,7 @@ def probe_model(
         want_changed.append(after)
 
     # 2. ranks, with a model each
-    if kernel is None:
-        config = twin.config.get_text_config()
-        kernel = choose_kernels(CPU, torch.float64, layer_calls(config))
+    kernel = choose_kernels(CPU, torch.float64, layer_calls(twin.config.get_text_config()))
     twins = []
     for _ in range(TOPOLOGY.world_size):
         twins.append(copy.deepcopy(twin))
@@ -313,31 +311,68 @@ def _taken_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 # ---- modules
 
 
+@contextmanager
+def _noted_outputs(
+    model: PreTrainedModel, parts: Sequence[Slice], noted: list[tuple[str, Slice, torch.Tensor]]
+) -> Iterator[None]:
+    """Note the first output of every module that has a row for each token of `parts`, the parts of
+    sequences in a call: by name of the module and part, [tokens, ...]."""
+    sizes = [part.tokens for part in parts]
+    seen: set[str] = set()
+
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) and output else output
+        if name in seen or not isinstance(output, torch.Tensor) or not output.dim():
+            return
+        seen.add(name)
+        rows = output[0] if output.dim() > 2 and output.shape[0] == 1 else output
+        if rows.shape[0] == sum(sizes):
+            for part, of_part in zip(parts, rows.detach().double().split(sizes), strict=True):
+                noted.append((name, part, of_part))
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name:
+                hooks.callback(module.register_forward_hook(partial(note, name)).remove)
+        yield
+
+
 def _first_difference(
     ranks: _Ranks, alone: PreTrainedModel, sequences: Sequence[torch.Tensor], same: float
 ) -> str:
     """Name the first module, in the order in which they end, whose output differs on the ranks."""
-    wanted: ModuleOutputs = {}
+    # 1. one process: by module and sequence, [length, ...]
+    noted: list[tuple[str, Slice, torch.Tensor]] = []
     for index, tokens in enumerate(sequences):
-        with noted_outputs(alone, [(index, 0, len(tokens))], SEQUENCES, wanted):
+        with _noted_outputs(alone, [Slice(index, 0, len(tokens))], noted):
             _run_alone(alone, [tokens])
-    found: ModuleOutputs = {}
+    wanted: dict[str, dict[int, torch.Tensor]] = {}
+    for name, part, rows in noted:
+        wanted.setdefault(name, {})[part.sequence] = rows
+
+    # 2. ranks, each of which has parts of the sequences
+    found: list[tuple[str, Slice, torch.Tensor]] = []
     plan = _plan(ranks.strategy)
     with ExitStack() as noting:
         for rank, model in enumerate(ranks.models):
             shard = make_shard(plan.micro_batches[0], plan.lengths, rank)
             parts = [part for zone in shard.zones for part in zone.slices]
-            places = [(part.sequence, part.start, part.tokens) for part in parts]
-            noting.enter_context(noted_outputs(model, places, SEQUENCES, found))
+            noting.enter_context(_noted_outputs(model, parts, found))
         _run_ranks(ranks, sequences)
-    for name, outputs in wanted.items():
-        scale = max(float(output.abs().max()) for output in outputs.values())
-        for sequence, output in outputs.items():
-            other = found.get(name, {}).get(sequence)
-            if other is None or other.shape != output.shape:
-                continue  # its output has no row for each token
-            if not float((other - output).abs().max()) <= same * scale:
-                return f"the first module whose output differs is {name}, in sequence {sequence}"
+    differing: dict[str, int] = {}  # a sequence by module
+    for name, part, rows in found:
+        of_module = wanted.get(name, {})
+        scale = max((float(output.abs().max()) for output in of_module.values()), default=0.0)
+        if part.sequence not in of_module:
+            continue  # its output has no row for each token
+        own = of_module[part.sequence][part.start : part.stop]
+        if own.shape == rows.shape and not float((rows - own).abs().max()) <= same * scale:
+            differing.setdefault(name, part.sequence)
+    for name in wanted:
+        if name in differing:
+            return (
+                f"the first module whose output differs is {name}, in sequence {differing[name]}"
+            )
     return "the outputs of all modules inside are equal"
 
 
@@ -360,10 +395,7 @@ def _differences(have: _Run, want: _Run, same: float) -> list[str]:
         names = sorted(have.gradients.keys() ^ want.gradients.keys())
         found.append(f"gradients are missing or too many: {', '.join(names[:3])}")
         return found
-    # parameters with tiny gradients have no digits left where layers compute in float32
-    floor = 1e-3 * max((float(g.norm()) for g in want.gradients.values()), default=0.0)
-    for name, wanted in want.gradients.items():
-        error = float((have.gradients[name] - wanted).norm()) / max(float(wanted.norm()), floor)
+    for name, error in errors_of(have.gradients, want.gradients).items():
         if not error <= 10 * same:
             found.append(f"the gradient of {name} differs by {error:.1e}")
     return found

@@ -2,24 +2,33 @@
 
 The plain Trainer writes such a model's weights, gathered, and refuses to write more. Here the
 optimizer's state is written too (`checkpoints/sharded_optimizer.py`), so such a run resumes, on
-the same ranks or on others.
+the same ranks or on others. Weights that transformers converts, of sharded models as of whole
+ones, are read by `weights.py`.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-from transformers import Trainer
+from typing import TYPE_CHECKING, Any
 
 from hf_flexseq.base.versions import is_sharded_at_load
 from hf_flexseq.checkpoints.optimizer import (
     FOLDER,
     WHOLE,
     WHOLE_SCHEDULER,
+    is_named,
     load_optimizer,
 )
+from hf_flexseq.checkpoints.sharded_optimizer import save_sharded_optimizer
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.engine import FlexSeqEngine
+from hf_flexseq.hf.resume import warn_without_optimizer
+from hf_flexseq.hf.weights import is_read_by_transformers, load_weights
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer  # to a type checker the mixin is a Trainer
+else:
+    _Trainer = object  # at run time a Trainer comes after the mixin
 
 # What other programs write an optimizer's state to: accelerate's FSDP, DeepSpeed.
 _OF_OTHERS = ("optimizer.bin", "optimizer_[0-9]*", "global_step*")
@@ -59,10 +68,66 @@ def _is_sharded(model: Any, args: Any) -> bool:
     return is_sharded_at_load(model)
 
 
+# ---- checkpoints
+
+
+class ShardedCheckpoints(_Trainer):
+    """The part of `FlexSeqMixin` that reads weights, and writes and reads optimizers, in other
+    forms than the Trainer's own."""
+
+    flexseq: FlexSeqEngine
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, *args: Any, **kwargs: Any
+    ) -> None:
+        if is_read_by_transformers(self):
+            load_weights(self.model, resume_from_checkpoint, self.flexseq.communicator)
+        else:
+            check_adapter(self, resume_from_checkpoint)
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        if is_read_by_transformers(self):
+            best = self.state.best_model_checkpoint
+            load_weights(self.model, best, self.flexseq.communicator)
+        else:
+            super()._load_best_model()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if is_sharded_at_load(self):
+            save_sharded_optimizer(
+                self.model,
+                self.optimizer.optimizer,
+                self.lr_scheduler,
+                output_dir,
+                self.flexseq.communicator,
+            )
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Read the state in either form: by names, or as the Trainer's."""
+        communicator = self.flexseq.communicator
+        if checkpoint is not None and not self.is_deepspeed_enabled:
+            warn_without_optimizer(checkpoint, communicator)
+        if checkpoint is not None and is_named(checkpoint):
+            load_optimizer(
+                self.model,
+                self.optimizer.optimizer,
+                self.lr_scheduler,
+                checkpoint,
+                gather=communicator.cpu_group.gather_values,
+            )
+        elif checkpoint is not None and is_sharded_at_load(self):
+            load_trainers_optimizer(self, checkpoint, communicator)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+
 # ---- reading what other runs have saved
 
 
-def check_adapter(trainer: Trainer, folder: str) -> None:
+def check_adapter(trainer: Any, folder: str) -> None:
     """Raise ValueError if an adapter on a sharded model is to go on from a checkpoint without any,
     which the Trainer passes over with a warning."""
     if not is_sharded_at_load(trainer):
@@ -71,7 +136,7 @@ def check_adapter(trainer: Trainer, folder: str) -> None:
         raise ValueError(f"{folder} holds no adapter, but this run trains one")
 
 
-def load_trainers_optimizer(trainer: Trainer, folder: str, communicator: Communicator) -> None:
+def load_trainers_optimizer(trainer: Any, folder: str, communicator: Communicator) -> None:
     """Read the optimizer and the scheduler that a Trainer has saved of a model that was not
     sharded, if the checkpoint has any.
 
@@ -101,7 +166,7 @@ def load_trainers_optimizer(trainer: Trainer, folder: str, communicator: Communi
     )
 
 
-def _numbered_names(trainer: Trainer) -> list[list[str]]:
+def _numbered_names(trainer: Any) -> list[list[str]]:
     """Return the trained parameters as a Trainer groups and numbers them on one process, those
     with weight decay first."""
     names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]

@@ -20,7 +20,7 @@ memory there is, keep no parameters, and see one batch where a plan has several 
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -142,24 +142,25 @@ class FsdpPolicies:
             inner.update(module for module in unit.modules() if module is not unit)
         self._outermost = [unit for unit in self._units if unit not in inner]
 
-    @contextmanager
-    def of_step(self, plan: Plan, model: nn.Module) -> Iterator[BeforeLast]:
-        """Surround a step; the block gets the surroundings of each micro-batch but the last."""
+    def of_step(self, plan: Plan, model: nn.Module) -> AbstractContextManager[BeforeLast]:
+        """Return what surrounds a step; the block gets the surroundings of each micro-batch but
+        the last."""
         self.find_units(model)
         policy = self._chosen(plan)
-        with self.whole_step(policy):
-            yield partial(self.before_last, policy)
+        if not self._units:
+            return nullcontext(nullcontext)
+        return self.whole_step(policy)
 
     @contextmanager
-    def whole_step(self, policy: FsdpPolicy) -> Iterator[None]:
-        """Surround a step: kept parameters are not freed after a forward."""
+    def whole_step(self, policy: FsdpPolicy) -> Iterator[BeforeLast]:
+        """Surround a step: kept parameters are not freed after a forward. See `of_step`."""
         kept: list[FSDPModule] = []
         if not policy.regathers:
             kept = [unit for unit in self._units if self._frees_after_forward(unit)]
         for unit in kept:
             unit.set_reshard_after_forward(False, recurse=False)
         try:
-            yield
+            yield partial(self.before_last, policy)
         finally:
             for unit in kept:
                 unit.set_reshard_after_forward(True, recurse=False)

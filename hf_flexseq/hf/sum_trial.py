@@ -33,13 +33,14 @@ from torch import nn
 
 from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.agreement import ErrorCapture
-from hf_flexseq.hf.executors import Executor, base_model
+from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.hf.model.call_count import forwards_of, replaced_attention
 from hf_flexseq.hf.model.checks import unsuitable_hooks
 from hf_flexseq.hf.model.equal_models import code_of_model
+from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.shared_prefixes import KEEPS_OWN_LOSS, USERS_CODE
 from hf_flexseq.hf.two_sequences import ITEMS, Found, TwoSequences, Value
-from hf_flexseq.hf.whole_model import WholeModelExecutor
+from hf_flexseq.hf.whole_model import WholeModel
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.users_code import users_forward_hooks
@@ -50,15 +51,15 @@ def users_code_of(model: nn.Module) -> tuple[str, ...]:
     return (*code_of_model(model), *users_forward_hooks(model))
 
 
-def loss_of_model(executor: Executor, **options: Any) -> Value:
-    """Return what computes the loss of the attached model, with its share of any router loss.
+def loss_of_model(whole_model: WholeModel, **options: Any) -> Value:
+    """Return what computes the loss of an attached model, with its share of any router loss.
     options: of its forward."""
 
     def loss(model: nn.Module, inputs: Inputs) -> torch.Tensor:
         found: torch.Tensor = model(
             **inputs, use_cache=False, num_items_in_batch=ITEMS, **options
         ).loss
-        router = executor.router
+        router = whole_model.router
         return found if router is None or "seq_ctx" not in inputs else found + router.share()
 
     return loss
@@ -86,10 +87,11 @@ def _forwards(model: nn.Module) -> list[Any]:
 class SumTrial:
     """Tries the user's code of one model, each time that it has changed."""
 
-    def __init__(self, model_of: Callable[[], nn.Module], executor: Executor) -> None:
-        """model_of: returns the model to be trained, with adapters."""
+    def __init__(self, model_of: Callable[[], nn.Module], cpu_group: CpuGroup) -> None:
+        """model_of: returns the model to be trained, with adapters. cpu_group: of all ranks."""
         self._model_of = model_of
-        self._executor = executor
+        self._cpu_group = cpu_group
+        self._whole_model: WholeModel | None = None  # when the code was looked at
         self._forwards: list[Any] | None = None  # of all modules, when the code was looked at
         self._code: tuple[str, ...] = ()
         self._passed: tuple[str, ...] = ()
@@ -102,20 +104,24 @@ class SumTrial:
         """True if `look` has found any code of the user's on this rank."""
         return bool(self._code)
 
-    def look(self) -> None:
-        """Find out which code of the user's there is now; a stage of a model has none to try. All
-        ranks do so together."""
-        if not isinstance(self._executor, WholeModelExecutor):
-            return
+    def look(self, whole_model: WholeModel) -> None:
+        """Find out which code of the user's there is now. All ranks do so together. whole_model:
+        the attached one."""
+        self._whole_model = whole_model
         self._code = users_code_of(self._model_of())
         self._forwards = _forwards(self._model_of())
         self._is_due = True
+
+    @property
+    def _attached(self) -> WholeModel:
+        assert self._whole_model is not None, "look is told the attached model"
+        return self._whole_model
 
     def reason_not_shared(self) -> str | None:
         """Return why the loss keeps rows from sharing prefixes; None if it does not."""
         if self.has_code:
             return USERS_CODE
-        return KEEPS_OWN_LOSS if self._executor.keeps_own_loss else None
+        return KEEPS_OWN_LOSS if self._attached.keeps_own_loss else None
 
     def run(
         self,
@@ -142,9 +148,9 @@ class SumTrial:
         if not self._is_due:
             self._refuse_later_code()
             return
-        self.look()  # on_step_begin may have brought some
+        self.look(self._attached)  # on_step_begin may have brought some
         self._refuse_gradient_hooks()
-        cpu_group = self._executor.setup.communicator.cpu_group
+        cpu_group = self._cpu_group
         is_new = self._code != self._passed and self.has_code
         of_ranks = cpu_group.gather_ints([int(is_new), len(row.lengths), int(self.has_code)])
         self.has_code_anywhere = any(of_rank[2] for of_rank in of_ranks)
@@ -155,8 +161,7 @@ class SumTrial:
             return  # a rank has drawn nothing: the next step will do
         self._is_due = False
         with ErrorCapture() as trying, _unchanged(self._model_of()):
-            assert isinstance(self._executor, WholeModelExecutor), "a stage has no loss to try"
-            two = TwoSequences(self._executor, base_model(self._model_of()), row, model)
+            two = TwoSequences(self._attached, base_model(self._model_of()), row, model)
             self._try(two.of(value, pads=pads))
             if next_token_loss is not None:
                 self._compare(two, next_token_loss)
@@ -176,7 +181,7 @@ class SumTrial:
 
     def _compare(self, two: TwoSequences, next_token_loss: Value) -> None:
         """Raise NotImplementedError where the model's own loss is another one."""
-        is_alike, own, ours = two.are_alike(loss_of_model(self._executor), next_token_loss)
+        is_alike, own, ours = two.are_alike(loss_of_model(self._attached), next_token_loss)
         if not is_alike:
             raise NotImplementedError(
                 f"{listed(self._code)}: two sequences have the loss {own:.6g} by the model, and "

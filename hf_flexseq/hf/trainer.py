@@ -18,8 +18,11 @@
 * `_reject_skip_prepare_without_labels`: a check of SFTTrainer sees the wrapped collator.
 * `log`, `_maybe_log_save_evaluate`, `_finalize_training`: figures of the steps, and the loss of
   all ranks.
-* Everything that handles the whole model: a rank may have one pipeline stage of it, or a share of
-  its tensors (`part_of_model.py`).
+* `_load_from_checkpoint` and others: checkpoints of models that are sharded when they are loaded
+  (`sharded_checkpoints.py`).
+
+With `pipeline_parallel_size` above 1 the trainer's class becomes a subclass, which the registry
+names (`base/registry.py`).
 
 The loss of a step (`step_loss.py`) is computed on the micro-batches (`next_token.py`), or by the
 trainer's own code, on its own batches (`objectives/on_samples.py`). Data order, gradient
@@ -37,7 +40,9 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+from hf_flexseq.base.constructor import arguments_by_name, with_argument
 from hf_flexseq.base.refusals import together
+from hf_flexseq.base.registry import PIPELINE, object_of
 from hf_flexseq.config import FlexSeqArguments, arguments_on
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.hf.attachments import ModelSettings
@@ -47,31 +52,24 @@ from hf_flexseq.hf.data_order import Factors, check_factors
 from hf_flexseq.hf.dataset_checks import check_examples, check_labels, check_rows
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import left_unprepared
-from hf_flexseq.hf.executors import EngineSetup, Executor, base_model
 from hf_flexseq.hf.losses import has_own_loss, is_objective, is_on_samples
 from hf_flexseq.hf.model.checks import check_kind, check_model
-from hf_flexseq.hf.model.facts import is_classifier
+from hf_flexseq.hf.model.facts import base_model, is_classifier
 from hf_flexseq.hf.next_token import NextTokenLoss
 from hf_flexseq.hf.objectives.on_samples import LossOnSamples
 from hf_flexseq.hf.objectives.outputs import PlannedSmoother
-from hf_flexseq.hf.overrides import OF_PART_OF_MODEL
-from hf_flexseq.hf.part_of_model import PartOfModelMixin
-from hf_flexseq.hf.pipeline.constructor import arguments_by_name, with_own_stage
-from hf_flexseq.hf.pipeline.executor import stage_executor_for
-from hf_flexseq.hf.pipeline.fsdp import check_fsdp
+from hf_flexseq.hf.overrides import OF_SHARDED_CHECKPOINTS
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
-from hf_flexseq.hf.refusals.pipeline import check_pipeline_trainer
 from hf_flexseq.hf.refusals.predictions import check_predictions, wants_predictions
 from hf_flexseq.hf.refusals.trainer import check_loss_of_model, check_trainer
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
-from hf_flexseq.hf.sharded_checkpoints import accepted_by_trainer
+from hf_flexseq.hf.sharded_checkpoints import ShardedCheckpoints, accepted_by_trainer
 from hf_flexseq.hf.step_loss import StepLoss
 from hf_flexseq.hf.step_memory import StepMemory
 from hf_flexseq.hf.trainer_log import TrainerLog
 from hf_flexseq.hf.training_data import TrainingData
 from hf_flexseq.hf.watch import StepInFront
-from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 from hf_flexseq.steps.users_code import package
 
@@ -91,8 +89,9 @@ OVERRIDDEN = (
     "get_eval_dataloader",
     "get_test_dataloader",
     "_save_checkpoint",
-    "save_model",
-    *OF_PART_OF_MODEL,
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    *OF_SHARDED_CHECKPOINTS,
 )
 
 
@@ -101,7 +100,7 @@ class FlexSeqConfig(FlexSeqArguments, TrainingArguments):
     """`TrainingArguments` with the options of hf_flexseq."""
 
 
-class FlexSeqMixin(PartOfModelMixin):
+class FlexSeqMixin(ShardedCheckpoints):
     """Put in front of `Trainer` or a subclass of it, such as TRL's SFTTrainer or DPOTrainer:
     `class MyTrainer(FlexSeqMixin, SFTTrainer)`.
 
@@ -122,8 +121,17 @@ class FlexSeqMixin(PartOfModelMixin):
     def __init__(
         self, *given: Any, flexseq_args: FlexSeqArguments | None = None, **named: Any
     ) -> None:
-        given, named = with_own_stage(type(self), FlexSeqMixin, flexseq_args, given, named)
         arguments = arguments_by_name(type(self), FlexSeqMixin, given, named)
+        if isinstance(arguments.get("model"), str):
+            training = arguments.get("args")
+            options = flexseq_args or arguments_on(training)
+            if options.pipeline_parallel_size > 1:
+                pipeline = object_of(PIPELINE.mixin)
+                stage = pipeline.load_own_stage(arguments["model"], training, options)
+                arguments["model"] = stage
+                given, named = with_argument(
+                    type(self), FlexSeqMixin, given, named, "model", stage
+                )
         with accepted_by_trainer(self, arguments):
             super().__init__(*given, **named)
         self._setup_flexseq(flexseq_args)
@@ -131,7 +139,10 @@ class FlexSeqMixin(PartOfModelMixin):
     def _setup_flexseq(self, flexseq_args: FlexSeqArguments | None) -> None:
         """Set up after the Trainer's own constructor. Collective over the world."""
         options = flexseq_args or arguments_on(self.args)
-        self._flexseq_check(options)
+        if options.pipeline_parallel_size > 1:
+            former = type(self)
+            self.__class__ = type(former.__name__, (object_of(PIPELINE.mixin), former), {})
+        together(*self._flexseq_checks(options))
         leave_others_uncompiled(self)
         base = base_model(self.model)
         # Of models whose class says otherwise, a head that divides by the step's items was found.
@@ -140,16 +151,22 @@ class FlexSeqMixin(PartOfModelMixin):
         self._choose_collators()
         self._flexseq_log = TrainerLog(self, options.cost_model)
         self._flexseq_log.say_remarks()
-        self.flexseq = self._make_engine(options)
-        kind = LossOnSamples if is_on_samples(self) else NextTokenLoss
-        self._flexseq_loss = kind(self, self.flexseq)
+        self.flexseq = self._make_engine(
+            options,
+            timeout=self._flexseq_timeout(),
+            on_figures=self._flexseq_log.note,
+            uses_trl=any(package(cls) == "trl" for cls in type(self).__mro__),
+        )
+        self.flexseq.keep_loader_settings()
+        self.flexseq.settings = self._settings_of_model()
+        self._flexseq_loss = self._make_loss()
         self._flexseq_in_front = StepInFront(self, FlexSeqMixin)
         self._flexseq_memory = StepMemory(self, self.flexseq)
         self._flexseq_loaders = ExitStack()  # what the end of training undoes on its dataloader
         self._flexseq_resumed: Resumed | None = None  # the checkpoint that this run resumes from
 
-    def _flexseq_check(self, options: FlexSeqArguments) -> None:
-        """Raise all that hf_flexseq refuses of this trainer and its model."""
+    def _flexseq_checks(self, options: FlexSeqArguments) -> list[Callable[[], object]]:
+        """Return functions that raise what hf_flexseq refuses of this trainer and its model."""
         stages = options.pipeline_parallel_size
 
         def check_base() -> None:
@@ -165,11 +182,9 @@ class FlexSeqMixin(PartOfModelMixin):
             lambda: check_accelerator(self.accelerator, options, self.args),
             check_base,
         ]
-        if stages > 1:
-            checks += [lambda: check_fsdp(self), lambda: check_pipeline_trainer(self, options)]
         if not is_objective(self):  # which has data of its own
             checks.append(lambda: check_labels(self, flexseq_collator(self.data_collator)))
-        together(*checks)
+        return checks
 
     def _choose_collators(self) -> None:
         """Wrap the user's collator to plan batches; keep one that makes the plain Trainer's."""
@@ -180,26 +195,21 @@ class FlexSeqMixin(PartOfModelMixin):
         self._flexseq_padded = padded_collator(self.data_collator, collator)
         self.data_collator = self._flexseq_padded if has_own_loss(self) else collator
 
-    def _make_engine(self, options: FlexSeqArguments) -> FlexSeqEngine:
-        """Return the engine with its executor, and the user's timeout, which on a CPU the Trainer
-        does not give to the job's group."""
-        executor: Callable[[EngineSetup], Executor] = WholeModelExecutor
-        if options.pipeline_parallel_size > 1:
-            executor = stage_executor_for(self)
-        timeout = None
-        if self.args.ddp_timeout != TrainingArguments.ddp_timeout:
-            timeout = timedelta(seconds=self.args.ddp_timeout)
-        engine = FlexSeqEngine(
-            self.accelerator,
-            options,
-            timeout=timeout,
-            executor=executor,
-            on_figures=self._flexseq_log.note,
-            uses_trl=any(package(cls) == "trl" for cls in type(self).__mro__),
-        )
-        engine.keep_loader_settings()
-        engine.use(self._settings_of_model())
-        return engine
+    def _make_engine(self, options: FlexSeqArguments, **common: Any) -> FlexSeqEngine:
+        """Return the engine. common: its other arguments, see `FlexSeqEngine`."""
+        return FlexSeqEngine(self.accelerator, options, **common)
+
+    def _make_loss(self) -> StepLoss:
+        """Return what computes the loss of steps."""
+        kind = LossOnSamples if is_on_samples(self) else NextTokenLoss
+        return kind(self, self.flexseq)
+
+    def _flexseq_timeout(self) -> timedelta | None:
+        """Return the user's timeout, which on a CPU the Trainer does not give to the job's group;
+        None for the default."""
+        if self.args.ddp_timeout == TrainingArguments.ddp_timeout:
+            return None
+        return timedelta(seconds=self.args.ddp_timeout)
 
     def _settings_of_model(self) -> ModelSettings:
         """Return what is set for the model here, and keep the Trainer from doing the same."""
@@ -224,13 +234,18 @@ class FlexSeqMixin(PartOfModelMixin):
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         """Train, from a whole checkpoint if asked: True takes the newest. Raises ValueError."""
-        resumed = choose_checkpoint(
-            resume_from_checkpoint, self.args.output_dir, self.flexseq.communicator
-        )
-        self._flexseq_resumed = resumed
-        folder = None if resumed is None else resumed.folder
-        with self._liger_left_out(), self._flexseq_memory.lowering():
-            return super().train(folder, *args, **kwargs)
+        asked, memory = resume_from_checkpoint, self._flexseq_memory
+        with self._liger_left_out(), memory.lowering():
+            while True:
+                resumed = choose_checkpoint(asked, self.args.output_dir, self.flexseq.communicator)
+                self._flexseq_resumed = resumed
+                folder = None if resumed is None else resumed.folder
+                try:
+                    return super().train(folder, *args, **kwargs)
+                except RuntimeError:
+                    if not memory.can_start_again(folder):
+                        raise
+                asked = memory.start_again(folder)
 
     @contextmanager
     def _liger_left_out(self) -> Iterator[None]:
@@ -291,15 +306,11 @@ class FlexSeqMixin(PartOfModelMixin):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Run a whole step with the last of its batches, and return its loss, a scalar. Where
-        memory runs out it may run again (`step_memory.py`)."""
+        """Run a whole step with the last of its batches, and return its loss, a scalar."""
         self._flexseq_data.check_accumulation()
-        stock = super().training_step
-        loss = self._flexseq_memory.run(
-            model,
-            inputs,
-            lambda: self._flexseq_loss.run_step(model, inputs, num_items_in_batch, run=stock),
-        )
+        run = super().training_step
+        with self._flexseq_memory.noted():
+            loss = self._flexseq_loss.run_step(model, inputs, num_items_in_batch, run)
         self._flexseq_in_front.note(model, self.args.gradient_accumulation_steps)
         return loss
 
@@ -372,6 +383,8 @@ class FlexSeqMixin(PartOfModelMixin):
         folder = checkpoint_folder(self, trial)
         with saved_whole(self, folder, marker, self.flexseq.communicator):
             super()._save_checkpoint(model, trial)
+        if not self.args.save_only_model:
+            self._flexseq_memory.saved = str(folder)
 
     # ---- the datasets
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.facts import compute_dtype
-from hf_flexseq.hf.whole_model import WholeModelExecutor
+from hf_flexseq.hf.whole_model import WholeModel
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.known_columns import shifted
 from hf_flexseq.steps.source_row import Columns, SourceRow
@@ -91,19 +91,19 @@ class TwoSequences:
 
     def __init__(
         self,
-        executor: WholeModelExecutor,
+        whole_model: WholeModel,
         base: PreTrainedModel,
         row: SourceRow,
         model: nn.Module,
     ) -> None:
         """base: without adapters. row: what this rank has drawn for a step. model: as accelerate
         has wrapped it."""
-        self._executor = executor
+        self._whole_model = whole_model
         self._name = type(base).__name__
         self._model = model
         self._columns = _short_columns(real_tokens(row))
         self._virtual_tokens = row.virtual_tokens
-        dtype = compute_dtype(base, executor.setup.accelerator)
+        dtype = compute_dtype(base, whole_model.setup.accelerator)
         self._tolerance = _TOLERANCES.get(dtype, _TOLERANCE_OF_16_BITS)
 
     def of(self, value: Value, *, pads: bool) -> Found | None:
@@ -154,7 +154,7 @@ class TwoSequences:
         row = SourceRow(columns=own, lengths=lengths)
         if self._virtual_tokens:
             row = self._with_virtual_tokens(row)
-        return self._computed(value, self._executor.inputs_alone(row))
+        return self._computed(value, self._whole_model.inputs_alone(row))
 
     def _with_virtual_tokens(self, row: SourceRow) -> SourceRow:
         """Return a row with the virtual tokens that the model puts in front of its sequences. The
@@ -165,9 +165,9 @@ class TwoSequences:
     def _padded_value(self, value: Value) -> float:
         """Return the value of both in a padded batch, [2, tokens]; NaN where the user's code or
         the model cannot compute it, which is not needed for planned steps."""
-        if self._executor.router is not None:
+        if self._whole_model.router is not None:
             return math.nan  # the model would add a router loss of the batch
-        device = self._executor.setup.accelerator.device
+        device = self._whole_model.setup.accelerator.device
         batch: Inputs = {}
         for name, column in self._columns.items():
             if name in _MADE_HERE:
@@ -186,7 +186,7 @@ class TwoSequences:
 
     def _computed(self, value: Value, inputs: Inputs) -> float:
         """Return a value of inputs, without gradients."""
-        router = self._executor.router
+        router = self._whole_model.router
         with ExitStack() as around:
             around.enter_context(torch.no_grad())
             if router is not None:

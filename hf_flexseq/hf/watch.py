@@ -18,7 +18,7 @@ from transformers import Trainer
 from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.transport import CpuGroup
-from hf_flexseq.hf.executors import base_model
+from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.steps.inputs import LABELS, Inputs
 from hf_flexseq.steps.users_code import users_methods
 

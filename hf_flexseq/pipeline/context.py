@@ -26,9 +26,9 @@ from hf_flexseq.attention.replay import CutAttention, Tensors
 from hf_flexseq.base.layers import Reach, Scores
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.pipeline.carry import Carried, CutPart, KVCarry
+from hf_flexseq.pipeline.planning.plan import Chunk
 from hf_flexseq.pipeline.ulysses import Sharing, shared_chunk
 from hf_flexseq.plan import Group
-from hf_flexseq.plan.pipeline import Chunk
 from hf_flexseq.plan.shard import Zone
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.compile import Parts

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
-from hf_flexseq.cost.stages import WEIGHT_CHUNK, PipelineCost, StageCost
+from hf_flexseq.pipeline.planning.stage_cost import WEIGHT_CHUNK, PipelineCost, StageCost
 from hf_flexseq.pipeline.stages import Stage
 
 NS = 1e9  # nanoseconds of a second

@@ -33,16 +33,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention.recurrent.carry import StateCarry
-from hf_flexseq.cost.walk import walk
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.pipeline.carry import KVCarry
 from hf_flexseq.pipeline.context import ChunkContext, ChunkInLayer, programs_of_layouts
 from hf_flexseq.pipeline.mailbox import WINDOW, Inbox, Item, Outbox, post_receives
+from hf_flexseq.pipeline.planning.plan import Action, PipelinePlan
+from hf_flexseq.pipeline.planning.walk import walk
 from hf_flexseq.pipeline.stages import Stage, VirtualStage
 from hf_flexseq.pipeline.ulysses import Sharing, own_columns
 from hf_flexseq.pipeline.weights import WeightGradients
-from hf_flexseq.plan.pipeline import Action, PipelinePlan
 
 Columns = Mapping[str, torch.Tensor]  # by name, [1, tokens] each
 Context = Callable[[], AbstractContextManager[Any]]

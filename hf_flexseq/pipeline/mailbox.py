@@ -6,8 +6,8 @@
 
 Why nothing can hang
 --------------------
-The actions of all ranks are numbered by `cost/walk.py`: in this order all of them can happen. A
-message has the number of the action that sends it.
+The actions of all ranks are numbered by `planning/walk.py`: in this order all of them can happen.
+A message has the number of the action that sends it.
 
 1. Before a rank begins its action of number n, it posts all receives of messages below n, of both
    neighbours, in the order of their numbers.

@@ -1,11 +1,8 @@
-"""Decisions as frozen data: plans of sequences on groups, plans of chunks through a pipeline, and
-shards.
+"""Decisions as frozen data: plans of sequences on groups, and shards.
 
     groups.py      Group, MicroBatch: which ranks work together on which sequences
     memory.py      MemoryChoice: what a micro-batch keeps, offloads or computes again
     sequences.py   Plan: the micro-batches of an optimizer step
-    pipeline.py    Chunk, Action, PipelinePlan: which stage does what with which part of a sequence
-    replicas.py    StepPlan: which pipeline replica takes which sequences
     records.py     Record: JSON and digest of every plan
     check.py       check: whether a topology can run a plan of groups
     shard.py       which tokens each rank holds of a micro-batch

@@ -1,7 +1,7 @@
 """Refuse a plan of groups that a topology cannot run.
 
-`Plan.check_form` has the rules that need no topology. A pipeline's plan has its own rules:
-`PipelinePlan.check_form`, and `hf_flexseq/cost/walk.py` for those that walk its actions.
+`Plan.check_form` has the rules that need no topology. A pipeline's plan has its own rules,
+in `hf_flexseq/pipeline/planning/plan.py` and `walk.py` beside it.
 """
 
 from hf_flexseq.base.topology import Topology

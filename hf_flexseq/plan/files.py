@@ -6,19 +6,43 @@ Values and form of every plan are checked.
 A killed run may leave a torn line. Broken lines are skipped with a remark.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from hf_flexseq.base.reading import Limits, parse_json, read_text
+from hf_flexseq.base.registry import PIPELINE, object_of
 from hf_flexseq.base.values import MAX_SECONDS, duration, items, one_line, quoted, whole
 from hf_flexseq.plan.images import TowerLoad
-from hf_flexseq.plan.pipeline import KEYS as PIPELINE_KEYS
-from hf_flexseq.plan.pipeline import PipelinePlan
 from hf_flexseq.plan.sequences import KEYS as PLAN_KEYS
 from hf_flexseq.plan.sequences import Plan
 
 # Broken lines named in a message.
 LINES_NAMED = 5
+
+
+class PlanOfStages(Protocol):
+    """A plan of chunks through the stages of a pipeline, as files and pictures know it."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+
+    @property
+    def how(self) -> str:
+        """The chunks and stages, in words."""
+
+    @property
+    def schedule(self) -> str:
+        """Name of the schedule that made the plan."""
+
+    @property
+    def objective_s(self) -> float:
+        """Predicted seconds of the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,11 +51,11 @@ class RecordedStep:
 
     number: int
     """Number of the step in the training run, or else its index in the file."""
-    plan: Plan | PipelinePlan
+    plan: Plan | PlanOfStages
     measured_s: tuple[float, ...] | None
     """Seconds of each micro-batch, or of a pipeline's whole step; None if unknown."""
     cost: dict[str, Any] | None = None
-    """Cost record of the pipeline's stages (`PipelineCost`); None if the file has none."""
+    """Cost record of the pipeline's stages; None if the file has none."""
     replica: int = 0
     """Index of the pipeline replica that runs the plan."""
     passes: int = 1
@@ -118,18 +142,13 @@ def _step(index: int, record: Any, limits: Limits) -> RecordedStep:
     """Return the step of one record; `index` counts records."""
     if not isinstance(record, dict):
         raise ValueError(f"not a plan: expected a JSON object, got {type(record).__name__}")
-    pipeline = "actions" in record
     number = whole("step", record.get("step", index))
-    # A trace has keys besides those of a plan.
-    plan_record = record
-    if "step" in record:
-        known = ("version", "notes", *(PIPELINE_KEYS if pipeline else PLAN_KEYS))
-        plan_record = {key: record[key] for key in known if key in record}
-    if pipeline:
-        return _pipeline_step(number, record, plan_record, limits)
-    plan = Plan.from_record(plan_record)
+    if "actions" in record:
+        step: RecordedStep = object_of(PIPELINE.read_step)(number, record, limits)
+        return step
+    plan = Plan.from_record(plan_record(record, PLAN_KEYS))
     plan.check_form()
-    measured = _measured(record)
+    measured = measured_s(record)
     learned = record.get("learned")
     if learned is not None and not isinstance(learned, dict):
         raise ValueError(f"learned: expected a JSON object, got {type(learned).__name__}")
@@ -143,43 +162,27 @@ def _step(index: int, record: Any, limits: Limits) -> RecordedStep:
         plan=plan,
         measured_s=measured,
         passes=whole("passes", record.get("passes", 1), least=1),
-        waited_s=_waited(record),
+        waited_s=waited_s(record),
         tower=None if record.get("tower") is None else TowerLoad.from_record(record["tower"]),
         learned=learned,
     )
 
 
-def _pipeline_step(
-    number: int, record: dict[str, Any], plan_record: dict[str, Any], limits: Limits
-) -> RecordedStep:
-    """Return the step of a record that holds a pipeline's actions."""
-    # A word of text becomes a tuple of a dozen times its bytes.
-    texts = [line for line in items("actions", record["actions"]) if isinstance(line, str)]
-    actions = sum(line.count(" ") + 1 for line in texts)
-    limits.refuse_above("work", actions, f"step {number} has {actions:,} actions")
-    plan = PipelinePlan.from_record(plan_record)
-    plan.check_form()
-    cost = record.get("pipeline_cost")
-    if cost is not None and not isinstance(cost, dict):
-        raise ValueError(f"pipeline_cost: expected a JSON object, got {type(cost).__name__}")
-    return RecordedStep(
-        number=number,
-        plan=plan,
-        measured_s=_measured(record),
-        cost=cost,
-        replica=whole("replica", record.get("replica", 0)),
-        waited_s=_waited(record),
-    )
+def plan_record(record: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Return the plan alone of a record, as a trace has keys besides those of a plan."""
+    if "step" not in record:
+        return record
+    return {key: record[key] for key in ("version", "notes", *keys) if key in record}
 
 
-def _waited(record: dict[str, Any]) -> float | None:
+def waited_s(record: dict[str, Any]) -> float | None:
     """Return the seconds that training waited for a record's plan, or None."""
     if record.get("waited_s") is None:
         return None
     return duration("waited_s", record["waited_s"])
 
 
-def _measured(record: dict[str, Any]) -> tuple[float, ...] | None:
+def measured_s(record: dict[str, Any]) -> tuple[float, ...] | None:
     """Return the measured seconds in a record, or None."""
     if record.get("measured_s") is None:
         return None

@@ -1,11 +1,11 @@
-"""How far an optimizer step is from another one, and errors that must be found.
+"""How far an optimizer step is from another one.
 
 Gradients are compared, not losses: a loss agrees to many digits where a gradient is wrong. The
 error of a parameter is ||found - wanted|| / ||wanted||, with 1e-3 of the largest norm of all
 parameters as the smallest divisor, below which no digits are left.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,6 @@ import torch
 Gradients = dict[str, torch.Tensor]
 
 FLOOR = 1e-3  # of the largest norm of a gradient
-LEAST_FAULT = 0.01  # relative error that is planted, where the bounds are narrow
-TIMES_BOUND = 2.0  # planted error over the bound, in 16 bits
 
 
 class StepOutcome(NamedTuple):
@@ -92,26 +90,3 @@ def errors_of(found: Gradients, wanted: Gradients) -> dict[str, float]:
 def has_learned(step: StepOutcome) -> bool:
     """Return True if any gradient is not 0: two steps that compute nothing agree."""
     return any(bool(gradient.any()) for gradient in step.gradients.values())
-
-
-def planted_faults(step: StepOutcome, bounds: ErrorBounds) -> dict[str, bool]:
-    """Return faults of a step that were made on purpose, and whether the comparison finds each.
-
-    Errors of 1 % are planted, or of twice the bounds where those are wide, as in 16 bits.
-    """
-    factor = 1 + max(LEAST_FAULT, TIMES_BOUND * bounds.gradient)
-    loss_factor = 1 + max(LEAST_FAULT, TIMES_BOUND * bounds.loss)
-    largest = max(step.gradients, key=lambda name: float(step.gradients[name].norm()))
-    scaled = {**step.gradients, largest: factor * step.gradients[largest]}
-    halved = {name: gradient / 2 for name, gradient in step.gradients.items()}
-    without = {name: step.gradients[name] for name in step.gradients if name != largest}
-    faults: Mapping[str, StepOutcome] = {
-        f"the gradient of {largest} times {factor:.3g}": step._replace(gradients=scaled),
-        "all gradients halved, as by a mean over two ranks": step._replace(gradients=halved),
-        f"no gradient of {largest}": step._replace(gradients=without),
-        f"the loss times {loss_factor:.3g}": step._replace(loss=loss_factor * step.loss),
-        "NaN in one gradient": step._replace(
-            gradients={**step.gradients, largest: step.gradients[largest] * torch.nan}
-        ),
-    }
-    return {name: not difference(fault, step).within(bounds) for name, fault in faults.items()}

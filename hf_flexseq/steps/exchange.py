@@ -1,15 +1,12 @@
 """From the rows that ranks drew from their dataloaders to the rows that a plan gives them.
 
 Every rank draws the examples the plain Trainer would give it; the *source row* of an optimizer
-step is all of them in one row. A plan then says which rank holds which slice of which sequence:
-
-    RowExchange      in which micro-batch, for a whole model
-    ChunkExchange    in which chunk, for a model in pipeline stages
-
-Both find out what this rank sends to whom and what it gets, and leave the sending to
-`TokenExchange`: one collective brings every token, with all of its columns, to where it stands in
-the model. Sender and receiver take the same order from the plan, so that nothing but tokens has to
-be sent. What a model has computed of tokens goes the same way back (`to_source`).
+step is all of them in one row. A plan then says which rank holds which slice of which sequence in
+which micro-batch. `RowExchange` finds out what this rank sends to whom and what it gets, and
+leaves the sending to `TokenExchange`: one collective brings every token, with all of its columns,
+to where it stands in the model. Sender and receiver take the same order from the plan, so that
+nothing but tokens has to be sent. What a model has computed of tokens goes the same way back
+(`to_source`).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +19,6 @@ from numpy.typing import NDArray
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan.layout import PlanLayout
-from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.plan.shard import Slice
 from hf_flexseq.steps.source_row import Columns, SourceRow
 from hf_flexseq.steps.token_words import TokenWords
@@ -165,7 +161,7 @@ def _order_of(routes: Routes) -> Ints:
     return _ranges(starts, routes.sizes)
 
 
-def _own_offsets(row: SourceRow, own: Ints, sequences: int) -> Ints:
+def own_offsets(row: SourceRow, own: Ints, sequences: int) -> Ints:
     """Return where in a rank's row each of its sequences begins, by id. own: ids of drawn
     sequences."""
     lengths = np.array(row.lengths, dtype=np.int64)
@@ -188,17 +184,17 @@ class RowExchange(TokenExchange):
         """Return where tokens go, and from where they come; see `__call__`."""
         source_of = np.array(sources, dtype=np.int64)
         own = np.flatnonzero(source_of == self.communicator.rank)
-        offsets = _own_offsets(row, own, source_of.size)
+        offsets = own_offsets(row, own, source_of.size)
         by_rank: list[list[Slice]] = [[] for _ in range(self.communicator.world_size)]
         rows = set(own.tolist())
         for rank, part in layout.placed(layout.sequences_of(rows)):
             of_part = [one.slice for one in layout.of_rows(part)]
             by_rank[rank] += [one for one in of_part if one.sequence in rows]
         counts = [sum(part.tokens for part in slices) for slices in by_rank]
-        sent = _tokens_of([part for slices in by_rank for part in slices], offsets)
+        sent = tokens_of([part for slices in by_rank for part in slices], offsets)
         slices = [shard.slices for shard in layout.shards]
         if not layout.has_units:
-            return _routes(sent, counts, slices, source_of)
+            return routes_of(sent, counts, slices, source_of)
         # every row of a shared token sends what it says of it
         of_rows: list[list[Slice]] = []
         shared = [np.arange(0)]
@@ -211,43 +207,12 @@ class RowExchange(TokenExchange):
                     start = place + first - part.start
                     shared.append(np.arange(start, start + one.tokens))
                 place += part.tokens
-        routes = _routes(sent, counts, of_rows, source_of)
+        routes = routes_of(sent, counts, of_rows, source_of)
         held = [sum(part.tokens for part in of_batch) for of_batch in slices]
         return replace(routes, rows=held, shared=np.concatenate(shared))
 
 
-class ChunkExchange(TokenExchange):
-    """Dispatches tokens to every stage of the replica that works on them."""
-
-    def __init__(self, communicator: Communicator, ranks_per_stage: int, degree: int) -> None:
-        """Rank r is rank r % ranks_per_stage of its stage; `degree` neighbours share chunks."""
-        super().__init__(communicator)
-        self._ranks_per_stage = ranks_per_stage
-        self._degree = degree
-
-    def __call__(
-        self, row: SourceRow, plan: StepPlan, sources: Sequence[int], replica: int
-    ) -> list[Columns]:
-        """Return the columns of all chunks of `replica`, each [tokens]. Collective over the world.
-        row: what this rank drew. sources: the rank that drew each sequence."""
-        source_of = np.array(sources, dtype=np.int64)
-        own = np.flatnonzero(source_of == self.communicator.rank)
-        offsets = _own_offsets(row, own, source_of.size)
-        by_replica = []
-        for index in range(self._ranks_per_stage // self._degree):
-            slices = [part for chunk in plan.chunks(index) for part in chunk.slices]
-            by_replica.append(_tokens_of(slices, offsets))
-        by_rank = []
-        for rank in range(self.communicator.world_size):
-            by_rank.append(by_replica[rank % self._ranks_per_stage // self._degree])
-        chunks = [chunk.slices for chunk in plan.chunks(replica)]
-        counts = [tokens.size for tokens in by_rank]
-        return self.dispatch(
-            row.columns, _routes(np.concatenate(by_rank), counts, chunks, source_of)
-        )
-
-
-def _routes(
+def routes_of(
     sent: Ints, counts: Sequence[int], rows: Sequence[Sequence[Slice]], source_of: Ints
 ) -> Routes:
     """Return the routes of a rank. sent, counts: see `Routes`. rows: slices of each micro-batch or
@@ -263,9 +228,9 @@ def _routes(
     )
 
 
-def _tokens_of(slices: Sequence[Slice], offsets: Ints) -> Ints:
+def tokens_of(slices: Sequence[Slice], offsets: Ints) -> Ints:
     """Return the indices into a rank's row of those slices that it drew. offsets: see
-    `_own_offsets`."""
+    `own_offsets`."""
     own = [part for part in slices if offsets[part.sequence] >= 0]
     starts = [offsets[part.sequence] + part.start for part in own]
     sizes = [part.tokens for part in own]

@@ -1,19 +1,18 @@
 """The micro-batches of an optimizer step, as a rank that has the whole model runs them.
 
-All ways to run micro-batches are one walk over them, which times each of them and surrounds all
-but the last by what leaves gradients unreduced (`before_last`):
+Whatever runs them, `running` surrounds a micro-batch: it times the micro-batch, and surrounds all
+but the last by what leaves gradients unreduced (`before_last`). There are two ways:
 
     micro_batches    one pass, if the loss is a sum over tokens: the caller gets the inputs of one
-                     micro-batch after the other, and runs forward and backward
-    with_totals      the same, if the loss also depends on *totals*, sums over all tokens of the
-                     step and over all ranks: a first pass finds them, and the second one runs as
-                     if they were constants
+                     micro-batch after the other, and runs forward and backward. If the loss also
+                     depends on *totals*, sums over all tokens of the step and over all ranks, a
+                     first pass finds them, and the second one runs as if they were constants
     FigurePasses     two passes around a loss on the source ranks (`figure_passes.py`)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import pairwise
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +29,9 @@ from hf_flexseq.steps.rank_step import RankStep
 from hf_flexseq.steps.source_row import PlannedStep
 
 BeforeLast = Callable[[], AbstractContextManager[Any]]  # surrounds a micro-batch
+
+WITHOUT_BACKWARD = nullcontext[BeforeLast](nullcontext)
+"""Surrounds micro-batches whose gradients nothing reduces."""
 
 # Takes a micro-batch's share of the totals, [n] on the CPU, adds up those of all micro-batches and
 # ranks, and makes them known.
@@ -119,25 +121,35 @@ class RankMicroBatches(RankStep[Plan]):
 
     def walk(self, order: Sequence[int], before_last: BeforeLast = nullcontext) -> Iterator[int]:
         """Yield the index of one micro-batch after the other, and time what the caller does with
-        it.
-
-        The inputs of a micro-batch are made when all work of the previous one has been launched,
-        so that a device which computes on its own need not wait for them.
-
-        before_last: surrounds every micro-batch but the last one.
-        """
-        self.passes += 1
-        if not order:
-            return
-        for index, following in pairwise(order):
-            self.current = index
-            with self.peaks.watching(index), self.stopwatch.timing(index), before_last():
+        it. before_last: see `running`."""
+        for index, following in self.in_order(order):
+            with self.running(index, following, before_last):
                 yield index
+
+    def in_order(self, order: Sequence[int]) -> list[tuple[int, int | None]]:
+        """Begin a pass: return each index with the one that follows, None for the last."""
+        self.passes += 1
+        return list(zip_longest(order, order[1:]))
+
+    @contextmanager
+    def running(
+        self, index: int, following: int | None, before_last: BeforeLast
+    ) -> Iterator[None]:
+        """Time what the block does with a micro-batch.
+
+        The inputs of the following one are made when all work of the block has been launched, so
+        that a device which computes on its own need not wait for them.
+
+        before_last: surrounds a micro-batch that another one follows.
+        """
+        self.current = index
+        around = nullcontext() if following is None else before_last()
+        with self.peaks.watching(index), self.stopwatch.timing(index), around:
+            yield
+        if following is None:
+            self.current = None
+        else:
             self._prepare(following)
-        self.current = last = order[-1]
-        with self.peaks.watching(last), self.stopwatch.timing(last):
-            yield last
-        self.current = None
 
     def begin(self, order: Sequence[int], *, follows: bool = False) -> None:
         """Tell the step's images in which order micro-batches run backward. follows: True if most
@@ -162,7 +174,7 @@ class RankMicroBatches(RankStep[Plan]):
         return self._inputs_of(index)
 
     def forget(self) -> None:
-        """Let go of inputs and of encoded images, for a step that is planned again."""
+        """Let go of inputs and of encoded images: the step has failed."""
         self._ready = None
         self._inputs_of = _forgotten
         self.images = None
@@ -181,51 +193,47 @@ class RankMicroBatches(RankStep[Plan]):
 
     # ---- a loss that is a sum over tokens
 
-    def micro_batches(self, before_last: BeforeLast = nullcontext) -> Iterator[Inputs]:
-        """Yield the inputs of every micro-batch, once; the caller adds its loss (`add`)."""
-        assert not self.ran, "a step runs once"
-        self.begin(self.indices)
-        for index in self.walk(self.indices, before_last):
-            self.ran.append(index)
-            yield self.take(index)
+    def micro_batches(
+        self,
+        around: AbstractContextManager[BeforeLast] = WITHOUT_BACKWARD,
+        loss: TokenLoss | None = None,
+    ) -> Generator[Inputs, None, None]:
+        """Yield the inputs of every micro-batch, once; the caller adds its loss (`add`).
+        Collective over the world.
 
-    def with_totals(
-        self, loss: TokenLoss, before_last: BeforeLast = nullcontext
-    ) -> Iterator[Inputs]:
-        """Run a first pass that finds totals, and yield the inputs of the second, as
-        `micro_batches` does. Collective over the world. The plan's last micro-batch is in the
-        second pass alone, as its first: the totals are known when it has run forward."""
+        around: surrounds all of them, and gives what surrounds each but the last. loss: one that
+        depends on totals, which a first pass finds; None for another.
+        """
         assert not self.ran, "a step runs once"
-        last_of_plan = self.last_of_plan
+        with around as before_last:
+            totals = None if loss is None else self._first_pass(loss)
+            order = self.indices if totals is None else self.second_order()
+            if totals is None:
+                self.begin(order)
+            for index, following in self.in_order(order):
+                self.ran.append(index)
+                drawn_before = nullcontext() if totals is None else totals.next(index)
+                with self.running(index, following, before_last), drawn_before:
+                    yield self.take(index)
+            if loss is not None:
+                loss.finish()
+
+    def _first_pass(self, loss: TokenLoss) -> "_Totals":
+        """Run a pass without gradients that finds what this rank adds to the totals. Collective
+        over the world. The plan's last micro-batch is in the second pass alone, as its first: the
+        totals are known when it has run forward."""
         order = self.second_order()
         self.begin(order, follows=True)
-
-        # 1. first pass
         shares = []
-        first = [index for index in order if index != last_of_plan]
-        for index in self.walk(first):
-            self.keep_random_state(index)
-            with torch.no_grad():
+        for index, following in self.in_order([one for one in order if one != self.last_of_plan]):
+            with self.running(index, following, nullcontext), torch.no_grad():
+                self.keep_random_state(index)
                 share = loss.count(self.take(index))
             shares.append(share if self.counts[index] else torch.zeros_like(share))
-
-        def add_up(share: torch.Tensor) -> None:
-            totals = share.clone()
-            for earlier in shares:
-                totals += earlier
-            self.exchange.communicator.cpu_group.all_reduce(totals)  # [n] -> [n]
-            loss.know(totals)
-
-        # 2. second pass
-        if last_of_plan not in self.indices:
-            add_up(torch.zeros_like(shares[0]))
-        for index in self.walk(order, before_last):
-            is_unknown = index == last_of_plan
-            loss.next(is_dummy=not self.counts[index], add_up=add_up if is_unknown else None)
-            self.ran.append(index)
-            with nullcontext() if is_unknown else self.random_state_of(index):
-                yield self.take(index)
-        loss.finish()
+        totals = _Totals(self, loss, shares)
+        if self.last_of_plan not in self.indices:
+            totals.add_up(torch.zeros_like(shares[0]))
+        return totals
 
     # ---- what is known of the micro-batches
 
@@ -267,5 +275,35 @@ class RankMicroBatches(RankStep[Plan]):
             yield
 
 
+class _Totals:
+    """The totals of a step, between its two passes."""
+
+    def __init__(
+        self, step: RankMicroBatches, loss: TokenLoss, shares: Sequence[torch.Tensor]
+    ) -> None:
+        """shares: of this rank's micro-batches in the first pass, each [n] on the CPU."""
+        self._step = step
+        self._loss = loss
+        self._shares = shares
+
+    def add_up(self, share: torch.Tensor) -> None:
+        """Add the share of the last micro-batch, [n] on the CPU, to those of all others, and make
+        the totals known. Collective over the world."""
+        totals = share.clone()
+        for earlier in self._shares:
+            totals += earlier
+        self._step.exchange.communicator.cpu_group.all_reduce(totals)  # [n] -> [n]
+        self._loss.know(totals)
+
+    def next(self, index: int) -> AbstractContextManager[None]:
+        """Begin the next micro-batch of the second pass; return a context that draws the random
+        numbers of the first one."""
+        is_unknown = index == self._step.last_of_plan
+        self._loss.next(
+            is_dummy=not self._step.counts[index], add_up=self.add_up if is_unknown else None
+        )
+        return nullcontext() if is_unknown else self._step.random_state_of(index)
+
+
 def _forgotten(index: int) -> Inputs:
-    raise AssertionError("a step that was planned again does not run any more")
+    raise AssertionError("a step that has failed does not run any more")

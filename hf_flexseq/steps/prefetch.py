@@ -197,28 +197,6 @@ class PrefetchedSteps:
         self._number_of_dispatched = number
         self._set_phase(phase)
 
-    @property
-    def plans_ahead(self) -> bool:
-        """True if steps are planned before they run."""
-        return self._lookahead > 0
-
-    def plan_again(self, step: Step, planner: Planner | None) -> Step:
-        """Return the step that `next` has returned last, dispatched by a plan of another planner,
-        which plans what has been drawn ahead as well. Collective over the world; raises as `next`.
-
-        planner: on rank 0, None elsewhere.
-        """
-        assert self._dispatched is None, "the step after it has been dispatched"
-        if self._planner is not None:
-            self._planner.close()
-        self._planner = planner
-        self._version = self._made_version()
-        drawn = self._submitted(step.drawn)
-        self._drawn = deque(self._submitted(one) for one in self._drawn)
-        again = self._plan_and_dispatch(drawn)
-        self._set_phase(f"{self._what} {again.number}")
-        return again
-
     def close(self) -> None:
         """End the planner, and forget the step that was dispatched."""
         self._dispatched = None

@@ -1,24 +1,15 @@
-"""An optimizer step as one rank runs it.
-
-    RankMicroBatches    micro-batches, for a rank that has the whole model (`micro_batches.py`)
-    RankChunks          chunks, for a rank that has one stage of it
-
-Both are drawn, planned and timed alike.
+"""An optimizer step as one rank runs it: drawn, planned and timed alike, whatever its parts are.
+Those of a whole model are micro-batches (`micro_batches.py`).
 """
 
-from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.plan import Plan
-from hf_flexseq.plan.pipeline import PipelinePlan
-from hf_flexseq.plan.replicas import StepPlan
-from hf_flexseq.steps.source_row import Columns, PlannedStep
+from hf_flexseq.steps.source_row import PlannedStep
 from hf_flexseq.steps.stopwatch import Stopwatch
 
-PlanT = TypeVar("PlanT", bound=Plan | StepPlan)
+PlanT = TypeVar("PlanT")
 
 
 class RankStep(Generic[PlanT]):
@@ -79,33 +70,3 @@ class RankStep(Generic[PlanT]):
     def add(self, loss: torch.Tensor) -> None:
         """Add the loss of a micro-batch, a scalar, to that of the step."""
         self.loss = loss if self.loss is None else self.loss + loss
-
-
-class RankChunks(RankStep[StepPlan]):
-    """The chunks of one replica's plan, with their tokens, on every rank of the replica."""
-
-    __slots__ = ("columns", "replica")
-
-    def __init__(
-        self,
-        planned: PlannedStep,
-        columns: Sequence[Columns],
-        *,
-        replica: int,
-        device: torch.device,
-    ) -> None:
-        """columns: each [tokens], by chunk of the replica. replica: the one of this rank."""
-        super().__init__(planned, device)
-        self.replica = replica
-        self.columns: list[Columns] = []  # of each chunk, [1, tokens] on the device
-        for columns_of_chunk in columns:
-            moved = {}
-            for name, value in columns_of_chunk.items():
-                row = value.unsqueeze(0)  # [tokens] -> [1, tokens]
-                moved[name] = to_device(row, device)
-            self.columns.append(moved)
-
-    @property
-    def own_plan(self) -> PipelinePlan:
-        """The plan of this rank's replica."""
-        return self.plan.plans[self.replica]

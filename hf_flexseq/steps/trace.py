@@ -2,8 +2,8 @@
 
 The figures of a step are numbers by name. Those of `LOGGED` are in the Trainer's log, with
 `PREFIX` in front of each name. The plan trace is a JSONL file: a line has the plan, what
-identifies the cost model, the measured seconds, and those that training waited for the plan; a
-pipelined step has a line for each replica. `trace_file.py` writes it.
+identifies the cost model, the measured seconds, and those that training waited for the plan.
+`trace_file.py` writes it.
 """
 
 import functools
@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_flexseq.cost import CostModel, FloatArray
-from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan.images import TowerLoad
 from hf_flexseq.steps.micro_batches import RankMicroBatches
-from hf_flexseq.steps.rank_step import RankChunks, RankStep
+from hf_flexseq.steps.rank_step import RankStep
 from hf_flexseq.steps.trace_file import TraceFile
 
 PREFIX = "flexseq/"
@@ -64,7 +63,8 @@ class PlanTrace:
                 self._file = TraceFile(path)
         opening.raise_on_all_ranks(communicator.cpu_group.gather_values, "opening the plan trace")
         # All steps share one cost model, whose digest takes longer than a line.
-        self._digest = functools.lru_cache(maxsize=1)(CostModel.digest)
+        self.digest = functools.lru_cache(maxsize=1)(CostModel.digest)
+        """Returns what identifies a cost model."""
 
     def record(
         self, step: RankMicroBatches, cost: CostModel, learn: Learn | None = None
@@ -72,16 +72,16 @@ class PlanTrace:
         """Write a finished step's trace; return its figures. Collective over the world. cost: by
         which the step was planned. learn: told of the step; None where nothing is learned."""
         world_size = self.communicator.world_size
-        found = self._gather(  # [world, 1 + micro-batches]
+        found = self.gather(  # [world, 1 + micro-batches]
             step, lambda: [step.peak_share(cost, world_size), *step.measured_s()]
         )
         peak_share, by_rank = float(found[:, 0].max()), found[:, 1:]
         slowest = float(by_rank.sum(dim=1).max())
         learned = None if learn is None else learn(step, by_rank.numpy(), peak_share)
-        if self._file is not None:
+        if self.is_written:
             measured = by_rank.amax(dim=0).tolist()  # by micro-batch
             line = {
-                "cost_model": self._digest(cost),
+                "cost_model": self.digest(cost),
                 "measured_s": measured,
                 "waited_s": step.waited_s,
             }
@@ -93,35 +93,23 @@ class PlanTrace:
                 line["passes"] = step.passes
             if step.images is not None:
                 line["tower"] = TowerLoad.of(step.images.plan).to_record()
-            self._file.append(step.number, [line | step.plan.to_record()])
+            self.write(step.number, [line | step.plan.to_record()])
         figures = step_figures(step, slowest)
         if learned is not None:
             figures["predicted_s"] = learned.predicted_s
         return figures
 
-    def record_pipeline(
-        self, step: RankChunks, cost: PipelineCost, whole: CostModel
-    ) -> LogFigures:
-        """Write a finished step's trace, a line per replica; return its figures. Collective over
-        the world. cost: of the stages. whole: of the whole model."""
-        by_rank = self._gather(step, lambda: [step.stopwatch.seconds().get(0, 0.0)])  # [world, 1]
-        measured = float(by_rank.max())
-        if self._file is not None:
-            of_all = {
-                "cost_model": self._digest(whole),
-                "measured_s": [measured],
-                "waited_s": step.waited_s,
-                "pipeline_cost": cost.to_record(),
-            }
-            lines = []
-            plans = zip(step.plan.members, step.plan.plans, strict=True)
-            for replica, (members, plan) in enumerate(plans):
-                own = {"replica": replica, "sequences": members}
-                lines.append(of_all | own | plan.to_record())
-            self._file.append(step.number, lines)
-        return pipeline_figures(step, measured)
+    @property
+    def is_written(self) -> bool:
+        """True on the rank that writes the trace."""
+        return self._file is not None
 
-    def _gather(self, step: RankStep[Any], measure: Callable[[], list[float]]) -> torch.Tensor:
+    def write(self, number: int, lines: Sequence[dict[str, Any]]) -> None:
+        """Write the lines of a step."""
+        if self._file is not None:
+            self._file.append(number, lines)
+
+    def gather(self, step: RankStep[Any], measure: Callable[[], list[float]]) -> torch.Tensor:
         """Return the seconds that every rank measured, [world, as many as each], and leave their
         remarks on the step. Collective over the world.
 
@@ -164,18 +152,6 @@ def step_figures(step: RankMicroBatches, measured_s: float) -> LogFigures:
     for choice, count in step.plan.choices().items():
         figures[f"{CHOSEN}{choice}"] = count
     return figures
-
-
-def pipeline_figures(step: RankChunks, measured_s: float) -> LogFigures:
-    """Return the figures of a step in chunks. measured_s: seconds of the slowest rank."""
-    plans = step.plan.plans
-    return {
-        "stages": plans[0].stages,
-        "chunks": max(len(plan.chunks) for plan in plans),
-        "predicted_s": max(plan.objective_s for plan in plans),
-        "measured_s": measured_s,
-        "tokens_per_s": step.tokens / measured_s if measured_s else 0.0,
-    }
 
 
 def logged_figures(steps: Sequence[LogFigures]) -> LogFigures:

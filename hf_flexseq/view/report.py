@@ -19,7 +19,7 @@ import numpy as np
 
 from hf_flexseq.plan.files import RecordedStep
 from hf_flexseq.plan.images import TowerLoad
-from hf_flexseq.plan.pipeline import PipelinePlan
+from hf_flexseq.plan.sequences import Plan
 from hf_flexseq.view.picture import INK, LABEL, colour_of, new_figure, require, style_axes, svg_of
 
 # Bytes of an SVG above which a figure is embedded as PNG.
@@ -72,9 +72,9 @@ def step_row(replicas: Sequence[RecordedStep]) -> StepRow:
     hows = []
     for one in replicas:
         plan = one.plan
-        if isinstance(plan, PipelinePlan):
+        if not isinstance(plan, Plan):
             degree2tokens[plan.stages] += sum(plan.lengths)
-            hows.append(f"{len(plan.chunks):,} chunks through {plan.stages} stages")
+            hows.append(plan.how)
             continue
         for group in (group for batch in plan.micro_batches for group in batch.groups):
             degree2tokens[group.degree] += group.tokens(plan.lengths)

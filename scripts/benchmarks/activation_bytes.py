@@ -39,11 +39,10 @@ from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.devices import HOST_BYTES, HOST_RATE
 from hf_flexseq.hf.attachments import on_micro_batches
 from hf_flexseq.hf.calibration import layer_trial
-from hf_flexseq.hf.calibration.fake_model import own_copy
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.model.rehearsal import Rehearsal, fake_copy
 from hf_flexseq.hf.tiles import MlpTiles
-from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.memory.live_bytes import LiveBytes, stand_in_sum
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan import Group, MicroBatch
@@ -177,7 +176,7 @@ TINY: dict[str, Model] = {
 @contextmanager
 def always(choice: MemoryChoice) -> Iterator[None]:
     """Let all sequences of a step make one micro-batch with this choice inside the block."""
-    original = WholeModelExecutor.dispatch
+    original = FlexSeqEngine.dispatch
 
     def dispatch(self: Any, planned: Any) -> Any:
         everything = tuple(range(len(planned.plan.lengths)))
@@ -186,11 +185,11 @@ def always(choice: MemoryChoice) -> Iterator[None]:
         plan = replace(planned.plan, micro_batches=(batch,))
         return original(self, replace(planned, plan=plan))
 
-    WholeModelExecutor.dispatch = dispatch  # type: ignore[method-assign]
+    FlexSeqEngine.dispatch = dispatch  # type: ignore[method-assign]
     try:
         yield
     finally:
-        WholeModelExecutor.dispatch = original  # type: ignore[method-assign]
+        FlexSeqEngine.dispatch = original  # type: ignore[method-assign]
 
 
 def peak_of(run: Callable[[], Any]) -> int:
@@ -319,7 +318,8 @@ TRUE: dict[str, Model] = {
 def peak_of_whole(model: transformers.PreTrainedModel, choice: MemoryChoice) -> float:
     """Return the most bytes of a token in forward and backward of a model, all layers."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    trial = layer_trial.LayerTrial(own_copy(model, torch.bfloat16, mode), mode, None, skips=False)
+    rehearsal = Rehearsal(fake_copy(model, torch.bfloat16, mode), mode)
+    trial = layer_trial.LayerTrial(rehearsal, None, skips=False)
     network = trial.model
     attach_chunked_loss(network, stand_in_sum)
     layers = LayerMemory(

@@ -39,11 +39,11 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cli import main as flexseq
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.cost.stages import PipelineCost
+from hf_flexseq.pipeline.planning import PipelineOptions, make_pipeline_plan
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
 
 LINE = 300  # characters of a message
 MOST_S = 10.0

@@ -31,11 +31,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from common import argument_parser, machine, table_head, table_row, write_record
-from hf_flexseq.cost.stages import PipelineCost, StageCost
-from hf_flexseq.cost.walk import check, check_memory
-from hf_flexseq.plan.pipeline import PipelinePlan
-from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
-from hf_flexseq.view.pipeline import report
+from hf_flexseq.pipeline.planning import PipelineOptions, make_pipeline_plan
+from hf_flexseq.pipeline.planning.plan import PipelinePlan
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost, StageCost
+from hf_flexseq.pipeline.planning.timeline import report
+from hf_flexseq.pipeline.planning.walk import check, check_memory
 from lengths import K, long_tailed
 
 BYTES = 34  # of a token on a stage, so that a checkpointed one is a whole number

@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -43,9 +44,10 @@ from common import (
 )
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.attachments import ModelSettings
 from hf_flexseq.hf.calibration.source import CostSource
-from hf_flexseq.hf.executors import EngineSetup
-from hf_flexseq.hf.whole_model import WholeModelExecutor
+from hf_flexseq.hf.engine_setup import EngineSetup
+from hf_flexseq.hf.whole_model import WholeModel
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
@@ -165,9 +167,10 @@ class OneRank:
             communicator=self.communicator,
             costs=CostSource(COST.name, COST, accelerator, self.communicator),
         )
-        self.executor = WholeModelExecutor(setup)
-        self.executor.attach(LlamaForCausalLM(tiny_llama_config()), lockstep=True)
-        self.contexts = self.executor._contexts_of_run()
+        network = LlamaForCausalLM(tiny_llama_config())
+        self.model = WholeModel(setup, network, ModelSettings(), lockstep=True, lowered=None)
+        self.kernel = setup.kernel_for(network, self.model.planning.degrees)
+        self.contexts = self.model._contexts_by(self.kernel)
         self.trace = PlanTrace(None, self.communicator)
 
     def run(self, step: Recorded) -> dict[str, float]:
@@ -179,20 +182,20 @@ class OneRank:
             self.communicator,
             None,
             0,
-            dispatch=self.executor.dispatch,
-            check=self.executor.check,
-            read=self.executor.read,
+            dispatch=partial(self.model.dispatch, kernel=self.kernel),
+            check=self.model.planning.check,
+            read=Plan.from_bytes,
         )
 
         def timed_context(*given: Any, **named: Any) -> Any:
             with clock.timing("contexts"):
                 return self.contexts(*given, **named)
 
-        self.executor._contexts = timed_context
+        self.model._contexts = timed_context
         with clock.timing("plan"):
             planned = steps._plan(drawn)
         with clock.timing("dispatch"):
-            rank_step = self.executor.dispatch(planned)
+            rank_step = self.model.dispatch(planned, self.kernel)
         clock.milliseconds.setdefault("contexts", 0.0)
         clock.milliseconds["dispatch"] -= clock.milliseconds["contexts"]
         with clock.timing("figures"):

@@ -16,8 +16,8 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.facts import attention_shape
 from hf_flexseq.hf.model.loss import attach_chunked_loss
-from hf_flexseq.hf.model.meta_model import attention_of_text
 from hf_flexseq.hf.model.positions import attach_positions
+from hf_flexseq.hf.model.towers import attention_of_text
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.cuda_flash import CudaFlash
 from hf_flexseq.kernels.cudnn_long import Heads

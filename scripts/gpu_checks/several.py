@@ -308,8 +308,8 @@ class Runner:
             sync=combination.sync,
         )
         self.engine = FlexSeqEngine(accelerator, arguments, communicator=communicator)
-        self.engine.executor.planner = lambda ahead: planner
-        self.engine.executor.kernel = precision.kernel
+        self.engine.planner = lambda ahead: planner
+        self.engine.kernel = precision.kernel
 
     def largest_error(self, plans: int, true: Gradients) -> float:
         """Run so many plans, and return the largest error of their gradients."""

@@ -13,9 +13,9 @@ import pytest
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cli import main
 from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.pipeline.planning.plan import parse
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.files import RecordedStep
-from hf_flexseq.plan.pipeline import parse
 from hf_flexseq.planner import make_plan
 from hf_flexseq.view import report
 from hf_flexseq.view.report import data_uri, lengths_text, run_text, step_row, steps_figure

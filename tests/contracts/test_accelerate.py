@@ -128,7 +128,7 @@ def test_a_prepared_loader_asks_for_its_device_with_every_batch_and_hands_it_on_
     assert skip_first_batches(loader, 1).device is None
 
 
-# ---- hf/pipeline/fsdp.py: accelerate forgets its own FSDP
+# ---- pipeline/trainer/fsdp.py: accelerate forgets its own FSDP
 
 
 def test_the_state_is_shared_and_its_kind_of_distribution_can_be_set():

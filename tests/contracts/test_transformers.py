@@ -37,7 +37,7 @@ def llama():
 
 IDS = {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "use_cache": False}
 
-# ---- hf/trainer.py and hf/pipeline: the methods that are overridden, as they are called
+# ---- hf/trainer.py and pipeline/trainer: the methods that are overridden, as they are called
 
 METHODS = {
     "get_batch_samples": "epoch_iterator num_batches device",
@@ -139,7 +139,7 @@ AVERAGE = "self._tr_loss / (1 + self.state.global_step - self._globalstep_last_l
         ),
         # steps/embedding_noise.py draws noise of the same size
         (neftune_post_forward_hook, ["module.training", "/ torch.sqrt(dims)", "uniform_(-mag_"]),
-        (TrainingArguments, ["fsdp_plugin_args"]),  # hf/pipeline/fsdp.py
+        (TrainingArguments, ["fsdp_plugin_args"]),  # pipeline/trainer/fsdp.py
         (PreTrainedModel.maybe_distribute_model, ["config.distributed_config = "]),
         # docs/architecture.md, docs/nccl.md: exchanges of experts, with one wait of the host
         (
@@ -148,7 +148,7 @@ AVERAGE = "self._tr_loss / (1 + self.state.global_step - self._globalstep_last_l
         ),
         (AllToAllEP.__call__, ["_dispatch_tokens(", "experts_forward(", "_combine_tokens("]),
         (AllToAllEP._combine_tokens, ["all_to_all_single_autograd("]),
-        # hf/sharded_checkpoints.py sets the one, hf/part_of_model.py replaces the other
+        # hf/sharded_checkpoints.py sets the one, and replaces the other
         (Trainer.__init__, ["not args.save_only_model", "callback_handler.on_init_end("]),
         (Trainer._save_checkpoint, ["if not self.args.save_only_model:", "_save_optimizer_and"]),
         # hf/weights.py reads in another way than this, and into a model on the same meshes
@@ -170,7 +170,7 @@ def test_a_source_has_what_is_done_as_it_does(function, texts):
 
 def test_names_that_are_read():
     assert PREFIX_CHECKPOINT_DIR == "checkpoint"
-    assert attributes(Trainer, "is_fsdp_enabled") >= 1  # hf/pipeline/fsdp.py
+    assert attributes(Trainer, "is_fsdp_enabled") >= 1  # pipeline/trainer/fsdp.py
     # hf/model/facts.py: what transformers shards at load
     names = {field.name for field in fields(DistributedConfig)}
     assert {"fsdp_size", "dp_replicate_size", "fsdp_cpu_offload", "fsdp_mixed_precision"} <= names
@@ -240,7 +240,7 @@ def test_the_loss_of_a_causal_model_is_the_one_that_is_replaced():
     assert model.loss_function is ForCausalLMLoss
 
 
-# ---- hf/pipeline/loading.py and pipeline/stages.py
+# ---- pipeline/trainer/loading.py and pipeline/stages.py
 
 
 def test_auto_models_map_configurations_to_classes():

@@ -13,7 +13,7 @@ from hf_flexseq.cost.experts import ExpertLayers
 from hf_flexseq.cost.forward import forward_only
 from hf_flexseq.cost.presets import MODELS, PRESETS, load_cost_model
 from hf_flexseq.cost.sharding import gathered_params
-from hf_flexseq.cost.stages import PipelineCost
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner.fit import fit_of, ranks_for

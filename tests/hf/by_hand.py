@@ -14,7 +14,7 @@ from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import attention_shape
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
-from hf_flexseq.hf.model.recurrent import attach_recurrent
+from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.program.hybrid import Reordered
 from hf_flexseq.program.ulysses import UlyssesZone
@@ -36,7 +36,9 @@ def attach(model):
     model.set_attn_implementation("flexseq")
     attach_chunked_loss(model)
     attach_positions(model)
-    return attach_recurrent(model)
+    recurrent = RecurrentFunctions(model)
+    recurrent.attach()
+    return recurrent
 
 
 def run_plan(model, plan, examples, communicator, *, passes=None):

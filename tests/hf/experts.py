@@ -251,7 +251,7 @@ def errors_of_steps(
         engine.attach(model)
         worst = {"loss": 0.0, "experts": 0.0, "others": 0.0}
         for number in range(steps):
-            engine.executor.planning.fsdp.figures = figures_for(POLICIES[number % len(POLICIES)])
+            engine.planning.fsdp.figures = figures_for(POLICIES[number % len(POLICIES)])
             own = own_batches(documents(LENGTHS), rank, world_size)
             for step in engine.steps(own, 2):
                 loss = step.backward(model)

@@ -25,9 +25,10 @@ from hf_flexseq import (
     FlexSeqMixin,
     FlexSeqTrainer,
 )
-from hf_flexseq.hf import executors
+from hf_flexseq.hf import engine_setup
 from hf_flexseq.hf.model.calls import read_call
 from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, try_model
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from tests.hf import tiny
@@ -264,13 +265,13 @@ def test_a_cost_model_that_does_not_parse(tmp_path):
 
 
 def test_a_trainer_gives_its_timeout_and_its_device_to_the_transport(tmp_path, monkeypatch):
-    asked, connect = [], executors.connect
+    asked, connect = [], engine_setup.connect
 
     def asking(device, *, timeout):
         asked.append((device.type, timeout))
         return connect(device, timeout=timeout)
 
-    monkeypatch.setattr(executors, "connect", asking)
+    monkeypatch.setattr(engine_setup, "connect", asking)
     make_trainer(tmp_path, ddp_timeout=7200)
     assert asked == [("cpu", timedelta(seconds=7200))]
 
@@ -630,7 +631,7 @@ def test_a_compiled_model(tmp_path):
     with refused("leave out model.compile"):
         make_trainer(tmp_path, model=model)
     with refused("attach the model before it is compiled", ValueError):
-        executors.base_model(torch.compile(tiny_llama()))
+        base_model(torch.compile(tiny_llama()))
 
 
 def test_the_attention_by_itself_names_the_way_back():

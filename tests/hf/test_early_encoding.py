@@ -33,19 +33,19 @@ def run_random_plans(rank, world_size, lookahead):
     communicator = join()
     options = tiny_arguments(lookahead=lookahead, max_tokens_per_rank=1000, sync="free")
     engine = FlexSeqEngine(Accelerator(cpu=True), options, communicator=communicator)
-    engine.executor.planner = lambda ahead: RandomPlanner(communicator.topology, 5)
+    engine.planner = lambda ahead: RandomPlanner(communicator.topology, 5)
     model = tiny_llama()
     engine.attach(model)
     lengths = [3 + (index * 7 + rank * 5) % 30 for index in range(12)]
     found = []
     dispatched = []
-    dispatch = engine.executor.dispatch
+    dispatch = engine.dispatch
 
     def noted(planned):
         dispatched.append(planned.drawn.number > len(found))
         return dispatch(planned)
 
-    engine.executor.dispatch = noted
+    engine.dispatch = noted
     for _ in range(2):
         own = [one for i in range(0, 12, 2) for one in batches(1, lengths[i : i + 2])]
         for step in engine.steps(own, 2):
@@ -128,14 +128,13 @@ def train(folder, logging_steps, events=None):
         plan_trace=str(trace),
     )
     if events is not None:
-        run = trainer.flexseq.executor.micro_batches
+        run = trainer.flexseq.micro_batches
 
         def noted(step, *args, **options):
-            if options["trains"]:
-                events.append(step.number)
+            events.append(step.number)
             return run(step, *args, **options)
 
-        trainer.flexseq.executor.micro_batches = noted
+        trainer.flexseq.micro_batches = noted
     trainer.train()
     timed = ("measured_s", "planning_ms_exposed", "tokens_per_s", "runtime", "per_second")
     log = []

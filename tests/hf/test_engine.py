@@ -1,7 +1,6 @@
 """What the engine promises whatever executes its steps: it draws only for an attached model, when
 it is detached the accelerator is as it was, and what one machine lacks is refused on all ranks."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +10,11 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from hf_flexseq import FlexSeqEngine
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.hf import executors
+from hf_flexseq.hf import engine_setup
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.calibration import source
-from hf_flexseq.hf.pipeline.executor import StageExecutor
-from hf_flexseq.hf.whole_model import WholeModelExecutor
+from hf_flexseq.hf.engine_setup import EngineSetup
+from hf_flexseq.pipeline.trainer.engine import PipelineEngine
 from tests.hf.test_exactness import own_batches
 from tests.hf.tiny import (
     batches,
@@ -35,9 +34,9 @@ def engine_of(kind, model, accelerator=None):
     """An engine of either kind, on two ranks."""
     accelerator = accelerator or Accelerator(cpu=True)
     if kind == "whole":
-        return FlexSeqEngine(accelerator, tiny_arguments(), executor=WholeModelExecutor)
+        return FlexSeqEngine(accelerator, tiny_arguments())
     args = tiny_arguments(pipeline_parallel_size=2)
-    return FlexSeqEngine(accelerator, args, executor=partial(StageExecutor, model=model))
+    return PipelineEngine(accelerator, args, model=model)
 
 
 def on_two_ranks(function, *cases):
@@ -102,7 +101,7 @@ def before_and_after(rank, world_size, kind, dispatch, has_handler):
     changed = []
     for _ in range(2):
         engine.attach(model)
-        step = next(engine.steps(batches(3)))
+        step = engine.next_step(iter(batches(3)), 1)
         assert accelerator.dataloader_config.dispatch_batches is False
         assert step.plan.lengths == (5, 9) * world_size
         engine.detach()
@@ -142,7 +141,7 @@ def after_a_failure(rank, world_size, kind, place):
         patch.setattr(place, FailsNow(OSError("no room")))
         with pytest.raises(OSError, match="no room"):
             engine.attach(model)
-    assert not engine.executor.attached
+    assert not engine.is_attached
     return (settings(accelerator), state()) == before
 
 
@@ -160,25 +159,33 @@ class FailsNow:
 def test_an_attach_that_fails_leaves_model_and_accelerator_as_they_were():
     cases = [
         ("whole", "hf_flexseq.hf.attachments.refuse_noise"),
-        ("stages", "hf_flexseq.hf.pipeline.executor.PipelineExecutor"),
+        ("stages", "hf_flexseq.pipeline.trainer.engine.PipelineExecutor"),
     ]
     assert on_two_ranks(after_a_failure, *cases) == [True, True]
 
 
-def loop_over_stages(rank, world_size):
+def steps_of_stages(rank, world_size):
     model = tiny_llama()
     engine = engine_of("stages", model)
     with pytest.raises(ValueError, match="the engine was made for another model"):
         engine.attach(tiny_llama())
+    losses = []
     with engine.attached(model):
-        losses = [float(step.backward(model)) for step in engine.steps(batches(3))]
+        for ask in (engine.steps, engine.evaluation):
+            with pytest.raises(NotImplementedError, match="set pipeline_parallel_size=1"):
+                list(ask(batches(3)))
+        drawn = iter(batches(3))
+        while (step := engine.next_step(drawn, 1)) is not None:
+            engine.run(step, model, is_last=False)
+            engine.finish(step)
+            losses.append(float(step.final_loss))
     assert any(p.grad is not None for p in model.parameters())
     return losses
 
 
 @pytest.mark.processes
-def test_a_plain_loop_runs_the_stages_of_the_model_that_their_executor_was_made_for():
-    ((first, last),) = run_cases(loop_over_stages, 2, [()])
+def test_an_engine_runs_the_stages_of_the_model_that_it_was_made_for():
+    ((first, last),) = run_cases(steps_of_stages, 2, [()])
     assert first == [0.0] * 3
     assert all(loss > 0 for loss in last)
 
@@ -242,10 +249,10 @@ def without_a_kernel_or_a_process(rank, world_size, kind):
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(executors, "choose_kernels", no_kernel)
+            patch.setattr(engine_setup, "choose_kernels", no_kernel)
         kernel = refused(ValueError)
     if rank == 0:
-        engine.executor.planner = no_process
+        engine.planner = no_process
     return kernel, refused(RuntimeError)
 
 
@@ -266,13 +273,15 @@ def test_what_one_machine_lacks_is_refused_on_all_ranks():
 def test_a_kernel_is_chosen_for_the_heads_of_all_groups_that_plans_may_have(monkeypatch):
     """Eight query heads over two KV heads, on one, two, four and eight ranks; eight span nodes."""
     asked = []
-    monkeypatch.setattr(executors, "choose_kernels", lambda *given: asked.append(given))
+    monkeypatch.setattr(engine_setup, "choose_kernels", lambda *given: asked.append(given))
     cpu_group = SimpleNamespace(gather_values=lambda value: [value])
     communicator = SimpleNamespace(topology=Topology(nodes=2, ranks_per_node=4))
     communicator.cpu_group = cpu_group
-    setup = SimpleNamespace(accelerator=Accelerator(cpu=True), communicator=communicator)
+    setup = EngineSetup(
+        accelerator=Accelerator(cpu=True), args=None, communicator=communicator, costs=None
+    )
     model = tiny_llama(num_attention_heads=8, num_key_value_heads=2)
-    executors.kernel_of(setup, model, [2, 4, 8])
+    setup.kernel_for(model, [2, 4, 8])
     ((device, _, layers),) = asked
     assert device.type == "cpu"
     assert {layer.heads for layer in layers} == {frozenset({(8, 2), (4, 1), (2, 1), (1, 1)})}

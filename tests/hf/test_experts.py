@@ -160,7 +160,7 @@ def adapted_before(rank, world_size, path):
     pairs = zip(weights, before, strict=True)
     changes = [float((whole(weight) - former).abs().max()) for weight, former in pairs]
     shares = {local(weight).numel() / weight.numel() for weight in weights}
-    cost = engine.executor.cost
+    cost = engine.cost
     engine.detach()
     frozen = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
     here = sum(local(weight).numel() for weight in weights)

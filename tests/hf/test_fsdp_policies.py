@@ -110,7 +110,7 @@ def check_steps(rank, world_size, folder, config, policies, each_batch):
         accepts=lambda plan: len(plan.micro_batches) > 1,
     )
     engine.attach(model)
-    fsdp = engine.executor.planning.fsdp
+    fsdp = engine.planning.fsdp
     settings = None
     for name in policies:
         policy = POLICIES[name]
@@ -182,7 +182,7 @@ def found_facts(rank, world_size, folder, config, options):
         gathered_itemsize(model, accelerator),
         trained_elements(model),
         engine.cost,
-        engine.executor.planning.fsdp.figures,
+        engine.planning.fsdp.figures,
     )
 
 

@@ -9,9 +9,9 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.pipeline.carry import KVCarry
 from hf_flexseq.pipeline.context import ChunkContext
+from hf_flexseq.pipeline.planning.plan import Chunk
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.plan.pipeline import Chunk
 from hf_flexseq.plan.shard import Slice, make_shard
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from tests.hf.by_hand import ways_between_nodes

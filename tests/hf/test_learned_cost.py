@@ -49,7 +49,7 @@ def train(folder, monkeypatch, steps=STEPS, **options):
     )
 
     def clock(step):
-        cost = corrected(trainer.flexseq.executor.planning.cost, CORRECTED)
+        cost = corrected(trainer.flexseq.planning.cost, CORRECTED)
         nanoseconds = lockstep_ns(cost, step.plan.micro_batches, step.plan.lengths, ONE)
         return [one / 1e9 for one in nanoseconds]
 

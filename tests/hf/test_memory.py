@@ -322,7 +322,7 @@ def reason_with_a_hook_on_one_rank(rank, world_size):
         model.model.layers[0].mlp.register_forward_hook(nothing)
     engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
     with engine.attached(model):
-        return engine.executor.reason_without_choices
+        return engine.planning.reason_without_choices
 
 
 @pytest.mark.processes
@@ -362,10 +362,11 @@ def test_what_the_user_has_set_is_a_choice_of_as_many_first_layers(saves):
 def test_the_engine_says_why_no_plan_chooses(caplog, settings, reason, then):
     engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments(**settings))
     with engine.attached(deep_llama()):
-        assert engine.executor.reason_without_choices == reason
-        assert engine.executor.host_memory_bytes > MIB
-        engine.use(ModelSettings(reason_as_set="the trainer has one"))
-        assert engine.executor.reason_without_choices == then
+        assert engine.planning.reason_without_choices == reason
+        assert engine.planning.host_memory_bytes > MIB
+    engine.settings = ModelSettings(reason_as_set="the trainer has one")
+    with engine.attached(deep_llama()):
+        assert engine.planning.reason_without_choices == then
         with caplog.at_level("INFO"):
             engine.next_step(iter(batches(1)), 1)
     said = "activations are kept as they are set for the run: the trainer has one" in caplog.text
@@ -381,7 +382,7 @@ def test_trl_and_activation_checkpointing_do_not_both_offload(tmp_path, monkeypa
     monkeypatch.setattr(sft_module, "get_act_offloading_ctx_manager", lambda model: nullcontext())
     trainer = sft(tmp_path, activation_offloading=True)
     with trainer._attached():
-        reason = trainer.flexseq.executor.reason_without_choices
+        reason = trainer.flexseq.planning.reason_without_choices
     assert reason == "activation_offloading=True offloads them"
     with refused("activation_offloading=True and offload=True in .*_kwargs", ValueError):
         sft(
@@ -427,7 +428,7 @@ def trained(folder, **settings):
         gradient_checkpointing=True,
         **settings,
     )
-    trainer.flexseq.executor.kernel, forwards = counted_kernel()
+    trainer.flexseq.kernel, forwards = counted_kernel()
     with noted_stores() as stores:
         trainer.train()
     return weights(trainer.model), forwards.calls, stores
@@ -471,7 +472,7 @@ def test_fifty_steps_hold_no_more_than_the_first_and_the_end_frees_it(tmp_path):
 
     class Notes(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            store = trainer.flexseq.executor.layers.store
+            store = trainer.flexseq.whole_model.layers.store
             held.append((store.held_bytes, store.used_bytes, *files_and_threads()))
             if state.global_step == 51:
                 raise KeyError("in the middle")
@@ -493,4 +494,4 @@ def test_fifty_steps_hold_no_more_than_the_first_and_the_end_frees_it(tmp_path):
     assert held[1][0] > held[1][1] == 0
     (store,) = stores
     assert store.held_bytes == 0
-    assert not trainer.flexseq.executor.attached
+    assert not trainer.flexseq.is_attached

@@ -229,7 +229,7 @@ def test_a_named_model_of_a_pipeline_is_loaded_by_the_options_wherever_they_stan
         loaded.append((name, training, options.pipeline_parallel_size))
         return stage
 
-    monkeypatch.setattr("hf_flexseq.hf.pipeline.constructor.load_own_stage", load)
+    monkeypatch.setattr("hf_flexseq.pipeline.trainer.mixin.PipelineMixin.load_own_stage", load)
     monkeypatch.setattr(cls, "_setup_flexseq", lambda self, flexseq_args: None)
     second = {} if cls is FlexSeqTrainer else {"ref_model": None}
     for positional in (0, 1, 3):

@@ -39,17 +39,17 @@ def make_trainer(kind, models, folder, *, on_nonfinite="raise", **settings):
 
 def poison(trainer, step):
     """Put a NaN into one gradient of one rank when the backwards of a step are over."""
-    executor = trainer.flexseq.executor
-    run = executor.micro_batches
+    finished = trainer.flexseq._finished
+    look_at = finished.look_at
 
-    def poisoned(planned, model, *, trains):
-        yield from run(planned, model, trains=trains)
+    def poisoned(planned, model):
         if planned.number == step and trainer.args.process_index == POISONED_RANK:
             parameters = dict(model.named_parameters())
             name = PARAMETER if PARAMETER in parameters else f"module.{PARAMETER}"
             local(parameters[name].grad)[0] = torch.nan
+        look_at(planned, model)
 
-    executor.micro_batches = poisoned
+    finished.look_at = poisoned
 
 
 def outcome(trainer, folder):

@@ -285,7 +285,7 @@ def test_other_prompt_learning_is_refused_by_name(message, tmp_path):
     engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
     with refused(message):
         engine.attach(model)
-    assert not engine.executor.attached
+    assert not engine.is_attached
 
 
 def test_two_adapters_predictions_and_samples_are_refused(tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ from hf_flexseq.cli import prove as page
 from hf_flexseq.hf import probe
 from hf_flexseq.hf.model.facts import model_shape
 from hf_flexseq.hf.model.small import plain_options, small_model
-from hf_flexseq.hf.prove import command, subject
-from hf_flexseq.hf.prove.documents import (
+from hf_flexseq.prove import command, subject
+from hf_flexseq.prove.documents import (
     IMAGE_COUNTS,
     LONGEST,
     documents,
@@ -23,9 +23,9 @@ from hf_flexseq.hf.prove.documents import (
     image_documents,
     tokens_per_rank,
 )
-from hf_flexseq.hf.prove.subject import with_router_loss
-from hf_flexseq.hf.prove.trained import call_alone, step_alone
-from hf_flexseq.steps.differences import StepOutcome, difference, planted_faults
+from hf_flexseq.prove.subject import with_router_loss
+from hf_flexseq.prove.trained import call_alone, step_alone
+from hf_flexseq.steps.differences import StepOutcome, difference
 from hf_flexseq.steps.images import UnsupportedImages
 from tests.budget import others_nightly
 from tests.ranks import run_ranks
@@ -104,9 +104,22 @@ def test_an_error_of_training_is_found(error, llama, rows, step):
     assert not difference(wrong, step).within(command.FLOAT64)
 
 
-def test_faults_made_on_purpose_are_found(step):
-    assert all(planted_faults(step, command.FLOAT64).values())
+def with_gradient(step, change):
+    """The step with another gradient in place of the largest one; without it for None."""
+    largest = max(step.gradients, key=lambda name: float(step.gradients[name].norm()))
+    gradients = {**step.gradients, largest: change(step.gradients[largest])}
+    return step._replace(gradients={n: one for n, one in gradients.items() if one is not None})
+
+
+def test_an_error_of_one_percent_a_missing_gradient_and_nan_are_found(step):
     assert difference(step, step).within(command.FLOAT64)
+    for wrong in (
+        with_gradient(step, lambda gradient: 1.01 * gradient),
+        with_gradient(step, lambda gradient: None),
+        with_gradient(step, lambda gradient: torch.nan * gradient),
+        step._replace(loss=1.01 * step.loss),
+    ):
+        assert not difference(wrong, step).within(command.FLOAT64)
 
 
 def test_the_first_module_that_differs_is_named(llama):
@@ -149,8 +162,8 @@ def test_a_step_has_several_micro_batches(rows):
 
 
 def test_a_model_that_loses_digits_may_be_as_far_as_its_float32_and_no_further(llama):
-    precision = command._precision(on_gpu=False, whole=False)
-    bounds = [command._bounds(llama, precision, control).gradient for control in (1e-6, 3e-4, 1)]
+    controls = (1e-6, 3e-4, 1)
+    bounds = [command._bounds(llama, one, bf16=False).gradient for one in controls]
     assert bounds == [1e-4, 3e-4, 1e-3]
 
 

@@ -10,8 +10,8 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.hf.model import experts, layer_memory, router
 from hf_flexseq.hf.model.small import small_model
 from hf_flexseq.hf.probe import lively_copy
-from hf_flexseq.hf.prove import command, trained
 from hf_flexseq.memory import store, tiles
+from hf_flexseq.prove import command, trained
 from hf_flexseq.steps import features, images
 from hf_flexseq.steps.feature_form import FeatureForm
 from tests.ranks import run_ranks
@@ -174,14 +174,14 @@ def experts_divided_twice(patch, rank):
 
 def reduced_on_one_rank(patch, rank):
     """One rank alone has the right gradients, and the other the double of them."""
-    before_step = trained._Gradients.on_pre_optimizer_step
+    before_step = trained._NotedStep.on_pre_optimizer_step
 
     def wrong(*given, model, **others):
         for parameter in model.parameters() if rank == 1 else ():
             parameter.grad *= 2
         before_step(*given, model=model, **others)
 
-    patch.setattr(trained._Gradients, "on_pre_optimizer_step", wrong)
+    patch.setattr(trained._NotedStep, "on_pre_optimizer_step", wrong)
 
 
 def left_whole(patch, rank):
@@ -235,8 +235,7 @@ def compared(rank, world_size, kind, planted):
     """What is said of each step: of that without an error, then of the others. planted: pairs of
     an error, None for none, and the title of a step."""
     model = lively_copy(small_model(kind, {}), torch.float64)
-    precision = command._precision(on_gpu=False, whole=False)
-    subjects = dict(command._subjects(model, TWO, precision, []))
+    subjects = dict(command._subjects(model, TWO, [], bf16=False))
     cases = command._cases(model, TWO, subjects, [])
     found = []
     for error, title in planted:

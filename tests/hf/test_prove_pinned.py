@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from hf_flexseq.hf import probe
-from hf_flexseq.hf.prove import command
-from hf_flexseq.hf.prove.documents import documents
-from hf_flexseq.hf.prove.pinned import pin_routers
-from hf_flexseq.hf.prove.subject import model_of
-from hf_flexseq.hf.prove.trained import call_alone, step_alone
+from hf_flexseq.prove import command
+from hf_flexseq.prove.documents import documents
+from hf_flexseq.prove.pinned import pin_routers
+from hf_flexseq.prove.subject import model_of
+from hf_flexseq.prove.trained import call_alone, step_alone
 from tests.budget import others_nightly
 from tests.ranks import run_ranks
 
@@ -50,12 +50,7 @@ def test_rounding_changes_no_experts(name):
 
 
 def in_16_bits(rank, world_size, name):
-    def precision(*, on_gpu, whole):
-        return command.Precision(torch.float32, True, "bfloat16 on one process, from float32")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "_precision", precision)
-        return command.prove(name)
+    return command.prove(name, bf16=True)
 
 
 @pytest.mark.processes

@@ -155,7 +155,6 @@ def test_what_layers_keep_is_counted_with_their_adapters(tmp_path):
     save_model(tmp_path)
     counted = {}
     for bits in (32, *BITS):
-        layer_trial._known.clear()
         model = with_adapters(load(tmp_path, bits)).get_base_model()
         found = layer_trial.count_bytes(model, dtype=torch.float32)
         (counted[bits],) = found.kinds

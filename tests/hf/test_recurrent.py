@@ -20,7 +20,6 @@ from hf_flexseq.hf.model.layer_kinds import layers_of
 from hf_flexseq.hf.model.recurrent import (
     RecurrentFunctions,
     UnsupportedRecurrence,
-    attach_recurrent,
     mixers,
 )
 from hf_flexseq.hf.model.trial import try_model
@@ -47,7 +46,9 @@ def functions():
 
 def test_functions_are_those_of_transformers_again_when_the_last_model_is_detached():
     before = functions()
-    first, second = (attach_recurrent(make_hybrid("Qwen3Next")) for _ in range(2))
+    first, second = (RecurrentFunctions(make_hybrid("Qwen3Next")) for _ in range(2))
+    first.attach()
+    second.attach()
     replaced = functions()
     assert not set(replaced) & set(before)
     first.attach()  # has no effect, since it is attached
@@ -69,7 +70,8 @@ def test_models_of_other_modules_are_left_alone():
 def test_somebody_elses_function_stays(monkeypatch):
     # Last of all, this puts back what is there now.
     monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", modeling_lfm2.causal_conv1d_fn)
-    attached = attach_recurrent(make_hybrid("Lfm2"))
+    attached = RecurrentFunctions(make_hybrid("Lfm2"))
+    attached.attach()
     ours = modeling_lfm2.causal_conv1d_fn
 
     def around(*args, **kwargs):

@@ -207,7 +207,7 @@ def hooked(**options):
     hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
     engine = RandomPlanEngine(Accelerator(cpu=True, kwargs_handlers=[hook]), seed=0, **options)
     engine.attach(tiny_llama())
-    return engine.executor.lockstep
+    return engine.planning.lockstep
 
 
 def hooks_of_accelerate(rank, world_size):
@@ -263,7 +263,7 @@ def zero_1(rank, world_size, folder):
             make_trainer(folder, sync="free", deepspeed=zero)
         trainer = make_trainer(folder, deepspeed=zero, **OPTIONS)
         with trainer.flexseq.attached(trainer.model):
-            return trainer.flexseq.executor.lockstep
+            return trainer.flexseq.planning.lockstep
 
 
 def test_zero_1_takes_lockstep_where_transfers_are_in_order(tmp_path):

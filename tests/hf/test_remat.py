@@ -150,7 +150,7 @@ def trainer_run(rank, world_size, folder, remat):
     trainer = flexseq_trainer(
         folder, optim="sgd", max_steps=2, gradient_checkpointing=True, save_attention_output=remat
     )
-    trainer.flexseq.executor.kernel, forwards = counted_kernel()
+    trainer.flexseq.kernel, forwards = counted_kernel()
     trainer.train()
     return forwards.calls, weights(trainer.model)
 

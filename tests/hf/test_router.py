@@ -250,7 +250,7 @@ def counts_of_both_passes(rank, world_size):
         Accelerator(cpu=True), 1, accepts=lambda plan: len(plan.micro_batches) > 2
     )
     engine.attach(model)
-    router = engine.executor.router
+    router = engine.whole_model.router
     of_second = []
     own_take = router._of_model.take
 

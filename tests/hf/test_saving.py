@@ -320,7 +320,7 @@ def test_a_run_that_offloads_takes_no_cost_model_of_one_that_did_not(tmp_path, e
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     (warning,) = told_of_files(caplog)
     assert "this run differs in activations" in warning
-    activations = trainer.flexseq.executor.cost.activations
+    activations = trainer.flexseq.cost.activations
     assert activations.as_set.uses_host
 
 

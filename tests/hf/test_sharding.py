@@ -132,7 +132,7 @@ def fsdp2_run(
         lookahead=lookahead,
     )
     trainer.train()
-    policies = trainer.flexseq.executor.planning.fsdp.taken
+    policies = trainer.flexseq.planning.fsdp.taken
     return weights_of(model), trainer.state.log_history, len(updates), policies
 
 

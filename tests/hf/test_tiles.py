@@ -322,7 +322,7 @@ def test_planners_choose_no_tiles_for_mlps_that_cannot_have_any_once_they_are_wr
     model = tiny_llama()
 
     def share():
-        return engine.executor.planner(ahead=False)._job.cost.activations.mlp_share
+        return engine.planner(ahead=False)._job.cost.activations.mlp_share
 
     with engine.attached(model):
         assert share() > 0

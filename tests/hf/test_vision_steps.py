@@ -95,7 +95,7 @@ def tower_runs_with_router_loss(rank, world_size, keeps_graph):
             Accelerator(cpu=True), seed=3, accepts=lambda plan: len(plan.micro_batches) > 1
         )
         engine.attach(model)
-        assert engine.executor.router is not None
+        assert engine.whole_model.router is not None
         examples = vision_examples("qwen3_vl_moe", STEPS[0])
         for item in engine.steps(rank_batches(examples, rank, world_size), 2):
             item.backward(model)

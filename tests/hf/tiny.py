@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
-from hf_flexseq.hf.whole_model import WholeModelExecutor
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.blocks import SEE_BLOCKS
 from hf_flexseq.plan.facts import NO_FACTS
@@ -220,7 +219,7 @@ class RandomPlanEngine(FlexSeqEngine):
         defaults = {"cost_model": "flexsp-gpt-7b-a100", "max_tokens_per_rank": 1000}
         super().__init__(accelerator, tiny_arguments(**{**defaults, **options}))
         topology = self.communicator.topology
-        self.executor.planner = lambda ahead: RandomPlanner(topology, seed, accepts, choose)
+        self.planner = lambda ahead: RandomPlanner(topology, seed, accepts, choose)
 
 
 def any_choice(layers, rng, tiles=(1,)):
@@ -242,7 +241,7 @@ def any_choice(layers, rng, tiles=(1,)):
 def any_choices(layers, tiles=(1,)):
     """Give the micro-batches of all plans that run inside the block any choices for memory; see
     `any_choice`."""
-    original = WholeModelExecutor.dispatch
+    original = FlexSeqEngine.dispatch
 
     def dispatch(self, planned):
         rng = random.Random(planned.drawn.number)  # alike on all ranks
@@ -253,5 +252,5 @@ def any_choices(layers, tiles=(1,)):
         return original(self, replace(planned, plan=plan))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WholeModelExecutor, "dispatch", dispatch)
+        patch.setattr(FlexSeqEngine, "dispatch", dispatch)
         yield

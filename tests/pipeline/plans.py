@@ -3,9 +3,9 @@ them."""
 
 from itertools import pairwise
 
-from hf_flexseq.cost.walk import check
-from hf_flexseq.plan.pipeline import Action
-from hf_flexseq.planner.pipeline.orders import interleaved
+from hf_flexseq.pipeline.planning.orders import interleaved
+from hf_flexseq.pipeline.planning.plan import Action
+from hf_flexseq.pipeline.planning.walk import check
 from tests.pipelines import chunk_of, plan_of
 
 

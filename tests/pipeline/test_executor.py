@@ -12,8 +12,8 @@ from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.carry import WrongOrder
 from hf_flexseq.pipeline.executor import PipelineExecutor
+from hf_flexseq.pipeline.planning.plan import parse
 from hf_flexseq.pipeline.stages import cut
-from hf_flexseq.plan.pipeline import parse
 from tests import pipelines
 from tests.hf.tiny import documents, reference_gradients, tiny_llama
 from tests.pipeline.test_exactness import columns_of, gradients_of, largest_error, targets_of

@@ -12,18 +12,18 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from hf_flexseq.cost.stages import PipelineCost, StageCost
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
-from hf_flexseq.hf.pipeline.fsdp import take_over_fsdp
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.executor import PipelineExecutor
+from hf_flexseq.pipeline.planning import make_pipeline_plan
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost, StageCost
 from hf_flexseq.pipeline.reduction import equalise, gradient_norm, reduce_gradients
 from hf_flexseq.pipeline.sharding import ShardedStage
 from hf_flexseq.pipeline.stages import cut
-from hf_flexseq.planner.pipeline import make_pipeline_plan
+from hf_flexseq.pipeline.trainer.fsdp import take_over_fsdp
 from tests.hf.tiny import documents, reference_gradients, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import (

@@ -11,7 +11,7 @@ import torch
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
 from hf_flexseq.attention.recurrent.carry import Carrying, Part, StateCarry, WrongOrder
-from hf_flexseq.hf.model.recurrent import attach_recurrent
+from hf_flexseq.hf.model.recurrent import RecurrentFunctions
 from hf_flexseq.pipeline.stages import cut
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_reach import keep_float64, make_model
@@ -74,7 +74,8 @@ def errors_of(rank, world_size, family, wanted, checkpoints_itself):
     model = model_of(family)
     if checkpoints_itself:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    recurrent = attach_recurrent(model)
+    recurrent = RecurrentFunctions(model)
+    recurrent.attach()
     executor = make_executor(model, world_size, 1, communicator)
     lengths = lengths_of(family)
     options = {"checkpointing": True, "split_weights": True}
@@ -128,7 +129,8 @@ def error_of_frozen(rank, world_size, family, wanted):
     """The largest error of this stage's gradients, where all chunks of the first layer drop their
     activations."""
     model = make_frozen(family)
-    recurrent = attach_recurrent(model)
+    recurrent = RecurrentFunctions(model)
+    recurrent.attach()
     executor = make_executor(model, world_size, 1, join())
     plan = random_pipeline_plan([131], world_size, random.Random(0), layers=2)
     assert len(plan.chunks) > 1

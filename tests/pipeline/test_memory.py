@@ -10,14 +10,14 @@ import torch
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
-from hf_flexseq.cost.stages import PipelineCost, StageCost
-from hf_flexseq.cost.walk import timed
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.facts import model_shape
-from hf_flexseq.hf.pipeline.executor import token_bytes
 from hf_flexseq.pipeline import executor as executor_module
 from hf_flexseq.pipeline.cost import pipeline_cost
-from hf_flexseq.planner.pipeline import PipelineOptions, make_pipeline_plan
+from hf_flexseq.pipeline.planning import PipelineOptions, make_pipeline_plan
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost, StageCost
+from hf_flexseq.pipeline.planning.walk import timed
+from hf_flexseq.pipeline.trainer.engine import token_bytes
 from tests.budget import others_nightly
 from tests.hf.tiny import documents, tiny_llama
 from tests.pipeline.live_bytes import LiveBytes

@@ -14,13 +14,15 @@ from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqConfig, FlexSeq
 from hf_flexseq.base.reading import Limits
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.cli import main
-from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.cost.walk import check, makespan_ns
-from hf_flexseq.hf.pipeline import executor as executor_module
-from hf_flexseq.hf.pipeline.executor import StageExecutor
 from hf_flexseq.hf.trainer import OVERRIDDEN, FlexSeqMixin
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
+from hf_flexseq.pipeline.planning.step_plan import StepPlan
+from hf_flexseq.pipeline.planning.walk import check, makespan_ns
+from hf_flexseq.pipeline.trainer import engine as engine_module
+from hf_flexseq.pipeline.trainer.engine import PipelineEngine
+from hf_flexseq.pipeline.trainer.mixin import PipelineMixin
+from hf_flexseq.pipeline.trainer.refusals import REPLACED
 from hf_flexseq.plan.files import read_steps
-from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.process.client import InlinePlanner
 from tests.budget import others_nightly
 from tests.hf.test_reentrant_checkpointing import without_reentrant
@@ -60,9 +62,9 @@ class RandomJob:
         return StepPlan(lengths=tuple(lengths), members=members, plans=plans)
 
 
-def random_planner(executor, *, ahead):
-    stage = executor.stage
-    return InlinePlanner(RandomJob(stage.count, executor.replicas, len(stage.virtual)))
+def random_planner(engine, *, ahead):
+    stage = engine.stage
+    return InlinePlanner(RandomJob(stage.count, engine.replicas, len(stage.virtual)))
 
 
 def make_trainer(model, folder, stages, *, batch=2, plans="random", **options):
@@ -83,8 +85,8 @@ def make_trainer(model, folder, stages, *, batch=2, plans="random", **options):
         model=model, args=args, train_dataset=dataset(), eval_dataset=dataset(11)
     )
     if stages > 1 and plans == "random":
-        executor = trainer.flexseq.executor
-        executor.planner = random_planner.__get__(executor)
+        engine = trainer.flexseq
+        engine.planner = random_planner.__get__(engine)
     return trainer
 
 
@@ -94,10 +96,10 @@ def model_of(tied, **options):
 
 def weights_of(trainer):
     """All of this rank's parameters, by the names of the whole model."""
-    executor = trainer.flexseq.executor
+    engine = trainer.flexseq
     parameters = trainer.model.named_parameters()
-    if isinstance(executor, StageExecutor):
-        parameters = executor.stage.global_parameters()
+    if isinstance(engine, PipelineEngine):
+        parameters = engine.stage.global_parameters()
     return {name: whole(p.detach()).numpy() for name, p in parameters}
 
 
@@ -116,9 +118,9 @@ def joined(results):
 
 def pipeline_run(rank, world_size, folder, stages, tied, options, evaluates=True):
     trainer = make_trainer(model_of(tied), folder, stages, **options)
-    executor = trainer.flexseq.executor
-    assert isinstance(executor, StageExecutor)
-    assert len(executor.stage.virtual) == 1 + (options.get("pipeline_schedule") == "seq1f1b-i")
+    engine = trainer.flexseq
+    assert isinstance(engine, PipelineEngine)
+    assert len(engine.stage.virtual) == 1 + (options.get("pipeline_schedule") == "seq1f1b-i")
     is_sharded = options.get("fsdp", False) and world_size > stages  # not alone on its stage
     assert all(isinstance(p, DTensor) == is_sharded for p in trainer.model.parameters())
     with without_reentrant():
@@ -251,8 +253,8 @@ def test_the_callback_makes_a_pipeline_of_a_stock_trainer_and_takes_fsdp_over(tm
 def losses_called_while_attaching(rank, world_size, folder):
     """How often, and whether it left a gradient."""
     trainer = make_trainer(model_of(True), folder, 2)
-    called = mock.Mock(side_effect=executor_module.chunked_cross_entropy_sum)
-    with mock.patch.object(executor_module, "chunked_cross_entropy_sum", called):
+    called = mock.Mock(side_effect=engine_module.chunked_cross_entropy_sum)
+    with mock.patch.object(engine_module, "chunked_cross_entropy_sum", called):
         trainer.flexseq.attach(trainer.model)
     trainer.flexseq.detach()
     return called.call_count, any(p.grad is not None for p in trainer.model.parameters())
@@ -310,6 +312,13 @@ def test_all_that_is_overridden_is_listed_and_there():
     assert all(callable(getattr(Trainer, name)) for name in OVERRIDDEN)
 
 
+def test_all_that_a_pipeline_overrides_is_refused_of_the_user():
+    """Except `save_model`, which calls the user's own as well."""
+    ours = {name for name in vars(PipelineMixin) if hasattr(Trainer, name) and name[:2] != "__"}
+    assert ours - set(REPLACED) == {"save_model"}
+    assert all(callable(getattr(Trainer, name)) for name in REPLACED)
+
+
 # ---- other arithmetic and other models
 
 
@@ -342,10 +351,10 @@ def bfloat16_run(rank, world_size, folder):
     model = tiny_llama(torch.float32, num_hidden_layers=LAYERS)
     trainer = make_trainer(model, folder, 2, batch=1, bf16=True, **FSDP)
     dtypes = {p.dtype for p in trainer.model.parameters()}
-    with trainer.flexseq.executor.sharded.whole():
+    with trainer.flexseq.sharded.whole():
         whole_dtypes = {p.dtype for p in trainer.model.parameters()}
     trainer.train()
-    costs = trainer.flexseq.executor._stage_costs()
+    costs = trainer.flexseq.stage_costs()
     trainer.evaluate()
     # inputs of checkpointed layers: hidden states alone
     input_bytes = [stage.input_bytes / stage.layers for stage in costs.stages]

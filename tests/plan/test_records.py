@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from hf_flexseq.pipeline.planning.plan import Action, Chunk, PipelinePlan, parse, text
+from hf_flexseq.pipeline.planning.step_plan import StepPlan
 from hf_flexseq.plan import Plan
-from hf_flexseq.plan.pipeline import Action, Chunk, PipelinePlan, parse, text
-from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.plan.shard import Slice
 from tests.budget import examples, for_seeds
 from tests.plans import group, plan_of_groups, random_plan

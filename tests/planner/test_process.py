@@ -19,13 +19,14 @@ import pytest
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import FsdpFigures
+from hf_flexseq.pipeline.planning.job import StagesJob
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.facts import StepFacts
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.process import client
 from hf_flexseq.planner.process.client import InlinePlanner, PlannerWorker, _environment
-from hf_flexseq.planner.process.jobs import GroupsJob, StagesJob, job_from_record
+from hf_flexseq.planner.process.jobs import GroupsJob, job_from_record
 from hf_flexseq.planner.process.worker import serve
 from tests.pipelines import even_cost
 from tests.plans import planned

@@ -9,8 +9,8 @@ import pytest
 
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost.stages import PipelineCost, StageCost
-from hf_flexseq.planner.pipeline import make_pipeline_plan
+from hf_flexseq.pipeline.planning import make_pipeline_plan
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost, StageCost
 from hf_flexseq.program.__main__ import main
 from hf_flexseq.program.instructions import LayerShape, RowShape
 from tests.cli.refusal_output import failed

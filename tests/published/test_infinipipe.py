@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from hf_flexseq.cost.stages import PipelineCost
-from hf_flexseq.cost.walk import check, check_memory, peak_bytes
+from hf_flexseq.pipeline.planning.cuts import CutWork
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
+from hf_flexseq.pipeline.planning.walk import check, check_memory, peak_bytes
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.planner.pipeline.cuts import CutWork
 from hf_flexseq.published.infinipipe import checkpointing
 from hf_flexseq.published.infinipipe.checkpointing import CheckpointingTask, solve
 from hf_flexseq.published.infinipipe.chunking import infinipipe_units

@@ -31,7 +31,7 @@ def convert(*words, trusted=True):
 def run_of_earlier_version(rank, world_size, folder):
     """A run in two stages that saves after three steps, in the format of earlier versions."""
     trainer = make_trainer(model_of(True), folder, 2, **SAVING, **OPTIONS)
-    stage = trainer.flexseq.executor.stage
+    stage = trainer.flexseq.stage
 
     def save(output_dir):
         optimizer = trainer.optimizer.optimizer

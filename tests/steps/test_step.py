@@ -2,7 +2,7 @@
 launched."""
 
 import random
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def run(step, events):
         yield
         events.append("over")
 
-    for inputs in step.micro_batches(before_last):
+    for inputs in step.micro_batches(nullcontext(before_last)):
         events.append(f"ran {inputs['index']}")
         step.add(torch.tensor(float(inputs["index"])))
     return float(step.loss)
@@ -86,7 +86,7 @@ def test_an_error_of_the_caller_ends_what_surrounds_its_micro_batch():
             events.append("over")
 
     def run_wrongly():
-        for _ in step.micro_batches(before_last):
+        for _ in step.micro_batches(nullcontext(before_last)):
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

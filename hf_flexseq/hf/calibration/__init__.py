@@ -4,5 +4,5 @@ source.py               the cost model of a run: named, of a checkpoint, or esti
 choose.py               the estimate of a model in training
 cache.py                the corrections that earlier runs have found
 model_configuration.py  models by their configurations
-layer_trial.py          bytes of a token in layers, by a copy without memory (fake_model.py)
+layer_trial.py          bytes of a token in layers, by a copy without memory
 """

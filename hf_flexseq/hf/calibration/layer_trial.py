@@ -12,10 +12,8 @@ What cannot run so is not counted, and `cost/layer_bytes.py` computes it from si
 counting on the device, which takes memory and arithmetic for what shapes alone decide.
 """
 
-import copy
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,14 +33,13 @@ from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.lone_rank import LoneTransport
 from hf_flexseq.hf.attachments import on_micro_batches
-from hf_flexseq.hf.calibration.fake_model import CPU, class_copy, own_copy, without_complaints
-from hf_flexseq.hf.model.equal_models import text_of
+from hf_flexseq.hf.model.equal_models import once_for_equal_models
 from hf_flexseq.hf.model.layer_memory import decoder_of, reason_not_told
 from hf_flexseq.hf.model.loss import attach_chunked_loss
-from hf_flexseq.hf.model.meta_model import FAULTS
 from hf_flexseq.hf.model.mlp_trial import holds_experts
 from hf_flexseq.hf.model.positions import needed_columns
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.rehearsal import CPU, FAULTS, Rehearsal, class_copy, fake_copy
+from hf_flexseq.hf.model.sharding_kind import has_sharded_modules, unsharded_class
 from hf_flexseq.hf.tiles import find_mlps
 from hf_flexseq.memory.layer_watch import LayerWatch, SeenLayer
 from hf_flexseq.memory.live_bytes import LiveBytes, StandInKernel, stand_in_sum
@@ -94,33 +91,52 @@ def count_bytes(
 ) -> CountedBytes | None:
     """Return what a token takes in a model, or None where that cannot be tried.
 
-    dtype: of the weights that are computed with. autocast: its dtype; None without. Equal models
-    are tried once in a process.
+    dtype: of the weights that are computed with. autocast: its dtype; None without.
     """
-    key = (_configuration(model), signature_of(model), dtype, autocast)
-    if key not in _known:
-        with without_complaints():
-            _known[key] = _count(model, dtype, autocast)
-    return _known[key]
+    return _count(model, dtype, autocast, signature_of(model))
 
 
-_known: dict[object, CountedBytes | None] = {}
-
-
+@once_for_equal_models
 def _count(
-    model: PreTrainedModel, dtype: torch.dtype, autocast: torch.dtype | None
+    model: PreTrainedModel, dtype: torch.dtype, autocast: torch.dtype | None, signature: object
 ) -> CountedBytes | None:
-    """Try a model in the first way that works."""
+    """Try a model in the first way that works. signature: of its modules and parameters."""
     mlps = [mlp.name for mlp in find_mlps(model).mlps]
-    for skips in (True, False):
-        for make in (own_copy, class_copy):
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
-            try:
-                trial = LayerTrial(make(model, dtype, mode), mode, autocast, skips=skips)
-                return trial.count(mlps)
-            except FAULTS as error:
-                logger.debug("bytes of %s are not counted: %s", type(model).__name__, error)
+    complaints = logging.getLogger("torch._subclasses.fake_tensor")  # of operations that fail
+    former = complaints.disabled
+    complaints.disabled = True
+    try:
+        for skips in (True, False):
+            for has_own_modules in (True, False):
+                mode = FakeTensorMode(allow_non_fake_inputs=True)
+                try:
+                    whole = _whole(model) if has_own_modules else _of_class(model, dtype)
+                    copied = fake_copy(whole, dtype, mode)
+                    trial = LayerTrial(Rehearsal(copied, mode), autocast, skips=skips)
+                    return trial.count(mlps)
+                except FAULTS as error:
+                    logger.debug("bytes of %s are not counted: %s", type(model).__name__, error)
+    finally:
+        complaints.disabled = former
     return None
+
+
+def _whole(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model. Raises ValueError for a sharded one."""
+    is_sharded = any(hasattr(parameter, "ds_numel") for parameter in model.parameters())
+    if is_sharded or has_sharded_modules(model):
+        raise ValueError("its parameters are sharded")
+    return model
+
+
+def _of_class(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a copy made from class and configuration, frozen where the model is."""
+    made = class_copy(model, dtype=dtype)
+    trained = {name: one.requires_grad for name, one in model.named_parameters()}
+    has_frozen = not all(trained.values())
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(trained.get(name, not has_frozen))
+    return made
 
 
 class KeptInTrials(KeptAttention):
@@ -138,16 +154,15 @@ class LayerTrial:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        mode: FakeTensorMode,
+        rehearsal: Rehearsal,
         autocast: torch.dtype | None,
         *,
         skips: bool,
     ) -> None:
         """skips: True to run one layer of each kind, False to run all."""
-        self.model = model
-        self._mode = mode
+        self._rehearsal = rehearsal
         self._autocast = autocast
+        self.model = model = rehearsal.model
         decoder = decoder_of(model)
         reason = "no list of layers" if decoder is None else reason_not_told(model, decoder)
         if decoder is None or reason is not None:
@@ -174,7 +189,12 @@ class LayerTrial:
         embedding.register_forward_hook(_require_grad)  # as below adapters, if all is frozen
         with on_micro_batches(self.model):
             watch = self._run(tiled)
-            checkpointed = self._run_checkpointed()
+            run_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+            for index in self._running:
+                running: Any = self._layers[index]
+                running.gradient_checkpointing = True
+                running._gradient_checkpointing_func = run_again
+            checkpointed = self._run((), is_checkpointed=True)
         if loss is not None:
             loss.detach()
         tokens = self.factor * _CHUNK
@@ -195,47 +215,27 @@ class LayerTrial:
             ),
         )
 
-    def _run(self, tiled: Sequence[nn.Module]) -> LayerWatch:
-        """Run forward and backward, and return what lived. tiled: MLPs that can be tiled."""
-        with self._mode:
+    def _run(self, tiled: Sequence[nn.Module], *, is_checkpointed: bool = False) -> LayerWatch:
+        """Run forward and backward, or the forward of checkpointed layers alone, and return what
+        lived. tiled: MLPs that can be tiled."""
+        with self._rehearsal.tensors:
             inputs = self.inputs()
-            tracker = LiveBytes(self.factor)
-            watch = LayerWatch(tracker)
-            for index in self._running:
-                layer = self._layers[index]
-                inside = set(layer.modules())
-                watch.on(layer, [mlp for mlp in tiled if mlp in inside])
-            items = self.factor * _CHUNK
-            with tracker:
-                with self._autocasting():
-                    outputs = self.model(**inputs, use_cache=False, num_items_in_batch=items)
-                outputs.loss.backward()
-            watch.remove()
-        return watch
-
-    def _run_checkpointed(self) -> LayerWatch:
-        """Run a forward with checkpointed layers, and return what lived."""
-        with self._mode:
-            inputs = without_labels(self.inputs())
+        tracker = LiveBytes(self.factor)
+        watch = LayerWatch(tracker)
+        for index in self._running:
+            layer = self._layers[index]
+            inside = set(layer.modules())
+            watch.on(layer, [mlp for mlp in tiled if mlp in inside])
+        if is_checkpointed:
+            inputs = without_labels(inputs)
             inputs["seq_ctx"].kept = KeptInTrials()
-            tracker = LiveBytes(self.factor)
-            watch = LayerWatch(tracker)
-            for index in self._running:
-                layer: Any = self._layers[index]
-                layer.gradient_checkpointing = True
-                layer._gradient_checkpointing_func = partial(
-                    checkpoint, use_reentrant=False, preserve_rng_state=False
-                )
-                watch.on(layer, ())
-            with tracker, self._autocasting():
-                self.model(**inputs, use_cache=False)
-            watch.remove()
+        else:
+            inputs["num_items_in_batch"] = self.factor * _CHUNK
+        self._rehearsal.run(
+            inputs, tracker, grad=True, autocast=self._autocast, trains=not is_checkpointed
+        )
+        watch.remove()
         return watch
-
-    def _autocasting(self) -> Any:
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(CPU.type, self._autocast)
 
     def inputs(self) -> Inputs:
         """Return the arguments of a call."""
@@ -271,13 +271,6 @@ def _kinds(layers: Sequence[nn.Module]) -> list[int]:
     """Return the kind of each layer, as a number; those of equal modules are alike."""
     known: dict[object, int] = {}
     return [known.setdefault(signature_of(layer), len(known)) for layer in layers]
-
-
-def _configuration(model: PreTrainedModel) -> object:
-    """Return what a copy has of the configuration of its model."""
-    config = copy.deepcopy(model.config)
-    config.get_text_config().output_router_logits = False
-    return text_of(config), getattr(config, "_experts_implementation", None)
 
 
 # Switches that every copy has alike: it is in training mode, without checkpointing.

@@ -45,14 +45,18 @@ def read_model(model: str, dtype: str) -> tuple[ModelShape, CountedBytes | None]
 
 
 def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the class of AutoModelForCausalLM, or else one with a vision tower. Raises ValueError
-    for another model."""
-    mapping = MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in mapping and not config.is_encoder_decoder:
-        mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if type(config) not in mapping:
+    """Return the class that a configuration names, if that predicts tokens, or else the one of its
+    kind that does. Raises ValueError for another model."""
+    mappings = [MODEL_FOR_CAUSAL_LM_MAPPING]
+    if not config.is_encoder_decoder:
+        mappings.append(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    kinds: list[type[PreTrainedModel]] = []
+    for mapping in mappings:
+        if type(config) in mapping:
+            kinds.append(mapping[type(config)])
+    if not kinds:
         raise ValueError(
             f"model_type={config.model_type!r} is not a causal language model of transformers"
         )
-    kind: type[PreTrainedModel] = mapping[type(config)]
-    return kind
+    own = [kind for kind in kinds if kind.__name__ in (config.architectures or ())]
+    return (own or kinds)[0]

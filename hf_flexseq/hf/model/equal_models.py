@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
-from hf_flexseq.hf.model.meta_model import NOT_COPIED
 from hf_flexseq.hf.model.noise import dropout_held_by
+from hf_flexseq.hf.model.rehearsal import NOT_COPIED
 from hf_flexseq.hf.model.sharding_kind import unsharded_class
 from hf_flexseq.steps.users_code import NEUTRAL_PACKAGES, is_known, package, users_modules
 
@@ -44,28 +44,28 @@ class _Kept(NamedTuple):
     """Functions and classes; while they are kept here, no other object has their identity."""
 
 
-def once_for_equal_models(trial: Callable[[PreTrainedModel], Found]) -> Callable[..., Found]:
-    """Let `trial`, whose result depends on a model's class, configuration, code and dropout alone,
-    run once for equal models in a process. It runs every time for a model with modules of the
-    user's, or whose configuration cannot be written as JSON. Callers share the results and must
-    not change them."""
+def once_for_equal_models(trial: Callable[..., Found]) -> Callable[..., Found]:
+    """Let `trial` run once for equal models in a process: its result depends on a model's class,
+    configuration, code and dropout, and on its other arguments alone. It runs every time for a
+    model with modules of the user's, or whose configuration cannot be written as JSON. Callers
+    share the results and must not change them."""
     kept: dict[object, _Kept] = {}
     lock = threading.RLock()  # threads that are ranks wait for the one that tries
 
     @wraps(trial)
-    def found(model: PreTrainedModel) -> Found:
+    def found(model: PreTrainedModel, *others: object) -> Found:
         kinds = {name: unsharded_class(module) for name, module in model.named_modules()}
         options = _options_of(model)
         if options is None or any(package(kind) not in NOT_COPIED for kind in kinds.values()):
-            return trial(model)
+            return trial(model, *others)
         code = tuple(code for _, _, code in _named_code(set(kinds.values())))
         dropout = [list(dropout_held_by(module).items()) for module in model.modules()]
-        key = (tuple(kinds.items()), options, tuple(map(id, code)), str(dropout))
+        key = (tuple(kinds.items()), options, tuple(map(id, code)), str(dropout), others)
         with lock:
             if key not in kept:
                 if len(kept) >= MOST_MODELS:
                     kept.clear()
-                kept[key] = _Kept(trial(model), code)
+                kept[key] = _Kept(trial(model, *others), code)
             result: Found = kept[key].result
         return result
 

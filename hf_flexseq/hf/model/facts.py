@@ -1,5 +1,6 @@
 """Read facts from an HF model, each in one way and in this place alone.
 
+base_model                       the transformers model, without PEFT's wrapper
 model_shape, attention_shape     sizes, from the configuration and the parameters
 autocast_dtype, compute_dtype    the arithmetic that accelerate is set up for
 is_checkpointed                  whether layers are recomputed
@@ -18,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import (
@@ -49,6 +51,22 @@ from hf_flexseq.kernels.kinds import LayerCalls
 from hf_flexseq.program.heads import call_heads
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model, without PEFT's wrapper. Raises ValueError for a model that
+    accelerate has wrapped or compiled, NotImplementedError for one of another library."""
+    is_wrapped = isinstance(getattr(model, "module", None), nn.Module)
+    if is_wrapped and not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"attach the model before accelerator.prepare wraps it in {type(model).__name__}"
+        )
+    if isinstance(model, OptimizedModule):
+        raise ValueError("attach the model before it is compiled by torch.compile or prepare")
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel):
+        raise NotImplementedError(f"expected a transformers model, got {type(base).__name__}")
+    return base
 
 
 class AttentionShape(NamedTuple):

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.base.versions import IMAGES_FROM, is_older, needs
-from hf_flexseq.hf.model.meta_model import FAULTS, meta_model
+from hf_flexseq.hf.model.rehearsal import FAULTS, Rehearsal, class_copy, row_of
 from hf_flexseq.plan.images import MODALITIES
 from hf_flexseq.steps.feature_form import OF_LAYERS, GivenFeatures
 from hf_flexseq.steps.images import TYPES, UnsupportedImages
@@ -31,7 +31,6 @@ FEATURES = "mm_encoder_outputs"
 
 ROWS = ("pooler_output", "last_hidden_state")
 """Fields of features that may have a row for each token of an image."""
-_TOKENS = 5  # of the sequence that stands for one with an image
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +74,7 @@ def try_features(base: PreTrainedModel) -> list[Modality]:
             asked[modality] = placeholder
     if not asked:
         raise UnsupportedImages(f"{name} has no method for features of images, or no token")
-    tried = meta_model(base, attention="eager")
+    tried = class_copy(base, attention="eager")
     return [_try(tried, modality, placeholder) for modality, placeholder in asked.items()]
 
 
@@ -232,11 +231,9 @@ def _try_reads(tried: PreTrainedModel, modality: str) -> str:
 
 def _run(tried: PreTrainedModel, given: Mapping[str, Any]) -> None:
     """Run the forward of an empty model on a short sequence."""
-    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     taken = inspect.signature(type(tried).forward).parameters
-    types = {name: ids for name in TYPES if name in taken}
-    with torch.no_grad():
-        tried(input_ids=ids, position_ids=ids, use_cache=False, **types, **given)
+    types = [name for name in TYPES if name in taken]
+    Rehearsal(tried).run({**row_of("input_ids", "position_ids", *types), **given})
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.hf.model.feature_trial import Modality
-from hf_flexseq.hf.model.meta_model import copy_users_modules, meta_model
+from hf_flexseq.hf.model.rehearsal import class_copy, take_users_modules
 from hf_flexseq.hf.model.towers import tower_parameters
 from hf_flexseq.plan.images import frames_of_parts
 from hf_flexseq.steps.feature_form import FeatureForm
@@ -71,7 +71,7 @@ def has_independent_frames(base: PreTrainedModel, modality: Modality, video: Ten
     try:
         with torch.device("cpu"):
             tower = _lively_tower(base)
-            if copy_users_modules(base, tower):
+            if take_users_modules(base, tower):
                 return False  # what they do is not known
             whole = _small_video(video, _merged(base))
             middle = parts_of_video(whole, [1] * FRAMES)[FRAMES // 2]
@@ -129,7 +129,7 @@ def _merged(base: PreTrainedModel) -> int:
 
 def _lively_tower(base: PreTrainedModel) -> PreTrainedModel:
     """Return an empty copy of a model whose towers have numbers, without dropout."""
-    made = meta_model(base, dtype=torch.float64).eval()
+    made = class_copy(base, dtype=torch.float64).eval()
     made.set_attn_implementation("eager")
     # 1. buffers, by the model's own rules; what these leave out stays NaN
     _fill_buffers(made, made)

@@ -26,7 +26,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from hf_flexseq.hf.model.equal_models import once_for_equal_models
-from hf_flexseq.hf.model.meta_model import FAULTS, TOKENS, meta_model
+from hf_flexseq.hf.model.rehearsal import (
+    FAULTS,
+    TOKENS,
+    Rehearsal,
+    class_copy,
+    in_one_line,
+    row_of,
+)
 
 ROUTER_LOSS = "load_balancing_loss_func"
 """Name of transformers' router loss, a function in the file of a model."""
@@ -54,22 +61,18 @@ class HeadTrial:
 def try_head(model: PreTrainedModel) -> HeadTrial:
     """Call the forward of an empty copy of `model` with labels, and return what it did."""
     watch = _Watch()
-    with torch.device("meta"):
-        given: dict[str, Any] = {"num_items_in_batch": torch.tensor(TOKENS)}
-        for name in ("input_ids", "position_ids", "labels", "shift_labels"):
-            given[name] = torch.zeros(1, TOKENS, dtype=torch.int64)
+    given: dict[str, Any] = dict(row_of("input_ids", "position_ids", "labels", "shift_labels"))
+    given["num_items_in_batch"] = torch.tensor(TOKENS, device="meta")
     router = _Spy(1.0)
     loss = _Spy(0.0)
     try:
         # Ours may be set, and needs a batch; some forwards run the decoder past its stand-in.
-        tried = meta_model(model, attention="eager")
+        tried = class_copy(model, attention="eager")
         forward = _prepared(tried, watch, loss, router, given)
-        with torch.device("meta"), torch.no_grad(), watch:
-            outputs = forward(**given, use_cache=False)
+        outputs = Rehearsal(tried).run(given, watch, forward=forward)
     except FAULTS as error:
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
         return HeadTrial(
-            reason=f"its forward could not be tried with labels ({what})",
+            reason=f"its forward could not be tried with labels ({in_one_line(error)})",
             has_own_loss=bool(watch.cross_entropies) and not loss.calls,
         )
     return _judged(watch, loss, router, given, outputs)

@@ -120,7 +120,7 @@ class LayerMemory:
         where the user has set `offload` and the layers cannot be told what to do."""
         self.reason_without_choices = reason_without_choices(model)
         """Why no plan may choose what the layers do; None if it may. Ranks whose hooks differ have
-        different reasons; `WholeModelExecutor` gives all ranks one."""
+        different reasons; `WholeModel` gives all ranks one."""
         self.layers: tuple[nn.Module, ...] = ()
         self.store: HostStore | None = None
         """The store, once anything has gone to the host."""

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_flexseq.hf.model.equal_models import once_for_equal_models
-from hf_flexseq.hf.model.meta_model import FAULTS, TOKENS, without_sharding
+from hf_flexseq.hf.model.rehearsal import FAULTS, TOKENS, in_one_line, without_sharding
 from hf_flexseq.hf.model.sharding_kind import unsharded_class
 from hf_flexseq.hf.model.small import plain_options, small_config
 
@@ -79,7 +79,7 @@ def small_like(model: PreTrainedModel) -> PreTrainedModel:
             config = small_config(kind, plain_options(model.config.to_diff_dict()))
             small: PreTrainedModel = kind._from_config(config, experts_implementation="eager")
     except FAULTS as error:
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        what = in_one_line(error)
         raise UnknownMlps(f"no small {kind.__name__} could be made ({what})") from error
     return small.double().train()
 

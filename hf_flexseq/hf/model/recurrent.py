@@ -113,13 +113,6 @@ def _functions_of(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
 # ---- attaching
 
 
-def attach_recurrent(model: nn.Module) -> "RecurrentFunctions":
-    """Make the recurrent layers of `model` look at `seq_ctx`. Undone by the handle's `detach`."""
-    functions = RecurrentFunctions(model)
-    functions.attach()
-    return functions
-
-
 class RecurrentFunctions:
     """The functions that the recurrent layers of one model call, to be replaced and put back."""
 

@@ -181,7 +181,7 @@ class RouterSums:
 
 class RouterLoss:
     """Computes each micro-batch's share of the router loss, in a step that runs
-    `RankMicroBatches.with_totals`, and disables the model's own, one of each micro-batch."""
+    `RankMicroBatches.micro_batches`, and disables the model's own, one of each micro-batch."""
 
     def __init__(self, model: nn.Module, base: PreTrainedModel) -> None:
         """model: may be a PEFT model, with `base` inside."""

@@ -134,6 +134,36 @@ def attention_of_tower(config: Any) -> str | None:
     return name
 
 
+def attention_of_text(base: PreTrainedModel, name: str) -> Any:
+    """Return an implementation of attention for the text model alone, as
+    `set_attn_implementation` takes it; towers keep their own."""
+    config = base.config
+    text = config.get_text_config()
+    if text is config:
+        return name
+    path = _path_to(config, text)
+    if path is None:
+        return name
+    chosen: Any = name
+    for part in reversed(path):
+        chosen = {"": name, part: chosen}
+    return chosen
+
+
+def _path_to(config: Any, wanted: Any) -> list[str] | None:
+    """Return the names of sub-configurations that lead to a configuration."""
+    if config is wanted:
+        return []
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if inner is None:
+            continue
+        below = _path_to(inner, wanted)
+        if below is not None:
+            return [name, *below]
+    return None
+
+
 def patch_size(config: Any) -> int:
     """Return the width of a patch in pixels, for what a tower costs."""
     size = getattr(getattr(config, "vision_config", None), "patch_size", 14)

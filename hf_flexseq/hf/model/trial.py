@@ -1,4 +1,4 @@
-"""Run one forward of an empty copy of a model (`meta_model.py`), and note what its layers ask for.
+"""Run one forward of an empty copy of a model (`rehearsal.py`), and note what its layers ask for.
 
 attention    Its attention returns empty tensors, and so do its recurrent functions
              (`recurrent.py`) and its experts, whose routing would need numbers.
@@ -37,13 +37,21 @@ from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.hf.model.calls import Asked, UnsupportedAttention, number_of, read_call
 from hf_flexseq.hf.model.equal_models import once_for_equal_models
 from hf_flexseq.hf.model.liger import without_liger
-from hf_flexseq.hf.model.meta_model import FAULTS, TOKENS, copy_users_modules, meta_model
 from hf_flexseq.hf.model.noise import dropout_held_by
 from hf_flexseq.hf.model.recurrent import (
     RecurrentCall,
+    RecurrentFunctions,
     UnsupportedRecurrence,
-    attach_recurrent,
     mixers,
+)
+from hf_flexseq.hf.model.rehearsal import (
+    FAULTS,
+    TOKENS,
+    Rehearsal,
+    class_copy,
+    in_one_line,
+    row_of,
+    take_users_modules,
 )
 from hf_flexseq.hf.model.sharding_kind import unsharded_class
 from hf_flexseq.steps.images import TYPES
@@ -180,12 +188,11 @@ def _run(
 ) -> bool:
     """Run one forward of an empty copy of `model`, and note in `seen` what it does. Returns True
     if the copy had modules of the user's. types: columns that say which tokens are of images."""
-    attached = None
     has_users_modules = False
     try:
-        tried = meta_model(model, attention=_TRIAL)
+        tried = class_copy(model, attention=_TRIAL)
         if copies_users_modules:
-            has_users_modules = copy_users_modules(model, tried)
+            has_users_modules = take_users_modules(model, tried)
         _copy_dropout(model, tried)
         tried.config.get_text_config().output_router_logits = False  # it needs numbers
         tried.config.get_text_config().use_cache = False
@@ -194,10 +201,12 @@ def _run(
                 module.forward = _trial_experts
         for mixer in mixers(tried):
             mixer.module.register_forward_pre_hook(partial(_begin_mixer, seen))
-        attached = attach_recurrent(tried)
-        counting = _Counting(tried, seen)
-        with without_liger(), torch.device("meta"), torch.no_grad(), counting:
-            tried(**_trial_row(), **(types or {}), use_cache=False, seq_ctx=seen)
+        given = {**row_of("input_ids", "position_ids"), **(types or {}), "seq_ctx": seen}
+        # With a mask that hides nothing, transformers does not look for documents in the row. It
+        # reads the mask's numbers for recurrent layers, so these are on the CPU.
+        given["attention_mask"] = torch.ones(1, TOKENS, dtype=torch.int64, device="cpu")
+        recurrent = RecurrentFunctions(tried).attached()
+        Rehearsal(tried).run(given, recurrent, without_liger(), _Counting(tried, seen))
     except (UnsupportedAttention, UnsupportedRecurrence) as reason:
         seen.refusal = str(reason)
     except FAULTS as error:  # The meta model itself may be at fault, while the model is fine.
@@ -205,9 +214,6 @@ def _run(
         if not isinstance(error, KeyError) or error.args != (_TRIAL,):
             seen.fault = _fault(error)
             logger.debug("the trial of %s ended early: %s", type(model).__name__, seen.fault)
-    finally:
-        if attached is not None:
-            attached.detach()
     seen.keys.clear()
     return has_users_modules
 
@@ -222,22 +228,10 @@ def _copy_dropout(model: nn.Module, tried: nn.Module) -> None:
             module.layerdrop = 0.0
 
 
-def _trial_row() -> dict[str, torch.Tensor]:
-    """Return the arguments of a forward on one row of tokens, each [1, tokens]."""
-    return {
-        "input_ids": torch.zeros(1, TOKENS, dtype=torch.int64),
-        "position_ids": torch.zeros(1, TOKENS, dtype=torch.int64),
-        # With a mask that hides nothing, transformers does not look for documents in the row. It
-        # reads the mask's numbers for recurrent layers, so these are on the CPU.
-        "attention_mask": torch.ones(1, TOKENS, dtype=torch.int64, device="cpu"),
-    }
-
-
 def _fault(error: BaseException) -> str:
     """Return an exception in one line, with the file and line that raised it."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    what = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"{what}, in {Path(place.filename).name}:{place.lineno}"
+    return f"{in_one_line(error)}, in {Path(place.filename).name}:{place.lineno}"
 
 
 class _Counting(TorchFunctionMode):

@@ -31,7 +31,7 @@ from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.hf.model.feature_trial import FEATURES, try_features
 from hf_flexseq.hf.model.frame_trial import VideoParts
 from hf_flexseq.hf.model.image_masks import MasksOfImages
-from hf_flexseq.hf.model.meta_model import FAULTS
+from hf_flexseq.hf.model.rehearsal import FAULTS
 from hf_flexseq.hf.model.text_reader import placeholders_of
 from hf_flexseq.hf.model.towers import (
     adapters_of_towers,

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import Trainer
 
 from hf_flexseq.hf.engine import FlexSeqEngine
-from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.loaders import LoaderState, as_drawn
+from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.noise import dropout_module, noisy_option
 from hf_flexseq.hf.objectives.heads import BATCHES, Head
 from hf_flexseq.hf.objectives.reference import adapter_state
@@ -61,7 +61,7 @@ class Answers:
         """Take the model as it is now for the trained one, whatever becomes of its adapters."""
         model = self._trainer.model
         self._adapters = adapter_state(model)
-        settings = self._engine.whole_model.settings
+        settings = self._engine.settings
         options = noisy_option(base_model(model).config)
         draws_noise = dropout_module(model) or options or settings.noise
         self._reuses = self._head.is_own and not draws_noise

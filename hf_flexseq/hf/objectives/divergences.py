@@ -32,12 +32,12 @@ from transformers import PreTrainedModel
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.attachments import on_micro_batches
-from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.sharding_kind import unsharded_class
 from hf_flexseq.hf.model.vision import VisionModel
-from hf_flexseq.hf.whole_model import WholeModelExecutor
+from hf_flexseq.hf.whole_model import WholeModel
 from hf_flexseq.plan.images import VIDEO
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.steps.calls import ModelCall
@@ -92,20 +92,20 @@ class Divergences:
         return trainer.accelerator.unwrap_model(trainer.teacher_model)
 
     @contextmanager
-    def attached(self, executor: WholeModelExecutor, answer: Answer) -> Iterator[None]:
+    def attached(self, whole_model: WholeModel, answer: Answer) -> Iterator[None]:
         """Let the trainer compute its loss on micro-batches, and on figures on the source rank,
         inside the block. Collective over the world. answer: answers padded calls of the
         student."""
         from trl.trainer import distillation_trainer as module
 
         trainer = self._trainer
-        self._context_of = executor.beside(self._teacher)
+        self._context_of = whole_model.beside(self._teacher)
         self._answer = answer
         own = module.ChunkedDivergenceFunction
         self._vision = None
         with ExitStack() as attached:
             attached.enter_context(on_micro_batches(self._teacher))
-            if executor.takes_images:
+            if whole_model.takes_images:
                 with suppress(UnsupportedImages):  # it distills text
                     self._vision = VisionModel(self._teacher)
                     attached.enter_context(self._vision.attached())

@@ -17,9 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.losses import FIGURES, distills, has_fused_head, has_own_loss
-from hf_flexseq.hf.model.facts import is_classifier
+from hf_flexseq.hf.model.facts import base_model, is_classifier
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.model.router import (
     COUNTS,

@@ -36,8 +36,8 @@ from transformers import Trainer
 
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.hf.engine import FlexSeqEngine
-from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.losses import rolls_out
+from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.objectives.answers import POLICY, REFERENCE, Answers
 from hf_flexseq.hf.objectives.batch_losses import BatchLosses
 from hf_flexseq.hf.objectives.divergences import Divergences
@@ -82,7 +82,7 @@ class LossOnSamples(StepLoss):
         self.answers = Answers(trainer, engine, self._head)
         self._is_attached = False
         self._equals_reference = True  # unless a step has shown otherwise; alike on all ranks
-        self._trial = SumTrial(lambda: trainer.model, engine.executor)
+        self._trial = SumTrial(lambda: trainer.model, engine.communicator.cpu_group)
         self._sum = SumOverTokens() if self._head.is_own else None
 
     def check_loader(self, dataloader: Any) -> None:
@@ -101,7 +101,7 @@ class LossOnSamples(StepLoss):
         policy = base_model(self._trainer.model)
         self.answers.begin()
         hooks = self._head.attach()
-        self._trial.look()
+        self._trial.look(self._engine.whole_model)
         try:
             with ExitStack() as attached:
                 reference = getattr(self._trainer, "ref_model", None)

@@ -9,9 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.hf.attachments import on_micro_batches
-from hf_flexseq.hf.executors import base_model
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.facts import layer_calls
+from hf_flexseq.hf.model.facts import base_model, layer_calls
 from hf_flexseq.hf.model.vision import VisionModel
 
 

@@ -73,7 +73,7 @@ def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
         table += ON_SAMPLES
     together(
         lambda: refuse(table, trainer),
-        lambda: check_overrides(trainer, pipeline_parallel_size=args.pipeline_parallel_size),
+        lambda: check_overrides(trainer),
         lambda: resolve_sync(
             args,
             trainer.model,

@@ -86,6 +86,11 @@ class InlinePlanner:
         self._submitted.clear()
 
 
+def start_planner(job: Job, *, ahead: bool) -> Planner:
+    """Return a planner for `job`, in a process of its own if steps are planned ahead."""
+    return PlannerWorker(job) if ahead else InlinePlanner(job)
+
+
 class PlannerWorker:
     """A planning process for one job."""
 

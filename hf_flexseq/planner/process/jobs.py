@@ -1,7 +1,8 @@
 """A planner's job: everything that it needs before its first plan.
 
-    GroupsJob    plans of groups and micro-batches (`make_plan`), for a whole model
-    StagesJob    plans of chunks through the stages of pipelines (`make_step_plan`)
+A `GroupsJob` asks for plans of groups and micro-batches (`make_plan`), for a whole model. What
+asks for plans of chunks through the stages of a pipeline is named in the registry
+(`base/registry.py`).
 
 A job goes to the planning process as the first line of its input (`worker.py`), where `kind` tells
 the two apart. Code that carries a job needs only the interface `Job`.
@@ -11,19 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Protocol
 
-from hf_flexseq.base.registry import PIPELINE_SCHEDULES
+from hf_flexseq.base.registry import PIPELINE, object_of
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.sharding import PLAIN, POLICIES, FsdpFigures, FsdpPolicy
-from hf_flexseq.cost.stages import PipelineCost
 from hf_flexseq.plan import Plan, PlanInfeasible
 from hf_flexseq.plan.facts import NO_FACTS, StepFacts
 from hf_flexseq.plan.options import PlanOptions
-from hf_flexseq.plan.replicas import StepPlan
 from hf_flexseq.planner.make import make_plan
 from hf_flexseq.planner.memory import may_choose, promise_ns
-from hf_flexseq.planner.pipeline.replicas import make_step_plan
-from hf_flexseq.planner.pipeline.units import PipelineOptions
 
 
 class Job(Protocol):
@@ -141,61 +138,12 @@ class GroupsJob:
         return Plan.from_record(record)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StagesJob:
-    """Plan how the chunks of sequences go through the stages of one pipeline or several."""
-
-    KIND: ClassVar[str] = "stages"
-
-    cost: PipelineCost
-    """Nanoseconds and bytes of chunks on every stage."""
-
-    options: Mapping[str, Any]
-    """Fields of `PipelineOptions`, and `replicas`, as JSON values."""
-
-    @property
-    def is_quick(self) -> bool:
-        """True but where integer programs are solved: the other schedules take 10 to 50 ms for
-        512 sequences (`scripts/benchmarks/pipeline.py --parts planning`), a process 150 ms to
-        start."""
-        return not PIPELINE_SCHEDULES[self.options.get("schedule", "auto")].needs_solver
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the job as plain JSON values."""
-        return {
-            "kind": self.KIND,
-            "cost": self.cost.to_record(),
-            "options": dict(self.options),
-        }
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> "StagesJob":
-        """Return the job whose `to_record` gave `record`."""
-        return cls(cost=PipelineCost.from_record(record["cost"]), options=record["options"])
-
-    def plan(self, lengths: Sequence[int], facts: StepFacts = NO_FACTS) -> StepPlan:
-        """Return the plan of one optimizer step. Raises ValueError as `make_step_plan` does, and
-        for sequences that see both ways."""
-        assert not facts.units, "rows share no prefixes in pipelines"
-        if any(facts.later_pairs.values()):
-            raise ValueError(
-                "a pipeline cannot compute tokens that see both ways, as those of an image do: "
-                "set pipeline_parallel_size=1"
-            )
-        options = dict(self.options)
-        replicas = options.pop("replicas", 1)
-        return make_step_plan(lengths, self.cost, PipelineOptions(**options), replicas=replicas)
-
-    def read(self, record: dict[str, Any]) -> StepPlan:
-        """Return the plan whose `to_record` gave `record`."""
-        return StepPlan.from_record(record)
-
-
 def job_from_record(record: Mapping[str, Any]) -> Job:
     """Return the job of a record. Raises ValueError for an unknown kind."""
     kind = record.get("kind")
     if kind == GroupsJob.KIND:
         return GroupsJob.from_record(record)
-    if kind == StagesJob.KIND:
-        return StagesJob.from_record(record)
+    if kind == "stages":
+        job: Job = object_of(PIPELINE.job).from_record(record)
+        return job
     raise ValueError(f"the kind of a planner's job must be groups or stages, got {kind!r}")

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from hf_flexseq.pipeline.planning.cuts import CutWork, cut
+from hf_flexseq.pipeline.planning.units import Row, Unit
 from hf_flexseq.plan.shard import Slice
-from hf_flexseq.planner.pipeline.cuts import CutWork, cut
-from hf_flexseq.planner.pipeline.units import Row, Unit
 from hf_flexseq.planner.task import longest_first
 
 # A moment at which a stage would hold too much: bytes above its limit, and for every chunk then in

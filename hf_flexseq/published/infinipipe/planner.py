@@ -20,13 +20,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
-from hf_flexseq.cost.stages import ChunkCosts, chunk_costs
-from hf_flexseq.cost.walk import makespan_ns
-from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.plan.pipeline import Action
-from hf_flexseq.planner.pipeline.cuts import CutWork
-from hf_flexseq.planner.pipeline.orders import backward_names, one_forward_one_backward
-from hf_flexseq.planner.pipeline.units import (
+from hf_flexseq.pipeline.planning.cuts import CutWork
+from hf_flexseq.pipeline.planning.orders import backward_names, one_forward_one_backward
+from hf_flexseq.pipeline.planning.plan import Action
+from hf_flexseq.pipeline.planning.stage_cost import ChunkCosts, chunk_costs
+from hf_flexseq.pipeline.planning.units import (
     Layers,
     PipelineAnswer,
     PipelineTask,
@@ -34,6 +32,8 @@ from hf_flexseq.planner.pipeline.units import (
     plan_of,
     shapes_of,
 )
+from hf_flexseq.pipeline.planning.walk import makespan_ns
+from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.published.infinipipe.chunking import Moment, infinipipe_units
 
 COUNTS = range(1, 97)  # the K that are tried

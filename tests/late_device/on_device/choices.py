@@ -123,7 +123,7 @@ def test_it_trains_as_on_a_cpu(tmp_path, name):
         torch.testing.assert_close(found[parameter], value, rtol=1e-4, atol=1e-6)
 
 
-def test_a_step_that_ran_out_of_memory_runs_again(tmp_path):
+def test_training_that_ran_out_of_memory_starts_again(tmp_path):
     """With the losses of a run under the lower cap."""
 
     def losses(name, cap, *failing):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.hf.prove.command import prove
 from hf_flexseq.hf.shared_prefixes import refuse_noise
 from hf_flexseq.kernels import choose
+from hf_flexseq.prove.command import prove
 from tests.hf.test_trainer import logged
 from tests.hf.tiny import documents, tiny_llama
 from tests.hf.vision import tiny_vision_model, vision_examples

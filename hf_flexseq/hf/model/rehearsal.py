@@ -1,0 +1,221 @@
+"""Rehearse a model: run a copy of it whose tensors have shapes, but neither numbers nor memory.
+
+    copied = class_copy(model, attention="eager")
+    outputs = Rehearsal(copied).run(row_of("input_ids", "position_ids"), *listeners)
+
+A rehearsal takes a tenth of a second or so for every size of model. Its listeners, context
+managers that see functions of torch or modules, ask one question each:
+
+    trial.py           what do layers ask of attention and recurrent functions? who counts
+                       positions?
+    head_trial.py      what does the forward do with logits and labels?
+    feature_trial.py   what does the forward give its tower, and read of features?
+    layer_trial.py     how many bytes do layers keep for their backward (in hf/calibration)?
+
+A copy is made in one of two ways:
+
+    class_copy   from class and configuration, on the meta device: whole also for a pipeline
+                 stage. Modules that the user has put into the model can be taken over. Adapters
+                 and quantized layers are not: they work on each token by itself, and may need
+                 numbers.
+    fake_copy    of the model's own modules, on fake tensors, which know dtypes under autocast:
+                 with adapters, frozen weights and replaced modules, and stand-ins for quantized
+                 layers
+
+A copy is in training mode, and has no hooks. What is found is kept for equal models
+(`equal_models.py`).
+
+Rejected: to compare a small twin of each model with one process before training, as the probe does
+(`hf/probe.py`). It takes many times as long, a twin must be made for every family, and a small
+model may hide what the large one asks for.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedModel
+from transformers.integrations import deepspeed
+
+from hf_flexseq.hf.model.quantized_layers import StandIn, is_quantized
+from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.towers import attention_of_text
+
+Copied = TypeVar("Copied", bound=nn.Module)
+
+TOKENS = 53
+"""Length of a row on the meta device: a prime unlike any size of features."""
+
+CPU = torch.device("cpu")
+"""Device that fake tensors say they are on: autocast knows it, and kernels are not asked for."""
+
+# What a forward raises that needs numbers, or another kind of machine.
+FAULTS: tuple[type[Exception], ...] = (
+    *(RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError),
+    *(NotImplementedError, ImportError, AssertionError),
+)
+
+# Packages whose modules a copy made from the class does not take over: adapters, also ours,
+# quantization, and what every model has.
+NOT_COPIED = ("torch", "transformers", "peft", "hf_flexseq", "bitsandbytes")
+
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_backward_hooks", "_backward_pre_hooks"),
+)
+
+
+class Rehearsal:
+    """Runs of a copy."""
+
+    def __init__(self, model: PreTrainedModel, mode: FakeTensorMode | None = None) -> None:
+        """model: the copy. mode: that of its fake tensors; None on the meta device."""
+        self.model = model
+        self.tensors: AbstractContextManager[Any] = mode or torch.device("meta")
+        """Inside of it tensors are made like those of the copy."""
+
+    def run(
+        self,
+        given: dict[str, Any],
+        *listeners: AbstractContextManager[Any],
+        forward: Callable[..., Any] | None = None,
+        grad: bool = False,
+        autocast: torch.dtype | None = None,
+        trains: bool = False,
+    ) -> Any:
+        """Run a forward of the copy inside of `listeners`, the first one outermost, and return the
+        outputs.
+
+        Args:
+            given: Arguments.
+            listeners: Context managers.
+            forward: What is called instead of the copy.
+            grad: Whether the forward keeps what a backward needs.
+            autocast: Dtype of autocast in the forward; None without.
+            trains: Whether the backward of the outputs' loss runs, too.
+        """
+        with ExitStack() as inside:
+            inside.enter_context(self.tensors)
+            inside.enter_context(torch.set_grad_enabled(grad or trains))
+            for listener in listeners:
+                inside.enter_context(listener)
+            with torch.autocast(CPU.type, autocast) if autocast else nullcontext():
+                outputs = (forward or self.model)(**given, use_cache=False)
+            if trains:
+                outputs.loss.backward()
+        return outputs
+
+
+def row_of(*names: str) -> dict[str, torch.Tensor]:
+    """Return a row of tokens for each argument of a forward on the meta device, int64 [1,
+    TOKENS]."""
+    return {name: torch.zeros(1, TOKENS, dtype=torch.int64, device="meta") for name in names}
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return what a rehearsal has raised."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+# ---- copies of class and configuration
+
+
+def class_copy(
+    model: PreTrainedModel,
+    attention: str | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> PreTrainedModel:
+    """Return an empty model of the class and configuration of `model`, on the meta device.
+    attention: name of the implementation of attention of its text; None for that of `model`."""
+    config = copy.deepcopy(model.config)
+    if attention is not None:
+        config._attn_implementation = attention_of_text(model, attention)
+    with torch.device("meta"), without_sharding():
+        result: PreTrainedModel = unsharded_class(model)(config)
+    return result.to(dtype).train()
+
+
+def take_users_modules(model: PreTrainedModel, target: PreTrainedModel) -> bool:
+    """Copy the user's modules in `model` into its `class_copy`, whose configuration they read if
+    they read the model's; True if there were any."""
+    expected = {name: type(module) for name, module in target.named_modules()}
+    configs = {
+        id(model.config): target.config,
+        id(model.config.get_text_config()): target.config.get_text_config(),
+    }
+    copied: list[str] = []
+    for name, module in model.named_modules():
+        kind = unsharded_class(module)
+        package = kind.__module__.partition(".")[0]
+        is_inside = any(name.startswith(f"{outer}.") for outer in copied)
+        has_place = name.rpartition(".")[0] in expected  # not inside of an adapter
+        if is_inside or not has_place or package in NOT_COPIED or kind is expected.get(name):
+            continue
+        target.set_submodule(name, _copied(module, _on_meta, configs).to(torch.bfloat16))
+        copied.append(name)
+    return bool(copied)
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+@contextmanager
+def without_sharding() -> Iterator[None]:
+    """Let models that are made inside the block be whole, also under ZeRO-3: DeepSpeed would take
+    the weights of a model inside a model, such as a classifier's, off the meta device."""
+    former = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = former
+
+
+# ---- copies of a model's own modules
+
+
+def fake_copy(model: PreTrainedModel, dtype: torch.dtype, mode: FakeTensorMode) -> PreTrainedModel:
+    """Return a copy of the modules of a model, without checkpointing and without wrapped forwards,
+    made of fake tensors of a mode. dtype: that its weights are computed with."""
+    casts = dtype != model.dtype
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        of_dtype = dtype if casts and is_weight else tensor.dtype
+        return torch.empty(tensor.shape, dtype=of_dtype, device=CPU)
+
+    with mode:
+        quantized = (module for module in model.modules() if is_quantized(module))
+        made = _copied(model, empty, {id(module): StandIn(module) for module in quantized})
+    for module in made.modules():
+        if not inspect.ismethod(vars(module).get("forward")):
+            vars(module).pop("forward", None)  # a wrapper, of accelerate or TRL, calls the model
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
+    made.config.get_text_config().output_router_logits = False
+    return made.train()
+
+
+def _copied(
+    module: Copied, empty: Callable[[torch.Tensor], torch.Tensor], instead: dict[int, Any]
+) -> Copied:
+    """Return a deep copy of a module without hooks, whose parameters and buffers `empty` makes.
+    instead: by identity, what else a copy has in place of the module's own."""
+    memo = dict(instead)
+    for one in module.modules():
+        for name in _HOOKS:
+            hooks = getattr(one, name)
+            memo[id(hooks)] = type(hooks)()
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(empty(parameter), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = empty(buffer)
+    return copy.deepcopy(module, memo)

@@ -1,0 +1,112 @@
+"""One optimizer step over several pipelines: which replica takes which sequences, and the plan of
+each replica.
+
+The ranks are stages x replicas x degree: member m of replica r on stage s is rank (s x replicas +
+r) x degree + m. A replica is a pipeline of its own. Gradients are summed over replicas once at the
+end, so replicas may have different numbers of chunks.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_flexseq.base.values import MAX_TOKENS, VERSION, fields_of, items, quoted, wholes, words
+from hf_flexseq.pipeline.planning.plan import Chunk, PipelinePlan
+from hf_flexseq.plan.records import Record
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan(Record):
+    """One optimizer step of pipelines."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each sequence of the step; a sequence's id is its index."""
+    members: tuple[tuple[int, ...], ...]
+    """[replicas] Ids of each replica's sequences, ascending; its plan numbers them from 0."""
+    plans: tuple[PipelinePlan, ...]
+    """[replicas] The plan of each replica."""
+    notes: tuple[str, ...] = ()
+    """Reasons of the decision, one line each; not in the digest."""
+
+    @property
+    def objective_s(self) -> float:
+        """Predicted seconds of the step, those of the slowest replica."""
+        return max((plan.objective_s for plan in self.plans), default=0.0)
+
+    @property
+    def planner(self) -> str:
+        """Name of the replicas' schedule."""
+        schedules = dict.fromkeys(plan.schedule for plan in self.plans)
+        return "+".join(schedules)
+
+    @property
+    def planning_s(self) -> float:
+        """Seconds that planning took, summed over replicas."""
+        return sum(plan.planning_s for plan in self.plans)
+
+    def chunks(self, replica: int) -> tuple[Chunk, ...]:
+        """Return the replica's chunks, with sequence ids of the whole step."""
+        sequence_of = self.members[replica]  # index in the replica's plan -> id in the step
+        chunks = []
+        for chunk in self.plans[replica].chunks:
+            slices = tuple(
+                part._replace(sequence=sequence_of[part.sequence]) for part in chunk.slices
+            )
+            chunks.append(replace(chunk, slices=slices))
+        return tuple(chunks)
+
+    def to_record(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "lengths": list(self.lengths),
+            "members": [list(ids) for ids in self.members],
+            "plans": [plan.to_record() for plan in self.plans],
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> "StepPlan":
+        """Inverse of `to_record`. Raises ValueError for any other record."""
+        needed = ("lengths", "members", "plans")
+        values = fields_of(record, "a step of pipelines", needed=needed, optional=("notes",))
+        lengths = wholes("lengths", values["lengths"], least=1, most=MAX_TOKENS)
+        return cls(
+            lengths=lengths,
+            members=tuple(
+                wholes(f"members[{replica}]", ids, most=len(lengths) - 1)
+                for replica, ids in enumerate(items("members", values["members"]))
+            ),
+            plans=tuple(
+                PipelinePlan.from_record(plan) for plan in items("plans", values["plans"])
+            ),
+            notes=words("notes", values.get("notes", ())),
+        )
+
+    def decision(self) -> dict[str, Any]:
+        """Return the record without planning seconds and notes."""
+        return {
+            "lengths": list(self.lengths),
+            "members": [list(ids) for ids in self.members],
+            "plans": [plan.decision() for plan in self.plans],
+        }
+
+    def check_form(self) -> None:
+        """Raise ValueError unless every sequence is on one replica, and each replica's plan is
+        legal and has the lengths of its sequences."""
+        placed = sorted(sequence for ids in self.members for sequence in ids)
+        if placed != list(range(len(self.lengths))):
+            raise ValueError(
+                f"replicas must hold each of {len(self.lengths)} sequences once: "
+                f"{quoted(self.members)}"
+            )
+        if len(self.members) != len(self.plans):
+            raise ValueError(
+                f"expected one plan per replica, got {len(self.plans)} for {len(self.members)}"
+            )
+        for replica, (ids, plan) in enumerate(zip(self.members, self.plans, strict=True)):
+            lengths = tuple(self.lengths[sequence] for sequence in ids)
+            if plan.lengths != lengths:
+                raise ValueError(
+                    f"the plan of replica {replica} is for sequences of other lengths: "
+                    f"{quoted(plan.lengths)}"
+                )
+            plan.check_form()

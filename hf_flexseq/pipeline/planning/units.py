@@ -1,0 +1,206 @@
+"""The question to a pipeline planner, what it works on, and its answer.
+
+    PipelineOptions   schedule and limits
+    PipelineTask      lengths, costs and options of one step
+    Row               slices of one chunk
+    Unit              its rows, first to last: one cut sequence with short ones packed along, or a
+                      pack
+    PipelineAnswer    units, actions of every rank, checkpointed layers
+
+Units are plain lists while a planner is at work, since it may try many before one becomes chunks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hf_flexseq.base.registry import PIPELINE_SCHEDULES, entry_of
+from hf_flexseq.pipeline.planning.plan import Action, Chunk, PipelinePlan
+from hf_flexseq.pipeline.planning.stage_cost import ChunkCosts, ChunkShape, PipelineCost, shape_of
+from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.plan.shard import Slice
+
+Row = list[Slice]
+Unit = list[Row]
+
+Actions = tuple[tuple[Action, ...], ...]  # [rank] in their order
+Layers = tuple[tuple[int, ...], ...]  # [stage][chunk]; () for none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineOptions:
+    """Options of planning a step. Raises ValueError for invalid values, alone or together."""
+
+    schedule: str = "auto"
+    """Name of the schedule, one of PIPELINE_SCHEDULES."""
+    chunks: int | None = None
+    """Chunks of the longest sequence; None lets the planner choose."""
+    max_tokens: int | None = None
+    """Maximum tokens of a chunk; None for no limit."""
+    memory_limit: Sequence[int] | None = None
+    """Bytes of each rank for what is in flight; None for no limit."""
+
+    def __post_init__(self) -> None:
+        entry_of("schedule", self.schedule, PIPELINE_SCHEDULES)
+        for name, value in (("chunks", self.chunks), ("max_tokens", self.max_tokens)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: give at least 1")
+        if self.schedule == "1f1b" and (self.chunks or 1) > 1:
+            raise ValueError(
+                f"schedule='1f1b' runs whole sequences, chunks={self.chunks} is for the others"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineTask:
+    """A step to plan. Raises ValueError for options that do not fit the stages."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each sequence; at least one."""
+    cost: PipelineCost
+    """Nanoseconds and bytes of chunks on every stage."""
+    options: PipelineOptions
+    """Schedule and limits."""
+
+    def __post_init__(self) -> None:
+        if self.stages % self.stages_per_rank:
+            raise ValueError(
+                f"{self.stages} stages cannot be spread evenly, {self.stages_per_rank} on each "
+                "rank"
+            )
+        limit = self.options.memory_limit
+        if limit is not None and (len(limit) != self.ranks or min(limit) < 1):
+            raise ValueError(
+                f"memory_limit={tuple(limit)}: give the positive bytes of each of {self.ranks} "
+                "ranks"
+            )
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages of each rank; several are interleaved."""
+        return PIPELINE_SCHEDULES[self.options.schedule].stages_per_rank
+
+    @property
+    def stages(self) -> int:
+        return len(self.cost.stages)
+
+    @property
+    def ranks(self) -> int:
+        return self.stages // self.stages_per_rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineAnswer:
+    """A planner's decision."""
+
+    units: list[Unit]
+
+    actions: Actions
+    """[rank] what the rank does, in order."""
+
+    checkpointed: Layers = ()
+    """[stage][chunk] layers that are computed again in the backward; () for none."""
+
+    makespan_ns: int | None = None
+    """Nanoseconds of the step; None if the planner has seen neither to time nor to memory."""
+
+
+def plan_of(task: PipelineTask, answer: PipelineAnswer) -> PipelinePlan:
+    """Return an answer as a plan, without its seconds."""
+    return PipelinePlan(
+        lengths=task.lengths,
+        ranks=task.ranks,
+        stages=task.stages,
+        chunks=chunks_of(answer.units),
+        actions=answer.actions,
+        checkpointed=answer.checkpointed,
+        schedule=task.options.schedule,
+        objective_s=0.0,
+        planning_s=0.0,
+    )
+
+
+# ---- units
+
+
+def unit_of(sequence: int, cuts: Sequence[int]) -> Unit:
+    """Return the unit of one sequence, cut into tokens [cuts[i], cuts[i + 1])."""
+    unit = []
+    for start, stop in pairwise(cuts):
+        unit.append([Slice(sequence, start, stop)])
+    return unit
+
+
+def chunks_of(units: Sequence[Unit]) -> tuple[Chunk, ...]:
+    """Return the units' rows as the chunks of a plan."""
+    chunks = []
+    for number, unit in enumerate(units):
+        for index, row in enumerate(unit):
+            chunks.append(Chunk(unit=number, index=index, slices=tuple(row)))
+    return tuple(chunks)
+
+
+def shapes_of(units: Sequence[Unit], lengths: Sequence[int]) -> list[ChunkShape]:
+    """Return what the cost of every row depends on, unit by unit."""
+    return [shape_of(row, lengths) for unit in units for row in unit]
+
+
+# ---- bytes
+
+
+def unit_bytes(sizes: Sequence[int], held: Sequence[int], carried: Sequence[int]) -> list[int]:
+    """Return the bytes that each unit holds on a stage when all of it is in flight.
+
+    The gradients of keys and values are those of whichever unit needs most for them, since units
+    go backward one after the other.
+
+    sizes: how many chunks each unit has
+    held, carried: of every chunk, as in `ChunkCosts`
+    """
+    gradients = max(carried, default=0)
+    units = []
+    first = 0  # the unit's first chunk
+    for size in sizes:
+        activations = sum(held[first : first + size])
+        units.append(activations + carried[first] + gradients)
+        first += size
+    return units
+
+
+def layers_to_fit(
+    units: Sequence[Unit],
+    full: ChunkCosts,
+    bare: ChunkCosts,
+    cost: PipelineCost,
+    memory_limit: Sequence[int],
+) -> list[list[int]]:
+    """Return [stage][unit] the fewest checkpointed layers that make a unit fit alone.
+
+    full, bare: costs without any and with all layers checkpointed
+    memory_limit: bytes of each stage
+
+    Raises PlanInfeasible, naming the sequence, where not even all layers make a unit fit alone.
+    """
+    sizes = [len(unit) for unit in units]
+    layers = []
+    for number, stage in enumerate(cost.stages):
+        most = unit_bytes(sizes, full.held[number], full.carried[number])
+        least = unit_bytes(sizes, bare.held[number], bare.carried[number])
+        of_stage = []
+        for unit, high, low in zip(units, most, least, strict=True):
+            if low > memory_limit[number]:
+                sequence = unit[0][0][0]
+                raise PlanInfeasible(
+                    f"sequence {sequence} and what is packed with it hold {low} bytes on stage "
+                    f"{number} with all its layers checkpointed, the limit is "
+                    f"{memory_limit[number]}. Give more memory, use more stages, or shorten the "
+                    "sequence"
+                )
+            over = max(0, high - memory_limit[number])
+            needed = 0
+            if over:
+                over += len(unit)  # the bytes of every chunk are rounded
+                needed = min(stage.layers, -(-over * stage.layers // (high - low)))
+            of_stage.append(needed)
+        layers.append(of_stage)
+    return layers

@@ -1,0 +1,71 @@
+"""A pipeline's optimizer step as one rank runs it: chunks, their trace and their figures."""
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_flexseq.cost import CostModel
+from hf_flexseq.kernels.upload import to_device
+from hf_flexseq.pipeline.planning.plan import PipelinePlan
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
+from hf_flexseq.pipeline.planning.step_plan import StepPlan
+from hf_flexseq.steps.rank_step import RankStep
+from hf_flexseq.steps.source_row import Columns, PlannedStep
+from hf_flexseq.steps.trace import LogFigures, PlanTrace
+
+
+class RankChunks(RankStep[StepPlan]):
+    """The chunks of one replica's plan, with their tokens, on every rank of the replica."""
+
+    __slots__ = ("columns", "replica")
+
+    def __init__(
+        self,
+        planned: PlannedStep,
+        columns: Sequence[Columns],
+        *,
+        replica: int,
+        device: torch.device,
+    ) -> None:
+        """columns: each [tokens], by chunk of the replica. replica: the one of this rank."""
+        super().__init__(planned, device)
+        self.replica = replica
+        self.columns: list[Columns] = []  # of each chunk, [1, tokens] on the device
+        for columns_of_chunk in columns:
+            moved = {}
+            for name, value in columns_of_chunk.items():
+                row = value.unsqueeze(0)  # [tokens] -> [1, tokens]
+                moved[name] = to_device(row, device)
+            self.columns.append(moved)
+
+    @property
+    def own_plan(self) -> PipelinePlan:
+        """The plan of this rank's replica."""
+        return self.plan.plans[self.replica]
+
+
+def traced(step: RankChunks, trace: PlanTrace, cost: PipelineCost, whole: CostModel) -> LogFigures:
+    """Write a finished step's trace, a line per replica; return its figures. Collective over the
+    world. cost: of the stages. whole: of the whole model."""
+    by_rank = trace.gather(step, lambda: [step.stopwatch.seconds().get(0, 0.0)])  # [world, 1]
+    measured_s = float(by_rank.max())
+    plans = step.plan.plans
+    if trace.is_written:
+        of_all = {
+            "cost_model": trace.digest(whole),
+            "measured_s": [measured_s],
+            "waited_s": step.waited_s,
+            "pipeline_cost": cost.to_record(),
+        }
+        lines = []
+        for replica, (members, plan) in enumerate(zip(step.plan.members, plans, strict=True)):
+            own = {"replica": replica, "sequences": members}
+            lines.append(of_all | own | plan.to_record())
+        trace.write(step.number, lines)
+    return {
+        "stages": plans[0].stages,
+        "chunks": max(len(plan.chunks) for plan in plans),
+        "predicted_s": max(plan.objective_s for plan in plans),
+        "measured_s": measured_s,
+        "tokens_per_s": step.tokens / measured_s if measured_s else 0.0,
+    }

@@ -1,0 +1,368 @@
+"""Pipeline planners: legal, within memory, deterministic, near the optimum, and refusing what
+cannot be."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hf_flexseq.base.registry import PIPELINE_SCHEDULES
+from hf_flexseq.pipeline.planning import PipelineOptions
+from hf_flexseq.pipeline.planning.cuts import TILE, UNEVEN, CutWork, cut, on_tiles
+from hf_flexseq.pipeline.planning.greedy import actions_of, play
+from hf_flexseq.pipeline.planning.orders import interleaved, one_forward_one_backward
+from hf_flexseq.pipeline.planning.pack import chunked_units, first_fit, level_units, whole_units
+from hf_flexseq.pipeline.planning.plan import KINDS, text
+from hf_flexseq.pipeline.planning.replicas import make_step_plan
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
+from hf_flexseq.pipeline.planning.walk import check, check_memory, makespan_ns, peak_bytes
+from hf_flexseq.plan import PlanInfeasible
+from tests.budget import examples, for_seeds
+from tests.pipeline.exact_orders import shortest
+from tests.pipelines import costs_of, even_cost, pipelined, plan_of, relaxed, stage_cost
+
+LENGTHS = st.lists(st.one_of(st.integers(1, 50), st.integers(1, 20_000)), max_size=12)
+EVEN = CutWork(linear=1.0, square=0.0)
+
+
+def price(stages, **changed):
+    return PipelineCost.even(stages, stage_cost(**changed))
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(
+    LENGTHS,
+    st.integers(1, 4),
+    st.sampled_from(list(PIPELINE_SCHEDULES)),
+    st.sampled_from([None, 1, 3]),
+)
+def test_every_plan_is_legal_and_says_what_it_takes(lengths, stages, schedule, chunks):
+    assume(schedule != "1f1b" or chunks in (None, 1))
+    assume(schedule != "seq1f1b-i" or stages % 2 == 0)
+    cost = price(stages)
+    options = {"schedule": schedule, "chunks": chunks}
+    plan = pipelined(lengths, cost, **options)
+    check(plan)
+    # By a twin that knows neither the planner's play nor `walk`: pulled until nothing moves.
+    assert max(relaxed(plan, cost).values(), default=0) / 1e9 == plan.objective_s
+    assert plan.digest() == pipelined(lengths, cost, **options).digest()
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(
+    LENGTHS.filter(bool),
+    st.integers(1, 4),
+    st.integers(3, 40),
+    st.sampled_from(["auto", "infinipipe"]),
+)
+def test_plans_stay_within_their_room(lengths, stages, tenths, schedule):
+    cost = price(stages)
+    limit = (tenths * max(lengths) * 38 // 10,) * stages
+    try:
+        plan = pipelined(lengths, cost, schedule=schedule, memory_limit=limit, chunks=2)
+    except PlanInfeasible as error:
+        # all of a sequence and its carries are 38 bytes a token, and InfiniPipe's window may ask
+        # for more
+        if "sequence" not in str(error) or (tenths >= 20 and schedule == "auto"):
+            raise
+        return
+    check(plan)
+    check_memory(plan, cost, limit)
+
+
+@settings(max_examples=examples(15), deadline=None)
+@given(
+    LENGTHS.filter(bool), st.integers(1, 500), st.sampled_from(["auto", "seq1f1b", "infinipipe"])
+)
+def test_no_chunk_exceeds_its_tokens(lengths, most, schedule):
+    assume(sum(lengths) / most < 150)
+    plan = pipelined(lengths, price(2), schedule=schedule, max_tokens=most, chunks=2)
+    assert max(chunk.tokens for chunk in plan.chunks) <= most
+
+
+@pytest.mark.parametrize("schedule", ["auto", "seq1f1b", "infinipipe"])
+def test_chunks_are_those_of_the_longest_sequence(schedule):
+    plan = pipelined([9000, 4000, 100], price(2), schedule=schedule, chunks=6)
+    assert sum(part.sequence == 0 for chunk in plan.chunks for part in chunk.slices) == 6
+
+
+# ---- cuts and packs
+
+
+def test_equal_work_is_that_of_all_passes():
+    stages = (
+        stage_cost(linear_ns=10.0, attention_ns=4.0),
+        stage_cost(linear_ns=20.0, attention_ns=2.0, head_ns=6.0),
+    )
+    linear, square = 18.0, 1.5  # of a mean stage
+    work = CutWork(linear=3 * linear, square=3.5 * square)
+    assert CutWork.of(PipelineCost(stages=stages)) == work
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.integers(1, 100_000), st.integers(1, 40), st.sampled_from([0.0, 0.05, 1.0]))
+def test_cuts_are_equal_but_for_rounding_and_nearly_equal_on_tiles(length, count, square):
+    work = CutWork(linear=1.0, square=square)
+    equal = cut(length, count, work)
+    assert (equal[0], equal[-1], len(equal)) == (0, length, min(count, length) + 1)
+    shares = [work.between(a, b) for a, b in itertools.pairwise(equal)]
+    one_token = work.between(length - 1, length)
+    assert max(shares) - min(shares) <= 2 * one_token * (1 + 1e-9)
+    sizes = [b - a for a, b in itertools.pairwise(equal)]
+    assert min(sizes) >= 1
+    assert max(sizes) <= sizes[0] + 2  # the first, which sees least, is longest
+    places = on_tiles(equal, work)
+    assert (places[0], places[-1]) == (0, length)
+    if places != equal:
+        assert all(place % TILE == 0 for place in places[:-1])
+        most = work.between(0, length) / (len(equal) - 1) * (1 + UNEVEN)
+        assert all(0 < work.between(a, b) <= most for a, b in itertools.pairwise(places))
+
+
+def test_long_parts_are_on_tiles_and_short_ones_and_full_ones_are_not():
+    assert on_tiles([0, 3000, 6000], EVEN) == [0, 3072, 6000]
+    assert on_tiles([0, 300, 600], EVEN) == [0, 300, 600]  # 256 and 344 are too uneven
+    assert on_tiles([0, 3000, 6000], EVEN, 3050) == [0, 3000, 6000]
+
+
+def test_a_limit_makes_more_parts():
+    assert len(cut(1000, 2, CutWork.of(price(1)), 100)) - 1 > 10
+    assert cut(7, 3, EVEN, 1) == list(range(8))
+
+
+def test_whole_sequences_are_packed_up_to_the_longest():
+    assert whole_units([4, 10, 6, 3, 7, 2]) == [
+        [[(1, 0, 10)]],
+        [[(4, 0, 7), (3, 0, 3)]],
+        [[(2, 0, 6), (0, 0, 4)]],
+        [[(5, 0, 2)]],
+    ]
+    assert first_fit([0, 1], [5, 5], most_tokens=9) == [[(0, 0, 5)], [(1, 0, 5)]]
+
+
+def test_seq1f1b_cuts_by_work_and_packs_what_is_short():
+    units = chunked_units([100, 400, 30, 200], 4, EVEN)
+    assert [len(unit) for unit in units] == [4, 2, 1, 1]
+    assert units[1] == [[(3, 0, 100)], [(3, 100, 200)]]
+    assert units[2:] == [[[(0, 0, 100)]], [[(2, 0, 30)]]]
+
+
+def test_level_packs_are_equally_full():
+    rng, work = random.Random(0), CutWork.of(price(1))
+    lengths = [rng.randint(10, 3000) for _ in range(300)]
+    target = 5 * work.between(0, 3000)
+    loads = []
+    for unit in level_units(lengths, target, work):
+        loads.append(sum(work.between(a, b) for _, a, b in unit[0]))
+    assert max(loads) <= target
+    assert max(loads) < 1.02 * min(loads)
+
+
+# ---- order
+
+
+@pytest.mark.slow
+def test_auto_is_close_to_the_exact_order_of_few_chunks():
+    rng, gaps = random.Random(1), []
+    while len(gaps) < 30:
+        stages = rng.choice([2, 2, 3])
+        cost = price(
+            stages, attention_ns=rng.choice([0.0, 0.3, 1.0]), chunk_ns=rng.choice([1e4, 3e5])
+        )
+        lengths = [rng.choice([300, 1000, 1500, 2500]) for _ in range(rng.randint(2, 3))]
+        memory_limit = (int(max(lengths) * 38 * rng.uniform(1.05, 2.5)),) * stages
+        plan = pipelined(lengths, cost, chunks=2, memory_limit=memory_limit)
+        if len(plan.chunks) > (5 if stages == 2 else 4):
+            continue
+        units = [chunk.unit for chunk in plan.chunks]
+        sizes = [units.count(unit) for unit in range(max(units) + 1)]
+        exact = shortest(sizes, costs_of(plan, cost), memory_limit)
+        gaps.append(plan.objective_s * 1e9 / exact - 1)
+    assert -1e-9 <= min(gaps) <= max(gaps) <= 0.06
+    assert sum(gaps) / len(gaps) <= 0.015
+
+
+def test_a_unit_that_does_not_fit_alone_cannot_be_played():
+    """Two chunks and the keys, values and their gradients of both."""
+    cost = price(2)
+    costs = costs_of(pipelined([1000], cost, chunks=2), cost)
+    least = 30 * 1000 + 2 * 4 * 1000
+    for play_or_search in (play, shortest):
+        assert play_or_search([2], costs, (least,) * 2) is not None
+        assert play_or_search([2], costs, (least - 1,) * 2) is None
+
+
+def test_a_weight_gradient_makes_room_for_a_forward_that_has_its_turn():
+    """Three sequences in two chunks of 0.5 ms forward, 1 ms backward, and room for three chunks: a
+    W only when neither F nor I is ready takes 10 ms."""
+    cost = price(2, attention_ns=0.0, chunk_ns=0.0, kv_bytes=0.0)
+    costs = costs_of(pipelined([1000] * 3, cost, chunks=2), cost)
+    played = play([2] * 3, costs, (30 * 1500,) * 2)
+    last = "".join(KINDS[code & 3] for code in played.orders[1])
+    assert (last, played.makespan) == ("FFIFIWFIIWFWFIIWWW", 9_500_000)
+
+
+def test_backwards_are_joined_where_no_stage_waited():
+    cost = price(2)
+    plan = pipelined([1000], cost, chunks=1)
+    assert [a.kind for a in plan.actions[0]] == ["F", "B"]  # nothing comes before the first stage
+    # its neighbour waits for the input's gradient
+    assert [a.kind for a in plan.actions[1]] == ["F", "I", "W"]
+    costs = costs_of(plan, cost)
+    assert plan.actions == actions_of(play([1], costs, (10**9,) * 2), [1], costs)
+
+
+def test_auto_checkpoints_what_does_not_fit_and_names_what_never_does():
+    cost = price(2)
+    lengths = [100, 10_000, 200]
+    free = pipelined(lengths, cost, chunks=8)
+    tight = pipelined(lengths, cost, chunks=8, memory_limit=(300_000,) * 2)
+    assert not free.checkpointed
+    assert any(map(any, tight.checkpointed))
+    assert tight.objective_s > free.objective_s
+    check_memory(tight, cost, (300_000,) * 2)
+    with pytest.raises(PlanInfeasible, match="sequence 1 .* the limit is 50000"):
+        pipelined(lengths, cost, chunks=8, memory_limit=(50_000,) * 2)
+
+
+@pytest.mark.parametrize("stages, chunks", [(2, 1), (2, 4), (4, 2)])
+def test_auto_beats_seq1f1b_on_equal_lengths_in_its_memory(stages, chunks):
+    cost, lengths = price(stages, attention_ns=0.02), [8192] * 12
+    plain = pipelined(lengths, cost, schedule="seq1f1b", chunks=chunks)
+    memory_limit = (max(peak_bytes(plain, cost)),) * stages
+    found = pipelined(lengths, cost, chunks=chunks, memory_limit=memory_limit)
+    assert found.objective_s <= plain.objective_s
+
+
+@pytest.mark.parametrize("owed_bytes", [5.0, 29.0])
+@for_seeds(examples(6))
+def test_what_backwards_owe_fits_the_room(seed, owed_bytes):
+    """Also where some layers are checkpointed, whose inputs are less than what a backward owes:
+    those stay whole."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(100, 4000) for _ in range(rng.randint(3, 12))]
+    cost = price(3, token_bytes=30.0, kv_bytes=1.0, owed_bytes=owed_bytes)
+    tight = tuple(rng.randint(20, 40) * max(lengths) for _ in range(3))
+    plan = pipelined(lengths, cost, memory_limit=tight)
+    check(plan)
+    check_memory(plan, cost, tight)
+    places = plan.places()
+    for action in (a for actions in plan.actions for a in actions if a.kind == "I"):
+        checkpointed = plan.layers_checkpointed(action.stage, places[action.unit, action.chunk])
+        assert not checkpointed or owed_bytes == 5.0
+
+
+def test_checkpointing_fits_to_the_byte():
+    """A layer less leaves 7.5 bytes of each chunk's 10, which round to 8: five of them are 40, not
+    37.5."""
+    cost = price(2, token_bytes=10.0, kv_bytes=0.0, input_bytes=0.0, layers=4)
+    plan = pipelined([5], cost, chunks=5, memory_limit=(38, 38))
+    check_memory(plan, cost, (38, 38))
+    assert plan.checkpointed == ((2,) * 5,) * 2
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        ({"schedule": "gpipe"}, "schedule must be one of auto, 1f1b, .*; got 'gpipe'"),
+        ({"chunks": 0}, "chunks=0: give at least 1"),
+        ({"max_tokens": 0}, "max_tokens=0: give at least 1"),
+        ({"schedule": "1f1b", "chunks": 2}, "runs whole sequences"),
+        ({"schedule": "seq1f1b-i", "stages": 3}, "3 stages cannot be spread evenly, 2 on each"),
+        ({"memory_limit": (1, 2)}, "give the positive bytes of each of 4 ranks"),
+        ({"lengths": [5, 0]}, "sequence 1 has no token"),
+    ],
+)
+def test_arguments_without_meaning_are_refused(arguments, problem):
+    cost = price(arguments.pop("stages", 4))
+    with pytest.raises(ValueError, match=problem):
+        pipelined(arguments.pop("lengths", [100]), cost, **arguments)
+
+
+def test_fixed_schedules_say_that_they_do_not_fit():
+    problem = "schedule seq1f1b: 0F0.* Raise chunks, or take schedule='auto'"
+    with pytest.raises(PlanInfeasible, match=problem):
+        pipelined([1000] * 4, price(2), schedule="seq1f1b", memory_limit=(1000, 1000))
+    with pytest.raises(PlanInfeasible, match="sequence 1 has 1000 tokens, a chunk may have 999"):
+        pipelined([5, 1000], price(2), schedule="1f1b", max_tokens=999)
+    check(pipelined([5, 1000], price(2), schedule="1f1b", max_tokens=1000))
+
+
+# ---- notes of a step over several replicas
+
+
+def test_notes_say_into_how_many_chunks_and_by_whose_choice():
+    cost = price(2)
+    asked = make_step_plan([4000, 100, 90], cost, PipelineOptions(chunks=4), replicas=2)
+    count = sum(len(plan.chunks) for plan in asked.plans)
+    assert asked.notes == (
+        f"{count} chunks, 3 of 3 sequences cut, the longest of these (4,000 tokens) into 4: "
+        "as chunks=4 asks",
+    )
+    whole = make_step_plan([40, 30], cost, PipelineOptions(schedule="1f1b"))
+    assert whole.notes == ("2 chunks of whole sequences, by the rule of schedule='1f1b'",)
+    planned = make_step_plan([9_000, 30], cost, PipelineOptions(max_tokens=1000))
+    assert planned.notes[0].endswith(
+        "the fastest by the cost model, with at most 1,000 tokens a chunk"
+    )
+    assert max(chunk.tokens for chunk in planned.plans[0].chunks) <= 1000
+
+
+# ---- published warm-ups, bubbles and memory of 1F1B, Seq1F1B and its interleaving
+
+
+def warm_up(actions):
+    return next(place for place, action in enumerate(actions) if action.kind == "B") - 1
+
+
+def test_backwards_are_first_in_first_out_over_sequences_and_last_in_first_out_inside():
+    first, last = one_forward_one_backward([1, 1, 1], 2)
+    assert text(first) == "0F0.0 0F1.0 0B0.0 0F2.0 0B1.0 0B2.0"
+    assert text(last) == "1F0.0 1B0.0 1F1.0 1B1.0 1F2.0 1B2.0"
+    (only,) = one_forward_one_backward([3, 2], 1)
+    assert text(a for a in only if a.kind == "B") == "0B0.2 0B0.1 0B0.0 0B1.1 0B1.0"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_warm_up_bubble_and_memory_are_the_published_ones(ranks):
+    for k, sequences in itertools.product((1, 2, 3, 4), (1, 4, 8)):
+        plan = plan_of(one_forward_one_backward([k] * sequences, ranks), sizes=[k] * sequences)
+        check(plan)
+        chunks = k * sequences
+        for rank, actions in enumerate(plan.actions):
+            assert warm_up(actions) == min(ranks - rank - 2 + k, chunks - 1)
+        # bubble (P - 1) / k M
+        assert makespan_ns(plan, even_cost(ranks)) == 3000 * (chunks + ranks - 1)
+        in_flight = [min(ranks - rank - 1 + k, chunks) for rank in range(ranks)]
+        assert peak_bytes(plan, even_cost(ranks)) == tuple(8 * count for count in in_flight)
+
+
+@pytest.mark.parametrize("ranks, k", [(2, 1), (2, 2), (4, 1), (4, 4), (8, 4)])
+@pytest.mark.parametrize("stages_per_rank", [2, 3])
+def test_interleaved_warm_up_and_bubble(ranks, k, stages_per_rank):
+    sequences, stages = 8, ranks * stages_per_rank
+    actions = interleaved([k] * sequences, ranks, stages_per_rank)
+    plan = plan_of(actions, sizes=[k] * sequences, stages=stages)
+    check(plan)
+    for rank, own in enumerate(actions):
+        count = (stages_per_rank - 1) * ranks + 2 * (ranks - rank - 1) + k - 1
+        assert warm_up(own) == min(count, stages_per_rank * k * sequences - 1)
+    work = 3000 * stages_per_rank * k * sequences
+    # bubble (P - 1) / V k M
+    assert makespan_ns(plan, even_cost(stages)) == work + 3000 * (ranks - 1)
+
+
+@for_seeds(examples(100))
+def test_units_of_any_sizes_take_turns(seed):
+    """Also where k does not divide P, and where too few chunks are left for a turn of their
+    own."""
+    rng = random.Random(seed)
+    ranks, stages_per_rank, most = rng.randint(1, 8), rng.randint(1, 4), rng.choice([1, 2, 3, 20])
+    sizes = [rng.randint(1, most) for _ in range(rng.randint(1, 14))]
+    actions = interleaved(sizes, ranks, stages_per_rank)
+    check(plan_of(actions, sizes=sizes, stages=ranks * stages_per_rank))

@@ -1,0 +1,119 @@
+"""A pipeline's plan on a timeline, in numbers, and drawn; Seq1F1B's memory claims."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from hf_flexseq.cli import main
+from hf_flexseq.pipeline.planning.plan import parse
+from hf_flexseq.pipeline.planning.timeline import (
+    peak_tokens,
+    pipeline_timeline,
+    report,
+    tokens_as_time,
+)
+from hf_flexseq.view import chrome_trace, save_picture, text_grid
+from tests.pipelines import even_cost, pipelined, plan_of
+
+SCRIPT = Path(__file__).parents[2] / "scripts/benchmarks/pipeline.py"
+
+
+@pytest.fixture
+def plan():
+    """1F1B of three sequences over two stages: 8 slots of 3 us work, one forward and one backward
+    of bubble."""
+    first = parse("0F0.0 0F1.0 0B0.0 0F2.0 0B1.0 0B2.0")
+    last = parse("1F0.0 1B0.0 1F1.0 1B1.0 1F2.0 1I2.0 1W2.0")
+    return plan_of((first, last), sizes=[1, 1, 1])
+
+
+def test_ranks_work_or_wait_all_the_time(plan):
+    timeline = pipeline_timeline(plan, even_cost(2))
+    for rank in range(2):
+        events = [event for event in timeline.events if event.rank == rank]
+        assert [event.start for event in events] == [0, *(event.stop for event in events[:-1])]
+        assert events[-1].stop == timeline.stop
+    waits = [(e.rank, e.start, e.stop) for e in timeline.events if e.kind == "wait"]
+    # the last input gradient reaches the first stage a microsecond early
+    assert timeline.stop == 11_000
+    assert waits == [(0, 2000, 4000), (1, 0, 1000), (1, 10_000, 11_000)]
+
+
+def test_the_report_adds_up(plan):
+    found = report(plan, even_cost(2))
+    assert found.seconds == 11e-6
+    assert found.bubble == 4 / 22
+    assert found.peak_bytes == found.peak_tokens == (16, 8)
+
+
+def test_split_backwards_hold_their_tokens_until_the_weights_are_done():
+    made = plan_of((parse("0F0.0 0I0.0 0F1.0 0W0.0 0B1.0"),), sizes=[1, 1])
+    assert peak_tokens(made) == (16,)
+
+
+def test_it_is_drawn_in_text_as_a_picture_and_as_a_trace(plan, tmp_path):
+    timeline = pipeline_timeline(plan, even_cost(2))
+    text = text_grid(timeline, title="1F1B", width=49)
+    assert text.splitlines()[1:3] == [
+        "   0 FFFFFFFF........BBBBBBBBFFFFBBBBBBBBBBBBBBBB",
+        "   1 ....FFFFBBBBBBBBFFFFBBBBBBBBFFFFIIIIWWWW....",
+    ]
+    assert "F forward   B backward   I input gradient\nW weight gradient   . idle" in text
+    save_picture(timeline, tmp_path / "pipeline.png")
+    assert (tmp_path / "pipeline.png").stat().st_size > 5000
+    names = {event["name"] for event in chrome_trace(timeline)["traceEvents"]}
+    assert {"0F0.0", "1W2.0"} <= names
+    assert not any(name.startswith("wait") for name in names)
+
+
+def test_flexseq_view_shows_pipelines(plan, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json())
+    assert main(["view", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "3 sequences, 24 tokens in 3 chunks through 2 stages by test" in shown
+    trace = tmp_path / "trace"
+    options = ["--cost-model", "flexsp-gpt-7b-a100", "--chrome", str(trace)]
+    assert main(["view", str(path), *options]) == 0
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_trace_s_own_cost_of_its_stages_is_used_and_checked(plan, tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    record = {"step": 0, "measured_s": [0.5], "pipeline_cost": even_cost(2).to_record()}
+    path.write_text(json.dumps(record | plan.to_record()))
+    assert main(["view", str(path)]) == 0
+    assert "0.011 ms" in capsys.readouterr().out
+    record["pipeline_cost"] = even_cost(3).to_record()
+    path.write_text(json.dumps(record | plan.to_record()))
+    assert main(["view", str(path)]) == 2
+    assert "expected pipeline_cost of 2 stages, got 3" in capsys.readouterr().err
+
+
+def test_tokens_stand_for_time_where_there_is_no_cost_model(plan):
+    assert pipeline_timeline(plan, tokens_as_time(plan)).stop == 11 * 8 * 1000
+
+
+# ---- Seq1F1B's memory
+
+
+@pytest.mark.parametrize(("stages", "k"), [(2, 2), (2, 8), (4, 4), (8, 2), (8, 4)])
+def test_even_chunks_hold_k_plus_p_minus_1_of_k_p(stages, k):
+    cost, lengths = even_cost(stages), [8 * k] * 2 * stages
+    whole = pipelined(lengths, cost, schedule="1f1b")
+    cut = pipelined(lengths, cost, schedule="seq1f1b", chunks=k)
+    assert peak_tokens(cut)[0] * k * stages == peak_tokens(whole)[0] * (k + stages - 1)
+
+
+@pytest.mark.slow
+def test_on_a_long_tailed_batch_auto_beats_the_re_creation_in_less_memory(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    bench = runpy.run_path(str(SCRIPT))
+    lengths, cost = bench["long_tailed"](1, 48 * 1024, 64), bench["llama_13b"](4)
+    found = bench["run"](lengths, cost, schedule="infinipipe")
+    limit = (int(0.7 * found.first) * bench["BYTES"],) * 4
+    ours = bench["run"](lengths, cost, memory_limit=limit)
+    assert ours.seconds < found.seconds
+    assert ours.peak <= 0.7 * found.first
