@@ -36,6 +36,7 @@ from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.prefetch import Step
 from hf_flexseq.steps.row_outputs import outputs_of_rows
 from hf_flexseq.steps.step_items import StepItem, step_items
+from hf_flexseq.steps.training_mode import in_training_mode
 
 
 class NextTokenLoss(StepLoss):
