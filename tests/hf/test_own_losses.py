@@ -1,5 +1,5 @@
-"""Losses of the user's own on a causal language model: `compute_loss_func`, and classes that say
-`flexseq_loss_on_whole_samples`, against the plain Trainer with whole logits."""
+"""Losses of the user's own on a causal language model: `compute_loss_func` and methods of a class,
+against the plain Trainer with whole logits."""
 
 import re
 
