@@ -336,12 +336,14 @@ class LossOnSamples(StepLoss):
         names = self._trainer.label_names
         if self._tokens is not None and not all(batch.get(name) is not None for name in names):
             return None, *self._predict_tokens(self._tokens, model, batch)
+        given = batch
         with ExitStack() as answered:
             answered.enter_context(self.answers.answering(model))
             if self.has_predictions:
                 batch = self._trainer._prepare_inputs(batch)
-                answered.enter_context(self.answers.on_batch(batch))
-            found = stock(self._trainer.model, batch, loss_only or predicts)
+                given = {**batch}  # from which a loss may take labels
+                answered.enter_context(self.answers.on_batch(given))
+            found = stock(self._trainer.model, given, loss_only or predicts)
         if self._tokens is None:
             return found
         return found[0], *self._predict_tokens(self._tokens, model, batch)
