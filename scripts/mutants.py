@@ -60,7 +60,7 @@ GROUPS = {
     "merges": "kernels/merge kernels/fused_operations",
     "reduction": "hf/reduction hf/gradients distributed/reduction pipeline/reduction",
     "loss": "kernels/chunked_loss kernels/token_outputs hf/model/loss hf/losses hf/step_loss "
-    "hf/one_pass hf/token_means steps/loss_masks steps/logged_loss steps/row_outputs "
+    "hf/next_token hf/token_means steps/loss_masks steps/logged_loss steps/row_outputs "
     "steps/figure_passes",
 }
 MOST_S = 600.0  # of a test without a mutant

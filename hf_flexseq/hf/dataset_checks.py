@@ -21,10 +21,11 @@ from transformers.utils import is_datasets_available
 from hf_flexseq.base.refusals import together
 from hf_flexseq.base.values import listed
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.losses import has_planned_loss
+from hf_flexseq.hf.losses import is_objective
 from hf_flexseq.hf.model.facts import base_model
-from hf_flexseq.hf.sum_trial import NO_CODE, UsersCode
+from hf_flexseq.hf.sum_trial import users_code_of
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.steps.calls import READ, ModelCall
 from hf_flexseq.steps.collator import LENGTHS, DataCollatorForFlexSeq
 from hf_flexseq.steps.known_columns import dropped_columns
 from hf_flexseq.steps.rank_step import RankStep
@@ -78,8 +79,7 @@ def check_rows(
 ) -> None:
     """Raise for examples or pairs of one dataset as `check_examples` does. reads: True if examples
     may be read for their lengths."""
-    on_samples = has_planned_loss(trainer)
-    lengths = _longest_sides(dataset) if on_samples else None
+    lengths = _longest_sides(dataset) if is_objective(trainer) else None
     if lengths is None:
         lengths = _token_counts(dataset)
     reads = reads and lengths is None and _is_map_style(dataset) and len(dataset) <= MOST_READ
@@ -89,7 +89,8 @@ def check_rows(
         lengths = _token_counts(rows)
     if lengths is None or not len(lengths):
         return
-    if not on_samples and trainer.data_collator.example_collator is None:  # one may add tokens
+    own = getattr(trainer.data_collator, "example_collator", trainer.data_collator)
+    if not is_objective(trainer) and own is None:  # one may add tokens
         _check_tokens(name, lengths)
     _check_room(name, dataset, lengths, trainer, args)
 
@@ -113,7 +114,7 @@ def check_first_step(step: RankStep[Any] | None, trainer: Trainer) -> None:
     names = step.row.columns.keys() - {"input_ids", "labels", "position_ids", VIRTUAL_NUMBERS}
     unread = sorted(names - inspect.signature(type(model).forward).parameters.keys())
     is_library = is_known(getattr(model, "loss_function", model))
-    if unread and is_library and UsersCode.of(trainer) == NO_CODE:
+    if unread and is_library and not users_code_of(trainer.model):
         logger.warning(
             "nothing reads %s of the examples: %s.forward has no such argument; drop it, or read "
             "it in a compute_loss",
@@ -324,6 +325,10 @@ def _collated_tokens(example: Mapping[str, Any], trainer: Trainer) -> int:
         batch = trainer.data_collator([columns])
     if is_planned:
         return max(batch[LENGTHS])
+    if "position_ids" in batch:
+        return max(
+            ModelCall.read({name: batch.get(name) for name in READ}, of_tokens=False).lengths
+        )
     masks = [value for name, value in batch.items() if name.endswith("attention_mask")]
     return max((int(mask.sum(dim=1).max()) for mask in masks), default=0)  # 0 where none is known
 

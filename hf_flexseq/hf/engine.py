@@ -45,7 +45,7 @@ from hf_flexseq.hf.model.own_loss import check_own_loss
 from hf_flexseq.hf.model_planning import ModelPlanning
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from hf_flexseq.hf.shared_prefixes import OFF
-from hf_flexseq.hf.sum_trial import LoopLoss, SumTrial
+from hf_flexseq.hf.sum_trial import SumTrial
 from hf_flexseq.hf.whole_model import WholeModel
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan import Plan
@@ -184,8 +184,7 @@ class FlexSeqEngine:
             self.setup, model, self.settings, lockstep=lockstep, lowered=self._lowered
         )
         self.planning = whole_model.planning
-        loss = LoopLoss(model, self.accelerator)
-        self._trial = SumTrial(loss, self.communicator.cpu_group)
+        self._trial = SumTrial(lambda: model, self.communicator.cpu_group)
         self._loader_settings.change()
 
     def _detach_model(self) -> None:

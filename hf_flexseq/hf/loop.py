@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq.hf.evaluation import EvaluationLoss, PlanSteps, once_each
 from hf_flexseq.hf.out_of_memory import noted
-from hf_flexseq.hf.sum_trial import SumTrial
+from hf_flexseq.hf.sum_trial import SumTrial, loss_of_model
 from hf_flexseq.hf.whole_model import WholeModel
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.prefetch import Step
@@ -83,7 +83,7 @@ class TrainingItem(LoopItem):
             options["scale_wrt_gas"] = False
         cpu_group = self._whole_model.setup.communicator.cpu_group
         with cpu_group.naming_lost(), noted(self._whole_model.planning, self.step):
-            self._trial.run(self.step.row, model)
+            self._trial.run(self.step.row, model, loss_of_model(self._whole_model))
             for inputs in self._micro_batches(self.step, model):
                 # DDP, FSDP and DeepSpeed average gradients over ranks, as the loss is.
                 loss = self._loss(model, inputs)
@@ -124,7 +124,7 @@ class EvaluationItem(LoopItem):
         # DDP would exchange buffers in each forward, and ranks run different numbers of them.
         whole = model.module if isinstance(model, DistributedDataParallel) else model
         with noted(self._whole_model.planning, self.step):
-            self._trial.run(self.step.row, whole)
+            self._trial.run(self.step.row, whole, loss_of_model(self._whole_model))
             for inputs in self._micro_batches(self.step, model):
                 with torch.no_grad():
                     self.step.add(self._loss(whole, inputs))

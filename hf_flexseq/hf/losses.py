@@ -1,22 +1,11 @@
-"""Trainers whose loss is not a sum over tokens, by the names of their classes: TRL need not be
-installed.
+"""Where the loss of a trainer's step is computed, by the trainer's class and by what its user has
+changed: TRL need not be installed.
 
-Their loss is computed on the source ranks, which drew the samples, from figures of their tokens
-(`objectives/`); all others compute the model's own next-token loss, in one pass.
-
-A trainer of the user's own, of a causal language model, takes one of both ways:
-
-* One pass, if the loss is a sum over tokens, divided by `num_items_in_batch`: `Trainer` itself,
-  TRL's SFTTrainer, and every class whose own `compute_loss` calls theirs. It runs on the
-  micro-batches of a plan, wherever their tokens are. It must call the model with its labels: those
-  of a micro-batch are shifted already.
-* On whole samples, in two passes, with `compute_loss_func`, or if the class sets
-  `flexseq_loss_on_whole_samples = True`: its `compute_loss` runs once for each batch of the plain
-  Trainer, and reads `loss`, `log_probs` and `entropy` of the model's outputs
-  (`objectives/outputs.py`).
-
-Rejected: giving whole samples to every class with its own `compute_loss`, at the price of a second
-pass.
+    in place      next-token loss as `Trainer` and TRL's SFTTrainer have it, on the micro-batches
+                  of a plan, wherever their tokens are (`next_token.py`)
+    on samples    every other loss: by the trainer's own code, on its own batches, on the rank that
+                  drew them, from figures of their tokens (`objectives/`). TRL's DPO and its like,
+                  classifiers, and every trainer whose loss runs code of the user's
 """
 
 from typing import Any
@@ -25,6 +14,7 @@ from transformers import Trainer
 
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older, needs
 from hf_flexseq.hf.model.facts import is_classifier
+from hf_flexseq.steps.users_code import is_known, users_methods
 
 # Trainers of TRL whose losses are known to read log-probabilities, scores or divergences.
 _ON_SAMPLES = (
@@ -41,6 +31,22 @@ _READ_FUSED_HEAD = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
 
 # Trainers that draw prompts, and make of them what they train on.
 _ROLLING_OUT = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
+
+METHODS_OF_LOSS = (
+    "compute_loss",
+    "training_step",
+    "prediction_step",
+    "_get_num_items_in_batch",
+    "_prepare_input",
+    "_prepare_inputs",
+    "_prepare_context_parallel_inputs",
+    "autocast_smart_context_manager",
+    "compute_loss_context_manager",
+)
+"""Methods of a trainer that its loss runs, and that see the trainer's own batches."""
+
+FIGURES = "flexseq_figures"
+"""Name of a method of the user's that finds further figures of tokens."""
 
 _SERVER = "its teacher answers from a server"
 _LOGITS = "it compares the logits of two models, whole vocabularies"
@@ -71,6 +77,8 @@ def reads_logits_of_all_tokens(trainer: Trainer) -> str | None:
     version = needs("trl", FUSED_HEAD_FROM)
     if _is_one_of(trainer, _READ_FUSED_HEAD):
         return f"{name} ({version})"
+    if is_sft(trainer) and _runs_users_code(trainer):
+        return f"a loss of your own with {name} ({version})"
     loss_type = getattr(getattr(trainer, "args", None), "loss_type", None)
     if loss_type not in ("nll", "dft") or not reads_fused_head(trainer):
         return None
@@ -94,25 +102,41 @@ def unsuitable_distillation(trainer: Trainer) -> str | None:
     return None
 
 
-def has_planned_loss(trainer: Trainer) -> bool:
-    """Tell if a trainer computes its loss on source ranks, from log-probabilities or scores."""
-    if _is_one_of(trainer, _ON_SAMPLES) or reads_figures(trainer):
+def is_on_samples(trainer: Trainer) -> bool:
+    """Tell if a trainer computes its loss itself, on its own batches."""
+    return is_objective(trainer) or has_own_loss(trainer)
+
+
+def is_objective(trainer: Trainer) -> bool:
+    """Tell if a trainer's loss is known to be no next-token loss: one of TRL's, or of a
+    classifier."""
+    return _is_one_of(trainer, _ON_SAMPLES) or is_classifier(_plain_model(trainer))
+
+
+def has_own_loss(trainer: Trainer) -> bool:
+    """Tell if code of the user's takes part in the loss of a trainer of next-token loss."""
+    return _runs_users_code(trainer) and not is_objective(trainer)
+
+
+def _runs_users_code(trainer: Trainer) -> bool:
+    if getattr(trainer, "compute_loss_func", None) is not None:
         return True
-    return is_classifier(_plain_model(trainer))
+    return bool(users_methods(trainer, (*METHODS_OF_LOSS, FIGURES)))
 
 
-def reads_figures(trainer: Trainer) -> bool:
-    """Tell if the user's own loss reads log-probabilities of a causal language model: by
-    `compute_loss_func`, or a class with `flexseq_loss_on_whole_samples = True`."""
-    if has_fused_head(trainer) or is_classifier(_plain_model(trainer)):
-        return False
-    is_func = getattr(trainer, "compute_loss_func", None) is not None
-    return is_func or says_on_samples(trainer)
+def set_later(trainer: Trainer) -> str | None:
+    """Return the name of a method of the loss that the user has put on a trainer; None without
+    one."""
+    own = vars(trainer)
+    for name in METHODS_OF_LOSS:
+        if name in own and not is_known(own[name]):
+            return name
+    return None
 
 
-def says_on_samples(trainer: Trainer) -> bool:
-    """Tell if the class of a trainer says `flexseq_loss_on_whole_samples = True`."""
-    return bool(getattr(trainer, "flexseq_loss_on_whole_samples", False))
+def is_sft(trainer: Trainer) -> bool:
+    """Tell if a trainer is TRL's SFTTrainer or derived from it."""
+    return _is_one_of(trainer, ("SFTTrainer",))
 
 
 def has_fused_head(trainer: Trainer) -> bool:
@@ -121,8 +145,8 @@ def has_fused_head(trainer: Trainer) -> bool:
 
 
 def reads_fused_head(trainer: Trainer) -> bool:
-    """Tell if a micro-batch runs the `compute_loss` of TRL's SFTTrainer, which reads nothing but
-    the outputs of TRL's head."""
+    """Tell if a trainer runs the `compute_loss` of TRL's SFTTrainer, which reads nothing but the
+    outputs of TRL's head."""
     own = type(trainer).compute_loss
     return any(
         cls.__name__ == "SFTTrainer" and vars(cls).get("compute_loss") is own

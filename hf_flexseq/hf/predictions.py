@@ -25,14 +25,14 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.engine import FlexSeqEngine
-from hf_flexseq.hf.losses import reads_figures
+from hf_flexseq.hf.losses import has_own_loss
 from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.model.router import TOTALS
 from hf_flexseq.hf.refusals.predictions import as_given, value_parts
 from hf_flexseq.kernels.chunked_loss import chunk_rows
 from hf_flexseq.kernels.upload import to_device
-from hf_flexseq.steps.calls import ModelCall, images_in, types_in
+from hf_flexseq.steps.calls import READ, ModelCall, images_in, types_in
 from hf_flexseq.steps.figure_passes import figures_of
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import RankMicroBatches
@@ -59,7 +59,7 @@ class TokenPredictions:
         self._engine = engine
         self._function = trainer.preprocess_logits_for_metrics
         # on the source rank the Trainer's own step gives the loss of a batch
-        self._with_loss = "loss" in trainer.args.include_for_metrics and not reads_figures(trainer)
+        self._with_loss = "loss" in trainer.args.include_for_metrics and not has_own_loss(trainer)
         self._chunked: ChunkedLoss | None = None
         self._is_started = False
 
@@ -169,6 +169,7 @@ class PredictedBatch:
             self._batch.get("attention_mask"),
             self._batch.get("labels"),
             shift_labels=self._batch.get("shift_labels"),
+            positions=self._batch.get("position_ids"),
             images=images,
             types=types_in(batch) if takes_images else None,
         )
@@ -197,8 +198,7 @@ class PredictedBatch:
         call = self._call
         targets = call.in_row(call.targets)  # [tokens]
         call.targets[self._own_samples() :] = IGNORE_INDEX
-        known = {"input_ids", "attention_mask", "labels", "shift_labels"}
-        known |= {*call.images, *call.types}
+        known = {*READ, *call.images, *call.types}
         for row in rows_of([call]):
             for name, value in self._batch.items():
                 if name not in known:

@@ -1,16 +1,16 @@
 """How the loss of a Trainer's steps is computed, in training and in evaluation.
 
-A trainer takes one of two ways for good (`losses.py`):
+A trainer has one of two for good (`losses.py`):
 
-    LossInOnePass       a sum over tokens, on the micro-batches of a plan (`one_pass.py`)
-    LossOnSourceRank    the trainer's own, on its own batches, between planned passes
-                        (`source_rank.py`)
+    NextTokenLoss    a sum over tokens, on the micro-batches of a plan (`next_token.py`)
+    LossOnSamples    the trainer's own, on its own batches, from figures of their tokens
+                     (`objectives/on_samples.py`)
 
 `FlexSeqMixin` asks its `StepLoss`, and never which of the two it has.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from hf_flexseq.hf.refusals.predictions import check_predictions
 # The Trainer's own methods.
 StockPreparation = Callable[[Any], Any]  # batch -> what the loss gets
 Prediction = tuple[Any, Any, Any]  # loss, predictions, labels
+RunStep = Callable[[nn.Module, Any, Any], torch.Tensor]  # model, batch, its items -> its loss
 # model, batch, True if the loss is all that is wanted -> what the Trainer finds
 StockPrediction = Callable[[nn.Module, Any, bool], Prediction]
 
@@ -38,9 +39,6 @@ class StepLoss(ABC):
 
     lockstep: bool
     """True if the computation makes all ranks run every micro-batch together."""
-
-    value: torch.Tensor
-    """Loss of this rank in the last step, a scalar; 0 for a batch before the last of its step."""
 
     def __init__(self, trainer: Trainer, engine: FlexSeqEngine) -> None:
         self._trainer: Any = trainer  # one of TRL's has more than a Trainer
@@ -75,16 +73,13 @@ class StepLoss(ABC):
         return stock_preparation(batch)
 
     @abstractmethod
-    def batches(
-        self, model: nn.Module, batch: Any
-    ) -> Generator[tuple[nn.Module, Any], None, None]:
-        """Run a step with its last batch: yield each model and batch for the Trainer's
-        `training_step`, whose loss the caller adds with `add`. Afterwards `value` is the loss.
-        Collective over the world. model: as accelerate has wrapped it."""
+    def run_step(self, model: nn.Module, batch: Any, items: Any, run: RunStep) -> torch.Tensor:
+        """Run a whole step with the last of its batches, and return this rank's loss of it, a
+        scalar; 0 for a batch before. Collective over the world.
 
-    @abstractmethod
-    def add(self, loss: torch.Tensor) -> None:
-        """Take the loss of the batch that `batches` has yielded last, a scalar."""
+        model: as accelerate has wrapped it. items: the Trainer's count of targets. run: the
+        Trainer's own `training_step`.
+        """
 
     def settle(self, logged: torch.Tensor) -> None:
         """Correct the Trainer's sum of losses since the last log line. Collective."""

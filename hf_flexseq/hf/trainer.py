@@ -24,13 +24,13 @@
 With `pipeline_parallel_size` above 1 the trainer's class becomes a subclass, which the registry
 names (`base/registry.py`).
 
-The loss of a step (`step_loss.py`) is computed in one pass over the micro-batches (`one_pass.py`),
-or on the source ranks, on the trainer's own batches (`source_rank.py`). Data order, gradient
+The loss of a step (`step_loss.py`) is computed on the micro-batches (`next_token.py`), or by the
+trainer's own code, on its own batches (`objectives/on_samples.py`). Data order, gradient
 accumulation, clipping, schedules and saving stay the Trainer's own.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -52,10 +52,12 @@ from hf_flexseq.hf.data_order import Factors, check_factors
 from hf_flexseq.hf.dataset_checks import check_examples, check_labels, check_rows
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.evaluation import left_unprepared
-from hf_flexseq.hf.losses import has_planned_loss, reads_figures
+from hf_flexseq.hf.losses import has_own_loss, is_objective, is_on_samples
 from hf_flexseq.hf.model.checks import check_kind, check_model
 from hf_flexseq.hf.model.facts import base_model, is_classifier
-from hf_flexseq.hf.one_pass import LossInOnePass
+from hf_flexseq.hf.next_token import NextTokenLoss
+from hf_flexseq.hf.objectives.on_samples import LossOnSamples
+from hf_flexseq.hf.objectives.outputs import PlannedSmoother
 from hf_flexseq.hf.overrides import OF_SHARDED_CHECKPOINTS
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from hf_flexseq.hf.refusals.predictions import check_predictions, wants_predictions
@@ -63,7 +65,6 @@ from hf_flexseq.hf.refusals.trainer import check_loss_of_model, check_trainer
 from hf_flexseq.hf.resume import Resumed, choose_checkpoint
 from hf_flexseq.hf.saving import checkpoint_folder, saved_whole
 from hf_flexseq.hf.sharded_checkpoints import ShardedCheckpoints, accepted_by_trainer
-from hf_flexseq.hf.source_rank import LossOnSourceRank
 from hf_flexseq.hf.step_loss import StepLoss
 from hf_flexseq.hf.step_memory import StepMemory
 from hf_flexseq.hf.trainer_log import TrainerLog
@@ -181,19 +182,18 @@ class FlexSeqMixin(ShardedCheckpoints):
             lambda: check_accelerator(self.accelerator, options, self.args),
             check_base,
         ]
-        if not has_planned_loss(self) or reads_figures(self):  # else TRL's own
+        if not is_objective(self):  # which has data of its own
             checks.append(lambda: check_labels(self, flexseq_collator(self.data_collator)))
         return checks
 
     def _choose_collators(self) -> None:
         """Wrap the user's collator to plan batches; keep one that makes the plain Trainer's."""
         self._flexseq_padded = self.data_collator
-        on_samples = has_planned_loss(self)
-        if on_samples and not reads_figures(self):
+        if is_objective(self):
             return  # TRL's own collators, of pairs and prompts
         collator = flexseq_collator(self.data_collator)
         self._flexseq_padded = padded_collator(self.data_collator, collator)
-        self.data_collator = self._flexseq_padded if on_samples else collator
+        self.data_collator = self._flexseq_padded if has_own_loss(self) else collator
 
     def _make_engine(self, options: FlexSeqArguments, **common: Any) -> FlexSeqEngine:
         """Return the engine. common: its other arguments, see `FlexSeqEngine`."""
@@ -201,8 +201,8 @@ class FlexSeqMixin(ShardedCheckpoints):
 
     def _make_loss(self) -> StepLoss:
         """Return what computes the loss of steps."""
-        way = LossOnSourceRank if has_planned_loss(self) else LossInOnePass
-        return way(self, self.flexseq)
+        kind = LossOnSamples if is_on_samples(self) else NextTokenLoss
+        return kind(self, self.flexseq)
 
     def _flexseq_timeout(self) -> timedelta | None:
         """Return the user's timeout, which on a CPU the Trainer does not give to the job's group;
@@ -215,10 +215,11 @@ class FlexSeqMixin(ShardedCheckpoints):
         """Return what is set for the model here, and keep the Trainer from doing the same."""
         alpha = self.args.neftune_noise_alpha
         self.neftune_noise_alpha = None  # its own noise would depend on the plan
-        smoothing = 0.0  # a planned loss smooths nothing under the plain Trainer either
-        if not has_planned_loss(self):
-            smoothing = self.args.label_smoothing_factor
-            self.label_smoother = None  # it would make the logits of all tokens
+        smoothing = self.args.label_smoothing_factor
+        if smoothing and not is_objective(self):  # it would make the logits of all tokens
+            self.label_smoother = PlannedSmoother(smoothing) if has_own_loss(self) else None
+        if is_on_samples(self):
+            smoothing = 0.0  # in the model
         offloads = getattr(self.args, "activation_offloading", False)
         return ModelSettings(
             label_smoothing=smoothing,
@@ -305,15 +306,13 @@ class FlexSeqMixin(ShardedCheckpoints):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Run a whole step with the last of its items, and return its loss, a scalar."""
+        """Run a whole step with the last of its batches, and return its loss, a scalar."""
         self._flexseq_data.check_accumulation()
-        loss = self._flexseq_loss
-        with self._flexseq_memory.noted(), closing(loss.batches(model, inputs)) as batches:
-            # Each batch goes through the Trainer's own `training_step`.
-            for own_model, batch in batches:
-                loss.add(super().training_step(own_model, batch, num_items_in_batch))
+        run = super().training_step
+        with self._flexseq_memory.noted():
+            loss = self._flexseq_loss.run_step(model, inputs, num_items_in_batch, run)
         self._flexseq_in_front.note(model, self.args.gradient_accumulation_steps)
-        return loss.value
+        return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         self._flexseq_in_front.check(model)
@@ -337,8 +336,8 @@ class FlexSeqMixin(ShardedCheckpoints):
         **options: Any,
     ) -> Any:
         """Plan a whole batch's log-probabilities together. Only TRL's GRPO and RLOO call this."""
-        assert isinstance(self._flexseq_loss, LossOnSourceRank), "GRPO and RLOO are known as such"
-        with self._flexseq_loss.planned.answers.answering(self.model_wrapped):
+        assert isinstance(self._flexseq_loss, LossOnSamples), "GRPO and RLOO are known as such"
+        with self._flexseq_loss.answers.answering(self.model_wrapped):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, None, **options
             )

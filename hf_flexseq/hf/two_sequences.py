@@ -1,4 +1,4 @@
-"""Compute the loss of two short sequences apart, in one row, and as rows of a padded batch; and of
+"""Compute a value of two short sequences apart, in one row, and as rows of a padded batch; and of
 their tokens, each of which sees itself alone, in two orders.
 
 `sum_trial.py` compares them. All of it runs on one rank alone, without gradients.
@@ -7,19 +7,17 @@ their tokens, each of which sees itself alone, in two orders.
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Trainer
+from transformers import PreTrainedModel
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.model.facts import base_model, compute_dtype
-from hf_flexseq.hf.watch import Watch
+from hf_flexseq.hf.model.facts import compute_dtype
 from hf_flexseq.hf.whole_model import WholeModel
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.known_columns import shifted
@@ -31,7 +29,7 @@ logger = logging.getLogger(__name__)
 TOKENS = (5, 4)
 """Tokens of the two sequences."""
 ITEMS = 8
-"""Divisor of the losses."""
+"""Divisor of losses."""
 _MOVED = [4 * index % sum(TOKENS) for index in range(sum(TOKENS))]  # another order of all tokens
 
 # How far L(A and B) may be from L(A) + L(B), as a part of it: rounding of the arithmetic.
@@ -39,47 +37,41 @@ _MOVED = [4 * index % sum(TOKENS) for index in range(sum(TOKENS))]  # another or
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _TOLERANCE_OF_16_BITS = 3e-2
 
-# model, inputs, num_items_in_batch -> the loss, a scalar
-ComputeLoss = Callable[..., Any]
-# model, inputs of a micro-batch -> figures of its tokens, each [tokens, ...]
-Figures = Callable[[nn.Module, Inputs], Columns]
+# the model, as accelerate has wrapped it, and inputs of a micro-batch -> a sum over its tokens
+Value = Callable[[nn.Module, Inputs], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """The losses of two sequences."""
+    """The values of two sequences."""
 
     first: float
     second: float
     together: float
-    """Loss of both in one row."""
+    """Value of both in one row."""
     padded: float
-    """Loss of both as the rows of a padded batch."""
-    unlabelled: float
-    """Loss of both in one row, without any label."""
+    """Value of both as the rows of a padded batch; NaN if unknown."""
     by_itself: float
-    """Loss of all tokens in one row, each a sequence by itself at its own position."""
+    """Value of all tokens in one row, each a sequence by itself at its own position."""
     moved: float
     """The same of another order of tokens."""
     tolerance: float
 
     @property
     def add_up(self) -> bool:
-        """True if the loss of both is the sum of their losses in either form, or not finite, and
+        """True if the value of both is the sum of their values in either form, or not finite, and
         no order of tokens matters outside of attention."""
         sums = all(map(self._is_sum, (self.together, self.padded)))
-        return self.unlabelled == 0 and sums and self._is_alike(self.by_itself, self.moved)
+        return sums and self._is_alike(self.by_itself, self.moved)
 
-    def _is_sum(self, loss: float) -> bool:
-        return self._is_alike(loss, self.first, self.second)
+    def _is_sum(self, value: float) -> bool:
+        return self._is_alike(value, self.first, self.second)
 
-    def _is_alike(self, loss: float, *parts: float) -> bool:
-        size = abs(loss) + sum(map(abs, parts))
-        return not math.isfinite(size) or abs(loss - sum(parts)) <= self.tolerance * size
+    def _is_alike(self, value: float, *parts: float) -> bool:
+        size = abs(value) + sum(map(abs, parts))
+        return not math.isfinite(size) or abs(value - sum(parts)) <= self.tolerance * size
 
     def __str__(self) -> str:
-        if self.unlabelled != 0:
-            return f"a row without labels has the loss {self.unlabelled:.6g}, and not 0"
         loss, where = self.together, "in one row"
         if self._is_sum(loss):
             loss, where = self.padded, "in a padded batch, as the plain Trainer has them"
@@ -94,73 +86,43 @@ class Found:
         )
 
 
-class LossesOfTwo:
-    """Computes the losses of two short sequences, apart and together, on this rank alone."""
+class TwoSequences:
+    """Computes values of two short sequences, apart and together, on this rank alone."""
 
     def __init__(
         self,
-        trainer: Trainer,
         whole_model: WholeModel,
-        watch: Watch | None,
+        base: PreTrainedModel,
         row: SourceRow,
         model: nn.Module,
     ) -> None:
-        self._trainer: Any = trainer
+        """base: without adapters. row: what this rank has drawn for a step. model: as accelerate
+        has wrapped it."""
         self._whole_model = whole_model
-        self._watch = watch
+        self._name = type(base).__name__
         self._model = model
         self._columns = _short_columns(real_tokens(row))
         self._virtual_tokens = row.virtual_tokens
-        dtype = compute_dtype(base_model(trainer.model), trainer.accelerator)
+        dtype = compute_dtype(base, whole_model.setup.accelerator)
         self._tolerance = _TOLERANCES.get(dtype, _TOLERANCE_OF_16_BITS)
 
-    def of(self, compute_loss: ComputeLoss) -> Found | None:
-        """Return the losses by a function like `Trainer.compute_loss`; None if they vary."""
-
-        def prepared(model: nn.Module, inputs: Inputs, **given: Any) -> Any:
-            return compute_loss(model, self._trainer._prepare_inputs(inputs), **given)
-
-        return self._in_either_mode(
-            partial(self._loss, prepared),
-            padded=partial(self._padded_loss, prepared),
-            unlabelled=partial(self._loss, prepared, is_labelled=False),
-        )
-
-    def of_figures(self, figures: Figures) -> Found | None:
-        """Return the sums of squares of what a head finds for tokens."""
-
-        def sizes(model: nn.Module, inputs: Inputs, num_items_in_batch: Any) -> torch.Tensor:
-            squares = [value.double().square().sum() for value in figures(model, inputs).values()]
-            return torch.stack(squares).sum()
-
-        return self._in_either_mode(partial(self._loss, sizes))
-
-    def _in_either_mode(
-        self,
-        loss: Callable[..., float],
-        padded: Callable[[], float] | None = None,
-        unlabelled: Callable[..., float] | None = None,
-    ) -> Found | None:
-        """Return the losses with the model in training mode, without dropout; where those of one
+    def of(self, value: Value, *, pads: bool) -> Found | None:
+        """Return the values with the model in training mode, without dropout; where those of one
         row differ from call to call, in evaluation mode. Where they differ even then, nothing can
-        be said, and a warning says so.
-
-        loss: of sequences of so many tokens, from a token on. padded: of both in a padded batch.
-        unlabelled: as `loss`, without labels.
-        """
+        be said, and a warning says so. pads: True to compute that of a padded batch, too."""
         first, second = TOKENS
         stable = []
+        own = partial(self._value, value)
         for training in (True, False):  # all ranks compute in both, whatever each has found
             with _without_dropout(self._model, training=training):
-                once, again = loss(0, TOKENS), loss(0, TOKENS)
+                once, again = own(0, TOKENS), own(0, TOKENS)
                 found = Found(
-                    first=loss(0, (first,)),
-                    second=loss(first, (second,)),
+                    first=own(0, (first,)),
+                    second=own(first, (second,)),
                     together=once,
-                    padded=math.nan if padded is None else padded(),
-                    unlabelled=0.0 if unlabelled is None else unlabelled(0, TOKENS),
-                    by_itself=loss(0, (1,) * sum(TOKENS)),
-                    moved=loss(0, (1,) * sum(TOKENS), is_moved=True),
+                    padded=self._padded_value(value) if pads else math.nan,
+                    by_itself=own(0, (1,) * sum(TOKENS)),
+                    moved=own(0, (1,) * sum(TOKENS), is_moved=True),
                     tolerance=self._tolerance,
                 )
             differs = abs(once - again) > self._tolerance * (abs(once) + abs(again))
@@ -169,73 +131,67 @@ class LossesOfTwo:
         if stable:
             return stable[0]
         logger.warning(
-            "the loss of %s differs from call to call on the same tokens, so hf_flexseq cannot "
-            "try if it is a sum over tokens: it has to be one",
-            type(self._trainer).__name__,
+            "what %s computes differs from call to call on the same tokens, so hf_flexseq cannot "
+            "try if it keeps sequences apart: it has to",
+            self._name,
         )
         return None
 
-    def _loss(
-        self,
-        compute_loss: ComputeLoss,
-        start: int,
-        lengths: tuple[int, ...],
-        *,
-        is_labelled: bool = True,
-        is_moved: bool = False,
+    def are_alike(self, value: Value, other: Value) -> tuple[bool, float, float]:
+        """Return whether two values of both sequences in one row are alike, and both values."""
+        with _without_dropout(self._model, training=False):
+            found = self._value(value, 0, TOKENS), self._value(other, 0, TOKENS)
+        size = sum(map(abs, found))
+        return abs(found[0] - found[1]) <= self._tolerance * size, *found
+
+    def _value(
+        self, value: Value, start: int, lengths: tuple[int, ...], *, is_moved: bool = False
     ) -> float:
-        """Return the loss of sequences that begin at token `start` of the columns. is_moved: True
+        """Return the value of sequences that begin at token `start` of the columns. is_moved: True
         for all tokens in another order."""
         tokens = _MOVED if is_moved else slice(start, start + sum(lengths))
-        own = {name: value[tokens] for name, value in self._columns.items()}
-        if not is_labelled:
-            own["labels"] = torch.full_like(own["labels"], IGNORE_INDEX)
+        own = {name: column[tokens] for name, column in self._columns.items()}
         row = SourceRow(columns=own, lengths=lengths)
         if self._virtual_tokens:
-            row = self._with_virtual_tokens(row, is_labelled=is_labelled)
-        inputs = self._whole_model.inputs_alone(row)
-        with nullcontext() if self._watch is None else self._watch.calls(inputs, notes=False):
-            return self._computed(compute_loss, inputs)
+            row = self._with_virtual_tokens(row)
+        return self._computed(value, self._whole_model.inputs_alone(row))
 
-    def _with_virtual_tokens(self, row: SourceRow, *, is_labelled: bool) -> SourceRow:
+    def _with_virtual_tokens(self, row: SourceRow) -> SourceRow:
         """Return a row with the virtual tokens that the model puts in front of its sequences. The
         last of them predicts a sequence's first token, as in a padded batch."""
-        firsts = [own[0] for own in row.columns["input_ids"].split(row.lengths)]
-        labels = [int(first) if is_labelled else IGNORE_INDEX for first in firsts]
-        return with_virtual_tokens(replace(row, first_labels=tuple(labels)), self._virtual_tokens)
+        labels = tuple(int(own[0]) for own in row.columns["input_ids"].split(row.lengths))
+        return with_virtual_tokens(replace(row, first_labels=labels), self._virtual_tokens)
 
-    def _padded_loss(self, compute_loss: ComputeLoss) -> float:
-        """Return the loss of both sequences in a padded batch, [2, tokens]; NaN where the user's
-        code or the model cannot compute it, which is not needed for planned steps."""
+    def _padded_value(self, value: Value) -> float:
+        """Return the value of both in a padded batch, [2, tokens]; NaN where the user's code or
+        the model cannot compute it, which is not needed for planned steps."""
         if self._whole_model.router is not None:
             return math.nan  # the model would add a router loss of the batch
+        device = self._whole_model.setup.accelerator.device
         batch: Inputs = {}
-        for name, value in self._columns.items():
+        for name, column in self._columns.items():
             if name in _MADE_HERE:
                 continue
             filler = IGNORE_INDEX if name == "labels" else 0
-            parts = self._columns["input_ids"] if name == "labels" else value
+            parts = self._columns["input_ids"] if name == "labels" else column
             row = pad_sequence(parts.split(TOKENS), batch_first=True, padding_value=filler)
-            batch[name] = row.to(self._trainer.accelerator.device)
+            batch[name] = row.to(device)
         ones = [torch.ones(length, dtype=torch.int64) for length in TOKENS]
-        batch["attention_mask"] = pad_sequence(ones, batch_first=True).to(batch["labels"].device)
+        batch["attention_mask"] = pad_sequence(ones, batch_first=True).to(device)
         try:
-            return self._computed(compute_loss, batch)
+            return self._computed(value, batch)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             logger.info("the loss of a padded batch is not compared: %s", error)
             return math.nan
 
-    def _computed(self, compute_loss: ComputeLoss, inputs: Inputs) -> float:
-        """Return the loss that a function gives of inputs, without gradients."""
-        trainer = self._trainer
-        items = torch.full((), ITEMS, device=trainer.accelerator.device)
+    def _computed(self, value: Value, inputs: Inputs) -> float:
+        """Return a value of inputs, without gradients."""
         router = self._whole_model.router
         with ExitStack() as around:
             around.enter_context(torch.no_grad())
-            around.enter_context(trainer.compute_loss_context_manager())
             if router is not None:
                 around.enter_context(router.noting())
-            return float(compute_loss(self._model, inputs, num_items_in_batch=items))
+            return float(value(self._model, inputs))
 
 
 # Columns that a padded batch of the plain Trainer does not have.

@@ -1,12 +1,13 @@
-"""Watch what a user's code does with a micro-batch while the loss of a step runs in one pass.
+"""Watch what code of the user's does with the labels of a micro-batch, and with gradients that are
+not those of a whole step yet.
 
 A micro-batch has parts of samples in one row, and its labels are shifted already: `labels` and
-`shift_labels` are one tensor, and the model reads the second. Code that was written for whole
-batches may call the model in ways that would give another loss in silence. Each of them raises a
-NotImplementedError that names the code and says what to change.
+`shift_labels` are one tensor, and the model reads the second. A hook on the model may change them,
+which would give another loss in silence. Each of these changes raises a NotImplementedError that
+says what to change.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,19 +19,17 @@ from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.hf.model.facts import base_model
-from hf_flexseq.hf.overrides import WHOLE_SAMPLES
 from hf_flexseq.steps.inputs import LABELS, Inputs
 from hf_flexseq.steps.users_code import users_methods
 
 
-class Watch:
-    """Watches the methods of one trainer that the user has overridden."""
+class LabelGuard:
+    """Refuses calls of a trainer's model on a micro-batch with other labels than its own."""
 
-    def __init__(self, trainer: Trainer, methods: Sequence[str]) -> None:
-        """methods: where they are, such as `MyTrainer.compute_loss`."""
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer
         self._noted: NotImplementedError | None = None
-        self._who = listed(methods) if methods else f"{type(trainer).__name__} or a hook"
+        self._who = f"{type(trainer).__name__} or a hook"
 
     def raise_together(self, cpu_group: CpuGroup) -> None:
         """Raise what was noted on any rank, on all of them. Collective over the world."""
@@ -41,34 +40,24 @@ class Watch:
         watching.raise_on_all_ranks(cpu_group.gather_values, "running a micro-batch")
 
     @contextmanager
-    def calls(self, micro_batch: Inputs, *, notes: bool = True) -> Iterator[None]:
-        """Refuse calls of the model inside the block other than of this micro-batch as it is.
-        notes: True to note changed labels, maybe of one rank, for `raise_together`."""
+    def of(self, micro_batch: Inputs) -> Iterator[None]:
+        """Refuse calls of the model inside the block without labels; note changed ones, maybe of
+        one rank, for `raise_together`."""
         targets: torch.Tensor = micro_batch[LABELS[0]]  # [1, tokens]
         version = targets._version
 
         def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if kwargs.get("seq_ctx") is None:
+            if kwargs.get("labels") is None or kwargs.get("seq_ctx") is None:
                 raise NotImplementedError(
-                    f"{self._who} calls the model without the inputs' seq_ctx, on parts of "
-                    "samples: pass all inputs on, model(**inputs), or set "
-                    f"{WHOLE_SAMPLES} in the class"
-                )
-            if kwargs.get("labels") is None:
-                raise NotImplementedError(
-                    f"{self._who} calls the model without labels, on parts of samples: call "
-                    "super().compute_loss, or read outputs.log_probs and outputs.entropy of whole "
-                    f"samples and set {WHOLE_SAMPLES} in the class"
+                    f"{self._who} calls the model without the labels or the seq_ctx of a "
+                    "micro-batch, which has parts of samples: pass all inputs on"
                 )
             is_same = targets._version == version
             if not is_same or not all(_equals(kwargs.get(name), targets) for name in LABELS):
-                changed = NotImplementedError(
+                self._noted = NotImplementedError(
                     f"{self._who} changes the labels of a micro-batch, which are shifted and "
                     "parts of samples: change them in the dataset or in the data_collator"
                 )
-                if not notes:
-                    raise changed
-                self._noted = changed
 
         hook = base_model(self._trainer.model).register_forward_pre_hook(check, with_kwargs=True)
         try:
@@ -76,46 +65,34 @@ class Watch:
         finally:
             hook.remove()
 
-    @contextmanager
-    def gradients(self, model: nn.Module) -> Iterator[None]:
-        """Refuse changes of gradients inside the block after its backward."""
-        accelerator = self._trainer.accelerator
-        backward: Callable[..., None] = accelerator.backward
-        after_backward: list[Any] = []
 
-        def noting(loss: torch.Tensor, **options: Any) -> None:
-            backward(loss, **options)
-            after_backward[:] = _versions(model)
-
-        accelerator.backward = noting
-        try:
-            yield
-        finally:
-            del accelerator.backward
-        if after_backward and after_backward != _versions(model):
-            self._noted = self.changed_gradients()
-
-    @contextmanager
-    def no_gradients_yet(self, model: nn.Module) -> Iterator[None]:
-        """Refuse changes of gradients inside the block, before all backwards of a step."""
-        empty = [p for p in model.parameters() if p.requires_grad and p.grad is None]
+@contextmanager
+def no_gradients_yet(trainer: Trainer, model: nn.Module) -> Iterator[None]:
+    """Refuse changes of gradients by a user's `training_step` inside the block, before all
+    backwards of a step."""
+    methods = users_methods(trainer, ("training_step",))
+    if not methods:
+        yield
+        return
+    empty = [p for p in model.parameters() if p.requires_grad and p.grad is None]
+    for parameter in empty:
+        parameter.grad = torch.zeros_like(parameter)
+    before = _versions(model)
+    try:
+        yield
+        if before != _versions(model):
+            raise changed_gradients(methods)
+    finally:
         for parameter in empty:
-            parameter.grad = torch.zeros_like(parameter)
-        before = _versions(model)
-        try:
-            yield
-            if before != _versions(model):
-                raise self.changed_gradients()
-        finally:
-            for parameter in empty:
-                parameter.grad = None
+            parameter.grad = None
 
-    def changed_gradients(self) -> NotImplementedError:
-        """Return the refusal of changed gradients."""
-        return NotImplementedError(
-            f"{self._who} changes gradients before those of the step are complete: change them in "
-            "the callback event on_pre_optimizer_step"
-        )
+
+def changed_gradients(methods: list[str]) -> NotImplementedError:
+    """Return the refusal of gradients that some methods have changed."""
+    return NotImplementedError(
+        f"{listed(methods)} changes gradients before those of the step are complete: change them "
+        "in the callback event on_pre_optimizer_step"
+    )
 
 
 class StepInFront:
@@ -126,7 +103,7 @@ class StepInFront:
         classes = type(trainer).__mro__
         before = classes[: classes.index(mixin)]
         self._is_watched = any("training_step" in vars(cls) for cls in before)
-        self._watch = Watch(trainer, users_methods(trainer, ("training_step",)))
+        self._methods = users_methods(trainer, ("training_step",))
         self._after_step: list[Any] | None = None
 
     def note(self, model: nn.Module, accumulation: int) -> None:
@@ -138,7 +115,7 @@ class StepInFront:
         """Raise NotImplementedError if gradients have changed since then."""
         noted, self._after_step = self._after_step, None
         if noted is not None and noted != _versions(model):
-            raise self._watch.changed_gradients()
+            raise changed_gradients(self._methods)
 
 
 def _equals(given: torch.Tensor | None, targets: torch.Tensor) -> bool:

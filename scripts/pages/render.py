@@ -29,7 +29,7 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.overrides import OF_SHARDED_CHECKPOINTS, RULES, Rule
 from hf_flexseq.hf.refusals.accelerator import ACCELERATOR
 from hf_flexseq.hf.refusals.predictions import PREDICTIONS
-from hf_flexseq.hf.refusals.trainer import MODEL, ON_SAMPLES, ONE_PASS, TRAINER
+from hf_flexseq.hf.refusals.trainer import MODEL, NEXT_TOKEN, ON_SAMPLES, TRAINER
 from hf_flexseq.pipeline.trainer.refusals import FSDP_OF_STAGES, PIPELINE, REPLACED
 
 FOLDER = Path(__file__).parent
@@ -151,8 +151,8 @@ def argument_row(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
 REFUSALS: dict[str, tuple[Refusal[Any], ...]] = {
     "Refused: accelerators": ACCELERATOR,
     "Refused: trainers and training arguments": TRAINER,
-    "Refused: next-token loss": ONE_PASS,
-    "Refused: losses on whole samples": ON_SAMPLES,
+    "Refused: causal language models": NEXT_TOKEN,
+    "Refused: losses on the trainer's own batches": ON_SAMPLES,
     "Refused: losses of models": MODEL,
     "Refused: metrics and predict() of causal language models": PREDICTIONS,
     "Refused: pipelines": PIPELINE,
@@ -173,7 +173,7 @@ def refusals_table() -> str:
 
 def overrides_table() -> str:
     """Return what a user may override on a trainer."""
-    columns = ("method", "in one pass", "on samples", "")
+    columns = ("method", "", "")
     return (
         f"{table(columns, map(rule_row, RULES))}\n\n"
         f"A [pipeline](pipelines.md) also refuses {code(REPLACED)}. In the saving of "
@@ -181,13 +181,12 @@ def overrides_table() -> str:
     )
 
 
-def rule_row(rule: Rule) -> tuple[str, str, str, str]:
+def rule_row(rule: Rule) -> tuple[str, str, str]:
     """Return the row of methods with one rule."""
     instead = f". Instead: {rule.instead}" if rule.instead else ""
     return (
         code(rule.names),
-        rule.in_one_pass.value,
-        rule.on_samples.value,
+        rule.standing.value,
         f"{rule.why}{instead}",
     )
 

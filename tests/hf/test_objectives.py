@@ -174,7 +174,7 @@ def test_padding_on_either_side_is_no_part_of_a_row():
     assert torch.equal(call.padded(call.in_row(ids)), ids)
 
 
-@pytest.mark.parametrize("name", ["output_hidden_states", "position_ids", "inputs_embeds"])
+@pytest.mark.parametrize("name", ["output_hidden_states", "cache_position", "inputs_embeds"])
 def test_arguments_that_change_results_are_refused_by_name(name):
     with refused(f"calls the model with {name}"):
         ModelCall.read(padded_call(**{name: torch.ones(1)}), of_tokens=True)

@@ -17,6 +17,7 @@ from hf_flexseq import FlexSeqArguments
 from hf_flexseq.base.refusals import refuse
 from hf_flexseq.hf.refusals import trainer as refusals
 from hf_flexseq.hf.refusals.accelerator import ACCELERATOR, Setup
+from hf_flexseq.hf.refusals.predictions import PREDICTIONS, Predicting
 from hf_flexseq.hf.refusals.trainer import MODEL, ON_SAMPLES, TRAINER, TrainerOfModel
 from tests.hf.test_checks import OwnLoss, fresh_accelerate, make_trainer  # noqa: F401
 from tests.hf.tiny import tiny_llama
@@ -97,11 +98,6 @@ SETTINGS = {  # by Refusal.setting: what a FlexSeqConfig has
     "split_batches=True": {"accelerator_config": {"split_batches": True}},
     "ddp_timeout of 0 and less": {"ddp_timeout": 0},
     "ddp_static_graph=True": {"ddp_static_graph": True},
-    "include_for_metrics=['loss'] with a loss of your own": {
-        "cls": OwnLoss,
-        "include_for_metrics": ["loss"],
-        "trainer": {"compute_metrics": lambda prediction: {}},
-    },
 }
 
 
@@ -137,6 +133,14 @@ def with_own_loss():
     return TrainerOfModel(fake(label_smoothing_factor=0.1), model)
 
 
+def predicting_with_own_loss(**args):
+    model = tiny_llama()
+    model.loss_function = lambda **given: None
+    trainer = SimpleNamespace(**vars(fake(**args)) | {"model": model})
+    trainer.accelerator = SimpleNamespace(even_batches=True)
+    return Predicting(trainer, model, 1)
+
+
 def loaders(**settings):
     usual = {"dispatch_batches": None, "split_batches": False, "use_stateful_dataloader": False}
     accelerator = SimpleNamespace(
@@ -153,6 +157,10 @@ def loaders(**settings):
 
 
 CASES = {  # by Refusal.setting: the table, and a case in it
+    "include_for_metrics=['loss'] with a model's own loss_function or router loss": lambda: (
+        PREDICTIONS,
+        predicting_with_own_loss(include_for_metrics=["loss"]),
+    ),
     "enable_jit_checkpoint=True on several ranks": lambda: (
         TRAINER,
         fake(enable_jit_checkpoint=True, world_size=2),
@@ -165,7 +173,7 @@ CASES = {  # by Refusal.setting: the table, and a case in it
             activation_checkpointing_kwargs={"offload": True, "use_reentrant": False},
         ),
     ),
-    "activation_offloading=True with an objective on samples": lambda: (
+    "activation_offloading=True with an objective or a loss of your own": lambda: (
         ON_SAMPLES,
         fake(activation_offloading=True),
     ),

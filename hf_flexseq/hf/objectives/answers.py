@@ -1,7 +1,8 @@
 """Answers to a loss's calls of its models, while the loss is computed on the source ranks.
 
 What a loss will ask for has been computed before, for all batches of the step together, and is
-noted here; each result is used once. A call without gradients of which nothing is known is
+noted here; each result is used once, or as often as the user's own code asks for it, if the model
+draws no noise. A call without gradients of which nothing is known is
 planned and run when it comes: so are all calls of an evaluation. One with gradients is refused.
 """
 
@@ -17,7 +18,9 @@ from transformers import Trainer
 
 from hf_flexseq.hf.engine import FlexSeqEngine
 from hf_flexseq.hf.loaders import LoaderState, as_drawn
-from hf_flexseq.hf.objectives.heads import Head, TokenFigures
+from hf_flexseq.hf.model.facts import base_model
+from hf_flexseq.hf.model.noise import dropout_module, noisy_option
+from hf_flexseq.hf.objectives.heads import BATCHES, Head
 from hf_flexseq.hf.objectives.reference import adapter_state
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.call_answers import answered_by
@@ -50,14 +53,18 @@ class Answers:
         self._results: list[_Result] = []  # known, and not asked for yet
         self._running: nn.Module | None = None  # the wrapped model, while calls are answered
         self._is_paused = False
+        self._reuses = False  # a result for equal calls, which are of one batch and without noise
         self._adapters: tuple[Any, ...] | None = None  # as they are in training
-        self.prepared: Any = None
-        """The batch whose loss is computed, which is prepared already."""
         self._labels: torch.Tensor | None = None  # [B, S] of the batch whose loss is computed
 
     def begin(self) -> None:
         """Take the model as it is now for the trained one, whatever becomes of its adapters."""
-        self._adapters = adapter_state(self._trainer.model)
+        model = self._trainer.model
+        self._adapters = adapter_state(model)
+        settings = self._engine.settings
+        options = noisy_option(base_model(model).config)
+        draws_noise = dropout_module(model) or options or settings.noise
+        self._reuses = self._head.is_own and not draws_noise
 
     def clear(self) -> None:
         """Forget what is known."""
@@ -92,6 +99,9 @@ class Answers:
             owns = [values] * len(calls) if is_total else values.split(sizes)
             for part, own in zip(parts, owns, strict=True):
                 part[name] = to_device(own, device)
+        if self._head.totals:
+            for part in parts:
+                part[BATCHES] = torch.tensor(len(calls))
         return parts
 
     # ---- calls of the loss
@@ -131,24 +141,28 @@ class Answers:
         state = accelerator.gradient_state
         syncs = state.sync_gradients
         state._set_sync_gradients(syncs and is_last)
-        self.prepared = batch
         try:
             with self.on_batch(batch), as_drawn(loader_state, accelerator):
                 yield
         finally:
-            self.prepared = None
             state._set_sync_gradients(syncs)
 
     @contextmanager
     def on_batch(self, batch: Any) -> Iterator[None]:
-        """Surround the loss of one batch, whose labels the Trainer may withhold from the model."""
-        former = self._labels
-        if isinstance(self._head, TokenFigures):
+        """Surround the loss of one batch, which is prepared already and is not prepared again, and
+        whose labels the Trainer may withhold from the model."""
+        labels, own = self._labels, vars(self._trainer)
+        former, prepare = own.get("_prepare_inputs"), self._trainer._prepare_inputs
+        own["_prepare_inputs"] = lambda given: given if given is batch else prepare(given)
+        if self._head.is_own:
             self._labels = batch.get("labels")
         try:
             yield
         finally:
-            self._labels = former
+            self._labels = labels
+            del own["_prepare_inputs"]
+            if former is not None:
+                own["_prepare_inputs"] = former
 
     def _paused(self) -> bool:
         return self._is_paused
@@ -173,7 +187,7 @@ class Answers:
 
     def _answer(self, role: str, model: nn.Module, given: Mapping[str, Any]) -> Any:
         """Return a model's result. Collective over the world if the call was not foreseen."""
-        if isinstance(self._head, TokenFigures) and given.get("labels") is None:
+        if self._head.is_own and given.get("labels") is None:
             given = {**given, "labels": self._labels_for(given)}
         call = self._head.read(given)
         figures = self._taken(role, call)
@@ -181,8 +195,9 @@ class Answers:
             if torch.is_grad_enabled():
                 raise NotImplementedError(
                     f"{type(self._trainer).__name__} computes a loss from tokens or labels that "
-                    "are not those of its batch, or calls the model twice on them: hf_flexseq "
-                    "computes gradients of one call for each batch"
+                    "are not those of its batch, or calls a model with dropout twice on them: "
+                    "hf_flexseq computes gradients of one call for each batch; change batches in "
+                    "_prepare_inputs, in the data_collator or in the dataset"
                 )
             step = self._engine.step_of(
                 self._engine.whole_model.rows_of([call]),
@@ -205,13 +220,15 @@ class Answers:
         return labels
 
     def _taken(self, role: str, call: ModelCall) -> Columns | None:
-        """Return what is known of a call, once; None for nothing. Figures with gradients answer a
-        call with gradients, others one without: KTO may ask both of the same tokens."""
+        """Return what is known of a call, once unless `_reuses`; None for nothing. Figures with
+        gradients answer a call with gradients, others one without: KTO may ask both of the same
+        tokens."""
         for index, result in enumerate(self._results):
             has_gradients = result.figures[self._head.main].requires_grad
             if role == POLICY and has_gradients != torch.is_grad_enabled():
                 continue
             if result.role == role and result.call.same_as(call):
-                del self._results[index]
+                if not self._reuses:
+                    del self._results[index]
                 return result.figures
         return None

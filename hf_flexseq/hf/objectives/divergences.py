@@ -56,6 +56,7 @@ class Divergences:
     main = "divergence"
     differentiable: tuple[str, ...] = ("divergence",)
     totals: tuple[str, ...] = ()
+    is_own = False
 
     def __init__(self, trainer: Any) -> None:
         """Raises NotImplementedError for an inexact teacher or another version of TRL."""

@@ -45,7 +45,7 @@ class StepBatches:
 _NOTHING = StepBatches([], BEFORE_END)
 
 # Methods in which a user may change batches between their drawing and their loss.
-_CHANGE_BATCHES = ("_prepare_input", "_prepare_inputs")
+_CHANGE_BATCHES = ("_prepare_input", "_prepare_inputs", "training_step")
 
 # How the calls of a step have come, from the best to the worst.
 _AS_PLANNED = 0

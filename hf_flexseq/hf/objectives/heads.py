@@ -1,11 +1,13 @@
 """What a loss asks of a model for every token, and how a padded call is answered with it.
 
 LogProbabilities    of labels, with entropies and what else TRL's fused head gives
-TokenFigures        log-probabilities of labels and entropies, from the model's own head
+TokenFigures        log-probabilities of labels and entropies, from the model's own head, and
+                    figures that the user's `flexseq_figures` makes of the model's outputs
 Classes             logits of a classification head
+Divergences         of a student from a teacher (`divergences.py`)
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -15,7 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.model.facts import is_classifier
+from hf_flexseq.hf.losses import FIGURES, distills, has_fused_head, has_own_loss
+from hf_flexseq.hf.model.facts import base_model, is_classifier
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.model.router import (
     COUNTS,
@@ -23,12 +26,22 @@ from hf_flexseq.hf.model.router import (
     PROBABILITIES,
     TOTALS,
     RouterSums,
+    asks_for_router_loss,
     router_loss,
 )
-from hf_flexseq.hf.objectives.outputs import PlannedOutput
+from hf_flexseq.hf.objectives.divergences import Divergences
+from hf_flexseq.hf.objectives.outputs import MEANS, PlannedOutput, PlannedSmoother
 from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.inputs import Inputs, without_labels
 from hf_flexseq.steps.source_row import Columns
+
+BATCHES = "batches_of_step"
+"""Name, beside those of totals, of the number of a rank's batches in the step."""
+OF_STEP = (*TOTALS, BATCHES)
+
+# outputs of the model with logits [1, tokens, V] and hidden states, and inputs of a micro-batch
+# -> figures of its tokens, each [tokens, ...], by name
+OwnFigures = Callable[[Any, Inputs], Columns]
 
 
 class Head(Protocol):
@@ -43,6 +56,9 @@ class Head(Protocol):
     totals: tuple[str, ...]
     """Figures that are sums over all tokens of a step."""
 
+    is_own: bool
+    """True if code of the user's takes part in the loss."""
+
     def attach(self) -> list[Any]:
         """Prepare the model; return the hooks, which undo it when they are removed."""
 
@@ -54,17 +70,25 @@ class Head(Protocol):
 
     def answer(self, call: ModelCall, figures: Columns, given: Mapping[str, Any]) -> Any:
         """Return the model's result from figures of the call's tokens, each [tokens, ...], and
-        totals of its step, on the model's device."""
+        totals of its step with BATCHES, on the model's device."""
 
 
-def head_of(model: PreTrainedModel, *, has_router_loss: bool, reads_figures: bool) -> Head:
-    """Return the head of a transformers model. reads_figures: True if a loss of the user's reads
-    log-probabilities. has_router_loss: True if the trainer's loss includes a router loss."""
+def head_of(trainer: Any) -> Head:
+    """Return the head of a trainer whose loss is computed on samples."""
+    model = base_model(trainer.model)
+    if distills(trainer):
+        return Divergences(trainer)
     if is_classifier(model):
         return Classes(model)
-    if reads_figures:
-        return TokenFigures(model)
-    return LogProbabilities(model, has_router_loss=has_router_loss)
+    if has_fused_head(trainer):
+        return LogProbabilities(
+            model,
+            has_router_loss=getattr(trainer, "aux_loss_enabled", False),
+            is_own=has_own_loss(trainer),
+        )
+    smooths = isinstance(trainer.label_smoother, PlannedSmoother)
+    ranks = trainer.accelerator.num_processes
+    return TokenFigures(model, getattr(trainer, FIGURES, None), smooths=smooths, ranks=ranks)
 
 
 class LogProbabilities:
@@ -75,8 +99,13 @@ class LogProbabilities:
     differentiable: tuple[str, ...] = ("log_probs", "entropy", PROBABILITIES)
     totals: tuple[str, ...] = TOTALS
 
-    def __init__(self, model: PreTrainedModel, *, has_router_loss: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, has_router_loss: bool, is_own: bool = False
+    ) -> None:
+        """has_router_loss: True if the trainer's loss includes a router loss. is_own: True if code
+        of the user's takes part in the loss, which may call the model without TRL's head."""
         self._model = model
+        self.is_own = is_own
         self._has_router_loss = has_router_loss
         self._router: RouterSums | None = None  # while the head is attached
 
@@ -89,7 +118,7 @@ class LogProbabilities:
 
     def read(self, given: Mapping[str, Any]) -> ModelCall:
         """Return the call with these arguments. Raises NotImplementedError for logits."""
-        if not given.get("fused_lm_head"):
+        if not given.get("fused_lm_head") and not self.is_own:
             raise NotImplementedError(
                 "a loss asks the model for logits, a whole vocabulary for every token, which stay "
                 "where the plan has put them: read log-probabilities instead, as TRL's trainers "
@@ -115,11 +144,15 @@ class LogProbabilities:
         return figures
 
     def answer(self, call: ModelCall, figures: Columns, given: Mapping[str, Any]) -> Any:
-        """Return TRL's output, whose fields are [B, S - 1]: of every token but the last."""
+        """Return TRL's output, or ours for a call without TRL's head, whose fields are [B, S - 1]:
+        of every token but the last."""
         from trl.trainer.utils import FusedCausalLMOutput
 
-        of_tokens = {name: value for name, value in figures.items() if name not in TOTALS}
+        of_tokens = {name: value for name, value in figures.items() if name not in OF_STEP}
         fields = _fields(call, of_tokens, given)
+        if self.is_own and not given.get("fused_lm_head"):
+            names = ("loss", "log_probs", "entropy", "label_mask")
+            return PlannedOutput(**{name: fields[name] for name in names})
         if given.get(OPTION):
             assert self._router is not None, "the head is attached while calls are answered"
             facts = self._router.facts
@@ -135,20 +168,40 @@ _FUSED = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 class TokenFigures:
     """Log-probabilities of labels, and entropies, of a causal language model as it is: chunk by
     chunk inside its own head (`model/loss.py`), or from whole logits if the model scales or caps
-    them."""
+    them, or if the user makes further figures of them."""
 
     main = "log_probs"
-    differentiable: tuple[str, ...] = ("log_probs", "entropy")
-    totals: tuple[str, ...] = ()
+    is_own = True
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        own: OwnFigures | None = None,
+        *,
+        smooths: bool = False,
+        ranks: int = 1,
+    ) -> None:
+        """own: makes the user's figures of a micro-batch, if there are any. smooths: True if the
+        loss smooths labels. ranks: of the job."""
         self._model = model
+        self._ranks = ranks
+        self._own = own
         self._chunked: ChunkedLoss | None = None
+        self._of_labels = ("log_probs", "entropy", *((MEANS,) if smooths else ()))
+        has_router_loss = asks_for_router_loss(model)
+        self.totals: tuple[str, ...] = TOTALS if has_router_loss else ()
+        self._always = (*self._of_labels, *((PROBABILITIES,) if has_router_loss else ()))
+        self.differentiable: tuple[str, ...] = self._always
+        self._router: RouterSums | None = None  # while the head is attached
 
     def attach(self) -> list[Any]:
-        """Find the chunked loss that the engine has attached to the model; return no hooks."""
+        """Find the chunked loss that the engine has attached to the model; return the hooks of
+        counters for a router loss."""
         self._chunked = attach_chunked_loss(self._model)
-        return []
+        if not self.totals:
+            return []
+        self._router = RouterSums(self._model)
+        return self._router.hooks
 
     def read(self, given: Mapping[str, Any]) -> ModelCall:
         """Return the call with these keyword arguments."""
@@ -159,21 +212,74 @@ class TokenFigures:
         return call
 
     def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
-        """Run a micro-batch: return figures of its tokens, each [tokens]."""
-        if self._chunked is not None:
-            with self._chunked.giving_figures() as given:
+        """Run a micro-batch: return figures of its tokens, each [tokens], and the user's, and sums
+        of the routers."""
+        figures = self._of_tokens(model, inputs)
+        if self._router is not None:
+            figures.update(self._router.take() or {})
+        return figures
+
+    def _of_tokens(self, model: nn.Module, inputs: Inputs) -> Columns:
+        if self._chunked is not None and self._own is None:
+            with self._chunked.giving_figures(with_means=MEANS in self._of_labels) as given:
                 outputs = model(**inputs, use_cache=False)
             assert given.value is not None, "a call with labels runs the head"
-            # [1, tokens, 2] -> [tokens, 2]
+            # [1, tokens, 2 or 3] -> [tokens, 2 or 3]
             found = outputs.logits.squeeze(0).to(given.value.dtype)
             found = found + (given.value - found.detach())  # without what casts have rounded
-            return {"log_probs": found[:, 0], "entropy": found[:, 1]}
-        outputs = model(**without_labels(inputs), use_cache=False)
-        return figures_of_logits(outputs.logits.squeeze(0), inputs["labels"].squeeze(0))
+            return dict(zip(self._of_labels, found.unbind(1), strict=True))
+        options = {} if self._own is None else {"output_hidden_states": True}
+        outputs = model(**without_labels(inputs), use_cache=False, **options)
+        found = figures_of_logits(outputs.logits.squeeze(0), inputs["labels"].squeeze(0))
+        figures = {name: found[name] for name in self._of_labels}
+        if self._own is not None:
+            figures |= self._figures_of(outputs, inputs)
+        return figures
+
+    def _figures_of(self, outputs: Any, inputs: Inputs) -> Columns:
+        """Return the user's figures of a micro-batch, each [tokens, ...]. Raises ValueError for
+        other shapes and for names that have a meaning already."""
+        assert self._own is not None, "the user makes figures"
+        own = {name: value for name, value in inputs.items() if name != "seq_ctx"}
+        tokens = inputs["input_ids"].shape[1]
+        found = self._own(outputs, own)
+        for name, value in found.items():
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            if not isinstance(value, torch.Tensor) or value.shape[:1] != (tokens,):
+                raise ValueError(
+                    f"flexseq_figures gives {name!r} as {shape}: give a tensor with a value, or a "
+                    f"row of values, for each of the {tokens} tokens of inputs['input_ids']"
+                )
+            if name in PlannedOutput.__dataclass_fields__ or name == MEANS:
+                raise ValueError(f"flexseq_figures gives {name!r}, which outputs have already")
+        names = [name for name, value in found.items() if value.is_floating_point()]
+        self.differentiable = (*self._always, *names)
+        return dict(found)
 
     def answer(self, call: ModelCall, figures: Columns, given: Mapping[str, Any]) -> Any:
-        """Return an output whose fields are [B, S - 1]: of every token but the last."""
-        return PlannedOutput(**_fields(call, figures, given))
+        """Return an output whose fields are [B, S - 1]: of every token but the last. The user's
+        figures are of all tokens, [B, S, ...]."""
+        of_labels = {name: figures[name] for name in self._of_labels}
+        fields = _fields(call, of_labels, given)
+        means = fields.pop(MEANS, None)
+        if self._router is not None:
+            fields["loss"] = fields["loss"] + self._share(figures, given)
+        output = PlannedOutput(**fields)
+        if means is not None:
+            output[MEANS] = means
+        for name in figures.keys() - {*of_labels, *OF_STEP}:
+            output[name] = call.padded(figures[name])
+        return output
+
+    def _share(self, figures: Columns, given: Mapping[str, Any]) -> torch.Tensor:
+        """Return the router loss of a step as a part of a batch's loss, a scalar. Where losses are
+        divided by the step's tokens, all parts together count once in the mean over ranks."""
+        assert self._router is not None, "the model has a router loss"
+        facts = self._router.facts
+        loss = router_loss(figures[COUNTS], figures[PROBABILITIES], facts.top_k)
+        if given.get("num_items_in_batch") is None:
+            return facts.coefficient * loss
+        return facts.coefficient * loss / (figures[BATCHES] * self._ranks)
 
 
 def _fields(call: ModelCall, figures: Columns, given: Mapping[str, Any]) -> Columns:
@@ -195,15 +301,16 @@ def _fields(call: ModelCall, figures: Columns, given: Mapping[str, Any]) -> Colu
 
 
 def figures_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> Columns:
-    """Return log-probabilities of targets [tokens] and entropies, 0 for IGNORE_INDEX; logits
-    [tokens, V]."""
+    """Return log-probabilities of targets [tokens], entropies, and means of all log-probabilities,
+    0 for IGNORE_INDEX; logits [tokens, V]."""
     if logits.dtype.itemsize == 2:
         logits = logits.float()
     none = targets == IGNORE_INDEX
     log_p = F.log_softmax(logits, dim=-1)  # [tokens, V]
     picked = log_p.gather(1, targets.masked_fill(none, 0).unsqueeze(1)).squeeze(1)  # [tokens]
     entropy = -(log_p.exp() * log_p).sum(dim=1)  # [tokens]
-    return {"log_probs": picked.masked_fill(none, 0), "entropy": entropy.masked_fill(none, 0)}
+    figures = {"log_probs": picked, "entropy": entropy, MEANS: log_p.mean(dim=1)}
+    return {name: value.masked_fill(none, 0) for name, value in figures.items()}
 
 
 def check_labels_of(call: ModelCall, labels: torch.Tensor) -> None:
@@ -225,6 +332,7 @@ class Classes:
     main = "logits"
     differentiable: tuple[str, ...] = ("logits",)
     totals: tuple[str, ...] = ()
+    is_own = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-_OFFERED = "loss, log_probs, entropy and label_mask"
+MEANS = "mean_log_probs"
+"""Means of all log-probabilities of a token, [batch, tokens - 1], where labels are smoothed."""
 
 
 @dataclass
@@ -22,6 +23,9 @@ class PlannedOutput(ModelOutput):
             Entropy of the distribution that predicts it, 0 where the label is -100.
         label_mask (`torch.Tensor` of shape `(batch, tokens - 1)`):
             Whether the label is not -100.
+
+    Besides, it has what `flexseq_figures` of the trainer's class gives, of shape `(batch, tokens)`
+    or `(batch, tokens, ...)`.
     """
 
     loss: torch.Tensor | None = None
@@ -50,6 +54,33 @@ class PlannedOutput(ModelOutput):
 def refusal_of(what: str) -> NotImplementedError:
     """Return the refusal of something that a loss has asked for."""
     return NotImplementedError(
-        f"a loss asks for {what}, which stays where the plan has put its tokens: hf_flexseq "
-        f"offers {_OFFERED} [batch, tokens - 1]"
+        f"a loss asks for {what}, which stays where the plan has put its tokens: read loss, "
+        "log_probs, entropy and label_mask [batch, tokens - 1], or give the trainer's class a "
+        "method flexseq_figures(self, outputs, inputs) that makes a few values of each token "
+        "(docs/objectives/own.md)"
     )
+
+
+class PlannedSmoother:
+    """Stands for transformers' `LabelSmoother`, which reads logits: the uniform distribution has a
+    share `epsilon` in every label."""
+
+    def __init__(self, epsilon: float) -> None:
+        self.epsilon = epsilon
+
+    def __call__(
+        self,
+        outputs: PlannedOutput,
+        labels: torch.Tensor,
+        shift_labels: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> torch.Tensor:
+        """Return the loss of outputs of the model, a scalar. labels: those that the outputs are
+        of; `shift_labels` changes nothing."""
+        assert outputs.log_probs is not None, "an answered call has labels"
+        assert outputs.label_mask is not None, "an answered call has labels"
+        items = num_items_in_batch
+        if items is None:
+            items = outputs.label_mask.sum().clamp(min=1)
+        plain, uniform = outputs.log_probs.sum(), outputs[MEANS].sum()
+        return -((1 - self.epsilon) * plain + self.epsilon * uniform) / items

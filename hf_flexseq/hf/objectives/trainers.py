@@ -13,9 +13,8 @@ import torch
 from transformers import Trainer
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.losses import reads_figures
 from hf_flexseq.hf.objectives.heads import Head
-from hf_flexseq.steps.calls import ModelCall, images_in, types_in
+from hf_flexseq.steps.calls import READ, ModelCall, images_in, types_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +33,8 @@ class Foreseen:
 
 def foreseen(trainer: Trainer, batch: Mapping[str, Any], head: Head) -> Foreseen:
     """Return the calls that the loss of `trainer` will make on a batch."""
-    if reads_figures(trainer):
-        read = ("input_ids", "attention_mask", "labels", "shift_labels")
-        given = {name: batch[name] for name in read if name in batch}
+    if head.is_own:
+        given = {name: batch[name] for name in READ if name in batch}
         return Foreseen(head.read({**given, **images_in(batch), **types_in(batch)}))
     for cls in type(trainer).__mro__:
         if cls.__name__ in _OF_TRAINERS:

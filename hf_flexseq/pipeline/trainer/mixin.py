@@ -100,7 +100,8 @@ class PipelineMixin(FlexSeqMixin):
     ) -> torch.Tensor:
         """Run a whole step with the last of its items, and return its loss, a scalar."""
         self._flexseq_data.check_accumulation()
-        return self._flexseq_loss.run_step(model, inputs)
+        run = super().training_step
+        return self._flexseq_loss.run_step(model, inputs, num_items_in_batch, run)
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Return the model in a wrapper that accelerate leaves alone."""
