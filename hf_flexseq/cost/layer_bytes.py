@@ -29,7 +29,7 @@ for Llama-3.1-8B, Qwen3-8B and Qwen3-30B-A3B. They are a quarter too few for Gem
 twice the norms, and for gpt-oss, whose experts clamp both halves, and up to a half for models with
 scans.
 
-A run counts its model's layers itself (`hf/calibration/layer_trial.py`). Fused kernels keep less.
+A run counts its model's layers itself (`hf/engine/layer_trial.py`). Fused kernels keep less.
 """
 
 from dataclasses import replace

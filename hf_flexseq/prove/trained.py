@@ -27,7 +27,7 @@ from hf_flexseq.hf.model.experts import expert_ranks
 from hf_flexseq.hf.model.head_trial import ROUTER_LOSS
 from hf_flexseq.hf.model.rehearsal import FAULTS
 from hf_flexseq.hf.model.router import OPTION, RouterFacts
-from hf_flexseq.hf.trainer import FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.hf.trainer.trainer import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.memory import MemoryChoice

@@ -26,8 +26,8 @@ from hf_flexseq import config as options
 from hf_flexseq.base import registry
 from hf_flexseq.base.refusals import Refusal
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.overrides import OF_SHARDED_CHECKPOINTS, RULES, Rule
 from hf_flexseq.hf.refusals.accelerator import ACCELERATOR
+from hf_flexseq.hf.refusals.overrides import OF_SHARDED_CHECKPOINTS, RULES, Rule
 from hf_flexseq.hf.refusals.predictions import PREDICTIONS
 from hf_flexseq.hf.refusals.trainer import MODEL, NEXT_TOKEN, ON_SAMPLES, TRAINER
 from hf_flexseq.pipeline.trainer.refusals import FSDP_OF_STAGES, PIPELINE, REPLACED

@@ -12,8 +12,8 @@ import transformers
 
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.layer_kinds import layer_kinds
+from hf_flexseq.hf.model.probe import probe_model
 from hf_flexseq.hf.model.small import has_near_layers, small_model
-from hf_flexseq.hf.probe import probe_model
 from tests.hf.model_families import (
     SETTING,
     TAKEN,

@@ -15,9 +15,9 @@ from trl import DPOTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older
-from hf_flexseq.hf.losses import _ON_SAMPLES
-from hf_flexseq.hf.objectives.reference import adapter_off, adapter_state
-from hf_flexseq.hf.objectives.trainers import _OF_TRAINERS
+from hf_flexseq.hf.losses.reference import adapter_off, adapter_state
+from hf_flexseq.hf.losses.trainers import _OF_TRAINERS
+from hf_flexseq.hf.model.loss_kinds import _ON_SAMPLES
 from hf_flexseq.steps.calls import ModelCall
 from tests.budget import others_nightly
 from tests.hf.objectives import (

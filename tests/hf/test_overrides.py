@@ -11,8 +11,8 @@ from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 from trl.trainer.base_trainer import _BaseTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqTrainer
-from hf_flexseq.hf.next_token import NextTokenLoss
-from hf_flexseq.hf.overrides import RULES, Standing
+from hf_flexseq.hf.losses.next_token import NextTokenLoss
+from hf_flexseq.hf.refusals.overrides import RULES, Standing
 from hf_flexseq.steps.users_code import is_known, users_method
 from tests.hf.test_own_losses import Focal
 from tests.hf.test_trainer import dataset, float64_loss, padded
@@ -248,13 +248,17 @@ def test_what_sees_something_else_is_named_in_the_log(tmp_path, caplog):
     model = tiny_llama()
     model.lm_head.register_full_backward_hook(lambda *args: None)
     make(overriding("training_step", base=Focal), tmp_path, model=model, callbacks=[Substeps()])
-    said = [record.message for record in caplog.records if record.name == "hf_flexseq.hf.trainer"]
+    said = [
+        record.message
+        for record in caplog.records
+        if record.name == "hf_flexseq.hf.trainer.trainer"
+    ]
     assert len(said) == 3
     for part in ("Mine.training_step sees no", "lambda> on lm_head: ", "Substeps.on_sub"):
         assert sum(part in line for line in said) == 1, part
     caplog.clear()
     make(Trainer, tmp_path)
-    assert not [r for r in caplog.records if r.name == "hf_flexseq.hf.trainer"]
+    assert not [r for r in caplog.records if r.name == "hf_flexseq.hf.trainer.trainer"]
 
 
 def test_hooks_on_gradients_that_depend_on_micro_batches_are_refused(tmp_path):

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM, Trainer
 
 from hf_flexseq import FlexSeqTrainer
+from hf_flexseq.hf.losses.heads import TokenFigures, figures_of_logits
+from hf_flexseq.hf.losses.outputs import PlannedOutput
 from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
-from hf_flexseq.hf.objectives.heads import TokenFigures, figures_of_logits
-from hf_flexseq.hf.objectives.outputs import PlannedOutput
 from hf_flexseq.kernels import token_outputs as kernel
 from tests.budget import others_nightly
 from tests.hf.test_checks import OwnLoss

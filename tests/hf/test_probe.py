@@ -7,10 +7,10 @@ import transformers
 from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-import hf_flexseq.hf.attention as hf_attention
+import hf_flexseq.hf.model.attention as hf_attention
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.hf.model import recurrent
-from hf_flexseq.hf.probe import SEQUENCES, SHARED, probe_model
+from hf_flexseq.hf.model.probe import SEQUENCES, SHARED, probe_model
 from tests.budget import others_slow
 from tests.hf.hybrids import HYBRIDS
 from tests.hf.test_checks import SIZES

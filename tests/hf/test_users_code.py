@@ -229,7 +229,7 @@ def loss_and_factors(rank, world_size, in_front, base, how, folder):
         said.append(record.getMessage())
         return False
 
-    log = logging.getLogger("hf_flexseq.hf.objectives.on_samples")
+    log = logging.getLogger("hf_flexseq.hf.losses.on_samples")
     log.addFilter(note)
     if base is SFTTrainer:
         flexseq = None if how == "stock" else {}

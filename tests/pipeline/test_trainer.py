@@ -14,8 +14,8 @@ from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqConfig, FlexSeq
 from hf_flexseq.base.reading import Limits
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.cli import main
-from hf_flexseq.hf.losses import METHODS_OF_LOSS
-from hf_flexseq.hf.trainer import OVERRIDDEN, FlexSeqMixin
+from hf_flexseq.hf.model.loss_kinds import METHODS_OF_LOSS
+from hf_flexseq.hf.trainer.trainer import OVERRIDDEN, FlexSeqMixin
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.pipeline.planning.step_plan import StepPlan
 from hf_flexseq.pipeline.planning.walk import check, makespan_ns

@@ -20,7 +20,7 @@ from trl import (  # noqa: F401
     SFTTrainer,
 )
 
-from hf_flexseq.hf.trainer_log import TrainerLog
+from hf_flexseq.hf.trainer.trainer_log import TrainerLog
 from rewards import check_columns, load_rewards
 from tests.programs import ROOT
 from tests.ranks import run_ranks

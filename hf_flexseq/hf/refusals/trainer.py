@@ -2,8 +2,8 @@
 
 `TRAINER` holds for every trainer, `NEXT_TOKEN` for those of causal language models but for TRL's
 objectives, `ON_SAMPLES` for a loss that the trainer computes on its own batches, `MODEL` for a
-trainer together with its model. Overridden methods have their rules in `hf/overrides.py`, datasets
-in `hf/dataset_checks.py`, models in `hf/model/checks.py`.
+trainer together with its model. Overridden methods have their rules in `overrides.py`, datasets in
+`hf/engine/dataset_checks.py`, models in `hf/model/checks.py`.
 """
 
 import logging
@@ -17,8 +17,11 @@ from hf_flexseq.base.refusals import Refusal, option, refuse, together
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, OFFLOAD_FROM, is_sharded_at_load
 from hf_flexseq.config import FlexSeqArguments, refuse_removed
 from hf_flexseq.distributed.connect import capabilities_on
-from hf_flexseq.hf.adapters import unsuitable_adapter
-from hf_flexseq.hf.losses import (
+from hf_flexseq.hf.model.sync import resolve_sync
+from hf_flexseq.hf.model.adapters import unsuitable_adapter
+from hf_flexseq.hf.model.liger import LOSSES
+from hf_flexseq.hf.model.loss import has_chunkable_loss
+from hf_flexseq.hf.model.loss_kinds import (
     FIGURES,
     has_own_loss,
     is_objective,
@@ -27,8 +30,6 @@ from hf_flexseq.hf.losses import (
     reads_logits_of_all_tokens,
     unsuitable_distillation,
 )
-from hf_flexseq.hf.model.liger import LOSSES
-from hf_flexseq.hf.model.loss import has_chunkable_loss
 from hf_flexseq.hf.model.own_loss import check_own_loss, own_loss_of
 from hf_flexseq.hf.model.prompts import virtual_tokens_of
 from hf_flexseq.hf.model.quantized_layers import outlier_threshold
@@ -38,9 +39,8 @@ from hf_flexseq.hf.model.router import (
     asks_for_router_loss,
     router_facts,
 )
-from hf_flexseq.hf.overrides import check_overrides, has_other_compute_loss
 from hf_flexseq.hf.refusals.checkpointing import offloading_twice, unknown_offloading
-from hf_flexseq.hf.sync import resolve_sync
+from hf_flexseq.hf.refusals.overrides import check_overrides, has_other_compute_loss
 from hf_flexseq.steps.users_code import package
 
 logger = logging.getLogger(__name__)

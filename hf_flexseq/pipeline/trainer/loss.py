@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from hf_flexseq.hf.dataset_checks import check_first_step
-from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches
-from hf_flexseq.hf.step_loss import Prediction, RunStep, StepLoss, StockPrediction
+from hf_flexseq.hf.engine.dataset_checks import check_first_step
+from hf_flexseq.hf.engine.evaluation import EvaluationLoss, PlannedBatches
+from hf_flexseq.hf.losses.step_loss import Prediction, RunStep, StepLoss, StockPrediction
 from hf_flexseq.pipeline.step import RankChunks
 from hf_flexseq.pipeline.trainer.engine import PipelineEngine
 from hf_flexseq.steps.logged_loss import StepLosses
