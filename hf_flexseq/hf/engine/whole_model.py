@@ -23,7 +23,6 @@ from hf_flexseq.hf.engine.engine_setup import EngineSetup
 from hf_flexseq.hf.engine.model_images import ModelImages
 from hf_flexseq.hf.engine.model_planning import ModelPlanning
 from hf_flexseq.hf.engine.reduction import GradientReduction, note_trained, whole_parameters
-from hf_flexseq.hf.model.sync import resolve_sync
 from hf_flexseq.hf.model.adapters import unsuitable_adapter
 from hf_flexseq.hf.model.attachments import AttachedModel, ModelSettings
 from hf_flexseq.hf.model.checks import check_model
@@ -33,6 +32,7 @@ from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.sharding_kind import is_fully_sharded
 from hf_flexseq.hf.model.shared_prefixes import reason_not_shared
+from hf_flexseq.hf.model.sync import resolve_sync
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan import Plan
