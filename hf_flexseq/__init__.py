@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_flexseq.config import FlexSeqArguments
     from hf_flexseq.hf.engine.engine import FlexSeqEngine
+    from hf_flexseq.hf.model.probe import probe_model
     from hf_flexseq.hf.trainer.callback import FlexSeqCallback
     from hf_flexseq.hf.trainer.trainer import FlexSeqConfig, FlexSeqMixin, FlexSeqTrainer
     from hf_flexseq.plan import Plan, PlanInfeasible
@@ -27,6 +28,7 @@ _HOMES = {
     "FlexSeqTrainer": "hf_flexseq.hf.trainer.trainer",
     "Plan": "hf_flexseq.plan",
     "PlanInfeasible": "hf_flexseq.plan",
+    "probe_model": "hf_flexseq.hf.model.probe",
 }
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "FlexSeqTrainer",
     "Plan",
     "PlanInfeasible",
+    "probe_model",
 ]
 
 
