@@ -58,10 +58,11 @@ GROUPS = {
     "attention/uploads",
     "exchange": "steps/exchange steps/token_words distributed/all_to_all",
     "merges": "kernels/merge kernels/fused_operations",
-    "reduction": "hf/engine/reduction hf/engine/gradients distributed/reduction pipeline/reduction",
+    "reduction": "hf/engine/reduction hf/engine/gradients distributed/reduction "
+    "pipeline/reduction",
     "loss": "kernels/chunked_loss kernels/token_outputs hf/model/loss hf/losses/step_loss "
-    "hf/losses/next_token hf/losses/known_weights hf/losses/token_means steps/loss_masks steps/logged_loss steps/row_outputs "
-    "steps/figure_passes",
+    "hf/losses/next_token hf/losses/known_weights hf/losses/token_means steps/loss_masks "
+    "steps/logged_loss steps/row_outputs steps/figure_passes",
 }
 MOST_S = 600.0  # of a test without a mutant
 MOST_BYTES = 8 * 2**30  # data of a process, as a mutant may ask for anything
