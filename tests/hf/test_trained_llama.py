@@ -8,6 +8,7 @@ distances are printed (`pytest -m nightly -s`).
 """
 
 import importlib.util
+import json
 import math
 import subprocess
 import sys
@@ -47,6 +48,10 @@ EARLY, LATE = 3, 10  # steps after which weights are compared
 CAP = 48  # tokens that a rank holds: fewer than the longest row has
 BOUND = 4e-6  # of the update, unless TRL itself is further from itself
 CHANCE = 2.0  # between two distances that are rounding alone: 1.5 is the most that was measured
+TEMPLATE = (
+    "{% for one in messages %}<{{ one.role }}>{{ one.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 SETTINGS = {
     **{"learning_rate": 2e-4, "lr_scheduler_type": "constant", "logging_steps": 1},
     **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True},
@@ -258,15 +263,15 @@ def compared(rank, world_size, make, stock, options):
     return distances, losses(trainer), is_shared
 
 
-def apart(make, ranks, stock, name, *, pipeline=False, **options):
+def apart(make, ranks, stock, name, *, pipeline=False, losses_within=1e-3, **options):
     """By step, how far a run on some ranks is from the stock run; printed under a name."""
     kept, wanted = stock
     results = run_ranks(compared, ranks, make, kept, options, seconds=SECONDS)
-    for _, found, is_shared in results:
-        assert pipeline or is_shared, "no sequence was cut"
-        assert found == pytest.approx(wanted[: len(found)], rel=1e-3)
     found = of_update(*(distances for distances, *_ in results))
     print(f"{name}: {found}")
+    for _, logged, is_shared in results:
+        assert pipeline or is_shared, "no sequence was cut"
+        assert logged == pytest.approx(wanted[: len(logged)], rel=losses_within)
     return found
 
 
@@ -360,9 +365,12 @@ def test_a_run_that_goes_on_equals_trls(llama, tmp_path, stock, bounds):
 def test_autocast_is_as_near_to_float32_as_trls(llama, tmp_path, stock):
     trainer = of_trl(llama, tmp_path / "stock", "sft", ours=False, bf16=True)
     theirs = of_update(distances_of(trainer, stock[0]))[EARLY]
-    print(f"TRL in bf16: {theirs}")
+    logged = zip(losses(trainer), stock[1], strict=False)
+    losses_within = 2 * max(abs(one / wanted - 1) for one, wanted in logged)
+    print(f"TRL in bf16: {theirs}, losses {losses_within / 2}")
     make = made_by(of_trl, llama, tmp_path, "sft", ours=True, bf16=True)
-    assert apart(make, 2, stock, "bf16")[EARLY] <= 1.2 * theirs
+    found = apart(make, 2, stock, "bf16", losses_within=losses_within)
+    assert found[EARLY] <= 1.2 * theirs
 
 
 def test_adapters_equal_trls(llama, tmp_path):
@@ -412,6 +420,10 @@ def test_a_gemma_with_windows_equals_trl(tmp_path):
 
     file = chunks.assemble(tmp_path / chunks.MODEL_NAME)
     gemma = checkpoint_of(file, tmp_path / "cache")
+    (gemma / "chat_template.jinja").write_text(TEMPLATE)  # the file has a base model
+    config = json.loads((gemma / "config.json").read_text())
+    config["sliding_window"] = CAP // 2  # the longest rows are longer
+    (gemma / "config.json").write_text(json.dumps(config))
     kept = stock_run(gemma, tmp_path / "stock")
     bounds = bounds_of(gemma, tmp_path, kept)
     make = made_by(of_trl, gemma, tmp_path, "sft", ours=True)
