@@ -7,6 +7,7 @@ orders of adding up the same numbers drift apart: TRL with another accumulation 
 distances are printed (`pytest -m nightly -s`).
 """
 
+import gc
 import importlib.util
 import json
 import math
@@ -18,7 +19,8 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -166,12 +168,14 @@ def of_transformers(llama, folder, ranks, *, sharded=False, **more):
 
 
 def weights(trainer):
-    """This rank's trained weights, whole, by the names of the model."""
+    """This rank's trained weights, whole, with the names of the model."""
     named = trainer.model.named_parameters()
     engine = getattr(trainer, "flexseq", None)
     if isinstance(engine, PipelineEngine):
         named = engine.stage.global_parameters()
-    return {name: whole(one.detach()).clone() for name, one in named if one.requires_grad}
+    for name, one in named:
+        if one.requires_grad:
+            yield name, whole(one.detach())
 
 
 class Kept(TrainerCallback):
@@ -189,7 +193,7 @@ class Kept(TrainerCallback):
             self.keep(state)
 
     def keep(self, state):
-        save_file(weights(self.trainer), self.folder / f"{state.global_step}.safetensors")
+        save_file(dict(weights(self.trainer)), self.folder / f"{state.global_step}.safetensors")
 
 
 def stock_run(llama, folder, kind="sft", **settings):
@@ -199,7 +203,10 @@ def stock_run(llama, folder, kind="sft", **settings):
     kept.trainer = trainer
     trainer.add_callback(kept)
     trainer.train()
-    return folder / "kept", losses(trainer)
+    logged = losses(trainer)
+    del trainer, kept.trainer
+    gc.collect()  # its weights and Adam's state: ranks will need the memory
+    return folder / "kept", logged
 
 
 def losses(trainer):
@@ -216,11 +223,13 @@ class Distances(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         file = self.stock / f"{state.global_step}.safetensors"
         if file.exists():
-            start, wanted = load_file(self.stock / "0.safetensors"), load_file(file)
-            self.found[state.global_step] = {
-                name: (squares(one, wanted[name]), squares(wanted[name], start[name]))
-                for name, one in weights(self.trainer).items()
-            }
+            found = self.found[state.global_step] = {}
+            # one weight at a time: several ranks compare on one machine
+            start = self.stock / "0.safetensors"
+            with safe_open(file, "pt") as kept, safe_open(start, "pt") as begun:
+                for name, one in weights(self.trainer):
+                    wanted = kept.get_tensor(name)
+                    found[name] = squares(one, wanted), squares(wanted, begun.get_tensor(name))
 
 
 def distances_of(trainer, stock, resume=None):
@@ -285,6 +294,8 @@ def bounds_of(llama, folder, stock, kind="sft", **settings):
     """By step: BOUND, or CHANCE times how far TRL is from itself with three batches a step."""
     trainer = of_trl(llama, folder, kind, ours=False, accumulation=3, **settings)
     found = of_update(distances_of(trainer, stock[0]))
+    del trainer
+    gc.collect()
     print(f"TRL from itself with another accumulation: {found}")
     return {step: max(BOUND, CHANCE * value) for step, value in found.items()}
 
