@@ -103,6 +103,7 @@ def train(args: argparse.Namespace) -> None:
         if len(talk[1]["content"]) <= LONGEST
     ]
     held_out, kept = rows[::HELD_OUT], [row for i, row in enumerate(rows) if i % HELD_OUT]
+    del kept[len(kept) // ROWS * ROWS :]  # several ranks would fill an epoch's last batch
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         config = SFTConfig(
