@@ -79,6 +79,8 @@ class _TokenOutputs(torch.autograd.Function):
         log_sums = torch.empty_like(log_probs)  # log(sum(exp(logits)))
         gradients = None
         if known is not None:
+            # gradients of one size whatever the divisor of the loss is, which 16 bits hold
+            known = known / known.abs().amax().clamp_min(torch.finfo(known.dtype).tiny)
             gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad)
         for chunk, logits in _chunks_of_logits(hidden, weight, bias):
             counts = targets[chunk, None] != IGNORE_INDEX  # [rows, 1]
@@ -145,11 +147,11 @@ class _TokenOutputs(torch.autograd.Function):
 
 
 def _factor(found: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Return the number, a scalar, that makes `found` of `known`, each [T]: the host does not wait
-    for it."""
-    largest = known.abs().argmax()
-    divisor = known[largest]
-    return torch.where(divisor == 0, 0, found[largest] / divisor)
+    """Return the number, a scalar, that makes `found` of `known`, each [T]. The host does not wait
+    for it, as it would for `known[largest]`."""
+    largest = known.abs().argmax(0, keepdim=True)  # [1]
+    divisor = known.gather(0, largest).squeeze(0)
+    return torch.where(divisor == 0, 0, found.gather(0, largest).squeeze(0) / divisor)
 
 
 def _chunks_of_logits(
