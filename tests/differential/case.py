@@ -69,7 +69,7 @@ def make_trainer(case: Case, folder: Path, *, is_ours: bool, ranks: int = 1) -> 
         settings |= {"flexseq": case.flexseq, "accumulation": case.accumulation}
         settings["batch"] = case.batch // (ranks * case.accumulation)
     else:
-        settings |= {**case.stock_settings, "batch": case.batch // ranks}
+        settings |= {"batch": case.batch // ranks, **case.stock_settings}
         if case.stock_loss is not None:
             base_of(model).loss_function = case.stock_loss
     if issubclass(case.base, SFTTrainer):

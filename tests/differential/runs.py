@@ -24,15 +24,19 @@ _stock_runs: dict[Any, tuple[Case, Run]] = {}  # by what they depend on; the cas
 def run(rank: int, world_size: int, case: Case, folder: Path, is_ours: bool = True) -> Run:
     """Train the trainer of a case, stock or ours, on this rank."""
     datasets.disable_progress_bars()
-    # another trainer may have run in this process
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    torch.set_default_dtype(torch.float32)
-    torch.manual_seed(0)
+    begin_anew(0)
     trainer = make_trainer(case, folder, is_ours=is_ours, ranks=world_size)
     if is_ours:
         case.prepare(trainer)
     return trained(trainer, evaluates=case.evaluates)
+
+
+def begin_anew(seed: int) -> None:
+    """Have a training begin as in a process of its own, whatever trainer has run in this one."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(seed)
 
 
 def stock_run(case: Case, folder: Path) -> Run:
@@ -66,3 +70,15 @@ def both(
     by_case = run_cases(run, ranks, [(case, folder) for case in cases.values()], **options)
     for (name, case), ours in zip(cases.items(), by_case, strict=True):
         yield name, stock_run(case, folder), ours
+
+
+def both_on_ranks(
+    cases: Mapping[Any, Case], folder: Path, *, ranks: int = 2, **options: Any
+) -> Iterator[tuple[Any, Run, Run]]:
+    """Yield, for each case and each rank, the name of the case and the runs of stock and ours: for
+    losses that depend on a rank's own batch. options: of `run_ranks`."""
+    arguments = [(case, folder, is_ours) for case in cases.values() for is_ours in (False, True)]
+    by_case = run_cases(run, ranks, arguments, **options)
+    for name, wanted, found in zip(cases, by_case[::2], by_case[1::2], strict=True):
+        for stock, ours in zip(wanted, found, strict=True):
+            yield name, stock, ours
